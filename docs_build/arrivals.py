@@ -27,7 +27,7 @@ from unittest import mock
 
 import torch
 
-from minifsdp.engine.ledger import Collective
+from minifsdp.engine.collectives import Collective
 from minifsdp.trace import Event, Recorder
 
 __all__ = ["noted"]

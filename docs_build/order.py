@@ -61,9 +61,8 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
             "engine/messages.py",
             "engine/validation.py",
             "engine/optimizer_watch.py",
-            "engine/order_check.py",
-            "engine/comparison.py",
-            "engine/ledger.py",
+            "engine/rank_checks.py",
+            "engine/collective_log.py",
             "engine/backward_hooks.py",
         ],
     ),
@@ -131,9 +130,9 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
         ],
     ),
     (
-        "The ledger",
+        "The watchdog",
         "Attached to FSDP1 and FSDP2: reports the position of every rank when a collective fails.",
-        ["ledger/watcher.py", "ledger/board.py", "ledger/report.py", "ledger/__main__.py"],
+        ["watchdog/watchdog.py", "watchdog/report.py", "watchdog/process.py", "ledger.py"],
     ),
     (
         "Debugging",

@@ -3,8 +3,8 @@
 A reader who wants to know how an all-gather works can skip its recording. A statement only records if it is
 
 1. an ``if`` on ``trace.recorder`` without an ``else``;
-2. a call of ``ledger.skip``, or of a method of ``trace.recorder``, whose result is not used;
-3. an assignment to an attribute of the log, ``ledger.on_its_way = ...``;
+2. a call of a method of ``trace.recorder``, whose result is not used;
+3. an assignment to an attribute of the log, ``log.last_event = ...``;
 4. a statement about an attribute that is annotated with a class of ``trace``, such as ``self._event``;
 5. a call of a function of the module that is annotated to return an event of ``trace``, or that function itself;
 6. a loop that only contains such statements.
@@ -16,8 +16,7 @@ import ast
 
 __all__ = ["recording_lines"]
 
-NOTED = {"ledger.skip"}
-LOOKED_AT = {"ledger.on_its_way"}
+LOOKED_AT = {"log.last_event"}
 
 
 def recording_lines(tree: ast.Module) -> set[int]:
@@ -67,7 +66,7 @@ class _Judge:
 
     def _is_recorder(self, called: str) -> bool:
         parts = called.split(".")
-        return called in NOTED or called.startswith("trace.recorder.") or not self.attributes.isdisjoint(parts[1:])
+        return called.startswith("trace.recorder.") or not self.attributes.isdisjoint(parts[1:])
 
     def _is_kept_for_it(self, target: ast.expr) -> bool:
         parts = target.elts if isinstance(target, ast.Tuple) else [target]

@@ -20,11 +20,7 @@ from minifsdp.compat.composable import ComposableState
 from minifsdp.compat.flat_param import FlatParameter
 from minifsdp.debugging import switch as _debugging
 from minifsdp.debugging.switch import debug
-from minifsdp.engine import comparison as _comparison
 from minifsdp.engine import extension as _extension
-from minifsdp.engine import gloo as _gloo
-from minifsdp.engine import ledger as _ledger
-from minifsdp.engine import mesh as _mesh
 from minifsdp.engine import optimizer_watch as _optimizer_watch
 from minifsdp.engine import rows as _rows
 from minifsdp.engine import validation as _misuse
@@ -35,7 +31,6 @@ from minifsdp.fsdp2.initial import warn_if_different
 from minifsdp.fsdp2.module import FSDPModule
 from minifsdp.fsdp2.options import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from minifsdp.fully_sharded_data_parallel import FullyShardedDataParallel
-from minifsdp.ledger import process as _process
 from minifsdp.reduction_overlap import set_reduction_overlap
 from minifsdp.tools.explain import explain
 
@@ -64,14 +59,10 @@ __all__ = [
 __all__ += api.__all__
 __version__ = "0.1.0"
 
-# The core does not import the code for state dicts, frameworks, custom all-gather extensions and sends between CPUs.
-# This code is attached here, and to the wrapper in ``fully_sharded_data_parallel.py``.
+# The core does not import the code for state dicts, frameworks and custom all-gather extensions. This code is attached
+# here, and to the wrapper in ``fully_sharded_data_parallel.py``.
 _second_door.state_class = ComposableState
 _second_door.before_sharding.append(warn_if_different)
-_mesh.transports.append(_gloo.transport_between)
 _misuse.watchers.append(_optimizer_watch.watch)
-_optimizer_watch.before_saving.append(_comparison.read_all)
-_mesh.watchers.append(_process.begin)
-_ledger.explainers.append(_process.explain)
 _rows.special_rows.append(_extension.special_row)
 _debugging.from_environment()

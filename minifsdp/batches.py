@@ -35,8 +35,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllreduceOptions
 
 from minifsdp.engine import collectives
+from minifsdp.engine.collectives import Collective
 from minifsdp.engine.comm_streams import CommStream
-from minifsdp.engine.ledger import Collective
 from minifsdp.engine.mesh import Group, default_group
 from minifsdp.engine.messages import message, warn
 

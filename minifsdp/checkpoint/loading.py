@@ -25,8 +25,8 @@ from torch._C._distributed_c10d import DebugLevel, get_debug_level
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from minifsdp.checkpoint.agreement import some
-from minifsdp.engine import comparison
 from minifsdp.engine.messages import message
+from minifsdp.engine.rank_checks import read_all
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp2.fsdp_state import states_in
 from minifsdp.fsdp2.module import FSDPModuleState
@@ -45,7 +45,7 @@ class SavedState(FSDPModuleState):
                 module._register_load_state_dict_pre_hook(self._show_sharded)
 
     def _show_sharded(self, *_: Any) -> None:
-        comparison.read_all()
+        read_all()
         self.reshard()
 
 

@@ -1,7 +1,7 @@
 """Debug check ``order``: compares the order of all-gathers before each of them.
 
 By default, ranks compare their all-gathers only before the first all-gather of each unit, to save time
-(``engine/order_check.py``). An order that differs only in a later iteration is not detected, for instance because a
+(``engine/rank_checks.py``). An order that differs only in a later iteration is not detected, for instance because a
 batch has an image or an expert got no tokens. Two units of equal size then get each other's weights. With this check,
 every all-gather of a forward is compared first, and a difference raises an error with both names.
 
@@ -18,14 +18,14 @@ Spec: DEBUG-07; NEW-19 is the check itself.
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from minifsdp.engine import order_check
+from minifsdp.engine.rank_checks import RankChecks
 
 
 @contextmanager
 def always_compared() -> Iterator[None]:
     """Compares every all-gather of a forward inside the block."""
-    order_check.always = True
+    RankChecks.always = True
     try:
         yield
     finally:
-        order_check.always = False
+        RankChecks.always = False

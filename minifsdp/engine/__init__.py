@@ -4,10 +4,12 @@ From the bottom up, each module using only those above it in this list:
 
 ``messages``        error messages and warnings
 ``compiler``        functions that ``torch.compile`` must not trace
-``mesh``            shard groups and replicate groups
+``collective_log``  the collectives of this rank, in order
 ``comm_streams``    communication streams, and how to wait for them
+``gloo``            a faster transport between CPUs
+``mesh``            shard groups and replicate groups
 ``collectives``     the collectives of a training step
-``gloo``            a faster transport between CPUs for two of them
+``rank_checks``     whether all ranks issue the same collectives
 ``precision``       the dtype at each step
 ``lifetime``        when memory can be reused; the rate limiter
 ``partition``       how a flat parameter is sharded
@@ -31,7 +33,6 @@ From the bottom up, each module using only those above it in this list:
 ``unit``            the state machine: all-gather, wait, reshard
 ``schedule``        prefetching: which unit is all-gathered next
 ``backward_hooks``  detects where a unit's backward starts and ends
-``order_check``     whether all ranks all-gather the same unit
 ``hooks``           forward and backward hooks
 ``root``            the root state: lazy start, begin and end of an iteration
 

@@ -18,14 +18,15 @@ of ``torch.distributed`` look up the group, check dtypes and wrap exceptions in 
 more than the rest of the engine; profilers and dispatch modes see the same ``c10d`` operators either way. Between CPUs
 another transport can replace the group for the first two, see `Group.transport`.
 
-Each collective is recorded in the collective log (``ledger.py``), and the record is also the handle. This hides a
-difference between backends: gloo returns a ``Work`` to wait for, NCCL returns nothing. An NCCL kernel runs on the
-stream on which it was issued, so work issued there later runs after it.
+A `Collective` is the handle. It hides a difference between backends: gloo returns a ``Work`` to wait for, NCCL returns
+nothing. An NCCL kernel runs on the stream on which it was issued, so work issued there later runs after it. Each
+collective is recorded in the collective log (``collective_log.py``). If it fails, the error contains what the watchdog
+(``minifsdp/watchdog``) knows about the other ranks.
 
 *In torch:* FSDP1 calls the public functions in ``_flat_param.py`` and ``_runtime_utils.py``; FSDP2 has
 ``_fsdp_collectives.py`` with pluggable allocators. Both use the same division rule.
 
-Spec: SHARD-06, SHARD-11, HYB-04, HYB-05, PAR-04, STREAM-01.
+Spec: SHARD-06, SHARD-11, HYB-04, HYB-05, PAR-04, STREAM-01, LEDGER-02, LEDGER-03, LEDGER-11, ORDER-10.
 """
 
 from __future__ import annotations
@@ -33,14 +34,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions, ReduceScatterOptions
 
-from minifsdp.engine.ledger import Collective
+from minifsdp.engine.collective_log import log
 from minifsdp.engine.mesh import Group
+from minifsdp.engine.messages import MORE, message
 
 
 def _on_current_stream(options: Any) -> Any:
@@ -58,6 +61,106 @@ _ALL_REDUCE = _on_current_stream(AllreduceOptions())
 _IS_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
 _GATHER_METHOD = "all_gather_single" if _IS_RENAMED else "_allgather_base"
 _REDUCE_SCATTER_METHOD = "reduce_scatter_single" if _IS_RENAMED else "_reduce_scatter_base"
+
+
+class Collective:
+    """Issues a collective, and is the handle of its result.
+
+    Args:
+        kind, num_bytes, unit, parts, dtype: as in `CollectiveLog.record`.
+        group: the group; all of its ranks must issue the same collective.
+        issue: the function that issues the collective. It returns a handle or ``None``.
+        arguments: arguments of ``issue``.
+        on_cpu: whether the process group sends from CPU memory.
+
+    Attributes:
+        about: kind and unit, as text.
+        position: its position in the collective log.
+
+    Raises:
+        RuntimeError: it cannot complete, because another rank has exited or issues a different collective.
+    """
+
+    __slots__ = ("_sizes_agree", "_work", "about", "position")
+
+    def __init__(
+        self,
+        kind: str,
+        group: Group,
+        num_bytes: int,
+        issue: Callable[..., Any],
+        *arguments: Any,
+        on_cpu: bool = False,
+        unit: str | None = None,
+        parts: Sequence[int] = (),
+        dtype: Any = None,
+    ) -> None:
+        if log.fatal_error:
+            raise RuntimeError(log.fatal_error)
+        sequence = group.sequence
+        self.about = kind if unit is None else f"{kind} of {unit!r}"
+        self.position, identity = log.record(sequence, kind, num_bytes, unit, tuple(parts), dtype)
+        self._work: Any = None
+        self._sizes_agree: Any = None
+        log.waiting = self
+        try:
+            if on_cpu and sequence.transport is not None:
+                self._sizes_agree = sequence.transport.check_size(kind, num_bytes, identity, sequence.epoch)
+                if self._sizes_agree is not None and kind != "all-gather":
+                    self._read_sizes()
+            self._work = issue(*arguments)
+        except RuntimeError as error:
+            raise self._with_report(error) from error
+        finally:
+            # Also if the program catches the exception: the main thread no longer waits.
+            log.waiting = None
+
+    def wait(self) -> None:
+        """Waits until the result may be used on the compute stream.
+
+        Raises:
+            RuntimeError: the backend reports an error: another rank has exited, or the time-out has passed.
+        """
+        log.waiting = self
+        try:
+            if self._sizes_agree is not None:
+                self._read_sizes()
+            if self._work is not None:
+                self._work.wait()
+        except RuntimeError as error:
+            raise self._with_report(error) from error
+        finally:
+            log.waiting = None
+        # The watchdog may hold this object, which must not keep tensors alive.
+        self._work = None
+
+    def wait_for(self, complete: Callable[[], Any]) -> None:
+        """Makes `wait` call ``complete``."""
+        self._work = SimpleNamespace(wait=complete)
+
+    def _read_sizes(self) -> None:
+        """Raises on all ranks if they issue collectives of different kinds or sizes."""
+        agrees, self._sizes_agree = self._sizes_agree, None
+        agree = agrees()
+        if agree:
+            return
+        # If the ranks have disagreed since, all of them drop the collectives from before.
+        self._work = None
+        if agree is False:
+            sequence = self.position[0]
+            report = log.diagnosis(self.position)
+            sequence.begin_epoch()
+            sequence.forget_sizes()
+            raise RuntimeError(message("about-to-part", ranks=list(sequence.ranks), report=report))
+
+    def _with_report(self, error: RuntimeError) -> RuntimeError:
+        """The error to raise when this collective failed with ``error``: with a report about the other ranks."""
+        if MORE in str(error):
+            return error
+        if log.fatal_error:
+            return RuntimeError(log.fatal_error)
+        ranks, report = list(self.position[0].ranks), log.diagnosis(self.position)
+        return RuntimeError(message("collective-failed", what=self.about, ranks=ranks, error=error, report=report))
 
 
 def all_gather(group: Group, output: torch.Tensor, local_shard: torch.Tensor, unit: str | None = None) -> Collective:

@@ -39,7 +39,7 @@ from typing import Any, Protocol
 
 import torch
 
-from minifsdp.engine import ledger
+from minifsdp.engine.collective_log import log
 
 
 class Handle(Protocol):
@@ -70,7 +70,7 @@ class _EventHandle:
     def __init__(self, device: torch.device, event: Any) -> None:
         self._device, self._event = device, event
         # For the watchdog thread, which detects a device that makes no progress.
-        ledger.on_its_way = event
+        log.last_event = event
 
     def wait(self) -> None:
         current_stream(self._device).wait_event(self._event)

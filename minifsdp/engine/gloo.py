@@ -29,9 +29,12 @@ where the values are stored and where they are used. Example: two ranks, a tenso
    destroyed, its message would go to the next one. So each exchange stays in a queue until it is complete, even if the
    model is destroyed before.
 
-7. *New orders.* Gloo's own collectives pair up by order alone, and a wrong size ends the process. So as long as an
-   order of collectives is new (``ledger.py``), shards of any size go in messages whose tag contains the identity of the
-   all-gather. Ranks that issue different all-gathers never receive each other's values.
+7. *New orders.* Gloo's own collectives pair up by order alone. If two ranks issue collectives of different sizes, gloo
+   ends the process in C++. So as long as an order of collectives is new, the ranks exchange one number for each. An
+   all-gather must not wait for the answers when it is issued, because the program may first do something else on which
+   other ranks depend. So its shards, of any size, go in messages whose tag contains its identity: different all-gathers
+   never receive each other's values, and the answers are read when it is waited for. Any other collective waits for the
+   answers before it is sent. Orders that the ranks agreed on are remembered, so repeated steps exchange nothing.
 
 The environment variable ``MINIFSDP_TRANSPORT`` must be equal on *every* rank. ``collectives`` uses gloo's collectives,
 as for any other backend. ``messages`` sends shards of any size in messages. If ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` wraps
@@ -42,7 +45,7 @@ on a group that sends nothing. So its counts are the same as with other backends
 
 *In torch:* FSDP uses gloo's all-gather and reduce-scatter, and waits for each immediately.
 
-Spec: WIRE-01 to WIRE-11.
+Spec: WIRE-01 to WIRE-11, ORDER-10, LEDGER-15.
 """
 
 from __future__ import annotations
@@ -51,8 +54,11 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -63,11 +69,16 @@ from minifsdp.engine.comm_streams import Handle
 
 # Arbitrary numbers that no program uses for its own messages.
 _REDUCE_TAG, _QUESTION_TAG, _SIZES_TAG = 0x6D696E6A, 0x6D697100, 0x6D697200
+_UNSENT_TAG = 0x6D696E6B  # of a message that is never sent
 _GATHER_TAGS = 0x20000000  # and as many numbers after it
 # 5. In bytes, measured: `spec_tests.benchmarks` has benchmarks of smaller and larger sizes.
 _WORTH_A_MESSAGE = 2**18
 _POLL_SECONDS = 0.0005  # seconds, measured with `tiny`
 _ALL_TO_ALL = AllToAllOptions()
+# 7. An order of the last `_NUM_RECENT` collectives has one number: a polynomial of their sizes, modulo a prime.
+_NUM_RECENT, _BASE, _PRIME = 16, 1_000_003, 2**61 - 1
+_OLDEST = pow(_BASE, _NUM_RECENT, _PRIME)
+_MOST_KNOWN = 8192
 
 
 class Transport:
@@ -89,18 +100,55 @@ class Transport:
         self._show_gather, self._show_reduce_scatter = _collectives_of(shown)
         self._gather_in_thread, _ = _collectives_of(backend)
         self._gathers, self._reductions, self._questions = _Queue(), _Queue(), _Queue()
-        self._is_known, self._gather_tag, self._salt = True, _GATHER_TAGS, 0
+        self._is_known, self._gather_tag = True, _GATHER_TAGS
+        # The size of the next collective, for each order that the ranks have compared.
+        self._known: dict[int, int] = {}
+        # How often the ranks disagreed. Part of each tag, so that earlier messages never match later ones.
+        self._num_errors = self._salt = 0
+        # The epoch of the last collective, the last sizes in this epoch, and one number for their order.
+        self._epoch, self._recent, self._context = -1, deque[int](), 0
 
-    def prepare(self, is_known: bool, identity: int, num_errors: int) -> None:
-        """Called before each collective.
+    def check_size(self, kind: str, num_bytes: int, identity: bytes, epoch: int) -> Callable[[], bool | None] | None:
+        """7. Called before each collective. Makes sure that no rank receives a size that it does not expect.
 
-        Args:
-            is_known: whether all ranks have compared this order of collectives before.
-            identity: of the collective; the size is enough if the order is known.
-            num_errors: how often the ranks have disagreed so far.
+        Returns:
+            ``None`` if the ranks have compared this order before. Otherwise a function that waits for the numbers of
+            all ranks. It returns whether they are equal, or ``None`` if the ranks have disagreed since.
         """
-        self._is_known, self._salt = is_known, num_errors % 4096 << 16
-        self._gather_tag = _GATHER_TAGS + (identity ^ self._salt) % _GATHER_TAGS
+        if epoch != self._epoch:
+            self._epoch, self._recent, self._context = epoch, deque([0] * _NUM_RECENT, maxlen=_NUM_RECENT), 0
+        shape, agrees = crc32(kind.encode()) + (num_bytes << 32), None
+        is_known = self._is_known = self._known.get(self._context) == shape
+        self._gather_tag = _GATHER_TAGS + ((num_bytes if is_known else crc32(identity)) ^ self._salt) % _GATHER_TAGS
+        if not is_known:
+            if len(self._known) >= _MOST_KNOWN:
+                # At the same position on all ranks.
+                self._known.clear()
+            self._known[self._context] = shape
+            agrees = self._compare((self._context * _BASE + shape) % _PRIME)
+        self._context = (self._context * _BASE + shape - self._recent[0] * _OLDEST) % _PRIME
+        self._recent.append(shape)
+        return agrees
+
+    def forget_sizes(self) -> None:
+        """Forgets all known orders. All ranks call it after a mismatch."""
+        self._num_errors += 1
+        self._salt = self._num_errors % 4096 << 16
+        self._known.clear()
+
+    def _compare(self, number: int) -> Callable[[], bool | None]:
+        with _disable_current_modes():
+            numbers, num_errors = torch.empty(self._size, dtype=torch.int64), self._num_errors
+            exchange = self.all_gather_apart(numbers, torch.tensor([number]), None, _SIZES_TAG)
+
+        def agrees() -> bool | None:
+            if num_errors != self._num_errors:
+                return None
+            exchange.wait()
+            with _disable_current_modes():
+                return len(set(numbers.tolist())) == 1
+
+        return agrees
 
     def all_gather_single(self, output: torch.Tensor, local_shard: torch.Tensor, options: Any) -> Handle:
         """Issues an all-gather, with the signature of the process group's method."""
@@ -125,20 +173,6 @@ class Transport:
         outputs = [output.view(self._size, *local_shard.shape)]
         # All-gathers of different sizes must not pair up either.
         return self._send_to_all(outputs, [local_shard], tag + local_shard.nbytes, self._questions)
-
-    def numbers_of_all(self, number: int) -> Callable[[], list[int]]:
-        """Sends a number to all ranks; every rank must call it. The function that it returns waits for all numbers."""
-        with _disable_current_modes():
-            numbers = torch.empty(self._size, dtype=torch.int64)
-            exchange = self.all_gather_apart(numbers, torch.tensor([number]), None, _SIZES_TAG)
-
-        def answers() -> list[int]:
-            exchange.wait()
-            with _disable_current_modes():
-                found: list[int] = numbers.tolist()
-            return found
-
-        return answers
 
     def all_gathers_each(self, outputs: Sequence[torch.Tensor]) -> bool:
         """Whether one all-gather for each tensor is faster than one for all of them (5)."""
@@ -296,3 +330,22 @@ def transport_between(process_group: Any) -> Transport | None:
     if process_group not in _transports:
         _transports[process_group] = Transport(backend, 0 if choice == "messages" else _WORTH_A_MESSAGE)
     return _transports[process_group]
+
+
+def close(process_group: Any) -> None:
+    """Ends all waits in a group, on this rank and, because connections close, on the others.
+
+    Waits of ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` before a collective end with the other rank's process.
+    """
+    for device in getattr(process_group, "_device_types", ()):
+        with suppress(RuntimeError):
+            backend: Any = process_group._get_backend(device)
+            # DETAIL has wrapped it.
+            backend = getattr(backend, "wrapped_pg", backend)
+            is_gloo = type(backend) is dist.ProcessGroupGloo
+            if is_gloo:
+                # It has no abort. But a receive that times out closes all connections of its group.
+                other = (backend.rank() + 1) % backend.size()
+                backend.recv([torch.zeros(1)], other, _UNSENT_TAG).wait(timedelta(milliseconds=1))
+            else:
+                backend.abort()

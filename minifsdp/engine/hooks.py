@@ -37,11 +37,9 @@ import torch
 from torch.autograd import Variable
 
 from minifsdp import trace
-from minifsdp.engine import order_check as checks
 from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, backward_hooks_for, graph_task, register_pre_backward_hook
-from minifsdp.engine.comparison import Comparison
 from minifsdp.engine.layout import Gradient
-from minifsdp.engine.order_check import OrderCheck
+from minifsdp.engine.rank_checks import RankChecks
 from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.schedule import BackwardPrefetch, Schedule
 from minifsdp.engine.unit import Phase, State, Unit, not_while_summoned
@@ -53,7 +51,7 @@ class IterationState:
     Args:
         units: all of them.
         reducer: reduces their gradients.
-        order_check, comparison: check that all ranks issue the same collectives.
+        rank_checks: checks that all ranks issue the same collectives.
         backward_prefetch: when to prefetch the next unit in backward; ``None`` disables prefetching.
         forward_prefetch: whether to prefetch the next unit in forward.
 
@@ -69,13 +67,12 @@ class IterationState:
         self,
         units: list[Unit],
         reducer: Reducer,
-        order_check: OrderCheck,
-        comparison: Comparison,
+        rank_checks: RankChecks,
         *,
         backward_prefetch: BackwardPrefetch | None,
         forward_prefetch: bool,
     ) -> None:
-        self.units, self.reducer, self.order_check, self.comparison = units, reducer, order_check, comparison
+        self.units, self.reducer, self.rank_checks = units, reducer, rank_checks
         self.backward_prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
         self.schedule = Schedule()
         self.in_backward = self.is_recorded = False
@@ -104,8 +101,8 @@ class IterationState:
         if unit.state is not State.UNSHARDED:
             unit.is_for_evaluation = not self.is_recorded
             if unit.state is State.SHARDED:
-                if checks.always:
-                    unit.order_check = self.order_check
+                if self.rank_checks.always:
+                    unit.rank_checks = self.rank_checks
                 unit.unshard(is_ahead=False)
         if torch.is_grad_enabled():
             self.schedule.enter(unit)
@@ -162,7 +159,7 @@ class IterationState:
         """Called by whichever hook of this root runs first in a backward."""
         if not self.in_backward:
             self.in_backward = True
-            self.comparison.begin_backward()
+            self.rank_checks.begin_backward()
             # 3. Only possible during a backward.
             Variable._execution_engine.queue_callback(self.end_backward)
 
@@ -172,7 +169,8 @@ class IterationState:
             return
         if unit.phase is Phase.SUMMONED:
             raise not_while_summoned(unit, "backward")
-        self.begin_backward()
+        if not self.in_backward:
+            self.begin_backward()
         unit.phase = Phase.PRE_BACKWARD
         unit.graph_task = graph_task()
         if trace.recorder is not None:
@@ -191,7 +189,8 @@ class IterationState:
 
     def post_backward(self, unit: Unit) -> None:
         """The gradients of the unit are complete, or, if that cannot be detected, the gradients of its inputs."""
-        self.begin_backward()
+        if not self.in_backward:
+            self.begin_backward()
         gradient = unit.layout.take_gradient(with_unreduced=unit.policy.reduces)
         nested = graph_task() != unit.graph_task
         unit.phase = Phase.POST_BACKWARD
@@ -263,9 +262,9 @@ class IterationState:
             # This iteration has another backward, which waits for these reductions and uses the recorded order.
             self._end_of_partial_backward()
             return
-        self.comparison.ask()
+        self.rank_checks.compare()
         self.reducer.finish()
-        self.comparison.read()
+        self.rank_checks.read()
         for unit in self.units:
             if unit.state is not State.SHARDED:
                 self._close(unit)

@@ -28,24 +28,18 @@ Spec: CTOR-06, CTOR-14, SHARD-11, HYB-01 to HYB-08.
 
 from __future__ import annotations
 
-import atexit
 import os
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from minifsdp.engine.ledger import Chain, chain_of
+from minifsdp.engine import gloo
+from minifsdp.engine.collective_log import CollectiveSequence, log
 from minifsdp.engine.messages import message
-
-# Factories of transports, called for each process group that is used for sharding.
-transports: list[Callable[[Any], Any]] = []
-# Called when a process group is used for the first time.
-watchers: list[Callable[[], None]] = []
 
 
 @dataclass(frozen=True)
@@ -67,14 +61,14 @@ class Group:
     @cached_property
     def transport(self) -> Any:
         """An object that all-gathers and reduce-scatters CPU tensors instead of the process group, or ``None``."""
-        return next(filter(None, (ask(self.process_group) for ask in transports)), None)
+        return gloo.transport_between(self.process_group)
 
     @cached_property
-    def chain(self) -> Chain:
-        """The sequence of collectives that this rank has issued in the process group."""
-        chain = chain_of(self.process_group, self.ranks)
-        chain.transport = self.transport
-        return chain
+    def sequence(self) -> CollectiveSequence:
+        """The collectives that this rank has issued in the process group."""
+        sequence = log.sequence_of(self.process_group, self.ranks)
+        sequence.transport = self.transport
+        return sequence
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup) -> Group:
@@ -94,22 +88,11 @@ class Group:
             ranks = tuple(range(size))
         if rank < 0:
             raise _not_a_member(f"the given process group {ranks}")
-        _let_threads_finish_at_exit()
-        for begin in watchers:
-            begin()
+        # Imported here, because the watchdog is not a part of the engine, and imports it.
+        from minifsdp.watchdog.process import start
+
+        start()
         return cls(process_group, size, rank, ranks)
-
-
-@cache
-def _let_threads_finish_at_exit() -> None:
-    """Makes the process sleep for a moment before Python shuts down.
-
-    The caller sees a gloo collective as done shortly before its thread releases the tensors, for which the thread needs
-    the GIL. If the thread requests the GIL while Python shuts down, the thread is ended, and C++ aborts the process:
-    ``terminate called without an active exception``, exit by SIGABRT, although all work was done. Nothing else waits
-    for these threads, because caches of DTensor keep the group alive even after ``destroy_process_group``.
-    """
-    atexit.register(time.sleep, 0.05)
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,10 @@ from typing import Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from minifsdp.engine import ledger
+from minifsdp.engine.collective_log import log
 from minifsdp.engine.layout import Layout, Steps
 from minifsdp.engine.messages import message, warn
+from minifsdp.engine.rank_checks import read_all
 from minifsdp.engine.validation import replaced
 
 _unreduced: weakref.WeakSet[Layout] = weakref.WeakSet()
@@ -48,8 +49,6 @@ _layouts: weakref.WeakSet[Layout] = weakref.WeakSet()
 _held = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], list[weakref.ref[Layout]]]]()
 # The handle of the hook while it is installed.
 _installed: list[Any] = []
-# Called before the state dict of an optimizer is created; registered in ``minifsdp/__init__.py``.
-before_saving: list[Callable[..., None]] = []
 
 
 def watch(layout: Layout) -> None:
@@ -94,7 +93,7 @@ def check_reduced(what: str, layouts: Iterable[Layout]) -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     if _count_step(optimizer):
-        ledger.num_steps += 1
+        log.num_steps += 1
     _, *given = args
     closure = given[0] if given else kwargs.get("closure")
     if closure is None:
@@ -139,8 +138,7 @@ def _layouts_of(optimizer: torch.optim.Optimizer) -> list[Layout]:
             warn(message("stale-optimizer", num_stale=num_stale, number=len(parameters), type=kind))
         held = set(parameters)
         mine = [weakref.ref(layout) for layout in _layouts if not held.isdisjoint(layout.local_parameters())]
-        for look in before_saving:
-            if mine and look not in optimizer._optimizer_state_dict_pre_hooks.values():
-                optimizer.register_state_dict_pre_hook(look)
+        if mine and read_all not in optimizer._optimizer_state_dict_pre_hooks.values():
+            optimizer.register_state_dict_pre_hook(read_all)
         known = _held[optimizer] = sizes, mine
     return [layout for reference in known[1] if (layout := reference()) is not None]

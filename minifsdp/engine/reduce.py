@@ -54,10 +54,10 @@ import torch
 
 from minifsdp import trace
 from minifsdp.engine import collectives
+from minifsdp.engine.collective_log import UnitName
 from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle, current_stream
 from minifsdp.engine.layout import Gradient, Layout
-from minifsdp.engine.ledger import UnitName
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import message
 
@@ -238,15 +238,17 @@ class Reducer:
         if shard is not None:
             # 3. A sharded unit needs only this rank's shard of the sum.
             new.local_shard = new.whole.new_empty(new.whole.numel() // shard.size)
-            new.event = _noted("RS", new, shard, "reduce")
+            if trace.recorder is not None:
+                new.event = _noted("RS", new, shard, "reduce")
             if replicas is not None and new.all_reduces and isinstance(new.name, UnitName):
                 # The all-reduce is issued later, maybe after the ranks compare this backward.
-                new.name.tree.used.add(replicas.chain)
+                new.name.tree.used.add(replicas.sequence)
             return collectives.reduce_scatter(shard, new.local_shard, new.whole, new.name, new.gradient.numbers)
         if replicas is not None and new.all_reduces:
             # 4. Without a shard group the all-reduce is the only collective, so it can be issued immediately.
             _add_partial(new)
-            new.event = _noted("AR", new, replicas, "reduce")
+            if trace.recorder is not None:
+                new.event = _noted("AR", new, replicas, "reduce")
             return collectives.all_reduce(replicas, new.local_shard, new.name, new.gradient.numbers)
         return COMPLETED
 

@@ -32,15 +32,14 @@ from typing import Any
 
 import torch
 
-from minifsdp.engine import ledger, validation
+from minifsdp.engine import validation
 from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task
+from minifsdp.engine.collective_log import Tree, UnitName, log
 from minifsdp.engine.comm_streams import CommStreams
-from minifsdp.engine.comparison import Comparison
 from minifsdp.engine.hooks import IterationState
 from minifsdp.engine.layout import Steps
-from minifsdp.engine.ledger import Tree, UnitName
 from minifsdp.engine.lifetime import RateLimiter
-from minifsdp.engine.order_check import OrderCheck
+from minifsdp.engine.rank_checks import RankChecks
 from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.schedule import BackwardPrefetch
 from minifsdp.engine.unit import Phase, State, Unit, not_while_summoned
@@ -92,14 +91,15 @@ class Root:
             if unit.phase is not Phase.SUMMONED:
                 unit.layout.refresh_from_module()
             unit.plan_reductions()
-        order_check = OrderCheck(self.units, device)
+        meshes = [plan.mesh for unit in self.units for plan in unit.plans]
+        groups = [mesh.shard for mesh in meshes] + [mesh.replicate for mesh in meshes]
+        rank_checks = RankChecks([unit.name for unit in self.units], groups, self.comm_streams, tree)
         for unit in self.units:
-            unit.join(self.comm_streams, self.limiter, order_check)
+            unit.join(self.comm_streams, self.limiter, rank_checks)
         self.iteration = IterationState(
             self.units,
             Reducer(self.comm_streams, offloads=any(unit.layout.offloads for unit in self.units)),
-            order_check,
-            Comparison(self.units, self.comm_streams, tree),
+            rank_checks,
             backward_prefetch=backward_prefetch,
             forward_prefetch=forward_prefetch,
         )
@@ -155,7 +155,7 @@ class Root:
         # 3. Once in an iteration is enough: nothing else writes to shards during the iteration.
         self.comm_streams.all_gather.wait_compute(self.after_optimizer)
         self.after_optimizer = None
-        ledger.iteration += 1
+        log.iteration += 1
         # 4. The shard has changed since the all-gather.
         is_recorded = self.iteration.is_recorded = torch.is_grad_enabled()
         for unit in self.units:

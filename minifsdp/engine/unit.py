@@ -41,12 +41,13 @@ from typing_extensions import TypeVar
 
 from minifsdp import trace
 from minifsdp.engine import validation
+from minifsdp.engine.collective_log import Tree
 from minifsdp.engine.comm_streams import CommStreams, Handle
 from minifsdp.engine.layout import Layout, full_name
-from minifsdp.engine.ledger import Tree
 from minifsdp.engine.lifetime import RateLimiter
 from minifsdp.engine.messages import message
 from minifsdp.engine.precision import Precision
+from minifsdp.engine.rank_checks import RankChecks
 from minifsdp.engine.reduce import ReducePlan
 
 
@@ -158,8 +159,8 @@ class Unit(Generic[LayoutT]):
         self.graph_task, self.num_uses, self.num_pending, self.counted_in, self.ran_in = -1, 0, 0, -1, -1
         self.comm_streams: CommStreams
         self.limiter: RateLimiter
-        # An `OrderCheck` until all ranks agree on this unit, then ``None``.
-        self.order_check: Any = None
+        # ``None`` as soon as all ranks agree on this unit.
+        self.rank_checks: RankChecks | None = None
         self._handle: Handle | None = None
         self._event: trace.Event | None = None
         for watch in validation.watchers:
@@ -175,9 +176,9 @@ class Unit(Generic[LayoutT]):
         for plan in self.plans:
             plan.use(self.precision.reduces_in(self.planned_for))
 
-    def join(self, comm_streams: CommStreams, limiter: RateLimiter, order_check: Any = None) -> None:
-        """Adds the unit to a root, which shares its communication streams, its rate limiter and its order check."""
-        self.comm_streams, self.limiter, self.order_check = comm_streams, limiter, order_check
+    def join(self, comm_streams: CommStreams, limiter: RateLimiter, rank_checks: RankChecks | None = None) -> None:
+        """Adds the unit to a root, which shares its communication streams, its rate limiter and its checks."""
+        self.comm_streams, self.limiter, self.rank_checks = comm_streams, limiter, rank_checks
 
     def unshard(self, *, is_ahead: bool = True) -> None:
         """SHARDED -> GATHERING: issues the all-gather. Does nothing in other states.
@@ -188,10 +189,10 @@ class Unit(Generic[LayoutT]):
         # A unit of the user's prefetch list may not have a root yet. It is all-gathered before its own forward.
         if self.state is not State.SHARDED or "limiter" not in vars(self):
             return
-        if self.order_check is not None:
-            self.order_check.ask(self)
-            if not is_ahead:
-                self.order_check.read(self)
+        if self.rank_checks is not None:
+            self.rank_checks.before_all_gather(self.name, self.plan.mesh.shard)
+            if not is_ahead and self.rank_checks.before_use(self.name):
+                self.rank_checks = None
         self.limiter.throttle(self.name)
         layout = self.layout
         if trace.recorder is not None and layout.offloads:
@@ -213,8 +214,8 @@ class Unit(Generic[LayoutT]):
             return
         if self.state is State.SHARDED:
             raise RuntimeError(message("never-gathered", name=self.name))
-        if self.order_check is not None:
-            self.order_check.read(self)
+        if self.rank_checks is not None and self.rank_checks.before_use(self.name):
+            self.rank_checks = None
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.wait()

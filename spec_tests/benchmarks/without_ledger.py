@@ -11,8 +11,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
-from minifsdp.engine.comparison import Comparison
-from minifsdp.engine.ledger import Collective
+from minifsdp.engine.collectives import Collective
+from minifsdp.engine.rank_checks import RankChecks
 
 __all__ = ["without_ledger"]
 
@@ -20,7 +20,7 @@ __all__ = ["without_ledger"]
 def _issue(
     self: Collective, kind: str, group: Any, _: int, issue: Callable[..., Any], *arguments: Any, **__: Any
 ) -> None:
-    self.about, self.chain, self.epoch, self.number = kind, group.chain, 0, 0
+    self.about, self.position = kind, (group.sequence, 0, 0)
     self._work = issue(*arguments)
 
 
@@ -40,7 +40,7 @@ def without_ledger() -> Iterator[None]:
         for owner, name, function in (
             (Collective, "__init__", _issue),
             (Collective, "wait", _wait),
-            *((Comparison, name, _nothing) for name in ("begin_backward", "ask", "read")),
+            *((RankChecks, name, _nothing) for name in ("begin_backward", "compare", "read")),
         ):
             stack.enter_context(mock.patch.object(owner, name, function))
         yield

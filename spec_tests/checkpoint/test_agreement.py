@@ -12,7 +12,7 @@ import torch.distributed as dist
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy
 from minifsdp.checkpoint import agreement
-from minifsdp.engine import ledger
+from minifsdp.engine.collective_log import log
 from minifsdp.engine.mesh import Group, MeshGroups
 from spec_tests.checkpoint.checkpoints import flat_or_original, make, step, wrapped
 from spec_tests.harness import ranks
@@ -113,11 +113,11 @@ def test_a_state_dict_that_one_rank_has_tried_alone_is_not_held_against_the_next
     dist.barrier()
     if dist.get_rank() == 0:
         group.set_timeout(timedelta(seconds=0.2))
-        sent = len(ledger.entries)
+        sent = len(log.entries)
         with pytest.raises(RuntimeError, match=r"rank\(s\) \[1\] did not call it"):
             model.state_dict()
-        assert ledger.waiting is None
-        assert len(ledger.entries) == sent
+        assert log.waiting is None
+        assert len(log.entries) == sent
         group.set_timeout(timedelta(minutes=1))
     dist.barrier()
     step(model, optimizer, 1)

@@ -13,10 +13,10 @@ from torch import nn
 
 import minifsdp
 from minifsdp.debugging import switch
-from minifsdp.engine import order_check
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.hooks import IterationState
 from minifsdp.engine.per_param import PerParameterLayout
+from minifsdp.engine.rank_checks import RankChecks
 from minifsdp.engine.root import Root
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp1.wrapper import Wrapper
@@ -102,12 +102,12 @@ def test_off_means_that_nothing_of_it_is_there(leaves_early: bool) -> None:
     looks = list(fully_shard.before_sharding)
     first, second = minifsdp.debug("weights", "values"), minifsdp.debug()
     assert everything_of_classes() != before
-    assert order_check.always
+    assert RankChecks.always
     for one in (first, second) if leaves_early else (second, first):
         one.off()
     assert everything_of_classes() == before
     assert fully_shard.before_sharding == looks
-    assert not order_check.always
+    assert not RankChecks.always
 
 
 def everything_of_classes() -> list[dict[str, int]]:

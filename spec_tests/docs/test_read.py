@@ -115,11 +115,11 @@ def test_what_only_records_is_told_by_its_form() -> None:
                     self.work()
                 else:
                     self.play()
-                ledger.on_its_way = self.event()
-                for group in self.groups:
-                    ledger.skip("x", group, self.name)
+                log.last_event = self.event()
+                for event in self.events:
+                    trace.recorder.finish(event)
                 event = self.free()
-                ledger.Collective(event)
+                collectives.Collective(event)
                 event, self._event = self._event, None
                 mark = noted(self)
                 return event
@@ -137,7 +137,7 @@ def test_what_only_records_is_told_by_its_form() -> None:
         "else:",
         "self.play()",
         "event = self.free()",
-        "ledger.Collective(event)",
+        "collectives.Collective(event)",
         "return event",
     ]
 

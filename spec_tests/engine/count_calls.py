@@ -83,10 +83,10 @@ def per_unit(model: nn.Module) -> float:
 
 def of_the_ledger(action: Callable[[], None]) -> float:
     """Calls per unit of the collective log and of the check that all ranks issue the same collectives."""
-    from minifsdp.engine import comparison, ledger
+    from minifsdp.engine import collective_log, rank_checks
 
     counted = calls_by_file(action)
-    return (counted[ledger.__file__] + counted[comparison.__file__]) / NUM_UNITS
+    return (counted[collective_log.__file__] + counted[rank_checks.__file__]) / NUM_UNITS
 
 
 def costly_calls(action: Callable[[], None]) -> dict[str, int]:

@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy, fully_shard
 from minifsdp.engine import collectives
-from minifsdp.ledger import process
+from minifsdp.engine.collective_log import log
+from minifsdp.watchdog import process
 from spec_tests.harness import device, ranks
 from spec_tests.models.running import Wire
 
@@ -118,7 +119,7 @@ def test_what_the_last_iteration_has_found_is_said_before_anything_is_saved(door
     optimizer.step()
     said, status = io.StringIO(), []
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
-        patch.setattr(process, "_watcher", SimpleNamespace(ask=lambda _: "", leave=lambda *_, **__: None))
+        patch.setattr(log, "watchdog", SimpleNamespace(ask=lambda _: "", leave=lambda *_, **__: None))
         patch.setattr(process._StatusAtExit, "replace", status.append)
         try:
             SAVES[what](model, optimizer)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from minifsdp.engine import collectives, gloo
-from minifsdp.engine.ledger import Collective
+from minifsdp.engine.collectives import Collective
 from minifsdp.engine.mesh import Group
 from spec_tests.harness import ranks
 from spec_tests.harness.programs import output_of_ranks
@@ -250,7 +250,7 @@ def test_who_issues_goes_on_although_no_other_rank_has_come() -> None:
     store.delete_key("rank 0 has issued")
 
     def issue() -> tuple[Collective, Collective]:
-        group.chain.begin_epoch()
+        group.sequence.begin_epoch()
         gathered = collectives.all_gather(group, output, local_shard)
         return gathered, collectives.reduce_scatter(group, torch.empty_like(local_shard), torch.ones(2_000_000))
 
@@ -382,7 +382,7 @@ def test_a_rank_that_never_comes_ends_it_after_the_time_limit_of_the_group() -> 
     os.environ["MINIFSDP_TRANSPORT"] = "messages"
     group, new = (Group.of(dist.new_group([0, 1], timeout=timedelta(seconds=1))) for _ in range(2))
     collectives.all_gather(group, torch.zeros(4), torch.zeros(2)).wait()
-    group.chain.begin_epoch()
+    group.sequence.begin_epoch()
     if group.rank == 0:
         handle = collectives.all_gather(group, torch.zeros(4), torch.zeros(2))
         with pytest.raises(RuntimeError, match=r"[Tt]imed out"):

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 import weakref
-from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType, SimpleNamespace
@@ -25,13 +24,16 @@ import torch.distributed as dist
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardedGradScaler, StateDictType
-from minifsdp.engine import collectives, ledger
+from minifsdp.engine import collectives
+from minifsdp.engine.collective_log import CollectiveLog, Entry, log
+from minifsdp.engine.collectives import Collective
+from minifsdp.engine.gloo import close
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import way_out_of_main_thread
-from minifsdp.ledger import process
-from minifsdp.ledger.board import Board
-from minifsdp.ledger.report import Entry, lines_of_this_rank, state_of_this_rank
-from minifsdp.ledger.watcher import LIMIT, PATIENCE, _told, close
+from minifsdp.ledger import written
+from minifsdp.watchdog import process, report
+from minifsdp.watchdog.report import StoreChannel, lines_of_this_rank, state_of_this_rank
+from minifsdp.watchdog.watchdog import LIMIT, PATIENCE
 from spec_tests.benchmarks.without_ledger import without_ledger
 from spec_tests.engine.small import draw, shard_each, square_loss, train_once, units_of
 from spec_tests.harness import device, ranks
@@ -40,7 +42,7 @@ from spec_tests.waiting import comes_true
 
 
 def entries() -> list[Entry]:
-    return [Entry(*fields) for fields in ledger.entries]
+    return [Entry(*fields) for fields in log.entries]
 
 
 def gradients(model: Any) -> list[torch.Tensor]:
@@ -58,8 +60,8 @@ def line_of(word: str) -> int:
 def test_the_collectives_of_a_step_are_written_down_with_all_that_is_to_be_known() -> None:
     model = shard_each(chain(2))
     train_once(model)
-    ledger.entries.clear()
-    iteration = ledger.iteration
+    log.entries.clear()
+    iteration = log.iteration
     model(draw(dist.get_rank())).sum().backward()  # the step
     said = [(entry.kind, entry.unit) for entry in entries()]
     assert said == [
@@ -87,7 +89,7 @@ def test_the_collectives_of_a_step_are_written_down_with_all_that_is_to_be_known
 def test_state_dicts_clipping_and_the_scaler_are_in_it_too() -> None:
     model = FSDP(MLP(), device_id=device())
     model(torch.ones(2, 8, device=device())).sum().backward()
-    ledger.entries.clear()
+    log.entries.clear()
     model.clip_grad_norm_(1.0)
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         model.state_dict()
@@ -106,12 +108,12 @@ def test_it_is_bounded_and_keeps_no_tensor_alive() -> None:
     large = torch.zeros(1000, device=device())
     memory = weakref.ref(large)
     collectives.all_reduce(group, large).wait()
-    for _ in range(ledger.entries.maxlen or 0):
+    for _ in range(log.entries.maxlen or 0):
         collectives.all_reduce(group, torch.zeros(1, device=device())).wait()
     del large
     gc.collect()
     assert memory() is None
-    assert len(ledger.entries) == 2048
+    assert len(log.entries) == 2048
 
 
 @pytest.mark.spec("LEDGER-01")
@@ -125,7 +127,7 @@ def test_who_looks_at_a_collective_that_is_over_keeps_no_tensor_alive() -> None:
         # The wait reads the tensor, like the summation of shards does.
         return SimpleNamespace(wait=lambda: sent.append(tensor.sum()))
 
-    waited_for = ledger.Collective("all-gather", group, 4, send, large)
+    waited_for = Collective("all-gather", group, 4, send, large)
     del large
     waited_for.wait()
     assert len(sent) == 1 and memory() is None
@@ -149,7 +151,7 @@ def test_a_unit_that_fails_on_one_rank_leaves_its_name_to_nothing_that_is_sent_l
         with monkeypatch.context() as patched, pytest.raises(MemoryError):
             patched.setattr(unit.layout, "all_gather", fail)
             unit.unshard()
-    ledger.entries.clear()
+    log.entries.clear()
     model.clip_grad_norm_(1.0)
     assert [(entry.kind, entry.unit) for entry in entries()] == [("all_reduce", None)]
     # This step compares what the ranks sent.
@@ -169,7 +171,7 @@ def test_a_backward_that_is_broken_off_leaves_no_unit_to_what_is_sent_later() ->
     with pytest.raises(LookupError):
         square_loss(model, dist.get_rank()).backward()
     handle.remove()
-    ledger.entries.clear()
+    log.entries.clear()
     model.clip_grad_norm_(1.0)
     assert [(entry.kind, entry.unit) for entry in entries()] == [("all_reduce", None)]
     train_once(model)
@@ -179,7 +181,7 @@ def test_a_backward_that_is_broken_off_leaves_no_unit_to_what_is_sent_later() ->
 @ranks(2)
 def test_a_handler_of_the_programs_own_is_left_alone_and_a_forked_process_has_none() -> None:
     FSDP(MLP(), device_id=device())
-    assert process._watcher is not None
+    assert log.watchdog is not None
     before = signal.getsignal(signal.SIGTERM)
     assert before is process._wait_for_report
     child = os.fork()
@@ -193,7 +195,7 @@ def test_a_handler_of_the_programs_own_is_left_alone_and_a_forked_process_has_no
 
     signal.signal(signal.SIGTERM, mine)
     try:
-        process._watch_signals(process._watcher)
+        process._watch_signals(log.watchdog)
         assert signal.getsignal(signal.SIGTERM) is mine
         # The watchdog does not report a signal that the program handles.
         assert not process.handles_sigterm()
@@ -208,15 +210,15 @@ def test_a_rank_whose_collective_has_failed_waits_for_it_no_more(error: type[Bas
     group = Group.of(dist.new_group([0, 1]))
 
     def fail() -> None:
-        assert ledger.waiting is not None
+        assert log.waiting is not None
         raise error
 
     with pytest.raises(error):
-        ledger.Collective("all-gather", group, 4, fail)
-    assert ledger.waiting is None
+        Collective("all-gather", group, 4, fail)
+    assert log.waiting is None
     with pytest.raises(error):
-        ledger.Collective("all-gather", group, 4, lambda: SimpleNamespace(wait=fail)).wait()
-    assert ledger.waiting is None
+        Collective("all-gather", group, 4, lambda: SimpleNamespace(wait=fail)).wait()
+    assert log.waiting is None
 
 
 @pytest.mark.spec("LEDGER-13")
@@ -227,11 +229,11 @@ def test_while_a_rank_is_slow_no_file_is_written_and_no_list_sent_that_is_like_a
     model(torch.ones(2, 8)).sum().backward()
     dist.barrier()
     told, listed, asked = [], [], []
-    put_up_list, ask = Board.put_up_list, Board.ask
+    publish_list, ask = StoreChannel.publish_list, StoreChannel.ask
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(json, "dumps", lambda what, dumps=json.dumps: (told.append("parted" in what), dumps(what))[1])
-        patch.setattr(Board, "put_up_list", lambda *args: (listed.append(args), put_up_list(*args))[1])
-        patch.setattr(Board, "ask", lambda self: (asked.append(self), ask(self))[1])
+        patch.setattr(StoreChannel, "publish_list", lambda *args: (listed.append(args), publish_list(*args))[1])
+        patch.setattr(StoreChannel, "ask", lambda self: (asked.append(self), ask(self))[1])
         if dist.get_rank() == 2:
             time.sleep(PATIENCE + 3 * LIMIT)
         model(torch.ones(2, 8)).sum().backward()
@@ -247,17 +249,17 @@ def test_while_a_rank_is_slow_no_file_is_written_and_no_list_sent_that_is_like_a
 @ranks(2)
 def test_a_look_of_the_watcher_that_fails_is_not_its_last_one() -> None:
     FSDP(MLP(), device_id=device())
-    watcher = process._watcher
-    assert watcher is not None
+    watchdog = log.watchdog
+    assert watchdog is not None
     with pytest.MonkeyPatch.context() as patch:
 
         def fail(*_: Any) -> None:
             raise LookupError
 
-        patch.setattr(watcher._board, "put_up", fail)
-        watcher.ask(None)
+        patch.setattr(watchdog._channel, "publish_state", fail)
+        watchdog.ask(None)
     dist.barrier()
-    said = watcher.ask(None)
+    said = watchdog.ask(None)
     for rank in range(2):
         assert re.search(rf"ranks? [01, ]*{rank}[01, ]*: .*test_ledger.py:\d+, iteration", said), said
     dist.barrier()
@@ -269,16 +271,16 @@ def test_chains_may_come_and_go_while_a_rank_tells_of_them(monkeypatch: pytest.M
     class Group:
         """Replaces a process group."""
 
-    monkeypatch.setattr(ledger, "chains", weakref.WeakKeyDictionary())
-    monkeypatch.setattr(ledger, "_generations", Counter())
+    fresh = CollectiveLog()
+    monkeypatch.setattr(report, "log", fresh)
     groups = [Group()]
-    ledger.chain_of(groups[0], (0,))
+    fresh.sequence_of(groups[0], (0,))
 
     def make_one(frame: Any, *_: Any) -> Any:
         # Another thread may do this between any two lines of Python.
         if frame.f_code.co_filename == weakref.__file__ and frame.f_code.co_name == "values" and len(groups) < 9:
             groups.append(Group())
-            ledger.chain_of(groups[-1], (len(groups),))
+            fresh.sequence_of(groups[-1], (len(groups),))
         return make_one
 
     before = sys.gettrace()
@@ -287,41 +289,49 @@ def test_chains_may_come_and_go_while_a_rank_tells_of_them(monkeypatch: pytest.M
         said = state_of_this_rank()
     finally:
         sys.settrace(before)
-    assert f"{(0,)}#1" in said["chains"]
+    assert f"{(0,)}#1" in said["sequences"]
 
 
 @pytest.mark.spec("LEDGER-19")
 @pytest.mark.pure
 def test_the_import_changes_nothing_in_the_process() -> None:
     program = (
-        "import atexit, os, signal, sys, threading, torch, torch.distributed.tensor, jinja2\n"
-        "def state():\n"
-        "    wake_up = signal.set_wakeup_fd(-1)\n"
-        "    signal.set_wakeup_fd(wake_up)\n"
-        "    files = sorted(os.listdir('/proc/self/fd'))\n"
-        "    return sys.excepthook, wake_up, signal.getsignal(signal.SIGTERM), threading.active_count(), files\n"
-        "before = state()\n"
+        "import importlib, sys\n"
+        "from spec_tests.harness.process_state import changes, state_of_process\n"
+        "for name in sys.stdin.read().split():\n"
+        "    importlib.import_module(name)\n"
+        "before = state_of_process()\n"
         "import minifsdp\n"
-        "assert state() == before, (before, state())\n"
+        "assert changes(before, state_of_process()) == []\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    # Other packages, which minifsdp imports, are imported before.
+    listing = (
+        "import sys, minifsdp; print(*(name for name in sys.modules if name.partition('.')[0] in ('torch', 'jinja2')))"
+    )
+    names = run_python(listing)
+    run_python(program, "\n".join(name for name in names.split() if not name.startswith(("torch.ops", "torch._C"))))
+
+
+def run_python(program: str, given: str = "") -> str:
+    done = subprocess.run([sys.executable, "-c", program], input=given, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.spec("LEDGER-20")
 @pytest.mark.pure
 def test_a_report_is_a_new_file_for_its_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINIFSDP_LEDGER_DIR", str(tmp_path))
-    first = Path(_told({}, {}, {}).split()[-1])
+    first = Path(written({}, {}, {}).split()[-1])
     assert first.stat().st_mode & 0o777 == 0o600
     first.unlink()
     target = tmp_path / "of another user"
     first.symlink_to(target)
-    second = Path(_told({}, {}, {}).split()[-1])
+    second = Path(written({}, {}, {}).split()[-1])
     assert not target.exists() and second != first and second.is_file()
     monkeypatch.delenv("MINIFSDP_LEDGER_DIR")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    third = Path(_told({}, {}, {}).split()[-1])
+    third = Path(written({}, {}, {}).split()[-1])
     assert third.parent.parent == tmp_path and third.parent.stat().st_mode & 0o777 == 0o700
 
 
@@ -330,7 +340,7 @@ def test_a_report_is_a_new_file_for_its_user_alone(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("place", ["off", "/dev/null/none"])
 def test_a_report_needs_no_file(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINIFSDP_LEDGER_DIR", place)
-    said = _told({}, {}, {})
+    said = written({}, {}, {})
     assert said.startswith("Where every rank is:")
     assert ("could not be written" in said) == (place != "off")
 
@@ -345,8 +355,8 @@ def test_an_event_is_queried_only_after_a_while_and_then_forgotten() -> None:
         queries.append(time.monotonic())
         return True
 
-    ledger.on_its_way, begun = SimpleNamespace(query=query), time.monotonic()
-    assert comes_true(lambda: ledger.on_its_way is None)
+    log.last_event, begun = SimpleNamespace(query=query), time.monotonic()
+    assert comes_true(lambda: log.last_event is None)
     assert len(queries) == 1
     assert queries[0] - begun >= PATIENCE - 0.1
 
@@ -362,7 +372,7 @@ def test_jobs_and_lives_of_a_job_write_to_files_of_their_own(tmp_path: Path, mon
             with monkeypatch.context() as patch:
                 for name, value in life.items():
                     patch.setenv(f"TORCHELASTIC_{name}", value)
-                said = _told({}, {}, {})
+                said = written({}, {}, {})
             assert Path(said.split()[-1]).parent == tmp_path
     assert len({*tmp_path.iterdir()}) == 6
 
@@ -405,8 +415,8 @@ def test_the_engine_without_a_ledger_to_measure_against_writes_nothing_down_and_
     train_once(model)
     expected = gradients(model)
     model.zero_grad()
-    ledger.entries.clear()
+    log.entries.clear()
     with without_ledger():
         train_once(model)
-    assert not ledger.entries
+    assert not log.entries
     assert all(map(torch.equal, expected, gradients(model)))

@@ -236,12 +236,12 @@ def large_row(dtype: torch.dtype | None = None, first_dim: int = 0) -> tuple[Row
 def test_large_parameters_arrive_in_their_places(dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINIFSDP_TRANSPORT", "messages")
     row, wholes = large_row(dtype)
-    chain = world().chain
-    chain.begin_epoch()
+    sequence = world().sequence
+    sequence.begin_epoch()
     gathered(row)  # the first time, all ranks check that they are about to send the same amount
     row.free()
     for _ in range(2):
-        chain.begin_epoch()
+        sequence.begin_epoch()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             gathered(row)
         names = {event.name for event in profiler.events() or ()}

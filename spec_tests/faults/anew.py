@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from minifsdp.engine import ledger
+from minifsdp.engine.collective_log import log
 from spec_tests.faults.deviate import sharded
 from spec_tests.faults.ends import ends_as_python_does
 
@@ -43,7 +43,7 @@ def main() -> None:
             # One rank skips a unit, so each rank waits for a collective that the other does not issue.
             model(x, "b" if rank else "ab").sum().backward()
         except RuntimeError:
-            print("caught", bool(ledger.verdict), flush=True)
+            print("caught", bool(log.fatal_error), flush=True)
         dist.destroy_process_group()
         threads = [thread for thread in threading.enumerate() if thread.name == "minifsdp watchdog"]
         print("left", len(threads), max(0, num_pipes() - before), flush=True)

@@ -27,7 +27,7 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from minifsdp.ledger.report import GONE, LOST, SILENT
+from minifsdp.watchdog.report import GONE, LOST, SILENT
 from spec_tests.faults.job import DOORS, FAULTS, SHARDINGS, STAGES, STEPS, TIMEOUT, TO_MEET
 from spec_tests.harness import pool
 from spec_tests.harness.programs import start_module

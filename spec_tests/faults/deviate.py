@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy, StateDictType, fully_shard
-from minifsdp.engine import ledger
-from minifsdp.ledger.watcher import PATIENCE
+from minifsdp.engine.collective_log import log
+from minifsdp.watchdog.watchdog import PATIENCE
 from spec_tests.faults.ends import ends_as_python_does
 
 TIMEOUT = timedelta(minutes=5)
@@ -106,8 +106,8 @@ def main() -> None:
             return
         if what == "has a stuck device" and step == 2:
             # An event of an accelerator that never completes, while the CPU continues.
-            ledger.on_its_way = SimpleNamespace(query=lambda: False)
-            while not ledger.verdict:
+            log.last_event = SimpleNamespace(query=lambda: False)
+            while not log.fatal_error:
                 time.sleep(0.1)
         if what == "reads a DTensor" and step == 2 and not deviates:
             model.a.weight.full_tensor()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from minifsdp.ledger.report import LOST
+from minifsdp.watchdog.report import LOST
 from spec_tests.faults import __main__ as matrix
 from spec_tests.faults import cells, restarts
 from spec_tests.faults.cells import (

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import minifsdp
 from minifsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType, trace
-from minifsdp.engine import order_check
+from minifsdp.engine import rank_checks
 from minifsdp.wrap import CustomPolicy
 from spec_tests.checkpoint.refusals import refused
 from spec_tests.harness import device, kept, ranks
@@ -291,7 +291,7 @@ def test_after_an_exception_in_backward_the_state_can_be_saved_and_looked_at(kee
 def debugging(is_on: bool) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if is_on:
-            patch.setattr(order_check, "get_debug_level", lambda: dist.DebugLevel.DETAIL)
+            patch.setattr(rank_checks, "get_debug_level", lambda: dist.DebugLevel.DETAIL)
         yield
 
 

@@ -22,7 +22,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from minifsdp.engine import gloo, ledger
+from minifsdp.engine import gloo
+from minifsdp.engine.collective_log import log
 from minifsdp.engine.comm_streams import CommStreams
 from spec_tests.soak import watch
 
@@ -76,7 +77,7 @@ def soak(
         os.environ["MINIFSDP_TRANSPORT"] = "messages"
         mock.patch.object(gloo._Queue, "drop_until").start()
     if leak == "ledger":
-        mock.patch.object(ledger, "entries", deque(ledger.entries)).start()
+        mock.patch.object(log, "entries", deque(log.entries)).start()
     try:
         samples = _train(api, strategy, num_steps, num_warm, shelf, LEAKS[leak], round_of)
     finally:
@@ -101,7 +102,7 @@ soak.body_on_a_rank = soak  # type: ignore[attr-defined]
 
 def _fill_the_ledger() -> None:
     """The log keeps a fixed number of collectives. This fills it before the first count."""
-    entries = ledger.entries
+    entries = log.entries
     while len(entries) < (entries.maxlen or 0):
         entries.appendleft((*entries[-1],))
 

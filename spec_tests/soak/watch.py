@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from minifsdp.engine import gloo, ledger
+from minifsdp.engine import gloo
+from minifsdp.engine.collective_log import log
 
 __all__ = ["Sample", "grown", "taken"]
 
@@ -34,7 +35,7 @@ class Sample:
         threads: of the operating system.
         objects: instances of classes of minifsdp, including all in its queues and records.
         queued: messages that the transport between CPUs keeps until they have arrived.
-        ledger: entries of the collective log, and the known sizes in its chains.
+        ledger: entries of the collective log, and the sizes that transports know.
         on_disk: files and folders below the folder of checkpoints.
         python_bytes: bytes that Python has allocated since counting began; 0 if they are not traced.
         resident_bytes: of the process.
@@ -76,7 +77,7 @@ def taken(step: int, folder: pathlib.Path) -> Sample:
         threads=max(threading.active_count(), len(os.listdir("/proc/self/task"))),
         objects=len(ours),
         queued=_num_queued(),
-        ledger=len(ledger.entries) + sum(len(chain.known) for chain in ledger.chains.values()),
+        ledger=len(log.entries) + sum(len(transport._known) for transport in gloo._transports.values()),
         on_disk=len([*folder.rglob("*")]),
         python_bytes=tracemalloc.get_traced_memory()[0] if tracemalloc.is_tracing() else 0,
         resident_bytes=_resident(),

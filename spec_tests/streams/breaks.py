@@ -105,12 +105,11 @@ LEFT_OUT = {
     "engine/reduce.py: comm_stream.wait_compute(": "after an exception of a hook, tested by GRAD-05",
     "engine/gloo.py: self.all_gather_apart(": "between CPUs alone",
     "fsdp1/wrapper.py: initial.synchronize(": "has nothing to do with streams",
-    "ledger/process.py: ": "a thread that has nothing to do with streams",
-    "ledger/watcher.py: ": "a thread that has nothing to do with streams",
+    "watchdog/": "a thread that has nothing to do with streams",
     "debugging/values.py: collectives.all_reduce(": "is off, and stops the CPU on purpose",
-    "engine/comparison.py: self._arrived = ": "is asked whether it has come, and then nothing is left to be waited for",
-    "engine/comparison.py: arrived.synchronize(": "a whole backward lies between the question and this",
-    "engine/comparison.py: question.wait(": "a stream has waited already, and a CPU needs no order",
+    "engine/rank_checks.py: self._arrived = ": "only tells `read` that the answer is read later, with `synchronize`",
+    "engine/rank_checks.py: arrived.synchronize(": "a whole backward lies between the question and this",
+    "engine/rank_checks.py: question.wait(": "a stream has waited already, and a CPU needs no order",
     "engine/collectives.py: Collective(function.__name__": "what it calls has waited by itself",
 }
 

@@ -199,7 +199,7 @@ class _Reader:
 
 def compares(operation: Operation) -> bool:
     """Whether the operator belongs to the comparison of collectives between ranks, which is not part of training."""
-    return "comparison.py" in operation.where
+    return "rank_checks.py" in operation.where
 
 
 def _collective(operation: Operation) -> str:

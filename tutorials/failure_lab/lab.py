@@ -14,7 +14,7 @@ one of two errors::
 
 *Price:* the connections of a failed rank stay open, so the others wait a while longer. If its process ended, they
 would fail at once: "Connection closed by peer". The exit record that minifsdp writes for other ranks when a program
-ends by an error (``ledger/watcher.py``) is written here, too.
+ends by an error (``watchdog/watchdog.py``) is written here, too.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def run(experiment: Callable[[Any, int], None], part: Callable[..., Any], rank: 
             sys.last_value = error
             sys.excepthook(type(error), error, error.__traceback__)
             if "minifsdp" in sys.modules:
-                from minifsdp.ledger import process
+                from minifsdp.watchdog import process
 
                 process.at_exit()
         words = "".join(traceback.format_exception_only(error)).rstrip().removeprefix("lab.")

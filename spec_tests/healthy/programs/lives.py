@@ -140,6 +140,32 @@ def ten_groups(api: str) -> None:
     assert alive <= 1, alive
 
 
+def process_as_before(api: str) -> None:
+    """Hooks, handlers, threads and torch's functions change when a model is sharded, and not after its groups."""
+    from spec_tests.harness.process_state import changes, state_of_process
+
+    def one_life(number: int, shards: bool) -> list[str]:
+        join(init_method=f"file://{PLACE}/store-{number}", rank=RANK, world_size=WORLD)
+        dist.all_reduce(torch.ones(1))
+        if shards:
+            train(api)
+        during = changes(before, state_of_process())
+        leave()
+        return during
+
+    before: dict[str, Any] = {}
+    # torch keeps some modules, threads and exit handlers after its first group and its first backward.
+    one_life(0, shards=False)
+    torch.ones(1, requires_grad=True).sum().backward()
+    weakref.finalize(Numbers(), id, 0)
+    before = state_of_process()
+    for number in (1, 2):
+        during = " ".join(one_life(number, shards=True))
+        for name in ("exit handlers", "threads", "signal handlers", "wake-up descriptor", "descriptors"):
+            assert name in during, during
+        assert (found := changes(before, state_of_process())) == [], found
+
+
 def ten_new_groups(api: str) -> None:
     """Ten groups in addition to the default group, each created, used and destroyed."""
     join()

@@ -194,15 +194,15 @@ MUTANTS = [
     ),
     Mutant(
         "order-by-places-in-the-group",
-        "OrderCheck.read",
-        "zip(chain.ranks, identities, strict=True)",
+        "RankChecks._different_units",
+        "zip(sequence.ranks, identities, strict=True)",
         "enumerate(identities)",
         "The order check names places in the group instead of ranks.",
         "NEW-19",
     ),
     Mutant(
         "order-is-not-checked",
-        "OrderCheck.read",
+        "RankChecks.before_use",
         "if len(set(identities)) > 1:",
         "if False:",
         "Ranks that gather different units get each other's weights.",

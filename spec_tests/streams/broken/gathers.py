@@ -9,7 +9,7 @@ __all__ = ["BREAKS"]
 STREAMS, FLAT, ROW, PER_PARAMETER = "engine/comm_streams.py", "engine/flat.py", "engine/row.py", "engine/per_param.py"
 EXTENSION, UNIT, HOOKS, ROOT = "engine/extension.py", "engine/unit.py", "engine/hooks.py", "engine/root.py"
 SUMMONED = "engine/summoned.py"
-COMPARISON = "engine/comparison.py"
+RANK_CHECKS = "engine/rank_checks.py"
 CUT_OUT = (
     "        source.take([cut.local_part(leaf.data, group.rank) for cut, leaf in "
     "zip(cuts, self.leaves, strict=True)])\n"
@@ -153,8 +153,8 @@ BREAKS = [
     Break(
         "event-of-the-optimizer-used-twice",
         ROOT,
-        "        self.after_optimizer = None\n        ledger",
-        "        ledger",
+        "        self.after_optimizer = None\n        log",
+        "        log",
         "The event after one optimizer step is taken for that after the next.",
         "each_after_an_event",
     ),
@@ -312,15 +312,15 @@ BREAKS = [
     ),
     Break(
         "checks-the-order-without-waiting",
-        "engine/order_check.py",
-        "        question.wait()\n",
-        "",
+        RANK_CHECKS,
+        "            question.wait()\n            with",
+        "            with",
         "The ranks' numbers are read before they have arrived, where the backend has threads.",
         "flat_over_a_backend_with_threads",
     ),
     Break(
         "collective-not-waited-for",
-        "engine/ledger.py",
+        "engine/collectives.py",
         "                self._work.wait()\n",
         "                pass\n",
         "The promise of a collective is waited for, and does not wait for its Work.",
@@ -328,7 +328,7 @@ BREAKS = [
     ),
     Break(
         "answers-copied-before-they-arrive",
-        COMPARISON,
+        RANK_CHECKS,
         "                self._asked[-1].wait()\n                self._answers =",
         "                self._answers =",
         "What the ranks have sent is copied to the CPU before it has arrived, where the backend has threads.",
@@ -336,7 +336,7 @@ BREAKS = [
     ),
     Break(
         "replicas-asked-before-the-answer",
-        COMPARISON,
+        RANK_CHECKS,
         "                    self._asked[-1].wait()\n                    mine[2]",
         "                    mine[2]",
         "Replicas are told of an answer that has not arrived, where the backend has threads.",
@@ -344,7 +344,7 @@ BREAKS = [
     ),
     Break(
         "answers-that-stop-the-cpu",
-        COMPARISON,
+        RANK_CHECKS,
         'self._answers.to("cpu", non_blocking=True)',
         'self._answers.to("cpu")',
         "The CPU waits for the answers at the end of each backward.",
@@ -421,7 +421,7 @@ BREAKS = [
     # --- NCCL returns None ---
     Break(
         "collective-returns-nothing",
-        "engine/ledger.py",
+        "engine/collectives.py",
         "            if self._work is not None:\n                self._work.wait()\n",
         "            self._work.wait()\n",
         "What NCCL returns for a collective is waited for, and it is None. Race 1 of the list.",

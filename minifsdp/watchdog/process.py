@@ -3,7 +3,7 @@
 1. *It starts* when a model is sharded over a process group that has other ranks and a store that reaches them.
 2. *It ends* when the default process group is destroyed. The thread, its store connection and its pipe are closed, the
    signal handler and the exit handler are removed, and the collective log is cleared. The next default group gets a new
-   watchdog.
+   watchdog. Other ranks' threads of gloo get a moment to release tensors (`_let_threads_finish`).
 3. *The program ends* while the group exists. The exit handler publishes why: at its end, or by an exception. If the
    exception is of a collective that this package did not issue, the report about the other ranks is printed.
 4. *A launcher sends SIGTERM*. The signal wakes the watchdog, which prints the report and ends the process. This needs
@@ -25,82 +25,101 @@ import os
 import signal
 import sys
 import threading
+import time
 import weakref
 from functools import cache
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from minifsdp.engine import comparison, ledger
-from minifsdp.engine.ledger import Chain
-from minifsdp.engine.messages import MORE, message
-from minifsdp.ledger import report
-from minifsdp.ledger.watcher import LIMIT, TICK, Watcher
-
-_watcher: Watcher | None = None
-# The store of the default group: torch.distributed holds it until that group is destroyed, and nothing else does.
-_life: Any = None
+from minifsdp.engine.collective_log import called, log, where
+from minifsdp.engine.messages import MORE, NOT_THE_PROGRAM, message
+from minifsdp.engine.rank_checks import read_all
+from minifsdp.watchdog import report
+from minifsdp.watchdog.watchdog import LIMIT, TICK, Watchdog
 
 
-def begin() -> None:
-    """Called for each process group that is used: starts the watchdog, once for each life of the default group."""
-    global _watcher, _life
-    if not dist.is_initialized() or (_life is not None and _life() is not None):
+def start() -> None:
+    """Called for each process group that is used: starts the watchdog, once for each default process group."""
+    if not dist.is_initialized() or (log.store is not None and log.store() is not None):
         return
     store = own = dist.distributed_c10d._get_default_store()
-    _life = weakref.ref(store)
-    weakref.finalize(store, _end).atexit = False
+    # torch.distributed holds the store until the default group is destroyed, and nothing else does.
+    log.store = weakref.ref(store, _stop)
+    atexit.register(at_exit)
     while isinstance(own, PrefixStore):
         own = own.underlying_store
     # Other stores belong to one process, which has no other rank to ask.
     if dist.get_world_size() == 1 or not isinstance(own, TCPStore | FileStore):
         return
     is_host = isinstance(own, TCPStore) and dist.get_rank() == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
-    _watcher = Watcher(store, is_host, handles_sigterm)
-    atexit.register(at_exit)
-    _watch_signals(_watcher)
+    log.watchdog = Watchdog(store, is_host, handles_sigterm)
+    _watch_signals(log.watchdog)
 
 
-def _end() -> None:
+def _stop(_: Any) -> None:
     """The default process group was destroyed."""
-    global _watcher
-    watcher, _watcher = _watcher, None
-    ledger.forget_groups()
-    if watcher is not None:
-        atexit.unregister(at_exit)
-        _leave_signals(watcher)
-        watcher.stop()
-
-
-def explain(place: tuple[Chain, int, int]) -> str:
-    """For the error of a collective: the report about all ranks."""
-    return "" if _watcher is None else _watcher.ask(place)
+    if sys.is_finalizing():
+        return
+    watchdog, log.watchdog = log.watchdog, None
+    log.clear()
+    atexit.unregister(at_exit)
+    if watchdog is not None:
+        _leave_signals(watchdog)
+        watchdog.stop()
+    _let_threads_finish()
 
 
 def at_exit() -> None:
-    """Publishes the exit record of this rank, once."""
+    """The program ends while the default process group exists."""
     atexit.unregister(at_exit)
-    watcher = _watcher
-    if watcher is None:
-        return
+    if log.watchdog is not None:
+        _leave_exit_record(log.watchdog)
+    _let_threads_finish()
+
+
+def _let_threads_finish() -> None:
+    """Sleeps for a moment, before Python may shut down.
+
+    The caller sees a gloo collective as done shortly before its thread releases the tensors, for which the thread needs
+    the GIL. If the thread requests the GIL while Python shuts down, the thread is ended, and C++ aborts the process:
+    ``terminate called without an active exception``, exit by SIGABRT, although all work was done. Nothing else waits
+    for these threads, because caches of DTensor keep the group alive even after ``destroy_process_group``.
+    """
+    time.sleep(0.05)
+
+
+def _leave_exit_record(watchdog: Watchdog) -> None:
     ended, is_wrong = report.IN_ORDER, False
     # Python keeps an uncaught exception here, whichever hook prints it. An interactive session keeps those before, too.
     error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
     if error is not None:
-        ended, report.failed_at = f"by {type(error).__name__}: {error}", report.place_of(error.__traceback__)
+        ended, watchdog.failed_at = f"by {type(error).__name__}: {error}", _line_of(error.__traceback__)
     try:
-        comparison.read_all()
+        read_all()
     except RuntimeError as differs:
         print(differs, file=sys.stderr, flush=True)
         ended, is_wrong = "by RuntimeError: the ranks issued different collectives", True
     if error is not None and _is_of_backend(error):
-        print(message("sent-by-others", report=watcher.ask(None)), file=sys.stderr, flush=True)
-    watcher.leave(ended, is_failure=error is not None or is_wrong)
+        print(message("sent-by-others", report=watchdog.ask(None)), file=sys.stderr, flush=True)
+    watchdog.leave(ended, is_failure=error is not None or is_wrong)
     if is_wrong:
         # The status shows that the results of the program are wrong.
         _StatusAtExit.replace(1)
+
+
+def _line_of(trace: TracebackType | None) -> str:
+    """The line of the program that raised an error, and the function that it called."""
+    place, inside = "outside of the program", None
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in NOT_THE_PROGRAM:
+            place, inside = where(trace.tb_frame.f_code, trace.tb_lineno), None
+        elif inside is None:
+            inside = trace.tb_frame.f_code
+        trace = trace.tb_next
+    return f"in {called(inside)}, {place}" if inside else place
 
 
 def _is_of_backend(error: BaseException) -> bool:
@@ -127,27 +146,27 @@ class _StatusAtExit:
         end(status)
 
 
-def _watch_signals(watcher: Watcher) -> None:
+def _watch_signals(watchdog: Watchdog) -> None:
     """Lets SIGTERM wake the watchdog, unless the program handles the signal, or wake-ups, itself."""
     if threading.current_thread() is not threading.main_thread():
         return
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         return
     signal.signal(signal.SIGTERM, _wait_for_report)
-    before = signal.set_wakeup_fd(watcher.wake_up_end, warn_on_full_buffer=False)
+    before = signal.set_wakeup_fd(watchdog.wake_up_end, warn_on_full_buffer=False)
     if before != -1:
         signal.set_wakeup_fd(before)
     _watch_forks()
 
 
-def _leave_signals(watcher: Watcher) -> None:
+def _leave_signals(watchdog: Watchdog) -> None:
     """Removes what `_watch_signals` installed, and nothing else."""
     if threading.current_thread() is not threading.main_thread():
         return
     if signal.getsignal(signal.SIGTERM) is _wait_for_report:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     before = signal.set_wakeup_fd(-1)
-    if before not in (-1, watcher.wake_up_end):
+    if before not in (-1, watchdog.wake_up_end):
         signal.set_wakeup_fd(before)
 
 
@@ -158,9 +177,9 @@ def handles_sigterm() -> bool:
 
 def _wait_for_report(number: int, frame: FrameType | None) -> None:
     """In the main thread: the watchdog ends the process after its report. Without a watchdog there is no report."""
-    if _watcher is not None:
-        _watcher.report_sigterm()
-        _watcher.thread.join(3 * LIMIT + 2 * TICK)
+    if log.watchdog is not None:
+        log.watchdog.report_sigterm()
+        log.watchdog.thread.join(3 * LIMIT + 2 * TICK)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -173,18 +192,17 @@ def _watch_forks() -> None:
 
 def _before_fork() -> None:
     """A signal that a new child gets at once must not wake its parent's watchdog."""
-    if _watcher is not None:
-        _leave_signals(_watcher)
+    if log.watchdog is not None:
+        _leave_signals(log.watchdog)
 
 
 def _after_fork() -> None:
-    if _watcher is not None:
-        _watch_signals(_watcher)
+    if log.watchdog is not None:
+        _watch_signals(log.watchdog)
 
 
 def _forget_in_child() -> None:
     """A forked process, such as a worker of a data loader, is no rank."""
-    global _watcher
-    watcher, _watcher = _watcher, None
-    if watcher is not None:
-        _leave_signals(watcher)
+    watchdog, log.watchdog = log.watchdog, None
+    if watchdog is not None:
+        _leave_signals(watchdog)

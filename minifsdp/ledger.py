@@ -1,4 +1,4 @@
-"""``python -m minifsdp.ledger FILE``: draws the report that a rank has written when a collective failed.
+"""Files of reports: the watchdog writes one when a collective failed, and ``python -m minifsdp.ledger FILE`` draws it.
 
 Below the state of every rank, it prints the last collectives of the group: one column for each rank, one line for each
 position. ``>`` marks the lines in which the ranks differ::
@@ -9,17 +9,53 @@ position. ``>`` marks the lines in which the ranks differ::
 
 *In torch:* ``torchfrtrace`` prints tables of NCCL's flight recorder.
 
-Spec: LEDGER-07.
+Spec: LEDGER-07, LEDGER-17, LEDGER-20.
 """
 
 import argparse
 import json
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from minifsdp.ledger.report import in_words
+from minifsdp.engine.messages import rank_of_this_process
+from minifsdp.watchdog.report import Line, State, in_words
 
 WIDTH = 44
+FOLDER = "MINIFSDP_LEDGER_DIR"
+
+
+def written(
+    states: Mapping[int, State | None], lists: Mapping[int, list[Line]], diverging: Mapping[int, Line], why: str = ""
+) -> str:
+    """The report. It is also written to a file, and the last line names the file."""
+    words = in_words(states, diverging, why)
+    if os.environ.get(FOLDER) == "off":
+        return words
+    try:
+        path = _write(json.dumps({"states": states, "lines": lists, "diverging": diverging}))
+    except OSError as error:
+        return f"{words}\n(could not be written to a file: {error})"
+    return f"{words}\nTo draw it: python -m minifsdp.ledger {path}"
+
+
+def _write(text: str) -> Path:
+    """A new file that only this user can read, in `FOLDER` or in a new folder. Texts of exceptions may hold secrets."""
+    folder = Path(os.environ.get(FOLDER) or tempfile.mkdtemp(prefix="minifsdp-"))
+    # Two jobs without an id, two lives of a job, and two reports of a process write to different files.
+    run, life = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    stem = f"minifsdp-ledger-{run}-{life}-rank{rank_of_this_process()}-{os.getpid()}"
+    names = (f"{stem}{f'-{number}' if number else ''}.json" for number in range(100))
+    for path in map(folder.joinpath, names):
+        with suppress(FileExistsError):
+            end = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(end, "w", encoding="utf-8") as file:
+                file.write(text)
+            return path
+    raise FileExistsError
 
 
 def drawn(report: dict[str, Any], most: int) -> str:
@@ -33,9 +69,9 @@ def drawn(report: dict[str, Any], most: int) -> str:
     diverging = {int(rank): line for rank, line in report["diverging"].items()}
     columns = {int(rank): {tuple(line[:3]): line for line in lines} for rank, lines in report["lines"].items()}
     text = [in_words(states, diverging), ""]
-    places = sorted({place for column in columns.values() for place in column})[-most:]
-    for index, (group, epoch, number) in enumerate(places):
-        if index == 0 or places[index - 1][:2] != (group, epoch):
+    positions = sorted({position for column in columns.values() for position in column})[-most:]
+    for index, (group, epoch, number) in enumerate(positions):
+        if index == 0 or positions[index - 1][:2] != (group, epoch):
             heads = "".join(f"rank {rank}".ljust(WIDTH) for rank in columns)
             text.append(f"group {group}, epoch {epoch}".ljust(24) + heads)
         there = [column.get((group, epoch, number)) for column in columns.values()]

@@ -1,0 +1,298 @@
+"""The collective log: every collective of this rank, in order.
+
+A job on many ranks can fail in two ways without an explanation. It hangs, because one rank does not issue a collective
+that the others wait for. Or it trains on wrong numbers, because two ranks issued different collectives. A comparison of
+the collectives of all ranks finds both. So `CollectiveLog.record` is called for each collective of this package, in one
+place (``collectives.py``):
+
+1. *Kind, unit, size, code line.* The entry has the kind, the unit, the number of bytes, the iteration, and the line of
+   the program that led to the collective. It refers to code objects; names are looked up when the entry is read.
+2. *Position in its process group.* Collectives of one process group pair up by order. So each group has a
+   `CollectiveSequence`: a position, and a hash of all collectives up to there. Equal hashes mean equal order.
+3. *Epoch.* The ranks compare their hashes at the end of each backward (``rank_checks.py``) and then start a new epoch.
+   A position is an epoch and a number in it. Ranks in different epochs are not compared.
+
+The comparison uses the `identity` of each collective: the kind, the number of bytes, the dtype, and the unit. The unit
+is identified by its parameters' names and shapes, without the name components that wrappers add, and by the number of
+its root on this group. The line in the program is printed, but never compared: healthy ranks may issue the same
+collective from different lines.
+
+Worked example, two ranks, group ``0``, each with one unit that the other one lacks::
+
+    rank 0      0: all-gather a      1: all-gather b      hash 5f1d...
+    rank 1      0: all-gather a      1: all-gather c      hash 90ab...     the ranks diverge at position 1
+
+Cost: three Python calls for each unit and step. The log keeps the last 2,048 entries, about one megabyte.
+
+*In torch:* the flight recorder does this for NCCL in C++ and writes files that a tool compares. Gloo has no recorder.
+
+Spec: LEDGER-01, LEDGER-02, LEDGER-19, ORDER-01, ORDER-11.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from types import CodeType
+from typing import Any, NamedTuple
+from zlib import crc32
+
+from minifsdp.engine.messages import NOT_THE_PROGRAM, way_out_of_main_thread
+
+# Name components that wrappers add and that do not identify a parameter.
+_OF_WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "module"}
+_tree_numbers = itertools.count()
+
+
+class Tree:
+    """The units of one root, for the log.
+
+    Attributes:
+        number: number of this root in this process.
+        used: the sequences in which these units issued a collective since the last backward began.
+    """
+
+    def __init__(self) -> None:
+        self.number, self.used = next(_tree_numbers), set[CollectiveSequence]()
+
+
+class UnitName(str):
+    """The full name of a unit, and how the ranks identify it.
+
+    Args:
+        name: full name of the unit's module inside the root.
+        parameters: name inside the unit, and shape, of each parameter.
+        tree: the units of the same root.
+
+    Attributes:
+        identities: the identity of the unit in each sequence.
+        digest: equal for units with equal parameter shapes and names, without the components that wrappers add.
+        tree: as given.
+        text: the name as an ordinary string, shared by all entries of the unit.
+    """
+
+    digest: int
+    tree: Tree
+    identities: dict[CollectiveSequence, int]
+    text: str
+
+    def __new__(cls, name: str, parameters: Iterable[tuple[str, Sequence[int]]], tree: Tree) -> UnitName:
+        """Computes the digest once, because it is part of every entry."""
+        made = super().__new__(cls, name)
+        paths = [(f"{name}.{path}".split("."), tuple(shape)) for path, shape in parameters]
+        cleaned = [([part for part in parts if part not in _OF_WRAPPERS], shape) for parts, shape in paths]
+        made.digest, made.tree, made.identities, made.text = crc32(repr(cleaned).encode()), tree, {}, name
+        return made
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        """A copy is an ordinary string: it belongs to no root of this process."""
+        return str, (str(self),)
+
+
+class CollectiveSequence:
+    """The order of the collectives that this rank issued in one process group since the last comparison.
+
+    Args:
+        key: name and generation of the process group; the name is equal on all of its ranks.
+        ranks: global ranks in it.
+        process_group: referenced weakly, because the process group is the key of this sequence in the log.
+
+    Attributes:
+        epoch: number of comparisons so far.
+        number: collectives issued since the last comparison.
+        hash: hash of all of them.
+        last_epoch: epoch, number and digest of the previous epoch.
+        transport: sends between CPUs; ``None`` if the process group sends.
+        agreed: identities of the units that all ranks agreed to all-gather (``rank_checks.py``).
+    """
+
+    def __init__(self, key: str, ranks: tuple[int, ...], process_group: Any) -> None:
+        self.key, self.ranks, self.process_group = key, ranks, weakref.ref(process_group)
+        self.epoch, self.number, self.hash = 0, 0, blake2b(digest_size=7)
+        self.last_epoch = (-1, 0, self.digest)
+        self.transport: Any = None
+        self.agreed: set[int] = set()
+        self._trees: dict[int, int] = {}
+
+    def begin_epoch(self) -> None:
+        """Starts a new epoch, at the same position on all ranks."""
+        self.last_epoch = (self.epoch, self.number, self.digest)
+        self.epoch, self.number, self.hash = self.epoch + 1, 0, blake2b(digest_size=7)
+
+    def forget_sizes(self) -> None:
+        """Forgets the sizes that the ranks have compared. All ranks call it after a mismatch."""
+        if self.transport is not None:
+            self.transport.forget_sizes()
+
+    def identity_of(self, unit: UnitName) -> int:
+        """Identifies a unit on this group: its parameters, and the number of its root among the roots that used it."""
+        number = self._trees.setdefault(unit.tree.number, len(self._trees))
+        unit.identities[self] = identity = crc32(b"%d" % number, unit.digest)
+        return identity
+
+    @property
+    def digest(self) -> int:
+        """The hash of this epoch's order, 56 bits."""
+        return int.from_bytes(self.hash.digest(), "big")
+
+
+# A sequence, an epoch, and a number in it.
+Position = tuple[CollectiveSequence, int, int]
+
+
+class Entry(NamedTuple):
+    """One entry of the log.
+
+    Attributes:
+        kind: in words, ``"all-gather"``.
+        unit, parts: the unit, or ``None``; the numbers of its parameters that have a gradient.
+        num_bytes: of the larger of input and output.
+        iteration: of this rank.
+        identity: by which ranks are compared.
+        group, epoch, number: its position: the key of the group's sequence, the epoch, and the number in it.
+        inside: the function that the program called; ``None`` if unknown.
+        code, line: innermost line of the program; ``None`` in a thread that the program has not started.
+    """
+
+    kind: str
+    unit: str | None
+    parts: tuple[int, ...]
+    num_bytes: int
+    iteration: int
+    identity: int
+    group: str
+    epoch: int
+    number: int
+    inside: CodeType | None
+    code: CodeType | None
+    line: int | None
+
+    @property
+    def what(self) -> str:
+        """In words, "all-gather of 'a' in forward"."""
+        if self.unit is None:
+            return f"{self.kind} in {called(self.inside)}"
+        some = f", its parameters {list(self.parts)}" if self.parts else ""
+        return f"{self.kind} of {self.unit!r}{some} in {called(self.inside)}"
+
+
+def where(code: CodeType | None, line: int | None) -> str:
+    """A line of the program, ``train.py:88``."""
+    return f"{Path(code.co_filename).name}:{line}" if code else "a thread of autograd"
+
+
+def called(code: CodeType | None) -> str:
+    """The function that the program called: ``forward``, ``backward``, ``state_dict``, ``Linear()``."""
+    if code is None:
+        return "a thread"
+    if code.co_name.endswith("_call_impl"):
+        return "forward"
+    return f"{code.co_qualname.split('.')[-2:][0]}()" if code.co_name == "__init__" else code.co_name
+
+
+class CollectiveLog:
+    """The collectives of this process. There is one log, `log`. The watchdog thread reads it.
+
+    Attributes:
+        entries: the last collectives, each with the fields of `Entry`. A plain tuple costs no Python call, and the
+            garbage collector does not track it.
+        sequences: the sequence of each process group.
+        iteration: number of outermost forwards on this rank.
+        num_steps: number of optimizer steps.
+        waiting: the `Collective` that the main thread waits for.
+        latest: the position of the last collective.
+        last_event: an accelerator's event after the last work on a communication stream.
+        fatal_error: set by the watchdog if no further collective can complete: the text of the error.
+        watchdog: the watchdog of the default process group, if it has one.
+        store: a weak reference to the store of the default process group, whose end clears the log.
+    """
+
+    def __init__(self) -> None:
+        self.entries: deque[tuple[Any, ...]] = deque(maxlen=2048)
+        self.sequences: weakref.WeakKeyDictionary[Any, CollectiveSequence] = weakref.WeakKeyDictionary()
+        self.iteration = self.num_steps = 0
+        self.waiting: Any = None
+        self.latest: Position | None = None
+        self.last_event: Any = None
+        self.fatal_error = ""
+        self.watchdog: Any = None
+        self.store: weakref.ref[Any] | None = None
+        self._generations = Counter[str]()
+
+    def sequence_of(self, process_group: Any, ranks: tuple[int, ...]) -> CollectiveSequence:
+        """The sequence of a process group."""
+        if process_group not in self.sequences:
+            name = getattr(process_group, "group_name", str(ranks))
+            # A later group of the same name has another key.
+            self._generations[name] += 1
+            key = f"{name}#{self._generations[name]}"
+            self.sequences[process_group] = CollectiveSequence(key, ranks, process_group)
+        return self.sequences[process_group]
+
+    def record(
+        self,
+        sequence: CollectiveSequence,
+        kind: str,
+        num_bytes: int,
+        unit: str | None = None,
+        parts: tuple[int, ...] = (),
+        dtype: Any = None,
+    ) -> tuple[Position, bytes]:
+        """Adds a collective that is issued next. Returns its position, and its identity.
+
+        Args:
+            sequence: that of the process group.
+            kind, num_bytes, unit, parts: as in `Entry`; ``unit`` is empty for the outermost module's unit.
+            dtype: dtype of the elements, if known.
+        """
+        name: str | None = unit
+        of_unit: Any = unit
+        if isinstance(unit, UnitName):
+            unit.tree.used.add(sequence)
+            name, of_unit = unit.text, unit.identities.get(sequence) or sequence.identity_of(unit)
+        identity = f"{kind} {num_bytes} {dtype} {of_unit} {parts};".encode()
+        sequence.hash.update(identity)
+        # 1. The frame of the program that led here.
+        inside = frame = sys._getframe(1)
+        while frame and frame.f_globals.get("__name__", "").partition(".")[0] in NOT_THE_PROGRAM:
+            inside, frame = frame, frame.f_back  # type: ignore[assignment]
+        where = (inside and inside.f_code, frame and frame.f_code, frame and frame.f_lineno)
+        if frame is None:
+            # An autograd thread, on an accelerator. The program waits for it in the main thread.
+            where = way_out_of_main_thread()
+        position = (sequence.key, sequence.epoch, sequence.number)
+        self.entries.append((kind, name, parts, num_bytes, self.iteration, crc32(identity), *position, *where))
+        self.latest = (sequence, sequence.epoch, sequence.number)
+        sequence.number += 1
+        return self.latest, identity
+
+    def undo(self, sequence: CollectiveSequence, before: Any) -> None:
+        """Removes the last entry, which no other rank has. ``before`` is a copy of the hash without it."""
+        sequence.number, sequence.hash = sequence.number - 1, before
+        self.entries.pop()
+
+    def diagnosis(self, position: Position) -> str:
+        """The watchdog's report about all ranks, on separate lines. Empty if it cannot help."""
+        report = self.watchdog.ask(position) if self.watchdog is not None else ""
+        return f"\n{report}" if report else ""
+
+    @property
+    def last_position(self) -> Position | None:
+        """The position for which the main thread waits, or the last one that it issued."""
+        waiting: Position | None = None if self.waiting is None else self.waiting.position
+        return waiting or self.latest
+
+    def clear(self) -> None:
+        """Called when the default process group was destroyed, and with it all other groups."""
+        self.waiting = self.latest = self.last_event = None
+        self.fatal_error = ""
+        self.sequences.clear()
+        self.entries.clear()
+
+
+log = CollectiveLog()

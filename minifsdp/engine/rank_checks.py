@@ -1,0 +1,232 @@
+"""Checks that all ranks issue the same collectives.
+
+Collectives pair up by the order of their issue, not by name. If two ranks run two equal units in different order, each
+unit gets the weights of the other. If each rank uses another expert of a layer, the gradients of one expert are added
+to those of another. The loss still decreases, and no error appears. Units of different sizes hang. The cause is control
+flow that depends on the rank.
+
+`RankChecks` has two checks. The runtime calls the first one before a unit is all-gathered for the first time, and the
+second one at the end of each backward. (A third check, of sizes between CPUs, is in ``gloo.py``.)
+
+*Before the first all-gather of a unit*, the ranks exchange its identity (``collective_log.py``)::
+
+    rank 0: a    rank 1: a        equal, never checked again
+    rank 0: a    rank 1: b        RuntimeError on both, with the names and with the units before
+
+This costs a small all-gather, once for each unit and group. Where a forward needs the unit, the rank waits for the
+answer before it issues the all-gather. A prefetch or ``unshard()`` issues the all-gather without a wait, because the
+program may first do something else on which other ranks depend. Then the answer is read when the unit is used. With
+``TORCH_DISTRIBUTED_DEBUG=DETAIL``, or while `RankChecks.always` is set, every all-gather is checked, at a cost for
+debugging only.
+
+*At the end of each backward*, the ranks compare their collective logs: the number of collectives in each group since
+the last comparison, and a hash of their order::
+
+    rank 0: 9, 5f1d...    rank 1: 9, 5f1d...        equal
+    rank 0: 9, 5f1d...    rank 1: 9, 90ab...        RuntimeError on both, with the first position that differs
+
+1. *Cost*: one collective of 32 bytes for each rank, group and backward. It is issued before the wait for the last
+   reduction and takes almost no time.
+2. *Detected errors*: a different order of all-gathers, gradients of parameters that only some ranks used, and any
+   other collective at another position or for another unit.
+3. *Which groups*: those in which units of this root communicated during this backward. Other ranks may compute more
+   backwards without communication, for instance through frozen parameters or in ``no_sync()``. These are not compared.
+4. *Which ranks raise*: all. With replicas, the result of the shard group is part of the question to the replicate
+   group, so a rank also raises if both of its own groups agree.
+5. *When*: on a CPU before backward returns, so no optimizer steps. An accelerator computes later, and waiting for the
+   answer would stop the CPU. So the answer is read at the end of the next backward, before a state dict is created, and
+   when the program ends. These moments are the same on all ranks. The message says how many optimizer steps were taken
+   in between, usually one.
+6. *Only a warning*: optimizers that stepped since the last comparison on some ranks but not on others. That is a
+   mistake if one rank uses ``no_sync()`` and the others do not, but a program may also intend it. It appears once.
+
+A rank that issues fewer collectives makes the others wait. The watchdog detects that (``minifsdp/watchdog``).
+
+*In torch:* FSDP1 has the first check in ``_exec_order_utils.py``, for debugging only; FSDP2 has none.
+
+Spec: NEW-19, ORDER-01 to ORDER-09, ORDER-12, ORDER-13, HEALTHY-01.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-defined]
+from torch.utils._python_dispatch import _disable_current_modes
+
+from minifsdp.engine import collectives
+from minifsdp.engine.collective_log import Tree, UnitName, log
+from minifsdp.engine.collectives import Collective
+from minifsdp.engine.comm_streams import CommStreams
+from minifsdp.engine.mesh import Group
+from minifsdp.engine.messages import message, warn
+
+
+class RankChecks:
+    """The checks of one root.
+
+    Args:
+        names: the names of all units of the root.
+        groups: their shard groups and replicate groups, in the same order on every rank.
+        comm_streams: the communication streams of the root.
+        tree: the units in the collective log.
+
+    Attributes:
+        always: whether every all-gather is checked, for all roots; for debugging. Must be equal on all ranks.
+        unread: checks whose answer on an accelerator was not read yet, of all roots, also of deleted ones.
+    """
+
+    always: ClassVar[bool] = False
+    unread: ClassVar[list[RankChecks]] = []
+
+    def __init__(
+        self, names: Iterable[str], groups: Iterable[Group | None], comm_streams: CommStreams, tree: Tree
+    ) -> None:
+        self._names, self._comm_streams, self._tree = list(names), comm_streams, tree
+        self._groups = {group.sequence: group for group in groups if group is not None}
+        self._is_detailed = dist.is_initialized() and get_debug_level() == DebugLevel.DETAIL
+        # Before an all-gather: the questions without an answer yet, and the units that all ranks have all-gathered.
+        self._pending: dict[str, tuple[Collective, torch.Tensor]] = {}
+        self._all_gathered: dict[str, None] = {}
+        # At the end of a backward: the questions, the answers of the last group, and an accelerator's event after them.
+        self._asked: list[Collective] = []
+        self._answers = torch.empty(0)
+        self._arrived: Any = None
+        # Number of optimizer steps when the questions were issued.
+        self._num_steps, self._has_warned = 0, False
+
+    # --- before an all-gather ---
+
+    def before_all_gather(self, unit: str, group: Group | None) -> None:
+        """Called before an all-gather of ``unit`` is issued. All ranks of its shard group must call it."""
+        if group is None:
+            return
+        assert isinstance(unit, UnitName)
+        sequence, device = group.sequence, self._comm_streams.device
+        identity = sequence.identity_of(unit)
+        if identity in sequence.agreed and not (self._is_detailed or self.always):
+            return
+        sequence.agreed.add(identity)
+        # Not a part of training: dispatch modes that count collectives, and fake tensor modes, do not see it.
+        with _disable_current_modes():
+            answers = torch.full((group.size,), identity, device=device)
+            self._pending[unit] = collectives.ask(group, answers, torch.tensor([identity], device=device)), answers
+
+    def before_use(self, unit: str) -> bool:
+        """Called before ``unit`` is used: waits for the answer to the question of `before_all_gather`, if any.
+
+        Returns:
+            Whether all ranks agree on this unit, so that it need not be checked again.
+
+        Raises:
+            RuntimeError: the ranks all-gather different units.
+        """
+        if unit in self._pending:
+            question, answers = self._pending.pop(unit)
+            question.wait()
+            with _disable_current_modes():
+                identities: list[int] = answers.tolist()
+            if len(set(identities)) > 1:
+                raise self._different_units(unit, question, identities)
+            self._all_gathered[str(unit)] = None
+        return not (self._is_detailed or self.always)
+
+    def _different_units(self, unit: Any, question: Collective, identities: Sequence[int]) -> RuntimeError:
+        sequence = question.position[0]
+        sequence.forget_sizes()
+        sequence.agreed.discard(sequence.identity_of(unit))
+        names = {sequence.identity_of(name): repr(name) for name in self._names if isinstance(name, UnitName)}
+        both = zip(sequence.ranks, identities, strict=True)
+        about_to = [f"rank {rank}: {names.get(number, 'another unit')}" for rank, number in both]
+        return RuntimeError(message("different-order", about_to=", ".join(about_to), before=[*self._all_gathered]))
+
+    # --- at the end of a backward ---
+
+    def begin_backward(self) -> None:
+        """Called when a backward begins."""
+        self._tree.used.clear()
+
+    def compare(self) -> None:
+        """Called at the end of a backward: issues the question in each group that this backward used."""
+        groups = [(sequence, group) for sequence, group in self._groups.items() if sequence in self._tree.used]
+        if not groups:
+            return
+        self.read_now()
+        has_stepped, self._num_steps = log.num_steps != self._num_steps, log.num_steps
+        with _disable_current_modes(), self._comm_streams.all_gather as comm_stream:
+            for sequence, group in groups:
+                # Filled by kernels, one number after the other. A copy from the CPU would block the CPU.
+                mine = torch.full((4,), sequence.digest, device=self._comm_streams.device)
+                mine[1], mine[2], mine[3] = sequence.number, 0, has_stepped
+                if self._asked:
+                    # The question to the next group contains whether the last group differs.
+                    self._asked[-1].wait()
+                    mine[2] = _differ(self._answers)
+                answers = mine.repeat(group.size)
+                self._asked.append(collectives.ask(group, answers, mine))
+                self._answers = answers.view(group.size, 4)
+                sequence.begin_epoch()
+            if comm_stream.stream is not None:
+                self._asked[-1].wait()
+                self._answers = self._answers.to("cpu", non_blocking=True)
+                self._arrived = log.last_event = comm_stream.stream.record_event()
+                self.unread.append(self)
+
+    def read(self) -> None:
+        """Called at the end of a backward, after the wait for its last reduction. Does nothing on an accelerator.
+
+        Raises:
+            RuntimeError: the ranks issued different collectives.
+        """
+        if self._arrived is None:
+            self.read_now()
+
+    def read_now(self) -> None:
+        """Reads the answer. The CPU waits for it if it has not arrived.
+
+        Raises:
+            RuntimeError: the ranks issued different collectives.
+        """
+        asked, self._asked = self._asked, []
+        arrived, self._arrived = self._arrived, None
+        if arrived is not None:
+            self.unread.remove(self)
+            arrived.synchronize()
+        for question in asked[-1:]:
+            question.wait()
+        if not asked or not _differ(self._answers):
+            self._warn_of_uneven_steps(asked)
+            return
+        report = ""
+        for question in asked:
+            sequence, epoch, _ = question.position
+            report += log.diagnosis((sequence, epoch, 0))
+            sequence.forget_sizes()
+        number = log.num_steps - self._num_steps
+        when = ("no step was taken", "one step was taken since", f"{number} steps were taken since")[min(number, 2)]
+        raise RuntimeError(message("order-differs", when=when, report=report))
+
+    def _warn_of_uneven_steps(self, asked: Sequence[Collective]) -> None:
+        have_stepped = self._answers[:, 3].tolist() if asked and not self._has_warned else []
+        if len(set(have_stepped)) > 1:
+            self._has_warned = True
+            both = zip(asked[-1].position[0].ranks, have_stepped, strict=True)
+            warn(message("uneven-steps", ranks=[rank for rank, stepped in both if stepped]))
+
+
+def _differ(answers: torch.Tensor) -> torch.Tensor:
+    """Whether the rows ``digest, number, others differ, steps`` of all ranks contain a difference."""
+    return (answers[:, :2] != answers[0, :2]).any() | answers[:, 2].any()
+
+
+def read_all(*_: Any) -> None:
+    """Called before a state dict is created, and when the program ends: reads all answers.
+
+    Raises:
+        RuntimeError: the ranks issued different collectives for units of some root.
+    """
+    while RankChecks.unread:
+        RankChecks.unread[0].read_now()

@@ -1,0 +1,335 @@
+"""The states of all ranks: how they are exchanged, the position where two ranks diverge, and the text of a report.
+
+A report answers three questions: where is every rank, which rank is missing, and which collectives differ first?
+
+Worked example. Rank 0 waits in the all-gather of ``layers.2``, rank 1 has continued with ``state_dict()``::
+
+    rank 0: in forward, train.py:88, iteration 7; waits for all-gather of 'layers.2'
+    rank 1: in state_dict, train.py:95, iteration 6; waits for all-gather in state_dict
+    The ranks diverge at collective 4 of group 0 since its last comparison:
+    rank 0: all-gather of 'layers.2' in forward (train.py:88)
+    rank 1: all-gather in state_dict (train.py:95)
+
+Only ranks in the same epoch of the same sequence are compared, see ``engine/collective_log.py``, and only by the
+identities of their collectives. A rank that issued fewer collectives, and equal ones so far, is late.
+
+A killed rank leaves no exit record, and a missing answer is no proof: a stopped process does not answer either. But the
+operating system lists its processes. So each rank publishes its machine and process number, and if it does not answer,
+a rank on the same machine checks its process. If a machine is lost, the others wait until their timeout.
+
+The ranks exchange states through the store of ``torch.distributed``, a dictionary that all ranks reach on a connection
+of its own. It works when collectives do not::
+
+    asked      3             number of questions so far; any rank increases it
+    host       0             1 as soon as the rank that hosts the store has exited
+    0/process  [...]         machine and process of rank 0
+    0/state    {...}         state of rank 0, and the number of the question that it answers
+    0/wanted   1             how often other ranks asked for the list of rank 0
+    0/list     {...}         the last collectives of rank 0, one line each
+
+A rank that needs the states of the others increases ``asked``. Every watchdog sees that within a tick and publishes its
+state, about one hundred bytes. A list is long, so a rank asks only for a few of them. A rank that ends publishes an
+*exit record*, a state that answers all questions.
+
+*In torch:* ``torchfrtrace`` compares the files of NCCL's flight recorder.
+
+Spec: LEDGER-02, LEDGER-04, LEDGER-05, LEDGER-13, LEDGER-14, LEDGER-16, LEDGER-18, HEALTHY-01.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from minifsdp.engine.collective_log import CollectiveSequence, Entry, Position, called, log, where
+from minifsdp.engine.messages import rank_of_this_process, way_out_of_main_thread
+
+State = dict[str, Any]
+Line = list[Any]  # sequence, epoch, number, what, where, iteration, bytes, identity
+Process = list[str]  # machine and number
+# The states of all ranks, the lists of some, and the collectives of these where they diverge.
+Findings = tuple[dict[int, State | None], dict[int, list[Line]], dict[int, Line]]
+EXIT_RECORD = 1 << 60  # the number of an answer to all questions
+HASTE = 0.05  # seconds between two reads while answers are expected
+_HOST = 0  # the rank that hosts the store, if no launcher does
+_SYSTEM = Path("/proc")
+# Why other ranks cannot be asked.
+GONE = "The state of the other ranks is unknown: the host of the store, usually rank 0, has ended."
+SILENT = "The state of the other ranks is unknown: the store does not answer. Its host, usually rank 0, may be stopped."
+MOST_RANKS = 16  # lines of a report
+# How ranks end: without an exit record, and by the signal of a launcher.
+LOST = "without an exit record, usually by SIGKILL or a crash: its process no longer exists"
+ENDED_BY_LAUNCHER = "by SIGTERM"
+IN_ORDER = "at the end of its program"
+
+
+def state_of_this_rank(ended: str = "", failed_at: str = "") -> State:
+    """The state of this rank: the line of its main thread, its last collective, the position of each sequence.
+
+    Args:
+        ended: why its program has ended, if it has.
+        failed_at: the line that raised the error that ended it.
+    """
+    waits_for, last = getattr(log.waiting, "about", ""), log.entries[-1] if log.entries else None
+    return {
+        "rank": rank_of_this_process(),
+        "ended": ended,
+        "place": failed_at or _place_of_main_thread(),
+        "iteration": log.iteration,
+        "last": Entry(*last).what if last else "",
+        "waits": waits_for,
+        "sequences": {one.key: [[one.epoch, one.number, one.digest], one.last_epoch] for one in _sequences()},
+    }
+
+
+def state_of_lost(rank: int) -> State:
+    """The exit record of a rank whose process has ended without one."""
+    return {"rank": rank, "ended": LOST, "place": "", "iteration": 0, "last": "", "waits": "", "sequences": {}}
+
+
+def lines_of_this_rank() -> list[Line]:
+    """The last collectives of this rank, of this epoch of each sequence and of the one before."""
+    oldest = {sequence.key: sequence.epoch - 1 for sequence in _sequences()}
+    return [
+        [e.group, e.epoch, e.number, e.what, where(e.code, e.line), e.iteration, e.num_bytes, e.identity]
+        for e in itertools.starmap(Entry, tuple(log.entries))
+        if e.epoch >= oldest.get(e.group, e.epoch + 1)
+    ]
+
+
+def _sequences() -> list[CollectiveSequence]:
+    """Copied in one step, because the main thread may create a sequence at the same time."""
+    return list(log.sequences.data.values())  # type: ignore[attr-defined]
+
+
+def _place_of_main_thread() -> str:
+    inside, code, line = way_out_of_main_thread()
+    if code is None or inside is None:
+        return "outside of the program"
+    place, name = where(code, line), called(inside)
+    # A function whose name begins with an underscore is not called by the program, but for instance by a signal.
+    return place if inside is code or name.startswith("_") else f"in {name}, {place}"
+
+
+def different_ranks(
+    sequence: CollectiveSequence, epoch: int, states: Mapping[int, State | None]
+) -> tuple[int, list[int]]:
+    """The epoch in which to compare the ranks, and one rank for each different position of the sequence.
+
+    Args:
+        sequence, epoch: the position; an earlier epoch is chosen if another rank is still there.
+        states: of all ranks. Only those of the sequence's group count.
+    """
+    of_group = [(rank, state) for rank in sequence.ranks if (state := states.get(rank))]
+    both_of = {rank: both for rank, state in of_group if (both := state["sequences"].get(sequence.key))}
+    epoch = min([epoch, *(now[0] for now, _ in both_of.values())])
+    first: dict[Any, int] = {}
+    for rank, both in both_of.items():
+        first.setdefault(next((tuple(at) for at in both if at[0] == epoch), None), rank)
+    return epoch, list(first.values())
+
+
+def divergence(key: str, epoch: int, lists: Mapping[int, list[Line]]) -> dict[int, Line]:
+    """The first position of a sequence where ranks issued different collectives; empty if there is none.
+
+    Args:
+        key, epoch: of the sequence.
+        lists: the last collectives of the ranks to compare.
+
+    Returns:
+        The collective of each of them at that position.
+    """
+    of_epoch = {rank: {line[2]: line for line in lines if line[:2] == [key, epoch]} for rank, lines in lists.items()}
+    for number in sorted({number for of_rank in of_epoch.values() for number in of_rank}):
+        there = {rank: of_rank[number] for rank, of_rank in of_epoch.items() if number in of_rank}
+        if len({line[7] for line in there.values()}) > 1:
+            return there
+    return {}
+
+
+def in_words(states: Mapping[int, State | None], diverging: Mapping[int, Line], store: str = "") -> str:
+    """The text of the report.
+
+    Args:
+        states: of all ranks; ``None`` for those without an answer.
+        diverging: see `divergence`.
+        store: why no other rank could be asked, if so.
+    """
+    ranks_of: dict[str, list[int]] = {}
+    for rank, state in states.items():
+        ranks_of.setdefault(_of_rank(state), []).append(rank)
+    said = [f"{_ranks(ranks)}: {text}" for text, ranks in sorted(ranks_of.items(), key=lambda item: item[1])]
+    lines = ["Where every rank is:", *said[:MOST_RANKS]]
+    if len(said) > MOST_RANKS:
+        lines.append(f"and {len(said) - MOST_RANKS} more")
+    if diverging:
+        key, _, number = next(iter(diverging.values()))[:3]
+        group = key.partition("#")[0]
+        lines.append(f"The ranks diverge at collective {number} of group {group} since its last comparison:")
+        lines += [f"rank {rank}: {what} ({at})" for rank, (_, _, _, what, at, *_) in diverging.items()]
+    return "\n".join([*lines, store]).rstrip()
+
+
+def _of_rank(state: State | None) -> str:
+    if state is None:
+        return "no answer: it is stopped, has sharded no model, is blocked outside of Python, or its machine is lost"
+    if state["ended"] not in ("", ENDED_BY_LAUNCHER):
+        return f"has ended, {state['ended']}" + (f" ({state['place']})" if state["ended"].startswith("by ") else "")
+    doing = f"waits for {state['waits']}" if state["waits"] else f"last sent: {state['last'] or 'nothing'}"
+    ending = "; got SIGTERM" if state["ended"] else ""
+    return f"{state['place']}, iteration {state['iteration']}; {doing}{ending}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def cannot_complete(
+    position: Position,
+    states: Mapping[int, State | None],
+    lists: Mapping[int, list[Line]],
+    diverging: Mapping[int, Line],
+    *,
+    on_cpu: bool,
+) -> bool:
+    """Whether two ranks diverge, or a rank has ended without the collective at ``position``.
+
+    A process that ends in order on a CPU has sent everything that it issued. If it failed, it may not have. The kernels
+    of an accelerator end with the process.
+    """
+    sequence, epoch, number = position
+    ended = [state for rank in sequence.ranks if (state := states[rank]) and state["ended"]]
+    for state in ended:
+        now, _ = state["sequences"].get(sequence.key, ([-1, 0, 0], None))
+        if not (on_cpu and state["ended"] == IN_ORDER and now[:2] > [epoch, number]):
+            return True
+    return bool(diverging)
+
+
+# --- processes of this machine ---
+
+
+def this_process() -> Process:
+    """Machine and number of this process; the machine is empty if unknown, as on systems other than Linux.
+
+    The machine is its boot ID and the PID namespace, which differs between two containers on one machine.
+    """
+    try:
+        boot = (_SYSTEM / "sys/kernel/random/boot_id").read_text().strip()
+        return [f"{boot} {(_SYSTEM / 'self/ns/pid').readlink()}", str(os.getpid())]
+    except OSError:
+        return ["", str(os.getpid())]
+
+
+def has_ended(process: Process) -> bool:
+    """Whether a process of this machine has ended, including a process that its parent has not reaped yet."""
+    machine, number = process
+    if not machine or machine != this_process()[0]:
+        return False
+    try:
+        # The state follows the process name in parentheses, which may itself contain parentheses.
+        state = (_SYSTEM / number / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state in "ZX"
+
+
+class StoreChannel:
+    """The keys of this package in the store of one default process group. Only the watchdog thread may use it.
+
+    If the host of the store is stopped, calls do not return. If it has ended, they raise, also later ones, because each
+    further message would make C++ write a warning.
+
+    Args:
+        store: of the default group; referenced only through a copy.
+        meanwhile: called while this rank waits for other ranks, because they may be waiting for this rank.
+
+    Attributes:
+        rank, num_ranks: of this process, and of all.
+        is_gone: the host of the store has ended.
+        of_host: the exit record of the store's host, if it left one.
+    """
+
+    def __init__(self, store: Any, meanwhile: Callable[[], None]) -> None:
+        self._store = PrefixStore("minifsdp/ledger", store.clone() if hasattr(store, "clone") else store)
+        self.rank, self.num_ranks, self._meanwhile = dist.get_rank(), dist.get_world_size(), meanwhile
+        self.is_gone = self._is_open = False
+        self.of_host: State | None = None
+
+    def ask(self) -> int:
+        """Asks all ranks for their state; returns the number of the question."""
+        return int(self._call("add", "asked", 1))
+
+    def requests(self) -> tuple[int, int]:
+        """The number of questions so far, and how often other ranks asked for this rank's list."""
+        counts = ["asked", f"{self.rank}/wanted", "host"]
+        if not self._is_open:
+            # Reading a key that does not exist would block.
+            for count in counts:
+                self._call("add", count, 0)
+            self._call("set", f"{self.rank}/process", json.dumps(this_process()))
+            self._is_open = True
+        asked, wanted, has_left = map(int, self._call("multi_get", counts))
+        if has_left and self.of_host is None:
+            # Kept, because the store ends with its host.
+            self.of_host = self._read(f"{_HOST}/state")
+        return asked, wanted
+
+    def publish_state(self, number: int, state: State) -> None:
+        """Publishes a state, usually of this rank, as the answer to all questions up to ``number``."""
+        self._call("set", f"{state['rank']}/state", json.dumps({**state, "answers": number}))
+
+    def publish_list(self, number: int) -> None:
+        """Publishes this rank's last collectives for all requests up to ``number``."""
+        self._call("set", f"{self.rank}/list", json.dumps({"lines": lines_of_this_rank(), "answers": number}))
+
+    def announce_exit(self) -> None:
+        """Notifies all ranks that the host of the store exits; its exit record is already published."""
+        self._call("add", "host", 1)
+
+    def states(self, number: int, limit: float) -> dict[int, State | None]:
+        """The answer of each rank to question ``number``; ``None`` if there is none after ``limit`` seconds."""
+        return self._answers("state", dict.fromkeys(range(self.num_ranks), number), limit)
+
+    def lists(self, ranks: Iterable[int], limit: float) -> dict[int, list[Line]]:
+        """The last collectives of some ranks, without ranks that do not answer within ``limit`` seconds."""
+        wanted = {rank: int(self._call("add", f"{rank}/wanted", 1)) for rank in ranks}
+        return {rank: answer["lines"] for rank, answer in self._answers("list", wanted, limit).items() if answer}
+
+    def is_lost(self, rank: int) -> bool:
+        """Whether the process of a rank ran on this machine and has ended."""
+        return (process := self._read(f"{rank}/process")) is not None and has_ended(process)
+
+    def _answers(self, what: str, numbers: Mapping[int, int], limit: float) -> dict[int, State | None]:
+        found: dict[int, State | None] = dict.fromkeys(numbers)
+        until = time.monotonic() + limit
+        while True:
+            self._meanwhile()
+            for rank in [rank for rank, answer in found.items() if answer is None]:
+                answer = self._read(f"{rank}/{what}")
+                if answer is not None and answer["answers"] >= numbers[rank]:
+                    found[rank] = answer
+            if None not in found.values() or time.monotonic() > until:
+                return found
+            time.sleep(HASTE)
+
+    def _read(self, key: str) -> Any:
+        """The value of ``key``, or ``None``."""
+        return json.loads(self._call("get", key)) if self._call("check", [key]) else None
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        if self.is_gone:
+            raise ConnectionError
+        try:
+            return getattr(self._store, name)(*arguments)
+        except (RuntimeError, ValueError, OSError):
+            self.is_gone = True
+            raise

@@ -1,0 +1,275 @@
+"""The watchdog: a thread that publishes the state of this rank, and queries the others when this rank waits too long.
+
+It wakes a few times a second, or when it is called, and does one of four things:
+
+1. *It answers.* If another rank sent a query, it publishes this rank's state, whatever the main thread does.
+2. *It queries for the main thread* after a failed collective: the error then reports the position of every rank.
+3. *It queries by itself* if the main thread waits for a collective longer than a few seconds. If the answers prove
+   that the collective cannot complete, the reason becomes the `CollectiveLog.fatal_error` and the group's connections
+   are closed, so each rank's wait ends in an error within seconds instead of at the group's time-out. There are two
+   proofs: at one position of the group, two ranks issued different collectives; or a rank has ended that did not issue
+   this one. Otherwise the rank keeps waiting, and prints once what each rank is doing.
+4. *It reports a SIGTERM.* A launcher sends it to all ranks because one has died. The main thread may be blocked in
+   C++, where no Python handler runs, but the signal wakes this thread.
+
+Worked example: rank 1 omits ``layers.2`` and continues with the all-gather of ``layers.3``. Rank 0 waits for
+``layers.2``, and rank 1 for ``layers.3``. After two seconds the first rank that queries the other finds that they
+diverge and closes the group. Both raise.
+
+An exception in one look, for instance because the store's host has ended, ends that look, not the thread.
+
+On an accelerator, collectives run after the CPU has continued. The main thread also counts as waiting if an event
+behind the last collective is not complete. The reason is printed immediately, and raised when the main thread issues
+its next collective, because the results on the device are invalid. The group is aborted to free the device. The event
+is only queried after the main thread issued nothing for `PATIENCE` seconds. No GPU has run this yet.
+
+*In torch:* for NCCL a watchdog in C++, which signals a time-out over the same store. Gloo has none.
+
+Spec: LEDGER-03, LEDGER-04, LEDGER-06, LEDGER-12 to LEDGER-16, LEDGER-18, LEDGER-21, HEALTHY-01.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from minifsdp.engine.collective_log import Position, log
+from minifsdp.engine.gloo import close
+from minifsdp.engine.messages import message
+from minifsdp.ledger import written
+from minifsdp.watchdog import report
+from minifsdp.watchdog.report import EXIT_RECORD, HASTE, Findings, State, StoreChannel
+
+TICK = 0.25  # seconds between two looks at the store
+PATIENCE = 2.0  # seconds that the main thread may wait before this thread queries the others
+LIMIT = 2.0  # seconds that other ranks have to answer
+
+
+class Watchdog:
+    """The watchdog of one default process group.
+
+    Args:
+        store: of the default group.
+        is_host: whether the store ends with this process.
+        handles_sigterm: whether a SIGTERM is to be reported.
+
+    Attributes:
+        thread: the thread.
+        wake_up_end: of a pipe; a byte written to it wakes the thread.
+        failed_at: the line that raised the error that ends this program.
+    """
+
+    def __init__(self, store: Any, is_host: bool, handles_sigterm: Callable[[], bool]) -> None:
+        self._is_host, self._handles_sigterm = is_host, handles_sigterm
+        self._channel = StoreChannel(store, self._answer)
+        self._pipe_end, self.wake_up_end = os.pipe()
+        for end in (self._pipe_end, self.wake_up_end):
+            os.set_blocking(end, False)
+        self._answered, self._answered_at, self._listed = 0, 0.0, 0
+        self._asking = threading.Lock()
+        self._wanted: list[Position | None] = []
+        self._found, self._is_found = "", threading.Event()
+        self._stuck_at: Any = None
+        self._stuck_since, self._patience = 0.0, PATIENCE
+        self._has_printed = self._has_sigterm = False
+        self._ended, self._has_left, self._stopped = "", threading.Event(), threading.Event()
+        self.failed_at = ""
+        # The first look is immediate: from then on other ranks can see whether this process has ended.
+        self._wake()
+        self.thread = threading.Thread(target=self._run, name="minifsdp watchdog", daemon=True)
+        self.thread.start()
+
+    # --- called by the main thread ---
+
+    def ask(self, position: Position | None) -> str:
+        """2. A report about all ranks, and about where those of the group of ``position`` diverge."""
+        with self._asking:
+            self._is_found.clear()
+            self._wanted, self._found = [position], ""
+            self._wake()
+            self._is_found.wait(3 * LIMIT + 2 * TICK)
+            return self._found or self._report_alone()
+
+    def stop(self) -> None:
+        """Ends the thread without an exit record: the group was destroyed, and the program continues."""
+        self._stopped.set()
+        self._wake()
+        self.thread.join(LIMIT)
+        if not self.thread.is_alive():
+            os.close(self._pipe_end)
+            os.close(self.wake_up_end)
+
+    def leave(self, ended: str, *, is_failure: bool) -> None:
+        """Publishes an exit record, because the program ends.
+
+        If this process hosts the store, it stays for two ticks, in which the other watchdogs copy the record. After a
+        failure it stays until all ranks have ended, for a few seconds at most, so that they can still ask each other.
+        """
+        if is_failure and self._is_host:
+            # Ends the waits of all other ranks at once.
+            for sequence in list(log.sequences.values()):
+                close(sequence.process_group())
+        self._ended = ended
+        self._wake()
+        self._has_left.wait(LIMIT)
+        if self._is_host:
+            with suppress(Exception):
+                self._channel.states(EXIT_RECORD, 2 * LIMIT if is_failure else 2 * TICK)
+
+    def report_sigterm(self) -> None:
+        """Called by the handler of the signal."""
+        self._has_sigterm = True
+        self._wake()
+
+    def _wake(self) -> None:
+        with suppress(OSError):
+            os.write(self.wake_up_end, bytes(1))
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        while not (self._ended or self._stopped.is_set()):
+            try:
+                self._look(self._signals())
+            except Exception:
+                # The store's host has ended, or anything else. The next look may not need it.
+                self._stopped.wait(TICK)
+        if self._ended:
+            with suppress(Exception):
+                self._publish_exit(self._ended)
+        self._has_left.set()
+        self._is_found.set()
+
+    def _signals(self) -> bytes:
+        """Waits for the next look. Returns the numbers of signals, and zeros of `_wake`."""
+        was_asked = time.monotonic() - self._answered_at < PATIENCE
+        ready, _, _ = select.select([self._pipe_end], [], [], HASTE if was_asked else TICK)
+        return os.read(self._pipe_end, 64) if ready else b""
+
+    def _look(self, signals: bytes) -> None:
+        if self._has_sigterm or (signal.SIGTERM in signals and self._handles_sigterm()):
+            self._end_by_sigterm()
+        if self._wanted:
+            position = self._wanted.pop()
+            try:
+                self._found = written(*self._find(position, self._channel.ask()))
+            finally:
+                self._is_found.set()
+        self._answer()
+        if self._is_stuck():
+            self._examine()
+
+    def _answer(self) -> None:
+        """1. Answers the questions since the last look. Raises `RuntimeError` if the group was destroyed."""
+        if self._stopped.is_set():
+            raise RuntimeError
+        asked, wanted = self._channel.requests()
+        if asked > self._answered:
+            self._channel.publish_state(asked, report.state_of_this_rank(failed_at=self.failed_at))
+            self._answered, self._answered_at = asked, time.monotonic()
+        if wanted > self._listed:
+            self._channel.publish_list(wanted)
+            self._listed = wanted
+
+    def _publish_exit(self, ended: str) -> None:
+        self._answered = self._listed = EXIT_RECORD
+        self._channel.publish_list(EXIT_RECORD)
+        self._channel.publish_state(EXIT_RECORD, report.state_of_this_rank(ended, self.failed_at))
+        if self._is_host:
+            self._channel.announce_exit()
+
+    def _find(self, position: Position | None, number: int) -> Findings:
+        """The answers to a question; where they differ, also the lists of ranks that differ."""
+        channel = self._channel
+        states = channel.states(number, LIMIT)
+        for rank in [rank for rank, state in states.items() if state is None and channel.is_lost(rank)]:
+            states[rank] = lost = report.state_of_lost(rank)
+            channel.publish_state(EXIT_RECORD, lost)
+        if position is not None:
+            epoch, ranks = report.different_ranks(*position[:2], states)
+            if len(ranks) > 1:
+                lists = channel.lists(ranks[: report.MOST_RANKS], LIMIT)
+                return states, lists, report.divergence(position[0].key, epoch, lists)
+        return states, {channel.rank: report.lines_of_this_rank()}, {}
+
+    def _report_alone(self) -> str:
+        """The report if no other rank can be asked."""
+        channel, why = self._channel, report.GONE if self._channel.is_gone else report.SILENT
+        states: dict[int, State | None] = {channel.rank: report.state_of_this_rank(failed_at=self.failed_at)}
+        if channel.of_host is not None:
+            states[channel.of_host["rank"]] = channel.of_host
+        return written(states, {channel.rank: report.lines_of_this_rank()}, {}, why)
+
+    def _is_stuck(self) -> bool:
+        """Whether the main thread has waited for the same collective, or for the device, longer than expected."""
+        waiting, event = log.waiting, log.last_event
+        # The position, not the collective, which would keep tensors alive.
+        at = event if waiting is None else waiting.position
+        if at != self._stuck_at:
+            self._stuck_at, self._stuck_since, self._patience = at, time.monotonic(), PATIENCE
+        if at is None or time.monotonic() - self._stuck_since <= self._patience:
+            return False
+        if waiting is None and _is_complete(event):
+            if log.last_event is event:
+                log.last_event = None
+            return False
+        return True
+
+    def _examine(self) -> None:
+        """3. The main thread waits: for a slow rank, or for a collective that cannot complete?"""
+        self._patience *= 2
+        position, is_known = log.last_position, log.waiting is not None
+        if position is None:
+            return
+        # The answers to a question of another rank a moment ago are recent enough, unless they contain a proof.
+        just_now = time.monotonic() - self._answered_at < 2 * TICK
+        found = self._find(position, self._answered if just_now else self._channel.ask())
+        if not report.cannot_complete(position, *found, on_cpu=is_known):
+            self._print_once(position, found[0])
+            return
+        found = self._find(position, self._channel.ask())
+        if report.cannot_complete(position, *found, on_cpu=is_known) and log.last_position == position:
+            sequence = position[0]
+            log.fatal_error = message("waits-in-vain", ranks=list(sequence.ranks), report=written(*found))
+            if not is_known:
+                # The device waits, but the main thread does not.
+                print(log.fatal_error, file=sys.stderr, flush=True)
+            close(sequence.process_group())
+
+    def _print_once(self, position: Position, states: Mapping[int, State | None]) -> None:
+        """After a long wait, one of the waiting ranks prints the state of each rank. All ranks keep waiting."""
+        waits = [rank for rank in position[0].ranks if (state := states[rank]) and state["waits"]]
+        if self._patience >= 16 * PATIENCE and not self._has_printed and self._channel.rank in waits[:1]:
+            print(message("still-waiting", report=report.in_words(states, {})), file=sys.stderr, flush=True)
+            self._has_printed = True
+
+    def _end_by_sigterm(self) -> None:
+        """4. Prints the report and ends the process."""
+        text = ""
+        with suppress(Exception):
+            # Other ranks, which get the signal as well, ask at the same time.
+            self._publish_exit(report.ENDED_BY_LAUNCHER)
+            text = written(*self._find(log.last_position, self._channel.ask()))
+        with suppress(Exception):
+            print(message("told-to-end", report=text or self._report_alone()), file=sys.stderr, flush=True)
+        if self._is_host:
+            time.sleep(TICK)
+        os._exit(128 + signal.SIGTERM)
+
+
+def _is_complete(event: Any) -> bool:
+    """Whether an accelerator has reached an event. In this thread, which has no current device."""
+    device = getattr(event, "device", None)
+    if device is None:
+        return bool(event.query())
+    with torch.get_device_module(device).device(device):
+        return bool(event.query())

@@ -1,0 +1,81 @@
+"""The state of a process that a library could change for the whole program: hooks, handlers, threads and functions."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.optim import optimizer as torch_optimizer
+
+__all__ = ["changes", "state_of_process"]
+
+# Modules and classes of torch whose functions could be replaced.
+_PLACES: tuple[Any, ...] = (
+    torch,
+    torch.Tensor,
+    torch.autograd,
+    torch.autograd.graph,
+    torch.nn.functional,
+    nn.Module,
+    nn.Parameter,
+    nn.Linear,
+    torch.optim.Optimizer,
+    torch.utils.checkpoint,
+    torch_module,
+    torch_optimizer,
+    dist,
+    dist.distributed_c10d,
+)
+
+
+def state_of_process() -> dict[str, Any]:
+    """Everything that is compared, by name."""
+    gc.collect()
+    wake_up = signal.set_wakeup_fd(-1)
+    if wake_up != -1:
+        signal.set_wakeup_fd(wake_up, warn_on_full_buffer=False)
+    state: dict[str, Any] = {
+        "sys.excepthook": sys.excepthook,
+        "sys.unraisablehook": sys.unraisablehook,
+        "threading.excepthook": threading.excepthook,
+        "trace functions": (sys.gettrace(), sys.getprofile()),
+        "signal handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "wake-up descriptor": wake_up,
+        "exit handlers": atexit._ncallbacks(),
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "descriptors": sorted(os.readlink(f"/proc/self/fd/{number}") for number in _open_files()),
+        "attributes of nn.Module": {name: id(value) for name, value in vars(nn.Module).items()},
+    }
+    for place in _PLACES:
+        for name, value in list(vars(place).items()):
+            if callable(value):
+                state[f"{place.__name__}.{name}"] = value
+            elif "hooks" in name and hasattr(value, "__len__"):
+                state[f"{place.__name__}.{name}"] = len(value)
+    return state
+
+
+def _open_files() -> list[str]:
+    """Descriptors of pipes and sockets. Files that are read while the state is read do not count."""
+    numbers = []
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink(f"/proc/self/fd/{number}").startswith(("pipe:", "anon_inode:")):
+                numbers.append(number)
+        except OSError:
+            continue
+    return numbers
+
+
+def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """What differs. A module of torch that was imported in between may have added functions, but replaced none."""
+    return [f"{name}: {value}, now {after.get(name)}" for name, value in before.items() if after.get(name) != value]
