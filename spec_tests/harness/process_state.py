@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import os
 import signal
 import sys
 import threading
@@ -37,6 +36,28 @@ _PLACES: tuple[Any, ...] = (
 )
 
 
+# Functions that were passed to `atexit.register`, and not to `atexit.unregister`, since this module was imported.
+exit_handlers: list[Any] = []
+
+
+def _watch_exit_handlers() -> None:
+    """Python can count its exit handlers, but the count never becomes smaller."""
+    register, unregister = atexit.register, atexit.unregister
+
+    def register_and_note(function: Any, *args: Any, **kwargs: Any) -> Any:
+        exit_handlers.append(function)
+        return register(function, *args, **kwargs)
+
+    def unregister_and_note(function: Any) -> None:
+        exit_handlers[:] = [other for other in exit_handlers if other != function]
+        unregister(function)
+
+    atexit.register, atexit.unregister = register_and_note, unregister_and_note  # type: ignore[assignment]
+
+
+_watch_exit_handlers()
+
+
 def state_of_process() -> dict[str, Any]:
     """Everything that is compared, by name."""
     gc.collect()
@@ -44,15 +65,15 @@ def state_of_process() -> dict[str, Any]:
     if wake_up != -1:
         signal.set_wakeup_fd(wake_up, warn_on_full_buffer=False)
     state: dict[str, Any] = {
-        "sys.excepthook": sys.excepthook,
+        # torch.distributed replaces it with each default group.
+        "sys.excepthook": sys.excepthook.__qualname__,
         "sys.unraisablehook": sys.unraisablehook,
         "threading.excepthook": threading.excepthook,
         "trace functions": (sys.gettrace(), sys.getprofile()),
         "signal handlers": {number: signal.getsignal(number) for number in signal.valid_signals()},
         "wake-up descriptor": wake_up,
-        "exit handlers": atexit._ncallbacks(),
+        "exit handlers": list(exit_handlers),
         "threads": sorted(thread.name for thread in threading.enumerate()),
-        "descriptors": sorted(os.readlink(f"/proc/self/fd/{number}") for number in _open_files()),
         "attributes of nn.Module": {name: id(value) for name, value in vars(nn.Module).items()},
     }
     for place in _PLACES:
@@ -62,18 +83,6 @@ def state_of_process() -> dict[str, Any]:
             elif "hooks" in name and hasattr(value, "__len__"):
                 state[f"{place.__name__}.{name}"] = len(value)
     return state
-
-
-def _open_files() -> list[str]:
-    """Descriptors of pipes and sockets. Files that are read while the state is read do not count."""
-    numbers = []
-    for number in os.listdir("/proc/self/fd"):
-        try:
-            if os.readlink(f"/proc/self/fd/{number}").startswith(("pipe:", "anon_inode:")):
-                numbers.append(number)
-        except OSError:
-            continue
-    return numbers
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

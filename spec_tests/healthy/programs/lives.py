@@ -156,12 +156,14 @@ def process_as_before(api: str) -> None:
     before: dict[str, Any] = {}
     # torch keeps some modules, threads and exit handlers after its first group and its first backward.
     one_life(0, shards=False)
-    torch.ones(1, requires_grad=True).sum().backward()
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.sum().backward()
+    torch.optim.SGD([weight]).step()
     weakref.finalize(Numbers(), id, 0)
     before = state_of_process()
     for number in (1, 2):
         during = " ".join(one_life(number, shards=True))
-        for name in ("exit handlers", "threads", "signal handlers", "wake-up descriptor", "descriptors"):
+        for name in ("exit handlers", "threads", "signal handlers", "wake-up descriptor"):
             assert name in during, during
         assert (found := changes(before, state_of_process())) == [], found
 
