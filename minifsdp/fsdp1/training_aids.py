@@ -27,6 +27,8 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from minifsdp.engine import collectives
 from minifsdp.engine.flat import FlatLayout
@@ -41,13 +43,20 @@ def gradient_parts(layout: FlatLayout) -> list[tuple[tuple[Group, ...], torch.Te
     """
     sharers = () if layout.mesh.shard is None else (layout.mesh.shard,)
     gradients = [parameter.grad for parameter in layout.local_parameters()]
-    if all(form.spec is None for form in layout.forms):
+    if not layout.is_distributed:
         return [(sharers, gradient) for gradient in gradients]
-    if layout.hides_originals:
-        whole = gradients[0]
-        places = layout.partition.slices_of_local_shard(layout.mesh.shard_index)
-        gradients = [None if whole is None or place.start == place.stop else whole[place] for place in places]
-    return [((*sharers, *form.groups), part) for form, part in zip(layout.forms, gradients, strict=True)]
+    if not layout.use_orig_params:
+        flat, ranges = gradients[0], layout.sharding.param_ranges(layout.mesh.shard_index)
+        gradients = [None if flat is None or part.start == part.stop else flat[part] for part in ranges]
+    return [((*sharers, *groups_of(spec)), part) for spec, part in zip(layout.specs, gradients, strict=True)]
+
+
+def groups_of(sharded: torch.Tensor | DTensorSpec | None) -> tuple[Group, ...]:
+    """The groups whose ranks have the other shards of a ``DTensor``, given it or its spec. Empty for other tensors."""
+    if not isinstance(sharded, DTensor | DTensorSpec):
+        return ()
+    axes = [axis for axis, placement in enumerate(sharded.placements) if placement.is_shard()]
+    return tuple(Group.of(sharded.device_mesh.get_group(axis)) for axis in axes)
 
 
 @torch.no_grad()
