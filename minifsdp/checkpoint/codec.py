@@ -196,7 +196,6 @@ class UnitCodec:
 
     def lay(self, full: torch.Tensor, number: int, local_shard: torch.Tensor) -> None:
         """Copies this rank's elements of a full parameter to their range in ``local_shard``, without communication."""
-        layout = self.layout
-        elements = local_values(full.detach(), layout.specs[number], layout.local_shapes[number]).reshape(-1)
+        elements = local_values(full.detach(), self.layout.specs[number], self.layout.local_shapes[number])
         part = self._sharding.range_in_param(self.mesh.shard_index, number)
-        local_shard[self.places[number]].copy_(elements[part])
+        local_shard[self.places[number]].copy_(elements.reshape(-1)[part])

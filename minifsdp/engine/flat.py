@@ -18,8 +18,7 @@ The unsharded tensor lives as long as the shard. Its memory is allocated only wh
 ``flat_tensor.py``). If evaluation runs in full precision, there is a second one for that dtype.
 
 *In torch:* ``FlatParamHandle`` in ``_flat_param.py``. Its parameter switches between sharded, padded, unsharded,
-low-precision and CPU data. Here the shard and the unsharded leaf are two tensors. Torch pads between original
-parameters; here a shard has ``ceil(total / N)`` elements (SHARD-02).
+low-precision and CPU data. Here the shard and the unsharded leaf are two tensors.
 
 Spec: SHARD-02, SHARD-03, SHARD-09, SHARD-13, FWD-04, ORIG-12, ORIG-15, MP-02, MP-03, OFF-02, STREAM-05, STREAM-10,
 STREAM-12.
@@ -102,11 +101,7 @@ class FlatLayout(Layout):
         self._last_all_gather: object = None
         # The views of the last forward that autograd recorded.
         self._recorded: Sequence[torch.Tensor] | None = None
-        self._attributes = [
-            (self.registered.attributes_of(slot.module), slot, index)
-            for index, owned in enumerate(self.parameters)
-            for slot in owned.slots
-        ]
+        self._attributes = self.registered.attributes(self.parameters)
         # A flat parameter whose memory is used directly is always unsharded.
         always = self._now.is_borrowed and not use_orig_params
         self._assigned = self.views_of(self._now.leaf) if always else self.registered.sharded_params

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from minifsdp.engine import validation
 from minifsdp.engine.flat_tensor import FlatSharding, local_tensor
-from minifsdp.engine.layout import OwnedParameter
+from minifsdp.engine.layout import OwnedParameter, Slot
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.placeholder import PlaceholderParameter
 
@@ -58,8 +58,13 @@ class RegisteredParams(ABC):
         """Whether any parameter is trained. The user may change this at any time."""
         return any(map(_REQUIRES_GRAD, self.parameters))
 
+    def attributes(self, parameters: Iterable[OwnedParameter]) -> list[tuple[dict[str, Any], Slot, int]]:
+        """All attributes that refer to original parameters: the dict that contains each, and the parameter's index."""
+        pairs = enumerate(parameters)
+        return [(self._dict_of(slot.module), slot, index) for index, owned in pairs for slot in owned.slots]
+
     @abstractmethod
-    def attributes_of(self, module: nn.Module) -> dict[str, Any]:
+    def _dict_of(self, module: nn.Module) -> dict[str, Any]:
         """The dict of ``module`` that contains the tensors of its original parameters."""
 
     @abstractmethod
@@ -131,7 +136,7 @@ class RegisteredFlatParam(RegisteredParams):
         validation.note_place(module, FLAT_NAME, None)
         self.use_sharded_params()
 
-    def attributes_of(self, module: nn.Module) -> dict[str, Any]:
+    def _dict_of(self, module: nn.Module) -> dict[str, Any]:
         """The ``__dict__`` of the module. ``_parameters`` would list the original parameters as registered."""
         return vars(module)
 
@@ -182,7 +187,7 @@ class RegisteredOrigParams(RegisteredParams):
         self._sharded_gradients = [parameter.grad for parameter in registered]
         self.use_sharded_params()
 
-    def attributes_of(self, module: nn.Module) -> dict[str, Any]:
+    def _dict_of(self, module: nn.Module) -> dict[str, Any]:
         """The registered parameters of the module."""
         return module._parameters
 
