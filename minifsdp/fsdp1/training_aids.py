@@ -24,11 +24,10 @@ Spec: CLIP-01 to CLIP-10, HYB-09, NOSYNC-10, STREAM-14.
 import functools
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from minifsdp.engine import collectives
 from minifsdp.engine.flat import FlatLayout
@@ -51,11 +50,9 @@ def gradient_parts(layout: FlatLayout) -> list[tuple[tuple[Group, ...], torch.Te
     return [((*sharers, *groups_of(spec)), part) for spec, part in zip(layout.specs, gradients, strict=True)]
 
 
-def groups_of(sharded: torch.Tensor | DTensorSpec | None) -> tuple[Group, ...]:
-    """The groups whose ranks have the other shards of a ``DTensor``, given it or its spec. Empty for other tensors."""
-    if not isinstance(sharded, DTensor | DTensorSpec):
-        return ()
-    axes = [axis for axis, placement in enumerate(sharded.placements) if placement.is_shard()]
+def groups_of(sharded: Any) -> tuple[Group, ...]:
+    """The groups whose ranks have the other shards of a ``DTensor``, given it or its spec. Empty for other values."""
+    axes = [axis for axis, placement in enumerate(getattr(sharded, "placements", ())) if placement.is_shard()]
     return tuple(Group.of(sharded.device_mesh.get_group(axis)) for axis in axes)
 
 
