@@ -14,8 +14,8 @@ from docs_build.recordings import find
 from docs_build.values import zero_gigabytes
 from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.cut import Cut
+from minifsdp.engine.flat_tensor import FlatSharding
 from minifsdp.engine.lifetime import RateLimiter
-from minifsdp.engine.partition import Partition
 from minifsdp.engine.unit import Unit, UnitPolicy
 from minifsdp.tools.events import peak_gathered_bytes
 from minifsdp.tools.formulas import hybrid_cross_host, hybrid_cross_host_as_printed
@@ -97,12 +97,12 @@ def padding() -> str:
     """A unit has parameters of 3, 4 and 6 elements; four ranks shard its flat parameter. Which elements of the last
     parameter does rank 2 store?
     """
-    partition = Partition((3, 4, 6), 4)
-    part = partition.part_in_parameter(2, 2)
+    sharding = FlatSharding((3, 4, 6), 4)
+    part = sharding.range_in_param(2, 2)
     return (
-        f"The flat parameter has {partition.numel} elements and is padded to {partition.padded_numel}, so each rank "
-        f"stores {partition.shard_numel}. Rank 2 has the elements {partition.local_shard(2).start} to "
-        f"{partition.local_shard(2).stop - 1} of the "
+        f"The flat parameter has {sharding.numel} elements and is padded to {sharding.padded_numel}, so each rank "
+        f"stores {sharding.shard_numel}. Rank 2 has the elements {sharding.shard_range(2).start} to "
+        f"{sharding.shard_range(2).stop - 1} of the "
         f"flat parameter. In the last parameter, these are the elements **{part.start} to {part.stop - 1}**."
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from minifsdp.engine.cut import Cut
-from minifsdp.engine.partition import Partition
+from minifsdp.engine.flat_tensor import FlatSharding
 
 __all__ = ["draw"]
 
@@ -84,9 +84,9 @@ def _labels() -> list[str]:
 
 
 def _flat_row() -> list[tuple[str, int]]:
-    partition = Partition(tuple(shape.numel() for shape in SHAPES.values()), NUM_RANKS)
-    labels = _labels() + ["."] * (partition.padded_numel - partition.numel)
-    return [(label, place // partition.shard_numel) for place, label in enumerate(labels)]
+    sharding = FlatSharding(tuple(shape.numel() for shape in SHAPES.values()), NUM_RANKS)
+    labels = _labels() + ["."] * (sharding.padded_numel - sharding.numel)
+    return [(label, place // sharding.shard_numel) for place, label in enumerate(labels)]
 
 
 def _cuts() -> dict[str, Cut]:

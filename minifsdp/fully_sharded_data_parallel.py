@@ -35,7 +35,7 @@ from minifsdp.compat.legacy import in_todays_spelling
 from minifsdp.compat.optim_state_legacy import OldOptimStateMethods
 from minifsdp.compat.wrapper_names import FrameworkNames
 from minifsdp.engine.compiler import step_over_this_package
-from minifsdp.engine.flat_parameter import FLAT_NAME as FLAT_PARAM
+from minifsdp.engine.flat_params import FLAT_NAME as FLAT_PARAM
 from minifsdp.fsdp1.names import NameMethods
 from minifsdp.fsdp1.options import Options
 from minifsdp.fsdp1.policies import CustomPolicy, ModuleWrapPolicy

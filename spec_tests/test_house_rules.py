@@ -44,8 +44,8 @@ APART = (
 BUDGETS = {
     # Names of torch that other programs read: 34 lines. The state of a module after an evaluation, and a count of steps
     # per root: 44. Gradients that share memory, and their dtypes: 50. The order check of each unit: 12.
-    "house": 6414,
-    "story": 3094,
+    "house": 6392,
+    "story": 3069,
     # Messages of a new order have their own tags: 9 lines.
     TRANSPORT: 163,
     DEBUGGING: 380,
@@ -70,7 +70,7 @@ BUDGETS = {
 }
 LONGEST_FILE = 300  # including prose
 LONGER = {
-    "engine/flat.py": 360,
+    "engine/flat.py": 356,
     "engine/hooks.py": 310,
     "engine/layout.py": 307,
     "engine/ledger.py": 359,
@@ -81,7 +81,7 @@ LONGER = {
 }
 LONGEST_FUNCTION = 35  # in lines of code
 LONGER_FUNCTIONS = {
-    ("engine/flat.py", "__init__"): 45,
+    ("engine/flat.py", "__init__"): 43,
     ("engine/ledger.py", "__init__"): 46,
     ("engine/root.py", "__init__"): 39,
 }

@@ -37,9 +37,9 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.overrides import is_tensor_like
 
 from minifsdp.engine import collectives
+from minifsdp.engine.flat_tensor import local_tensor
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import detail
-from minifsdp.engine.partition import local_part
 
 
 def is_cut(shape: torch.Size) -> bool:
@@ -90,7 +90,7 @@ def unadvised() -> Generator[None]:
 def as_dtensor(full: torch.Tensor, group: Group, mesh: DeviceMesh, device: torch.device) -> DTensor:
     """This rank's rows of ``full`` as a ``DTensor``, sharded over the last axis of ``mesh``, without communication."""
     placements: list[Placement] = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-    rows = rows_of(local_part(full), group).clone()
+    rows = rows_of(local_tensor(full), group).clone()
     if isinstance(full, DTensor):
         num_cuts = full._spec.num_shards_map[0]
         if num_cuts > 1:

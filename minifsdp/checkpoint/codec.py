@@ -33,7 +33,8 @@ from minifsdp.checkpoint import chunks
 from minifsdp.checkpoint.names import names_in_state
 from minifsdp.checkpoint.state_dict_options import OptimStateDictConfig, StateDictConfig, StateDictType
 from minifsdp.engine import collectives
-from minifsdp.engine.flat_parameter import FLAT_NAME
+from minifsdp.engine.flat_params import FLAT_NAME
+from minifsdp.engine.flat_tensor import local_values
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import detail
 from minifsdp.fsdp1.wrapper import Wrapper
@@ -93,7 +94,7 @@ class UnitCodec:
         self.unit, self.layout, self._wrapper = unit, unit.layout, wrapper
         self.mesh: MeshGroups = unit.plan.mesh
         self.group: Group | None = self.mesh.shard
-        self.shapes, self._partition = self.layout.shapes, self.layout.partition
+        self.shapes, self._sharding = self.layout.shapes, self.layout.sharding
         self.keys = [(number, prefix + name) for number, name in names_in_state(unit, wrapper.module)]
         self.prefix, self.local_key, self.flat_key = prefix, prefix + "flat_param", prefix + FLAT_NAME
 
@@ -102,7 +103,7 @@ class UnitCodec:
     @cached_property
     def places(self) -> list[slice]:
         """By number, the range of the parameter's elements in this rank's shard; may be empty."""
-        return self._partition.slices_of_local_shard(self.mesh.shard_index)
+        return self._sharding.param_ranges(self.mesh.shard_index)
 
     def is_here(self, number: int) -> bool:
         """Whether this rank has an element of the parameter."""
@@ -110,15 +111,15 @@ class UnitCodec:
 
     def has_part(self, index: int, number: int) -> bool:
         """Whether the rank at position ``index`` of the shard group has an element of the parameter."""
-        part = self._partition.part_in_parameter(index, number)
+        part = self._sharding.range_in_param(index, number)
         return bool(part.stop > part.start)
 
     # --- from shards to values ---
 
     def empty_row(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """An uninitialized bucket on the compute device, and this rank's shard as a view of it, filled with zeros."""
-        row = torch.empty(self._partition.padded_numel, dtype=dtype, device=self.layout.device)
-        local_shard = row[self._partition.local_shard(self.mesh.shard_index)]
+        row = torch.empty(self._sharding.padded_numel, dtype=dtype, device=self.layout.device)
+        local_shard = row[self._sharding.shard_range(self.mesh.shard_index)]
         return row, local_shard.zero_()
 
     def all_gather(self, row: torch.Tensor, local_shard: torch.Tensor) -> list[torch.Tensor]:
@@ -151,7 +152,7 @@ class UnitCodec:
     def local_shard(self, form: Form) -> Any:
         """A copy of this rank's shard for a local state dict."""
         local_shard = self.layout.local_values().to("cpu" if form.offload else self.layout.device, copy=True)
-        row = torch.Size([self._partition.padded_numel])
+        row = torch.Size([self._sharding.padded_numel])
         return local_shard if self.group is None else chunks.as_sharded_tensor(local_shard, row, self.group)
 
     @cached_property
@@ -195,6 +196,6 @@ class UnitCodec:
 
     def lay(self, full: torch.Tensor, number: int, local_shard: torch.Tensor) -> None:
         """Copies this rank's elements of a full parameter to their range in ``local_shard``, without communication."""
-        elements = self.layout.forms[number].local(full.detach()).reshape(-1)
-        part = self._partition.part_in_parameter(self.mesh.shard_index, number)
-        local_shard[self.places[number]].copy_(elements[part])
+        elements = local_values(full.detach(), self.layout.specs[number], self.layout.local_shapes[number])
+        part = self._sharding.range_in_param(self.mesh.shard_index, number)
+        local_shard[self.places[number]].copy_(elements.reshape(-1)[part])

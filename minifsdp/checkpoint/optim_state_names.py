@@ -56,7 +56,7 @@ class UnitNames(UnitCodec):
         check_idle(self.unit)
         first = dict(reversed(self.keys))
         self.names = [first[number] for number in range(len(self.shapes))]
-        self.is_flat = self.layout.hides_originals
+        self.is_flat = not self.layout.use_orig_params
         self.keeps_shapes = self.group is None and not self.is_flat
         owned: list[nn.Parameter] = self.layout.local_parameters()
         self.owners = owned * len(self.shapes) if self.is_flat else owned

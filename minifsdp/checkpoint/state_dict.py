@@ -38,9 +38,8 @@ from minifsdp.checkpoint.codec import Form, UnitCodec
 from minifsdp.checkpoint.custom_state import full_parameters, slots_of
 from minifsdp.checkpoint.names import dotted
 from minifsdp.checkpoint.shared_tensors import keep_apart
-from minifsdp.engine.summoned import full_row
 from minifsdp.fsdp1.build import FlatUnit
-from minifsdp.fsdp1.full_params import check_idle
+from minifsdp.fsdp1.full_params import all_gather_values, check_idle
 from minifsdp.fsdp1.wrapper import Wrapper
 
 
@@ -56,7 +55,7 @@ def shown_to_walk(unit: FlatUnit | None, *, is_looked_at: bool) -> AbstractConte
     if is_looked_at:
         return full_parameters(unit, writeback=False)
     check_idle(unit)
-    return _place_holders(unit) if unit.layout.hides_originals else nullcontext()
+    return nullcontext() if unit.layout.use_orig_params else _place_holders(unit)
 
 
 @contextmanager
@@ -119,6 +118,6 @@ def _gathered(unit: FlatUnit) -> Generator[list[torch.Tensor]]:
     layout, group = unit.layout, unit.plan.mesh.shard
     if trace.recorder is not None and group is not None:
         trace.recorder.begin("AG", unit.name, num_bytes=layout.num_bytes, ranks=group.ranks, stream="gather")
-    yield layout.views_of(full_row(layout))
+    yield layout.views_of(all_gather_values(layout))
     if trace.recorder is not None and group is not None:
         trace.recorder.begin("FREE", unit.name, num_bytes=layout.num_bytes)

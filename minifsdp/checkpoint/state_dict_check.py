@@ -28,7 +28,7 @@ from minifsdp.checkpoint import agreement, chunks
 from minifsdp.checkpoint.codec import Form, UnitCodec
 from minifsdp.checkpoint.custom_state import reads_by_itself
 from minifsdp.checkpoint.names import dotted, keys_below
-from minifsdp.engine.flat_parameter import FLAT_NAME
+from minifsdp.engine.flat_params import FLAT_NAME
 from minifsdp.engine.messages import detail
 from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1.wrapper import Wrapper

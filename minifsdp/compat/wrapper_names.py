@@ -58,9 +58,9 @@ class Slice:
 
     def __init__(self, unit: FlatUnit) -> None:
         self._unit = unit
-        owner = unit.layout.owner
-        self.dtype, self.device, self.requires_grad = owner.shard.dtype, owner.shard.device, owner.requires_grad
-        self.shape = owner.shard.shape
+        registered = unit.layout.registered
+        shard, self.requires_grad = registered.shard, registered.requires_grad
+        self.dtype, self.device, self.shape = shard.dtype, shard.device, shard.shape
         self._fqns = tuple(owned.path for owned in unit.layout.parameters)
 
     def __getattr__(self, name: str) -> NoReturn:

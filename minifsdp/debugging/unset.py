@@ -37,9 +37,9 @@ from minifsdp.checkpoint.agreement import groups_of, some, tell
 from minifsdp.debugging.attach import attached
 from minifsdp.debugging.first_use import at_first_use, late_units_named
 from minifsdp.engine.flat import FlatLayout
+from minifsdp.engine.flat_tensor import local_tensor
 from minifsdp.engine.layout import Layout, full_name
 from minifsdp.engine.messages import message, warn
-from minifsdp.engine.partition import local_part
 from minifsdp.engine.root import Root
 from minifsdp.fsdp1.wrapper import Wrapper, clean_name
 
@@ -76,7 +76,7 @@ def _own(module: nn.Module) -> Named:
 
 @torch.no_grad()
 def _fill(tensor: torch.Tensor) -> None:
-    values = local_part(tensor.detach())
+    values = local_tensor(tensor.detach())
     if values.is_floating_point() or values.is_complex():
         values.fill_(float("nan"))
     elif values.dtype is not torch.bool:
@@ -85,7 +85,7 @@ def _fill(tensor: torch.Tensor) -> None:
 
 def _is_unset(tensor: torch.Tensor) -> bool:
     """Whether any value is still that of `_fill`; for integers, whether all are, because a single one may be valid."""
-    values = local_part(tensor.detach())
+    values = local_tensor(tensor.detach())
     if values.is_meta or not values.numel() or values.dtype is torch.bool:
         return False
     if values.is_floating_point() or values.is_complex():
@@ -133,8 +133,8 @@ def _unset_in_units(tree: Root) -> Iterator[str]:
 def _local_shards(layout: Layout) -> list[torch.Tensor]:
     """This rank's shard of each parameter."""
     if isinstance(layout, FlatLayout):
-        row = layout.local_values()
-        return [row[local_shard] for local_shard in layout.partition.slices_of_local_shard(layout.mesh.shard_index)]
+        flat = layout.local_values()
+        return [flat[part] for part in layout.sharding.param_ranges(layout.mesh.shard_index)]
     return list(layout.local_parameters())
 
 

@@ -40,11 +40,11 @@ from minifsdp.checkpoint.agreement import groups_of, tell
 from minifsdp.debugging.attach import attached
 from minifsdp.engine import collectives
 from minifsdp.engine.flat import FlatLayout
+from minifsdp.engine.flat_tensor import local_tensor
 from minifsdp.engine.hooks import IterationState
 from minifsdp.engine.layout import Gradient, Layout
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import detail, message
-from minifsdp.engine.partition import local_part
 from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.precision import tensors_in
 from minifsdp.engine.root import Root
@@ -122,7 +122,7 @@ def _after_gradient(gradient: Gradient | None, layout: Layout, *, with_unreduced
     parts, numbers = gradient.parts, gradient.numbers
     if isinstance(layout, FlatLayout):
         # One flat tensor, with padding after the last parameter.
-        parts, numbers = list(parts[0].split(layout.partition.split_sizes)), list(range(len(layout.parameters)))
+        parts, numbers = list(parts[0].split(layout.sharding.split_sizes)), list(range(len(layout.parameters)))
 
     def describe(number: int, counts: Counts) -> str:
         path = layout.parameters[numbers[number]].path
@@ -135,7 +135,7 @@ def _after_gradient(gradient: Gradient | None, layout: Layout, *, with_unreduced
 def _look(layout: Layout, tensors: Sequence[torch.Tensor], describe: Callable[[int, Counts], str]) -> None:
     if layout in _found:
         return
-    values = [local_part(tensor.detach()) for tensor in tensors]
+    values = [local_tensor(tensor.detach()) for tensor in tensors]
     sums = [value.sum() for value in values if value.is_floating_point() or value.is_complex()]
     # One check for all of them, so that the CPU waits for an accelerator only once.
     if not sums or bool(sum(sums[1:], sums[0]).isfinite()):

@@ -34,10 +34,10 @@ from minifsdp.debugging.attach import attached
 from minifsdp.debugging.first_use import late_units_named
 from minifsdp.engine.dtensors import Sharding
 from minifsdp.engine.flat import FlatLayout
+from minifsdp.engine.flat_tensor import local_tensor
 from minifsdp.engine.layout import OwnedParameter
 from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import detail, message, warn
-from minifsdp.engine.partition import local_part
 from minifsdp.fsdp2 import fully_shard
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -81,7 +81,7 @@ def compare(unit: str, parameters: Iterable[tuple[nn.Parameter, OwnedParameter]]
         parameters: the original parameters. For a DTensor, its local tensors are compared.
         mesh: the ranks that must have equal values.
     """
-    mine = {owned.path: _number(local_part(p.detach())) for p, owned in parameters if not p.is_meta}
+    mine = {owned.path: _number(local_tensor(p.detach())) for p, owned in parameters if not p.is_meta}
     everybody = tell(groups_of([mesh]), mine)
     first = min(everybody)
     lines = []

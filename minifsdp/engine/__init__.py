@@ -12,23 +12,20 @@ From the bottom up, each module using only those above it in this list:
 ``rank_checks``     whether all ranks issue the same collectives
 ``precision``       the dtype at each step
 ``lifetime``        when memory can be reused; the rate limiter
-``partition``       how a flat parameter is sharded
 ``cut``             how a single parameter is sharded
 ``validation``      mistakes that are detected when they are made
 ``layout``          the interface for storing a unit's parameters
 ``optimizer_watch`` mistakes that are detected at an optimizer's step
 ``placeholder``     the placeholder for a parameter that is not available
-``unsharded``       the unsharded tensor, which autograd owns
-``ownership``       the parameters of the optimizer, and their gradients
-``flat_parameter``  ... one flat parameter
-``originals``       ... the original parameters
+``flat_tensor``     how a flat parameter is sharded; the unsharded tensor, which autograd owns
+``flat_params``     the registered parameters of a flat unit: a flat parameter, or the original parameters
+``flat_gradients``  ... and their gradients
 ``flat``            layout 1: one flat tensor, views into it
 ``row``             the bucket: contiguous shards of several parameters
 ``extension``       ... of one parameter with a custom all-gather
 ``dtensors``        how a shard becomes a DTensor
 ``rows``            which parameters share a bucket, also after edits
 ``per_param``       layout 2: one DTensor for each parameter
-``summoned``        temporary access to full parameters of a flat unit
 ``reduce``          gradient reduction
 ``unit``            the state machine: all-gather, wait, reshard
 ``schedule``        prefetching: which unit is all-gathered next

@@ -22,9 +22,9 @@ from torch import nn
 from minifsdp.engine.messages import message, warn
 
 
-def warn_if_compiled(hides_originals: bool) -> None:
+def warn_if_compiled(use_orig_params: bool) -> None:
     """Called at the first forward. Warns if the model is compiled and uses flat parameters."""
-    if not hides_originals or "torch._dynamo" not in sys.modules:
+    if use_orig_params or "torch._dynamo" not in sys.modules:
         return
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
 

@@ -14,9 +14,11 @@ weight of four elements, rank 0 fills it with 0 and rank 1 with 1::
     rank 1 has [1 1 1 1], keeps     [1 1]
 
 The buffer is separate from the memory that forward uses, which may have another dtype and may still be needed by a
-backward.
+backward. An in-place change of a parameter changes the buffer. But users may also *replace* values: ``p.data = ...``
+gives a parameter memory of its own. Then its address differs, and its values are copied into the buffer first.
 
-*In torch:* ``_unshard_param_utils.py``. A forward inside the block runs there and fails on exit; here it raises.
+*In torch:* ``_unshard_param_utils.py``, ``_unshard_params`` and ``_writeback_orig_params``. A forward inside the block
+runs there and fails on exit; here it raises.
 
 Spec: SUMMON-01 to SUMMON-20, APPLY-01 to APPLY-04, NAMES-02, NAMES-03, MP-18.
 """
@@ -24,13 +26,20 @@ Spec: SUMMON-01 to SUMMON-20, APPLY-01 to APPLY-04, NAMES-02, NAMES-03, MP-18.
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from minifsdp.engine import optimizer_watch
+import torch
+
+from minifsdp.engine import collectives, optimizer_watch
 from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task
+from minifsdp.engine.flat import FlatLayout
+from minifsdp.engine.flat_tensor import local_tensor
+from minifsdp.engine.layout import replaced_parameter_error
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.root import Root
-from minifsdp.engine.summoned import Summoned, full_gradient_row, full_row
 from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1.build import FlatUnit
+
+# The unsharded gradients in one flat tensor, and for each parameter whether it has a gradient.
+FullGradients = tuple[torch.Tensor, list[bool]]
 
 
 def check_summon_options(*, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> None:
@@ -61,7 +70,7 @@ def summoned(
     """
     for unit in units:
         check_idle(unit)
-        if with_grads and unit.layout.hides_originals:
+        if with_grads and not unit.layout.use_orig_params:
             raise NotImplementedError(message("summon-no-grads", unit=unit.name))
     if with_grads:
         optimizer_watch.check_reduced("summon_full_params(with_grads=True)", [unit.layout for unit in units])
@@ -101,23 +110,23 @@ def check_idle(unit: FlatUnit) -> None:
 @contextmanager
 def _one(unit: FlatUnit, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> Generator[None]:
     layout, mesh = unit.layout, unit.plan.mesh
-    row = full_row(layout)
-    gradients = full_gradient_row(layout) if with_grads else None
+    flat = all_gather_values(layout)
+    gradients = _all_gather_gradients(layout) if with_grads else None
     # With `rank0_only`, the other ranks must not compute either, although they have no unsharded parameters.
     sees = mesh.is_first or not rank0_only
     unit.phase = Phase.SUMMONED
-    shown = row.cpu() if offload_to_cpu and mesh.shard is not None else row
-    summoned = Summoned(layout, shown, gradients) if sees else None
+    buffer = flat.cpu() if offload_to_cpu and mesh.shard is not None else flat
+    full_params = _FullParams(layout, buffer, gradients) if sees else None
     optimizer_watch.summoned.add(layout)
     try:
         yield
-        if summoned is not None and not with_grads:
+        if full_params is not None and not with_grads:
             _check_no_gradients(unit)
     finally:
         unit.phase = Phase.IDLE
         optimizer_watch.summoned.discard(layout)
-        if summoned is not None:
-            summoned.hide(keep_changes=writeback or mesh.shard is None)
+        if full_params is not None:
+            full_params.remove(keep_changes=writeback or mesh.shard is None)
 
 
 def _check_no_gradients(unit: FlatUnit) -> None:
@@ -125,6 +134,89 @@ def _check_no_gradients(unit: FlatUnit) -> None:
 
     The wrapper's forward raises an error, but users can still call inner modules directly.
     """
-    shown = (slot.module._parameters.get(slot.name) for owned in unit.layout.parameters for slot in owned.slots)
-    if any(parameter is not None and parameter.grad is not None for parameter in shown):
+    registered = (slot.module._parameters.get(slot.name) for owned in unit.layout.parameters for slot in owned.slots)
+    if any(parameter is not None and parameter.grad is not None for parameter in registered):
         raise RuntimeError(message("backward-while-summoned", unit=unit.name))
+
+
+def all_gather_values(layout: FlatLayout, shard: torch.Tensor | None = None) -> torch.Tensor:
+    """The unsharded flat tensor in the stored dtype; the shard itself if nothing is sharded.
+
+    All ranks of the shard group must call it.
+
+    Args:
+        layout: the unit's layout.
+        shard: another tensor of the shard's size to all-gather; ``None`` for the shard.
+    """
+    shard, group = layout.local_values().data if shard is None else shard, layout.mesh.shard
+    if group is None:
+        return shard
+    flat = torch.empty(layout.sharding.padded_numel, dtype=shard.dtype, device=layout.device)
+    collectives.all_gather(group, flat, shard.to(layout.device)).wait()
+    return flat
+
+
+def _all_gather_gradients(layout: FlatLayout) -> FullGradients:
+    """The unsharded reduced gradients, and for each parameter whether any rank has a gradient.
+
+    All ranks of the shard group must call it.
+    """
+    shard, present = layout.gradients.reduced()
+    flat, group = all_gather_values(layout, shard), layout.mesh.shard
+    if group is None:
+        return flat, present
+    votes = torch.tensor(present, dtype=torch.int32, device=layout.device)
+    collectives.all_reduce(group, votes).wait()
+    return flat, [vote > 0 for vote in votes.tolist()]
+
+
+class _FullParams:
+    """Ordinary unsharded parameters on the modules of a unit, until `remove` is called.
+
+    Args:
+        layout: the unit's layout.
+        flat: the unsharded flat tensor.
+        gradients: for ``.grad`` of the parameters; ``None`` for no gradients.
+    """
+
+    def __init__(self, layout: FlatLayout, flat: torch.Tensor, gradients: FullGradients | None) -> None:
+        self._layout, self._flat, self._gradients = layout, flat, gradients
+        self._parameters = layout.registered.use_full_params(layout.views_of(flat))
+        if gradients is not None:
+            views = layout.views_of(gradients[0])
+            for parameter, view, is_there in zip(self._parameters, views, gradients[1], strict=True):
+                parameter.grad = view if is_there else None
+        layout.use_full_params(self._parameters)
+
+    def remove(self, *, keep_changes: bool) -> None:
+        """Restores the attributes of the modules. If ``keep_changes``, writes this rank's changes to the shard.
+
+        Raises:
+            RuntimeError: a module has another parameter than the one that was registered.
+        """
+        layout = self._layout
+        replaced = layout.remove_full_params(self._parameters)
+        shard_range = layout.sharding.shard_range(layout.mesh.shard_index)
+        gradients = [parameter.grad for parameter in self._parameters]
+        if keep_changes:
+            self._copy_replaced(self._flat, [parameter.data for parameter in self._parameters])
+            if layout.mesh.shard is not None:
+                layout.registered.overwrite(self._flat[shard_range])
+            # Otherwise `_flat` is the shard itself. A copy in another dtype may exist from an earlier all-gather.
+            layout.mark_stale()
+        layout.registered.use_sharded_params()
+        if keep_changes and self._gradients is not None:
+            self._copy_replaced(self._gradients[0], gradients)
+            present = [gradient is not None for gradient in gradients]
+            layout.gradients.overwrite_reduced(self._gradients[0][shard_range], present)
+        if replaced:
+            raise replaced_parameter_error(replaced[0], layout.name)
+
+    def _copy_replaced(self, flat: torch.Tensor, values: Sequence[torch.Tensor | None]) -> None:
+        """Copies values that have other memory into the flat tensor."""
+        for view, value in zip(self._layout.views_of(flat), values, strict=True):
+            if value is None:
+                continue
+            target, source = local_tensor(view), local_tensor(value)
+            if target.data_ptr() != source.data_ptr():
+                target.copy_(source)

@@ -27,9 +27,9 @@ from torch import nn
 
 from minifsdp import trace
 from minifsdp.engine import collectives
+from minifsdp.engine.flat_tensor import local_tensor
 from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import message, warn
-from minifsdp.engine.partition import local_part
 
 Modules = Sequence[tuple[str, nn.Module]]
 
@@ -130,7 +130,7 @@ def synchronize(modules: Modules, mesh: MeshGroups, ignored: set[nn.Parameter], 
             if not getattr(tensor, "_is_synchronized", False):
                 tensors[id(tensor)] = tensor
     for dtype in dict.fromkeys(t.dtype for t in tensors.values()):
-        _broadcast([local_part(t.detach()) for t in tensors.values() if t.dtype is dtype], mesh, unit_name)
+        _broadcast([local_tensor(t.detach()) for t in tensors.values() if t.dtype is dtype], mesh, unit_name)
     for tensor in tensors.values():
         if not isinstance(tensor, nn.Parameter):
             tensor._is_synchronized = True  # type: ignore[attr-defined]

@@ -24,6 +24,7 @@ Spec: CLIP-01 to CLIP-10, HYB-09, NOSYNC-10, STREAM-14.
 import functools
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,13 +42,18 @@ def gradient_parts(layout: FlatLayout) -> list[tuple[tuple[Group, ...], torch.Te
     """
     sharers = () if layout.mesh.shard is None else (layout.mesh.shard,)
     gradients = [parameter.grad for parameter in layout.local_parameters()]
-    if all(form.spec is None for form in layout.forms):
+    if not layout.is_distributed:
         return [(sharers, gradient) for gradient in gradients]
-    if layout.hides_originals:
-        whole = gradients[0]
-        places = layout.partition.slices_of_local_shard(layout.mesh.shard_index)
-        gradients = [None if whole is None or place.start == place.stop else whole[place] for place in places]
-    return [((*sharers, *form.groups), part) for form, part in zip(layout.forms, gradients, strict=True)]
+    if not layout.use_orig_params:
+        flat, ranges = gradients[0], layout.sharding.param_ranges(layout.mesh.shard_index)
+        gradients = [None if flat is None or part.start == part.stop else flat[part] for part in ranges]
+    return [((*sharers, *groups_of(spec)), part) for spec, part in zip(layout.specs, gradients, strict=True)]
+
+
+def groups_of(sharded: Any) -> tuple[Group, ...]:
+    """The groups whose ranks have the other shards of a ``DTensor``, given it or its spec. Empty for other values."""
+    axes = [axis for axis, placement in enumerate(getattr(sharded, "placements", ())) if placement.is_shard()]
+    return tuple(Group.of(sharded.device_mesh.get_group(axis)) for axis in axes)
 
 
 @torch.no_grad()

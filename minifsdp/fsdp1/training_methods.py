@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from minifsdp.engine import optimizer_watch
+from minifsdp.engine.flat_tensor import local_tensor
 from minifsdp.engine.messages import message
-from minifsdp.engine.partition import Form, local_part
 from minifsdp.fsdp1.build import HYBRID
 from minifsdp.fsdp1.full_params import check_not_running, check_summon_options, summoned
-from minifsdp.fsdp1.training_aids import clip_gradients, gradient_parts
+from minifsdp.fsdp1.training_aids import clip_gradients, gradient_parts, groups_of
 from minifsdp.fsdp1.wrapper import Wrapper
 
 
@@ -139,8 +139,8 @@ class TrainingMethods(Wrapper):
         owned = {parameter for layout in layouts for parameter in layout.local_parameters()}
         for parameter in self.parameters():
             if parameter not in owned:
-                gradient = None if parameter.grad is None else local_part(parameter.grad)
-                parts.append((Form.of(parameter).groups, gradient))
+                gradient = None if parameter.grad is None else local_tensor(parameter.grad)
+                parts.append((groups_of(parameter), gradient))
         return clip_gradients(parts, float(max_norm), float(norm_type), self.compute_device)
 
     # --- communication hook ---

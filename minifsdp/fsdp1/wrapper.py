@@ -155,7 +155,7 @@ class Wrapper(nn.Module):
             self.compute_device,
             precision,
             offload=self.cpu_offload.offload_params,
-            keep_originals=self._use_orig_params,
+            use_orig_params=self._use_orig_params,
         )
         plan = ReducePlan.mean(self.mesh, precision.reduces_in(layout.dtype))
         frees = self.sharding_strategy in build.FREES_AFTER_FORWARD and self.mesh.shard is not None
@@ -251,7 +251,7 @@ class Wrapper(nn.Module):
         for _, wrapper in wrappers:
             if wrapper._tree is not None and not wrapper._tree.is_dissolved:
                 wrapper._tree.dissolve()
-        warn_if_compiled(not self._use_orig_params)
+        warn_if_compiled(self._use_orig_params)
         tree = Root(
             [(name, wrapper._unit) for name, wrapper in wrappers if wrapper._unit is not None],
             self._unit,

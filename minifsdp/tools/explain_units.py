@@ -32,10 +32,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from minifsdp.engine.cut import Cut
 from minifsdp.engine.flat import FlatLayout
+from minifsdp.engine.flat_tensor import FlatSharding
 from minifsdp.engine.layout import Slot, full_name, owned_parameters
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import rank_of_this_process
-from minifsdp.engine.partition import Partition
 from minifsdp.engine.unit import Unit, modules_of_unit
 from minifsdp.fsdp1.options import BackwardPrefetch
 from minifsdp.fsdp1.wrapper import Wrapper, clean_name, is_wrapper
@@ -139,21 +139,21 @@ def _flat_units(model: nn.Module, names: Names) -> Iterator[UnitSummary]:
             continue
         layout, is_root = unit.layout, wrapper is model
         trained = [parameter.requires_grad for parameter in layout.local_parameters()]
-        if layout.hides_originals:
+        if not layout.use_orig_params:
             # One flat parameter for all.
             trained *= len(layout.parameters)
-        numbers = _elements_in_row(layout.partition)
-        dtype, ranks = layout.owner.shard.dtype, _ranks(layout.mesh.shard)
+        shapes, numbers = layout.local_shapes, _elements_in_flat(layout.sharding)
+        dtype, ranks = layout.registered.shard.dtype, _ranks(layout.mesh.shard)
         parameters = [
             ParameterSummary(
                 *_places(owned.slots, names),
-                tuple(form.shape),
+                tuple(shape),
                 0,
                 dtype,
                 is_trained,
                 dict(zip(ranks, each, strict=True)),
             )
-            for owned, form, is_trained, each in zip(layout.parameters, layout.forms, trained, numbers, strict=True)
+            for owned, shape, is_trained, each in zip(layout.parameters, shapes, trained, numbers, strict=True)
         ]
         # The root stays unsharded until its backward, with any strategy.
         frees = unit.policy.reshard_after_forward and not is_root
@@ -189,10 +189,10 @@ def _places(slots: Sequence[Slot], names: Names) -> tuple[str, tuple[str, ...]]:
     return first, tuple(ties)
 
 
-def _elements_in_row(partition: Partition) -> list[tuple[int, ...]]:
+def _elements_in_flat(sharding: FlatSharding) -> list[tuple[int, ...]]:
     """The number of elements that each rank stores, for each parameter in a flat parameter."""
-    local_shards = [partition.slices_of_local_shard(index) for index in range(partition.num_shards)]
-    return [tuple(part.stop - part.start for part in parts) for parts in zip(*local_shards, strict=True)]
+    ranges = [sharding.param_ranges(index) for index in range(sharding.num_shards)]
+    return [tuple(part.stop - part.start for part in parts) for parts in zip(*ranges, strict=True)]
 
 
 def _elements_by_rank(cut: Cut) -> tuple[int, ...]:
@@ -279,7 +279,7 @@ def _planned(model: nn.Module, names: Names, like: UnitSummary | None, num_shard
 def _cut(shapes: Sequence[tuple[int, ...]], ranks: Sequence[int], is_flat: bool) -> list[dict[int, int]]:
     """The number of elements that each rank will store, for parameters that are not sharded yet."""
     if is_flat:
-        numbers = _elements_in_row(Partition(tuple(map(prod, shapes)), len(ranks)))
+        numbers = _elements_in_flat(FlatSharding(tuple(map(prod, shapes)), len(ranks)))
     else:
         numbers = [_elements_by_rank(Cut(torch.Size(shape), 0, len(ranks))) for shape in shapes]
     return [dict(zip(ranks, each, strict=True)) for each in numbers]

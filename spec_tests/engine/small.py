@@ -80,12 +80,13 @@ def full_gradients(model: FSDP) -> dict[str, Tensor | None]:
 
 def _gradient_piece(layout: Any) -> Tensor | None:
     parameters = layout.local_parameters()
-    if parameters[0] is layout.owner.shard:
-        return layout.owner.shard.grad
+    if parameters[0] is layout.registered.shard:
+        return layout.registered.shard.grad
     if all(p.grad is None for p in parameters):
         return None
-    local_shard = torch.zeros_like(layout.owner.shard)
-    for part, p in zip(layout.owner._slices, parameters, strict=True):
+    local_shard = torch.zeros_like(layout.registered.shard)
+    ranges = layout.sharding.param_ranges(layout.mesh.shard_index)
+    for part, p in zip(ranges, parameters, strict=True):
         if p.grad is not None:
             local_shard[part] = p.grad.reshape(-1)
     return local_shard
@@ -97,9 +98,9 @@ def _put_together(layout: Any, local_shard: Tensor) -> list[Tensor]:
         local_shards = [torch.empty_like(local_shard) for _ in range(group.size)]
         dist.all_gather(local_shards, local_shard, group=group.process_group)
         row = torch.cat(local_shards)
-    padding = row[layout.partition.numel :]
+    padding = row[layout.sharding.numel :]
     assert padding.eq(0).all(), f"rank {dist.get_rank()}: the padding of a gradient is {padding}"
-    return layout.partition.views(row, layout.shapes)
+    return layout.sharding.views(row, layout.shapes)
 
 
 def mean_gradients(plain: nn.Module, loss: Loss, ranks: range | None = None) -> dict[str, Tensor | None]:

@@ -15,7 +15,7 @@ from minifsdp.engine.layout import owned_parameters
 from minifsdp.engine.mesh import Group, MeshGroups, default_group
 from minifsdp.engine.placeholder import PlaceholderParameter
 from minifsdp.engine.precision import Precision
-from minifsdp.engine.summoned import full_row
+from minifsdp.fsdp1.full_params import all_gather_values
 from spec_tests.engine.small import draw, shard_each, square_loss, train_once, units_of
 from spec_tests.harness import device, plain_tensor, ranks
 from spec_tests.models.modules import MLP, Scale, chain
@@ -57,10 +57,10 @@ def values_of(module: nn.Module) -> list[Tensor]:
 @both_kinds
 @ranks(4)
 def test_each_rank_stores_an_equal_slice_and_only_the_last_one_has_padding(original: bool) -> None:
-    layout = lay_out(a_block(), keep_originals=original)
+    layout = lay_out(a_block(), use_orig_params=original)
     row = torch.cat([p.detach().reshape(-1) for p in a_block().parameters()])
     rank = dist.get_rank()
-    shard = layout.owner.shard.detach()
+    shard = layout.registered.shard.detach()
     assert shard.numel() == 8
     mine = row[8 * rank : 8 * rank + 8]
     assert torch.equal(shard[: mine.numel()], mine)
@@ -71,7 +71,7 @@ def test_each_rank_stores_an_equal_slice_and_only_the_last_one_has_padding(origi
 @ranks(2)
 def test_a_slice_has_memory_of_its_own_and_does_not_keep_that_of_the_whole_row() -> None:
     layout = lay_out(a_block())
-    assert layout.owner.shard.untyped_storage().size() == 16 * 4
+    assert layout.registered.shard.untyped_storage().size() == 16 * 4
 
 
 @pytest.mark.spec("SHARD-03")
@@ -100,7 +100,7 @@ def test_padding_stays_zero_in_parameters_and_in_gradients_over_steps_of_an_opti
 def test_a_gather_shows_the_full_values_as_views_and_a_free_takes_their_memory(original: bool) -> None:
     block = a_block()
     expected = [p.detach().clone() for p in block.parameters()]
-    layout = lay_out(block, keep_originals=original)
+    layout = lay_out(block, use_orig_params=original)
     seen: list[Tensor] = []
     for _ in range(2):
         all_gather(layout)
@@ -139,7 +139,7 @@ def test_a_sharded_module_shows_absent_parameters() -> None:
 def test_with_original_parameters_a_sharded_module_shows_its_own_part_of_each() -> None:
     block = a_block()
     mine = list(block.parameters())
-    layout = lay_out(block, keep_originals=True)
+    layout = lay_out(block, use_orig_params=True)
     # 31 elements (12 + 4 + 12 + 3), 16 on each rank.
     expected = [[12, 4, 0, 0], [0, 0, 12, 3]][dist.get_rank()]
     for _ in range(2):
@@ -183,14 +183,14 @@ def test_a_gather_writes_to_where_it_is_computed_on_and_is_not_noticed_by_autogr
 def test_the_unsharded_parameters_have_the_compute_dtype_and_the_shard_keeps_its_own(original: bool) -> None:
     block = a_block()
     expected = [p.detach().bfloat16() for p in block.parameters()]
-    layout = lay_out(block, compute=torch.bfloat16, keep_originals=original)
+    layout = lay_out(block, compute=torch.bfloat16, use_orig_params=original)
     all_gather(layout)
     layout.use_unsharded_params()
     for tensor, value in zip(values_of(block), expected, strict=True):
         assert tensor.dtype is torch.bfloat16
         assert torch.equal(tensor, value)
     assert layout.num_bytes == 32 * 2
-    assert layout.owner.shard.dtype is torch.float32
+    assert layout.registered.shard.dtype is torch.float32
 
 
 # --- a unit that is not shared between ranks ---
@@ -207,7 +207,7 @@ def test_a_unit_that_nobody_shares_is_computed_on_where_it_is_stored() -> None:
     layout.on_gradient(lambda: None)
     assert layout.all_gather(CommStreams(device())) is None
     layout.use_unsharded_params()
-    assert block.up.weight.untyped_storage().data_ptr() == layout.owner.shard.untyped_storage().data_ptr()
+    assert block.up.weight.untyped_storage().data_ptr() == layout.registered.shard.untyped_storage().data_ptr()
     assert layout.free() is None
     layout.use_sharded_params()
     assert torch.equal(block(draw(0)), a_block()(draw(0))), "the full values may stay in sight"
@@ -217,7 +217,7 @@ def test_a_unit_that_nobody_shares_is_computed_on_where_it_is_stored() -> None:
 def test_a_unit_that_nobody_shares_follows_its_parameter_to_other_memory() -> None:
     block = a_block()
     layout = lay_out(block)
-    layout.owner.shard.data = layout.owner.shard.data * 2
+    layout.registered.shard.data = layout.registered.shard.data * 2
     layout.all_gather(CommStreams(device()))
     layout.use_unsharded_params()
     torch.testing.assert_close(block.up.weight, a_block().up.weight * 2)
@@ -243,7 +243,7 @@ def test_a_unit_that_nobody_shares_but_somebody_casts_has_a_copy_that_is_freed()
 @both_kinds
 @ranks(2)
 def test_a_layout_notices_that_its_shard_was_changed_since_the_gather(original: bool) -> None:
-    layout = lay_out(a_block(), keep_originals=original)
+    layout = lay_out(a_block(), use_orig_params=original)
     parameters = layout.local_parameters()
     changes: list[Any] = [
         lambda p: p.mul_(2),
@@ -270,14 +270,14 @@ def test_a_layout_notices_that_its_shard_was_changed_since_the_gather(original: 
 @both_kinds
 @ranks(4)
 def test_the_full_row_is_the_parameters_end_to_end_in_the_stored_dtype_in_memory_of_its_own(original: bool) -> None:
-    layout = lay_out(a_block(), compute=torch.bfloat16, keep_originals=original)
-    row = full_row(layout)
+    layout = lay_out(a_block(), compute=torch.bfloat16, use_orig_params=original)
+    row = all_gather_values(layout)
     expected = torch.cat([p.detach().reshape(-1) for p in a_block().parameters()])
     assert torch.equal(row[:31], expected)
     assert row.numel() == 32
-    before = layout.owner.shard.detach().clone()
+    before = layout.registered.shard.detach().clone()
     row.zero_()
-    assert torch.equal(layout.owner.shard.detach(), before)
+    assert torch.equal(layout.registered.shard.detach(), before)
 
 
 # --- which parameters may share a unit ---
@@ -313,7 +313,7 @@ def test_parameters_of_several_dtypes_in_one_unit_raise_with_the_dtypes(original
     block = a_block()
     block.down.to(torch.bfloat16)
     with pytest.raises(ValueError, match=r"MLP has parameters of several dtypes \(torch.bfloat16, torch.float32\)"):
-        lay_out(block, keep_originals=original)
+        lay_out(block, use_orig_params=original)
 
 
 @pytest.mark.parametrize("original", [False, True])
@@ -322,7 +322,7 @@ def test_a_unit_of_whole_numbers_only_raises_with_their_names_and_the_remedy(ori
     module = nn.Module()
     module.counts = nn.Parameter(torch.arange(4), requires_grad=False)
     with pytest.raises(ValueError, match=rf"rank {dist.get_rank()}: .*torch.int64: counts.*ignored_states"):
-        lay_out(module, keep_originals=original)
+        lay_out(module, use_orig_params=original)
 
 
 @ranks(2)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
-from minifsdp.engine.flat_parameter import FlatOwnership
-from minifsdp.engine.layout import owned_parameters
+from minifsdp.engine.flat import FlatLayout
+from minifsdp.engine.flat_gradients import FlatGradients
+from minifsdp.engine.flat_params import RegisteredFlatParam
+from minifsdp.engine.layout import Gradient, owned_parameters
+from minifsdp.engine.mesh import MeshGroups
+from minifsdp.engine.precision import Precision
 
 
-def owner(num: int = 2, **options: Any) -> FlatOwnership:
+def registered(num: int = 2) -> RegisteredFlatParam:
     """A unit with two elements, of which this rank stores ``num``."""
     home = nn.Linear(1, 1)
     parameters = owned_parameters([("", home)], set())
-    options.setdefault("keep_reduce_dtype", False)
-    return FlatOwnership(home, parameters, torch.arange(float(num)), **options)
+    return RegisteredFlatParam(home, parameters, torch.arange(float(num)))
 
 
 def row(*values: float) -> torch.Tensor:
@@ -27,18 +28,18 @@ def row(*values: float) -> torch.Tensor:
 @pytest.mark.pure
 @pytest.mark.spec("ORIG-01")
 def test_the_module_lists_one_flat_parameter_in_place_of_its_own() -> None:
-    made = owner()
-    assert [(name, p.dim()) for name, p in made.home.named_parameters()] == [("_flat_param", 1)]
+    made = registered()
+    assert [(name, p.dim()) for name, p in made._module.named_parameters()] == [("_flat_param", 1)]
     assert made.parameters == [made.shard]
-    assert made.hides_originals
 
 
 @pytest.mark.pure
 @pytest.mark.spec("FWD-07", "SHARD-06")
 def test_reduced_gradients_add_up() -> None:
-    made = owner()
-    made.add_reduced(row(1, 2))
-    made.add_reduced(row(10, 20))
+    made = registered()
+    gradients = FlatGradients(made)
+    gradients.add_reduced(row(1, 2))
+    gradients.add_reduced(row(10, 20))
     assert made.shard.grad is not None
     assert made.shard.grad.tolist() == [11, 22]
 
@@ -47,39 +48,44 @@ def test_reduced_gradients_add_up() -> None:
 @pytest.mark.spec("MP-11", "MP-12")
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_reduced_gradient_is_widened_unless_it_may_keep_its_dtype(keep: bool) -> None:
-    made = owner(keep_reduce_dtype=keep)
-    made.add_reduced(row(1, 2).bfloat16())
+    module, precision = nn.Linear(1, 1), Precision(keep_reduce_dtype=keep)
+    parameters = owned_parameters([("", module)], set())
+    layout = FlatLayout(module, parameters, MeshGroups(None, None), torch.device("cpu"), precision)
+    made = layout.registered
+    layout.accept_gradient(Gradient([]), row(1, 2).bfloat16())
     assert made.shard.grad is not None
     assert made.shard.grad.dtype is (torch.bfloat16 if keep else torch.float32)
     assert made.shard.dtype is torch.float32
-    made.add_reduced(row(1, 2).bfloat16())
+    layout.accept_gradient(Gradient([]), row(1, 2).bfloat16())
     assert made.shard.grad.tolist() == [2, 4]
 
 
 @pytest.mark.pure
 @pytest.mark.spec("NOSYNC-05")
 def test_an_unreduced_gradient_is_shown_in_full_size_and_adds_up() -> None:
-    made = owner()
-    made.keep_unreduced(row(1, 1, 1, 1))
-    assert made.has_unreduced
+    made = registered()
+    gradients = FlatGradients(made)
+    gradients.keep_unreduced(row(1, 1, 1, 1))
+    assert gradients.has_unreduced
     assert made.shard.grad is not None
     assert made.shard.grad.tolist() == [1, 1, 1, 1]
     assert made.shard.tolist() == [0, 1], "the shard itself is what it was"
-    made.keep_unreduced(row(2, 2, 2, 2))
-    taken = made.take_unreduced()
+    gradients.keep_unreduced(row(2, 2, 2, 2))
+    taken = gradients.take_unreduced()
     assert taken is not None
     assert taken.tolist() == [3, 3, 3, 3]
-    assert not made.has_unreduced
+    assert not gradients.has_unreduced
     assert made.shard.grad is None
 
 
 @pytest.mark.pure
 def test_a_reduced_gradient_is_put_aside_for_an_unreduced_one_and_comes_back() -> None:
-    made = owner()
-    made.add_reduced(row(5, 6))
-    made.keep_unreduced(row(1, 1, 1, 1))
-    made.keep_unreduced(row(1, 1, 1, 1))
-    taken = made.take_unreduced()
+    made = registered()
+    gradients = FlatGradients(made)
+    gradients.add_reduced(row(5, 6))
+    gradients.keep_unreduced(row(1, 1, 1, 1))
+    gradients.keep_unreduced(row(1, 1, 1, 1))
+    taken = gradients.take_unreduced()
     assert taken is not None
     assert taken.tolist() == [2, 2, 2, 2]
     assert made.shard.grad is not None
@@ -89,29 +95,32 @@ def test_a_reduced_gradient_is_put_aside_for_an_unreduced_one_and_comes_back() -
 @pytest.mark.pure
 @pytest.mark.spec("FWD-08")
 def test_zero_grad_drops_the_unreduced_gradient_and_what_was_put_aside() -> None:
-    made = owner()
-    made.add_reduced(row(5, 6))
-    made.keep_unreduced(row(1, 1, 1, 1))
+    made = registered()
+    gradients = FlatGradients(made)
+    gradients.add_reduced(row(5, 6))
+    gradients.keep_unreduced(row(1, 1, 1, 1))
     torch.optim.SGD(made.parameters, lr=0.1).zero_grad()
-    assert not made.has_unreduced
-    assert made.take_unreduced() is None
+    assert not gradients.has_unreduced
+    assert gradients.take_unreduced() is None
     assert made.shard.grad is None
 
 
 @pytest.mark.pure
 def test_there_is_nothing_to_take_where_nothing_was_kept() -> None:
-    made = owner()
-    made.add_reduced(row(5, 6))
-    assert made.take_unreduced() is None
+    made = registered()
+    gradients = FlatGradients(made)
+    gradients.add_reduced(row(5, 6))
+    assert gradients.take_unreduced() is None
     assert made.shard.grad is not None
     assert made.shard.grad.tolist() == [5, 6]
 
 
 @pytest.mark.pure
 def test_the_stamp_changes_with_the_values_and_with_the_memory_and_with_nothing_else() -> None:
-    made = owner()
+    made = registered()
+    gradients = FlatGradients(made)
     first = made.stamp()
-    made.add_reduced(row(1, 1))
+    gradients.add_reduced(row(1, 1))
     assert made.stamp() == first
     made.overwrite(row(8, 9))
     second = made.stamp()
@@ -123,9 +132,9 @@ def test_the_stamp_changes_with_the_values_and_with_the_memory_and_with_nothing_
 
 @pytest.mark.pure
 def test_while_it_is_lent_the_flat_parameter_is_not_listed() -> None:
-    made = owner()
+    made = registered()
     shown = made.use_full_params([row(1).view(1, 1), row(2)])
     assert [type(p) for p in shown] == [nn.Parameter, nn.Parameter]
-    assert list(made.home.named_parameters()) == []
-    made.hide_full()
-    assert [name for name, _ in made.home.named_parameters()] == ["_flat_param"]
+    assert list(made._module.named_parameters()) == []
+    made.use_sharded_params()
+    assert [name for name, _ in made._module.named_parameters()] == ["_flat_param"]

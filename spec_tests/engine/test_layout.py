@@ -90,7 +90,7 @@ def test_a_recurrent_unit_computes_with_the_gathered_weights_and_trains_them() -
         (output.sum() + hidden.sum()).backward()
         (expected.sum() + expected_hidden.sum()).backward()
     flat = torch.cat([p.grad.reshape(-1) for p in plain.parameters() if p.grad is not None])
-    local_shard = model[0]._unit.layout.owner.shard.grad
+    local_shard = model[0]._unit.layout.registered.shard.grad
     index = torch.distributed.get_rank()
     mine = flat[index * local_shard.numel() : (index + 1) * local_shard.numel()]
     torch.testing.assert_close(local_shard[: mine.numel()], mine)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from minifsdp.engine.layout import owned_parameters
-from minifsdp.engine.originals import OriginalOwnership
-from minifsdp.engine.partition import Partition
+from minifsdp.engine.flat import FlatLayout
+from minifsdp.engine.flat_gradients import FlatGradients
+from minifsdp.engine.flat_params import RegisteredOrigParams
+from minifsdp.engine.flat_tensor import FlatSharding
+from minifsdp.engine.layout import Gradient, owned_parameters
+from minifsdp.engine.mesh import MeshGroups
+from minifsdp.engine.precision import Precision
 
 
 class Unit(nn.Module):
@@ -23,13 +26,12 @@ class Unit(nn.Module):
         self.bias = nn.Parameter(torch.arange(6.0, 9.0))
 
 
-def own(home: nn.Module, index: int, num_shards: int = 2, **options: Any) -> OriginalOwnership:
+def own(home: nn.Module, index: int, num_shards: int = 2) -> RegisteredOrigParams:
     parameters = owned_parameters([("", home)], set())
-    partition = Partition(tuple(p.numel() for p in parameters), num_shards)
-    row = torch.zeros(partition.padded_numel)
-    row[: partition.numel] = torch.cat([p.detach().reshape(-1) for p in parameters])
-    options.setdefault("keep_reduce_dtype", False)
-    return OriginalOwnership(parameters, row[partition.local_shard(index)].clone(), partition, index, **options)
+    sharding = FlatSharding(tuple(p.numel() for p in parameters), num_shards)
+    row = torch.zeros(sharding.padded_numel)
+    row[: sharding.numel] = torch.cat([p.detach().reshape(-1) for p in parameters])
+    return RegisteredOrigParams(parameters, row[sharding.shard_range(index)].clone(), sharding, index)
 
 
 def row(*values: float) -> torch.Tensor:
@@ -59,7 +61,8 @@ def test_the_same_objects_stay_registered_and_show_their_part_of_the_shard(
 def test_a_step_of_an_optimizer_with_groups_writes_into_the_shard() -> None:
     home = Unit()
     made = own(home, 1)
-    made.add_reduced(row(1, 1, 1, 1, 0))
+    gradients = FlatGradients(made)
+    gradients.add_reduced(row(1, 1, 1, 1, 0))
     groups = [{"params": [home.weight], "lr": 1.0}, {"params": [home.bias], "lr": 2.0}]
     torch.optim.SGD(groups, lr=0.0).step()
     assert made.shard.tolist() == [4, 4, 5, 6, 0]
@@ -72,7 +75,8 @@ def test_a_frozen_parameter_among_trained_ones_warns_and_gets_no_gradient() -> N
     home.bias.requires_grad_(False)
     with pytest.warns(UserWarning, match=r"frozen parameters \(\['bias'\]\) among trained ones.*memory"):
         made = own(home, 1)
-    made.add_reduced(row(1, 2, 3, 4, 0))
+    gradients = FlatGradients(made)
+    gradients.add_reduced(row(1, 2, 3, 4, 0))
     assert home.weight.grad is not None
     assert home.weight.grad.tolist() == [1]
     assert home.bias.grad is None
@@ -95,9 +99,9 @@ def test_a_unit_that_is_trained_or_frozen_as_a_whole_does_not_warn(frozen: list[
 @pytest.mark.spec("SHARD-06", "FWD-07")
 def test_reduced_gradients_add_up_in_the_shape_of_the_slices() -> None:
     home = Unit()
-    made = own(home, 1)
+    gradients = FlatGradients(own(home, 1))
     for _ in range(2):
-        made.add_reduced(row(1, 2, 3, 4, 0))
+        gradients.add_reduced(row(1, 2, 3, 4, 0))
     assert home.weight.grad is not None
     assert home.bias.grad is not None
     assert home.weight.grad.tolist() == [2]
@@ -108,19 +112,19 @@ def test_reduced_gradients_add_up_in_the_shape_of_the_slices() -> None:
 @pytest.mark.spec("NOSYNC-05")
 def test_unreduced_gradients_have_the_original_shapes_and_the_reduced_ones_come_back() -> None:
     home = Unit()
-    made = own(home, 1)
-    made.add_reduced(row(1, 2, 3, 4, 0))
+    gradients = FlatGradients(own(home, 1))
+    gradients.add_reduced(row(1, 2, 3, 4, 0))
     for _ in range(2):
-        made.keep_unreduced(torch.ones(10))
+        gradients.keep_unreduced(torch.ones(10))
     assert home.weight.grad is not None
     assert home.bias.grad is not None
     assert home.weight.grad.tolist() == [[2, 2, 2], [2, 2, 2]]
     assert home.bias.grad.tolist() == [2, 2, 2]
-    assert made.has_unreduced
-    taken = made.take_unreduced()
+    assert gradients.has_unreduced
+    taken = gradients.take_unreduced()
     assert taken is not None
     assert taken.tolist() == [2.0] * 10
-    assert not made.has_unreduced
+    assert not gradients.has_unreduced
     assert home.weight.grad.tolist() == [1]
     assert home.bias.grad.tolist() == [2, 3, 4]
 
@@ -129,16 +133,16 @@ def test_unreduced_gradients_have_the_original_shapes_and_the_reduced_ones_come_
 @pytest.mark.spec("FWD-08")
 def test_zero_grad_of_one_parameter_drops_its_part_and_of_all_drops_everything() -> None:
     home = Unit()
-    made = own(home, 1)
-    made.keep_unreduced(torch.ones(10))
+    gradients = FlatGradients(own(home, 1))
+    gradients.keep_unreduced(torch.ones(10))
     home.bias.grad = None
-    taken = made.take_unreduced()
+    taken = gradients.take_unreduced()
     assert taken is not None
     assert taken.tolist() == [1, 1, 1, 1, 1, 1, 0, 0, 0, 1]
-    made.keep_unreduced(torch.ones(10))
+    gradients.keep_unreduced(torch.ones(10))
     home.zero_grad()
-    assert not made.has_unreduced
-    assert made.take_unreduced() is None
+    assert not gradients.has_unreduced
+    assert gradients.take_unreduced() is None
 
 
 @pytest.mark.pure
@@ -148,7 +152,7 @@ def test_a_parameter_that_was_given_other_memory_is_copied_into_the_shard_and_is
     before = made.stamp()
     home.bias.data = row(60, 70, 80)
     assert made.stamp() != before
-    made.collect()
+    made.write_back()
     assert made.shard.tolist() == [5, 60, 70, 80, 0]
     assert home.bias.untyped_storage().data_ptr() == made.shard.untyped_storage().data_ptr()
 
@@ -161,7 +165,7 @@ def test_a_parameter_that_was_given_another_size_raises_with_its_name() -> None:
     with pytest.raises(
         RuntimeError, match=r"'bias' was set to a tensor of 7 elements.*this rank has 3.*summon_full_params"
     ):
-        made.collect()
+        made.write_back()
 
 
 @pytest.mark.pure
@@ -170,15 +174,15 @@ def test_a_parameter_that_has_no_part_here_must_not_be_given_one() -> None:
     made = own(home, 0)
     home.bias.data = torch.zeros(3)
     with pytest.raises(RuntimeError, match=r"'bias' was set to a tensor of 3 elements.*this rank has 0"):
-        made.collect()
+        made.write_back()
 
 
 @pytest.mark.pure
 def test_where_nobody_has_another_part_the_parameters_keep_their_shapes() -> None:
     home = Unit()
-    made = own(home, 0, num_shards=1)
+    gradients = FlatGradients(own(home, 0, num_shards=1))
     assert (home.weight.shape, home.bias.shape) == ((2, 3), (3,))
-    made.add_reduced(torch.ones(9))
+    gradients.add_reduced(torch.ones(9))
     assert home.weight.grad is not None
     assert home.weight.grad.shape == (2, 3)
 
@@ -188,8 +192,10 @@ def test_where_nobody_has_another_part_the_parameters_keep_their_shapes() -> Non
 @pytest.mark.parametrize("keep", [False, True])
 def test_reduced_gradients_are_widened_unless_they_may_keep_their_dtype(keep: bool) -> None:
     home = Unit()
-    made = own(home, 1, keep_reduce_dtype=keep)
-    made.add_reduced(row(1, 2, 3, 4, 0).bfloat16())
+    parameters = owned_parameters([("", home)], set())
+    mesh, precision = MeshGroups(None, None), Precision(keep_reduce_dtype=keep)
+    layout = FlatLayout(home, parameters, mesh, torch.device("cpu"), precision, use_orig_params=True)
+    layout.accept_gradient(Gradient([]), row(*range(9)).bfloat16())
     assert home.bias.grad is not None
     assert home.bias.grad.dtype is (torch.bfloat16 if keep else torch.float32)
 
@@ -213,16 +219,16 @@ def test_the_stamp_changes_when_one_of_the_values_does() -> None:
 @pytest.mark.spec("SHARD-11")
 def test_what_no_other_rank_has_a_part_of_is_shown_in_its_own_shape() -> None:
     home = Unit()
-    made = own(home, 0, num_shards=1)
+    gradients = FlatGradients(own(home, 0, num_shards=1))
     assert [parameter.shape for parameter in home.parameters()] == [(2, 3), (3,)]
-    made.add_reduced(row(*range(9)))
+    gradients.add_reduced(row(*range(9)))
     assert [p.grad.shape for p in home.parameters() if p.grad is not None] == [(2, 3), (3,)]
 
 
 @pytest.mark.pure
 @pytest.mark.spec("SUMMON-15", "MP-12")
 def test_the_reduced_gradient_keeps_the_dtype_that_it_has() -> None:
-    made = own(Unit(), 1, keep_reduce_dtype=True)
-    made.add_reduced(row(1, 2, 3, 4, 0).bfloat16())
-    local_shard, present = made.reduced_gradient()
+    gradients = FlatGradients(own(Unit(), 1))
+    gradients.add_reduced(row(1, 2, 3, 4, 0).bfloat16())
+    local_shard, present = gradients.reduced()
     assert (local_shard.dtype, present) == (torch.bfloat16, [True, True])

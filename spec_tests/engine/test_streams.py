@@ -21,9 +21,9 @@ from minifsdp.engine.comm_streams import COMPLETED, CommStream, CommStreams
 from minifsdp.engine.cut import Cut
 from minifsdp.engine.extension import ExtendedRow
 from minifsdp.engine.flat import FlatLayout
+from minifsdp.engine.flat_params import assign_gradient
 from minifsdp.engine.layout import Gradient, owned_parameters
 from minifsdp.engine.mesh import Group, MeshGroups, default_group
-from minifsdp.engine.ownership import assign_gradient
 from minifsdp.engine.precision import Precision, move
 from minifsdp.engine.reduce import ReducePlan, Reducer
 from minifsdp.engine.row import Options, Row
@@ -347,9 +347,9 @@ def flat(*, keeps: bool = False, **options: Any) -> FlatLayout:
 
 @pytest.mark.pure
 @pytest.mark.spec("STREAM-11")
-@pytest.mark.parametrize("keep_originals", [False, True])
-def test_a_gradient_is_read_where_there_is_one_already_or_a_hook_waits_for_it(keep_originals: bool) -> None:
-    layout = flat(keep_originals=keep_originals)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_gradient_is_read_where_there_is_one_already_or_a_hook_waits_for_it(use_orig_params: bool) -> None:
+    layout = flat(use_orig_params=use_orig_params)
     assert not layout.reads_gradient
     parameter = layout.local_parameters()[0]
     parameter.grad = torch.zeros_like(parameter)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minifsdp.engine.unsharded import Unsharded
+from minifsdp.engine.flat_tensor import UnshardedTensor
 
 CPU = torch.device("cpu")
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 @pytest.mark.spec("SHARD-13")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_its_memory_comes_and_goes_and_its_shape_stays(dtype: torch.dtype) -> None:
-    tensor = Unsharded(4, dtype, CPU)
+    tensor = UnshardedTensor(4, dtype, CPU)
     storage = tensor.leaf.untyped_storage()
     assert tensor.num_bytes == 4 * dtype.itemsize
     tensor.allocate()
@@ -32,7 +32,7 @@ def test_its_memory_comes_and_goes_and_its_shape_stays(dtype: torch.dtype) -> No
 
 @pytest.mark.pure
 def test_writing_through_the_alias_does_not_look_like_a_change_to_autograd() -> None:
-    tensor = Unsharded(4, torch.float32, CPU)
+    tensor = UnshardedTensor(4, torch.float32, CPU)
     tensor.allocate()
     tensor.alias.fill_(3)
     loss = (tensor.leaf * tensor.leaf).sum()
@@ -46,7 +46,7 @@ def test_writing_through_the_alias_does_not_look_like_a_change_to_autograd() -> 
 
 @pytest.mark.pure
 def test_the_leaf_is_a_leaf_and_asks_for_a_gradient() -> None:
-    tensor = Unsharded(2, torch.float32, CPU)
+    tensor = UnshardedTensor(2, torch.float32, CPU)
     assert tensor.leaf.is_leaf
     assert tensor.leaf.requires_grad
 
@@ -54,7 +54,7 @@ def test_the_leaf_is_a_leaf_and_asks_for_a_gradient() -> None:
 @pytest.mark.pure
 def test_what_is_borrowed_is_the_lenders_memory_and_is_not_released() -> None:
     lender = torch.ones(4)
-    tensor = Unsharded(4, torch.float32, CPU, lender)
+    tensor = UnshardedTensor(4, torch.float32, CPU, lender)
     assert tensor.is_borrowed
     assert tensor.leaf.data_ptr() == lender.data_ptr()
     assert tensor.release() is None
@@ -66,11 +66,11 @@ def test_what_is_borrowed_is_the_lenders_memory_and_is_not_released() -> None:
 @pytest.mark.spec("STREAM-05")
 def test_it_follows_a_lender_that_was_given_other_memory() -> None:
     lender = torch.ones(4)
-    tensor = Unsharded(4, torch.float32, CPU, lender)
+    tensor = UnshardedTensor(4, torch.float32, CPU, lender)
     leaf = tensor.leaf
-    tensor.wait_compute(lender)
+    tensor.use_memory_of(lender)
     assert tensor.leaf.data_ptr() == lender.data_ptr()
     elsewhere = torch.full((4,), 7.0)
-    tensor.wait_compute(elsewhere)
+    tensor.use_memory_of(elsewhere)
     assert tensor.leaf is leaf, "hooks lie on it"
     assert tensor.leaf.data_ptr() == elsewhere.data_ptr()

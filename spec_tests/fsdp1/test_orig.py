@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from minifsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType, trace
 from minifsdp.engine import flat
-from minifsdp.engine.partition import Partition
+from minifsdp.engine.flat_tensor import FlatSharding
 from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.fsdp1.whole import by_name, group_of, memory_of, train, whole
 from spec_tests.harness import device, ranks
@@ -877,7 +877,7 @@ def test_units_of_different_models_and_wrapping_again_after_a_model_is_gone_are_
 # --- implementation details ---
 
 
-class CutElsewhere(Partition):
+class CutElsewhere(FlatSharding):
     """Adds three elements of padding to each shard, so that each rank stores other parts of the parameters."""
 
     @property
@@ -916,7 +916,7 @@ def local_rows(value: Any) -> list[Any]:
 def test_where_the_cut_is_changes_nothing_that_is_promised(strategy: ShardingStrategy) -> None:
     promised, seen = everything_promised(strategy)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flat, "Partition", CutElsewhere)
+        patch.setattr(flat, "FlatSharding", CutElsewhere)
         promised_elsewhere, seen_elsewhere = everything_promised(strategy)
     assert seen != seen_elsewhere, "the ranks do see other parts"
     assert promised == promised_elsewhere

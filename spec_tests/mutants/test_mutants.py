@@ -45,11 +45,11 @@ def test_each_section_of_the_spec_has_a_mutant() -> None:
 
 
 def test_a_mutant_whose_passage_is_gone_is_an_error() -> None:
-    gone = Mutant("gone", "Partition.piece", "no such passage", "", "Nothing.", "SHARD-02")
-    with pytest.raises(ValueError, match=r"0 times in Partition\.local_shard for 'gone'"):
+    gone = Mutant("gone", "FlatSharding.shard_range", "no such passage", "", "Nothing.", "SHARD-02")
+    with pytest.raises(ValueError, match=r"0 times in FlatSharding\.shard_range for 'gone'"):
         broken(gone)
-    with pytest.raises(ValueError, match=r"nothing in the package is called 'Partition\.slice'"):
-        broken(Mutant("gone", "Partition.slice", "index", "", "Nothing.", "SHARD-02"))
+    with pytest.raises(ValueError, match=r"nothing in the package is called 'FlatSharding\.slice'"):
+        broken(Mutant("gone", "FlatSharding.slice", "index", "", "Nothing.", "SHARD-02"))
 
 
 def test_the_record_says_who_notices_and_forgets_who_is_gone(tmp_path: pathlib.Path) -> None:

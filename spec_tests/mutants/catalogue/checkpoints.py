@@ -122,8 +122,8 @@ MUTANTS = [
     Mutant(
         "loaded-into-the-wrong-place",
         "UnitCodec.lay",
-        "copy_(elements[part])",
-        "copy_(elements[: part.stop - part.start])",
+        "copy_(elements.reshape(-1)[part])",
+        "copy_(elements.reshape(-1)[: part.stop - part.start])",
         "Loading a full dict gives every rank the first part of each parameter.",
         "SD-FULL-08",
     ),
@@ -188,7 +188,7 @@ MUTANTS = [
         "local-dict-is-gathered",
         "write_unit",
         "codec.local_shard(form)",
-        "full_row(codec.layout)",
+        "all_gather_values(codec.layout)",
         "A local state dict holds the whole row.",
         "SD-LOCAL-01 SD-LOCAL-02",
     ),
@@ -234,18 +234,17 @@ MUTANTS = [
     ),
     Mutant(
         "written-past-the-version",
-        "Ownership.overwrite",
-        "        with torch.no_grad():\n            self.shard.copy_(local_shard)\n"
-        "        for parameter in self.parameters:",
-        "        self.shard.data.copy_(local_shard)\n"
-        "        for parameter in self.parameters[int(self.hides_originals) :]:",
+        "RegisteredParams.overwrite",
+        "        with torch.no_grad():\n            self.shard.copy_(shard)\n        for parameter in self.parameters:",
+        "        self.shard.data.copy_(shard)\n"
+        "        for parameter in self.parameters[int(self.shard is self.parameters[0]) :]:",
         "A unit that is kept computes with what was there before loading.",
         "SD-FULL-08",
     ),
     Mutant(
         "given-memory-is-not-saved",
         "FlatLayout.local_values",
-        "        self._collect()\n",
+        "        self._write_back()\n",
         "",
         "A state dict has the values that a parameter had before it was given other memory.",
         "ORIG-17",
@@ -308,8 +307,8 @@ MUTANTS = [
     ),
     Mutant(
         "whole-value-for-a-part",
-        "Form.local",
-        "value.shape != self.shape",
+        "local_values",
+        "value.shape != local_shape",
         "False",
         "Of a whole value for a part of tensor parallelism the part is not cut out.",
         "SD-FULL-08",

@@ -50,8 +50,8 @@ MUTANTS = [
     Mutant(
         "kept-flat-units-are-always-stale",
         "FlatLayout.all_gather",
-        "self.steps.count, self.owner.stamp()",
-        "-1, self.owner.stamp()",
+        "self.steps.count, self.registered.stamp()",
+        "-1, self.registered.stamp()",
         "A unit is gathered again for each forward.",
         "FRESH-03",
     ),

@@ -10,8 +10,8 @@ MUTANTS = [
     Mutant(
         "a-fused-step-leaves-flat-units-as-they-are",
         "FlatLayout.is_stale",
-        "self._gathered_at != (self.steps.count, self.owner.stamp())",
-        "self._gathered_at[1] != self.owner.stamp()",
+        "self._last_all_gather != (self.steps.count, self.registered.stamp())",
+        "self._last_all_gather[1] != self.registered.stamp()",
         "A forward after the step of a fused optimizer uses the parameters from before the step.",
         "FUZZ-12",
     ),

@@ -106,8 +106,8 @@ MUTANTS = [
     Mutant(
         "loaded-piece-is-the-first",
         "UnitCodec.lay",
-        "part_in_parameter(self.mesh.shard_index, number)",
-        "part_in_parameter(0, number)",
+        "range_in_param(self.mesh.shard_index, number)",
+        "range_in_param(0, number)",
         "Every rank loads the first rank's part of a state.",
         "OSD-LOAD-03",
     ),
@@ -249,7 +249,7 @@ MUTANTS = [
     ),
     Mutant(
         "part-reaches-into-the-next-slice",
-        "Partition.part_in_parameter",
+        "FlatSharding.range_in_param",
         "min(self.shard_numel - first, self.numels[number])",
         "self.numels[number]",
         "The part of a parameter that a rank stores goes on to its end.",

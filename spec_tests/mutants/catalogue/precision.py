@@ -49,8 +49,8 @@ MUTANTS = [
     ),
     Mutant(
         "low-precision-gradients-are-kept",
-        "Ownership.add_reduced",
-        "local_shard.dtype is not self.shard.dtype and not self.keep_reduce_dtype",
+        "FlatLayout.accept_gradient",
+        "local_shard.dtype is not stored_dtype and not self._keep_reduce_dtype",
         "False",
         ".grad stays in the dtype of the reduction without being asked to.",
         "MP-11",
@@ -145,7 +145,7 @@ MUTANTS = [
     ),
     Mutant(
         "offloaded-gradients-replace",
-        "Ownership.add_reduced",
+        "FlatGradients.add_reduced",
         "if parameter.grad is None:",
         "if True:",
         "With offload, too, a second backward replaces the gradient of the first.",

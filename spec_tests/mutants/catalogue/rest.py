@@ -89,7 +89,7 @@ MUTANTS = [
     ),
     Mutant(
         "hooks-of-the-first-sum-alone",
-        "Ownership.add_reduced",
+        "FlatGradients.add_reduced",
         "                parameter.grad.add_(part)\n",
         "                parameter.grad.add_(part)\n                continue\n",
         "A hook on a flat parameter is not called when its gradient was added to that of an earlier micro-batch.",
@@ -115,10 +115,10 @@ MUTANTS = [
     Mutant(
         "half-a-frozen-unit-passes-with-offload",
         "FlatLayout.__init__",
-        "            self.owner = FlatOwnership(",
+        "            self.registered = RegisteredFlatParam(",
         "            for original in parameters if offload else ():\n"
         "                original.requires_grad_(next(iter(parameters)).requires_grad)\n"
-        "            self.owner = FlatOwnership(",
+        "            self.registered = RegisteredFlatParam(",
         "A flat parameter that is half frozen is refused only where nothing is offloaded.",
         "PAR-09",
     ),
@@ -364,9 +364,9 @@ MUTANTS = [
     ),
     Mutant(
         "the-last-rank-owns-what-the-first-does",
-        "_elements_in_row",
-        "partition.slices_of_local_shard(index) for index",
-        "partition.slices_of_local_shard(0) for index",
+        "_elements_in_flat",
+        "sharding.param_ranges(index) for index",
+        "sharding.param_ranges(0) for index",
         "explain() tells of each rank what rank 0 stores.",
         "EXPLAIN-02",
     ),

@@ -8,7 +8,7 @@ __all__ = ["BREAKS"]
 
 STREAMS, FLAT, ROW, PER_PARAMETER = "engine/comm_streams.py", "engine/flat.py", "engine/row.py", "engine/per_param.py"
 EXTENSION, UNIT, HOOKS, ROOT = "engine/extension.py", "engine/unit.py", "engine/hooks.py", "engine/root.py"
-SUMMONED = "engine/summoned.py"
+FULL_PARAMS = "fsdp1/full_params.py"
 RANK_CHECKS = "engine/rank_checks.py"
 CUT_OUT = (
     "        source.take([cut.local_part(leaf.data, group.rank) for cut, leaf in "
@@ -179,17 +179,17 @@ BREAKS = [
         "new-data-not-followed",
         FLAT,
         """\
-        if self.owner.collect():
+        if self.registered.write_back():
             # Copied on the compute stream. The communication stream must wait for that.
             comm_streams.all_gather.wait_compute()
 """,
-        "        self.owner.collect()\n",
+        "        self.registered.write_back()\n",
         "What was given by p.data is copied after the gather stream has followed. Race 5 of the list.",
         "flat_new_data",
     ),
     Break(
         "new-data-not-told",
-        "engine/originals.py",
+        "engine/flat_params.py",
         "            has_copied = True\n",
         "",
         "That something was copied is not told.",
@@ -353,23 +353,23 @@ BREAKS = [
     ),
     Break(
         "summons-without-waiting",
-        SUMMONED,
-        "    collectives.all_gather(group, row, local_shard.to(layout.device)).wait()\n",
-        "    collectives.all_gather(group, row, local_shard.to(layout.device))\n",
+        FULL_PARAMS,
+        "    collectives.all_gather(group, flat, shard.to(layout.device)).wait()\n",
+        "    collectives.all_gather(group, flat, shard.to(layout.device))\n",
         "summon_full_params shows a row that has not arrived, where the backend has threads.",
         "flat_over_a_backend_with_threads",
     ),
     Break(
         "summons-gradients-without-waiting",
-        SUMMONED,
-        "    collectives.all_gather(group, row, local_shard.to(layout.device)).wait()\n",
-        "    collectives.all_gather(group, row, local_shard.to(layout.device))\n",
+        FULL_PARAMS,
+        "    collectives.all_gather(group, flat, shard.to(layout.device)).wait()\n",
+        "    collectives.all_gather(group, flat, shard.to(layout.device))\n",
         "The same for full gradients.",
         "flat_gradients_over_a_backend_with_threads",
     ),
     Break(
         "counts-gradients-without-waiting",
-        SUMMONED,
+        FULL_PARAMS,
         "    collectives.all_reduce(group, votes).wait()\n",
         "    collectives.all_reduce(group, votes)\n",
         "Whether a gradient is there is read before all ranks have said so.",
@@ -412,7 +412,7 @@ BREAKS = [
     Break(
         "old-memory-borrowed",
         FLAT,
-        "            now.wait_compute(shard)\n",
+        "            now.use_memory_of(shard)\n",
         "",
         "A unit that nobody shares goes on computing on memory that its parameters have left.",
         "flat_new_data_not_sharded",

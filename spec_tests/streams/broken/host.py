@@ -9,7 +9,7 @@ __all__ = ["BREAKS"]
 REDUCE, FLAT, ROW, PER_PARAMETER = "engine/reduce.py", "engine/flat.py", "engine/row.py", "engine/per_param.py"
 LAYOUT = "engine/layout.py"
 
-FLAT_COPY = "        return local_shard.to(dtype).to(self.owner.shard.device, non_blocking=True)\n"
+FLAT_COPY = "        return local_shard.to(dtype).to(shard.device, non_blocking=True)\n"
 EACH_COPY = "        return local_shard.to(dtypes.pop()).to(self._entries[0].local_shard.device, non_blocking=True)\n"
 HOOKED, GIVEN = "self.has_gradient_hooks", "any(p.grad is not None for p in self.local_parameters())"
 
@@ -173,7 +173,7 @@ BREAKS = [
         "blocking-copies-flat",
         FLAT,
         FLAT_COPY,
-        "        return local_shard.to(dtype).to(self.owner.shard.device)\n",
+        "        return local_shard.to(dtype).to(shard.device)\n",
         "Each unit's gradient stops the CPU. Point 10 of the list.",
         "flat_offload",
         "stops",
@@ -191,7 +191,7 @@ BREAKS = [
         "cast-on-the-host-flat",
         FLAT,
         FLAT_COPY,
-        "        return local_shard.to(self.owner.shard.device, non_blocking=True).to(dtype)\n",
+        "        return local_shard.to(shard.device, non_blocking=True).to(dtype)\n",
         "The CPU casts a gradient that has not arrived.",
         "flat_offload_in_bf16",
     ),
@@ -234,7 +234,7 @@ BREAKS = [
     ),
     Break(
         "gradient-assigned-across-devices",
-        "engine/ownership.py",
+        "engine/flat_params.py",
         " and gradient.device == parameter.device:\n",
         ":\n",
         "A gradient of the device is assigned to a parameter of the CPU. Race 9 of the list.",

@@ -39,7 +39,7 @@ BREAKS = [
     ),
     Break(
         "unsharded-freed-by-hand",
-        "engine/unsharded.py",
+        "engine/flat_tensor.py",
         "        return None if self.is_borrowed else lifetime.release(self.alias)\n",
         "        if not self.is_borrowed:\n            self.alias.untyped_storage().resize_(0)\n        return None\n",
         "The flat parameter is freed past the one place that tells the allocator.",

@@ -1,0 +1,121 @@
+"""The gradients of a flat unit, in ``.grad`` of its registered parameters.
+
+Both kinds of gradients are stored in ``.grad``, but their sizes differ:
+
+* The *reduced* gradient has the size of the shard. It is this rank's shard of the mean over all ranks.
+* The *unreduced* gradient comes from a backward inside ``no_sync()``. It has the size of the unsharded unit. It is the
+  sum over the micro-batches of this rank alone.
+
+Each registered parameter gets its part of a gradient. A flat parameter is the case of one part.
+
+Worked example, a flat parameter of 4 elements on two ranks, two micro-batches, on rank 0 with gradients ``[1 1 1 1]``
+(inside ``no_sync``) and ``[2 2 2 2]``, on rank 1 with ``[3 3 3 3]`` and ``[4 4 4 4]``::
+
+    after the first backward    .grad is [1 1 1 1] on rank 0, [3 3 3 3] on rank 1        unreduced
+    during the second           [3 3 3 3] and [7 7 7 7] are reduced: sum 10, mean 5
+    after it                    .grad is [5 5] on both                                   reduced
+
+The unreduced gradient is stored in ``.grad`` because ``zero_grad()`` must clear it. Otherwise it would be added to the
+gradient of the next step. ``optimizer_watch.py`` raises an error if an optimizer step finds an unreduced gradient.
+
+*In torch:* gradients pass through ``_saved_grad_shard``, ``_cpu_grad`` and ``prepare_gradient_for_*``.
+
+Spec: SHARD-06, NOSYNC-02, NOSYNC-05, NOSYNC-10, FWD-07, FWD-08, MP-11, MP-12, ORIG-13, STREAM-08.
+"""
+
+import torch
+
+from minifsdp.engine.flat_params import RegisteredParams, assign_gradient, assign_gradients
+
+
+class FlatGradients:
+    """The reduced and unreduced gradients of the registered parameters of one unit.
+
+    Args:
+        registered: the parameters.
+    """
+
+    def __init__(self, registered: RegisteredParams) -> None:
+        self._registered, self._parameters = registered, registered.parameters
+        # The reduced gradients that unreduced ones replace in `.grad`; `None` while there are no unreduced ones.
+        self._reduced: list[torch.Tensor | None] | None = None
+        self._unreduced: torch.Tensor | None = None
+        self._version = 0
+
+    # --- reduced gradients ---
+
+    def add_reduced(self, shard: torch.Tensor) -> None:
+        """Adds a shard of a reduced gradient to ``.grad`` of the trained parameters."""
+        for parameter, part in zip(self._parameters, self._registered.parts(shard), strict=True):
+            # An original parameter without elements on this rank gets no gradient here.
+            if not parameter.requires_grad or (part is not shard and part.numel() == 0):
+                continue
+            if parameter.grad is None:
+                assign_gradient(parameter, part)
+            else:
+                parameter.grad.add_(part)
+            # Autograd did not accumulate this gradient, so it does not call the post-accumulate hooks.
+            for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+                hook(parameter)
+
+    def reduced(self) -> tuple[torch.Tensor, list[bool]]:
+        """The reduced gradient as one tensor, with zeros where it is missing, and which parameters have one here."""
+        gradients = [parameter.grad for parameter in self._parameters]
+        dtype = next((gradient.dtype for gradient in gradients if gradient is not None), self._registered.shard.dtype)
+        shard = torch.zeros_like(self._registered.shard, dtype=dtype)
+        for gradient, part in zip(gradients, self._registered.parts(shard), strict=True):
+            if gradient is not None:
+                part.copy_(gradient)
+        return shard, [gradient is not None for gradient in gradients]
+
+    def overwrite_reduced(self, shard: torch.Tensor, present: list[bool]) -> None:
+        """Replaces the reduced gradient by a copy of ``shard``, which may be a view of an unsharded tensor."""
+        parts = zip(self._registered.parts(shard.clone()), present, strict=True)
+        assign_gradients(self._parameters, [part if is_there and part.numel() else None for part, is_there in parts])
+
+    # --- unreduced gradients ---
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether there is a ``.grad`` that was not reduced."""
+        return self._reduced is not None and any(parameter.grad is not None for parameter in self._parameters)
+
+    def keep_unreduced(self, gradient: torch.Tensor) -> None:
+        """Adds ``gradient`` to the unreduced gradient, and keeps an existing reduced gradient elsewhere meanwhile."""
+        before = self.take_unreduced()
+        if before is not None:
+            gradient = before.add_(gradient) if before.dtype is gradient.dtype else before + gradient
+        self._reduced = [parameter.grad for parameter in self._parameters]
+        parts = self._registered.unsharded_parts(gradient)
+        # With several parts, this attribute holds the gradient. A flat parameter holds it in `.grad` only.
+        self._unreduced = None if parts[0] is gradient else gradient
+        self._version = gradient._version
+        pairs = zip(self._parameters, parts, strict=True)
+        assign_gradients(self._parameters, [part if parameter.requires_grad else None for parameter, part in pairs])
+
+    def take_unreduced(self) -> torch.Tensor | None:
+        """Removes and returns the unreduced gradient, and restores the reduced one in ``.grad``, if any."""
+        if self._reduced is None:
+            return None
+        unreduced = self._parameters[0].grad if self._unreduced is None else self._unreduced
+        reduced, self._reduced, self._unreduced = self._reduced, None, None
+        if unreduced is None:
+            return None
+        any_left, is_edited = False, unreduced._version != self._version
+        parts = self._registered.unsharded_parts(unreduced)
+        for parameter, before, part in zip(self._parameters, reduced, parts, strict=True):
+            if parameter.grad is None:
+                # zero_grad(), of all or of this one. It clears the reduced gradient, too.
+                part.zero_()
+                continue
+            any_left = True
+            if parameter.grad.data_ptr() != part.data_ptr() and parameter.grad.shape == part.shape:
+                # The user has assigned another gradient. PyTorch allows this size only if nothing is sharded.
+                part.copy_(parameter.grad)
+            parameter.grad = None
+            if before is not None:
+                if is_edited and not part.any():
+                    # zero_grad(set_to_none=False): it has cleared only the unreduced gradient.
+                    before.zero_()
+                assign_gradient(parameter, before)
+        return unreduced if any_left else None

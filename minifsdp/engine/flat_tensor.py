@@ -1,0 +1,209 @@
+"""A flat tensor: how it is sharded, and the memory of the unsharded tensor. Nothing here communicates.
+
+The parameters of a unit are concatenated into a flat tensor, which is split into equal shards, one for each rank. Equal
+sizes let one all-gather rebuild the tensor without a table of sizes.
+
+Worked example, ``a`` with 3 elements and ``b`` with 4, two ranks::
+
+    flat       a a a b b b b
+    padded     a a a b b b b .      8, the next multiple of 2
+    shard 0    a a a b              all of a, one element of b
+    shard 1            b b b .      the rest of b, and padding
+
+``b`` is split between the ranks. Splitting only at parameter boundaries would give one rank 3 elements and the other 4.
+With one large embedding, a single rank would store most of the model.
+
+Cost: at most ``num_shards - 1`` elements of padding in each unit. That is negligible for a million parameters on 8
+ranks. In a unit of 5 parameters it can be more than half, which is one reason not to wrap very small modules.
+
+A parameter may already be a ``DTensor`` if tensor parallelism has sharded it. Then the flat tensor contains its local
+tensor, and modules have a DTensor again while the unit is unsharded.
+
+The unsharded tensor belongs to autograd. It is created once and lives as long as its unit. Only its memory is allocated
+and freed:
+
+1. Its storage is *resized* between full size and 0 bytes, never replaced. The tensors that autograd saves in forward
+   are views of this storage, and backward needs the values under the same views.
+2. An all-gather writes through an *alias*: the same storage with another version counter. To autograd the values do not
+   change between forward and backward, which is correct. After a direct write, the tensor would look modified, and
+   backward would raise an error.
+
+Worked example, 4 float32 elements::
+
+    created      sizes (4,), storage  0 bytes
+    allocate     sizes (4,), storage 16 bytes, values undefined until the all-gather is done
+    release      sizes (4,), storage  0 bytes; views keep their sizes, too, and must not be read
+
+*In torch:* the same sharding in ``_get_shard`` of ``_flat_param.py``. With original parameters, torch also pads
+*between* parameters for alignment. minifsdp omits this, because every offset would then depend on the dtype, and no
+requirement needs it. The unsharded tensor is ``_full_param_padded``, ``_mp_shard`` or
+``_full_prec_full_param_padded``.
+
+Spec: SHARD-02, SHARD-03, SHARD-09, SHARD-13, ORIG-03, MP-02, MP-03, NEW-01.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from minifsdp.engine import lifetime
+from minifsdp.engine.lifetime import ReleaseEvent
+from minifsdp.engine.messages import message
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a ``DTensor``, without autograd; other tensors are returned unchanged."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def distributed_tensor(view: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
+    """The ``DTensor`` of a view, for tensor parallelism, or the view itself; differentiable."""
+    if spec is None:
+        return view
+    distributed: torch.Tensor = DTensor.from_local(
+        view, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+    )
+    return distributed
+
+
+def local_values(value: torch.Tensor, spec: DTensorSpec | None, local_shape: torch.Size) -> torch.Tensor:
+    """The local values of an unsharded or distributed ``value`` for a parameter. Does not communicate.
+
+    Args:
+        value: the values, of the parameter's shape or of ``local_shape``.
+        spec: the parameter's spec if it is a DTensor.
+        local_shape: the shape of its local tensor.
+    """
+    if spec is not None and not isinstance(value, DTensor) and value.shape != local_shape:
+        value = distribute_tensor(value, spec.mesh, spec.placements, src_data_rank=None)
+    return local_tensor(value)
+
+
+@dataclass(frozen=True)
+class FlatSharding:
+    """How a flat tensor of several parameters is sharded.
+
+    Args:
+        numels: number of elements of each parameter, in order.
+        num_shards: size of the shard group; at least 1.
+    """
+
+    numels: tuple[int, ...]
+    num_shards: int
+
+    def __post_init__(self) -> None:
+        if self.num_shards < 1:
+            raise ValueError(message("no-ranks", num_shards=self.num_shards))
+
+    @cached_property
+    def numel(self) -> int:
+        """Number of elements in all parameters, without padding."""
+        return sum(self.numels)
+
+    @cached_property
+    def shard_numel(self) -> int:
+        """Number of elements that each rank stores, including padding."""
+        # Rounded up: rounding down would leave the last elements without a rank.
+        return -(-self.numel // self.num_shards)
+
+    @cached_property
+    def padded_numel(self) -> int:
+        """Number of elements in the flat tensor, including padding."""
+        return self.shard_numel * self.num_shards
+
+    @cached_property
+    def split_sizes(self) -> list[int]:
+        """Sizes of the parameters, and of the padding after them if there is any."""
+        padding = self.padded_numel - self.numel
+        return [*self.numels, padding] if padding else list(self.numels)
+
+    @cached_property
+    def is_single(self) -> bool:
+        """Whether the flat tensor is one parameter without padding."""
+        return len(self.numels) == 1 and self.numel == self.padded_numel
+
+    def shard_range(self, index: int) -> slice:
+        """The elements of the padded flat tensor that rank ``index`` stores."""
+        return slice(index * self.shard_numel, (index + 1) * self.shard_numel)
+
+    def param_ranges(self, index: int) -> list[slice]:
+        """For each parameter, its range inside the shard of rank ``index``. Can be empty."""
+        ranges, first = [], -index * self.shard_numel
+        for numel in self.numels:
+            # Clipped at both ends: elements before and after the shard belong to other ranks.
+            start = min(max(first, 0), self.shard_numel)
+            ranges.append(slice(start, min(max(first + numel, start), self.shard_numel)))
+            first += numel
+        return ranges
+
+    def range_in_param(self, index: int, number: int) -> slice:
+        """The range of parameter ``number``, counted from its own start, that rank ``index`` stores. Can be empty."""
+        first = sum(self.numels[:number]) - index * self.shard_numel
+        start = min(max(-first, 0), self.numels[number])
+        return slice(start, max(start, min(self.shard_numel - first, self.numels[number])))
+
+    def make_shard(self, values: Sequence[torch.Tensor], index: int) -> torch.Tensor:
+        """The shard of rank ``index`` of the concatenated ``values``, in memory of its own."""
+        flat = values[0].new_zeros(self.padded_numel)
+        for target, value in zip(flat.split(self.split_sizes), values, strict=False):
+            target.copy_(value.reshape(-1))
+        # Without the clone, the shard would keep the memory of the unsharded tensor alive.
+        return flat if self.num_shards == 1 else flat[self.shard_range(index)].clone()
+
+    def views(self, flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+        """Views of the parameters in a padded flat tensor, by one split (``flat.py``, 2).
+
+        A single parameter without padding needs no split. Its gradient may share memory with other gradients.
+        """
+        if self.is_single:
+            return [flat.view(shapes[0])]
+        # The padding comes last and has no shape.
+        return [part.view(shape) for part, shape in zip(flat.split_with_sizes(self.split_sizes), shapes, strict=False)]
+
+
+class UnshardedTensor:
+    """An unsharded flat tensor with its own memory, or with the memory of ``lender`` if it needs no second memory.
+
+    Args:
+        numel: number of elements, including padding.
+        dtype: the compute dtype.
+        device: the compute device.
+        lender: a tensor of this size, dtype and device whose memory to use instead.
+
+    Attributes:
+        leaf: the tensor; autograd accumulates gradients into it.
+        alias: the same memory, for writing.
+        num_bytes: its size while it has memory.
+    """
+
+    __slots__ = ("alias", "is_borrowed", "leaf", "num_bytes")
+
+    def __init__(
+        self, numel: int, dtype: torch.dtype, device: torch.device, lender: torch.Tensor | None = None
+    ) -> None:
+        self.is_borrowed = lender is not None
+        tensor = torch.empty(numel, dtype=dtype, device=device) if lender is None else lender.detach()
+        self.num_bytes = numel * tensor.element_size()
+        # 2. `.data` has its own version counter, `.detach()` does not.
+        self.alias = tensor.data
+        self.leaf = tensor.requires_grad_()
+        if lender is None:
+            self.alias.untyped_storage().resize_(0)
+
+    def use_memory_of(self, lender: torch.Tensor) -> None:
+        """Uses the memory of ``lender`` from now on, if the user has given the shard other memory."""
+        if lender.data_ptr() != self.alias.data_ptr():
+            self.alias = self.leaf.data = lender
+
+    def allocate(self) -> None:
+        """Allocates memory, with undefined values."""
+        # 1. Resized, not replaced.
+        self.alias.untyped_storage().resize_(self.num_bytes)
+
+    def release(self) -> ReleaseEvent | None:
+        """Frees the memory; returns ``None`` if it is borrowed."""
+        return None if self.is_borrowed else lifetime.release(self.alias)
