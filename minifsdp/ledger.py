@@ -16,27 +16,24 @@ import argparse
 import json
 import os
 import tempfile
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from minifsdp.engine.messages import rank_of_this_process
-from minifsdp.watchdog.report import Line, State, in_words
+from minifsdp.watchdog.report import Findings
 
 WIDTH = 44
 FOLDER = "MINIFSDP_LEDGER_DIR"
 
 
-def written(
-    states: Mapping[int, State | None], lists: Mapping[int, list[Line]], diverging: Mapping[int, Line], why: str = ""
-) -> str:
+def written(found: Findings) -> str:
     """The report. It is also written to a file, and the last line names the file."""
-    words = in_words(states, diverging, why)
+    words = found.in_words()
     if os.environ.get(FOLDER) == "off":
         return words
     try:
-        path = _write(json.dumps({"states": states, "lines": lists, "diverging": diverging}))
+        path = _write(json.dumps({"states": found.states, "lines": found.lists, "diverging": found.diverging}))
     except OSError as error:
         return f"{words}\n(could not be written to a file: {error})"
     return f"{words}\nTo draw it: python -m minifsdp.ledger {path}"
@@ -68,7 +65,7 @@ def drawn(report: dict[str, Any], most: int) -> str:
     states = {int(rank): state for rank, state in report["states"].items()}
     diverging = {int(rank): line for rank, line in report["diverging"].items()}
     columns = {int(rank): {tuple(line[:3]): line for line in lines} for rank, lines in report["lines"].items()}
-    text = [in_words(states, diverging), ""]
+    text = [Findings(states, {}, diverging).in_words(), ""]
     positions = sorted({position for column in columns.values() for position in column})[-most:]
     for index, (group, epoch, number) in enumerate(positions):
         if index == 0 or positions[index - 1][:2] != (group, epoch):

@@ -34,11 +34,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from minifsdp.engine import collectives
+from minifsdp.engine import collectives, rank_checks
 from minifsdp.engine.collective_log import log
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import message, rank_of_this_process
-from minifsdp.engine.rank_checks import read_all
 
 T = TypeVar("T")
 # A state dict of another model can have a problem in every key, on a thousand ranks.
@@ -141,7 +140,7 @@ def monitored_barrier(groups: Sequence[Group], call: str, *, raises_hand: bool =
         RuntimeError: some rank did not arrive within the group's timeout. The message names the call and the ranks.
             Also raised if the ranks have issued different collectives before.
     """
-    read_all()
+    rank_checks.read_all()
     return [group for group in groups if _meets_all(group, call, raises_hand)]
 
 
@@ -165,18 +164,16 @@ def _wait_for_all(group: Group, call: str, raises_hand: bool) -> bool:
     # With a counter, the number of messages per rank does not depend on the number of ranks.
     if store.add(arrived, 1) == (number + 1) * group.size:
         store.set(f"{key}/complete", "")
-    begun, limit, sequence = time.monotonic(), _time_limit(group), group.sequence
-    hash_before = sequence.hash.copy()
+    begun, limit, (position, hash_before) = time.monotonic(), _time_limit(group), group.sequence.mark()
     try:
         # Recorded in the collective log, so that reports of other ranks show what this rank waits for.
         collectives.Collective("barrier", group, 0, _wait, store, f"{key}/complete", limit)
     except TimeoutError as error:
         seconds = min(time.monotonic() - begun, limit.total_seconds())
-        ranks, report = list(group.ranks), log.diagnosis((sequence, sequence.epoch, sequence.number - 1))
-        present = [store.check([f"{key}/{index}"]) for index in range(group.size)]
-        missing = [rank for rank, is_here in zip(ranks, present, strict=True) if not is_here]
+        ranks, report = list(group.ranks), log.diagnosis(position)
+        missing = [rank for index, rank in enumerate(ranks) if not store.check([f"{key}/{index}"])]
         # Undo this call in the store and in the log, so that all ranks can call again and their logs still match.
-        log.undo(sequence, hash_before)
+        log.undo(position, hash_before)
         store.add(arrived, -1)
         store.delete_key(f"{key}/{group.rank}")
         raise RuntimeError(

@@ -12,17 +12,16 @@ place (``collectives.py``):
 3. *Epoch.* The ranks compare their hashes at the end of each backward (``rank_checks.py``) and then start a new epoch.
    A position is an epoch and a number in it. Ranks in different epochs are not compared.
 
-The comparison uses the `identity` of each collective: the kind, the number of bytes, the dtype, and the unit. The unit
-is identified by its parameters' names and shapes, without the name components that wrappers add, and by the number of
-its root on this group. The line in the program is printed, but never compared: healthy ranks may issue the same
-collective from different lines.
+The ranks compare the `identity` of each collective: kind, number of bytes, dtype, and unit. The unit is identified by
+its parameters' names and shapes, without the name components that wrappers add, and by the number of its root on this
+group. The line in the program is never compared: healthy ranks may issue the same collective from different lines.
 
 Worked example, two ranks, group ``0``, each with one unit that the other one lacks::
 
     rank 0      0: all-gather a      1: all-gather b      hash 5f1d...
     rank 1      0: all-gather a      1: all-gather c      hash 90ab...     the ranks diverge at position 1
 
-Cost: three Python calls for each unit and step. The log keeps the last 2,048 entries, about one megabyte.
+Cost: one Python call for each collective. The log keeps the last 2,048 entries, about one megabyte.
 
 *In torch:* the flight recorder does this for NCCL in C++ and writes files that a tool compares. Gloo has no recorder.
 
@@ -73,20 +72,18 @@ class UnitName(str):
         identities: the identity of the unit in each sequence.
         digest: equal for units with equal parameter shapes and names, without the components that wrappers add.
         tree: as given.
-        text: the name as an ordinary string, shared by all entries of the unit.
     """
 
     digest: int
     tree: Tree
     identities: dict[CollectiveSequence, int]
-    text: str
 
     def __new__(cls, name: str, parameters: Iterable[tuple[str, Sequence[int]]], tree: Tree) -> UnitName:
         """Computes the digest once, because it is part of every entry."""
         made = super().__new__(cls, name)
         paths = [(f"{name}.{path}".split("."), tuple(shape)) for path, shape in parameters]
         cleaned = [([part for part in parts if part not in _OF_WRAPPERS], shape) for parts, shape in paths]
-        made.digest, made.tree, made.identities, made.text = crc32(repr(cleaned).encode()), tree, {}, name
+        made.digest, made.tree, made.identities = crc32(repr(cleaned).encode()), tree, {}
         return made
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
@@ -129,6 +126,10 @@ class CollectiveSequence:
         if self.transport is not None:
             self.transport.forget_sizes()
 
+    def mark(self) -> tuple[Position, Any]:
+        """The position of the next collective, and a copy of the hash, for `CollectiveLog.undo`."""
+        return (self, self.epoch, self.number), self.hash.copy()
+
     def identity_of(self, unit: UnitName) -> int:
         """Identifies a unit on this group: its parameters, and the number of its root among the roots that used it."""
         number = self._trees.setdefault(unit.tree.number, len(self._trees))
@@ -141,8 +142,8 @@ class CollectiveSequence:
         return int.from_bytes(self.hash.digest(), "big")
 
 
-# A sequence, an epoch, and a number in it.
-Position = tuple[CollectiveSequence, int, int]
+Position = tuple[CollectiveSequence, int, int]  # a sequence, an epoch, and a number in it
+Parts = tuple[int, ...]  # numbers of parameters
 
 
 class Entry(NamedTuple):
@@ -161,7 +162,7 @@ class Entry(NamedTuple):
 
     kind: str
     unit: str | None
-    parts: tuple[int, ...]
+    parts: Parts
     num_bytes: int
     iteration: int
     identity: int
@@ -199,8 +200,7 @@ class CollectiveLog:
     """The collectives of this process. There is one log, `log`. The watchdog thread reads it.
 
     Attributes:
-        entries: the last collectives, each with the fields of `Entry`. A plain tuple costs no Python call, and the
-            garbage collector does not track it.
+        entries: the last collectives, as plain tuples of the fields of `Entry`, which the garbage collector ignores.
         sequences: the sequence of each process group.
         iteration: number of outermost forwards on this rank.
         num_steps: number of optimizer steps.
@@ -210,6 +210,7 @@ class CollectiveLog:
         fatal_error: set by the watchdog if no further collective can complete: the text of the error.
         watchdog: the watchdog of the default process group, if it has one.
         store: a weak reference to the store of the default process group, whose end clears the log.
+        exit_status: an object that ends the process with another status, when Python deletes this log.
     """
 
     def __init__(self) -> None:
@@ -222,6 +223,7 @@ class CollectiveLog:
         self.fatal_error = ""
         self.watchdog: Any = None
         self.store: weakref.ref[Any] | None = None
+        self.exit_status: Any = None
         self._generations = Counter[str]()
 
     def sequence_of(self, process_group: Any, ranks: tuple[int, ...]) -> CollectiveSequence:
@@ -235,26 +237,19 @@ class CollectiveLog:
         return self.sequences[process_group]
 
     def record(
-        self,
-        sequence: CollectiveSequence,
-        kind: str,
-        num_bytes: int,
-        unit: str | None = None,
-        parts: tuple[int, ...] = (),
-        dtype: Any = None,
+        self, sequence: CollectiveSequence, kind: str, num_bytes: int, unit: str | None, parts: Parts, dtype: Any
     ) -> tuple[Position, bytes]:
         """Adds a collective that is issued next. Returns its position, and its identity.
 
         Args:
-            sequence: that of the process group.
-            kind, num_bytes, unit, parts: as in `Entry`; ``unit`` is empty for the outermost module's unit.
+            sequence, kind, num_bytes, unit, parts: as in `Entry`; ``unit`` is empty for the outermost module's unit.
             dtype: dtype of the elements, if known.
         """
-        name: str | None = unit
         of_unit: Any = unit
         if isinstance(unit, UnitName):
             unit.tree.used.add(sequence)
-            name, of_unit = unit.text, unit.identities.get(sequence) or sequence.identity_of(unit)
+            of_unit = unit.identities.get(sequence) or sequence.identity_of(unit)
+            unit = str(unit)
         identity = f"{kind} {num_bytes} {dtype} {of_unit} {parts};".encode()
         sequence.hash.update(identity)
         # 1. The frame of the program that led here.
@@ -266,14 +261,15 @@ class CollectiveLog:
             # An autograd thread, on an accelerator. The program waits for it in the main thread.
             where = way_out_of_main_thread()
         position = (sequence.key, sequence.epoch, sequence.number)
-        self.entries.append((kind, name, parts, num_bytes, self.iteration, crc32(identity), *position, *where))
+        self.entries.append((kind, unit, parts, num_bytes, self.iteration, crc32(identity), *position, *where))
         self.latest = (sequence, sequence.epoch, sequence.number)
         sequence.number += 1
         return self.latest, identity
 
-    def undo(self, sequence: CollectiveSequence, before: Any) -> None:
-        """Removes the last entry, which no other rank has. ``before`` is a copy of the hash without it."""
-        sequence.number, sequence.hash = sequence.number - 1, before
+    def undo(self, position: Position, hash_before: Any) -> None:
+        """Removes the last entry, which no other rank has, given the result of `CollectiveSequence.mark` before it."""
+        sequence, _, number = position
+        sequence.number, sequence.hash = number, hash_before
         self.entries.pop()
 
     def diagnosis(self, position: Position) -> str:

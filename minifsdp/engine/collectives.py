@@ -141,8 +141,7 @@ class Collective:
     def _read_sizes(self) -> None:
         """Raises on all ranks if they issue collectives of different kinds or sizes."""
         agrees, self._sizes_agree = self._sizes_agree, None
-        agree = agrees()
-        if agree:
+        if (agree := agrees()) is True:
             return
         # If the ranks have disagreed since, all of them drop the collectives from before.
         self._work = None

@@ -49,7 +49,7 @@ Spec: NEW-19, ORDER-01 to ORDER-09, ORDER-12, ORDER-13, HEALTHY-01.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -59,9 +59,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from minifsdp.engine import collectives
 from minifsdp.engine.collective_log import Tree, UnitName, log
-from minifsdp.engine.collectives import Collective
 from minifsdp.engine.comm_streams import CommStreams
-from minifsdp.engine.mesh import Group
+from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import message, warn
 
 
@@ -70,7 +69,7 @@ class RankChecks:
 
     Args:
         names: the names of all units of the root.
-        groups: their shard groups and replicate groups, in the same order on every rank.
+        meshes: their shard groups and replicate groups, in the same order on every rank.
         comm_streams: the communication streams of the root.
         tree: the units in the collective log.
 
@@ -83,16 +82,17 @@ class RankChecks:
     unread: ClassVar[list[RankChecks]] = []
 
     def __init__(
-        self, names: Iterable[str], groups: Iterable[Group | None], comm_streams: CommStreams, tree: Tree
+        self, names: Sequence[str], meshes: Sequence[MeshGroups], comm_streams: CommStreams, tree: Tree
     ) -> None:
-        self._names, self._comm_streams, self._tree = list(names), comm_streams, tree
+        self._names, self._comm_streams, self._tree = names, comm_streams, tree
+        groups = [mesh.shard for mesh in meshes] + [mesh.replicate for mesh in meshes]
         self._groups = {group.sequence: group for group in groups if group is not None}
         self._is_detailed = dist.is_initialized() and get_debug_level() == DebugLevel.DETAIL
         # Before an all-gather: the questions without an answer yet, and the units that all ranks have all-gathered.
-        self._pending: dict[str, tuple[Collective, torch.Tensor]] = {}
+        self._pending: dict[str, tuple[collectives.Collective, torch.Tensor]] = {}
         self._all_gathered: dict[str, None] = {}
         # At the end of a backward: the questions, the answers of the last group, and an accelerator's event after them.
-        self._asked: list[Collective] = []
+        self._asked: list[collectives.Collective] = []
         self._answers = torch.empty(0)
         self._arrived: Any = None
         # Number of optimizer steps when the questions were issued.
@@ -134,7 +134,7 @@ class RankChecks:
             self._all_gathered[str(unit)] = None
         return not (self._is_detailed or self.always)
 
-    def _different_units(self, unit: Any, question: Collective, identities: Sequence[int]) -> RuntimeError:
+    def _different_units(self, unit: Any, question: collectives.Collective, identities: Sequence[int]) -> RuntimeError:
         sequence = question.position[0]
         sequence.forget_sizes()
         sequence.agreed.discard(sequence.identity_of(unit))
@@ -154,7 +154,8 @@ class RankChecks:
         groups = [(sequence, group) for sequence, group in self._groups.items() if sequence in self._tree.used]
         if not groups:
             return
-        self.read_now()
+        if self._asked:
+            self.read_now()
         has_stepped, self._num_steps = log.num_steps != self._num_steps, log.num_steps
         with _disable_current_modes(), self._comm_streams.all_gather as comm_stream:
             for sequence, group in groups:
@@ -209,7 +210,7 @@ class RankChecks:
         when = ("no step was taken", "one step was taken since", f"{number} steps were taken since")[min(number, 2)]
         raise RuntimeError(message("order-differs", when=when, report=report))
 
-    def _warn_of_uneven_steps(self, asked: Sequence[Collective]) -> None:
+    def _warn_of_uneven_steps(self, asked: Sequence[collectives.Collective]) -> None:
         have_stepped = self._answers[:, 3].tolist() if asked and not self._has_warned else []
         if len(set(have_stepped)) > 1:
             self._has_warned = True

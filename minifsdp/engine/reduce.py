@@ -238,8 +238,7 @@ class Reducer:
         if shard is not None:
             # 3. A sharded unit needs only this rank's shard of the sum.
             new.local_shard = new.whole.new_empty(new.whole.numel() // shard.size)
-            if trace.recorder is not None:
-                new.event = _noted("RS", new, shard, "reduce")
+            new.event = _noted("RS", new, shard, "reduce") if trace.recorder is not None else None
             if replicas is not None and new.all_reduces and isinstance(new.name, UnitName):
                 # The all-reduce is issued later, maybe after the ranks compare this backward.
                 new.name.tree.used.add(replicas.sequence)
@@ -247,8 +246,7 @@ class Reducer:
         if replicas is not None and new.all_reduces:
             # 4. Without a shard group the all-reduce is the only collective, so it can be issued immediately.
             _add_partial(new)
-            if trace.recorder is not None:
-                new.event = _noted("AR", new, replicas, "reduce")
+            new.event = _noted("AR", new, replicas, "reduce") if trace.recorder is not None else None
             return collectives.all_reduce(replicas, new.local_shard, new.name, new.gradient.numbers)
         return COMPLETED
 

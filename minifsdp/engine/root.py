@@ -92,8 +92,7 @@ class Root:
                 unit.layout.refresh_from_module()
             unit.plan_reductions()
         meshes = [plan.mesh for unit in self.units for plan in unit.plans]
-        groups = [mesh.shard for mesh in meshes] + [mesh.replicate for mesh in meshes]
-        rank_checks = RankChecks([unit.name for unit in self.units], groups, self.comm_streams, tree)
+        rank_checks = RankChecks([unit.name for unit in self.units], meshes, self.comm_streams, tree)
         for unit in self.units:
             unit.join(self.comm_streams, self.limiter, rank_checks)
         self.iteration = IterationState(

@@ -21,13 +21,13 @@ Spec: LEDGER-05, LEDGER-06, LEDGER-08, LEDGER-19.
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import signal
 import sys
 import threading
 import time
 import weakref
-from functools import cache
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -107,7 +107,7 @@ def _leave_exit_record(watchdog: Watchdog) -> None:
     watchdog.leave(ended, is_failure=error is not None or is_wrong)
     if is_wrong:
         # The status shows that the results of the program are wrong.
-        _StatusAtExit.replace(1)
+        log.exit_status = _ExitStatus(1)
 
 
 def _line_of(trace: TracebackType | None) -> str:
@@ -128,22 +128,14 @@ def _is_of_backend(error: BaseException) -> bool:
     return is_torch_s and MORE not in str(error)
 
 
-class _StatusAtExit:
-    """Ends the process with another status after all exit handlers have run, when Python deletes its modules."""
-
-    _kept: _StatusAtExit | None = None
+class _ExitStatus:
+    """Ends the process with another status after all exit handlers have run, when Python deletes this object."""
 
     def __init__(self, status: int) -> None:
-        self._end = (os._exit, status)
-
-    @classmethod
-    def replace(cls, status: int) -> None:
-        """From now on the process ends with ``status``."""
-        cls._kept = cls(status)
+        self._end = functools.partial(os._exit, status)
 
     def __del__(self) -> None:
-        end, status = self._end
-        end(status)
+        self._end()
 
 
 def _watch_signals(watchdog: Watchdog) -> None:
@@ -184,7 +176,7 @@ def _wait_for_report(number: int, frame: FrameType | None) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-@cache
+@functools.cache
 def _watch_forks() -> None:
     # Once, because Python cannot remove them.
     os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_forget_in_child)

@@ -44,7 +44,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -55,8 +55,6 @@ from minifsdp.engine.messages import rank_of_this_process, way_out_of_main_threa
 State = dict[str, Any]
 Line = list[Any]  # sequence, epoch, number, what, where, iteration, bytes, identity
 Process = list[str]  # machine and number
-# The states of all ranks, the lists of some, and the collectives of these where they diverge.
-Findings = tuple[dict[int, State | None], dict[int, list[Line]], dict[int, Line]]
 EXIT_RECORD = 1 << 60  # the number of an answer to all questions
 HASTE = 0.05  # seconds between two reads while answers are expected
 _HOST = 0  # the rank that hosts the store, if no launcher does
@@ -155,29 +153,6 @@ def divergence(key: str, epoch: int, lists: Mapping[int, list[Line]]) -> dict[in
     return {}
 
 
-def in_words(states: Mapping[int, State | None], diverging: Mapping[int, Line], store: str = "") -> str:
-    """The text of the report.
-
-    Args:
-        states: of all ranks; ``None`` for those without an answer.
-        diverging: see `divergence`.
-        store: why no other rank could be asked, if so.
-    """
-    ranks_of: dict[str, list[int]] = {}
-    for rank, state in states.items():
-        ranks_of.setdefault(_of_rank(state), []).append(rank)
-    said = [f"{_ranks(ranks)}: {text}" for text, ranks in sorted(ranks_of.items(), key=lambda item: item[1])]
-    lines = ["Where every rank is:", *said[:MOST_RANKS]]
-    if len(said) > MOST_RANKS:
-        lines.append(f"and {len(said) - MOST_RANKS} more")
-    if diverging:
-        key, _, number = next(iter(diverging.values()))[:3]
-        group = key.partition("#")[0]
-        lines.append(f"The ranks diverge at collective {number} of group {group} since its last comparison:")
-        lines += [f"rank {rank}: {what} ({at})" for rank, (_, _, _, what, at, *_) in diverging.items()]
-    return "\n".join([*lines, store]).rstrip()
-
-
 def _of_rank(state: State | None) -> str:
     if state is None:
         return "no answer: it is stopped, has sharded no model, is blocked outside of Python, or its machine is lost"
@@ -192,26 +167,47 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-def cannot_complete(
-    position: Position,
-    states: Mapping[int, State | None],
-    lists: Mapping[int, list[Line]],
-    diverging: Mapping[int, Line],
-    *,
-    on_cpu: bool,
-) -> bool:
-    """Whether two ranks diverge, or a rank has ended without the collective at ``position``.
+class Findings(NamedTuple):
+    """The answers to a question.
 
-    A process that ends in order on a CPU has sent everything that it issued. If it failed, it may not have. The kernels
-    of an accelerator end with the process.
+    Attributes:
+        states: of all ranks; ``None`` for those without an answer.
+        lists: the last collectives of some ranks.
+        diverging: the collectives of these where they diverge, see `divergence`.
+        why: why no other rank could be asked, if so.
     """
-    sequence, epoch, number = position
-    ended = [state for rank in sequence.ranks if (state := states[rank]) and state["ended"]]
-    for state in ended:
-        now, _ = state["sequences"].get(sequence.key, ([-1, 0, 0], None))
-        if not (on_cpu and state["ended"] == IN_ORDER and now[:2] > [epoch, number]):
-            return True
-    return bool(diverging)
+
+    states: Mapping[int, State | None]
+    lists: Mapping[int, list[Line]] = {}
+    diverging: Mapping[int, Line] = {}
+    why: str = ""
+
+    def in_words(self) -> str:
+        """The text of the report."""
+        ranks_of: dict[str, list[int]] = {}
+        for rank, state in self.states.items():
+            ranks_of.setdefault(_of_rank(state), []).append(rank)
+        said = [f"{_ranks(ranks)}: {text}" for text, ranks in sorted(ranks_of.items(), key=lambda item: item[1])]
+        lines = ["Where every rank is:", *said[:MOST_RANKS]]
+        if len(said) > MOST_RANKS:
+            lines.append(f"and {len(said) - MOST_RANKS} more")
+        if self.diverging:
+            key, _, number = next(iter(self.diverging.values()))[:3]
+            group = key.partition("#")[0]
+            lines.append(f"The ranks diverge at collective {number} of group {group} since its last comparison:")
+            lines += [f"rank {rank}: {what} ({at})" for rank, (_, _, _, what, at, *_) in self.diverging.items()]
+        return "\n".join([*lines, self.why]).rstrip()
+
+    def prove_a_hang(self, position: Position, *, on_cpu: bool) -> bool:
+        """Whether two ranks diverge, or a rank has ended without the collective at ``position``.
+
+        A process that ends in order on a CPU has sent everything that it issued. If it failed, it may not have. The
+        kernels of an accelerator end with the process.
+        """
+        sequence, epoch, number = position
+        ended = [state for rank in sequence.ranks if (state := self.states[rank]) and state["ended"]]
+        reached = [one["sequences"].get(sequence.key) for one in ended if on_cpu and one["ended"] == IN_ORDER]
+        return bool(self.diverging) or len(ended) > sum(both[0][:2] > [epoch, number] for both in reached if both)
 
 
 # --- processes of this machine ---

@@ -36,7 +36,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -161,7 +161,7 @@ class Watchdog:
         if self._wanted:
             position = self._wanted.pop()
             try:
-                self._found = written(*self._find(position, self._channel.ask()))
+                self._found = written(self._find(position, self._channel.ask()))
             finally:
                 self._is_found.set()
         self._answer()
@@ -198,8 +198,8 @@ class Watchdog:
             epoch, ranks = report.different_ranks(*position[:2], states)
             if len(ranks) > 1:
                 lists = channel.lists(ranks[: report.MOST_RANKS], LIMIT)
-                return states, lists, report.divergence(position[0].key, epoch, lists)
-        return states, {channel.rank: report.lines_of_this_rank()}, {}
+                return Findings(states, lists, report.divergence(position[0].key, epoch, lists))
+        return Findings(states, {channel.rank: report.lines_of_this_rank()})
 
     def _report_alone(self) -> str:
         """The report if no other rank can be asked."""
@@ -207,7 +207,7 @@ class Watchdog:
         states: dict[int, State | None] = {channel.rank: report.state_of_this_rank(failed_at=self.failed_at)}
         if channel.of_host is not None:
             states[channel.of_host["rank"]] = channel.of_host
-        return written(states, {channel.rank: report.lines_of_this_rank()}, {}, why)
+        return written(Findings(states, {channel.rank: report.lines_of_this_rank()}, why=why))
 
     def _is_stuck(self) -> bool:
         """Whether the main thread has waited for the same collective, or for the device, longer than expected."""
@@ -233,23 +233,23 @@ class Watchdog:
         # The answers to a question of another rank a moment ago are recent enough, unless they contain a proof.
         just_now = time.monotonic() - self._answered_at < 2 * TICK
         found = self._find(position, self._answered if just_now else self._channel.ask())
-        if not report.cannot_complete(position, *found, on_cpu=is_known):
-            self._print_once(position, found[0])
+        if not found.prove_a_hang(position, on_cpu=is_known):
+            self._print_once(position, found)
             return
         found = self._find(position, self._channel.ask())
-        if report.cannot_complete(position, *found, on_cpu=is_known) and log.last_position == position:
+        if found.prove_a_hang(position, on_cpu=is_known) and log.last_position == position:
             sequence = position[0]
-            log.fatal_error = message("waits-in-vain", ranks=list(sequence.ranks), report=written(*found))
+            log.fatal_error = message("waits-in-vain", ranks=list(sequence.ranks), report=written(found))
             if not is_known:
                 # The device waits, but the main thread does not.
                 print(log.fatal_error, file=sys.stderr, flush=True)
             close(sequence.process_group())
 
-    def _print_once(self, position: Position, states: Mapping[int, State | None]) -> None:
+    def _print_once(self, position: Position, found: Findings) -> None:
         """After a long wait, one of the waiting ranks prints the state of each rank. All ranks keep waiting."""
-        waits = [rank for rank in position[0].ranks if (state := states[rank]) and state["waits"]]
+        waits = [rank for rank in position[0].ranks if (state := found.states[rank]) and state["waits"]]
         if self._patience >= 16 * PATIENCE and not self._has_printed and self._channel.rank in waits[:1]:
-            print(message("still-waiting", report=report.in_words(states, {})), file=sys.stderr, flush=True)
+            print(message("still-waiting", report=found.in_words()), file=sys.stderr, flush=True)
             self._has_printed = True
 
     def _end_by_sigterm(self) -> None:
@@ -258,7 +258,7 @@ class Watchdog:
         with suppress(Exception):
             # Other ranks, which get the signal as well, ask at the same time.
             self._publish_exit(report.ENDED_BY_LAUNCHER)
-            text = written(*self._find(log.last_position, self._channel.ask()))
+            text = written(self._find(log.last_position, self._channel.ask()))
         with suppress(Exception):
             print(message("told-to-end", report=text or self._report_alone()), file=sys.stderr, flush=True)
         if self._is_host:

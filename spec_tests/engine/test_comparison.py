@@ -120,7 +120,7 @@ def test_what_the_last_iteration_has_found_is_said_before_anything_is_saved(door
     said, status = io.StringIO(), []
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
         patch.setattr(log, "watchdog", SimpleNamespace(ask=lambda _: "", leave=lambda *_, **__: None))
-        patch.setattr(process._StatusAtExit, "replace", status.append)
+        patch.setattr(process, "_ExitStatus", status.append)
         try:
             SAVES[what](model, optimizer)
         except RuntimeError as error:

@@ -32,7 +32,7 @@ from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import way_out_of_main_thread
 from minifsdp.ledger import written
 from minifsdp.watchdog import process, report
-from minifsdp.watchdog.report import StoreChannel, lines_of_this_rank, state_of_this_rank
+from minifsdp.watchdog.report import Findings, StoreChannel, lines_of_this_rank, state_of_this_rank
 from minifsdp.watchdog.watchdog import LIMIT, PATIENCE
 from spec_tests.benchmarks.without_ledger import without_ledger
 from spec_tests.engine.small import draw, shard_each, square_loss, train_once, units_of
@@ -322,16 +322,16 @@ def run_python(program: str, given: str = "") -> str:
 @pytest.mark.pure
 def test_a_report_is_a_new_file_for_its_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINIFSDP_LEDGER_DIR", str(tmp_path))
-    first = Path(written({}, {}, {}).split()[-1])
+    first = Path(written(Findings({})).split()[-1])
     assert first.stat().st_mode & 0o777 == 0o600
     first.unlink()
     target = tmp_path / "of another user"
     first.symlink_to(target)
-    second = Path(written({}, {}, {}).split()[-1])
+    second = Path(written(Findings({})).split()[-1])
     assert not target.exists() and second != first and second.is_file()
     monkeypatch.delenv("MINIFSDP_LEDGER_DIR")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    third = Path(written({}, {}, {}).split()[-1])
+    third = Path(written(Findings({})).split()[-1])
     assert third.parent.parent == tmp_path and third.parent.stat().st_mode & 0o777 == 0o700
 
 
@@ -340,7 +340,7 @@ def test_a_report_is_a_new_file_for_its_user_alone(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("place", ["off", "/dev/null/none"])
 def test_a_report_needs_no_file(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINIFSDP_LEDGER_DIR", place)
-    said = written({}, {}, {})
+    said = written(Findings({}))
     assert said.startswith("Where every rank is:")
     assert ("could not be written" in said) == (place != "off")
 
@@ -372,7 +372,7 @@ def test_jobs_and_lives_of_a_job_write_to_files_of_their_own(tmp_path: Path, mon
             with monkeypatch.context() as patch:
                 for name, value in life.items():
                     patch.setenv(f"TORCHELASTIC_{name}", value)
-                said = written({}, {}, {})
+                said = written(Findings({}))
             assert Path(said.split()[-1]).parent == tmp_path
     assert len({*tmp_path.iterdir()}) == 6
 

@@ -202,7 +202,7 @@ MUTANTS = [
     Mutant(
         "tried-alone-and-written-down",
         "_wait_for_all",
-        "log.undo(sequence, hash_before)",
+        "log.undo(position, hash_before)",
         "pass",
         "A state dict that one rank has asked for alone is held against the next step.",
         "ORDER-11",
@@ -218,7 +218,7 @@ MUTANTS = [
     Mutant(
         "sigterm-without-a-report",
         "Watchdog._end_by_sigterm",
-        "text = written(*self._find(log.last_position, self._channel.ask()))",
+        "text = written(self._find(log.last_position, self._channel.ask()))",
         "assert log.waiting",
         "A rank that waits for what others have sent does not say where the other ranks are.",
         "LEDGER-06",
