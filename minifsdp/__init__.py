@@ -21,12 +21,10 @@ from minifsdp.compat.flat_param import FlatParameter
 from minifsdp.debugging import switch as _debugging
 from minifsdp.debugging.switch import debug
 from minifsdp.engine import comparison as _comparison
-from minifsdp.engine import extension as _extension
 from minifsdp.engine import gloo as _gloo
 from minifsdp.engine import ledger as _ledger
 from minifsdp.engine import mesh as _mesh
 from minifsdp.engine import optimizer_watch as _optimizer_watch
-from minifsdp.engine import rows as _rows
 from minifsdp.engine import validation as _misuse
 from minifsdp.fsdp1.grad_scaler import ShardedGradScaler
 from minifsdp.fsdp2 import fully_shard as _second_door
@@ -64,7 +62,7 @@ __all__ = [
 __all__ += api.__all__
 __version__ = "0.1.0"
 
-# The core does not import the code for state dicts, frameworks, custom all-gather extensions and sends between CPUs.
+# The core does not import the code for state dicts, frameworks and sends between CPUs.
 # This code is attached here, and to the wrapper in ``fully_sharded_data_parallel.py``.
 _second_door.state_class = ComposableState
 _second_door.before_sharding.append(warn_if_different)
@@ -73,5 +71,4 @@ _misuse.watchers.append(_optimizer_watch.watch)
 _optimizer_watch.before_saving.append(_comparison.read_all)
 _mesh.watchers.append(_process.begin)
 _ledger.explainers.append(_process.explain)
-_rows.special_rows.append(_extension.special_row)
 _debugging.from_environment()

@@ -42,7 +42,7 @@ from torch import nn
 from minifsdp.engine import collectives, optimizer_watch
 from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle
 from minifsdp.engine.flat_parameter import FlatOwnership
-from minifsdp.engine.layout import Gradient, Layout, OwnedParameter, Slot, replaced_parameter_error
+from minifsdp.engine.layout import Gradient, Layout, ParamInfo, replaced_parameter_error
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.originals import OriginalOwnership
@@ -77,7 +77,7 @@ class FlatLayout(Layout):
     def __init__(
         self,
         home: nn.Module,
-        parameters: Mapping[nn.Parameter, OwnedParameter],
+        parameters: Mapping[nn.Parameter, ParamInfo],
         mesh: MeshGroups,
         device: torch.device,
         precision: Precision,
@@ -111,7 +111,7 @@ class FlatLayout(Layout):
             # With a flat parameter, views are not in `_parameters`, which lists registered parameters.
             (vars(slot.module) if self.hides_originals else slot.module._parameters, slot, index)
             for index, owned in enumerate(self.parameters)
-            for slot in owned.slots
+            for slot in owned.attributes
         ]
         self.is_summoned = self._is_shared = False
         self._gathered_at: object = None
@@ -341,7 +341,7 @@ class FlatLayout(Layout):
             slot.update_second_list(parameters[index])
         self._guard()
 
-    def hide_summoned(self, parameters: Sequence[nn.Parameter]) -> list[Slot]:
+    def hide_summoned(self, parameters: Sequence[nn.Parameter]) -> list[ParamInfo]:
         """Restores the attributes of the modules. Returns the slots that did not hold one of ``parameters``."""
         self.is_summoned = False
         found = [(slot, slot.module._parameters.pop(slot.name, None), index) for _, slot, index in self._places]

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from minifsdp.engine import validation
-from minifsdp.engine.layout import OwnedParameter
+from minifsdp.engine.layout import ParamInfo
 from minifsdp.engine.messages import message
 from minifsdp.engine.ownership import Ownership, frozen_among_trained
 from minifsdp.engine.placeholder import PlaceholderParameter
@@ -53,7 +53,7 @@ class FlatOwnership(Ownership):
     def __init__(
         self,
         home: nn.Module,
-        parameters: Mapping[nn.Parameter, OwnedParameter],
+        parameters: Mapping[nn.Parameter, ParamInfo],
         shard: torch.Tensor,
         keep_reduce_dtype: bool,
     ) -> None:
@@ -72,7 +72,7 @@ class FlatOwnership(Ownership):
         ]
         for original, owned in parameters.items():
             validation.note_taken(original, owned.path, is_replaced=True)
-            for slot in owned.slots:
+            for slot in owned.attributes:
                 delattr(slot.module, slot.name)
         validation.note_place(home, FLAT_NAME, None)
         self.hide_full()

@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from minifsdp.engine import validation
-from minifsdp.engine.layout import OwnedParameter
+from minifsdp.engine.layout import ParamInfo
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.ownership import Ownership, frozen_among_trained
 from minifsdp.engine.partition import Partition, local_part
@@ -51,7 +51,7 @@ class OriginalOwnership(Ownership):
 
     def __init__(
         self,
-        parameters: Mapping[nn.Parameter, OwnedParameter],
+        parameters: Mapping[nn.Parameter, ParamInfo],
         shard: torch.Tensor,
         partition: Partition,
         index: int,
@@ -68,7 +68,7 @@ class OriginalOwnership(Ownership):
             is_replaced = isinstance(original, DTensor)
             self.parameters.append(_in_place_of(original) if is_replaced else original)
             validation.note_taken(original, owned.path, is_replaced=is_replaced)
-            for slot in owned.slots:
+            for slot in owned.attributes:
                 validation.note_place(slot.module, slot.name, None)
         self.placeholders = self.parameters
         frozen = frozen_among_trained(parameters)

@@ -38,7 +38,7 @@ from operator import attrgetter, methodcaller
 import torch
 from torch import nn
 
-from minifsdp.engine.layout import OwnedParameter
+from minifsdp.engine.layout import ParamInfo
 from minifsdp.engine.messages import message
 
 _REQUIRES_GRAD, _VERSION, _ADDRESS = attrgetter("requires_grad"), attrgetter("_version"), methodcaller("data_ptr")
@@ -206,7 +206,7 @@ def assign_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
     parameter.data = data
 
 
-def check_uniform_dtype(home: nn.Module, parameters: Mapping[nn.Parameter, OwnedParameter]) -> None:
+def check_uniform_dtype(home: nn.Module, parameters: Mapping[nn.Parameter, ParamInfo]) -> None:
     """Checks that the parameters can be one flat tensor: they have one dtype, and autograd supports it.
 
     Raises:
@@ -221,7 +221,7 @@ def check_uniform_dtype(home: nn.Module, parameters: Mapping[nn.Parameter, Owned
         raise ValueError(message("integer-parameters", type=kind, dtype=dtypes[0], parameters=paths))
 
 
-def frozen_among_trained(parameters: Mapping[nn.Parameter, OwnedParameter]) -> list[str]:
+def frozen_among_trained(parameters: Mapping[nn.Parameter, ParamInfo]) -> list[str]:
     """The names of the frozen parameters if other parameters are trained; empty otherwise."""
     frozen = [owned.path for original, owned in parameters.items() if not original.requires_grad]
     return frozen if len(frozen) < len(parameters) else []

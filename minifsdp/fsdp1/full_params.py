@@ -125,6 +125,6 @@ def _check_no_gradients(unit: FlatUnit) -> None:
 
     The wrapper's forward raises an error, but users can still call inner modules directly.
     """
-    shown = (slot.module._parameters.get(slot.name) for owned in unit.layout.parameters for slot in owned.slots)
+    shown = (slot.module._parameters.get(slot.name) for owned in unit.layout.parameters for slot in owned.attributes)
     if any(parameter is not None and parameter.grad is not None for parameter in shown):
         raise RuntimeError(message("backward-while-summoned", unit=unit.name))
