@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import nn
 
 from minifsdp import MixedPrecisionPolicy, fully_shard
+from minifsdp.engine.bucket import Bucket, Options
 from minifsdp.engine.comm_streams import CommStreams
-from minifsdp.engine.cut import Cut
 from minifsdp.engine.mesh import Group, default_group
 from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.precision import Precision
-from minifsdp.engine.row import Options, Row
+from minifsdp.engine.shards import shard_of
 from minifsdp.fsdp2.fsdp_state import state_of
 from spec_tests.harness import device, ranks
 from tutorials.gpt.counting import CollectiveCounter
@@ -27,148 +27,147 @@ def values() -> list[torch.Tensor]:
     return [part.view(shape) for part, shape in zip(numbers.split([s.numel() for s in SHAPES]), SHAPES, strict=True)]
 
 
-def row_of(group: Group | None, dims: tuple[int, ...] = (0, 0, 0), dtype: torch.dtype | None = None) -> Row:
+def bucket_of(group: Group | None, dims: tuple[int, ...] = (0, 0, 0), dtype: torch.dtype | None = None) -> Bucket:
     num, index = (1, 0) if group is None else (group.size, group.rank)
-    cuts = [Cut(shape, dim, num) for shape, dim in zip(SHAPES, dims, strict=True)]
-    local_shards = [cut.local_part(value, index) for cut, value in zip(cuts, values(), strict=True)]
-    return Row(cuts, local_shards, group, Options(device(), Precision(dtype)))
+    local_shards = [shard_of(value, dim, num, index) for value, dim in zip(values(), dims, strict=True)]
+    return Bucket([*zip(SHAPES, dims, strict=True)], local_shards, group, Options(device(), Precision(dtype)))
 
 
-def gathered(row: Row) -> None:
+def gathered(bucket: Bucket) -> None:
     comm_stream = CommStreams(device()).all_gather
     comm_stream.wait_compute()  # like a root, once per iteration
-    for handle in row.all_gather(comm_stream):
+    for handle in bucket.all_gather(comm_stream):
         handle.wait()
-    row.arrive()
+    bucket.copy_out()
 
 
 def world() -> Group:
     return Group.of(default_group())
 
 
-def check_whole(row: Row) -> None:
+def check_whole(bucket: Bucket) -> None:
     for _ in range(2):
-        gathered(row)
-        for leaf, value in zip(row.leaves, values(), strict=True):
+        gathered(bucket)
+        for leaf, value in zip(bucket.leaves, values(), strict=True):
             assert torch.equal(leaf, value.to(leaf.dtype))
-        row.free()
+        bucket.free()
 
 
 @pytest.mark.spec("FS2-05", "FS2-06")
 @ranks(2)
 def test_two_ranks_put_every_parameter_together() -> None:
-    check_whole(row_of(world()))
+    check_whole(bucket_of(world()))
 
 
 @pytest.mark.spec("FS2-06")
 @ranks(4)
 def test_ranks_without_any_row_of_a_parameter_take_part() -> None:
-    row = row_of(world())
-    assert row.local_shards[2].shape == ((1, 4) if dist.get_rank() == 0 else (0, 4))
-    check_whole(row)
+    bucket = bucket_of(world())
+    assert bucket.local_shards[2].shape == ((1, 4) if dist.get_rank() == 0 else (0, 4))
+    check_whole(bucket)
 
 
 @pytest.mark.spec("FS2-08")
 @ranks(2)
 def test_parameters_that_are_cut_along_different_dims_share_one_gather() -> None:
-    row = row_of(world(), dims=(1, 0, 1))
-    assert torch.equal(row.local_shards[0], values()[0].chunk(2, dim=1)[dist.get_rank()])
-    check_whole(row)
+    bucket = bucket_of(world(), dims=(1, 0, 1))
+    assert torch.equal(bucket.local_shards[0], values()[0].chunk(2, dim=1)[dist.get_rank()])
+    check_whole(bucket)
 
 
 @pytest.mark.spec("FS2-MP-02")
 @ranks(2)
 def test_the_leaves_have_the_compute_dtype_and_the_pieces_their_own() -> None:
-    row = row_of(world(), dtype=torch.bfloat16)
-    assert {leaf.dtype for leaf in row.leaves} == {torch.bfloat16}
-    assert {local_shard.dtype for local_shard in row.local_shards} == {torch.float32}
-    check_whole(row)
+    bucket = bucket_of(world(), dtype=torch.bfloat16)
+    assert {leaf.dtype for leaf in bucket.leaves} == {torch.bfloat16}
+    assert {local_shard.dtype for local_shard in bucket.local_shards} == {torch.float32}
+    check_whole(bucket)
 
 
 @pytest.mark.spec("FS2-26")
 @ranks(2)
 def test_the_leaves_have_memory_from_arrival_to_free_and_are_the_same_all_the_time() -> None:
-    row = row_of(world())
-    leaves, storage = list(row.leaves), row.leaves[0].untyped_storage()
+    bucket = bucket_of(world())
+    leaves, storage = list(bucket.leaves), bucket.leaves[0].untyped_storage()
     for _ in range(2):
         assert storage.size() == 0
-        gathered(row)
+        gathered(bucket)
         # 22 elements; on an accelerator each parameter begins at a multiple of 16 elements.
-        assert storage.size() == (row.num_bytes if device().type == "cpu" else 3 * 16 * 4)
-        assert all(mine is before for mine, before in zip(row.leaves, leaves, strict=True))
-        row.free()
+        assert storage.size() == (bucket.num_bytes if device().type == "cpu" else 3 * 16 * 4)
+        assert all(mine is before for mine, before in zip(bucket.leaves, leaves, strict=True))
+        bucket.free()
 
 
 @ranks(2)
 def test_a_gather_is_no_edit_in_the_eyes_of_autograd() -> None:
-    row = row_of(world())
-    gathered(row)
-    versions = [leaf._version for leaf in row.leaves]
-    row.free()
-    gathered(row)
-    assert [leaf._version for leaf in row.leaves] == versions
+    bucket = bucket_of(world())
+    gathered(bucket)
+    versions = [leaf._version for leaf in bucket.leaves]
+    bucket.free()
+    gathered(bucket)
+    assert [leaf._version for leaf in bucket.leaves] == versions
 
 
 @pytest.mark.spec("FS2-19")
 @ranks(2)
 def test_a_stamp_shows_a_change_of_any_piece() -> None:
-    row = row_of(world())
-    before = row.stamp()
-    assert row.stamp() == before
-    row.local_shards[1].add_(1)
-    assert row.stamp() != before
+    bucket = bucket_of(world())
+    before = bucket.stamp()
+    assert bucket.stamp() == before
+    bucket.local_shards[1].add_(1)
+    assert bucket.stamp() != before
 
 
 @pytest.mark.spec("NEW-05")
 @pytest.mark.parametrize("dims", [(0, 0, 0), (0, 0, 1)])
 @ranks(4)
 def test_a_row_at_rest_is_put_together_by_fewer_ranks(dims: tuple[int, ...]) -> None:
-    row = row_of(world(), dims)
+    bucket = bucket_of(world(), dims)
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair = Group.of(pairs[dist.get_rank() // 2])
-    gathered(row)
-    row.rest(pair)
-    row.free()
-    assert row.group is pair
-    gathered(row)
-    for leaf, value in zip(row.leaves, values(), strict=True):
+    gathered(bucket)
+    bucket.reshard_to_smaller_mesh(pair)
+    bucket.free()
+    assert bucket.group is pair
+    gathered(bucket)
+    for leaf, value in zip(bucket.leaves, values(), strict=True):
         assert torch.equal(leaf, value)
-    row.free()
-    row.wake()
-    row.local_shards[0].add_(1)
-    gathered(row)
-    assert torch.equal(row.leaves[0], values()[0] + 1), "from the shards again"
+    bucket.free()
+    bucket.unshard_from_full_mesh()
+    bucket.local_shards[0].add_(1)
+    gathered(bucket)
+    assert torch.equal(bucket.leaves[0], values()[0] + 1), "from the shards again"
 
 
 @pytest.mark.pure
 def test_a_row_that_nobody_shares_and_nobody_casts_is_computed_on_where_it_is_stored() -> None:
-    row = row_of(None)
-    gathered(row)
-    assert row.leaves[0].data_ptr() == row.local_shards[0].data_ptr()
-    row.free()
-    for leaf, value in zip(row.leaves, values(), strict=True):
+    bucket = bucket_of(None)
+    gathered(bucket)
+    assert bucket.leaves[0].data_ptr() == bucket.local_shards[0].data_ptr()
+    bucket.free()
+    for leaf, value in zip(bucket.leaves, values(), strict=True):
         assert torch.equal(leaf, value)
 
 
 @pytest.mark.pure
 def test_a_row_that_nobody_shares_is_cast_into_memory_of_its_own() -> None:
-    row = row_of(None, dtype=torch.bfloat16)
-    assert not row.is_borrowed
-    check_whole(row)
+    bucket = bucket_of(None, dtype=torch.bfloat16)
+    assert not bucket.is_borrowed
+    check_whole(bucket)
 
 
 @ranks(2)
 def test_new_pieces_are_taken_into_the_same_memory_under_the_same_leaves() -> None:
-    row, other = row_of(world()), row_of(world())
-    for local_shard in row.local_shards:
+    bucket, other = bucket_of(world()), bucket_of(world())
+    for local_shard in bucket.local_shards:
         local_shard.zero_()
-    before = row.leaves[0], row.local_shards[0], row.local_shards[0].data_ptr()
-    row.take(other.local_shards)
-    assert (row.leaves[0], row.local_shards[0], row.local_shards[0].data_ptr()) == before
-    check_whole(row)
+    before = bucket.leaves[0], bucket.local_shards[0], bucket.local_shards[0].data_ptr()
+    bucket.copy_in(other.local_shards)
+    assert (bucket.leaves[0], bucket.local_shards[0], bucket.local_shards[0].data_ptr()) == before
+    check_whole(bucket)
 
 
-def pair_of_rows() -> tuple[nn.Sequential, PerParameterLayout]:
+def unit_of_two_layers() -> tuple[nn.Sequential, PerParameterLayout]:
     """Two layers that form one unit, computed in bfloat16."""
     layers = nn.Sequential(nn.Linear(4, 4, device=device()), nn.Linear(4, 4, device=device()))
     fully_shard(layers, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
@@ -181,16 +180,16 @@ def pair_of_rows() -> tuple[nn.Sequential, PerParameterLayout]:
 
 @ranks(2)
 def test_new_pieces_of_another_dtype_bring_new_leaves() -> None:
-    layers, layout = pair_of_rows()
-    (before,) = layout._rows
+    layers, layout = unit_of_two_layers()
+    (before,) = layout.buckets
     local_shards = [local_shard.double() for local_shard in before.local_shards]
     layers.double()
     layout.accept_replacements()
-    (row,) = layout._rows
-    assert row.leaves[0] is not before.leaves[0]
-    assert row.local_shards[0].dtype is torch.float64
+    (bucket,) = layout.buckets
+    assert bucket.leaves[0] is not before.leaves[0]
+    assert bucket.local_shards[0].dtype is torch.float64
     assert all(
-        torch.equal(local_shard, former) for local_shard, former in zip(row.local_shards, local_shards, strict=True)
+        torch.equal(local_shard, former) for local_shard, former in zip(bucket.local_shards, local_shards, strict=True)
     )
 
 
@@ -198,20 +197,19 @@ def test_new_pieces_of_another_dtype_bring_new_leaves() -> None:
 @ranks(2)
 def test_a_lone_parameter_that_is_cut_along_another_dim_is_put_together_along_it() -> None:
     group, value = world(), values()[0]
-    cut = Cut(value.shape, 1, 2)
-    row = Row([cut], [cut.local_part(value, group.rank)], group, Options(device()))
-    gathered(row)
-    assert torch.equal(row.leaves[0], value)
+    bucket = Bucket([(value.shape, 1)], [shard_of(value, 1, 2, group.rank)], group, Options(device()))
+    gathered(bucket)
+    assert torch.equal(bucket.leaves[0], value)
 
 
 @pytest.mark.spec("FS2-28")
 @ranks(2)
 def test_a_part_of_a_row_that_is_stored_in_another_dtype_is_computed_in_the_one_it_was_told() -> None:
-    layers, layout = pair_of_rows()
+    layers, layout = unit_of_two_layers()
     weight = layers[1].weight.full_tensor().detach()
     layers[1].double()
     layout.accept_replacements()
-    rest, part = layout._rows
+    rest, part = layout.buckets
     gathered(part)
     assert (rest.local.dtype, rest.leaves[0].dtype) == (torch.float32, torch.bfloat16)
     assert (part.local.dtype, part.leaves[0].dtype) == (torch.float64, torch.bfloat16)
@@ -221,13 +219,15 @@ def test_a_part_of_a_row_that_is_stored_in_another_dtype_is_computed_in_the_one_
 LARGE = [torch.Size([1200, 900]), torch.Size([3]), torch.Size([0, 4]), torch.Size([1999, 701])]
 
 
-def large_row(dtype: torch.dtype | None = None, first_dim: int = 0) -> tuple[Row, list[torch.Tensor]]:
+def large_bucket(dtype: torch.dtype | None = None, first_dim: int = 0) -> tuple[Bucket, list[torch.Tensor]]:
     """A bucket whose shards are larger than 256 KiB on average, one uneven and one empty; and the unsharded values."""
     group = world()
     wholes = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, shape in enumerate(LARGE)]
-    cuts = [Cut(shape, dim, group.size) for shape, dim in zip(LARGE, (first_dim, 0, 0, 0), strict=True)]
-    local_shards = [cut.local_part(whole, group.rank) for cut, whole in zip(cuts, wholes, strict=True)]
-    return Row(cuts, local_shards, group, Options(torch.device("cpu"), Precision(dtype))), wholes
+    splits = [*zip(LARGE, (first_dim, 0, 0, 0), strict=True)]
+    local_shards = [
+        shard_of(whole, dim, group.size, group.rank) for whole, (_, dim) in zip(wholes, splits, strict=True)
+    ]
+    return Bucket(splits, local_shards, group, Options(torch.device("cpu"), Precision(dtype))), wholes
 
 
 @pytest.mark.spec("WIRE-10")
@@ -235,39 +235,39 @@ def large_row(dtype: torch.dtype | None = None, first_dim: int = 0) -> tuple[Row
 @ranks(4)
 def test_large_parameters_arrive_in_their_places(dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINIFSDP_TRANSPORT", "messages")
-    row, wholes = large_row(dtype)
+    bucket, wholes = large_bucket(dtype)
     chain = world().chain
     chain.begin_epoch()
-    gathered(row)  # the first time, all ranks check that they are about to send the same amount
-    row.free()
+    gathered(bucket)  # the first time, all ranks check that they are about to send the same amount
+    bucket.free()
     for _ in range(2):
         chain.begin_epoch()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-            gathered(row)
+            gathered(bucket)
         names = {event.name for event in profiler.events() or ()}
         assert not names & {"aten::empty", "aten::split_with_sizes_copy"}, "no buffer, and nothing to sort"
         with CollectiveCounter() as counter:
-            gathered(row)
+            gathered(bucket)
         assert counter.num_calls == {"all-gather": 1}
-        whole = row.leaves[0].untyped_storage().nbytes()
+        whole = bucket.leaves[0].untyped_storage().nbytes()
         assert counter.peak_gathered == whole, "modes are shown the memory that was gathered into"
-        for leaf, whole in zip(row.leaves, wholes, strict=True):
+        for leaf, whole in zip(bucket.leaves, wholes, strict=True):
             assert torch.equal(leaf, whole.to(leaf.dtype))
-        row.free()
+        bucket.free()
 
 
 @pytest.mark.spec("FS2-08", "WIRE-10")
 @ranks(2)
 def test_large_parameters_that_are_cut_along_another_dim_are_sorted() -> None:
-    row, wholes = large_row(first_dim=1)
-    gathered(row)
-    assert all(torch.equal(leaf, whole) for leaf, whole in zip(row.leaves, wholes, strict=True))
+    bucket, wholes = large_bucket(first_dim=1)
+    gathered(bucket)
+    assert all(torch.equal(leaf, whole) for leaf, whole in zip(bucket.leaves, wholes, strict=True))
 
 
 @pytest.mark.spec("WIRE-07", "WIRE-10")
 @ranks(2)
 def test_the_switch_leaves_large_parameters_to_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINIFSDP_TRANSPORT", "collectives")
-    row, wholes = large_row()
-    gathered(row)
-    assert all(torch.equal(leaf, whole) for leaf, whole in zip(row.leaves, wholes, strict=True))
+    bucket, wholes = large_bucket()
+    gathered(bucket)
+    assert all(torch.equal(leaf, whole) for leaf, whole in zip(bucket.leaves, wholes, strict=True))
