@@ -11,7 +11,7 @@ From the bottom up, each module using only those above it in this list:
 ``precision``       the dtype at each step
 ``lifetime``        when memory can be reused; the rate limiter
 ``partition``       how a flat parameter is sharded
-``cut``             how a single parameter is sharded
+``shards``          how a single parameter is sharded
 ``validation``      mistakes that are detected when they are made
 ``layout``          the interface for storing a unit's parameters
 ``optimizer_watch`` mistakes that are detected at an optimizer's step
@@ -21,10 +21,9 @@ From the bottom up, each module using only those above it in this list:
 ``flat_parameter``  ... one flat parameter
 ``originals``       ... the original parameters
 ``flat``            layout 1: one flat tensor, views into it
-``row``             the bucket: contiguous shards of several parameters
+``bucket``          the bucket: contiguous shards of several parameters
 ``extension``       ... of one parameter with a custom all-gather
-``dtensors``        how a shard becomes a DTensor
-``rows``            which parameters share a bucket, also after edits
+``sharded_param``   one parameter: its local shard, DTensor and leaf
 ``per_param``       layout 2: one DTensor for each parameter
 ``summoned``        temporary access to full parameters of a flat unit
 ``reduce``          gradient reduction
@@ -35,6 +34,6 @@ From the bottom up, each module using only those above it in this list:
 ``hooks``           forward and backward hooks
 ``root``            the root state: lazy start, begin and end of an iteration
 
-Suggested reading order: ``layout``, ``row``, ``per_param``, ``unit``, ``hooks``, ``reduce``, ``schedule``,
+Suggested reading order: ``layout``, ``bucket``, ``per_param``, ``unit``, ``hooks``, ``reduce``, ``schedule``,
 ``lifetime``        and ``root``; then ``flat``.
 """

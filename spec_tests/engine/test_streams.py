@@ -485,8 +485,6 @@ def test_gaps_between_the_leaves_of_one_rank_stay_where_they_are_when_values_are
     values = [torch.arange(3.0), torch.arange(3.0, 8.0).view(5, 1)]
     splits = [(value.shape, 0) for value in values]
     bucket = Bucket(splits, values, None, Options(torch.device("cpu"), Precision(dtype)))
-        [(value.shape, 0) for value in values], values, None, Options(torch.device("cpu"), Precision(dtype))
-    )
     bucket.all_gather(CommStreams(torch.device("cpu")).all_gather)
     bucket.copy_out()
     for leaf, value in zip(bucket.leaves, values, strict=True):
