@@ -30,120 +30,28 @@ node. The all-gather for backward then uses only these ranks. The diagram stays 
 Spec: FS2-04 to FS2-08, FS2-26, NEW-05, STREAM-04, STREAM-12.
 """
 
-import operator
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
 from minifsdp.engine import collectives
 from minifsdp.engine.comm_streams import COMPLETED, CommStream, Handle, compute_event
+from minifsdp.engine.extension import ExtendedBucket, is_extended
 from minifsdp.engine.mesh import Group
-from minifsdp.engine.precision import Precision
-from minifsdp.engine.shards import padded_shard_numel, shard_of, shard_shape
+from minifsdp.engine.sharded_param import VERSION, Options, ShardedParam
+from minifsdp.engine.shards import padded_shard_numel, shard_of, shard_shape, with_own_storage
 
 # The shape of each parameter, and the dim along which it is sharded.
 Splits = Sequence[tuple[torch.Size, int]]
-# The number of in-place changes of a tensor.
-VERSION = operator.attrgetter("_version")
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options for the parameters of a unit.
-
-    Attributes:
-        device: the compute device.
-        precision: the compute dtype, and the dtype of gradients that wait for their reduction.
-        offload: whether the shards are on the CPU.
-        pin: whether they are in pinned memory there, for asynchronous copies.
-        policy: the user's mixed-precision policy, passed to custom all-gather extensions.
-    """
-
-    device: torch.device
-    precision: Precision = field(default_factory=Precision)
-    offload: bool = False
-    pin: bool = False
-    policy: Any = None
-
-    def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
-        """The compute dtype for values that are stored in the dtype ``stored``."""
-        return (self.precision.compute or stored) if stored.is_floating_point else stored
-
-    def storage_device(self, local_shard: torch.Tensor) -> torch.device:
-        """The device on which the memory for ``local_shard`` is allocated."""
-        return torch.device("cpu") if self.offload and not local_shard.is_meta else local_shard.device
-
-
-class BaseBucket(ABC):
-    """The methods that a layout calls on a bucket: a `Bucket`, or the ``ExtendedBucket`` of a custom all-gather.
-
-    Args:
-        group: the shard group; ``None`` if there are no other ranks.
-        options: where to compute, and in which dtype.
-        local_shards: the local shard of each parameter.
-        numel: elements of the unsharded parameters, without the gaps.
-
-    Attributes:
-        group: the ranks of the next all-gather; ``None`` if there are no other ranks.
-        device: the compute device.
-        dtype: of the leaves.
-        local_shards: the local shard of each parameter, in the memory of the bucket.
-        leaves: the unsharded parameters; they have memory only while all-gathered.
-        is_borrowed: whether the leaves have no memory of their own (note 4).
-        num_bytes: of the unsharded parameters, without the gaps.
-    """
-
-    def __init__(self, group: Group | None, options: Options, local_shards: Sequence[torch.Tensor], numel: int) -> None:
-        self.group, self.device = group, options.device
-        self.dtype = options.compute_dtype(local_shards[0].dtype)
-        self.num_bytes = numel * self.dtype.itemsize
-        self.is_borrowed = False
-        self.local_shards = list(local_shards)
-        self.leaves: list[nn.Parameter] = []
-
-    @abstractmethod
-    def copy_in(self, local_shards: Sequence[torch.Tensor]) -> None:
-        """Copies new values into the shards, of the same dtype and device."""
-
-    @abstractmethod
-    def stamp(self) -> object:
-        """Differs from an earlier stamp if values were changed in place, or memory replaced, in between."""
-
-    @abstractmethod
-    def all_gather(self, comm_stream: CommStream, name: str | None = None) -> list[Handle]:
-        """Issues the all-gather of the unit ``name`` on ``comm_stream``. Call `copy_out` after the wait."""
-
-    @abstractmethod
-    def copy_out(self) -> bool:
-        """Completes an all-gather that was waited for. Returns whether `leaves` has new tensors."""
-
-    @abstractmethod
-    def free(self) -> None:
-        """Frees the memory of `leaves`."""
-
-    @abstractmethod
-    def reshard_to_smaller_mesh(self, group: Group) -> list[torch.Tensor]:
-        """Keeps 1/``group.size`` of the unsharded parameters, to all-gather over ``group`` only. Call it before `free`.
-
-        Returns:
-            This rank's shard of each parameter over the ranks of ``group``.
-        """
-
-    @abstractmethod
-    def unshard_from_full_mesh(self) -> None:
-        """The next all-gather reads the optimizer's shards again, whose values may have changed."""
 
 
 class _Source:
     """This rank's shards of some parameters, contiguous, in the order in which an all-gather sends them.
 
     Args:
-        splits: the shape of each parameter, and the dim along which it is sharded.
-        group: the shard group; ``None`` if there are no other ranks.
+        splits, group: as for `Bucket`.
         sizes: elements of each shard, including padding.
         local: 1-D, zeros; the memory of all shards.
         leaf_memory: the memory of each leaf; must be allocated.
@@ -169,7 +77,7 @@ class _Source:
         num, rank = self.num_shards, self.rank = (1, 0) if group is None else (group.size, group.rank)
         self.shapes = [shard_shape(*split, num, rank) for split in splits]
         parts = zip(local.split(sizes), self.shapes, strict=True)
-        self.local_shards = [_with_own_storage(part[: shape.numel()].view(shape)) for part, shape in parts]
+        self.local_shards = [with_own_storage(part[: shape.numel()].view(shape)) for part, shape in parts]
         memory = zip(leaf_memory, sizes, strict=True)
         self.targets = [each[: num * size].view(num, size) for each, size in memory]
         self.is_split_only = group is None or not any(dim for _, dim in splits)
@@ -182,7 +90,7 @@ class _Source:
                 local_shard.copy_(value)
 
 
-class Bucket(BaseBucket):
+class Bucket:
     """A bucket: parameters of one dtype, sharded and stored contiguously.
 
     Args:
@@ -192,7 +100,14 @@ class Bucket(BaseBucket):
         options: where to compute, and in which dtype.
 
     Attributes:
+        group: the ranks of the next all-gather; ``None`` if there are no other ranks.
+        device: the compute device.
+        dtype: of the leaves.
         local: 1-D, the local shards, including padding.
+        local_shards: the local shard of each parameter, in the memory of `local`.
+        leaves: the unsharded parameters; they have memory only while all-gathered.
+        is_borrowed: whether the leaves have no memory of their own (note 4).
+        num_bytes: of the unsharded parameters, without the gaps.
     """
 
     def __init__(
@@ -200,11 +115,12 @@ class Bucket(BaseBucket):
     ) -> None:
         num = 1 if group is None else group.size
         sizes = [padded_shard_numel(*split, num) for split in splits]
-        super().__init__(group, options, local_shards, num * sum(sizes))
+        stored, place = local_shards[0].dtype, options.storage_device(local_shards[0])
+        self.group, self.device, self.dtype = group, options.device, options.compute_dtype(stored)
+        self.num_bytes = num * sum(sizes) * self.dtype.itemsize
         if group is None:
             # 5. The data that is sent has no gaps. Without other ranks, nothing is sent.
             sizes = [self._aligned(size) for size in sizes]
-        stored, place = local_shards[0].dtype, options.storage_device(local_shards[0])
         self.local = torch.zeros(sum(sizes), dtype=stored, device=place)
         if options.pin and place.type == "cpu" and self.device.type != "cpu":
             self.local = self.local.pin_memory()
@@ -278,7 +194,7 @@ class Bucket(BaseBucket):
         return [comm_stream.handle(work)]
 
     def copy_out(self) -> bool:
-        """2. Sorts the all-gathered data by parameter."""
+        """2. Sorts the all-gathered data by parameter. Returns whether `leaves` has new tensors: never."""
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None and self._copies:
             self._storage.resize_(self._unsharded.nbytes)
@@ -312,7 +228,11 @@ class Bucket(BaseBucket):
     # --- resharding to a smaller mesh ---
 
     def reshard_to_smaller_mesh(self, group: Group) -> list[torch.Tensor]:
-        """Copies this rank's shards over the ranks of ``group`` from the leaves; the next all-gather reads these."""
+        """Keeps 1/``group.size`` of the unsharded parameters, to all-gather over ``group`` only. Call it before `free`.
+
+        Returns:
+            This rank's shard of each parameter over the ranks of ``group``.
+        """
         sizes = [padded_shard_numel(*split, group.size) for split in self._splits]
         local = torch.zeros(sum(sizes), dtype=self.dtype, device=self.device)
         source = _Source(self._splits, group, sizes, local, self._leaf_memory)
@@ -327,11 +247,54 @@ class Bucket(BaseBucket):
         self._source, self.group = self._own, self._own.group
 
 
-def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """``view`` as a tensor whose storage is only this range of the memory, which lives as long as either is used."""
-    storage = view.untyped_storage()
-    if storage.device.type == "meta":
-        return view
-    start = view.storage_offset() * view.itemsize
-    own = storage[start : start + view.numel() * view.itemsize]
-    return torch.empty(0, dtype=view.dtype, device=view.device).set_(own, 0, view.shape, view.stride())
+AnyBucket: TypeAlias = Bucket | ExtendedBucket
+
+
+class Contents(NamedTuple):
+    """The parameters of a bucket, and the kind of their shards."""
+
+    is_extended: bool
+    dtype: torch.dtype
+    device: torch.device
+    params: tuple[ShardedParam, ...]
+
+    def make(self, local_shards: list[torch.Tensor], options: Options) -> AnyBucket:
+        """Creates the bucket."""
+        splits, first = [(param.shape, param.dim) for param in self.params], self.params[0]
+        group = first.mesh_groups.shard
+        if self.is_extended:
+            return ExtendedBucket(splits[0], local_shards[0], group, options, first.shard_axis, first.info.module)
+        return Bucket(splits, local_shards, group, options)
+
+
+def assign_to_buckets(
+    params: Sequence[ShardedParam],
+    local_shards: Sequence[torch.Tensor],
+    options: Options,
+    before: Mapping[Contents, AnyBucket],
+) -> dict[Contents, AnyBucket]:
+    """Assigns each parameter to a bucket of one dtype and mesh, and copies its new local shard into the bucket.
+
+    Args:
+        params: the parameters of a unit.
+        local_shards: the values of each.
+        options: where to compute, and in which dtype.
+        before: the unit's buckets until now. Those whose contents stay the same are kept.
+    """
+    sorted_by_kind: dict[Any, dict[ShardedParam, torch.Tensor]] = {}
+    for param, local_shard in zip(params, local_shards, strict=True):
+        alone = param if is_extended(local_shard, param.info.path) else None
+        sorted_by_kind.setdefault((alone, local_shard.dtype, param.mesh_groups), {})[param] = local_shard
+    buckets: dict[Contents, AnyBucket] = {}
+    for (alone, dtype, _), shards_by_param in sorted_by_kind.items():
+        shards = list(shards_by_param.values())
+        contents = Contents(alone is not None, dtype, options.storage_device(shards[0]), tuple(shards_by_param))
+        bucket = before.get(contents)
+        if bucket is None:
+            bucket = contents.make(shards, options)
+        else:
+            bucket.copy_in(shards)
+        buckets[contents] = bucket
+        for param, local_shard in zip(contents.params, bucket.local_shards, strict=True):
+            param.local_shard = local_shard
+    return buckets

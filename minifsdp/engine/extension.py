@@ -7,7 +7,7 @@ returns the tensors to send. The second builds the unsharded parameter from the 
                                                                      | all-gather each
     leaf (bfloat16)              <-- fsdp_post_all_gather ---   steps and scales of all ranks
 
-Each such parameter has a bucket of its own, with the methods of `BaseBucket`:
+Each such parameter has a bucket of its own, with the methods of `Bucket`:
 
 1. The shard is padded before the first call, so all ranks send the same number of bytes for every class.
 2. The first call of the second method creates a tensor, which stays the leaf. Later calls write into it (``out=``).
@@ -29,17 +29,17 @@ import torch
 from torch import nn
 
 from minifsdp.engine import collectives, lifetime
-from minifsdp.engine.bucket import BaseBucket, Options
 from minifsdp.engine.comm_streams import COMPLETED, CommStream, Handle, compute_event
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import message
+from minifsdp.engine.sharded_param import Options
 from minifsdp.engine.shards import shard_shape
 
 BEFORE, AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
-class ExtendedBucket(BaseBucket):
-    """The bucket of one parameter whose class has the two methods.
+class ExtendedBucket:
+    """The bucket of one parameter whose class has the two methods; see `Bucket` for its methods and attributes.
 
     Args:
         split: the shape of the parameter, and the dim along which it is sharded.
@@ -60,8 +60,10 @@ class ExtendedBucket(BaseBucket):
         module: nn.Module,
     ) -> None:
         (shape, self._dim), num = split, 1 if group is None else group.size
+        self.is_borrowed = False
         self._shape, self._padded_shape = shape, shard_shape(*split, num, 0)
-        super().__init__(group, options, [local_shard], num * self._padded_shape.numel())
+        self.group, self.device, self.dtype = group, options.device, options.compute_dtype(local_shard.dtype)
+        self.num_bytes = num * self._padded_shape.numel() * self.dtype.itemsize
         self._stride = torch.empty(shape, device="meta").stride()
         self._mesh, self._module, self._policy = mesh, module, options.policy
         self._storage_device = options.storage_device(local_shard)

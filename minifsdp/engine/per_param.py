@@ -10,34 +10,30 @@ Worked example, ``weight`` of shape (3, 2) and ``bias`` of shape (3,), two ranks
     gathered  w w w w b b w w . . b .            sorted by rank
     sorted    w w w w w w . .   b b b .          sorted by parameter: two leaves that autograd owns
 
-Each parameter is a `ShardedParam`. The layout assigns them to buckets (``bucket.py``). A bucket has one dtype and one
-mesh, and most units have one bucket. Others have several, for example with a norm in float32 next to weights in
-bfloat16, or with experts that are sharded over fewer ranks. A parameter with a custom all-gather has its own bucket.
-
-Reductions use all buckets together:
+Each parameter is a `ShardedParam` with memory in a bucket (``bucket.py``), nearly always one for all parameters. The
+reduction of gradients uses one operator for all buckets:
 
 1. Only parameters that have a gradient take part in the reduction. Frozen ones cost nothing, unlike in a flat layout.
 2. Each gradient is split like its parameter and the shards are sorted by rank, in one operator for each mesh.
 3. The result is a bucket of this rank's shards. ``.grad`` of each DTensor is a DTensor around its part of the bucket.
 
 Users may replace the registered parameters, with ``load_state_dict(assign=True)``, ``to_empty`` or ``model.to(...)``.
-The layout checks this when an iteration begins, and assigns the new values to buckets again. A bucket that would have
-the same parameters of the same kind as before is kept, with its memory and its leaves. Not earlier: modules are
-converted one after the other, and meanwhile a unit can have two dtypes.
+The layout checks this when an iteration begins, and copies the new values into its buckets, or into new ones if the
+dtype has changed. Not earlier: modules are converted one after the other, and meanwhile a unit can have two dtypes.
 
 Trade-off against the flat layout: a copy-out for each all-gather, a sorted copy of the gradients, and DTensors in the
 optimizer. In exchange, every tensor has a name, and a unit can mix frozen and trainable parameters, or several dtypes.
 
 *In torch:* ``FSDPParam`` and ``FSDPParamGroup``, 1830 lines.
 
-Spec: FS2-04 to FS2-08, FS2-13, FS2-19, FS2-22, FS2-28, FS2-29, FS2-EXT-01, FS2-MP-02, FS2-MP-03, FS2-SYNC-02,
-FS2-META-03, NEW-23, STREAM-05, STREAM-10.
+Spec: FS2-04 to FS2-08, FS2-13, FS2-19, FS2-22, FS2-28, FS2-MP-02, FS2-MP-03, FS2-SYNC-02, FS2-META-03, NEW-23,
+STREAM-05, STREAM-10.
 """
 
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,34 +41,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from minifsdp.engine import lifetime
-from minifsdp.engine.bucket import VERSION, BaseBucket, Bucket, Options
+from minifsdp.engine.bucket import AnyBucket, assign_to_buckets
 from minifsdp.engine.comm_streams import CommStreams, Handle
-from minifsdp.engine.extension import ExtendedBucket, is_extended
 from minifsdp.engine.layout import Gradient, Layout, replaced_parameter_error
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import message
-from minifsdp.engine.sharded_param import ShardedParam, local_shard_of, set_local_shard
-
-
-class _Contents(NamedTuple):
-    """The parameters of a bucket, and the kind of their shards. A bucket is kept as long as these stay the same."""
-
-    is_extended: bool
-    dtype: torch.dtype
-    device: torch.device
-    params: tuple[ShardedParam, ...]
+from minifsdp.engine.sharded_param import VERSION, Options, ShardedParam, local_shard_of, set_local_shard
 
 
 class PerParameterLayout(Layout):
     """The parameters of one unit, each a DTensor.
 
     Args:
-        params: at least one, of any dtypes, frozen or not.
+        params: at least one, of any dtypes, frozen or not; also an attribute.
         options: devices and dtypes.
 
     Attributes:
-        params: as given.
         buckets: the memory of the parameters; nearly always one bucket.
         meshes: the meshes over which parameters are sharded; nearly always one.
     """
@@ -82,89 +67,45 @@ class PerParameterLayout(Layout):
         self.meshes = list(dict.fromkeys(param.mesh_groups for param in params))
         self.device, self.offloads, self._pins = options.device, options.offload, options.pin
         self.parameters = [param.info for param in params]
-        self._attributes = [
-            (attribute.module._parameters, attribute, index)
-            for index, info in enumerate(self.parameters)
-            for attribute in info.attributes
-        ]
+        places = [(info, index) for index, first in enumerate(self.parameters) for info in first.attributes]
+        self._attributes = [(info.module._parameters, info, index) for info, index in places]
         self._handles: list[Handle] = []
-        self._gathered_at: object = None
-        self._has_copied = False
+        self._gathered_at, self._has_copied = object(), False
         # The registered tensors while the unit is resharded to a smaller mesh.
         self._post_forward_params: list[torch.Tensor] | None = None
-        self._contents: dict[_Contents, BaseBucket] = {}
-        self._assign_to_buckets([param.local_shard for param in params])
+        self.buckets: list[AnyBucket] = []
+        self._contents = assign_to_buckets(params, [param.local_shard for param in params], options, {})
         for param in params:
             param.replace_original()
-        self.buckets: list[BaseBucket] = []
         self.dtype, self.num_bytes, self._is_borrowed = params[0].local_shard.dtype, 0, False
         self._sharded: list[torch.Tensor] = []
         self._leaves: list[torch.Tensor] = []
         self._registered: list[torch.Tensor] = []
         self._update_from_buckets()
 
-    # --- buckets ---
-
-    def _assign_to_buckets(self, local_shards: Sequence[torch.Tensor]) -> None:
-        """Assigns each parameter to a bucket of one dtype and mesh, and copies its new local shard into the bucket."""
-        sorted_by_kind: dict[Any, dict[ShardedParam, torch.Tensor]] = {}
-        for param, local_shard in zip(self.params, local_shards, strict=True):
-            alone = param if is_extended(local_shard, param.info.path) else None
-            sorted_by_kind.setdefault((alone, local_shard.dtype, param.mesh_groups), {})[param] = local_shard
-        before, self._contents = self._contents, {}
-        for (alone, dtype, _), shards_by_param in sorted_by_kind.items():
-            shards = list(shards_by_param.values())
-            device = self._options.storage_device(shards[0])
-            contents = _Contents(alone is not None, dtype, device, tuple(shards_by_param))
-            bucket = before.get(contents)
-            if bucket is None:
-                bucket = self._make_bucket(contents, shards)
-            else:
-                bucket.copy_in(shards)
-            self._contents[contents] = bucket
-            for param, local_shard in zip(contents.params, bucket.local_shards, strict=True):
-                param.local_shard = local_shard
-
-    def _make_bucket(self, contents: _Contents, local_shards: list[torch.Tensor]) -> BaseBucket:
-        splits, first = [(param.shape, param.dim) for param in contents.params], contents.params[0]
-        group, options = first.mesh_groups.shard, self._options
-        if contents.is_extended:
-            return ExtendedBucket(splits[0], local_shards[0], group, options, first.shard_axis, first.info.module)
-        return Bucket(splits, local_shards, group, options)
-
     def _update_buckets(self, *, is_edited: bool) -> None:
-        """Copies the current values of the parameters into their buckets.
-
-        Raises:
-            RuntimeError: they are on different devices.
-        """
+        """Copies the current values of the parameters into their buckets. Raises an error if they have two devices."""
         self.unshard_from_full_mesh()
         local_shards = [local_shard_of(param.parameter) for param in self.params]
         if len({local_shard.device for local_shard in local_shards}) > 1:
-            raise self._converted_apart()
+            devices = {self.full_name(param.info.path): local_shard_of(param.parameter).device for param in self.params}
+            parameters = ", ".join(f"{path} ({device})" for path, device in devices.items())
+            raise RuntimeError(message("converted-apart", parameters=parameters))
         # From now on the values stay on the device that the user chose.
         self._options = replace(self._options, offload=False)
-        self._assign_to_buckets(local_shards)
+        self._contents = assign_to_buckets(self.params, local_shards, self._options, self._contents)
         for param in self.params:
             set_local_shard(param.parameter, param.local_shard)
         # The values were copied into the memory of an existing bucket, or of a new one.
         self._has_copied |= is_edited or self.buckets != list(self._contents.values())
         self._update_from_buckets()
 
-    def _converted_apart(self) -> RuntimeError:
-        devices = {param.info.path: local_shard_of(param.parameter).device for param in self.params}
-        parameters = ", ".join(f"{self.full_name(path)} ({device})" for path, device in devices.items())
-        return RuntimeError(message("converted-apart", parameters=parameters))
-
     def _update_from_buckets(self) -> None:
         """Uses the leaves of the buckets, and caches properties of the buckets that are used often."""
         for contents, bucket in self._contents.items():
             for param, leaf in zip(contents.params, bucket.leaves, strict=True):
                 if param.plain_leaf is not leaf:
-                    param.use_leaf(leaf)
-                    if param.unreduced is not None:
-                        # The model was converted, so this gradient is converted as well.
-                        param.unreduced = param.unreduced.to(self._options.precision.reduces_in(leaf.dtype))
+                    param.use_leaf(leaf, self._options.precision.reduces_in(leaf.dtype))
         self.buckets = list(self._contents.values())
         self._choose_dtype()
         self.num_bytes = sum(bucket.num_bytes for bucket in self.buckets)
@@ -176,17 +117,13 @@ class PerParameterLayout(Layout):
 
     def _choose_dtype(self) -> None:
         """Gradients of several dtypes are reduced in a dtype that can represent them all."""
-        trained = [param.plain_leaf.dtype for param in self.params if param.parameter.requires_grad]
+        trained = [
+            bucket.dtype for key, bucket in self._contents.items() if any(p.parameter.requires_grad for p in key.params)
+        ]
         self.dtype = functools.reduce(torch.promote_types, trained or [self.buckets[0].dtype])
 
-    # --- the unsharded tensors ---
-
     def refresh_from_module(self) -> None:
-        """Adapts to changes of the parameters, and checks that they have values.
-
-        Raises:
-            RuntimeError: some of them are on the meta device.
-        """
+        """Adapts to changes of the parameters. Raises an error if some are on the meta device."""
         self.accept_replacements()
         # A local tensor may have gained or lost the methods of a custom all-gather.
         self._update_buckets(is_edited=False)
@@ -219,7 +156,7 @@ class PerParameterLayout(Layout):
         return self
 
     def wait(self) -> None:
-        """Waits for all buckets, and runs the copy-out."""
+        """Waits for all buckets, and runs the copy-out. The first one of a custom all-gather creates its leaf."""
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.wait()
@@ -236,12 +173,7 @@ class PerParameterLayout(Layout):
         return None if self._is_borrowed else lifetime.DONE
 
     def reshard_to_smaller_mesh(self, group: Group, mesh: DeviceMesh) -> None:
-        """The next all-gather uses only the ranks of ``group``. Call `free` afterwards.
-
-        Args:
-            group: the ranks of the smaller mesh.
-            mesh: the mesh of the DTensors registered meanwhile; its last axis has the ranks of ``group``.
-        """
+        """The next all-gather uses only ``group``, the last axis of ``mesh``. Call `free` afterwards."""
         made: dict[ShardedParam, torch.Tensor] = {}
         for contents, bucket in self._contents.items():
             local_shards = bucket.reshard_to_smaller_mesh(group)
@@ -270,11 +202,7 @@ class PerParameterLayout(Layout):
     # --- what modules see ---
 
     def accept_replacements(self) -> None:
-        """Accepts tensors that the user has registered instead of the unit's, and values in other memory.
-
-        Raises:
-            RuntimeError: the new value is not a parameter of this shape and placement.
-        """
+        """Accepts tensors that the user has registered instead of the unit's, and values in other memory."""
         is_edited = False
         for dictionary, attribute, index in self._attributes:
             found, param = dictionary.get(attribute.name), self.params[index]
@@ -397,8 +325,7 @@ class PerParameterLayout(Layout):
                 part = part.to(param.local_shard.dtype)
             before = param.parameter.grad
             if before is None:
-                # Shares the spec object of the parameter. DTensor compares both specs for each operator of the
-                # optimizer, and the comparison of an object with itself is fast.
+                # The same object: DTensor compares both specs for each operator of the optimizer, which then is fast.
                 spec: Any = param.parameter._spec  # type: ignore[attr-defined]
                 param.parameter.grad = DTensor(part, spec, requires_grad=False)
             else:

@@ -28,6 +28,7 @@ Spec: FS2-04, FS2-05, FS2-08, FS2-18, NEW-16, NEW-23.
 
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,8 +42,11 @@ from minifsdp.engine import validation
 from minifsdp.engine.layout import ParamInfo
 from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import message
+from minifsdp.engine.precision import Precision
 from minifsdp.engine.shards import padded_shard_numel, shard_of
 
+# The number of in-place changes of a tensor.
+VERSION = operator.attrgetter("_version")
 # Returns the local tensor of a DTensor itself. ``to_local()`` creates another tensor, for autograd.
 local_shard_of: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_tensor")
 
@@ -56,6 +60,33 @@ def local_values(parameter: torch.Tensor) -> torch.Tensor:
     """The tensor to shard: the parameter's values, or their local tensor if tensor parallelism has sharded them."""
     values = parameter.detach()
     return local_shard_of(values) if isinstance(values, DTensor) else values
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options for the parameters of a unit.
+
+    Attributes:
+        device: the compute device.
+        precision: the compute dtype, and the dtype of gradients that wait for their reduction.
+        offload: whether the shards are on the CPU.
+        pin: whether they are in pinned memory there, for asynchronous copies.
+        policy: the user's mixed-precision policy, passed to custom all-gather extensions.
+    """
+
+    device: torch.device
+    precision: Precision = field(default_factory=Precision)
+    offload: bool = False
+    pin: bool = False
+    policy: Any = None
+
+    def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
+        """The compute dtype for values that are stored in the dtype ``stored``."""
+        return (self.precision.compute or stored) if stored.is_floating_point else stored
+
+    def storage_device(self, local_shard: torch.Tensor) -> torch.device:
+        """The device on which the memory for ``local_shard`` is allocated."""
+        return torch.device("cpu") if self.offload and not local_shard.is_meta else local_shard.device
 
 
 class ShardedParam:
@@ -174,7 +205,7 @@ class ShardedParam:
 
     # --- the unsharded parameter ---
 
-    def use_leaf(self, plain_leaf: nn.Parameter) -> None:
+    def use_leaf(self, plain_leaf: nn.Parameter, reduce_dtype: torch.dtype) -> None:
         """Uses a new leaf, after the bucket has allocated new memory for it."""
         inner = self._tensor_parallel
         self.plain_leaf = self.leaf = plain_leaf
@@ -183,6 +214,9 @@ class ShardedParam:
             self.leaf = nn.Parameter(_around(plain_leaf.data, inner), requires_grad=False)
         self.is_trained = self.parameter.requires_grad
         self.leaf.requires_grad_(self.is_trained)
+        if self.unreduced is not None:
+            # The model was converted, so this gradient is converted as well.
+            self.unreduced = self.unreduced.to(reduce_dtype)
 
     def toggle_requires_grad(self) -> None:
         """The user changed ``requires_grad`` of `parameter` or `leaf`, whichever was registered; updates the other."""

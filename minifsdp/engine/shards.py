@@ -1,4 +1,4 @@
-"""The arithmetic of sharding one parameter, without communication.
+"""Pure functions for sharding one parameter: sizes, shapes and views.
 
 A parameter is split along one of its dims, by default the first, like ``torch.chunk``: every rank gets the same number
 of rows until there are none left. Each rank *sends* the same number of elements, so that one all-gather works for all;
@@ -46,3 +46,13 @@ def shard_of(tensor: torch.Tensor, dim: int, num_shards: int, index: int) -> tor
     """Shard ``index`` of an unsharded tensor, as a view."""
     rows = shard_range(tensor.shape[dim], num_shards, index)
     return tensor.narrow(dim, rows.start, len(rows))
+
+
+def with_own_storage(view: torch.Tensor) -> torch.Tensor:
+    """``view`` as a tensor whose storage is only this range of the memory, which lives as long as either is used."""
+    storage = view.untyped_storage()
+    if storage.device.type == "meta":
+        return view
+    start = view.storage_offset() * view.itemsize
+    own = storage[start : start + view.numel() * view.itemsize]
+    return torch.empty(0, dtype=view.dtype, device=view.device).set_(own, 0, view.shape, view.stride())

@@ -32,14 +32,13 @@ from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from minifsdp.engine import validation
-from minifsdp.engine.bucket import Options
 from minifsdp.engine.layout import ParamInfo, owned_parameters
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import message
 from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.reduce import ReducePlan
-from minifsdp.engine.sharded_param import ShardedParam
+from minifsdp.engine.sharded_param import Options, ShardedParam
 from minifsdp.engine.unit import PostForwardMesh, Unit, UnitPolicy, modules_of_unit
 from minifsdp.fsdp2.fsdp_state import FSDPState, state_of
 from minifsdp.fsdp2.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy

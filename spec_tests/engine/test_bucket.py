@@ -8,11 +8,12 @@ import torch.distributed as dist
 from torch import nn
 
 from minifsdp import MixedPrecisionPolicy, fully_shard
-from minifsdp.engine.bucket import Bucket, Options
+from minifsdp.engine.bucket import Bucket
 from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.mesh import Group, default_group
 from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.precision import Precision
+from minifsdp.engine.sharded_param import Options
 from minifsdp.engine.shards import shard_of
 from minifsdp.fsdp2.fsdp_state import state_of
 from spec_tests.harness import device, ranks

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minifsdp import CPUOffload, fully_shard
 from minifsdp.engine import collectives, lifetime
-from minifsdp.engine.bucket import BaseBucket, Bucket, Options
+from minifsdp.engine.bucket import AnyBucket, Bucket
 from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.comm_streams import COMPLETED, CommStream, CommStreams
 from minifsdp.engine.extension import ExtendedBucket
@@ -26,6 +26,7 @@ from minifsdp.engine.mesh import Group, MeshGroups, default_group
 from minifsdp.engine.ownership import assign_gradient
 from minifsdp.engine.precision import Precision, move
 from minifsdp.engine.reduce import ReducePlan, Reducer
+from minifsdp.engine.sharded_param import Options
 from minifsdp.engine.shards import shard_of
 from minifsdp.fsdp1.training_aids import clip_gradients
 from spec_tests.engine.small import draw, shard_each, train_once, units_of
@@ -441,7 +442,7 @@ def test_a_gather_of_one_rank_is_waited_for(machine: StandIn) -> None:
     cast = Bucket([split], [value], None, Options(torch.device("cpu"), Precision(BF16)))
     extended = ExtendedBucket(split, Int8Shards(value), None, Options(torch.device("cpu")), None, nn.Identity())
     comm_stream = machine.comm_streams().all_gather
-    buckets: list[tuple[BaseBucket, int]] = [(cast, 1), (extended, 2)]
+    buckets: list[tuple[AnyBucket, int]] = [(cast, 1), (extended, 2)]
     for bucket, num in buckets:
         machine.log.clear()
         with comm_stream:

@@ -290,7 +290,7 @@ MUTANTS = [
     ),
     Mutant(
         "rows-are-sorted-by-dtype-alone",
-        "PerParameterLayout._assign_to_buckets",
+        "assign_to_buckets",
         "(alone, local_shard.dtype, param.mesh_groups)",
         "(alone, local_shard.dtype, None)",
         "Parameters that are cut over other ranks travel with the rest.",
