@@ -21,9 +21,9 @@ From the bottom up, each module using only those above it in this list:
 ``flat_parameter``  ... one flat parameter
 ``originals``       ... the original parameters
 ``flat``            layout 1: one flat tensor, views into it
-``bucket``          the bucket: contiguous shards of several parameters
-``extension``       ... of one parameter with a custom all-gather
 ``sharded_param``   one parameter: its local shard, DTensor and leaf
+``extension``       the bucket of one parameter with a custom all-gather
+``bucket``          the bucket of all other parameters: contiguous shards
 ``per_param``       layout 2: one DTensor for each parameter
 ``summoned``        temporary access to full parameters of a flat unit
 ``reduce``          gradient reduction

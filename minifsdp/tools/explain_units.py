@@ -24,7 +24,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -36,7 +35,6 @@ from minifsdp.engine.layout import ParamInfo, full_name, owned_parameters
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import rank_of_this_process
 from minifsdp.engine.partition import Partition
-from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.shards import shard_shape
 from minifsdp.engine.unit import Unit, modules_of_unit
 from minifsdp.fsdp1.options import BackwardPrefetch
@@ -171,9 +169,8 @@ def _units_in_place(model: nn.Module, names: Names) -> Iterator[UnitSummary]:
         if unit is None:
             continue
         parameters = []
-        for param in cast(PerParameterLayout, unit.layout).params:
-            numbers = _elements_by_rank(param.shape, param.dim, param.num_shards)
-            owned = dict(zip(_ranks(param.mesh_groups.shard), numbers, strict=True))
+        for param in unit.layout.params:  # type: ignore[attr-defined]
+            owned = _elements_by_rank(param.shape, param.dim, _ranks(param.mesh_groups.shard))
             trained, dtype = param.parameter.requires_grad, param.local_shard.dtype
             places = _places(param.info.attributes, names)
             parameters.append(ParameterSummary(*places, tuple(param.shape), param.dim, dtype, trained, owned))
@@ -199,9 +196,9 @@ def _elements_in_row(partition: Partition) -> list[tuple[int, ...]]:
     return [tuple(part.stop - part.start for part in parts) for parts in zip(*local_shards, strict=True)]
 
 
-def _elements_by_rank(shape: torch.Size, dim: int, num_shards: int) -> tuple[int, ...]:
+def _elements_by_rank(shape: torch.Size, dim: int, ranks: Sequence[int]) -> dict[int, int]:
     """The number of elements that each rank stores, for a parameter that is sharded separately."""
-    return tuple(shard_shape(shape, dim, num_shards, index).numel() for index in range(num_shards))
+    return {rank: shard_shape(shape, dim, len(ranks), index).numel() for index, rank in enumerate(ranks)}
 
 
 def _summary(
@@ -282,8 +279,7 @@ def _planned(model: nn.Module, names: Names, like: UnitSummary | None, num_shard
 
 def _cut(shapes: Sequence[tuple[int, ...]], ranks: Sequence[int], is_flat: bool) -> list[dict[int, int]]:
     """The number of elements that each rank will store, for parameters that are not sharded yet."""
-    if is_flat:
-        numbers = _elements_in_row(Partition(tuple(map(prod, shapes)), len(ranks)))
-    else:
-        numbers = [_elements_by_rank(torch.Size(shape), 0, len(ranks)) for shape in shapes]
+    if not is_flat:
+        return [_elements_by_rank(torch.Size(shape), 0, ranks) for shape in shapes]
+    numbers = _elements_in_row(Partition(tuple(map(prod, shapes)), len(ranks)))
     return [dict(zip(ranks, each, strict=True)) for each in numbers]
