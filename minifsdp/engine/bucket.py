@@ -25,9 +25,14 @@ views of one tensor, both sharded and unsharded. Two ranks; capital letters are 
 Between forward and backward a unit can be resharded to larger shards over fewer ranks, for example the ranks of one
 node. The all-gather for backward then uses only these ranks. The diagram stays the same, with other local shards.
 
+A bucket has one dtype and one mesh. Most units have one bucket. Others have several, for example with a norm in float32
+next to weights in bfloat16, or with experts that are sharded over fewer ranks. A parameter with a custom all-gather has
+its own bucket. After the user has replaced parameters, they are assigned again. A bucket that would have the same
+parameters of the same kind as before is kept, with its memory and its leaves.
+
 *In torch:* each parameter has its own memory on both sides, with a copy-in and a copy-out for each all-gather.
 
-Spec: FS2-04 to FS2-08, FS2-26, NEW-05, STREAM-04, STREAM-12.
+Spec: FS2-04 to FS2-08, FS2-26, FS2-28, FS2-29, NEW-05, NEW-23, STREAM-04, STREAM-12.
 """
 
 from collections.abc import Mapping, Sequence
@@ -54,7 +59,7 @@ class _Source:
         splits, group: as for `Bucket`.
         sizes: elements of each shard, including padding.
         local: 1-D, zeros; the memory of all shards.
-        leaf_memory: the memory of each leaf; must be allocated.
+        spaces: the memory of each leaf; must be allocated.
 
     Attributes:
         shapes: of the shards.
@@ -66,20 +71,14 @@ class _Source:
     """
 
     def __init__(
-        self,
-        splits: Splits,
-        group: Group | None,
-        sizes: list[int],
-        local: torch.Tensor,
-        leaf_memory: list[torch.Tensor],
+        self, splits: Splits, group: Group | None, sizes: list[int], local: torch.Tensor, spaces: list[torch.Tensor]
     ) -> None:
         self.group, self.sizes, self.local = group, sizes, local
         num, rank = self.num_shards, self.rank = (1, 0) if group is None else (group.size, group.rank)
         self.shapes = [shard_shape(*split, num, rank) for split in splits]
         parts = zip(local.split(sizes), self.shapes, strict=True)
         self.local_shards = [with_own_storage(part[: shape.numel()].view(shape)) for part, shape in parts]
-        memory = zip(leaf_memory, sizes, strict=True)
-        self.targets = [each[: num * size].view(num, size) for each, size in memory]
+        self.targets = [space[: num * size].view(num, size) for space, size in zip(spaces, sizes, strict=True)]
         self.is_split_only = group is None or not any(dim for _, dim in splits)
         self.goes_straight = self.is_split_only and collectives.all_gathers_each(group, self.targets)
 
@@ -126,21 +125,21 @@ class Bucket:
             self.local = self.local.pin_memory()
         # 4. The compute memory is the memory of the shards.
         self.is_borrowed = group is None and self.dtype is stored and self.local.device == self.device
-        spaces = [self._aligned(num * size) for size in sizes]
-        unsharded = self.local if self.is_borrowed else torch.empty(sum(spaces), dtype=self.dtype, device=self.device)
+        numels = [self._aligned(num * size) for size in sizes]
+        unsharded = self.local if self.is_borrowed else torch.empty(sum(numels), dtype=self.dtype, device=self.device)
         self._storage, self._unsharded = unsharded.untyped_storage(), unsharded.data
-        self._leaf_memory = list(self._unsharded.split(spaces))
+        self._spaces = list(self._unsharded.split(numels))
         # 3. `.data` gives each leaf its own version counter: an all-gather must not look like an in-place change.
         self.leaves = [
-            nn.Parameter(memory.data[: shape.numel()].view(shape), requires_grad=False)
-            for memory, (shape, _) in zip(self._leaf_memory, splits, strict=True)
+            nn.Parameter(space.data[: shape.numel()].view(shape), requires_grad=False)
+            for space, (shape, _) in zip(self._spaces, splits, strict=True)
         ]
         # Without other ranks, or with one parameter, the data is sorted. But on an accelerator the leaves' memory would
         # then come from the communication stream, and only the copy-out makes it safe to reuse that memory.
         is_sorted = group is None or (len(splits) == 1 and splits[0][1] == 0)
         self._copies = not is_sorted or self.device.type != "cpu"
         self._splits = splits
-        self._own = self._source = _Source(splits, group, sizes, self.local, self._leaf_memory)
+        self._own = self._source = _Source(splits, group, sizes, self.local, self._spaces)
         self.local_shards = self._own.local_shards
         self.copy_in(local_shards)
         # The buffer and the source of the all-gather in flight, and its stream.
@@ -235,7 +234,7 @@ class Bucket:
         """
         sizes = [padded_shard_numel(*split, group.size) for split in self._splits]
         local = torch.zeros(sum(sizes), dtype=self.dtype, device=self.device)
-        source = _Source(self._splits, group, sizes, local, self._leaf_memory)
+        source = _Source(self._splits, group, sizes, local, self._spaces)
         leaves = zip(self.leaves, self._splits, strict=True)
         source.copy_in([shard_of(leaf.data, dim, group.size, group.rank) for leaf, (_, dim) in leaves])
         self._written_at = compute_event(self.device)

@@ -382,8 +382,8 @@ MUTANTS = [
     Mutant(
         "leaves-share-a-version",
         "Bucket.__init__",
-        "memory.data[: shape.numel()]",
-        "memory[: shape.numel()]",
+        "space.data[: shape.numel()]",
+        "space[: shape.numel()]",
         "To autograd a gather looks like a change of what forward has saved.",
         "FS2-13",
     ),
