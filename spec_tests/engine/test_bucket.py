@@ -56,13 +56,13 @@ def check_whole(bucket: Bucket) -> None:
 
 @pytest.mark.spec("FS2-05", "FS2-06")
 @ranks(2)
-def test_two_ranks_put_every_parameter_together() -> None:
+def test_two_ranks_unshard_every_parameter() -> None:
     check_whole(bucket_of(world()))
 
 
 @pytest.mark.spec("FS2-06")
 @ranks(4)
-def test_ranks_without_any_row_of_a_parameter_take_part() -> None:
+def test_ranks_with_an_empty_shard_of_a_parameter_take_part() -> None:
     bucket = bucket_of(world())
     assert bucket.local_shards[2].shape == ((1, 4) if dist.get_rank() == 0 else (0, 4))
     check_whole(bucket)
@@ -70,7 +70,7 @@ def test_ranks_without_any_row_of_a_parameter_take_part() -> None:
 
 @pytest.mark.spec("FS2-08")
 @ranks(2)
-def test_parameters_that_are_cut_along_different_dims_share_one_gather() -> None:
+def test_parameters_sharded_along_different_dims_share_one_all_gather() -> None:
     bucket = bucket_of(world(), dims=(1, 0, 1))
     assert torch.equal(bucket.local_shards[0], values()[0].chunk(2, dim=1)[dist.get_rank()])
     check_whole(bucket)
@@ -78,7 +78,7 @@ def test_parameters_that_are_cut_along_different_dims_share_one_gather() -> None
 
 @pytest.mark.spec("FS2-MP-02")
 @ranks(2)
-def test_the_leaves_have_the_compute_dtype_and_the_pieces_their_own() -> None:
+def test_the_leaves_have_the_compute_dtype_and_the_shards_their_own() -> None:
     bucket = bucket_of(world(), dtype=torch.bfloat16)
     assert {leaf.dtype for leaf in bucket.leaves} == {torch.bfloat16}
     assert {local_shard.dtype for local_shard in bucket.local_shards} == {torch.float32}
@@ -87,7 +87,7 @@ def test_the_leaves_have_the_compute_dtype_and_the_pieces_their_own() -> None:
 
 @pytest.mark.spec("FS2-26")
 @ranks(2)
-def test_the_leaves_have_memory_from_arrival_to_free_and_are_the_same_all_the_time() -> None:
+def test_the_leaves_have_memory_from_copy_out_to_free_and_stay_the_same_tensors() -> None:
     bucket = bucket_of(world())
     leaves, storage = list(bucket.leaves), bucket.leaves[0].untyped_storage()
     for _ in range(2):
@@ -100,7 +100,7 @@ def test_the_leaves_have_memory_from_arrival_to_free_and_are_the_same_all_the_ti
 
 
 @ranks(2)
-def test_a_gather_is_no_edit_in_the_eyes_of_autograd() -> None:
+def test_an_all_gather_does_not_increase_the_version_of_a_leaf() -> None:
     bucket = bucket_of(world())
     gathered(bucket)
     versions = [leaf._version for leaf in bucket.leaves]
@@ -111,7 +111,7 @@ def test_a_gather_is_no_edit_in_the_eyes_of_autograd() -> None:
 
 @pytest.mark.spec("FS2-19")
 @ranks(2)
-def test_a_stamp_shows_a_change_of_any_piece() -> None:
+def test_the_stamp_changes_with_any_local_shard() -> None:
     bucket = bucket_of(world())
     before = bucket.stamp()
     assert bucket.stamp() == before
@@ -122,7 +122,7 @@ def test_a_stamp_shows_a_change_of_any_piece() -> None:
 @pytest.mark.spec("NEW-05")
 @pytest.mark.parametrize("dims", [(0, 0, 0), (0, 0, 1)])
 @ranks(4)
-def test_a_row_at_rest_is_put_together_by_fewer_ranks(dims: tuple[int, ...]) -> None:
+def test_a_bucket_on_a_smaller_mesh_is_all_gathered_by_fewer_ranks(dims: tuple[int, ...]) -> None:
     bucket = bucket_of(world(), dims)
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair = Group.of(pairs[dist.get_rank() // 2])
@@ -141,7 +141,7 @@ def test_a_row_at_rest_is_put_together_by_fewer_ranks(dims: tuple[int, ...]) -> 
 
 
 @pytest.mark.pure
-def test_a_row_that_nobody_shares_and_nobody_casts_is_computed_on_where_it_is_stored() -> None:
+def test_leaves_of_one_rank_without_a_cast_use_the_memory_of_the_shards() -> None:
     bucket = bucket_of(None)
     gathered(bucket)
     assert bucket.leaves[0].data_ptr() == bucket.local_shards[0].data_ptr()
@@ -151,14 +151,14 @@ def test_a_row_that_nobody_shares_and_nobody_casts_is_computed_on_where_it_is_st
 
 
 @pytest.mark.pure
-def test_a_row_that_nobody_shares_is_cast_into_memory_of_its_own() -> None:
+def test_leaves_of_one_rank_with_a_cast_have_their_own_memory() -> None:
     bucket = bucket_of(None, dtype=torch.bfloat16)
     assert not bucket.is_borrowed
     check_whole(bucket)
 
 
 @ranks(2)
-def test_new_pieces_are_taken_into_the_same_memory_under_the_same_leaves() -> None:
+def test_new_values_are_copied_into_the_same_memory_under_the_same_leaves() -> None:
     bucket, other = bucket_of(world()), bucket_of(world())
     for local_shard in bucket.local_shards:
         local_shard.zero_()
@@ -180,7 +180,7 @@ def unit_of_two_layers() -> tuple[nn.Sequential, PerParameterLayout]:
 
 
 @ranks(2)
-def test_new_pieces_of_another_dtype_bring_new_leaves() -> None:
+def test_new_values_of_another_dtype_have_new_leaves() -> None:
     layers, layout = unit_of_two_layers()
     (before,) = layout.buckets
     local_shards = [local_shard.double() for local_shard in before.local_shards]
@@ -196,7 +196,7 @@ def test_new_pieces_of_another_dtype_bring_new_leaves() -> None:
 
 @pytest.mark.spec("FS2-08", "NEW-16")
 @ranks(2)
-def test_a_lone_parameter_that_is_cut_along_another_dim_is_put_together_along_it() -> None:
+def test_a_single_parameter_sharded_along_another_dim_is_concatenated_along_it() -> None:
     group, value = world(), values()[0]
     bucket = Bucket([(value.shape, 1)], [shard_of(value, 1, 2, group.rank)], group, Options(device()))
     gathered(bucket)
@@ -205,7 +205,7 @@ def test_a_lone_parameter_that_is_cut_along_another_dim_is_put_together_along_it
 
 @pytest.mark.spec("FS2-28")
 @ranks(2)
-def test_a_part_of_a_row_that_is_stored_in_another_dtype_is_computed_in_the_one_it_was_told() -> None:
+def test_parameters_stored_in_another_dtype_have_their_own_bucket_and_the_compute_dtype() -> None:
     layers, layout = unit_of_two_layers()
     weight = layers[1].weight.full_tensor().detach()
     layers[1].double()
@@ -234,7 +234,9 @@ def large_bucket(dtype: torch.dtype | None = None, first_dim: int = 0) -> tuple[
 @pytest.mark.spec("WIRE-10")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @ranks(4)
-def test_large_parameters_arrive_in_their_places(dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_parameters_are_all_gathered_directly_into_their_memory(
+    dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("MINIFSDP_TRANSPORT", "messages")
     bucket, wholes = large_bucket(dtype)
     chain = world().chain
@@ -259,7 +261,7 @@ def test_large_parameters_arrive_in_their_places(dtype: torch.dtype | None, monk
 
 @pytest.mark.spec("FS2-08", "WIRE-10")
 @ranks(2)
-def test_large_parameters_that_are_cut_along_another_dim_are_sorted() -> None:
+def test_large_parameters_sharded_along_another_dim_are_sorted() -> None:
     bucket, wholes = large_bucket(first_dim=1)
     gathered(bucket)
     assert all(torch.equal(leaf, whole) for leaf, whole in zip(bucket.leaves, wholes, strict=True))
@@ -267,7 +269,7 @@ def test_large_parameters_that_are_cut_along_another_dim_are_sorted() -> None:
 
 @pytest.mark.spec("WIRE-07", "WIRE-10")
 @ranks(2)
-def test_the_switch_leaves_large_parameters_to_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_variable_leaves_large_parameters_to_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINIFSDP_TRANSPORT", "collectives")
     bucket, wholes = large_bucket()
     gathered(bucket)
