@@ -13,9 +13,9 @@ from docs_build.pictures import events_of
 from docs_build.recordings import find
 from docs_build.values import zero_gigabytes
 from minifsdp.engine.collectives import Scaling
-from minifsdp.engine.cut import Cut
 from minifsdp.engine.flat_tensor import FlatSharding
 from minifsdp.engine.lifetime import RateLimiter
+from minifsdp.engine.shards import padded_shard_numel, shard_shape
 from minifsdp.engine.unit import Unit, UnitPolicy
 from minifsdp.tools.events import peak_gathered_bytes
 from minifsdp.tools.formulas import hybrid_cross_host, hybrid_cross_host_as_printed
@@ -84,11 +84,11 @@ def five_rows() -> str:
     """`fully_shard` shards a weight of shape (5, 8) over four ranks. How many rows does each rank have? How many
     elements does each rank send?
     """
-    cut = Cut(torch.Size((5, 8)), 0, 4)
-    rows = [cut.local_shape(rank)[0] for rank in range(4)]
+    shape = torch.Size((5, 8))
+    rows, sent = [shard_shape(shape, 0, 4, rank)[0] for rank in range(4)], padded_shard_numel(shape, 0, 4)
     return (
-        f"Rows: **{', '.join(map(str, rows))}**. Each rank gets {cut.num_rows} rows until no rows are left. Each rank "
-        f"sends **{cut.chunk_numel}** elements. These are {cut.padded_numel} elements for a weight of {5 * 8}. "
+        f"Rows: **{', '.join(map(str, rows))}**. Each rank gets {rows[0]} rows until no rows are left. Each rank "
+        f"sends **{sent}** elements. These are {4 * sent} elements for a weight of {5 * 8}. "
         "The rest is padding."
     )
 
@@ -363,8 +363,7 @@ def rank_0_saves() -> str:
     """Rank 0 of four saves the sharded state dict of a weight of shape (10, 4) with `torch.save`. Which part of the
     weight does the file contain?
     """
-    cut = Cut(torch.Size((10, 4)), 0, 4)
-    shape = tuple(cut.local_shape(0))
+    shape = tuple(shard_shape(torch.Size((10, 4)), 0, 4, 0))
     return (
         f"Rows of shape **{shape}**, {shape[0]} of 10. The file looks complete, because it contains every name. Let "
         "every rank write "

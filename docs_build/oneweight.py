@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from docs_build.sketch import Panel, bar, box, figure, label, size_of
-from minifsdp.engine.cut import Cut
+from minifsdp.engine.shards import shard_of, shard_shape
 from minifsdp.tools.formulas import gather_sends, ring_reduce_scatter_sends
 
 __all__ = ["DRAWN", "NUM_RANKS", "REAL", "draw"]
@@ -23,14 +23,13 @@ SOURCE = "Drawn from the sharding of fully_shard; minifsdp's formulas give the b
 
 def rows_of(rank: int) -> list[int]:
     """The rows of the drawn weight that a rank stores."""
-    cut = Cut(DRAWN, 0, NUM_RANKS)
     rows = torch.arange(DRAWN[0]).view(-1, 1).expand(DRAWN)
-    return sorted(set(cut.local_part(rows, rank).flatten().tolist()))
+    return sorted(set(shard_of(rows, 0, NUM_RANKS, rank).flatten().tolist()))
 
 
 def stored() -> int:
     """Bytes of the real weight that a rank stores."""
-    return 4 * Cut(REAL, 0, NUM_RANKS).local_part(torch.empty(REAL, device="meta"), 0).numel()
+    return 4 * shard_shape(REAL, 0, NUM_RANKS, 0).numel()
 
 
 def draw(caption: str) -> str:

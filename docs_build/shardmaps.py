@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from minifsdp.engine.cut import Cut
 from minifsdp.engine.flat_tensor import FlatSharding
+from minifsdp.engine.shards import padded_shard_numel, shard_of
 
 __all__ = ["draw"]
 
@@ -89,10 +89,6 @@ def _flat_row() -> list[tuple[str, int]]:
     return [(label, place // sharding.shard_numel) for place, label in enumerate(labels)]
 
 
-def _cuts() -> dict[str, Cut]:
-    return {name: Cut(shape, 0, NUM_RANKS) for name, shape in SHAPES.items()}
-
-
 def _gathered() -> list[tuple[str, int]]:
     return [cell for rank in range(NUM_RANKS) for name in SHAPES for cell in _sent(name, rank)]
 
@@ -102,7 +98,8 @@ def _whole() -> list[tuple[str, int]]:
 
 
 def _sent(name: str, rank: int) -> list[tuple[str, int]]:
-    cut = _cuts()[name]
-    numbers = torch.arange(cut.shape.numel()).view(cut.shape)
-    labels = [f"{name}{n}" for n in cut.local_part(numbers, rank).flatten().tolist()]
-    return [(label, rank) for label in [*labels, *["."] * (cut.chunk_numel - len(labels))]]
+    shape = SHAPES[name]
+    numbers = torch.arange(shape.numel()).view(shape)
+    labels = [f"{name}{n}" for n in shard_of(numbers, 0, NUM_RANKS, rank).flatten().tolist()]
+    num_padding = padded_shard_numel(shape, 0, NUM_RANKS) - len(labels)
+    return [(label, rank) for label in [*labels, *["."] * num_padding]]

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, _runtime_utils
 from torch.distributed.fsdp._fully_shard._fsdp_state import _get_module_fsdp_state
 
 from docs_build.watching import Watched, Watcher, as_parts, size
-from minifsdp.engine.cut import Cut
+from minifsdp.engine.shards import padded_shard_numel
 
 __all__ = ["TorchUnit", "units_of"]
 
@@ -79,8 +79,8 @@ class _Group(TorchUnit):
     def __init__(self, name: str, module: nn.Module, group: Any) -> None:
         super().__init__(name, module)
         self.group = group
-        cuts = [Cut(p.shape, 0, dist.get_world_size()) for p in self.local_parameters()]
-        self.num_bytes = sum(4 * cut.padded_numel for cut in cuts)
+        num = dist.get_world_size()
+        self.num_bytes = sum(4 * num * padded_shard_numel(p.shape, 0, num) for p in self.local_parameters())
 
     def local_parameters(self) -> list[Any]:
         return [one.sharded_param for one in self.group.fsdp_params]

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from docs_build.order import PACKAGE
 from docs_build.source import read_module
 from minifsdp import trace
-from minifsdp.engine.cut import Cut
+from minifsdp.engine.shards import shard_range
 
 __all__ = ["Watched", "WatchedUnit", "Watcher", "as_parts", "size"]
 
@@ -84,9 +84,9 @@ class Watched:
         for parameter in self.local_parameters():
             assert isinstance(parameter, DTensor)
             mesh = parameter.device_mesh
-            cut, place = Cut(parameter.shape, 0, mesh.size(-1)), mesh.get_local_rank(mesh.ndim - 1)
-            row = parameter.numel() // max(parameter.shape[0], 1)
-            found.append((whole + cut.start(place) * row, whole + cut.start(place + 1) * row))
+            rows = shard_range(parameter.shape[0], mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1))
+            per_row = parameter.numel() // max(parameter.shape[0], 1)
+            found.append((whole + rows.start * per_row, whole + rows.stop * per_row))
             whole += parameter.numel()
         return as_parts(found, whole)
 

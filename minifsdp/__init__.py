@@ -20,9 +20,7 @@ from minifsdp.compat.composable import ComposableState
 from minifsdp.compat.flat_param import FlatParameter
 from minifsdp.debugging import switch as _debugging
 from minifsdp.debugging.switch import debug
-from minifsdp.engine import extension as _extension
 from minifsdp.engine import optimizer_watch as _optimizer_watch
-from minifsdp.engine import rows as _rows
 from minifsdp.engine import validation as _misuse
 from minifsdp.fsdp1.grad_scaler import ShardedGradScaler
 from minifsdp.fsdp2 import fully_shard as _second_door
@@ -59,10 +57,9 @@ __all__ = [
 __all__ += api.__all__
 __version__ = "0.1.0"
 
-# The core does not import the code for state dicts, frameworks and custom all-gather extensions. This code is attached
-# here, and to the wrapper in ``fully_sharded_data_parallel.py``.
+# The core does not import the code for state dicts and frameworks. This code is attached here, and to the wrapper in
+# ``fully_sharded_data_parallel.py``.
 _second_door.state_class = ComposableState
 _second_door.before_sharding.append(warn_if_different)
 _misuse.watchers.append(_optimizer_watch.watch)
-_rows.special_rows.append(_extension.special_row)
 _debugging.from_environment()

@@ -28,7 +28,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from minifsdp.engine.layout import Slot
+from minifsdp.engine.layout import ParamInfo
 from minifsdp.fsdp1.build import FlatUnit
 from minifsdp.fsdp1.full_params import summoned
 from minifsdp.fsdp1.wrapper import is_wrapper
@@ -66,9 +66,9 @@ def _is_checkpoint(module: nn.Module) -> bool:
     return hasattr(module, "_checkpoint_wrapped_module")
 
 
-def slots_of(unit: FlatUnit) -> list[Slot]:
+def slots_of(unit: FlatUnit) -> list[ParamInfo]:
     """Every place where a parameter of the unit is registered."""
-    return [slot for owned in unit.layout.parameters for slot in owned.slots]
+    return [slot for owned in unit.layout.parameters for slot in owned.attributes]
 
 
 @contextmanager
@@ -88,7 +88,7 @@ def full_parameters(unit: FlatUnit, *, writeback: bool) -> Generator[None]:
                 _give_back(slot, parameter)
 
 
-def _give_back(slot: Slot, parameter: nn.Parameter) -> None:
+def _give_back(slot: ParamInfo, parameter: nn.Parameter) -> None:
     """Copies a tensor that ``load_state_dict(assign=True)`` has registered into the parameter that it replaced."""
     given = slot.module._parameters.get(slot.name)
     if given is not None and given is not parameter:

@@ -40,7 +40,7 @@ class SavedState(FSDPModuleState):
         for module in modules:
             module._register_load_state_dict_pre_hook(check_before_load, with_module=True)
         if unit is not None:
-            for module in {slot.module for owned in unit.layout.parameters for slot in owned.slots}:
+            for module in {slot.module for owned in unit.layout.parameters for slot in owned.attributes}:
                 module.register_state_dict_pre_hook(self._show_sharded)
                 module._register_load_state_dict_pre_hook(self._show_sharded)
 

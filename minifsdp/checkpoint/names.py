@@ -41,7 +41,7 @@ def names_in_state(unit: FlatUnit, module: nn.Module) -> list[tuple[int, str]]:
     """Number and plain name of each of the unit's parameters, once for each place in the tree."""
     numbers: dict[nn.Module, list[tuple[int, str]]] = {}
     for number, owned in enumerate(unit.layout.parameters):
-        for slot in owned.slots:
+        for slot in owned.attributes:
             numbers.setdefault(slot.module, []).append((number, slot.name))
     found = []
     for path, inner in module.named_modules(remove_duplicate=False):

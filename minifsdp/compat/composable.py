@@ -59,7 +59,7 @@ class _ParamGroup:
     @property
     def mesh_info(self) -> FSDPMeshInfo:
         """The mesh that the parameters are sharded over."""
-        return _info(cast(PerParameterLayout, self._unit.layout)._entries[0].sharding.mesh)
+        return _info(cast(PerParameterLayout, self._unit.layout).params[0].mesh)
 
     @property
     def post_forward_mesh_info(self) -> FSDPMeshInfo | None:

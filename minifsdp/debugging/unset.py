@@ -126,7 +126,7 @@ def _unset_in_units(tree: Root) -> Iterator[str]:
     for unit in tree.units:
         local_shards = zip(unit.layout.parameters, _local_shards(unit.layout), strict=True)
         for owned, local_shard in local_shards:
-            if any(slot.module in _made for slot in owned.slots) and _is_unset(local_shard):
+            if any(slot.module in _made for slot in owned.attributes) and _is_unset(local_shard):
                 yield unit.layout.full_name(owned.path)
 
 

@@ -98,12 +98,12 @@ def _after_gather(_: None, iteration: IterationState, unit: Unit) -> None:
     if unit.phase is not Phase.FORWARD:
         return
     layout = unit.layout
-    slots = [owned.slots[0] for owned in layout.parameters]
+    infos = layout.parameters
 
     def describe(number: int, counts: Counts) -> str:
-        return detail("parameter-not-finite", name=layout.full_name(slots[number].path), counts=counts)
+        return detail("parameter-not-finite", name=layout.full_name(infos[number].path), counts=counts)
 
-    _look(layout, [getattr(slot.module, slot.name) for slot in slots], describe)
+    _look(layout, [getattr(info.module, info.name) for info in infos], describe)
 
 
 def _after_module(_: bool, iteration: IterationState, unit: Unit, inputs: Any, output: Any) -> None:

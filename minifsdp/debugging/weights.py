@@ -32,12 +32,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from minifsdp.checkpoint.agreement import groups_of, some, tell
 from minifsdp.debugging.attach import attached
 from minifsdp.debugging.first_use import late_units_named
-from minifsdp.engine.dtensors import Sharding
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.flat_tensor import local_tensor
-from minifsdp.engine.layout import OwnedParameter
+from minifsdp.engine.layout import ParamInfo
 from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import detail, message, warn
+from minifsdp.engine.sharded_param import ShardedParam
 from minifsdp.fsdp2 import fully_shard
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -57,7 +57,7 @@ def compared() -> Iterator[None]:
 def _before_flat(
     layout: FlatLayout,
     home: nn.Module,
-    owned: Mapping[nn.Parameter, OwnedParameter],
+    owned: Mapping[nn.Parameter, ParamInfo],
     mesh: MeshGroups,
     *_: Any,
     **__: Any,
@@ -65,15 +65,12 @@ def _before_flat(
     compare(type(home).__name__, owned.items(), mesh)
 
 
-def _before_sharding(
-    parameters: dict[nn.Parameter, OwnedParameter], shardings: Sequence[Sharding], device: torch.device
-) -> None:
-    for table in dict.fromkeys(sharding.table for sharding in shardings):
-        both = zip(parameters.items(), shardings, strict=True)
-        compare("the module", [item for item, sharding in both if sharding.table == table], table)
+def _before_sharding(params: Sequence[ShardedParam], device: torch.device) -> None:
+    for mesh in dict.fromkeys(param.mesh_groups for param in params):
+        compare("the module", [(param.parameter, param.info) for param in params if param.mesh_groups == mesh], mesh)
 
 
-def compare(unit: str, parameters: Iterable[tuple[nn.Parameter, OwnedParameter]], mesh: MeshGroups) -> None:
+def compare(unit: str, parameters: Iterable[tuple[nn.Parameter, ParamInfo]], mesh: MeshGroups) -> None:
     """Issues a warning if values of parameters differ between ranks. Every rank of the mesh must call it.
 
     Args:

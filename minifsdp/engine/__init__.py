@@ -12,7 +12,7 @@ From the bottom up, each module using only those above it in this list:
 ``rank_checks``     whether all ranks issue the same collectives
 ``precision``       the dtype at each step
 ``lifetime``        when memory can be reused; the rate limiter
-``cut``             how a single parameter is sharded
+``shards``          how a single parameter is sharded
 ``validation``      mistakes that are detected when they are made
 ``layout``          the interface for storing a unit's parameters
 ``optimizer_watch`` mistakes that are detected at an optimizer's step
@@ -21,10 +21,9 @@ From the bottom up, each module using only those above it in this list:
 ``flat_params``     the registered parameters of a flat unit: a flat parameter, or the original parameters
 ``flat_gradients``  ... and their gradients
 ``flat``            layout 1: one flat tensor, views into it
-``row``             the bucket: contiguous shards of several parameters
-``extension``       ... of one parameter with a custom all-gather
-``dtensors``        how a shard becomes a DTensor
-``rows``            which parameters share a bucket, also after edits
+``sharded_param``   one parameter: its local shard, DTensor and leaf
+``extension``       the bucket of one parameter with a custom all-gather
+``bucket``          the bucket of all other parameters: contiguous shards
 ``per_param``       layout 2: one DTensor for each parameter
 ``reduce``          gradient reduction
 ``unit``            the state machine: all-gather, wait, reshard
@@ -33,6 +32,6 @@ From the bottom up, each module using only those above it in this list:
 ``hooks``           forward and backward hooks
 ``root``            the root state: lazy start, begin and end of an iteration
 
-Suggested reading order: ``layout``, ``row``, ``per_param``, ``unit``, ``hooks``, ``reduce``, ``schedule``,
+Suggested reading order: ``layout``, ``bucket``, ``per_param``, ``unit``, ``hooks``, ``reduce``, ``schedule``,
 ``lifetime``        and ``root``; then ``flat``.
 """

@@ -7,7 +7,7 @@ returns the tensors to send. The second builds the unsharded parameter from the 
                                                                      | all-gather each
     leaf (bfloat16)              <-- fsdp_post_all_gather ---   steps and scales of all ranks
 
-Each such parameter has a bucket of its own, with the methods of ``Row``:
+Each such parameter has a bucket of its own, with the methods of `Bucket`:
 
 1. The shard is padded before the first call, so all ranks send the same number of bytes for every class.
 2. The first call of the second method creates a tensor, which stays the leaf. Later calls write into it (``out=``).
@@ -30,19 +30,19 @@ from torch import nn
 
 from minifsdp.engine import collectives, lifetime
 from minifsdp.engine.comm_streams import COMPLETED, CommStream, Handle, compute_event
-from minifsdp.engine.cut import Cut
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import message
-from minifsdp.engine.row import Options
+from minifsdp.engine.sharded_param import Options
+from minifsdp.engine.shards import shard_shape
 
 BEFORE, AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
-class ExtendedRow:
-    """The bucket of one parameter whose class has the two methods; see `Row` for the other methods and attributes.
+class ExtendedBucket:
+    """The bucket of one parameter whose class has the two methods; see `Bucket` for its methods and attributes.
 
     Args:
-        cut: how the parameter is sharded.
+        split: the shape of the parameter, and the dim along which it is sharded.
         local_shard: this rank's local shard.
         group: the ranks that store the shards; ``None`` if the parameter is not sharded.
         options: compute device and dtype.
@@ -50,39 +50,46 @@ class ExtendedRow:
         module: the module of the parameter; passed to the first method.
     """
 
-    is_borrowed = False
-
     def __init__(
-        self, cut: Cut, local_shard: torch.Tensor, group: Group | None, options: Options, mesh: Any, module: nn.Module
+        self,
+        split: tuple[torch.Size, int],
+        local_shard: torch.Tensor,
+        group: Group | None,
+        options: Options,
+        mesh: Any,
+        module: nn.Module,
     ) -> None:
-        self._cut, self.group, self._mesh, self._module, self._policy = cut, group, mesh, module, options.policy
-        self.device, self.dtype = options.device, options.compute_dtype(local_shard.dtype)
-        self.num_bytes = cut.padded_numel * self.dtype.itemsize
-        self._home = options.home_of(local_shard)
-        self._pad(local_shard)
+        (shape, self._dim), num = split, 1 if group is None else group.size
+        self.is_borrowed = False
+        self._shape, self._padded_shape = shape, shard_shape(*split, num, 0)
+        self.group, self.device, self.dtype = group, options.device, options.compute_dtype(local_shard.dtype)
+        self.num_bytes = num * self._padded_shape.numel() * self.dtype.itemsize
+        self._stride = torch.empty(shape, device="meta").stride()
+        self._mesh, self._module, self._policy = mesh, module, options.policy
+        self._storage_device = options.storage_device(local_shard)
+        self._is_patched, self._padded, self.local_shards = self._pad(local_shard)
         # A placeholder of the same shape, without memory, until the first all-gather creates the leaf.
-        self.leaves = [nn.Parameter(torch.empty(cut.shape, dtype=self.dtype, device="meta"), requires_grad=False)]
+        self.leaves = [nn.Parameter(torch.empty(shape, dtype=self.dtype, device="meta"), requires_grad=False)]
         self._freed_at: Any = None
+        self._metadata: Any = None
         self._outputs: list[torch.Tensor] = []
         self._inner: list[tuple[torch.Tensor, int]] = []
 
-    def take(self, local_shards: Sequence[torch.Tensor]) -> None:
+    def copy_in(self, local_shards: Sequence[torch.Tensor]) -> None:
         """Replaces the local shard by another one of the same dtype and device."""
         if local_shards[0] is not self.local_shards[0]:
-            self._pad(local_shards[0])
+            self._is_patched, self._padded, self.local_shards = self._pad(local_shards[0])
 
-    def _pad(self, part: torch.Tensor) -> None:
-        self._is_patched = BEFORE in vars(part)
-        if self._is_patched:
+    def _pad(self, part: torch.Tensor) -> tuple[bool, torch.Tensor, list[torch.Tensor]]:
+        if BEFORE in vars(part):
             # 4. The same tensor object, with memory of its own.
             part.data = part.clone()
-            self._padded, self.local_shards = part, [part]
-            return
+            return True, part, [part]
         # 1. A tensor of the parameter's class, with memory of its own.
-        self._padded = part.new_zeros(self._cut.local_shape(0)).to(self._home)
-        local_shard = self._padded.narrow(self._cut.dim, 0, part.shape[self._cut.dim])
+        padded = part.new_zeros(self._padded_shape).to(self._storage_device)
+        local_shard = padded.narrow(self._dim, 0, part.shape[self._dim])
         local_shard.copy_(part)
-        self.local_shards = [local_shard]
+        return False, padded, [local_shard]
 
     def stamp(self) -> object:
         """Never equal to an earlier stamp, because a change inside a tensor subclass cannot be detected."""
@@ -94,13 +101,13 @@ class ExtendedRow:
             # The metadata was created on the communication stream, and the compute stream read it until then.
             comm_stream.wait_compute(self._freed_at)
         shard = self._padded if self._is_patched else self._padded.to(self.device, non_blocking=True)
-        tensors, self._metadata = self._ask(shard)
-        sent = [self._filled_up(tensor).to(self.device).contiguous() for tensor in tensors]
+        tensors, self._metadata = self._call_before(shard)
+        inputs = [self._fill_up(tensor).to(self.device).contiguous() for tensor in tensors]
         num = 1 if self.group is None else self.group.size
         if not self._outputs:
-            self._outputs = [t.new_empty((num * t.shape[0], *t.shape[1:])) for t in sent]
+            self._outputs = [t.new_empty((num * t.shape[0], *t.shape[1:])) for t in inputs]
         handles = []
-        for tensor, output in zip(sent, self._outputs, strict=True):
+        for tensor, output in zip(inputs, self._outputs, strict=True):
             output.untyped_storage().resize_(output.numel() * output.element_size())
             work = COMPLETED
             if self.group is None:
@@ -110,42 +117,41 @@ class ExtendedRow:
             handles.append(comm_stream.handle(work))
         return handles
 
-    def _ask(self, shard: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
-        before, shape = getattr(shard, BEFORE), self._cut.shape
-        told = [self._mesh, shape, torch.empty(shape, device="meta").stride(), self._module, self._policy]
+    def _call_before(self, shard: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+        before = getattr(shard, BEFORE)
+        arguments = [self._mesh, self._shape, self._stride, self._module, self._policy]
         if len(inspect.signature(before).parameters) == 1:
             # The signature in earlier versions of torch.
-            told = told[:1]
-        answer: tuple[tuple[torch.Tensor, ...], Any] = before(*told)
-        return answer
+            arguments = arguments[:1]
+        result: tuple[tuple[torch.Tensor, ...], Any] = before(*arguments)
+        return result
 
-    def _filled_up(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _fill_up(self, tensor: torch.Tensor) -> torch.Tensor:
         """4. Pads a tensor that was computed from an unpadded shard."""
-        full = self._cut.local_shape(0)
-        if not self._is_patched or tensor.shape != self._padded.shape or tensor.shape == full:
+        if not self._is_patched or tensor.shape != self._padded.shape or tensor.shape == self._padded_shape:
             return tensor
-        padded = tensor.new_zeros(full)
-        padded.narrow(self._cut.dim, 0, tensor.shape[self._cut.dim]).copy_(tensor)
+        padded = tensor.new_zeros(self._padded_shape)
+        padded.narrow(self._dim, 0, tensor.shape[self._dim]).copy_(tensor)
         return padded
 
-    def arrive(self) -> None:
+    def copy_out(self) -> bool:
         """2. Creates the leaf, or fills it."""
         for tensor, num_bytes in self._inner:
             tensor.untyped_storage().resize_(num_bytes)
         after: Any = getattr(self._padded, AFTER)
         if not self.leaves[0].is_meta:
             after(tuple(self._outputs), self._metadata, self.dtype, out=self.leaves[0])
-            return
+            return False
         tensor, inner = after(tuple(self._outputs), self._metadata, self.dtype)
         self._inner = [(one, one.untyped_storage().size()) for one in inner]
-        shape = self._cut.shape
-        if tensor.ndim == len(shape):
+        if tensor.ndim == len(self._shape):
             # Drops the padding, for any strides.
-            tensor = tensor[tuple(map(slice, shape))]
+            tensor = tensor[tuple(map(slice, self._shape))]
         else:
-            tensor = tensor.as_strided(shape, torch.empty(shape, device="meta").stride(), 0)
+            tensor = tensor.as_strided(self._shape, self._stride, 0)
         # `.data` has a version counter of its own: a later all-gather must not look like an in-place change.
         self.leaves = [nn.Parameter(tensor.data, requires_grad=False)]
+        return True
 
     def free(self) -> None:
         """3. Releases the memory of the all-gather outputs and of the inner tensors."""
@@ -154,21 +160,24 @@ class ExtendedRow:
                 lifetime.release(tensor)
         self._freed_at = compute_event(self.device)
 
-    def rest(self, group: Group) -> NoReturn:
+    def reshard_to_smaller_mesh(self, group: Group) -> NoReturn:
         """Not supported: an unsharded parameter of such a class cannot be sharded again."""
         raise NotImplementedError(message("extension-in-parts", method=BEFORE))
 
+    def unshard_from_full_mesh(self) -> None:
+        """Does nothing: the bucket is always sharded over the full mesh."""
 
-def special_row(value: torch.Tensor, path: str) -> type[ExtendedRow] | None:
-    """The bucket class of a parameter with the local tensor ``value``; ``None`` for an ordinary parameter.
+
+def is_extended(local_shard: torch.Tensor, path: str) -> bool:
+    """Whether the local tensor of the parameter ``path`` has the two methods of a custom all-gather.
 
     Raises:
-        AssertionError: ``value`` has only one of the two methods.
+        AssertionError: it has only one of the two methods.
     """
-    has = [name for name in (BEFORE, AFTER) if hasattr(value, name)]
+    has = [name for name in (BEFORE, AFTER) if hasattr(local_shard, name)]
     if len(has) == 1:
         missing = AFTER if has == [BEFORE] else BEFORE
         raise AssertionError(
-            message("half-extension", path=path, type=type(value).__name__, method=has[0], missing=missing)
+            message("half-extension", path=path, type=type(local_shard).__name__, method=has[0], missing=missing)
         )
-    return ExtendedRow if has else None
+    return bool(has)

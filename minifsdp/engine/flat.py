@@ -37,7 +37,7 @@ from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle
 from minifsdp.engine.flat_gradients import FlatGradients
 from minifsdp.engine.flat_params import RegisteredFlatParam, RegisteredOrigParams, RegisteredParams, check_uniform_dtype
 from minifsdp.engine.flat_tensor import FlatSharding, UnshardedTensor, distributed_tensor, local_tensor
-from minifsdp.engine.layout import Gradient, Layout, OwnedParameter, Slot, replaced_parameter_error
+from minifsdp.engine.layout import Gradient, Layout, ParamInfo, replaced_parameter_error
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.placeholder import GUARD, guards_for
@@ -65,7 +65,7 @@ class FlatLayout(Layout):
     def __init__(
         self,
         module: nn.Module,
-        parameters: Mapping[nn.Parameter, OwnedParameter],
+        parameters: Mapping[nn.Parameter, ParamInfo],
         mesh: MeshGroups,
         device: torch.device,
         precision: Precision,
@@ -337,7 +337,7 @@ class FlatLayout(Layout):
             slot.update_second_list(parameters[index])
         self._update_guards()
 
-    def remove_full_params(self, parameters: Sequence[nn.Parameter]) -> list[Slot]:
+    def remove_full_params(self, parameters: Sequence[nn.Parameter]) -> list[ParamInfo]:
         """Restores the attributes of the modules. Returns the slots that did not hold one of ``parameters``."""
         self.is_summoned = False
         found = [(slot, slot.module._parameters.pop(slot.name, None), index) for _, slot, index in self._attributes]

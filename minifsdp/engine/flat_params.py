@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from minifsdp.engine import validation
 from minifsdp.engine.flat_tensor import FlatSharding, local_tensor
-from minifsdp.engine.layout import OwnedParameter, Slot
+from minifsdp.engine.layout import ParamInfo
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.placeholder import PlaceholderParameter
 
@@ -58,10 +58,10 @@ class RegisteredParams(ABC):
         """Whether any parameter is trained. The user may change this at any time."""
         return any(map(_REQUIRES_GRAD, self.parameters))
 
-    def attributes(self, parameters: Iterable[OwnedParameter]) -> list[tuple[dict[str, Any], Slot, int]]:
+    def attributes(self, parameters: Iterable[ParamInfo]) -> list[tuple[dict[str, Any], ParamInfo, int]]:
         """All attributes that refer to original parameters: the dict that contains each, and the parameter's index."""
         pairs = enumerate(parameters)
-        return [(self._dict_of(slot.module), slot, index) for index, owned in pairs for slot in owned.slots]
+        return [(self._dict_of(slot.module), slot, index) for index, owned in pairs for slot in owned.attributes]
 
     @abstractmethod
     def _dict_of(self, module: nn.Module) -> dict[str, Any]:
@@ -116,9 +116,7 @@ class RegisteredFlatParam(RegisteredParams):
         ValueError: some parameters are frozen and some are trained. The message has the names of both.
     """
 
-    def __init__(
-        self, module: nn.Module, parameters: Mapping[nn.Parameter, OwnedParameter], shard: torch.Tensor
-    ) -> None:
+    def __init__(self, module: nn.Module, parameters: Mapping[nn.Parameter, ParamInfo], shard: torch.Tensor) -> None:
         frozen = _frozen_among_trained(parameters)
         if frozen:
             trained = [owned.path for original, owned in parameters.items() if original.requires_grad]
@@ -131,7 +129,7 @@ class RegisteredFlatParam(RegisteredParams):
         super().__init__(self._flat_param, [self._flat_param], placeholders)
         for original, owned in parameters.items():
             validation.note_taken(original, owned.path, is_replaced=True)
-            for slot in owned.slots:
+            for slot in owned.attributes:
                 delattr(slot.module, slot.name)
         validation.note_place(module, FLAT_NAME, None)
         self.use_sharded_params()
@@ -166,7 +164,7 @@ class RegisteredOrigParams(RegisteredParams):
 
     def __init__(
         self,
-        parameters: Mapping[nn.Parameter, OwnedParameter],
+        parameters: Mapping[nn.Parameter, ParamInfo],
         shard: torch.Tensor,
         sharding: FlatSharding,
         index: int,
@@ -179,7 +177,7 @@ class RegisteredOrigParams(RegisteredParams):
         self._paths = [owned.path for owned in parameters.values()]
         for original, owned in parameters.items():
             validation.note_taken(original, owned.path, is_replaced=isinstance(original, DTensor))
-            for slot in owned.slots:
+            for slot in owned.attributes:
                 validation.note_place(slot.module, slot.name, None)
         frozen = _frozen_among_trained(parameters)
         if frozen:
@@ -273,7 +271,7 @@ def assign_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
     parameter.data = data
 
 
-def check_uniform_dtype(module: nn.Module, parameters: Mapping[nn.Parameter, OwnedParameter]) -> None:
+def check_uniform_dtype(module: nn.Module, parameters: Mapping[nn.Parameter, ParamInfo]) -> None:
     """Checks that the parameters can be one flat tensor: they have one dtype, and autograd supports it.
 
     Raises:
@@ -293,7 +291,7 @@ def _ordinary(original: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(local_tensor(original.detach()), requires_grad=original.requires_grad)
 
 
-def _frozen_among_trained(parameters: Mapping[nn.Parameter, OwnedParameter]) -> list[str]:
+def _frozen_among_trained(parameters: Mapping[nn.Parameter, ParamInfo]) -> list[str]:
     """The names of the frozen parameters if other parameters are trained; empty otherwise."""
     frozen = [owned.path for original, owned in parameters.items() if not original.requires_grad]
     return frozen if len(frozen) < len(parameters) else []

@@ -12,8 +12,8 @@ of the leaf. Example with two ranks and a flat layout; the dot is padding::
                        | all-gather            ^ reduce
     unsharded      [a a a b b b b .]   --->  its gradient          from all-gather to reshard
 
-A `Slot` is a module attribute that refers to a parameter. The layout changes its value over time: the unsharded
-parameter during compute, and otherwise the shard or a placeholder.
+A `ParamInfo` describes a module attribute that refers to a parameter. The layout changes the attribute's value over
+time: the unsharded parameter during compute, and otherwise the shard or a placeholder.
 
 *In torch:* FSDP1 has one variable, ``FlatParameter``, whose ``.data`` is five tensors in turn. FSDP2 has both.
 
@@ -36,27 +36,36 @@ from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import message
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """A module attribute that refers to a parameter: ``module.<name>``.
+@dataclass(frozen=True, slots=True, eq=False)
+class ParamInfo:
+    """A parameter as the user has defined it: ``module.<name>``. Does not change when the parameter is sharded.
 
     Attributes:
-        module: the module that has the attribute.
+        module: the module that has the parameter as an attribute.
         name: the attribute's name.
         path: full name inside the unit's module, for messages and state dicts.
+        shape: the unsharded shape.
         second_list: names of the weights that the module also keeps in a list, as an LSTM does.
+        ties: the other module attributes that refer to the same parameter, found later.
     """
 
     module: nn.Module
     name: str
     path: str
+    shape: torch.Size
     second_list: tuple[str, ...] = ()
+    ties: list[ParamInfo] = field(default_factory=list)
 
     @classmethod
-    def of(cls, module: nn.Module, name: str, path: str) -> Slot:
-        """The slot of an attribute of ``module``."""
+    def of(cls, module: nn.Module, name: str, path: str) -> ParamInfo:
+        """Describes the parameter ``module.<name>``."""
         names = tuple(module._flat_weights_names) if isinstance(module, nn.RNNBase) else ()
-        return cls(module, name, path, names if name in names else ())
+        return cls(module, name, path, getattr(module, name).shape, names if name in names else ())
+
+    @property
+    def attributes(self) -> list[ParamInfo]:
+        """Every module attribute that refers to the parameter, this one first."""
+        return [self, *self.ties]
 
     def update_second_list(self, tensor: torch.Tensor) -> None:
         """Updates the weight list of an RNN module. Layouts bypass ``__setattr__``, which would also update it."""
@@ -77,27 +86,9 @@ class Gradient:
     numbers: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class OwnedParameter:
-    """Metadata of one original parameter: its shape, and every module attribute that refers to it.
-
-    Attributes:
-        shape: its original shape.
-        slots: all attributes that refer to it, at least one. The first was found first, the others are tied to it.
-    """
-
-    shape: torch.Size
-    slots: list[Slot]
-
-    @property
-    def path(self) -> str:
-        """The parameter's name inside the unit."""
-        return self.slots[0].path
-
-
 def owned_parameters(
     modules: Iterable[tuple[str, nn.Module]], ignored: set[nn.Parameter]
-) -> dict[nn.Parameter, OwnedParameter]:
+) -> dict[nn.Parameter, ParamInfo]:
     """The parameters that ``modules`` own directly, in order. Tied parameters appear once.
 
     Parameters that already belong to a flat unit, because the same module was wrapped before, are skipped.
@@ -109,21 +100,23 @@ def owned_parameters(
     Raises:
         ValueError: a parameter already belongs to another unit.
     """
-    found: dict[nn.Parameter, OwnedParameter] = {}
+    found: dict[nn.Parameter, ParamInfo] = {}
     for prefix, module in modules:
         for name, parameter in module._parameters.items():
             if parameter is None or parameter in ignored or validation.is_flattened(module, name):
                 continue
-            slot = Slot.of(module, name, full_name(prefix, name))
-            validation.check_free(parameter, module, name, slot.path)
-            found.setdefault(parameter, OwnedParameter(parameter.shape, [])).slots.append(slot)
+            info = ParamInfo.of(module, name, full_name(prefix, name))
+            validation.check_free(parameter, module, name, info.path)
+            first = found.setdefault(parameter, info)
+            if first is not info:
+                first.ties.append(info)
     return found
 
 
-def replaced_parameter_error(slot: Slot, unit_name: str) -> RuntimeError:
-    """The error for a slot whose tensor is not the one that the layout registered."""
+def replaced_parameter_error(info: ParamInfo, unit_name: str) -> RuntimeError:
+    """The error for a module attribute whose tensor is not the one that the layout registered."""
     return RuntimeError(
-        message("replaced-parameter", parameter=full_name(unit_name, slot.path), type=type(slot.module).__name__)
+        message("replaced-parameter", parameter=full_name(unit_name, info.path), type=type(info.module).__name__)
     )
 
 
@@ -159,7 +152,7 @@ class Layout(ABC):
     dtype: torch.dtype
     num_bytes: int
     offloads: bool
-    parameters: list[OwnedParameter]
+    parameters: list[ParamInfo]
     reduces_unused: bool = False
     steps = Steps()
 

@@ -8,10 +8,10 @@ Worked example, ``weight`` of shape (3, 2) and ``bias`` of shape (3,), two ranks
     rank 0    weight 2 rows, bias 2 elements     sends w w w w b b
     rank 1    weight 1 row,  bias 1 element      sends w w . . b .
     gathered  w w w w b b w w . . b .            sorted by rank
-    whole     w w w w w w . .   b b b .          sorted by parameter: two leaves that autograd owns
+    sorted    w w w w w w . .   b b b .          sorted by parameter: two leaves that autograd owns
 
-``row.py`` describes the memory and the communication of a bucket. ``rows.py`` assigns parameters to buckets, nearly
-always one for each unit, and has an `Entry` for each parameter. This module has the unit's interface and reductions:
+Each parameter is a `ShardedParam` with memory in a bucket (``bucket.py``), nearly always one for all parameters. The
+reduction of gradients uses one operator for all buckets:
 
 1. Only parameters that have a gradient take part in the reduction. Frozen ones cost nothing, unlike in a flat layout.
 2. Each gradient is split like its parameter and the shards are sorted by rank, in one operator for each mesh.
@@ -31,97 +31,117 @@ STREAM-05, STREAM-10.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from minifsdp.engine import lifetime
+from minifsdp.engine.bucket import AnyBucket, assign_to_buckets
 from minifsdp.engine.comm_streams import CommStreams, Handle
-from minifsdp.engine.dtensors import Sharding, gradient_of, local_shard_of
-from minifsdp.engine.layout import Gradient, Layout, OwnedParameter, replaced_parameter_error
+from minifsdp.engine.layout import Gradient, Layout, replaced_parameter_error
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import message
-from minifsdp.engine.row import VERSION, Options
-from minifsdp.engine.rows import Rows
+from minifsdp.engine.sharded_param import VERSION, Options, ShardedParam, local_shard_of, set_local_shard
 
 
 class PerParameterLayout(Layout):
     """The parameters of one unit, each a DTensor.
 
     Args:
-        parameters: at least one, of any dtypes, frozen or not.
-        shardings: how each is sharded.
+        params: at least one, of any dtypes, frozen or not; also an attribute.
         options: devices and dtypes.
 
     Attributes:
+        buckets: the memory of the parameters; nearly always one bucket.
         meshes: the meshes over which parameters are sharded; nearly always one.
     """
 
-    def __init__(
-        self, parameters: Mapping[nn.Parameter, OwnedParameter], shardings: Sequence[Sharding], options: Options
-    ) -> None:
-        self.meshes = list(dict.fromkeys(sharding.table for sharding in shardings))
+    def __init__(self, params: Sequence[ShardedParam], options: Options) -> None:
+        self.params, self._options = params, options
+        self.meshes = list(dict.fromkeys(param.mesh_groups for param in params))
         self.device, self.offloads, self._pins = options.device, options.offload, options.pin
-        self.parameters = list(parameters.values())
-        self._precision = options.precision
-        self._sorted = Rows(parameters, shardings, options)
-        self._entries = self._sorted.entries
-        self._places = [
-            (slot.module._parameters, slot, index)
-            for index, owned in enumerate(self.parameters)
-            for slot in owned.slots
-        ]
-        self._gathered_at: object = None
-        self._has_copied = False
-        self._resting: list[torch.Tensor] | None = None
-        self._describe()
-        self._show(self._sharded)
+        self.parameters = [param.info for param in params]
+        places = [(info, index) for index, first in enumerate(self.parameters) for info in first.attributes]
+        self._attributes = [(info.module._parameters, info, index) for info, index in places]
+        self._handles: list[Handle] = []
+        self._gathered_at, self._has_copied = object(), False
+        # The registered tensors while the unit is resharded to a smaller mesh.
+        self._post_forward_params: list[torch.Tensor] | None = None
+        self.buckets: list[AnyBucket] = []
+        self._contents = assign_to_buckets(params, [param.local_shard for param in params], options, {})
+        for param in params:
+            param.replace_original()
+        self.dtype, self.num_bytes, self._is_borrowed = params[0].local_shard.dtype, 0, False
+        self._sharded: list[torch.Tensor] = []
+        self._leaves: list[torch.Tensor] = []
+        self._registered: list[torch.Tensor] = []
+        self._update_from_buckets()
 
-    def _describe(self) -> None:
-        """Caches properties of the buckets that are used often."""
-        self._rows = self._sorted.rows
+    def _update_buckets(self, *, is_edited: bool) -> None:
+        """Copies the current values of the parameters into their buckets. Raises an error if they have two devices."""
+        self.unshard_from_full_mesh()
+        local_shards = [local_shard_of(param.parameter) for param in self.params]
+        if len({local_shard.device for local_shard in local_shards}) > 1:
+            devices = {self.full_name(param.info.path): local_shard_of(param.parameter).device for param in self.params}
+            parameters = ", ".join(f"{path} ({device})" for path, device in devices.items())
+            raise RuntimeError(message("converted-apart", parameters=parameters))
+        # From now on the values stay on the device that the user chose.
+        self._options = replace(self._options, offload=False)
+        self._contents = assign_to_buckets(self.params, local_shards, self._options, self._contents)
+        for param in self.params:
+            set_local_shard(param.parameter, param.local_shard)
+        # The values were copied into the memory of an existing bucket, or of a new one.
+        self._has_copied |= is_edited or self.buckets != list(self._contents.values())
+        self._update_from_buckets()
+
+    def _update_from_buckets(self) -> None:
+        """Uses the leaves of the buckets, and caches properties of the buckets that are used often."""
+        for contents, bucket in self._contents.items():
+            for param, leaf in zip(contents.params, bucket.leaves, strict=True):
+                if param.plain_leaf is not leaf:
+                    param.use_leaf(leaf, self._options.precision.reduces_in(leaf.dtype))
+        self.buckets = list(self._contents.values())
         self._choose_dtype()
-        self.num_bytes = sum(row.num_bytes for row in self._rows)
-        self._is_borrowed = all(row.is_borrowed for row in self._rows)
-        self._sharded: list[torch.Tensor] = [entry.parameter for entry in self._entries]
-        self._leaves: list[torch.Tensor] = [entry.leaf for entry in self._entries]
+        self.num_bytes = sum(bucket.num_bytes for bucket in self.buckets)
+        self._is_borrowed = all(bucket.is_borrowed for bucket in self.buckets)
+        uses_leaves = self._registered is self._leaves
+        self._sharded = [param.parameter for param in self.params]
+        self._leaves = [param.leaf for param in self.params]
+        self._register(self._leaves if uses_leaves else self._sharded)
 
     def _choose_dtype(self) -> None:
         """Gradients of several dtypes are reduced in a dtype that can represent them all."""
-        trained = [entry.row.dtype for entry in self._entries if entry.parameter.requires_grad]
-        self.dtype = functools.reduce(torch.promote_types, trained or [self._rows[0].dtype])
-
-    # --- the unsharded tensors ---
+        trained = [
+            bucket.dtype for key, bucket in self._contents.items() if any(p.parameter.requires_grad for p in key.params)
+        ]
+        self.dtype = functools.reduce(torch.promote_types, trained or [self.buckets[0].dtype])
 
     def refresh_from_module(self) -> None:
-        """Adapts to changes of the parameters, and checks that they have values.
-
-        Raises:
-            RuntimeError: some of them are on the meta device.
-        """
+        """Adapts to changes of the parameters. Raises an error if some are on the meta device."""
         self.accept_replacements()
-        # A local tensor may have gained or lost the methods of a custom all-gather (`rows.special_rows`).
-        self._take_over(is_edited=False)
-        without = [
-            self.full_name(entry.owned.path) for entry in self._entries if entry.local_shard.device.type == "meta"
-        ]
+        # A local tensor may have gained or lost the methods of a custom all-gather.
+        self._update_buckets(is_edited=False)
+        without = [self.full_name(param.info.path) for param in self.params if param.local_shard.device.type == "meta"]
         if without:
             raise RuntimeError(message("still-meta", without=without))
 
     @property
     def is_trained(self) -> bool:
         """Whether a backward will produce a gradient."""
-        return any(entry.parameter.requires_grad for entry in self._entries)
+        return any(param.parameter.requires_grad for param in self.params)
 
     # --- memory ---
 
     @property
     def all_gather_group(self) -> Group | None:
         """The ranks of the next all-gather."""
-        return next((row.group for row in self._rows if row.group is not None), None)
+        return next((bucket.group for bucket in self.buckets if bucket.group is not None), None)
 
     def all_gather(self, comm_streams: CommStreams) -> Handle | None:
         """Issues one all-gather for each bucket, nearly always one. The layout itself is the handle: see `wait`."""
@@ -131,49 +151,49 @@ class PerParameterLayout(Layout):
             comm_streams.all_gather.wait_compute()
             self._has_copied = False
         with comm_streams.all_gather as comm_stream:
-            self._handles = [handle for row in self._rows for handle in row.all_gather(comm_stream, self.name)]
+            for bucket in self.buckets:
+                self._handles += bucket.all_gather(comm_stream, self.name)
         return self
 
     def wait(self) -> None:
-        """Waits for all buckets, and runs the copy-out."""
+        """Waits for all buckets, and runs the copy-out. The first one of a custom all-gather creates its leaf."""
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.wait()
-        for row in self._rows:
-            row.arrive()
-        for entry in self._entries:
-            if entry.plain_leaf is not entry.row.leaves[entry.number]:
-                # A bucket with a custom all-gather creates its leaf after the first all-gather.
-                self._renew_leaves()
+        has_new_leaves = False
+        for bucket in self.buckets:
+            has_new_leaves |= bucket.copy_out()
+        if has_new_leaves:
+            self._update_from_buckets()
 
     def free(self) -> ReleaseEvent | None:
         """Frees the memory of all leaves."""
-        for row in self._rows:
-            row.free()
+        for bucket in self.buckets:
+            bucket.free()
         return None if self._is_borrowed else lifetime.DONE
 
-    def rest(self, group: Group, mesh: DeviceMesh) -> None:
-        """Reshards to a smaller mesh: the next all-gather uses only the ranks of ``group``. Call `free` afterwards.
+    def reshard_to_smaller_mesh(self, group: Group, mesh: DeviceMesh) -> None:
+        """The next all-gather uses only ``group``, the last axis of ``mesh``. Call `free` afterwards."""
+        made: dict[ShardedParam, torch.Tensor] = {}
+        for contents, bucket in self._contents.items():
+            local_shards = bucket.reshard_to_smaller_mesh(group)
+            for param, local_shard in zip(contents.params, local_shards, strict=True):
+                made[param] = param.over_smaller_mesh(mesh, local_shard)
+        self._post_forward_params = [made[param] for param in self.params]
 
-        Args:
-            group: the ranks of the smaller mesh.
-            mesh: the mesh of the DTensors registered meanwhile; its last axis has the ranks of ``group``.
-        """
-        self._resting = self._sorted.rest(group, mesh)
-
-    def wake(self) -> None:
+    def unshard_from_full_mesh(self) -> None:
         """The next all-gather reads the optimizer's shards again."""
-        post_forward_mesh, self._resting = self._resting, None
-        if post_forward_mesh is not None:
-            for row in self._rows:
-                row.wake()
-            if self._shown is post_forward_mesh:
-                self._show(self._sharded)
+        post_forward_params, self._post_forward_params = self._post_forward_params, None
+        if post_forward_params is not None:
+            for bucket in self.buckets:
+                bucket.unshard_from_full_mesh()
+            if self._registered is post_forward_params:
+                self._register(self._sharded)
 
     def _stamp(self) -> object:
         # A DTensor counts its own in-place changes, and the bucket those of the local tensor. List operators and fused
         # kernels increase neither version, so the optimizer steps are counted as well.
-        return self.steps.count, [row.stamp() for row in self._rows], list(map(VERSION, self._sharded))
+        return self.steps.count, [bucket.stamp() for bucket in self.buckets], list(map(VERSION, self._sharded))
 
     def is_stale(self) -> bool:
         """Whether a shard has changed since the last all-gather began. A copy that is only cast is always stale."""
@@ -182,86 +202,64 @@ class PerParameterLayout(Layout):
     # --- what modules see ---
 
     def accept_replacements(self) -> None:
-        """Accepts tensors that the user has registered instead of the unit's, and values in other memory.
-
-        Raises:
-            RuntimeError: the new value is not a parameter of this shape and placement.
-        """
+        """Accepts tensors that the user has registered instead of the unit's, and values in other memory."""
         is_edited = False
-        for dictionary, slot, index in self._places:
-            found, entry = dictionary.get(slot.name), self._entries[index]
-            if found is not self._shown[index]:
-                if not isinstance(found, nn.Parameter) or not entry.sharding.fits(found):
-                    raise replaced_parameter_error(slot, self.name)
-                entry.parameter, is_edited = found, True
-            elif local_shard_of(entry.parameter) is not entry.local_shard:
+        for dictionary, attribute, index in self._attributes:
+            found, param = dictionary.get(attribute.name), self.params[index]
+            if found is not self._registered[index]:
+                if not isinstance(found, nn.Parameter) or not param.fits(found):
+                    raise replaced_parameter_error(attribute, self.name)
+                param.parameter, is_edited = found, True
+            elif local_shard_of(param.parameter) is not param.local_shard:
                 is_edited = True
         if is_edited:
-            self._take_over(is_edited=True)
-        elif len(self._rows) > 1:
+            self._update_buckets(is_edited=True)
+        elif len(self.buckets) > 1:
             # Other parameters, of another dtype, may have become trainable.
             self._choose_dtype()
 
-    def _take_over(self, *, is_edited: bool) -> None:
-        self.wake()
-        self._sorted.take_over(self.name)
-        # The values were copied into the memory of an existing bucket, or of a new one.
-        self._has_copied |= is_edited or self._sorted.rows != self._rows
-        self._renew_leaves()
-
-    def _renew_leaves(self) -> None:
-        for entry in self._entries:
-            if entry.plain_leaf is not entry.row.leaves[entry.number]:
-                entry.make_leaf()
-                if entry.unreduced is not None:
-                    # The model was converted, so this gradient is converted as well.
-                    entry.unreduced = entry.unreduced.to(self._precision.reduces_in(entry.leaf.dtype))
-        shows_leaves = self._shown is self._leaves
-        self._describe()
-        self._show(self._leaves if shows_leaves else self._sharded)
-
     def use_unsharded_params(self) -> None:
         """Registers the leaves on the modules; they are the same tensors every time."""
-        self._show(self._leaves)
+        self._register(self._leaves)
 
     def use_unsharded_params_again(self) -> None:
         """Registers the leaves, as in forward."""
-        self._show(self._leaves)
+        self._register(self._leaves)
 
     def use_sharded_params(self) -> None:
         """Registers the DTensors on the modules."""
-        self._show(self._sharded if self._resting is None else self._resting)
+        self._register(self._sharded if self._post_forward_params is None else self._post_forward_params)
 
-    def _show(self, tensors: list[torch.Tensor]) -> None:
-        for entry in self._entries:
+    def _register(self, tensors: list[torch.Tensor]) -> None:
+        for param in self.params:
             # The user has changed `requires_grad` since.
-            if not entry.leaf.requires_grad is entry.parameter.requires_grad is entry.is_trained:
-                entry.follow_requires_grad()
-        self._shown = tensors
-        for dictionary, slot, index in self._places:
-            dictionary[slot.name] = tensors[index]  # type: ignore[assignment]
-            if slot.second_list:
-                slot.update_second_list(tensors[index])
+            if not param.leaf.requires_grad is param.parameter.requires_grad is param.is_trained:
+                param.toggle_requires_grad()
+        self._registered = tensors
+        for dictionary, attribute, index in self._attributes:
+            dictionary[attribute.name] = tensors[index]  # type: ignore[assignment]
+            if attribute.second_list:
+                attribute.update_second_list(tensors[index])
 
     # --- gradients ---
 
     @property
     def has_gradient(self) -> bool:
         """Whether autograd has accumulated a gradient that was not taken yet."""
-        return any(entry.leaf.grad is not None for entry in self._entries)
+        return any(param.leaf.grad is not None for param in self.params)
 
     def take_gradient(self, *, with_unreduced: bool) -> Gradient | None:
         """1. The gradients of the parameters that have one."""
         taken = Gradient([], [])
-        for number, entry in enumerate(self._entries):
-            grad, entry.leaf.grad = entry.leaf.grad, None
+        for number, param in enumerate(self.params):
+            grad, param.leaf.grad = param.leaf.grad, None
             # Only with tensor parallelism is the gradient a DTensor.
-            part = grad if grad is None or entry.leaf is entry.plain_leaf else entry.sharding.local_gradient(grad)
-            if with_unreduced and entry.unreduced is not None:
-                part = entry.unreduced if part is None else entry.unreduced.add_(part)
-                entry.unreduced = None
-            if part is None and self.reduces_unused and with_unreduced and entry.parameter.requires_grad:
-                part = torch.zeros(entry.sharding.cut.shape, dtype=entry.leaf.dtype, device=self.device)
+            part = grad if grad is None or param.leaf is param.plain_leaf else param.local_gradient(grad)
+            if with_unreduced and param.unreduced is not None:
+                part = param.unreduced if part is None else param.unreduced.add_(part)
+                param.unreduced = None
+            if part is None and self.reduces_unused and with_unreduced and param.parameter.requires_grad:
+                part = torch.zeros(param.shape, dtype=param.leaf.dtype, device=self.device)
             if part is not None and part.numel():
                 # A parameter without elements has nothing to reduce.
                 taken.numbers.append(number)
@@ -271,73 +269,75 @@ class PerParameterLayout(Layout):
     def part_over(self, mesh: MeshGroups, gradient: Gradient) -> Gradient:
         """The gradients of the parameters that are sharded over ``mesh``."""
         both = zip(gradient.parts, gradient.numbers, strict=True)
-        over = [(part, number) for part, number in both if self._entries[number].sharding.table == mesh]
+        over = [(part, number) for part, number in both if self.params[number].mesh_groups == mesh]
         return Gradient([part for part, _ in over], [number for _, number in over])
 
     def keep_unreduced(self, gradient: Gradient) -> None:
         """Accumulates in the reduce dtype. A backward that fails does not change the accumulated gradients."""
         for number, part in zip(gradient.numbers, gradient.parts, strict=True):
-            entry = self._entries[number]
-            if entry.unreduced is None:
-                entry.unreduced = part.to(self._precision.reduces_in(part.dtype))
+            param = self.params[number]
+            if param.unreduced is None:
+                param.unreduced = part.to(self._options.precision.reduces_in(part.dtype))
             else:
-                entry.unreduced.add_(part)
+                param.unreduced.add_(part)
 
     @property
     def has_unreduced(self) -> bool:
         """Whether gradients are waiting for their reduction."""
-        return any(entry.unreduced is not None for entry in self._entries)
+        return any(param.unreduced is not None for param in self.params)
 
     def pack(self, gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False) -> torch.Tensor:
         """2. Split and sorted by rank, with zeros as padding."""
-        parts, dtypes, numel = [], set(), 0
-        num = self._entries[gradient.numbers[0]].sharding.cut.num_shards
+        parts, dtypes, chunk_numel = [], set(), 0
+        num = self.params[gradient.numbers[0]].num_shards
         for number, part in zip(gradient.numbers, gradient.parts, strict=True):
-            cut = self._entries[number].sharding.cut
-            parts.append(part if cut.dim == 0 else torch.cat(part.chunk(num, cut.dim)))
+            param = self.params[number]
+            parts.append(part if param.dim == 0 else torch.cat(part.chunk(num, param.dim)))
             dtypes.add(part.dtype)
-            numel += cut.padded_numel
+            chunk_numel += param.chunk_numel
         if len(dtypes) > 1 or dtype.is_complex:
             parts = [part.to(dtype) for part in parts]
-        row = torch.empty(numel, dtype=dtype, device=self.device)
+        packed = torch.empty(num * chunk_numel, dtype=dtype, device=self.device)
         # Casts during the copy, so that there is no second copy of all gradients.
-        torch._chunk_cat(parts, dim=0, num_chunks=num, out=row.view(num, -1))
-        return row
+        torch._chunk_cat(parts, dim=0, num_chunks=num, out=packed.view(num, -1))
+        return packed
 
     def copy_to_host(self, local_shard: torch.Tensor) -> torch.Tensor:
         """Copies all parameters at once, if they have one dtype. Without pinned memory, every copy blocks."""
-        dtypes = {entry.local_shard.dtype for entry in self._entries}
+        dtypes = {param.local_shard.dtype for param in self.params}
         if len(dtypes) > 1 or not self._pins:
             return local_shard
         # Cast first: the CPU cannot cast values that have not arrived. PyTorch pins the destination of such a copy.
-        return local_shard.to(dtypes.pop()).to(self._entries[0].local_shard.device, non_blocking=True)
+        return local_shard.to(dtypes.pop()).to(self.params[0].local_shard.device, non_blocking=True)
 
     def accept_gradient(self, gradient: Gradient, local_shard: torch.Tensor) -> None:
         """3. DTensors around the parts of ``local_shard``."""
         # If `copy_to_host` did not copy, copy here, with one wait for all parameters.
-        local_shard = local_shard.to(self._entries[0].local_shard.device)
+        local_shard = local_shard.to(self.params[0].local_shard.device)
         start = 0
         for number in gradient.numbers:
-            entry = self._entries[number]
-            part = local_shard[start : start + entry.local_shard.numel()].view(entry.local_shard.shape)
-            start += entry.sharding.cut.chunk_numel
-            if part.is_complex() and not entry.local_shard.is_complex():
+            param = self.params[number]
+            part = local_shard[start : start + param.local_shard.numel()].view(param.local_shard.shape)
+            start += param.chunk_numel
+            if part.is_complex() and not param.local_shard.is_complex():
                 part = part.real.contiguous()
-            if part.dtype is not entry.local_shard.dtype:
-                part = part.to(entry.local_shard.dtype)
-            before = entry.parameter.grad
+            if part.dtype is not param.local_shard.dtype:
+                part = part.to(param.local_shard.dtype)
+            before = param.parameter.grad
             if before is None:
-                entry.parameter.grad = gradient_of(entry.parameter, part)
+                # The same object: DTensor compares both specs for each operator of the optimizer, which then is fast.
+                spec: Any = param.parameter._spec  # type: ignore[attr-defined]
+                param.parameter.grad = DTensor(part, spec, requires_grad=False)
             else:
                 local_shard_of(before).add_(part)
             # Autograd did not set this gradient, so the post-accumulate-grad hooks must be called here.
-            hooks = entry.parameter._post_accumulate_grad_hooks
+            hooks = param.parameter._post_accumulate_grad_hooks
             if hooks:
                 for hook in list(hooks.values()):
-                    hook(entry.parameter)
+                    hook(param.parameter)
 
     # --- the user ---
 
     def local_parameters(self) -> list[nn.Parameter]:
         """The DTensors."""
-        return [entry.parameter for entry in self._entries]
+        return [param.parameter for param in self.params]

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from minifsdp.engine.layout import OwnedParameter
+from minifsdp.engine.layout import ParamInfo
 from minifsdp.engine.messages import message
 from minifsdp.engine.precision import tensors_in
 
@@ -78,14 +78,14 @@ class PlaceholderParameter(torch.Tensor):
 GUARD = "minifsdp: sharded"
 
 
-def guards_for(parameters: Iterable[OwnedParameter]) -> list[tuple[dict[Any, Any], Callable[..., NoReturn]]]:
+def guards_for(parameters: Iterable[ParamInfo]) -> list[tuple[dict[Any, Any], Callable[..., NoReturn]]]:
     """For each module that has one of ``parameters``: its dict of forward pre-hooks, and a guard that raises an error.
 
     Original parameters that stay registered cannot be replaced by placeholders. They are 1-D views between
     computations, and most operations, but not all, reject such a shape. So a guard raises the error while the module
     has no weights. While the unit computes, there is no hook and no cost.
     """
-    modules = {slot.module: (slot.path, owned.shape) for owned in parameters for slot in owned.slots}
+    modules = {slot.module: (slot.path, owned.shape) for owned in parameters for slot in owned.attributes}
     return [(module._forward_pre_hooks, functools.partial(_refuse_to_run, *what)) for module, what in modules.items()]
 
 

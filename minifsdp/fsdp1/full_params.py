@@ -134,7 +134,7 @@ def _check_no_gradients(unit: FlatUnit) -> None:
 
     The wrapper's forward raises an error, but users can still call inner modules directly.
     """
-    registered = (slot.module._parameters.get(slot.name) for owned in unit.layout.parameters for slot in owned.slots)
+    registered = (each.module._parameters.get(each.name) for info in unit.layout.parameters for each in info.attributes)
     if any(parameter is not None and parameter.grad is not None for parameter in registered):
         raise RuntimeError(message("backward-while-summoned", unit=unit.name))
 

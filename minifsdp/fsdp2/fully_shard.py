@@ -32,14 +32,13 @@ from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from minifsdp.engine import validation
-from minifsdp.engine.dtensors import Sharding
-from minifsdp.engine.layout import OwnedParameter, owned_parameters
+from minifsdp.engine.layout import ParamInfo, owned_parameters
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import message
 from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.reduce import ReducePlan
-from minifsdp.engine.row import Options
+from minifsdp.engine.sharded_param import Options, ShardedParam
 from minifsdp.engine.unit import PostForwardMesh, Unit, UnitPolicy, modules_of_unit
 from minifsdp.fsdp2.fsdp_state import FSDPState, state_of
 from minifsdp.fsdp2.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -48,9 +47,9 @@ from minifsdp.fsdp2.reshard import choose_reshard, smaller_mesh
 _NO_POLICY = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
 # Both are set in ``minifsdp/__init__.py``. A call instantiates `state_class`, which is `FSDPState` or a subclass. The
-# functions in `before_sharding` are called with the parameters, their shardings and the device before sharding.
+# functions in `before_sharding` are called with the parameters and the device before sharding.
 state_class: type[FSDPState] = FSDPState
-before_sharding: list[Callable[[dict[nn.Parameter, OwnedParameter], list[Sharding], torch.device], None]] = []
+before_sharding: list[Callable[[list[ShardedParam], torch.device], None]] = []
 
 M = TypeVar("M", bound=nn.Module | list[nn.Module])
 
@@ -104,16 +103,16 @@ def fully_shard(
     owners = modules_of_unit(modules, _is_apart)
     parameters = owned_parameters(owners, set(ignored_params or ()))
     _move_to(device, owners, parameters)
-    shardings = _shardings(parameters, mesh, shard_placement_fn)
+    params = _sharded_params(parameters, mesh, shard_placement_fn)
     for look in before_sharding:
-        look(parameters, shardings, device)
+        look(params, device)
     # 2. The layout takes over the values and registers DTensors on the modules.
     unit = None
-    if parameters:
+    if params:
         options = _options(device, mp_policy, offload_policy)
-        layout = PerParameterLayout(parameters, shardings, options)
+        layout = PerParameterLayout(params, options)
         frees = reshard_after_forward is None or reshard_after_forward
-        unit = _make_unit(modules[0], layout, options.precision, shardings[0].mesh, frees)
+        unit = _make_unit(modules[0], layout, options.precision, params[0].mesh, frees)
     # 3. The state registers the hooks.
     state_class(modules, unit, device, mp_policy, reshard_after_forward)
     return module
@@ -166,7 +165,7 @@ def _is_apart(module: nn.Module) -> bool:
 
 
 def _move_to(
-    device: torch.device, owners: list[tuple[str, nn.Module]], parameters: dict[nn.Parameter, OwnedParameter]
+    device: torch.device, owners: list[tuple[str, nn.Module]], parameters: dict[nn.Parameter, ParamInfo]
 ) -> None:
     """Moves parameters and buffers to the compute device, unless they are on the meta device (FS2-15)."""
     for parameter in parameters:
@@ -179,22 +178,22 @@ def _move_to(
                 module._buffers[name] = buffer.to(device)
 
 
-def _shardings(
-    parameters: dict[nn.Parameter, OwnedParameter],
+def _sharded_params(
+    parameters: dict[nn.Parameter, ParamInfo],
     mesh: DeviceMesh,
     placement_fn: Callable[[nn.Parameter], Any] | None,
-) -> list[Sharding]:
-    """Returns for each parameter how it is sharded, and over which mesh."""
+) -> list[ShardedParam]:
+    """Chooses for each parameter how it is sharded, and over which mesh."""
     tables = {mesh: _table(mesh)}
     found = []
-    for parameter, owned in parameters.items():
+    for parameter, info in parameters.items():
         placement: Any = placement_fn(parameter) if placement_fn else None
         own_mesh = mesh
         if hasattr(placement, "mesh_info"):
-            placement, own_mesh = placement.placement, _mesh_of(placement.mesh_info, owned.path)
+            placement, own_mesh = placement.placement, _mesh_of(placement.mesh_info, info.path)
         if own_mesh not in tables:
             tables[own_mesh] = _table(own_mesh)
-        found.append(Sharding(parameter, own_mesh, tables[own_mesh], placement, owned.path))
+        found.append(ShardedParam(info, parameter, own_mesh, tables[own_mesh], placement))
     return found
 
 
@@ -220,8 +219,8 @@ def _make_unit(
     num_ranks = choose_reshard(unit, reshard)
     if num_ranks is not None:
         small = smaller_mesh(mesh, num_ranks)
-        begin = functools.partial(layout.rest, Group.of(small.get_group(1)), small)
-        unit.choose(post_forward_mesh=PostForwardMesh(begin, layout.wake))
+        begin = functools.partial(layout.reshard_to_smaller_mesh, Group.of(small.get_group(1)), small)
+        unit.choose(post_forward_mesh=PostForwardMesh(begin, layout.unshard_from_full_mesh))
     return unit
 
 

@@ -15,33 +15,28 @@ Spec: NEW-20.
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
 from minifsdp.engine import collectives
-from minifsdp.engine.dtensors import Sharding
-from minifsdp.engine.layout import OwnedParameter
 from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import message, warn
+from minifsdp.engine.sharded_param import ShardedParam, local_values
 
 
-def warn_if_different(
-    parameters: dict[nn.Parameter, OwnedParameter], shardings: Sequence[Sharding], device: torch.device
-) -> None:
+def warn_if_different(params: Sequence[ShardedParam], device: torch.device) -> None:
     """Warns about parameters that differ between ranks, at debug level DETAIL. Every rank of the meshes must call it.
 
     Args:
-        parameters: the parameters that are about to be sharded.
-        shardings: how each parameter is sharded.
+        params: the parameters that are about to be sharded.
         device: the device to compare on.
     """
     if get_debug_level() != DebugLevel.DETAIL:
         return
-    for table in dict.fromkeys(sharding.table for sharding in shardings):
+    for table in dict.fromkeys(param.mesh_groups for param in params):
         real = {
-            owned.path: sharding.local_of(parameter)
-            for (parameter, owned), sharding in zip(parameters.items(), shardings, strict=True)
-            if sharding.table == table and not parameter.is_meta and parameter.is_floating_point()
+            param.info.path: local_values(param.parameter)
+            for param in params
+            if param.mesh_groups == table and not param.parameter.is_meta and param.parameter.is_floating_point()
         }
         if real:
             _compare(real, table, device)

@@ -30,12 +30,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from minifsdp.engine.cut import Cut
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.flat_tensor import FlatSharding
-from minifsdp.engine.layout import Slot, full_name, owned_parameters
+from minifsdp.engine.layout import ParamInfo, full_name, owned_parameters
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import rank_of_this_process
+from minifsdp.engine.shards import shard_shape
 from minifsdp.engine.unit import Unit, modules_of_unit
 from minifsdp.fsdp1.options import BackwardPrefetch
 from minifsdp.fsdp1.wrapper import Wrapper, clean_name, is_wrapper
@@ -71,7 +71,9 @@ def left_out(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Parameters that belong to no unit, with their names."""
     layouts = [unit.layout for unit in _sharded(model)]
     # Compares places, because the registered tensor changes. The place of a flat parameter is not among them.
-    places = {(slot.module, slot.name) for layout in layouts for owned in layout.parameters for slot in owned.slots}
+    places = {
+        (slot.module, slot.name) for layout in layouts for owned in layout.parameters for slot in owned.attributes
+    }
     flat = {parameter for layout in layouts for parameter in layout.local_parameters()}
     return [
         (clean_name(full_name(prefix, name)), parameter)
@@ -146,7 +148,7 @@ def _flat_units(model: nn.Module, names: Names) -> Iterator[UnitSummary]:
         dtype, ranks = layout.registered.shard.dtype, _ranks(layout.mesh.shard)
         parameters = [
             ParameterSummary(
-                *_places(owned.slots, names),
+                *_places(owned.attributes, names),
                 tuple(shape),
                 0,
                 dtype,
@@ -167,12 +169,11 @@ def _units_in_place(model: nn.Module, names: Names) -> Iterator[UnitSummary]:
         if unit is None:
             continue
         parameters = []
-        for entry in unit.layout._entries:  # type: ignore[attr-defined]
-            cut: Cut = entry.sharding.cut
-            owned = dict(zip(_ranks(entry.sharding.table.shard), _elements_by_rank(cut), strict=True))
-            trained, dtype = entry.parameter.requires_grad, entry.local_shard.dtype
-            places = _places(entry.owned.slots, names)
-            parameters.append(ParameterSummary(*places, tuple(cut.shape), cut.dim, dtype, trained, owned))
+        for param in unit.layout.params:  # type: ignore[attr-defined]
+            owned = _elements_by_rank(param.shape, param.dim, _ranks(param.mesh_groups.shard))
+            trained, dtype = param.parameter.requires_grad, param.local_shard.dtype
+            places = _places(param.info.attributes, names)
+            parameters.append(ParameterSummary(*places, tuple(param.shape), param.dim, dtype, trained, owned))
         is_root = state is state_of(model)
         # If not set, the first forward decides: the root stays unsharded.
         frees = unit.policy.reshard_after_forward and not (is_root and state.reshard_after_forward is None)
@@ -183,7 +184,7 @@ def _ranks(group: Group | None) -> tuple[int, ...]:
     return (rank_of_this_process(),) if group is None else group.ranks
 
 
-def _places(slots: Sequence[Slot], names: Names) -> tuple[str, tuple[str, ...]]:
+def _places(slots: Sequence[ParamInfo], names: Names) -> tuple[str, tuple[str, ...]]:
     """The name of a parameter, and the names of its ties."""
     first, *ties = [full_name(names[slot.module], slot.name) for slot in slots]
     return first, tuple(ties)
@@ -195,9 +196,9 @@ def _elements_in_flat(sharding: FlatSharding) -> list[tuple[int, ...]]:
     return [tuple(part.stop - part.start for part in parts) for parts in zip(*ranges, strict=True)]
 
 
-def _elements_by_rank(cut: Cut) -> tuple[int, ...]:
+def _elements_by_rank(shape: torch.Size, dim: int, ranks: Sequence[int]) -> dict[int, int]:
     """The number of elements that each rank stores, for a parameter that is sharded separately."""
-    return tuple(cut.local_shape(index).numel() for index in range(cut.num_shards))
+    return {rank: shard_shape(shape, dim, len(ranks), index).numel() for index, rank in enumerate(ranks)}
 
 
 def _summary(
@@ -205,7 +206,7 @@ def _summary(
 ) -> UnitSummary:
     """The fields that are read in the same way for both APIs."""
     layout, mesh, post_forward_mesh = unit.layout, unit.plan.mesh, unit.policy.post_forward_mesh
-    inside = [slot.module for owned in layout.parameters for slot in owned.slots]
+    inside = [slot.module for owned in layout.parameters for slot in owned.attributes]
     return UnitSummary(
         name="",
         type=type_of(unit.module),
@@ -254,7 +255,7 @@ def _planned(model: nn.Module, names: Names, like: UnitSummary | None, num_shard
     compute = like.compute if like else stored
     numel = (padded_row if is_flat else padded_per_parameter)(shapes, len(ranks))
     parameters = tuple(
-        ParameterSummary(*_places(owned.slots, names), shape, 0, parameter.dtype, parameter.requires_grad, each)
+        ParameterSummary(*_places(owned.attributes, names), shape, 0, parameter.dtype, parameter.requires_grad, each)
         for (parameter, owned), shape, each in zip(left.items(), shapes, _cut(shapes, ranks, is_flat), strict=True)
     )
     yield UnitSummary(
@@ -278,8 +279,7 @@ def _planned(model: nn.Module, names: Names, like: UnitSummary | None, num_shard
 
 def _cut(shapes: Sequence[tuple[int, ...]], ranks: Sequence[int], is_flat: bool) -> list[dict[int, int]]:
     """The number of elements that each rank will store, for parameters that are not sharded yet."""
-    if is_flat:
-        numbers = _elements_in_flat(FlatSharding(tuple(map(prod, shapes)), len(ranks)))
-    else:
-        numbers = [_elements_by_rank(Cut(torch.Size(shape), 0, len(ranks))) for shape in shapes]
+    if not is_flat:
+        return [_elements_by_rank(torch.Size(shape), 0, ranks) for shape in shapes]
+    numbers = _elements_in_flat(FlatSharding(tuple(map(prod, shapes)), len(ranks)))
     return [dict(zip(ranks, each, strict=True)) for each in numbers]

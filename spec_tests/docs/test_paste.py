@@ -38,9 +38,7 @@ def test_no_two_entries_quote_the_same_words() -> None:
 
 def test_every_line_of_a_longer_message_leads_to_it() -> None:
     lines = {"".join(line) for one in paste.known() for line in [*one.lines, *one.wholes]}
-    details = {
-        name: paste._pieces(text) for name, text in texts()["detail"].items() if not name.startswith("explain-")
-    }
+    details = {name: paste._pieces(text) for name, text in texts()["detail"].items() if not name.startswith("explain-")}
     assert [name for name, pieces in details.items() if "".join(pieces) not in lines] == []
 
 

@@ -21,7 +21,7 @@ def test_the_reading_order_has_every_module_once() -> None:
 
 def test_the_two_doors_come_first_and_in_this_order() -> None:
     first = [name for _, _, names in reading_order()[:2] for name in names]
-    assert first[:4] == ["engine/layout.py", "engine/row.py", "engine/per_param.py", "engine/unit.py"]
+    assert first[:4] == ["engine/layout.py", "engine/bucket.py", "engine/per_param.py", "engine/unit.py"]
     assert first[-4:] == ["engine/flat.py", "fsdp1/wrapper.py", "checkpoint/state_dict.py", "checkpoint/optim_state.py"]
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from minifsdp.engine.layout import Slot
+from minifsdp.engine.layout import ParamInfo
 from minifsdp.engine.placeholder import PlaceholderParameter
 from spec_tests.engine.small import draw, shard_each
 from spec_tests.harness import ranks
@@ -100,10 +100,10 @@ def test_a_deep_copy_raises_with_the_remedy() -> None:
 @pytest.mark.pure
 def test_a_place_that_shows_it_can_be_looked_at() -> None:
     linear = nn.Linear(3, 2)
-    slot = Slot.of(linear, "weight", "layer.weight")
+    info = ParamInfo.of(linear, "weight", "layer.weight")
     del linear.weight
     linear.__dict__["weight"] = placeholder()
-    assert slot.path == "layer.weight"
+    assert info.path == "layer.weight"
     assert linear.weight.shape == (2, 3)
     with pytest.raises(RuntimeError, match=r"layer\.weight"):
         linear(torch.ones(1, 3))

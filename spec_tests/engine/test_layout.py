@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from minifsdp.engine.layout import Layout, Slot, owned_parameters, replaced_parameter_error
+from minifsdp.engine.layout import Layout, ParamInfo, owned_parameters, replaced_parameter_error
 from spec_tests.engine.small import draw, shard_each
 from spec_tests.harness import ranks
 from spec_tests.models.modules import MLP, Tied, chain
@@ -35,8 +35,8 @@ def test_a_tied_parameter_is_found_once_with_all_its_places() -> None:
         "middle.linear.bias",
         "last.bias",
     ]
-    places = found[model.first.weight].slots
-    assert [(slot.module, slot.name, slot.path) for slot in places] == [
+    places = found[model.first.weight].attributes
+    assert [(info.module, info.name, info.path) for info in places] == [
         (model.first, "weight", "first.weight"),
         (model.last, "weight", "last.weight"),
     ]
@@ -62,17 +62,17 @@ def test_parameters_of_the_outermost_module_itself_have_no_prefix() -> None:
 def test_a_module_that_keeps_its_weights_twice_is_told_twice(kind: type[nn.RNNBase]) -> None:
     module = kind(2, 3)
     for name in ("weight_ih_l0", "bias_hh_l0"):
-        slot, replacement = Slot.of(module, name, name), torch.zeros(1)
-        slot.update_second_list(replacement)
+        info, replacement = ParamInfo.of(module, name, name), torch.zeros(1)
+        info.update_second_list(replacement)
         index = module._flat_weights_names.index(name)
         assert module._flat_weights[index] is replacement
 
 
 @pytest.mark.pure
 def test_an_ordinary_module_has_no_second_list() -> None:
-    slot = Slot.of(nn.Linear(2, 2), "weight", "weight")
-    assert slot.second_list == ()
-    slot.update_second_list(torch.zeros(1))
+    info = ParamInfo.of(nn.Linear(2, 2), "weight", "weight")
+    assert info.second_list == ()
+    info.update_second_list(torch.zeros(1))
 
 
 @ranks(2)
@@ -99,7 +99,7 @@ def test_a_recurrent_unit_computes_with_the_gathered_weights_and_trains_them() -
 @pytest.mark.pure
 @pytest.mark.spec("CTOR-12")
 def test_the_message_about_a_replaced_parameter_names_it_and_the_remedy() -> None:
-    message = str(replaced_parameter_error(Slot.of(nn.Linear(2, 2), "weight", "head.weight"), "blocks.3"))
+    message = str(replaced_parameter_error(ParamInfo.of(nn.Linear(2, 2), "weight", "head.weight"), "blocks.3"))
     assert "'blocks.3.head.weight' of Linear was removed or replaced" in message
     assert "summon_full_params()" in message
     assert "rank 0" in message

@@ -16,17 +16,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minifsdp import CPUOffload, fully_shard
 from minifsdp.engine import collectives, lifetime
+from minifsdp.engine.bucket import AnyBucket, Bucket
 from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.comm_streams import COMPLETED, CommStream, CommStreams
-from minifsdp.engine.cut import Cut
-from minifsdp.engine.extension import ExtendedRow
+from minifsdp.engine.extension import ExtendedBucket
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.flat_params import assign_gradient
 from minifsdp.engine.layout import Gradient, owned_parameters
 from minifsdp.engine.mesh import Group, MeshGroups, default_group
 from minifsdp.engine.precision import Precision, move
 from minifsdp.engine.reduce import ReducePlan, Reducer
-from minifsdp.engine.row import Options, Row
+from minifsdp.engine.sharded_param import Options
+from minifsdp.engine.shards import shard_of
 from minifsdp.fsdp1.training_aids import clip_gradients
 from spec_tests.engine.small import draw, shard_each, train_once, units_of
 from spec_tests.engine.stand_in import DEVICE, StandIn, machine
@@ -437,27 +438,27 @@ def test_the_gather_follows_the_copy_of_a_tensor_that_was_put_in_place_of_anothe
 @pytest.mark.spec("STREAM-04")
 @pytest.mark.proof("order only")
 def test_a_gather_of_one_rank_is_waited_for(machine: StandIn) -> None:
-    cut, value = Cut(torch.Size([4, 2]), 0, 1), torch.ones(4, 2)
-    cast = Row([cut], [value], None, Options(torch.device("cpu"), Precision(BF16)))
-    extended = ExtendedRow(cut, Int8Shards(value), None, Options(torch.device("cpu")), None, nn.Identity())
+    split, value = (torch.Size([4, 2]), 0), torch.ones(4, 2)
+    cast = Bucket([split], [value], None, Options(torch.device("cpu"), Precision(BF16)))
+    extended = ExtendedBucket(split, Int8Shards(value), None, Options(torch.device("cpu")), None, nn.Identity())
     comm_stream = machine.comm_streams().all_gather
-    for row, num in ((cast, 1), (extended, 2)):
+    buckets: list[tuple[AnyBucket, int]] = [(cast, 1), (extended, 2)]
+    for bucket, num in buckets:
         machine.log.clear()
         with comm_stream:
-            handles = row.all_gather(comm_stream)
+            handles = bucket.all_gather(comm_stream)
         for handle in handles:
             handle.wait()
-        row.arrive()
+        bucket.copy_out()
         assert machine.log == ["compute waits for gather"] * num
 
 
-def aligned(group: Group | None, dtype: torch.dtype | None) -> Row:
+def aligned(group: Group | None, dtype: torch.dtype | None) -> Bucket:
     meta = torch.device("meta")
     shapes = [torch.Size([3, 1]), torch.Size([5]), torch.Size([1, 7])]
-    cuts = [Cut(shape, 0, 1 if group is None else group.size) for shape in shapes]
     values = [torch.empty(shape, device=meta) for shape in shapes]
-    local_shards = [cut.local_part(value, 0) for cut, value in zip(cuts, values, strict=True)]
-    return Row(cuts, local_shards, group, Options(meta, Precision(dtype)))
+    local_shards = [shard_of(value, 0, 1 if group is None else group.size, 0) for value in values]
+    return Bucket([(shape, 0) for shape in shapes], local_shards, group, Options(meta, Precision(dtype)))
 
 
 @pytest.mark.pure
@@ -467,12 +468,12 @@ def aligned(group: Group | None, dtype: torch.dtype | None) -> Row:
 def test_leaves_begin_at_multiples_of_16_bytes_and_what_travels_has_no_gaps(
     group: Group | None, dtype: torch.dtype | None
 ) -> None:
-    row = aligned(group, dtype)
-    assert [leaf.storage_offset() * leaf.itemsize % 16 for leaf in row.leaves] == [0, 0, 0]
-    assert [leaf.numel() for leaf in row.leaves] == [3, 5, 7]
+    bucket = aligned(group, dtype)
+    assert [leaf.storage_offset() * leaf.itemsize % 16 for leaf in bucket.leaves] == [0, 0, 0]
+    assert [leaf.numel() for leaf in bucket.leaves] == [3, 5, 7]
     if group is not None:
-        assert row.local.numel() == 2 + 3 + 7
-    assert row.num_bytes == (3 + 5 + 7 if group is None else 4 + 6 + 14) * row.dtype.itemsize
+        assert bucket.local.numel() == 2 + 3 + 7
+    assert bucket.num_bytes == (3 + 5 + 7 if group is None else 4 + 6 + 14) * bucket.dtype.itemsize
 
 
 @pytest.mark.pure
@@ -481,13 +482,13 @@ def test_leaves_begin_at_multiples_of_16_bytes_and_what_travels_has_no_gaps(
 def test_gaps_between_the_leaves_of_one_rank_stay_where_they_are_when_values_are_cast(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype | None
 ) -> None:
-    monkeypatch.setattr(Row, "_aligned", lambda self, numel: -(-numel // 16) * 16)
+    monkeypatch.setattr(Bucket, "_aligned", lambda self, numel: -(-numel // 16) * 16)
     values = [torch.arange(3.0), torch.arange(3.0, 8.0).view(5, 1)]
-    cuts = [Cut(value.shape, 0, 1) for value in values]
-    row = Row(cuts, values, None, Options(torch.device("cpu"), Precision(dtype)))
-    row.all_gather(CommStreams(torch.device("cpu")).all_gather)
-    row.arrive()
-    for leaf, value in zip(row.leaves, values, strict=True):
+    splits = [(value.shape, 0) for value in values]
+    bucket = Bucket(splits, values, None, Options(torch.device("cpu"), Precision(dtype)))
+    bucket.all_gather(CommStreams(torch.device("cpu")).all_gather)
+    bucket.copy_out()
+    for leaf, value in zip(bucket.leaves, values, strict=True):
         assert torch.equal(leaf, value.to(leaf.dtype))
 
 

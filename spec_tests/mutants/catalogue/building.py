@@ -314,8 +314,8 @@ MUTANTS = [
     Mutant(
         "rebound-name-inside-the-unit",
         "replaced_parameter_error",
-        "full_name(unit_name, slot.path)",
-        "slot.path",
+        "full_name(unit_name, info.path)",
+        "info.path",
         "The error for a replaced parameter has its name inside the unit only.",
         "CTOR-12",
     ),

@@ -226,9 +226,9 @@ MUTANTS = [
     ),
     Mutant(
         "tied-name-is-the-last",
-        "OwnedParameter.path",
-        "self.slots[0].path",
-        "self.slots[-1].path",
+        "owned_parameters",
+        "                first.ties.append(info)\n",
+        "                info.ties.append(first)\n                found[parameter] = info\n",
         "A tied parameter goes by the name of its last place.",
         "ORIG-15",
     ),

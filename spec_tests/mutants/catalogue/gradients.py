@@ -34,8 +34,8 @@ MUTANTS = [
     Mutant(
         "reduces-in-the-dtype-of-the-first",
         "PerParameterLayout._choose_dtype",
-        "functools.reduce(torch.promote_types, trained or [self._rows[0].dtype])",
-        "(trained or [self._rows[0].dtype])[0]",
+        "functools.reduce(torch.promote_types, trained or [self.buckets[0].dtype])",
+        "(trained or [self.buckets[0].dtype])[0]",
         "A unit reduces in the dtype of its first parameter.",
         "GRAD-02",
     ),

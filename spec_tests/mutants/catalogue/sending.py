@@ -169,7 +169,7 @@ MUTANTS = [
     ),
     Mutant(
         "large-parameters-are-sorted",
-        "Row.all_gather",
+        "Bucket.all_gather",
         "if source.goes_straight:",
         "if False:",
         "A buffer takes as much memory as the parameters, and each is copied.",
@@ -177,9 +177,9 @@ MUTANTS = [
     ),
     Mutant(
         "other-dims-go-straight",
-        "_Source.set_targets",
-        "self.is_split_only and collectives.all_gathers_each",
-        "collectives.all_gathers_each",
+        "_Source.__init__",
+        "self.goes_straight = self.is_split_only and collectives",
+        "self.goes_straight = collectives",
         "A parameter that is cut along another dim is put together along the first.",
         "WIRE-10",
     ),

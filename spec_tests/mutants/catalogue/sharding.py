@@ -210,8 +210,8 @@ MUTANTS = [
     Mutant(
         "second-place-of-a-tie-is-lost",
         "owned_parameters",
-        "found.setdefault(parameter, OwnedParameter(parameter.shape, [])).slots.append(slot)",
-        "found.setdefault(parameter, OwnedParameter(parameter.shape, [slot]))",
+        "first.ties.append(info)",
+        "pass",
         "Of a tied parameter only the first place is shown gathered values.",
         "ORIG-15",
     ),
@@ -426,8 +426,8 @@ MUTANTS = [
     Mutant(
         "ties-show-the-former-parameter",
         "RegisteredFlatParam.__init__",
-        "for slot in owned.slots:",
-        "for slot in owned.slots[:1]:",
+        "for slot in owned.attributes:",
+        "for slot in owned.attributes[:1]:",
         "The second place of a tied parameter keeps the user's parameter.",
         "ORIG-15",
     ),

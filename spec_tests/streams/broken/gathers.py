@@ -6,14 +6,16 @@ from spec_tests.streams.engines import Break
 
 __all__ = ["BREAKS"]
 
-STREAMS, FLAT, ROW, PER_PARAMETER = "engine/comm_streams.py", "engine/flat.py", "engine/row.py", "engine/per_param.py"
+STREAMS, FLAT, BUCKET, PER_PARAMETER = (
+    "engine/comm_streams.py",
+    "engine/flat.py",
+    "engine/bucket.py",
+    "engine/per_param.py",
+)
 EXTENSION, UNIT, HOOKS, ROOT = "engine/extension.py", "engine/unit.py", "engine/hooks.py", "engine/root.py"
 FULL_PARAMS = "fsdp1/full_params.py"
 RANK_CHECKS = "engine/rank_checks.py"
-CUT_OUT = (
-    "        source.take([cut.local_part(leaf.data, group.rank) for cut, leaf in "
-    "zip(cuts, self.leaves, strict=True)])\n"
-)
+CUT_OUT = "        source.copy_in([shard_of(leaf.data, dim, group.size, group.rank) for leaf, (_, dim) in leaves])\n"
 
 BREAKS = [
     # --- waiting for an all-gather ---
@@ -94,10 +96,10 @@ BREAKS = [
     Break(
         "rows-sorted-before-they-arrive",
         PER_PARAMETER,
-        "        for handle in handles:\n            handle.wait()\n        for row in self._rows:\n"
-        "            row.arrive()\n",
-        "        for row in self._rows:\n            row.arrive()\n        for handle in handles:\n"
-        "            handle.wait()\n",
+        "        for handle in handles:\n            handle.wait()\n        has_new_leaves = False\n"
+        "        for bucket in self.buckets:\n            has_new_leaves |= bucket.copy_out()\n",
+        "        has_new_leaves = False\n        for bucket in self.buckets:\n"
+        "            has_new_leaves |= bucket.copy_out()\n        for handle in handles:\n            handle.wait()\n",
         "The copy out runs before the gather was waited for.",
         "each_full",
     ),
@@ -111,7 +113,7 @@ BREAKS = [
     ),
     Break(
         "only-groups-promise-row",
-        ROW,
+        BUCKET,
         "        return [comm_stream.handle(work)]\n",
         "        return [comm_stream.handle(work)] if group is not None else []\n",
         "The same with a DTensor for each parameter.",
@@ -208,24 +210,24 @@ BREAKS = [
     Break(
         "assigned-data-not-told",
         PER_PARAMETER,
-        "            self._take_over(is_edited=True)\n",
-        "            self._take_over(is_edited=False)\n",
+        "            self._update_buckets(is_edited=True)\n",
+        "            self._update_buckets(is_edited=False)\n",
         "That something was copied is not told.",
         "each_assigned_after_an_event",
     ),
     Break(
         "gathers-before-it-rests",
-        ROW,
-        "            comm_stream.wait_compute(self._rested_at)\n",
+        BUCKET,
+        "            comm_stream.wait_compute(self._written_at)\n",
         "            pass\n",
         "The gather of backward reads the larger piece before it was cut out.",
         "each_resting",
     ),
     Break(
         "rests-later-than-said",
-        ROW,
-        f"{CUT_OUT}        self._rested_at = compute_event(self.device)\n",
-        f"        self._rested_at = compute_event(self.device)\n{CUT_OUT}",
+        BUCKET,
+        f"{CUT_OUT}        self._written_at = compute_event(self.device)\n",
+        f"        self._written_at = compute_event(self.device)\n{CUT_OUT}",
         "The event is recorded before the larger piece is cut out.",
         "each_resting",
     ),
@@ -448,8 +450,8 @@ BREAKS = [
     ),
     Break(
         "rests-for-good",
-        ROW,
-        "        self._source = self._own\n",
+        BUCKET,
+        "        self._source, self.group = self._own, self._own.group\n",
         "        pass\n",
         "The next forward gathers what the last one has left, and not the shards.",
         "each_resting",

@@ -6,11 +6,11 @@ from spec_tests.streams.engines import Break
 
 __all__ = ["BREAKS"]
 
-REDUCE, FLAT, ROW, PER_PARAMETER = "engine/reduce.py", "engine/flat.py", "engine/row.py", "engine/per_param.py"
+REDUCE, FLAT, BUCKET, PER_PARAMETER = "engine/reduce.py", "engine/flat.py", "engine/bucket.py", "engine/per_param.py"
 LAYOUT = "engine/layout.py"
 
 FLAT_COPY = "        return local_shard.to(dtype).to(shard.device, non_blocking=True)\n"
-EACH_COPY = "        return local_shard.to(dtypes.pop()).to(self._entries[0].local_shard.device, non_blocking=True)\n"
+EACH_COPY = "        return local_shard.to(dtypes.pop()).to(self.params[0].local_shard.device, non_blocking=True)\n"
 HOOKED, GIVEN = "self.has_gradient_hooks", "any(p.grad is not None for p in self.local_parameters())"
 
 BREAKS = [
@@ -182,7 +182,7 @@ BREAKS = [
         "blocking-copies-each",
         PER_PARAMETER,
         EACH_COPY,
-        "        return local_shard.to(dtypes.pop()).to(self._entries[0].local_shard.device)\n",
+        "        return local_shard.to(dtypes.pop()).to(self.params[0].local_shard.device)\n",
         "The same with a DTensor for each parameter.",
         "each_offload",
         "stops",
@@ -199,15 +199,15 @@ BREAKS = [
         "cast-on-the-host-each",
         PER_PARAMETER,
         EACH_COPY,
-        "        return local_shard.to(self._entries[0].local_shard.device, non_blocking=True).to(dtypes.pop())\n",
+        "        return local_shard.to(self.params[0].local_shard.device, non_blocking=True).to(dtypes.pop())\n",
         "The same with a DTensor for each parameter.",
         "each_offload_in_bf16",
     ),
     Break(
         "accepted-before-it-arrives",
         PER_PARAMETER,
-        "        local_shard = local_shard.to(self._entries[0].local_shard.device)\n",
-        "        local_shard = local_shard.to(self._entries[0].local_shard.device, non_blocking=True)\n",
+        "        local_shard = local_shard.to(self.params[0].local_shard.device)\n",
+        "        local_shard = local_shard.to(self.params[0].local_shard.device, non_blocking=True)\n",
         "Without pinned memory, too, the copy is not waited for.",
         "each_offload_not_pinned_accumulating",
     ),
@@ -215,18 +215,18 @@ BREAKS = [
         "one-copy-for-each-parameter",
         PER_PARAMETER,
         """\
-        local_shard = local_shard.to(self._entries[0].local_shard.device)
+        local_shard = local_shard.to(self.params[0].local_shard.device)
         start = 0
         for number in gradient.numbers:
-            entry = self._entries[number]
-            part = local_shard[start : start + entry.local_shard.numel()].view(entry.local_shard.shape)
+            param = self.params[number]
+            part = local_shard[start : start + param.local_shard.numel()].view(param.local_shard.shape)
 """,
         """\
         start = 0
         for number in gradient.numbers:
-            entry = self._entries[number]
-            part = local_shard[start : start + entry.local_shard.numel()].view(entry.local_shard.shape)
-            part = part.to(entry.local_shard.device)
+            param = self.params[number]
+            part = local_shard[start : start + param.local_shard.numel()].view(param.local_shard.shape)
+            part = part.to(param.local_shard.device)
 """,
         "Each parameter's gradient stops the CPU.",
         "each_offload_not_pinned",
@@ -271,9 +271,9 @@ BREAKS = [
     ),
     Break(
         "blocking-copy-of-the-shard-each",
-        ROW,
-        "            mine.copy_(local_shard, non_blocking=True)\n",
-        "            mine.copy_(local_shard)\n",
+        BUCKET,
+        "            in_buffer.copy_(local_shard, non_blocking=True)\n",
+        "            in_buffer.copy_(local_shard)\n",
         "The same with a DTensor for each parameter.",
         "each_offload",
         "stops",

@@ -6,7 +6,7 @@ from spec_tests.streams.engines import Break
 
 __all__ = ["BREAKS"]
 
-LIFETIME, ROW, PER_PARAMETER = "engine/lifetime.py", "engine/row.py", "engine/per_param.py"
+LIFETIME, BUCKET, PER_PARAMETER = "engine/lifetime.py", "engine/bucket.py", "engine/per_param.py"
 EXTENSION, REDUCE, UNIT, HOOKS = "engine/extension.py", "engine/reduce.py", "engine/unit.py", "engine/hooks.py"
 
 BREAKS = [
@@ -55,25 +55,25 @@ BREAKS = [
     ),
     Break(
         "buffer-given-back-at-once",
-        ROW,
-        "        self._comm_stream.wait_compute()\n",
+        BUCKET,
+        "            comm_stream.wait_compute()\n",
         "",
         "What has arrived is given back as soon as its copy out was issued.",
         "each_full",
     ),
     Break(
         "only-concatenated-rows-are-followed",
-        ROW,
-        "            self._concatenate(sorted_by_rank, source)\n"
-        "        # The buffer's memory returns to its stream, which must not reuse it before the copy is done.\n"
-        "        self._comm_stream.wait_compute()\n",
-        "            self._concatenate(sorted_by_rank, source)\n            self._comm_stream.wait_compute()\n",
+        BUCKET,
+        "                self._concatenate(sorted_by_rank, source)\n"
+        "            # The buffer's memory returns to its stream, which must not reuse it before the copy is done.\n"
+        "            comm_stream.wait_compute()\n",
+        "                self._concatenate(sorted_by_rank, source)\n                comm_stream.wait_compute()\n",
         "The communication stream waits only for rows with a parameter that is cut along another dim than the first.",
         "each_full",
     ),
     Break(
         "sorted-rows-in-place",
-        ROW,
+        BUCKET,
         '        self._copies = not is_sorted or self.device.type != "cpu"\n',
         "        self._copies = not is_sorted\n",
         "A row of one parameter is gathered in place, into memory that nobody holds. Race 4 of the list.",
@@ -82,8 +82,8 @@ BREAKS = [
     Break(
         "copies-out-on-the-gather-stream",
         PER_PARAMETER,
-        "            row.arrive()\n",
-        "            with row._comm_stream:\n                row.arrive()\n",
+        "            has_new_leaves |= bucket.copy_out()\n",
+        "            with bucket._in_flight[2]:\n                has_new_leaves |= bucket.copy_out()\n",
         "Leaves get memory of the gather stream, are filled there, and are freed as if all were the compute stream's.",
         "each_full",
     ),

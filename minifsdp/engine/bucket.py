@@ -1,0 +1,299 @@
+"""The bucket of the per-parameter layout: contiguous memory for the parameters of one dtype of a unit.
+
+A collective uses one tensor, but the optimizer and autograd need one tensor for each parameter. So the parameters are
+views of one tensor, both sharded and unsharded. Two ranks; capital letters are values from rank 1::
+
+    local        [a a | b]           the local shards, updated by the optimizer
+                     | all-gather
+    buffer       [a a | b   A A | B]         shards of rank 0, then shards of rank 1
+                     | copy-out
+    unsharded    [a a A A | b B]             parameter after parameter, used by the modules
+
+1. *No copy-in.* The shards are stored in the order in which they are sent, so the all-gather reads them directly. Only
+   a cast to another dtype, or a copy from the CPU, needs extra memory. It uses this rank's part of the buffer.
+   Each shard has its own storage, which is a range of the bucket's memory. ``torch.save`` and ``deepcopy`` serialize
+   the whole storage of a view, and cannot save a DTensor whose local tensor has a non-zero storage offset.
+2. *One copy-out.* The all-gathered data is sorted by rank and must be sorted by parameter. One operator does that for
+   all parameters. A bucket of one parameter is already sorted: on the CPU its buffer is ``unsharded``. On the CPU,
+   large parameters are also sent one by one, directly into their final memory, without buffer and copy.
+3. The leaves, which autograd owns, are created once. Each is a view of ``unsharded`` with its own version counter.
+   ``unsharded`` has memory only from all-gather to reshard: one resize allocates the memory of all leaves.
+4. A bucket that is neither sharded nor cast needs no second memory: its leaves are views of the shards.
+5. On an accelerator the leaves begin at multiples of 16 bytes, the width of a vectorized load. Some kernels are slower
+   with other addresses, and some raise an error. The data that is sent has no gaps.
+
+Between forward and backward a unit can be resharded to larger shards over fewer ranks, for example the ranks of one
+node. The all-gather for backward then uses only these ranks. The diagram stays the same, with other local shards.
+
+A bucket has one dtype and one mesh. Most units have one bucket. Others have several, for example with a norm in float32
+next to weights in bfloat16, or with experts that are sharded over fewer ranks. A parameter with a custom all-gather has
+its own bucket. After the user has replaced parameters, they are assigned again. A bucket that would have the same
+parameters of the same kind as before is kept, with its memory and its leaves.
+
+*In torch:* each parameter has its own memory on both sides, with a copy-in and a copy-out for each all-gather.
+
+Spec: FS2-04 to FS2-08, FS2-26, FS2-28, FS2-29, NEW-05, NEW-23, STREAM-04, STREAM-12.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+
+from minifsdp.engine import collectives
+from minifsdp.engine.comm_streams import COMPLETED, CommStream, Handle, compute_event
+from minifsdp.engine.extension import ExtendedBucket, is_extended
+from minifsdp.engine.mesh import Group
+from minifsdp.engine.sharded_param import VERSION, Options, ShardedParam
+from minifsdp.engine.shards import padded_shard_numel, shard_of, shard_shape, with_own_storage
+
+# The shape of each parameter, and the dim along which it is sharded.
+Splits = Sequence[tuple[torch.Size, int]]
+
+
+class _Source:
+    """This rank's shards of some parameters, contiguous, in the order in which an all-gather sends them.
+
+    Args:
+        splits, group: as for `Bucket`.
+        sizes: elements of each shard, including padding.
+        local: 1-D, zeros; the memory of all shards.
+        spaces: the memory of each leaf; must be allocated.
+
+    Attributes:
+        shapes: of the shards.
+        local_shards: the shard of each parameter, in the memory of `local`.
+        num_shards, rank: size of the group, and this rank's position in it.
+        is_split_only: whether every parameter is sharded along its first dim.
+        targets: the memory into which each parameter is all-gathered, with one row for each rank.
+        goes_straight: whether each parameter is sent separately, directly into its target.
+    """
+
+    def __init__(
+        self, splits: Splits, group: Group | None, sizes: list[int], local: torch.Tensor, spaces: list[torch.Tensor]
+    ) -> None:
+        self.group, self.sizes, self.local = group, sizes, local
+        num, rank = self.num_shards, self.rank = (1, 0) if group is None else (group.size, group.rank)
+        self.shapes = [shard_shape(*split, num, rank) for split in splits]
+        parts = zip(local.split(sizes), self.shapes, strict=True)
+        self.local_shards = [with_own_storage(part[: shape.numel()].view(shape)) for part, shape in parts]
+        self.targets = [space[: num * size].view(num, size) for space, size in zip(spaces, sizes, strict=True)]
+        self.is_split_only = group is None or not any(dim for _, dim in splits)
+        self.goes_straight = self.is_split_only and collectives.all_gathers_each(group, self.targets)
+
+    def copy_in(self, values: Sequence[torch.Tensor]) -> None:
+        """Copies the values of each shard, unless they are already in its memory."""
+        for local_shard, value in zip(self.local_shards, values, strict=True):
+            if local_shard.data_ptr() != value.data_ptr():
+                local_shard.copy_(value)
+
+
+class Bucket:
+    """A bucket: parameters of one dtype, sharded and stored contiguously.
+
+    Args:
+        splits: the shape of each parameter, and the dim along which it is sharded.
+        local_shards: the local shard of each.
+        group: the shard group; ``None`` if there are no other ranks.
+        options: where to compute, and in which dtype.
+
+    Attributes:
+        group: the ranks of the next all-gather; ``None`` if there are no other ranks.
+        device: the compute device.
+        dtype: of the leaves.
+        local: 1-D, the local shards, including padding.
+        local_shards: the local shard of each parameter, in the memory of `local`.
+        leaves: the unsharded parameters; they have memory only while all-gathered.
+        is_borrowed: whether the leaves have no memory of their own (note 4).
+        num_bytes: of the unsharded parameters, without the gaps.
+    """
+
+    def __init__(
+        self, splits: Splits, local_shards: Sequence[torch.Tensor], group: Group | None, options: Options
+    ) -> None:
+        num = 1 if group is None else group.size
+        sizes = [padded_shard_numel(*split, num) for split in splits]
+        stored, place = local_shards[0].dtype, options.storage_device(local_shards[0])
+        self.group, self.device, self.dtype = group, options.device, options.compute_dtype(stored)
+        self.num_bytes = num * sum(sizes) * self.dtype.itemsize
+        if group is None:
+            # 5. The data that is sent has no gaps. Without other ranks, nothing is sent.
+            sizes = [self._aligned(size) for size in sizes]
+        self.local = torch.zeros(sum(sizes), dtype=stored, device=place)
+        if options.pin and place.type == "cpu" and self.device.type != "cpu":
+            self.local = self.local.pin_memory()
+        # 4. The compute memory is the memory of the shards.
+        self.is_borrowed = group is None and self.dtype is stored and self.local.device == self.device
+        numels = [self._aligned(num * size) for size in sizes]
+        unsharded = self.local if self.is_borrowed else torch.empty(sum(numels), dtype=self.dtype, device=self.device)
+        self._storage, self._unsharded = unsharded.untyped_storage(), unsharded.data
+        self._spaces = list(self._unsharded.split(numels))
+        # 3. `.data` gives each leaf its own version counter: an all-gather must not look like an in-place change.
+        self.leaves = [
+            nn.Parameter(space.data[: shape.numel()].view(shape), requires_grad=False)
+            for space, (shape, _) in zip(self._spaces, splits, strict=True)
+        ]
+        # Without other ranks, or with one parameter, the data is sorted. But on an accelerator the leaves' memory would
+        # then come from the communication stream, and only the copy-out makes it safe to reuse that memory.
+        is_sorted = group is None or (len(splits) == 1 and splits[0][1] == 0)
+        self._copies = not is_sorted or self.device.type != "cpu"
+        self._splits = splits
+        self._own = self._source = _Source(splits, group, sizes, self.local, self._spaces)
+        self.local_shards = self._own.local_shards
+        self.copy_in(local_shards)
+        # The buffer and the source of the all-gather in flight, and its stream.
+        self._in_flight: tuple[torch.Tensor, _Source, CommStream] | None = None
+        # The event after which a source other than `_own` has its values.
+        self._written_at: Any = None
+        self.free()
+
+    def _aligned(self, numel: int) -> int:
+        # 5. 16 elements are a multiple of 16 bytes in every dtype, so a cast keeps the positions of the gaps.
+        return numel if self.device.type == "cpu" else -(-numel // 16) * 16
+
+    def copy_in(self, local_shards: Sequence[torch.Tensor]) -> None:
+        """Copies new values into the shards, of the same dtype and device."""
+        self._own.copy_in(local_shards)
+
+    def stamp(self) -> object:
+        """Differs from an earlier stamp if values were changed in place, or memory replaced, in between."""
+        return self.local.data_ptr(), list(map(VERSION, self.local_shards))
+
+    # --- all-gather ---
+
+    def all_gather(self, comm_stream: CommStream, name: str | None = None) -> list[Handle]:
+        """Issues the all-gather of the unit ``name`` on ``comm_stream``. Call `copy_out` after the wait."""
+        if self.is_borrowed:
+            return []
+        source = self._source
+        if source is not self._own:
+            # The compute stream wrote this source after the communication stream last waited for it.
+            comm_stream.wait_compute(self._written_at)
+        local_shard, num = source.local, source.num_shards
+        if source.goes_straight:
+            # 2. Nothing to sort.
+            assert source.group is not None
+            self._storage.resize_(self._unsharded.nbytes)
+            return [collectives.all_gather_each(source.group, source.targets, local_shard.split(source.sizes), name)]
+        if not self._copies:
+            # 2. Nothing to sort.
+            self._storage.resize_(self._unsharded.nbytes)
+            buffer = self._unsharded[: num * local_shard.numel()]
+        else:
+            buffer = torch.empty(num * local_shard.numel(), dtype=self.dtype, device=self.device)
+        self._in_flight = buffer, source, comm_stream
+        if local_shard.dtype is not self.dtype or local_shard.device != self.device or source.group is None:
+            # 1. Memory for the cast.
+            in_buffer = buffer[source.rank * local_shard.numel() : (source.rank + 1) * local_shard.numel()]
+            in_buffer.copy_(local_shard, non_blocking=True)
+            local_shard = in_buffer
+        group = source.group
+        work = COMPLETED if group is None else collectives.all_gather(group, buffer, local_shard, name)
+        return [comm_stream.handle(work)]
+
+    def copy_out(self) -> bool:
+        """2. Sorts the all-gathered data by parameter. Returns whether `leaves` has new tensors: never."""
+        in_flight, self._in_flight = self._in_flight, None
+        if in_flight is not None and self._copies:
+            self._storage.resize_(self._unsharded.nbytes)
+            buffer, source, comm_stream = in_flight
+            sorted_by_rank = buffer.view(source.num_shards, -1)
+            if source.is_split_only:
+                torch.split_with_sizes_copy(sorted_by_rank, source.sizes, dim=1, out=source.targets)
+            else:
+                self._concatenate(sorted_by_rank, source)
+            # The buffer's memory returns to its stream, which must not reuse it before the copy is done.
+            comm_stream.wait_compute()
+        return False
+
+    def _concatenate(self, sorted_by_rank: torch.Tensor, source: _Source) -> None:
+        """The copy-out for parameters that are sharded along another dim than the first."""
+        parts = sorted_by_rank.split(source.sizes, dim=1)
+        each = zip(self._splits, source.shapes, parts, source.targets, self.leaves, strict=True)
+        for (_, dim), shape, part, target, leaf in each:
+            if dim == 0:
+                target.copy_(part)
+            else:
+                # Every shard has this shape, because the dim is divisible.
+                torch.cat([local_shard.view(shape) for local_shard in part], dim=dim, out=leaf.data)
+
+    def free(self) -> None:
+        """Frees the memory of `leaves`. It was allocated and read on the compute stream, so no wait is needed."""
+        self._in_flight = None
+        if not self.is_borrowed:
+            self._storage.resize_(0)
+
+    # --- resharding to a smaller mesh ---
+
+    def reshard_to_smaller_mesh(self, group: Group) -> list[torch.Tensor]:
+        """Keeps 1/``group.size`` of the unsharded parameters, to all-gather over ``group`` only. Call it before `free`.
+
+        Returns:
+            This rank's shard of each parameter over the ranks of ``group``.
+        """
+        sizes = [padded_shard_numel(*split, group.size) for split in self._splits]
+        local = torch.zeros(sum(sizes), dtype=self.dtype, device=self.device)
+        source = _Source(self._splits, group, sizes, local, self._spaces)
+        leaves = zip(self.leaves, self._splits, strict=True)
+        source.copy_in([shard_of(leaf.data, dim, group.size, group.rank) for leaf, (_, dim) in leaves])
+        self._written_at = compute_event(self.device)
+        self._source, self.group = source, group
+        return source.local_shards
+
+    def unshard_from_full_mesh(self) -> None:
+        """The next all-gather reads the optimizer's shards again, whose values may have changed."""
+        self._source, self.group = self._own, self._own.group
+
+
+AnyBucket: TypeAlias = Bucket | ExtendedBucket
+
+
+class Contents(NamedTuple):
+    """The parameters of a bucket, and the kind of their shards."""
+
+    is_extended: bool
+    dtype: torch.dtype
+    device: torch.device
+    params: tuple[ShardedParam, ...]
+
+    def make(self, local_shards: list[torch.Tensor], options: Options) -> AnyBucket:
+        """Creates the bucket."""
+        splits, first = [(param.shape, param.dim) for param in self.params], self.params[0]
+        group = first.mesh_groups.shard
+        if self.is_extended:
+            return ExtendedBucket(splits[0], local_shards[0], group, options, first.shard_axis, first.info.module)
+        return Bucket(splits, local_shards, group, options)
+
+
+def assign_to_buckets(
+    params: Sequence[ShardedParam],
+    local_shards: Sequence[torch.Tensor],
+    options: Options,
+    before: Mapping[Contents, AnyBucket],
+) -> dict[Contents, AnyBucket]:
+    """Assigns each parameter to a bucket of one dtype and mesh, and copies its new local shard into the bucket.
+
+    Args:
+        params: the parameters of a unit.
+        local_shards: the values of each.
+        options: where to compute, and in which dtype.
+        before: the unit's buckets until now. Those whose contents stay the same are kept.
+    """
+    sorted_by_kind: dict[Any, dict[ShardedParam, torch.Tensor]] = {}
+    for param, local_shard in zip(params, local_shards, strict=True):
+        alone = param if is_extended(local_shard, param.info.path) else None
+        sorted_by_kind.setdefault((alone, local_shard.dtype, param.mesh_groups), {})[param] = local_shard
+    buckets: dict[Contents, AnyBucket] = {}
+    for (alone, dtype, _), shards_by_param in sorted_by_kind.items():
+        shards = list(shards_by_param.values())
+        contents = Contents(alone is not None, dtype, options.storage_device(shards[0]), tuple(shards_by_param))
+        bucket = before.get(contents)
+        if bucket is None:
+            bucket = contents.make(shards, options)
+        else:
+            bucket.copy_in(shards)
+        buckets[contents] = bucket
+        for param, local_shard in zip(contents.params, bucket.local_shards, strict=True):
+            param.local_shard = local_shard
+    return buckets

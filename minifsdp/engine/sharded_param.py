@@ -1,0 +1,243 @@
+"""One parameter of the per-parameter layout: how it is sharded, its local shard, its DTensor and its unsharded leaf.
+
+A ``DTensor`` is a local tensor with a DTensorSpec, which has a mesh and a placement for each of its axes.
+`ShardedParam` keeps the spec of its parameter, and wraps local shards with it.
+
+Worked example, a (4, 4) weight on the mesh ``(replicate=2, shard=2)``::
+
+    placements     (Replicate(), Shard(0))
+    rank 0, 2      rows 0 and 1
+    rank 1, 3      rows 2 and 3
+
+A parameter has three tensors. They are created in this order:
+
+1. `local_shard`, in the memory of the unit's bucket. The optimizer updates it.
+2. `parameter`, a DTensor around it. Modules have it while the unit is sharded.
+3. `leaf`, the unsharded parameter, in the memory of the bucket as well. Modules compute with it, and autograd
+   accumulates its gradient.
+
+A parameter may already be a DTensor, if tensor parallelism has sharded it over another mesh. Then its local tensor is
+sharded, and the spec joins both meshes. While the parameter is unsharded, modules have the DTensor that they had
+before. If both shard along the same dim, the rows of one rank are not adjacent in the unsharded parameter. DTensor
+expresses this by ``_StridedShard``.
+
+*In torch:* ``FSDPParam``.
+
+Spec: FS2-04, FS2-05, FS2-08, FS2-18, NEW-16, NEW-23.
+"""
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from minifsdp.engine import validation
+from minifsdp.engine.layout import ParamInfo
+from minifsdp.engine.mesh import MeshGroups
+from minifsdp.engine.messages import message
+from minifsdp.engine.precision import Precision
+from minifsdp.engine.shards import padded_shard_numel, shard_of
+
+# The number of in-place changes of a tensor.
+VERSION = operator.attrgetter("_version")
+# Returns the local tensor of a DTensor itself. ``to_local()`` creates another tensor, for autograd.
+local_shard_of: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_tensor")
+
+
+def set_local_shard(tensor: torch.Tensor, local_shard: torch.Tensor) -> None:
+    """Replaces the local tensor of a DTensor."""
+    tensor._local_tensor = local_shard  # type: ignore[attr-defined]
+
+
+def local_values(parameter: torch.Tensor) -> torch.Tensor:
+    """The tensor to shard: the parameter's values, or their local tensor if tensor parallelism has sharded them."""
+    values = parameter.detach()
+    return local_shard_of(values) if isinstance(values, DTensor) else values
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options for the parameters of a unit.
+
+    Attributes:
+        device: the compute device.
+        precision: the compute dtype, and the dtype of gradients that wait for their reduction.
+        offload: whether the shards are on the CPU.
+        pin: whether they are in pinned memory there, for asynchronous copies.
+        policy: the user's mixed-precision policy, passed to custom all-gather extensions.
+    """
+
+    device: torch.device
+    precision: Precision = field(default_factory=Precision)
+    offload: bool = False
+    pin: bool = False
+    policy: Any = None
+
+    def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
+        """The compute dtype for values that are stored in the dtype ``stored``."""
+        return (self.precision.compute or stored) if stored.is_floating_point else stored
+
+    def storage_device(self, local_shard: torch.Tensor) -> torch.device:
+        """The device on which the memory for ``local_shard`` is allocated."""
+        return torch.device("cpu") if self.offload and not local_shard.is_meta else local_shard.device
+
+
+class ShardedParam:
+    """One parameter of a unit, sharded and replicated over a mesh.
+
+    Args:
+        info: its module attributes.
+        original: the parameter to shard; ordinary, or a DTensor on another mesh.
+        mesh: the mesh over which to shard; one axis, or (replicate, shard).
+        mesh_groups: the process groups of this mesh.
+        placement: the dim to shard; ``None`` for the first.
+
+    Attributes:
+        info, mesh, mesh_groups: as given.
+        shape: of the tensor that is sharded here; with tensor parallelism the local one.
+        dim, num_shards: the dim along which it is split, and the number of shards.
+        chunk_numel: elements that each rank sends, including padding.
+        parameter: the sharded parameter, which the optimizer updates; the original until `replace_original`.
+        local_shard: the local tensor of `parameter`.
+        leaf: the unsharded parameter, which autograd owns and modules compute with.
+        plain_leaf: the memory of `leaf`; the same tensor, except with tensor parallelism.
+        unreduced: gradient that waits for its reduction.
+        is_trained: ``requires_grad`` of `parameter` and `leaf` when they last agreed.
+
+    Raises:
+        NotImplementedError: the size of a dim other than the first is not divisible, or the values are not contiguous.
+        ValueError: a parameter without dims, or a placement that is not a ``Shard``.
+    """
+
+    def __init__(
+        self, info: ParamInfo, original: nn.Parameter, mesh: DeviceMesh, mesh_groups: MeshGroups, placement: Any
+    ) -> None:
+        self.info, self.mesh, self.mesh_groups = info, mesh, mesh_groups
+        where = f"parameter {info.path!r}"
+        if original.ndim == 0:
+            raise ValueError(message("scalar-parameter", where=where))
+        if not isinstance(placement, Shard | None):
+            raise ValueError(message("placement-type", where=where, placement=placement))
+        local = local_values(original)
+        if not local.is_contiguous():
+            raise NotImplementedError(
+                message("not-contiguous", where=where, shape=tuple(local.shape), stride=local.stride())
+            )
+        dim = placement.dim if placement is not None else 0
+        dim = dim + original.ndim if dim < 0 else dim
+        if not 0 <= dim < original.ndim:
+            raise ValueError(message("placement-dim", where=where, shape=tuple(original.shape), dim=dim))
+        self.shape, self.dim, self.num_shards = local.shape, dim, mesh.size(mesh.ndim - 1)
+        if dim != 0 and self.shape[dim] % self.num_shards:
+            raise NotImplementedError(
+                message("uneven-dim", dim=dim, shape=tuple(self.shape), num_shards=self.num_shards)
+            )
+        self.chunk_numel = padded_shard_numel(self.shape, dim, self.num_shards)
+        self._tensor_parallel: DTensorSpec | None = original._spec if isinstance(original, DTensor) else None
+        self._spec = self._make_spec(original, mesh)
+        self.local_shard = shard_of(local, dim, self.num_shards, mesh_groups.shard_index)
+        self.parameter = self.leaf = self.plain_leaf = original
+        self.unreduced: torch.Tensor | None = None
+        self.is_trained = original.requires_grad
+
+    def _make_spec(self, original: nn.Parameter, mesh: DeviceMesh) -> DTensorSpec:
+        dim, inner = self.dim, self._tensor_parallel
+        placements: tuple[Placement, ...] = (Shard(dim),)
+        if inner is not None:
+            mesh, num_shards = DeviceMesh._concatenate([mesh, inner.mesh]), inner.num_shards_map[dim]
+            own = Shard(dim) if num_shards == 1 else _StridedShard(dim, split_factor=num_shards)
+            placements = (own, *inner.placements)
+        # Axes before the shard axis are replicate axes.
+        placements = (Replicate(),) * (mesh.ndim - len(placements)) + placements
+        meta = TensorMeta(original.shape, original.stride(), original.dtype)
+        return DTensorSpec(mesh, placements, tensor_meta=meta)
+
+    @property
+    def shard_axis(self) -> DeviceMesh:
+        """The shard group as a 1-D mesh."""
+        mesh = self.mesh
+        if mesh.ndim == 1:
+            return mesh
+        if mesh.mesh_dim_names:
+            return mesh[mesh.mesh_dim_names[-1]]
+        return DeviceMesh.from_group(mesh.get_group(1), mesh.device_type)
+
+    # --- the sharded parameter ---
+
+    def replace_original(self) -> None:
+        """Creates the sharded parameter around `local_shard`, in place of the user's parameter."""
+        original = self.parameter
+        self.parameter = nn.Parameter(_around(self.local_shard, self._spec), requires_grad=original.requires_grad)
+        # `nn.Parameter` detaches, which replaces the local tensor. Restore it.
+        set_local_shard(self.parameter, self.local_shard)
+        # Copy attributes set by users, such as marks for optimizer groups. Skip those of a tensor subclass: the shards
+        # have them as well, and those of the original may hold the unsharded values.
+        for name in vars(original).keys() - vars(self.local_shard).keys():
+            setattr(self.parameter, name, vars(original)[name])
+        validation.note_taken(original, self.info.path, is_replaced=True)
+        for attribute in self.info.attributes:
+            # Store the module and name, not the tensor: a reference, even a weak one, makes `to()` fail for a DTensor.
+            validation.note_place(attribute.module, attribute.name, self.info.path)
+
+    def fits(self, other: torch.Tensor) -> bool:
+        """Whether ``other`` is a DTensor of the same shape, mesh and placements."""
+        return (
+            isinstance(other, DTensor)
+            and other.shape == self._spec.shape
+            and other._spec.mesh == self._spec.mesh
+            and other._spec.placements == self._spec.placements
+        )
+
+    def over_smaller_mesh(self, mesh: DeviceMesh, local_shard: torch.Tensor) -> nn.Parameter:
+        """A DTensor around a shard over the last axis of ``mesh``; with tensor parallelism `parameter`."""
+        if self._tensor_parallel is not None:
+            return self.parameter
+        placements = (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(self.dim))
+        spec = DTensorSpec(mesh, placements, tensor_meta=self._spec.tensor_meta)
+        return nn.Parameter(_around(local_shard, spec), requires_grad=self.parameter.requires_grad)
+
+    # --- the unsharded parameter ---
+
+    def use_leaf(self, plain_leaf: nn.Parameter, reduce_dtype: torch.dtype) -> None:
+        """Uses a new leaf, after the bucket has allocated new memory for it."""
+        inner = self._tensor_parallel
+        self.plain_leaf = self.leaf = plain_leaf
+        if inner is not None:
+            # The DTensor that tensor parallelism needs.
+            self.leaf = nn.Parameter(_around(plain_leaf.data, inner), requires_grad=False)
+        self.is_trained = self.parameter.requires_grad
+        self.leaf.requires_grad_(self.is_trained)
+        if self.unreduced is not None:
+            # The model was converted, so this gradient is converted as well.
+            self.unreduced = self.unreduced.to(reduce_dtype)
+
+    def toggle_requires_grad(self) -> None:
+        """The user changed ``requires_grad`` of `parameter` or `leaf`, whichever was registered; updates the other."""
+        self.is_trained = not self.is_trained
+        self.leaf.requires_grad_(self.is_trained)
+        self.parameter.requires_grad_(self.is_trained)
+
+    def local_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient of the tensor that is sharded here, from the gradient of the unsharded parameter."""
+        if isinstance(gradient, DTensor):
+            assert self._tensor_parallel is not None
+            if gradient.placements != self._tensor_parallel.placements:
+                gradient = gradient.redistribute(placements=self._tensor_parallel.placements)
+            return local_shard_of(gradient)
+        return gradient
+
+
+def _around(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """Wraps a local tensor of any dtype in a DTensor, without communication and without autograd."""
+    meta = spec.tensor_meta
+    assert meta is not None
+    if meta.dtype is not local.dtype:
+        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta._replace(dtype=local.dtype))
+    return DTensor(local, spec, requires_grad=False)

@@ -1,0 +1,86 @@
+"""The arithmetic of the per-parameter layout, for any shape and any number of ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from minifsdp.engine.layout import ParamInfo
+from minifsdp.engine.mesh import MeshGroups
+from minifsdp.engine.sharded_param import ShardedParam
+from minifsdp.engine.shards import padded_shard_numel, shard_of, shard_shape
+
+
+class Split(NamedTuple):
+    """The arguments of most functions."""
+
+    shape: torch.Size
+    dim: int
+    num_shards: int
+
+
+shapes = st.lists(st.integers(0, 7), min_size=1, max_size=3).map(torch.Size)
+splits = st.builds(Split, shape=shapes, dim=st.just(0), num_shards=st.integers(1, 9))
+
+
+@st.composite
+def splits_along_any_dim(draw: st.DrawFn) -> Split:
+    num_shards = draw(st.integers(1, 4))
+    shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    dim = draw(st.integers(0, len(shape) - 1))
+    shape[dim] *= num_shards
+    return Split(torch.Size(shape), dim, num_shards)
+
+
+def whole_of(split: Split) -> torch.Tensor:
+    """Element i is i, so every element can be identified by its value."""
+    return torch.arange(split.shape.numel()).view(split.shape)
+
+
+@pytest.mark.pure
+@pytest.mark.spec("FS2-05", "FS2-06")
+@given(splits)
+def test_the_shards_are_those_of_torch_chunk_and_the_last_ones_may_be_empty(split: Split) -> None:
+    whole = whole_of(split)
+    expected = [*whole.chunk(split.num_shards), *[whole[:0]] * split.num_shards][: split.num_shards]
+    for index in range(split.num_shards):
+        part = shard_of(whole, split.dim, split.num_shards, index)
+        assert part.shape == shard_shape(*split, index)
+        assert torch.equal(part.reshape(-1), expected[index].reshape(-1))
+
+
+@pytest.mark.pure
+@pytest.mark.spec("FS2-05", "FS2-08")
+@given(splits_along_any_dim())
+def test_the_concatenated_shards_are_the_unsharded_tensor(split: Split) -> None:
+    whole = whole_of(split)
+    parts = [shard_of(whole, split.dim, split.num_shards, index) for index in range(split.num_shards)]
+    assert torch.equal(torch.cat(parts, dim=split.dim), whole)
+
+
+@pytest.mark.pure
+@pytest.mark.spec("FS2-06")
+@given(splits)
+def test_every_rank_sends_the_same_and_no_more_than_one_row_too_many(split: Split) -> None:
+    num_rows, per_row = shard_shape(*split, 0)[0], split.shape[1:].numel()
+    padding = padded_shard_numel(*split) * split.num_shards - split.shape.numel()
+    assert 0 <= padding <= (split.num_shards - 1) * max(per_row * num_rows, 1)
+    for index in range(split.num_shards):
+        assert shard_shape(*split, index).numel() <= padded_shard_numel(*split)
+
+
+@pytest.mark.pure
+@pytest.mark.spec("FS2-08")
+def test_uneven_sharding_along_another_dim_is_refused_with_shape_and_number() -> None:
+    module = nn.Linear(3, 4)
+    info = ParamInfo.of(module, "weight", "weight")
+    mesh: Any = SimpleNamespace(ndim=1, size=lambda axis: 2)
+    with pytest.raises(NotImplementedError, match=r"dim 1: a parameter of shape \(4, 3\) cannot be divided into 2"):
+        ShardedParam(info, module.weight, mesh, MeshGroups(None, None), Shard(1))
