@@ -3,7 +3,7 @@
 1. *It starts* when a model is sharded over a process group that has other ranks and a store that reaches them.
 2. *It ends* when the default process group is destroyed. The thread, its store connection and its pipe are closed, the
    signal handler and the exit handler are removed, and the collective log is cleared. The next default group gets a new
-   watchdog. Other ranks' threads of gloo get a moment to release tensors (`_let_threads_finish`).
+   watchdog. Threads of gloo get a moment to release tensors (`_let_threads_finish`).
 3. *The program ends* while the group exists. The exit handler publishes why: at its end, or by an exception. If the
    exception is of a collective that this package did not issue, the report about the other ranks is printed.
 4. *A launcher sends SIGTERM*. The signal wakes the watchdog, which prints the report and ends the process. This needs

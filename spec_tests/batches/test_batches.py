@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import minifsdp
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy, batches, fully_shard
-from minifsdp.engine import ledger
+from minifsdp.engine.collective_log import log
 from minifsdp.engine.comm_streams import CommStream
 from minifsdp.engine.mesh import Group
 from spec_tests.harness import device, ranks
@@ -74,10 +74,10 @@ def test_the_watcher_sees_who_waits_for_an_accelerators_answer() -> None:
     event = type(talk._comm_stream.stream.record_event())
     with pytest.MonkeyPatch.context() as patch:
         wait = event.synchronize
-        patch.setattr(event, "synchronize", lambda self: (seen.append(ledger.waiting), wait(self))[1])
+        patch.setattr(event, "synchronize", lambda self: (seen.append(log.waiting), wait(self))[1])
         assert talk.least(talk.ask(1)) == 1
     assert [waiting.about for waiting in seen] == ["while_all_have_data"]
-    assert ledger.waiting is None
+    assert log.waiting is None
 
 
 @pytest.mark.spec("BATCH-04")

@@ -22,8 +22,8 @@ BOTH = {
         ("file_store", "plain"),
         ("ten_groups", "plain"),
         ("ten_new_groups", "plain"),
-        ("process_as_before", "plain"),
     ],
+    "LEDGER-19": [("process_as_before", "plain")],
     "HEALTHY-07": [
         ("late_at_every_place", "plain"),
         ("prefix_store", "plain"),
