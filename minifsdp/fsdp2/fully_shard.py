@@ -11,9 +11,8 @@ The module is not wrapped. The call
 
 1. collects the parameters of the module that no earlier call on a submodule manages,
 2. replaces each of them with a ``DTensor`` that holds this rank's shard,
-3. and registers two hooks on the module, see ``fsdp_state.py``.
-
-Other effects, such as changing the module's class to add methods, come from `state_class`, which is set elsewhere.
+3. registers two hooks on the module, see ``fsdp_state.py``,
+4. and adds methods, hooks for state dicts, and the state that libraries look for.
 
 Shard inner modules first and the root last: a unit consists of the parameters that are left when the call is made.
 
@@ -31,6 +30,9 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from minifsdp.arguments import FUNCTION_OR_NONE, MESH, PARAMETERS, Kind, are_dtypes, require
+from minifsdp.checkpoint import loading
+from minifsdp.compat import composable
 from minifsdp.engine import validation
 from minifsdp.engine.dtensors import Sharding
 from minifsdp.engine.layout import OwnedParameter, owned_parameters
@@ -42,15 +44,22 @@ from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.row import Options
 from minifsdp.engine.unit import PostForwardMesh, Unit, UnitPolicy, modules_of_unit
 from minifsdp.fsdp2.fsdp_state import FSDPState, state_of
+from minifsdp.fsdp2.initial import warn_if_different
+from minifsdp.fsdp2.module import add_methods
 from minifsdp.fsdp2.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from minifsdp.fsdp2.reshard import choose_reshard, smaller_mesh
 
 _NO_POLICY = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
-# Both are set in ``minifsdp/__init__.py``. A call instantiates `state_class`, which is `FSDPState` or a subclass. The
-# functions in `before_sharding` are called with the parameters, their shardings and the device before sharding.
-state_class: type[FSDPState] = FSDPState
-before_sharding: list[Callable[[dict[nn.Parameter, OwnedParameter], list[Sharding], torch.device], None]] = []
+_POLICY = Kind(
+    "a MixedPrecisionPolicy of torch.dtypes",
+    lambda value: are_dtypes(value, "param_dtype", "reduce_dtype", "output_dtype"),
+)
+# Torch's own CPUOffloadPolicy would be treated as no offload.
+_OFFLOAD = Kind(
+    "an OffloadPolicy of minifsdp, or None",
+    lambda value: isinstance(value, OffloadPolicy | None) or type(value).__name__ == "OffloadPolicy",
+)
 
 M = TypeVar("M", bound=nn.Module | list[nn.Module])
 
@@ -92,6 +101,11 @@ def fully_shard(
             unit, or there is neither a default process group nor the environment variables of a launcher (``RANK``...).
         AssertionError: if a module is already sharded.
     """
+    require(MESH, "fully_shard", mesh=mesh)
+    require(FUNCTION_OR_NONE, "fully_shard", shard_placement_fn=shard_placement_fn)
+    require(_POLICY, "fully_shard", mp_policy=mp_policy)
+    require(_OFFLOAD, "fully_shard", offload_policy=offload_policy)
+    require(PARAMETERS, "fully_shard", ignored_params=ignored_params)
     if dp_mesh_dims is not None:
         raise NotImplementedError(message("dp-mesh-dims"))
     modules: list[Any] = list(module) if isinstance(module, list | tuple) else [module]
@@ -105,8 +119,7 @@ def fully_shard(
     parameters = owned_parameters(owners, set(ignored_params or ()))
     _move_to(device, owners, parameters)
     shardings = _shardings(parameters, mesh, shard_placement_fn)
-    for look in before_sharding:
-        look(parameters, shardings, device)
+    warn_if_different(parameters, shardings, device)
     # 2. The layout takes over the values and registers DTensors on the modules.
     unit = None
     if parameters:
@@ -115,7 +128,12 @@ def fully_shard(
         frees = reshard_after_forward is None or reshard_after_forward
         unit = _make_unit(modules[0], layout, options.precision, shardings[0].mesh, frees)
     # 3. The state registers the hooks.
-    state_class(modules, unit, device, mp_policy, reshard_after_forward)
+    state = FSDPState(modules, unit, device, mp_policy, reshard_after_forward)
+    # 4. The methods of a sharded module, its checkpoints, and the registration that libraries read.
+    for one in modules:
+        add_methods(one)
+    loading.register_hooks(state)
+    composable.register(state, modules)
     return module
 
 

@@ -276,9 +276,9 @@ MUTANTS = [
     ),
     Mutant(
         "saved-while-gathered",
-        "SavedState._show_sharded",
-        "        self.reshard()",
-        "        pass",
+        "_show_sharded",
+        "    unit.reshard()",
+        "    pass",
         "A state dict of a gathered module has full parameters.",
         "FS2-SD-01",
     ),

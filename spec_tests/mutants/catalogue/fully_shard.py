@@ -9,7 +9,7 @@ __all__ = ["MUTANTS"]
 MUTANTS = [
     Mutant(
         "class-name-stays",
-        "_class_for",
+        "add_methods",
         'type(f"FSDP{original.__name__}", (FSDPModule, original), {})',
         "type(original.__name__, (FSDPModule, original), {})",
         "A sharded module's class keeps its old name.",
@@ -73,7 +73,7 @@ MUTANTS = [
     ),
     Mutant(
         "unshard-shows-old-values",
-        "HandledState.unshard",
+        "FSDPState.unshard",
         "if self.unit.layout.is_stale():",
         "if False:",
         "unshard() after a change shows the values from before.",
@@ -82,8 +82,8 @@ MUTANTS = [
     Mutant(
         "handle-instead-of-waiting",
         "FSDPModule.unshard",
-        "        state.wait()\n        return None",
-        "        return state",
+        "        handle.wait()\n        return None",
+        "        return handle",
         "unshard() does not wait and returns a handle.",
         "FS2-20",
     ),
@@ -597,15 +597,15 @@ MUTANTS = [
     ),
     Mutant(
         "unsharded-and-not-shown",
-        "HandledState.wait",
-        "            self.unit.layout.use_unsharded_params()",
+        "_UnitHandle.wait",
+        "            self._unit.layout.use_unsharded_params()",
         "            pass",
         "After unshard() the module still shows its rows.",
         "FS2-19",
     ),
     Mutant(
         "reshard-does-nothing",
-        "HandledState.reshard",
+        "FSDPState.reshard",
         "            self.unit.reshard()",
         "            pass",
         "After reshard() the module still shows full parameters.",
@@ -613,9 +613,9 @@ MUTANTS = [
     ),
     Mutant(
         "every-call-is-an-inner-one",
-        "_calls_itself",
-        "return num_calls > 1",
-        "return num_calls > 0",
+        "FSDPState.fail_calls",
+        "del self.running[num_running:]",
+        "pass",
         "A forward after one that was broken off counts as a call from inside of it.",
         "NEW-15",
     ),
@@ -717,7 +717,7 @@ MUTANTS = [
     ),
     Mutant(
         "broken-forward-goes-on",
-        "FSDPState._is_inner_call",
+        "FSDPState.fail_calls",
         "            self.break_off()\n",
         "            pass\n",
         "After an error in forward the next one goes on in the middle of it.",

@@ -57,7 +57,7 @@ MUTANTS = [
     ),
     Mutant(
         "the-mesh-after-forward-is-always-there",
-        "_ParamGroup.post_forward_mesh_info",
+        "ParamGroup.post_forward_mesh_info",
         "if not policy.reshard_after_forward:",
         "if False:",
         "A group that keeps its parameters unsharded after forward has a mesh for them.",
