@@ -73,6 +73,16 @@ def _is_number(value: Any) -> bool:
         return False
 
 
+def is_device(value: Any) -> bool:
+    """Whether ``value`` describes a device, or is a function or a bool, for which ``build.py`` has its own error."""
+    if callable(value) or isinstance(value, bool):
+        return True
+    try:
+        return value is None or bool(torch.device(value))
+    except (TypeError, RuntimeError):
+        return False
+
+
 def _is_optimizer(value: Any) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "param_groups")
 

@@ -15,16 +15,22 @@ from typing import Any
 from minifsdp.engine.messages import message, warn_renamed
 
 
-def in_todays_spelling(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Renames deprecated keywords of a constructor call to the current ones.
+def policy_by_either_name(policy: Any, old: dict[str, Any]) -> Any:
+    """The policy of a constructor call, with the current or the deprecated keyword.
+
+    Args:
+        policy: the value of ``auto_wrap_policy``.
+        old: the other keywords of the call.
 
     Raises:
-        TypeError: if both the old and the new name of an argument are given.
+        TypeError: if both keywords are given, or another one that does not exist.
     """
-    old, new = "fsdp_auto_wrap_policy", "auto_wrap_policy"
-    if old in kwargs:
-        if new in kwargs:
-            raise TypeError(message("both-spellings", old=old, new=new))
-        warn_renamed(f"{old}=", f"{new}=")
-        kwargs[new] = kwargs.pop(old)
-    return kwargs
+    name, new = "fsdp_auto_wrap_policy", "auto_wrap_policy"
+    for unknown in old.keys() - {name}:
+        raise TypeError(f"FullyShardedDataParallel.__init__() got an unexpected keyword argument {unknown!r}")
+    if name not in old:
+        return policy
+    if policy is not None:
+        raise TypeError(message("both-spellings", old=name, new=new))
+    warn_renamed(f"{name}=", f"{new}=")
+    return old[name]
