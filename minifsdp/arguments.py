@@ -61,8 +61,7 @@ def is_a(*types: Any) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, types)
 
 
-def are_dtypes(value: Any, *names: str) -> bool:
-    """Whether each of the attributes ``names`` of ``value`` is a ``torch.dtype`` or ``None``. None may be missing."""
+def _has_dtypes(value: Any, *names: str) -> bool:
     return all(isinstance(getattr(value, name, 3), torch.dtype | None) for name in names)
 
 
@@ -73,9 +72,9 @@ def _is_number(value: Any) -> bool:
         return False
 
 
-def is_device(value: Any) -> bool:
-    """Whether ``value`` describes a device, or is a function or a bool, for which ``build.py`` has its own error."""
+def _is_device(value: Any) -> bool:
     if callable(value) or isinstance(value, bool):
+        # `build.compute_device` raises its own error for functions and bools.
         return True
     try:
         return value is None or bool(torch.device(value))
@@ -101,6 +100,7 @@ def _are_parameters(value: Any) -> bool:
 
 
 MODULE = Kind("a torch.nn.Module", is_a(nn.Module))
+DEVICE = Kind("an int, a torch.device or None", _is_device)
 MODULES = Kind("a list of modules", is_a(Iterable))
 NUMBER = Kind("a number", _is_number)
 FACTOR = Kind("a number other than 0", lambda value: _is_number(value) and float(value) != 0)
@@ -110,6 +110,14 @@ FUNCTION = Kind("callable", callable)
 HOOK = Kind("callable", callable, ValueError)
 FUNCTION_OR_NONE = Kind("callable or None", lambda value: value is None or callable(value))
 METHOD_NAME = Kind("the name of a method", is_a(str))
+PRECISION = Kind(
+    "a MixedPrecision of torch.dtypes, or None",
+    lambda value: value is None or _has_dtypes(value, "param_dtype", "reduce_dtype", "buffer_dtype"),
+)
+PRECISION_POLICY = Kind(
+    "a MixedPrecisionPolicy of torch.dtypes",
+    lambda value: _has_dtypes(value, "param_dtype", "reduce_dtype", "output_dtype"),
+)
 MESH = Kind("a torch DeviceMesh or None", is_a(DeviceMesh, type(None)))
 PARAMETERS = Kind("a set of parameters or None", _are_parameters)
 STATE = Kind("a dict with names as keys", lambda value: isinstance(value, Mapping) and all(map(is_a(str), value)))

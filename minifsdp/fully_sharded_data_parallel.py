@@ -39,7 +39,7 @@ from torch.optim import Optimizer
 
 from minifsdp import api, arguments
 from minifsdp.api import *  # noqa: F403
-from minifsdp.arguments import OPTIMIZER, Kind, are_dtypes, is_a, is_device, require
+from minifsdp.arguments import OPTIMIZER, Kind, is_a, require
 from minifsdp.checkpoint import optim_state_methods as optimizer_states
 from minifsdp.checkpoint import state_dict_methods as state_dicts
 from minifsdp.checkpoint import state_dict_options as options
@@ -72,16 +72,11 @@ __all__ = [
 ]
 __all__ += api.__all__
 
-DEVICE = Kind("an int, a torch.device or None", is_device)
 PREFETCH = Kind(
     f"one of {', '.join(f'BackwardPrefetch.{member.name}' for member in BackwardPrefetch)} or None",
     is_a(BackwardPrefetch, type(None)),
 )
 OFFLOAD = Kind("a CPUOffload or None", is_a(CPUOffload, type(None)))
-PRECISION = Kind(
-    "a MixedPrecision of torch.dtypes, or None",
-    lambda value: value is None or are_dtypes(value, "param_dtype", "reduce_dtype", "buffer_dtype"),
-)
 SHARDED = Form(StateDictType.SHARDED_STATE_DICT)
 # In an older argument order, the dict is first and the optimizer is last.
 MODULE_OR_STATE = Kind("a torch.nn.Module", is_a(nn.Module, Mapping))
@@ -463,8 +458,8 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
             ValueError: if both were given, or if the dict does not match; only on the ranks where it does not.
         """
         require(arguments.MODULE, "shard_full_optim_state_dict", model=model)
-        name, given = "shard_full_optim_state_dict", full_optim_state_dict
-        return optim_state_legacy.load(name, given, model, optim_input, optim, Form(), talks=False)
+        target = optim_state_legacy.target(model, optim_input, optim, Form())
+        return optim_state_legacy.load("shard_full_optim_state_dict", full_optim_state_dict, target, talks=False)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -481,8 +476,8 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         Raises:
             ValueError: if ``optim`` and ``optim_input`` were both given, or, on all ranks, if the dict does not match.
         """
-        name, given = "scatter_full_optim_state_dict", full_optim_state_dict
-        return optim_state_legacy.load(name, given, model, optim_input, optim, Form(first_only=True))
+        target = optim_state_legacy.target(model, optim_input, optim, Form(first_only=True))
+        return optim_state_legacy.load("scatter_full_optim_state_dict", full_optim_state_dict, target)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
@@ -493,8 +488,8 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         Deprecated: use ``optim_state_dict_to_load``.
         """
         require(arguments.MODULE, "flatten_sharded_optim_state_dict", model=model)
-        name, given = "flatten_sharded_optim_state_dict", sharded_optim_state_dict
-        return optim_state_legacy.load(name, given, model, None, optim, SHARDED)
+        target = optim_state_legacy.target(model, None, optim, SHARDED)
+        return optim_state_legacy.load("flatten_sharded_optim_state_dict", sharded_optim_state_dict, target)
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -517,7 +512,8 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
             ValueError: if the key type is unknown, or a key of the dict has no counterpart.
         """
         require(arguments.MODULE, "rekey_optim_state_dict", model=model)
-        return optim_state_legacy.rekey(optim_state_dict, optim_state_key_type, model, optim_input, optim)
+        target = optim_state_legacy.target(model, optim_input, optim, Form())
+        return optim_state_legacy.rekey(optim_state_dict, optim_state_key_type, target)
 
     # --- names of torch that frameworks read, see ``compat/wrapper_names.py`` ---
 
@@ -573,8 +569,8 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
 
 def _check_types(given: Options) -> None:
     call = "FullyShardedDataParallel"
-    require(DEVICE, call, device_id=given.device_id)
+    require(arguments.DEVICE, call, device_id=given.device_id)
     require(arguments.MESH, call, device_mesh=given.device_mesh)
     require(PREFETCH, call, backward_prefetch=given.backward_prefetch)
     require(OFFLOAD, call, cpu_offload=given.cpu_offload)
-    require(PRECISION, call, mixed_precision=given.mixed_precision)
+    require(arguments.PRECISION, call, mixed_precision=given.mixed_precision)

@@ -50,29 +50,10 @@ def save(
     return optim_state.write(model, optim, optim.state_dict(), form, group)
 
 
-def load(
-    name: str,
-    given: dict[str, Any] | None,
-    model: nn.Module,
-    optim_input: OptimInput | None,
-    optim: Optimizer | None,
-    form: Form,
-    talks: bool = True,
-) -> dict[str, Any]:
-    """A dict for this rank's optimizer, for the older method ``name``."""
+def load(name: str, given: Any, target: Target, *, talks: bool = True) -> dict[str, Any]:
+    """A dict for the optimizer of ``target``, for the older method ``name``. ``talks``: whether ranks communicate."""
     _warn(name, "optim_state_dict_to_load")
-    return optim_state_load.read(_target(model, optim_input, optim, form), given, talks=talks)
-
-
-def rekey(
-    given: dict[str, Any],
-    key_type: OptimStateKeyType,
-    model: nn.Module,
-    optim_input: OptimInput | None,
-    optim: Optimizer | None,
-) -> dict[str, Any]:
-    """``rekey_optim_state_dict``: a full dict with names or IDs as keys."""
-    return _rekeyed(given, key_type, _target(model, optim_input, optim, Form()))
+    return optim_state_load.read(target, given, talks=talks)
 
 
 def _warn(old: str, new: str) -> None:
@@ -85,7 +66,7 @@ def _warn_of(optim_input: OptimInput | None) -> None:
         warn(message("optim-input"), FutureWarning)
 
 
-def _target(model: nn.Module, optim_input: OptimInput | None, optim: Optimizer | None, form: Form) -> Target:
+def target(model: nn.Module, optim_input: OptimInput | None, optim: Optimizer | None, form: Form) -> Target:
     """The given optimizer, or a new one of ``optim_input``, or a new one of all parameters in one group."""
     _warn_of(optim_input)
     if optim is not None and optim_input is not None:
@@ -95,7 +76,12 @@ def _target(model: nn.Module, optim_input: OptimInput | None, optim: Optimizer |
     return Target(model, optim.param_groups, form, is_lenient=True)
 
 
-def _rekeyed(given: dict[str, Any], key_type: OptimStateKeyType, target: Target) -> dict[str, Any]:
+def rekey(given: dict[str, Any], key_type: OptimStateKeyType, target: Target) -> dict[str, Any]:
+    """A full dict with names or IDs as keys.
+
+    Raises:
+        ValueError: if the key type is unknown, or a key of the dict has no counterpart.
+    """
     if key_type not in (OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID):
         members = ", ".join(f"OptimStateKeyType.{member.name}" for member in OptimStateKeyType)
         raise ValueError(message("key-type", members=members, key_type=key_type))

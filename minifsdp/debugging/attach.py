@@ -20,16 +20,14 @@ Spec: DEBUG-03.
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 Look = Callable[..., None]
-Owner = type | ModuleType
-_observed: dict[tuple[Owner, str], tuple[list[Look], list[Look]]] = {}
+_observed: dict[tuple[Any, str], tuple[list[Look], list[Look]]] = {}
 
 
 @contextmanager
-def attached(owner: Owner, name: str, *, before: Look | None = None, after: Look | None = None) -> Iterator[None]:
+def attached(owner: Any, name: str, *, before: Look | None = None, after: Look | None = None) -> Iterator[None]:
     """Calls functions before and after each call of a method inside the block. Does not communicate.
 
     Args:

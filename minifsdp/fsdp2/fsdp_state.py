@@ -17,14 +17,9 @@ Three cases that a wrapper does not have to handle:
 3. A module can call itself, for example a recursive tree module, or a ``generate`` that calls ``self(token)``. The
    state keeps a list of its running calls. A call of a module that is in this list already is an inner call.
 
-The state also has the operations of a sharded module that users call manually: `unshard`, `reshard`, `break_off`. A
-training step does not need them, because the schedule prefetches automatically. Worked example: while ``block0``
-computes, ``block1.unshard(async_op=True)`` issues the all-gather of the second block. The forward of ``block1`` then
-only waits for it.
-
 *In torch:* ``FSDPState``, with the same two hooks. After an exception it needs ``reset_iter_state``.
 
-Spec: FS2-09, FS2-13, FS2-17, FS2-19 to FS2-21, FS2-MP-04 to FS2-MP-06, NEW-04, NEW-15.
+Spec: FS2-09, FS2-13, FS2-17, FS2-21, FS2-MP-04 to FS2-MP-06, NEW-04, NEW-15.
 """
 
 from __future__ import annotations
@@ -40,7 +35,7 @@ from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.precision import cast_floating, move
 from minifsdp.engine.root import Root
 from minifsdp.engine.schedule import BackwardPrefetch
-from minifsdp.engine.unit import Phase, State, Unit
+from minifsdp.engine.unit import Phase, Unit
 from minifsdp.fsdp2.options import MixedPrecisionPolicy
 
 ATTRIBUTE = "_fully_sharded"
@@ -60,24 +55,6 @@ def states_in(module: nn.Module) -> list[tuple[str, FSDPState]]:
         if state is not None:
             names.setdefault(state, []).append(name)
     return [(", ".join(found), state) for state, found in names.items()]
-
-
-class UnshardHandle:
-    """The handle that ``unshard(async_op=True)`` returns (FS2-20)."""
-
-    def wait(self) -> None:
-        """Waits for the all-gather and registers the unsharded parameters. Calling it twice, or never, is safe."""
-
-
-class _UnitHandle(UnshardHandle):
-    def __init__(self, unit: Unit | None) -> None:
-        self._unit = unit
-
-    def wait(self) -> None:
-        # After a reshard there is nothing to wait for.
-        if self._unit is not None and self._unit.state is not State.SHARDED:
-            self._unit.wait()
-            self._unit.layout.use_unsharded_params()
 
 
 class FSDPState(_State):
@@ -105,7 +82,8 @@ class FSDPState(_State):
         self.modules, self.unit, self.device, self.policy = modules, unit, device, policy
         self.reshard_after_forward = reshard_after_forward
         self.tree: Root | None = None
-        self.is_tree_root = False
+        # Libraries read this: ``None`` before the first forward.
+        self._is_root: bool | None = None
         self.shared_comm_streams: CommStreams | None = None
         self._has_begun = False
         # 1. Modules of this state that have not run yet in the current forward, and the number of that forward.
@@ -208,25 +186,6 @@ class FSDPState(_State):
         if self.tree is not None:
             self.tree.fail_forward()
 
-    # --- manual unshard and reshard ---
-
-    def unshard(self) -> UnshardHandle:
-        """Issues the all-gather of this state's unit. The handle completes it."""
-        if self.unit is not None:
-            tree = self.current_tree()
-            # As at the start of an iteration: the user may have replaced or modified the sharded parameters.
-            self.unit.layout.accept_replacements()
-            tree.comm_streams.all_gather.wait_compute()
-            if self.unit.layout.is_stale():
-                self.unit.reshard()
-            self.unit.unshard()
-        return _UnitHandle(self.unit)
-
-    def reshard(self) -> None:
-        """Reshards this state's unit, which frees the unsharded parameters."""
-        if self.unit is not None:
-            self.unit.reshard()
-
     # --- the tree ---
 
     def current_tree(self) -> Root:
@@ -259,14 +218,10 @@ class FSDPState(_State):
         grouped = [state for state in found if len(state.modules) > 1]
         for state in found:
             state.tree, state._grouped = tree, grouped
-            state.is_tree_root = state is self
+            state._is_root = state is self
         return tree
 
     # --- attributes that libraries read, see ``compat/composable.py`` ---
-
-    @property
-    def _is_root(self) -> bool | None:
-        return None if self.tree is None else self.is_tree_root
 
     @property
     def _mp_policy(self) -> MixedPrecisionPolicy:

@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from minifsdp.arguments import FUNCTION_OR_NONE, MESH, PARAMETERS, Kind, are_dtypes, require
+from minifsdp.arguments import FUNCTION_OR_NONE, MESH, PARAMETERS, PRECISION_POLICY, Kind, require
 from minifsdp.checkpoint import loading
 from minifsdp.compat import composable
 from minifsdp.engine import validation
@@ -51,10 +51,6 @@ from minifsdp.fsdp2.reshard import choose_reshard, smaller_mesh
 
 _NO_POLICY = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
-_POLICY = Kind(
-    "a MixedPrecisionPolicy of torch.dtypes",
-    lambda value: are_dtypes(value, "param_dtype", "reduce_dtype", "output_dtype"),
-)
 # Torch's own CPUOffloadPolicy would be treated as no offload.
 _OFFLOAD = Kind(
     "an OffloadPolicy of minifsdp, or None",
@@ -103,14 +99,12 @@ def fully_shard(
     """
     require(MESH, "fully_shard", mesh=mesh)
     require(FUNCTION_OR_NONE, "fully_shard", shard_placement_fn=shard_placement_fn)
-    require(_POLICY, "fully_shard", mp_policy=mp_policy)
+    require(PRECISION_POLICY, "fully_shard", mp_policy=mp_policy)
     require(_OFFLOAD, "fully_shard", offload_policy=offload_policy)
     require(PARAMETERS, "fully_shard", ignored_params=ignored_params)
     if dp_mesh_dims is not None:
         raise NotImplementedError(message("dp-mesh-dims"))
     modules: list[Any] = list(module) if isinstance(module, list | tuple) else [module]
-    if wrong := [one for one in modules if not isinstance(one, nn.Module)]:
-        raise TypeError(message("fully-shard-type", wrong=wrong[0]))
     _check_modules(modules)
     mesh = mesh if mesh is not None else _default_mesh()
     device = _device_of(mesh)
@@ -121,12 +115,10 @@ def fully_shard(
     shardings = _shardings(parameters, mesh, shard_placement_fn)
     warn_if_different(parameters, shardings, device)
     # 2. The layout takes over the values and registers DTensors on the modules.
-    unit = None
-    if parameters:
-        options = _options(device, mp_policy, offload_policy)
-        layout = PerParameterLayout(parameters, shardings, options)
-        frees = reshard_after_forward is None or reshard_after_forward
-        unit = _make_unit(modules[0], layout, options.precision, shardings[0].mesh, frees)
+    options = _options(device, mp_policy, offload_policy)
+    layout = PerParameterLayout(parameters, shardings, options) if parameters else None
+    frees = reshard_after_forward is None or reshard_after_forward
+    unit = _make_unit(modules[0], layout, options.precision, shardings[0].mesh, frees) if layout is not None else None
     # 3. The state registers the hooks.
     state = FSDPState(modules, unit, device, mp_policy, reshard_after_forward)
     # 4. The methods of a sharded module, its checkpoints, and the registration that libraries read.
@@ -137,7 +129,9 @@ def fully_shard(
     return module
 
 
-def _check_modules(modules: list[nn.Module]) -> None:
+def _check_modules(modules: list[Any]) -> None:
+    if wrong := [one for one in modules if not isinstance(one, nn.Module)]:
+        raise TypeError(message("fully-shard-type", wrong=wrong[0]))
     if not modules:
         raise ValueError(message("no-modules"))
     for module in modules:

@@ -17,24 +17,35 @@ Spec: FS2-02, FS2-19, FS2-20, FS2-27, FS2-28, FS2-PREF, FS2-SYNC, NEW-06 to NEW-
 
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
-from minifsdp.arguments import FACTOR, FUNCTION, METHOD_NAME, MODULE, MODULES, SWITCH, Kind, is_a, require
+from minifsdp.arguments import FACTOR, FUNCTION, MODULES, SWITCH, Kind, is_a, require
 from minifsdp.engine.collectives import Scaling
-from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.reduce import ReducePlan
-from minifsdp.engine.unit import Unit
-from minifsdp.fsdp2.fsdp_state import ATTRIBUTE, FSDPState, UnshardHandle, state_of, states_in
+from minifsdp.engine.unit import State, Unit
+from minifsdp.fsdp2.fsdp_state import ATTRIBUTE, FSDPState, state_of, states_in
 from minifsdp.fsdp2.reshard import choose_reshard
 
 RESHARD = Kind("a bool here; a number of ranks can be chosen when fully_shard() is called", is_a(bool), ValueError)
+
+
+class UnshardHandle:
+    """The handle that ``unshard(async_op=True)`` returns (FS2-20)."""
+
+    def __init__(self) -> None:
+        self._unit: Unit | None = None
+
+    def wait(self) -> None:
+        """Waits for the all-gather and registers the unsharded parameters. Calling it twice, or never, is safe."""
+        # After a reshard there is nothing to wait for.
+        if self._unit is not None and self._unit.state is not State.SHARDED:
+            self._unit.wait()
+            self._unit.layout.use_unsharded_params()
 
 
 class FSDPModule:
@@ -69,7 +80,7 @@ class FSDPModule:
         Args:
             async_op: return immediately with a handle. The module's forward waits for the all-gather automatically.
         """
-        handle = _state(self).unshard()
+        handle = _issue_all_gather(_state(self))
         if async_op:
             return handle
         handle.wait()
@@ -77,7 +88,8 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Frees the unsharded parameters of this module's unit, without inner units (FS2-19)."""
-        _state(self).reshard()
+        if (unit := _state(self).unit) is not None:
+            unit.reshard()
 
     def reset_iter_state(self) -> None:
         """Resets the state after an exception interrupted an iteration (NEW-15). Call it on the root module.
@@ -88,7 +100,7 @@ class FSDPModule:
             RuntimeError: if the module is not the root of its tree.
         """
         state = _state(self)
-        if state.tree is not None and not state.is_tree_root:
+        if state._is_root is False:
             raise RuntimeError(message("reset-root-only"))
         state.break_off()
         _discard_unreduced(state.current_tree().units)
@@ -228,7 +240,7 @@ class FSDPModule:
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Applies ``to``, ``half``, ``to_empty`` etc. to the shards. The unit adapts at its next use (FS2-28)."""
-        _state(self).reshard()
+        self.reshard()
         return super()._apply(*args, **kwargs)  # type: ignore[misc]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -282,6 +294,21 @@ def _choose(module: Any, recurse: bool, **changes: Any) -> None:
         unit.choose(**changes)
 
 
+def _issue_all_gather(state: FSDPState) -> UnshardHandle:
+    """Issues the all-gather of the unit. The forward of the module, which issues it otherwise, then waits for it."""
+    handle, unit = UnshardHandle(), state.unit
+    if unit is not None:
+        tree = state.current_tree()
+        # As at the start of an iteration: the user may have replaced or modified the sharded parameters.
+        unit.layout.accept_replacements()
+        tree.comm_streams.all_gather.wait_compute()
+        if unit.layout.is_stale():
+            unit.reshard()
+        unit.unshard()
+        handle._unit = unit
+    return handle
+
+
 def _discard_unreduced(units: Iterable[Unit]) -> None:
     """Discards gradients that are not reduced yet, or not all-reduced over the replicas."""
     for unit in units:
@@ -290,7 +317,7 @@ def _discard_unreduced(units: Iterable[Unit]) -> None:
             plan.partial = None
 
 
-def _listed(module: Any) -> FSDPState:
+def listed(module: Any) -> FSDPState:
     """The state of one module in a list that the user passed."""
     if not isinstance(module, FSDPModule):
         raise ValueError(message("expects-fsdp-module", type=type(module).__name__))
@@ -298,51 +325,8 @@ def _listed(module: Any) -> FSDPState:
 
 
 def _units_of(modules: Iterable[Any]) -> tuple[Unit, ...]:
-    return tuple(state.unit for state in map(_listed, modules) if state.unit is not None)
+    return tuple(state.unit for state in map(listed, modules) if state.unit is not None)
 
 
 def _not_offered(what: str, instead: str) -> NotImplementedError:
     return NotImplementedError(message("not-offered", what=what, instead=instead))
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Makes another method all-gather and reshard as ``forward`` does (NEW-13). No effect if ``module`` is not sharded.
-
-    Raises:
-        ValueError: if ``module`` has no such method.
-    """
-    require(MODULE, "register_fsdp_forward_method", module=module)
-    require(METHOD_NAME, "register_fsdp_forward_method", method_name=method_name)
-    state = state_of(module)
-    if state is None:
-        return
-    if not hasattr(module, method_name):
-        raise ValueError(message("no-such-method", type=type(module), method_name=method_name))
-    method = getattr(module, method_name)
-
-    @functools.wraps(method)
-    def call_as_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        num_running = len(state.running)
-        try:
-            args, kwargs = state.before_forward(self, args, kwargs)
-            output = method(*args, **kwargs)
-            return state.after_forward(self, args, kwargs, output)
-        except BaseException:
-            state.fail_calls(num_running)
-            raise
-
-    setattr(module, method_name, types.MethodType(call_as_forward, module))
-
-
-def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Makes several roots, e.g. pipeline stages, share communication streams (NEW-17). Call before the first forward.
-
-    Raises:
-        ValueError: if a module is not an ``FSDPModule``.
-    """
-    require(MODULES, "share_comm_ctx", modules=modules)
-    states = [_listed(module) for module in modules]
-    if states:
-        comm_streams = CommStreams(states[0].device)
-        for state in states:
-            state.shared_comm_streams = comm_streams

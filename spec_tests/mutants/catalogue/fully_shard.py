@@ -73,8 +73,8 @@ MUTANTS = [
     ),
     Mutant(
         "unshard-shows-old-values",
-        "FSDPState.unshard",
-        "if self.unit.layout.is_stale():",
+        "_issue_all_gather",
+        "if unit.layout.is_stale():",
         "if False:",
         "unshard() after a change shows the values from before.",
         "FS2-19",
@@ -597,7 +597,7 @@ MUTANTS = [
     ),
     Mutant(
         "unsharded-and-not-shown",
-        "_UnitHandle.wait",
+        "UnshardHandle.wait",
         "            self._unit.layout.use_unsharded_params()",
         "            pass",
         "After unshard() the module still shows its rows.",
@@ -605,8 +605,8 @@ MUTANTS = [
     ),
     Mutant(
         "reshard-does-nothing",
-        "FSDPState.reshard",
-        "            self.unit.reshard()",
+        "FSDPModule.reshard",
+        "            unit.reshard()",
         "            pass",
         "After reshard() the module still shows full parameters.",
         "FS2-19",

@@ -153,7 +153,7 @@ MUTANTS = [
     ),
     Mutant(
         "both-counts-pass",
-        "_target",
+        "target",
         "if optim is not None and optim_input is not None:",
         "if False:",
         "optim and optim_input together pass.",
@@ -185,7 +185,7 @@ MUTANTS = [
     ),
     Mutant(
         "rekeyed-the-wrong-way",
-        "_rekeyed",
+        "rekey",
         "to_names = key_type is OptimStateKeyType.PARAM_NAME",
         "to_names = key_type is not OptimStateKeyType.PARAM_NAME",
         "Asked for names, rekeying gives numbers.",
@@ -193,7 +193,7 @@ MUTANTS = [
     ),
     Mutant(
         "any-key-type",
-        "_rekeyed",
+        "rekey",
         "if key_type not in (OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID):",
         "if False:",
         "Any value passes for a key type.",
