@@ -27,8 +27,8 @@ from minifsdp.engine import optimizer_watch as _optimizer_watch
 from minifsdp.engine import rows as _rows
 from minifsdp.fsdp1.grad_scaler import ShardedGradScaler
 from minifsdp.fsdp2.fully_shard import fully_shard
-from minifsdp.fsdp2.functions import register_fsdp_forward_method, share_comm_ctx
-from minifsdp.fsdp2.module import FSDPModule, UnshardHandle
+from minifsdp.fsdp2.functions import UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from minifsdp.fsdp2.module import FSDPModule
 from minifsdp.fsdp2.options import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from minifsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from minifsdp.ledger import process as _process

@@ -105,7 +105,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         use_orig_params: whether the modules keep the original parameters instead of a flat parameter.
         ignored_states: parameters or modules to ignore.
         device_mesh: the ranks to shard over as a mesh with one dimension, or two for a hybrid strategy.
-        **old: deprecated keywords of torch 1.11.
+        fsdp_auto_wrap_policy: the deprecated name of ``auto_wrap_policy``.
 
     Raises:
         TypeError: if an argument has the wrong type.
@@ -133,13 +133,19 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         use_orig_params: bool = False,
         ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
         device_mesh: Any = None,
-        **old: Any,
+        *,
+        fsdp_auto_wrap_policy: Any = None,
     ) -> None:
+        require(arguments.DEVICE, "FullyShardedDataParallel", device_id=device_id)
+        require(arguments.MESH, "FullyShardedDataParallel", device_mesh=device_mesh)
+        require(PREFETCH, "FullyShardedDataParallel", backward_prefetch=backward_prefetch)
+        require(OFFLOAD, "FullyShardedDataParallel", cpu_offload=cpu_offload)
+        require(arguments.PRECISION, "FullyShardedDataParallel", mixed_precision=mixed_precision)
         given = Options(
             process_group=process_group,
             sharding_strategy=sharding_strategy,
             cpu_offload=cpu_offload,
-            auto_wrap_policy=policy_by_either_name(auto_wrap_policy, old),
+            auto_wrap_policy=policy_by_either_name(auto_wrap_policy, fsdp_auto_wrap_policy),
             backward_prefetch=backward_prefetch,
             mixed_precision=mixed_precision,
             ignored_modules=ignored_modules,
@@ -152,7 +158,6 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
             ignored_states=ignored_states,
             device_mesh=device_mesh,
         )
-        _check_types(given)
         # A policy wraps with this class, because a user's subclass may have other constructor arguments.
         super().__init__(module, given, FullyShardedDataParallel)
         self._state_dict_state = state_dicts.StateDictState()
@@ -565,12 +570,3 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
     _state_dict_type = wrapper_names.setting("state_dict_type")
     _state_dict_config = wrapper_names.setting("state_dict_config")
     _optim_state_dict_config = wrapper_names.setting("optim_state_dict_config")
-
-
-def _check_types(given: Options) -> None:
-    call = "FullyShardedDataParallel"
-    require(arguments.DEVICE, call, device_id=given.device_id)
-    require(arguments.MESH, call, device_mesh=given.device_mesh)
-    require(PREFETCH, call, backward_prefetch=given.backward_prefetch)
-    require(OFFLOAD, call, cpu_offload=given.cpu_offload)
-    require(arguments.PRECISION, call, mixed_precision=given.mixed_precision)

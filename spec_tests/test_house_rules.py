@@ -44,12 +44,13 @@ APART = (
 BUDGETS = {
     # Names of torch that other programs read: 34 lines. The state of a module after an evaluation, and a count of steps
     # per root: 44. Gradients that share memory, and their dtypes: 50. The order check of each unit: 12.
-    "house": 6414,
-    "story": 3094,
+    # The type checks of arguments are in the public functions: 96 lines.
+    "house": 6515,
+    "story": 3093,
     # Messages of a new order have their own tags: 9 lines.
     TRANSPORT: 163,
-    DEBUGGING: 380,
-    ARGUMENTS: 166,
+    DEBUGGING: 379,
+    ARGUMENTS: 69,
     "batches.py": 100,
     # Units are identified by their parameters, not by their names in a message: 35 lines. An all-gather never waits for
     # other ranks when it is issued, and chains do not keep their groups alive: 25.
@@ -59,8 +60,8 @@ BUDGETS = {
     # Includes the location of the error in a program that is about to end, fast answers after a query, and ranks killed
     # on this machine. It ends with its process group, restores what it replaced, and writes private files: 80 lines.
     "ledger/": 586,
-    "checkpoint/": 1438,
-    "compat/": 280,
+    "checkpoint/": 1411,
+    "compat/": 192,
     # The calculator includes data in flight between CPUs, and the time at which a unit's activations are freed.
     TOOLS: 524,
     # The list of tools, and the explanation of an error message.
@@ -76,7 +77,8 @@ LONGER = {
     "engine/ledger.py": 359,
     "engine/per_param.py": 343,
     "engine/reduce.py": 372,
-    "fsdp2/module.py": 323,
+    # The API of torch's class: the arguments, documentation and type checks of every public method.
+    "fully_sharded_data_parallel.py": 572,
     "ledger/watcher.py": 350,
 }
 LONGEST_FUNCTION = 35  # in lines of code
@@ -84,6 +86,8 @@ LONGER_FUNCTIONS = {
     ("engine/flat.py", "__init__"): 45,
     ("engine/ledger.py", "__init__"): 46,
     ("engine/root.py", "__init__"): 39,
+    # 16 arguments, each on two lines.
+    ("fully_sharded_data_parallel.py", "__init__"): 46,
 }
 # Words for which PyTorch has other terms, and words for people where ranks, users and modules are meant.
 BANNED = (
@@ -118,7 +122,7 @@ def code_lines(module: str) -> set[int]:
 
 
 # Code lines of all modules that `fully_shard` imports, without the parts that no training step needs.
-FULLY_SHARD = 2659
+FULLY_SHARD = 2658
 NOT_FOR_A_STEP = (
     "checkpoint/",
     "compat/",

@@ -37,11 +37,6 @@ from minifsdp.engine.messages import message, rank_of_this_process
 from minifsdp.fsdp1.wrapper import PREFIX, Wrapper, clean_name
 
 
-def _modules_of(wrapper: Wrapper) -> list[nn.Module]:
-    """The wrapper, and the modules of its unit."""
-    return [wrapper, *(m for _, m in wrapper._own_modules())]
-
-
 def _is_shown(wrapper: Wrapper) -> bool:
     # The user has unsharded the parameters already: nothing is all-gathered, and one rank may call it alone.
     if is_hidden(wrapper):
@@ -135,7 +130,8 @@ def _meet(wrapper: Wrapper, call: str, meshes: Iterable[MeshGroups], looks: Call
     """
     wrappers = Wrapper.fsdp_modules(wrapper)
     # Custom code gets no values of a local dict.
-    mine = [not state_of(wrapper).form.is_local and any(map(looks, _modules_of(inner))) for inner in wrappers]
+    is_local = state_of(wrapper).form.is_local
+    mine = [not is_local and any(map(looks, [w, *(m for _, m in w._own_modules())])) for w in wrappers]
     groups = agreement.monitored_barrier(agreement.groups_of(meshes), call, raises_hand=any(mine))
     told = agreement.tell(groups, mine)
     for number, inner in enumerate(wrappers):

@@ -27,25 +27,12 @@ from minifsdp.arguments import FACTOR, FUNCTION, MODULES, SWITCH, Kind, is_a, re
 from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.reduce import ReducePlan
-from minifsdp.engine.unit import State, Unit
+from minifsdp.engine.unit import Unit
 from minifsdp.fsdp2.fsdp_state import ATTRIBUTE, FSDPState, state_of, states_in
+from minifsdp.fsdp2.functions import UnshardHandle, issue_all_gather, listed
 from minifsdp.fsdp2.reshard import choose_reshard
 
 RESHARD = Kind("a bool here; a number of ranks can be chosen when fully_shard() is called", is_a(bool), ValueError)
-
-
-class UnshardHandle:
-    """The handle that ``unshard(async_op=True)`` returns (FS2-20)."""
-
-    def __init__(self) -> None:
-        self._unit: Unit | None = None
-
-    def wait(self) -> None:
-        """Waits for the all-gather and registers the unsharded parameters. Calling it twice, or never, is safe."""
-        # After a reshard there is nothing to wait for.
-        if self._unit is not None and self._unit.state is not State.SHARDED:
-            self._unit.wait()
-            self._unit.layout.use_unsharded_params()
 
 
 class FSDPModule:
@@ -80,7 +67,7 @@ class FSDPModule:
         Args:
             async_op: return immediately with a handle. The module's forward waits for the all-gather automatically.
         """
-        handle = _issue_all_gather(_state(self))
+        handle = issue_all_gather(_state(self))
         if async_op:
             return handle
         handle.wait()
@@ -294,34 +281,12 @@ def _choose(module: Any, recurse: bool, **changes: Any) -> None:
         unit.choose(**changes)
 
 
-def _issue_all_gather(state: FSDPState) -> UnshardHandle:
-    """Issues the all-gather of the unit. The forward of the module, which issues it otherwise, then waits for it."""
-    handle, unit = UnshardHandle(), state.unit
-    if unit is not None:
-        tree = state.current_tree()
-        # As at the start of an iteration: the user may have replaced or modified the sharded parameters.
-        unit.layout.accept_replacements()
-        tree.comm_streams.all_gather.wait_compute()
-        if unit.layout.is_stale():
-            unit.reshard()
-        unit.unshard()
-        handle._unit = unit
-    return handle
-
-
 def _discard_unreduced(units: Iterable[Unit]) -> None:
     """Discards gradients that are not reduced yet, or not all-reduced over the replicas."""
     for unit in units:
         unit.layout.take_gradient(with_unreduced=True)
         for plan in unit.plans:
             plan.partial = None
-
-
-def listed(module: Any) -> FSDPState:
-    """The state of one module in a list that the user passed."""
-    if not isinstance(module, FSDPModule):
-        raise ValueError(message("expects-fsdp-module", type=type(module).__name__))
-    return _state(module)
 
 
 def _units_of(modules: Iterable[Any]) -> tuple[Unit, ...]:

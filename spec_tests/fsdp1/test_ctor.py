@@ -69,9 +69,9 @@ def test_the_arguments_their_order_and_their_defaults_are_these() -> None:
         ("use_orig_params", False),
         ("ignored_states", None),
     ]
-    *parameters, old_keywords = parameters
+    *parameters, old_keyword = parameters
     assert {parameter.kind for parameter in parameters} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
-    assert old_keywords.kind is inspect.Parameter.VAR_KEYWORD
+    assert old_keyword.kind is inspect.Parameter.KEYWORD_ONLY
 
 
 @pytest.mark.spec("CTOR-01")
@@ -81,8 +81,7 @@ def test_the_arguments_are_those_of_torch() -> None:
         [(p.name, getattr(p.default, "name", p.default)) for p in inspect.signature(wrapper).parameters.values()]
         for wrapper in (FSDP, torch_fsdp.FullyShardedDataParallel)
     )
-    *ours, (old_keywords, _) = ours
-    assert (ours, old_keywords) == (theirs, "old")
+    assert ours == [*theirs, ("fsdp_auto_wrap_policy", None)]
 
 
 @pytest.mark.spec("CTOR-01")

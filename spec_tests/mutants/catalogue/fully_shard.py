@@ -73,7 +73,7 @@ MUTANTS = [
     ),
     Mutant(
         "unshard-shows-old-values",
-        "_issue_all_gather",
+        "issue_all_gather",
         "if unit.layout.is_stale():",
         "if False:",
         "unshard() after a change shows the values from before.",

@@ -301,7 +301,7 @@ MUTANTS = [
     Mutant(
         "old-spelling-without-a-word",
         "policy_by_either_name",
-        '    warn_renamed(f"{name}=", f"{new}=")\n',
+        '    warn_renamed("fsdp_auto_wrap_policy=", "auto_wrap_policy=")\n',
         "",
         "An old spelling of a keyword gets no warning.",
         "LEGACY-01",

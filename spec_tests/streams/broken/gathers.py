@@ -85,7 +85,7 @@ BREAKS = [
     ),
     Break(
         "by-hand-does-not-wait",
-        "fsdp2/module.py",
+        "fsdp2/functions.py",
         "            self._unit.wait()\n            self._unit.layout.use_unsharded_params()\n",
         "            self._unit.layout.use_unsharded_params()\n",
         "unshard() by hand shows parameters that have not arrived.",
@@ -169,7 +169,7 @@ BREAKS = [
     ),
     Break(
         "by-hand-does-not-follow",
-        "fsdp2/module.py",
+        "fsdp2/functions.py",
         "        tree.comm_streams.all_gather.wait_compute()\n",
         "",
         "unshard() by hand gathers without waiting for the optimizer step.",
