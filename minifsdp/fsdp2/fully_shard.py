@@ -104,8 +104,7 @@ def fully_shard(
     require(PARAMETERS, "fully_shard", ignored_params=ignored_params)
     if dp_mesh_dims is not None:
         raise NotImplementedError(message("dp-mesh-dims"))
-    modules: list[Any] = list(module) if isinstance(module, list | tuple) else [module]
-    _check_modules(modules)
+    modules = _checked_modules(module)
     mesh = mesh if mesh is not None else _default_mesh()
     device = _device_of(mesh)
     # 1. In module order. A parameter that is tied inside the unit stays one parameter.
@@ -117,8 +116,7 @@ def fully_shard(
     # 2. The layout takes over the values and registers DTensors on the modules.
     options = _options(device, mp_policy, offload_policy)
     layout = PerParameterLayout(parameters, shardings, options) if parameters else None
-    frees = reshard_after_forward is None or reshard_after_forward
-    unit = _make_unit(modules[0], layout, options.precision, shardings[0].mesh, frees) if layout is not None else None
+    unit = None if layout is None else _make_unit(modules[0], layout, options, shardings[0].mesh, reshard_after_forward)
     # 3. The state registers the hooks.
     state = FSDPState(modules, unit, device, mp_policy, reshard_after_forward)
     # 4. The methods of a sharded module, its checkpoints, and the registration that libraries read.
@@ -129,7 +127,8 @@ def fully_shard(
     return module
 
 
-def _check_modules(modules: list[Any]) -> None:
+def _checked_modules(given: Any) -> list[nn.Module]:
+    modules = list(given) if isinstance(given, list | tuple) else [given]
     if wrong := [one for one in modules if not isinstance(one, nn.Module)]:
         raise TypeError(message("fully-shard-type", wrong=wrong[0]))
     if not modules:
@@ -144,6 +143,7 @@ def _check_modules(modules: list[Any]) -> None:
     inside = [one for one in modules for other in modules if other is not one and one in set(other.modules())]
     if inside:
         raise ValueError(message("nested-in-list", type=type(inside[0]).__name__))
+    return modules
 
 
 def _default_mesh() -> DeviceMesh:
@@ -225,11 +225,11 @@ def _options(device: torch.device, mp_policy: MixedPrecisionPolicy, offload_poli
 
 
 def _make_unit(
-    module: nn.Module, layout: PerParameterLayout, precision: Precision, mesh: DeviceMesh, reshard: bool | int
+    module: nn.Module, layout: PerParameterLayout, options: Options, mesh: DeviceMesh, reshard: bool | int | None
 ) -> Unit:
-    plans = tuple(ReducePlan.mean(table, precision.reduces_in(layout.dtype)) for table in layout.meshes)
-    unit = Unit(module, layout, plans, precision, UnitPolicy(reshard_after_forward=True))
-    num_ranks = choose_reshard(unit, reshard)
+    plans = tuple(ReducePlan.mean(table, options.precision.reduces_in(layout.dtype)) for table in layout.meshes)
+    unit = Unit(module, layout, plans, options.precision, UnitPolicy(reshard_after_forward=True))
+    num_ranks = choose_reshard(unit, True if reshard is None else reshard)
     if num_ranks is not None:
         small = smaller_mesh(mesh, num_ranks)
         begin = functools.partial(layout.rest, Group.of(small.get_group(1)), small)

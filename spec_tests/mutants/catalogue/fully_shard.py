@@ -629,7 +629,7 @@ MUTANTS = [
     ),
     Mutant(
         "lists-without-forward-pass",
-        "_check_modules",
+        "_checked_modules",
         "len(modules) == 1 and validation.is_only_called_in_parts(module)",
         "False",
         "A list of modules is sharded, and never gathered.",
@@ -637,7 +637,7 @@ MUTANTS = [
     ),
     Mutant(
         "sharded-twice",
-        "_check_modules",
+        "_checked_modules",
         "if state_of(module) is not None:",
         "if False:",
         "fully_shard may be called twice on a module.",

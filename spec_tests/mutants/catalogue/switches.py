@@ -338,7 +338,7 @@ MUTANTS = [
     ),
     Mutant(
         "nested-modules-in-a-list",
-        "_check_modules",
+        "_checked_modules",
         "if inside:",
         "if False:",
         "A list may have a module and one inside of it.",
