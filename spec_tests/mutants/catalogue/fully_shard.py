@@ -612,6 +612,14 @@ MUTANTS = [
         "FS2-19",
     ),
     Mutant(
+        "every-call-is-an-outer-one",
+        "FSDPState.before_forward",
+        "is_inner = module in self.running",
+        "is_inner = False",
+        "A call of a module from inside of it begins its forward again.",
+        "FS2-13",
+    ),
+    Mutant(
         "every-call-is-an-inner-one",
         "FSDPState.fail_calls",
         "del self.running[num_running:]",
