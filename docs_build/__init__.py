@@ -16,7 +16,6 @@ which is replaced while the site is built::
 
 The modules, from the lowest import layer to the highest:
 
-``checked``      functions with argument checks, as the page of the API shows them
 ``generator``    the interface to the site generator, which only this module imports
 ``order``        the reading order of the package's modules
 ``notebook``     notes on the code, stored separately in ``notes/``

@@ -67,7 +67,7 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
         "Additional modules of `fully_shard`.",
         [
             "fsdp2/module.py",
-            "fsdp2/by_hand.py",
+            "fsdp2/functions.py",
             "fsdp2/options.py",
             "fsdp2/initial.py",
             "fsdp2/reshard.py",
@@ -84,7 +84,7 @@ SECTIONS: list[tuple[str, str, list[str]]] = [
             "fsdp1/ignored.py",
             "fsdp1/initial.py",
             "fsdp1/names.py",
-            "fsdp1/training_methods.py",
+            "fsdp1/training.py",
             "fsdp1/training_aids.py",
             "fsdp1/grad_scaler.py",
             "fsdp1/full_params.py",

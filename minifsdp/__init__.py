@@ -12,20 +12,15 @@ from minifsdp import fully_sharded_data_parallel as fully_sharded_data_parallel
 from minifsdp import sharded_grad_scaler as sharded_grad_scaler
 from minifsdp import wrap as wrap
 from minifsdp.api import *  # noqa: F403
-from minifsdp.arguments import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from minifsdp.batches import token_scale, token_weighted, while_all_have_data
 from minifsdp.checkpoint.state_dict_options import OptimStateKeyType
 from minifsdp.compat.bfloat16 import bf16_supported
-from minifsdp.compat.composable import ComposableState
 from minifsdp.compat.flat_param import FlatParameter
 from minifsdp.debugging import switch as _debugging
 from minifsdp.debugging.switch import debug
-from minifsdp.engine import optimizer_watch as _optimizer_watch
-from minifsdp.engine import validation as _misuse
 from minifsdp.fsdp1.grad_scaler import ShardedGradScaler
-from minifsdp.fsdp2 import fully_shard as _second_door
-from minifsdp.fsdp2.by_hand import UnshardHandle
-from minifsdp.fsdp2.initial import warn_if_different
+from minifsdp.fsdp2.fully_shard import fully_shard
+from minifsdp.fsdp2.functions import UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from minifsdp.fsdp2.module import FSDPModule
 from minifsdp.fsdp2.options import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from minifsdp.fully_sharded_data_parallel import FullyShardedDataParallel
@@ -57,9 +52,4 @@ __all__ = [
 __all__ += api.__all__
 __version__ = "0.1.0"
 
-# The core does not import the code for state dicts and frameworks. This code is attached here, and to the wrapper in
-# ``fully_sharded_data_parallel.py``.
-_second_door.state_class = ComposableState
-_second_door.before_sharding.append(warn_if_different)
-_misuse.watchers.append(_optimizer_watch.watch)
 _debugging.from_environment()

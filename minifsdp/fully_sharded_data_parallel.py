@@ -1,19 +1,21 @@
-"""``FullyShardedDataParallel``: the wrapper, combined with the features that a training step does not need.
+"""``FullyShardedDataParallel``: the wrapper, with all methods that users call.
 
-``fsdp1/wrapper.py`` contains the wrapper itself, its constructor and its forward. These files add methods to it:
+Each method calls a function of one of these files. ``fsdp1/wrapper.py`` contains the base class `Wrapper`: what the
+constructor does, the forward and the tree of units.
 
 =========================================  ===========================================================
-``fsdp1/names.py``                         names, attributes and items of the wrapped module
-``fsdp1/training_methods.py``              ``no_sync``, ``summon_full_params``, ``clip_grad_norm_``, hooks
+``fsdp1/names.py``                         names of parameters and buffers
+``fsdp1/training.py``                      ``no_sync``, ``summon_full_params``, ``clip_grad_norm_``, hooks
 ``checkpoint/state_dict_methods.py``       the model's state dict, in three types
 ``checkpoint/optim_state_methods.py``      the optimizer's state dict
 ``compat/optim_state_legacy.py``           the same with the API up to torch 2.0
 ``compat/wrapper_names.py``                private names that frameworks read
 ``compat/legacy.py``                       keywords of torch 1.11
+``arguments.py``                           argument type checks
 =========================================  ===========================================================
 
-Worked example: ``FullyShardedDataParallel(model).no_sync()`` is a method of ``TrainingMethods``. It sets an option on
-each unit, which the engine reads; the wrapper's forward does not use it.
+Worked example: ``FullyShardedDataParallel(model).no_sync()`` calls ``training.no_sync``. It sets an option on each
+unit, which the engine reads; the wrapper's forward does not use it.
 
 Checkpoint scripts use the three constants in capitals to remove wrapper prefixes from names.
 
@@ -22,24 +24,38 @@ Checkpoint scripts use the three constants in capitals to remove wrapper prefixe
 Spec: CTOR-01, LEGACY-01.
 """
 
-import functools
-import inspect
-from typing import Any
+from __future__ import annotations
 
-from minifsdp import api
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import Any, NoReturn, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp._common_utils import _FSDPState
+from torch.optim import Optimizer
+
+from minifsdp import api, arguments
 from minifsdp.api import *  # noqa: F403
-from minifsdp.checkpoint.optim_state_methods import OptimStateMethods
-from minifsdp.checkpoint.state_dict_options import OptimStateKeyType
+from minifsdp.arguments import OPTIMIZER, Kind, is_a, require
+from minifsdp.checkpoint import optim_state_methods as optimizer_states
+from minifsdp.checkpoint import state_dict_methods as state_dicts
+from minifsdp.checkpoint import state_dict_options as options
+from minifsdp.checkpoint.codec import Form
+from minifsdp.checkpoint.state_dict_options import OptimStateKeyType, StateDictType
+from minifsdp.compat import optim_state_legacy, wrapper_names
 from minifsdp.compat.flat_param import FlatParameter
-from minifsdp.compat.legacy import in_todays_spelling
-from minifsdp.compat.optim_state_legacy import OldOptimStateMethods
-from minifsdp.compat.wrapper_names import FrameworkNames
+from minifsdp.compat.legacy import policy_by_either_name
+from minifsdp.compat.optim_state_legacy import OptimInput
 from minifsdp.engine.compiler import step_over_this_package
 from minifsdp.engine.flat_params import FLAT_NAME as FLAT_PARAM
-from minifsdp.fsdp1.names import NameMethods
-from minifsdp.fsdp1.options import Options
+from minifsdp.engine.messages import message, warn_renamed
+from minifsdp.engine.schedule import BackwardPrefetch
+from minifsdp.fsdp1 import names, training
+from minifsdp.fsdp1.options import CPUOffload, MixedPrecision, Options, ProcessGroups, ShardingStrategy
 from minifsdp.fsdp1.policies import CustomPolicy, ModuleWrapPolicy
-from minifsdp.fsdp1.training_methods import TrainingMethods
 from minifsdp.fsdp1.wrapper import PREFIX as FSDP_PREFIX
 from minifsdp.fsdp1.wrapper import WRAPPED as FSDP_WRAPPED_MODULE
 from minifsdp.fsdp1.wrapper import Wrapper
@@ -56,10 +72,18 @@ __all__ = [
 ]
 __all__ += api.__all__
 
+PREFETCH = Kind(
+    f"one of {', '.join(f'BackwardPrefetch.{member.name}' for member in BackwardPrefetch)} or None",
+    is_a(BackwardPrefetch, type(None)),
+)
+OFFLOAD = Kind("a CPUOffload or None", is_a(CPUOffload, type(None)))
+SHARDED = Form(StateDictType.SHARDED_STATE_DICT)
+# In an older argument order, the dict is first and the optimizer is last.
+MODULE_OR_STATE = Kind("a torch.nn.Module", is_a(nn.Module, Mapping))
+OPTIMIZER_OR_MODULE = Kind("an optimizer", lambda value: isinstance(value, nn.Module) or OPTIMIZER.fits(value))
 
-class FullyShardedDataParallel(  # type: ignore[misc]
-    NameMethods, OldOptimStateMethods, OptimStateMethods, FrameworkNames, TrainingMethods, Wrapper
-):
+
+class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
     """Shards a module's parameters, gradients and optimizer state over the ranks of a group.
 
     Every rank of the group must construct it, with modules of the same structure and in the same order.
@@ -81,24 +105,468 @@ class FullyShardedDataParallel(  # type: ignore[misc]
         use_orig_params: whether the modules keep the original parameters instead of a flat parameter.
         ignored_states: parameters or modules to ignore.
         device_mesh: the ranks to shard over as a mesh with one dimension, or two for a hybrid strategy.
+        fsdp_auto_wrap_policy: the deprecated name of ``auto_wrap_policy``.
 
     Raises:
         TypeError: if an argument has the wrong type.
         ValueError: if arguments contradict each other.
         RuntimeError: if there is no process group.
+
+    PyTorch's checkpoint functions recognize a sharded module by the second base class. Its code is not used.
     """
 
-    @functools.wraps(Wrapper.__init__)  # type: ignore[misc]
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **in_todays_spelling(kwargs))
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: ProcessGroups | None = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: Any = None,
+        *,
+        fsdp_auto_wrap_policy: Any = None,
+    ) -> None:
+        require(arguments.DEVICE, "FullyShardedDataParallel", device_id=device_id)
+        require(arguments.MESH, "FullyShardedDataParallel", device_mesh=device_mesh)
+        require(PREFETCH, "FullyShardedDataParallel", backward_prefetch=backward_prefetch)
+        require(OFFLOAD, "FullyShardedDataParallel", cpu_offload=cpu_offload)
+        require(arguments.PRECISION, "FullyShardedDataParallel", mixed_precision=mixed_precision)
+        given = Options(
+            process_group=process_group,
+            sharding_strategy=sharding_strategy,
+            cpu_offload=cpu_offload,
+            auto_wrap_policy=policy_by_either_name(auto_wrap_policy, fsdp_auto_wrap_policy),
+            backward_prefetch=backward_prefetch,
+            mixed_precision=mixed_precision,
+            ignored_modules=ignored_modules,
+            param_init_fn=param_init_fn,
+            device_id=device_id,
+            sync_module_states=sync_module_states,
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+            use_orig_params=use_orig_params,
+            ignored_states=ignored_states,
+            device_mesh=device_mesh,
+        )
+        # A policy wraps with this class, because a user's subclass may have other constructor arguments.
+        super().__init__(module, given, FullyShardedDataParallel)
+        self._state_dict_state = state_dicts.StateDictState()
+        state_dicts.register_hooks(self)
         step_over_this_package()
 
+    # --- names, attributes and items ---
 
-# A policy always wraps with this class, because a user's subclass may have other constructor arguments.
-Wrapper._inner_class = FullyShardedDataParallel
-# Set the signature that ``help`` shows, and the name in Python's "got an unexpected keyword argument" error.
-own, module, *_ = inspect.signature(Wrapper.__init__).parameters.values()
-fields = inspect.signature(Options).parameters.values()
-Wrapper.__init__.__signature__ = inspect.Signature([own, module, *fields])  # type: ignore[attr-defined]
-for constructor in (Options.__init__, Wrapper.__init__, FullyShardedDataParallel.__init__):
-    constructor.__qualname__ = "FullyShardedDataParallel.__init__"
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:  # type: ignore[override]
+        """All wrappers in ``module``, including ``module`` itself; ``root_only`` skips inner wrappers (NAMES-06)."""
+        require(arguments.MODULE, "fsdp_modules", module=module)
+        return Wrapper.fsdp_modules(module, root_only)  # type: ignore[return-value]
+
+    def check_is_root(self) -> bool:
+        """Whether no other wrapper contains this one (CTOR-10). Nothing is communicated."""
+        return not self._is_inner
+
+    @property
+    def params_with_grad(self) -> list[nn.Parameter]:
+        """All parameters that have a gradient. This is a deprecated name from torch 1.13 (NAMES-09)."""
+        warn_renamed("params_with_grad", "[p for p in model.parameters() if p.grad is not None]")
+        return [parameter for parameter in self.parameters() if parameter.grad is not None]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Same as ``nn.Module``, but without wrapper prefixes inside ``summon_full_params`` (NAMES-02)."""
+        self._mend()
+        return names.shown(self, super().named_parameters(*args, **kwargs))
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Same as ``nn.Module``, but without wrapper prefixes inside ``summon_full_params`` (NAMES-03)."""
+        return names.shown(self, super().named_buffers(*args, **kwargs))
+
+    def __getattr__(self, name: str) -> Any:
+        """Looks up attributes that the wrapper does not have in the wrapped module (NAMES-08)."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == FSDP_WRAPPED_MODULE:
+                raise
+            return getattr(self.module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Indexes the wrapped module (NAMES-08)."""
+        return self.module[key]  # type: ignore[index]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Raises an error, because shards and hooks cannot be copied individually (NEW-22)."""
+        raise RuntimeError(message("copy-of-wrapper"))
+
+    # --- training ---
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulates gradients without reduction; the first backward after it reduces the sum (NOSYNC-01 to 10).
+
+        Inside, ``.grad`` has the size of the unsharded unit. Every rank must enter and exit it at the same backward.
+
+        Raises:
+            RuntimeError: if this is not the root.
+        """
+        return training.no_sync(self)
+
+    @staticmethod
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Unshards all units in ``module`` inside the context, in the stored dtype (SUMMON-01 to 20).
+
+        All ranks must enter and exit it. Do not run a forward or a backward inside.
+
+        Args:
+            module: the module to search for units; it need not be a wrapper itself.
+            recurse: whether to include units inside ``module``'s own unit.
+            writeback: whether changes persist. Each rank writes back only its own shard.
+            rank0_only: whether only the first rank has full parameters.
+            offload_to_cpu: whether the full parameters are on the CPU; no effect on units that are not sharded.
+            with_grads: whether ``.grad`` is all-gathered too; needs ``use_orig_params=True``.
+
+        Raises:
+            NotImplementedError: if the options cannot be combined.
+            RuntimeError: if a unit is busy or already summoned.
+        """
+        require(arguments.MODULE, "summon_full_params", module=module)
+        choices = {"writeback": writeback, "rank0_only": rank0_only, "offload_to_cpu": offload_to_cpu}
+        return training.full_params(module, recurse, **choices, with_grads=with_grads)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Calls ``fn`` on every submodule and on itself, children first, with full parameters (APPLY-01).
+
+        All ranks must call it.
+
+        Raises:
+            RuntimeError: if called inside ``summon_full_params``.
+        """
+        require(arguments.FUNCTION, "apply", fn=fn)
+        with FullyShardedDataParallel.summon_full_params(self, recurse=False):
+            return super().apply(fn)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears all gradients, also of unsharded units whose modules have views instead of parameters (FWD-08)."""
+        super().zero_grad(set_to_none)
+        training.clear_gradients(self, set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int | str = 2.0) -> torch.Tensor:
+        """Scales all gradients so that their total norm, as one vector, is at most ``max_norm`` (CLIP-01 to 10).
+
+        Every rank must call it, even a rank without gradients; otherwise the other ranks wait.
+
+        Returns:
+            The norm before clipping, the same on all ranks.
+
+        Raises:
+            RuntimeError: if this is not the root, full parameters are summoned, or there are gradients that were never
+                reduced.
+        """
+        require(arguments.NUMBER, "clip_grad_norm_", max_norm=max_norm, norm_type=norm_type)
+        return training.clip_grad_norm(self, float(max_norm), float(norm_type))
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Replaces the gradient reduction of all units of the tree (HOOK-01 to 10).
+
+        A sharded unit calls ``hook(state, grad, out)``: ``grad`` is its padded, unsharded flat gradient, and the hook
+        fills ``out``, this rank's shard. A unit that is not sharded calls ``hook(state, grad)``, and the hook modifies
+        ``grad`` in place. Call this once, on every rank, before the first forward.
+
+        Raises:
+            AssertionError: if this is not the root, the strategy is hybrid, or there is already a hook.
+            ValueError: if ``hook`` is not callable.
+            RuntimeError: if a forward has already run.
+        """
+        require(arguments.HOOK, "register_comm_hook", hook=hook)
+        training.register_comm_hook(self, state, hook)
+
+    # --- the model's state ---
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The state in the chosen form, full by default (SD-FULL, SD-SHARD, SD-LOCAL). Every rank must call it.
+
+        Takes the arguments of ``nn.Module.state_dict``. The form is set by `set_state_dict_type` or `state_dict_type`.
+        The dict does not change when training continues. Only with ``keep_vars=True``, buffers, and parameters that
+        belong to no unit, are the model's own tensors.
+        """
+        return state_dicts.save(self, super().state_dict, *args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads a state in the chosen form (SD-FULL-08, SD-SHARD-03, SD-LOCAL-03). Every rank must call it.
+
+        Args:
+            state_dict: with plain names; in the full form, every rank needs the complete dict.
+            strict: whether missing and unexpected keys are errors.
+            assign: for tensors that belong to no unit, as in ``nn.Module``.
+
+        Raises:
+            RuntimeError: the dict of any rank does not fit; on all ranks, and nothing has changed.
+        """
+        require(arguments.STATE, "load_state_dict", state_dict=state_dict)
+        return state_dicts.load(self, super().load_state_dict, state_dict, strict, assign)
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: options.StateDictConfig | None = None,
+        optim_state_dict_config: options.OptimStateDictConfig | None = None,
+    ) -> options.StateDictSettings:
+        """Sets the form for all units below ``module``; returns the previous one (SD-CFG-02 to 07).
+
+        Raises:
+            RuntimeError: a configuration belongs to another type.
+            AssertionError: the units had different forms before.
+        """
+        require(arguments.MODULE, "set_state_dict_type", module=module)
+        return state_dicts.set_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> options.StateDictSettings:
+        """The form of all units below ``module`` (SD-CFG-09).
+
+        Raises:
+            AssertionError: the units have different forms.
+        """
+        require(arguments.MODULE, "get_state_dict_type", module=module)
+        return state_dicts.get_type(module)
+
+    @staticmethod
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: options.StateDictConfig | None = None,
+        optim_state_dict_config: options.OptimStateDictConfig | None = None,
+    ) -> AbstractContextManager[None]:
+        """`set_state_dict_type` for the duration of a ``with`` block (SD-CFG-08)."""
+        require(arguments.MODULE, "state_dict_type", module=module)
+        return state_dicts.type_in_block(module, state_dict_type, state_dict_config, optim_state_dict_config)
+
+    # --- the optimizer's state ---
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """The optimizer's state by original names, in the form that is chosen for the model. Every rank must call it.
+
+        Args:
+            model: a wrapper, or a module that contains wrappers.
+            optim: created from the model's parameters.
+            optim_state_dict: the dict to convert; ``None`` means ``optim.state_dict()``.
+            group: with ``rank0_only``, its first rank gets the result; ``None`` means the model's shard group.
+
+        Returns:
+            ``"state"`` keyed by names and ``"param_groups"`` with names; empty with ``rank0_only`` on other ranks.
+
+        Raises:
+            NotImplementedError: the local form is chosen.
+            RuntimeError: the ranks' states do not match, or the optimizer has parameters that the model does not have,
+                on all ranks; or some rank did not call.
+        """
+        require(arguments.MODULE, "optim_state_dict", model=model)
+        require(OPTIMIZER, "optim_state_dict", optim=optim)
+        require(arguments.WHOLE_OPTIMIZER_STATE, "optim_state_dict", optim_state_dict=optim_state_dict)
+        return optimizer_states.save(model, optim, optim_state_dict, group)
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """The reverse of `optim_state_dict`: a dict for ``optim.load_state_dict``. Every rank must call it.
+
+        Args:
+            model: a wrapper, or a module that contains wrappers.
+            optim: created from the model's parameters.
+            optim_state_dict: by original names, in the form that is chosen for the model. With ``rank0_only`` the first
+                rank's dict is read.
+            is_named_optimizer: whether ``optim`` keys its own state dict by names.
+            load_directly: call ``optim.load_state_dict`` as well.
+            group: unused, because each unit stores its own groups.
+
+        Raises:
+            RuntimeError: the dict does not fit, on all ranks, and nothing has changed; or some rank did not call.
+            ValueError: the same; or there is no unit in the model.
+        """
+        require(MODULE_OR_STATE, "optim_state_dict_to_load", model=model)
+        require(OPTIMIZER_OR_MODULE, "optim_state_dict_to_load", optim=optim)
+        require(arguments.OPTIMIZER_STATE, "optim_state_dict_to_load", optim_state_dict=optim_state_dict)
+        return optimizer_states.load(model, optim, optim_state_dict, is_named_optimizer, load_directly)
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: Optimizer,
+        optim_input: OptimInput | None = None,
+        rank0_only: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Returns the full state by original names, on the first rank or on all. Every rank must call it.
+
+        Deprecated: use ``optim_state_dict``. ``optim_input`` is ignored.
+        """
+        require(arguments.MODULE, "full_optim_state_dict", model=model)
+        require(OPTIMIZER, "full_optim_state_dict", optim=optim)
+        form = Form(first_only=rank0_only)
+        return optim_state_legacy.save("full_optim_state_dict", model, optim, form, group, optim_input)
+
+    @staticmethod
+    def sharded_optim_state_dict(
+        model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None
+    ) -> dict[str, Any]:
+        """Returns the state by original names, each rank with its shards. Every rank must call it.
+
+        Deprecated: use ``optim_state_dict``. Use the result with the sharded type of the model's state dict. Pass it
+        to `flatten_sharded_optim_state_dict` before an optimizer loads it.
+        """
+        require(arguments.MODULE, "sharded_optim_state_dict", model=model)
+        require(OPTIMIZER, "sharded_optim_state_dict", optim=optim)
+        return optim_state_legacy.save("sharded_optim_state_dict", model, optim, SHARDED, group)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: OptimInput | None = None,
+        optim: Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """Converts a full dict, which every rank must have, for this rank's optimizer. Nothing is communicated.
+
+        Deprecated: use ``optim_state_dict_to_load``. Without ``optim`` and ``optim_input``, parameters are numbered as
+        in ``model.parameters()``.
+
+        Raises:
+            ValueError: if both were given, or if the dict does not match; only on the ranks where it does not.
+        """
+        require(arguments.MODULE, "shard_full_optim_state_dict", model=model)
+        target = optim_state_legacy.target(model, optim_input, optim, Form())
+        return optim_state_legacy.load("shard_full_optim_state_dict", full_optim_state_dict, target, talks=False)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: OptimInput | None = None,
+        optim: Optimizer | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """Converts a full dict, which only the first rank has, for this rank's optimizer. Every rank must call it.
+
+        Deprecated: use ``optim_state_dict_to_load`` with ``rank0_only=True``. ``group`` is ignored.
+
+        Raises:
+            ValueError: if ``optim`` and ``optim_input`` were both given, or, on all ranks, if the dict does not match.
+        """
+        target = optim_state_legacy.target(model, optim_input, optim, Form(first_only=True))
+        return optim_state_legacy.load("scatter_full_optim_state_dict", full_optim_state_dict, target)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
+    ) -> dict[str, Any]:
+        """Converts a sharded dict for this rank's optimizer. Every rank must call it.
+
+        Deprecated: use ``optim_state_dict_to_load``.
+        """
+        require(arguments.MODULE, "flatten_sharded_optim_state_dict", model=model)
+        target = optim_state_legacy.target(model, None, optim, SHARDED)
+        return optim_state_legacy.load("flatten_sharded_optim_state_dict", sharded_optim_state_dict, target)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: OptimInput | None = None,
+        optim: Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """Changes the keys of a full dict to names or IDs, to use it with an unwrapped model. Nothing is communicated.
+
+        Args:
+            optim_state_dict: a full dict with either key type. It is returned unchanged if the keys already match.
+            optim_state_key_type: the key type of the result.
+            model: the model with the parameters; the unwrapped model, if the dict comes from one or is for one.
+            optim_input: defines the numbering of the parameters if ``optim`` is not given.
+            optim: an optimizer of the parameters of ``model``.
+
+        Raises:
+            ValueError: if the key type is unknown, or a key of the dict has no counterpart.
+        """
+        require(arguments.MODULE, "rekey_optim_state_dict", model=model)
+        target = optim_state_legacy.target(model, optim_input, optim, Form())
+        return optim_state_legacy.rekey(optim_state_dict, optim_state_key_type, target)
+
+    # --- names of torch that frameworks read, see ``compat/wrapper_names.py`` ---
+
+    @property
+    def params(self) -> list[Any]:
+        """The flat parameter, if there is one: the list has one element or none."""
+        return [self._flat_param] if self._has_params else []
+
+    @property
+    def _has_params(self) -> bool:
+        return self._unit is not None
+
+    @property
+    def _flat_param(self) -> Any:
+        return wrapper_names.flat_parameter(self)
+
+    @property
+    def _handle(self) -> Any:  # type: ignore[override]
+        # Attributes that are set on it are lost. The next forward reads the values from the parameters again.
+        return None if self._unit is None else wrapper_names.Slice(self._unit)
+
+    @property
+    def _is_root(self) -> bool | None:  # type: ignore[override]
+        return None if self._tree is None else self._is_tree_root
+
+    @property
+    def _sync_gradients(self) -> bool:
+        return wrapper_names.reduces_gradients(self)
+
+    # Torch's `_post_backward_final_callback` reads these five from a root. Composer calls it when memory runs out.
+    _all_fsdp_states = ()  # type: ignore[assignment]
+
+    @property
+    def _device_handle(self) -> Any:  # type: ignore[override]
+        return torch.get_device_module(self.compute_device)
+
+    @property
+    def _post_backward_stream(self) -> Any:
+        return self._device_handle.current_stream()
+
+    _all_reduce_stream = _post_backward_stream
+
+    @property
+    def _exec_order_data(self) -> Any:
+        # `recover_after_error` reshards all units, waits for issued reductions, and drops their results.
+        return SimpleNamespace(next_iter=self._current_tree().recover_after_error)
+
+    # Torch's checkpoint functions compare, set and restore these three.
+    _state_dict_type = wrapper_names.setting("state_dict_type")
+    _state_dict_config = wrapper_names.setting("state_dict_config")
+    _optim_state_dict_config = wrapper_names.setting("optim_state_dict_config")

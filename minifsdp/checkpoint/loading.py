@@ -16,6 +16,7 @@ or goes unnoticed.
 Spec: FS2-SD-04, FS2-SD-05, FS2-SD-14, NEW-21.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,25 +29,23 @@ from minifsdp.checkpoint.agreement import some
 from minifsdp.engine.messages import message
 from minifsdp.engine.rank_checks import read_all
 from minifsdp.engine.unit import Unit
-from minifsdp.fsdp2.fsdp_state import states_in
-from minifsdp.fsdp2.module import FSDPModuleState
+from minifsdp.fsdp2.fsdp_state import FSDPState, states_in
 
 
-class SavedState(FSDPModuleState):
-    """The state of one ``fully_shard`` call, with its hooks for ``state_dict`` and ``load_state_dict``."""
+def register_hooks(state: FSDPState) -> None:
+    """Registers hooks for ``state_dict`` and ``load_state_dict`` on the modules of ``state``."""
+    for module in state.modules:
+        module._register_load_state_dict_pre_hook(check_before_load, with_module=True)
+    if state.unit is not None:
+        show_sharded = functools.partial(_show_sharded, state.unit)
+        for module in {slot.module for owned in state.unit.layout.parameters for slot in owned.attributes}:
+            module.register_state_dict_pre_hook(show_sharded)
+            module._register_load_state_dict_pre_hook(show_sharded)
 
-    def __init__(self, modules: list[nn.Module], unit: Unit | None, *rest: Any) -> None:
-        super().__init__(modules, unit, *rest)
-        for module in modules:
-            module._register_load_state_dict_pre_hook(check_before_load, with_module=True)
-        if unit is not None:
-            for module in {slot.module for owned in unit.layout.parameters for slot in owned.attributes}:
-                module.register_state_dict_pre_hook(self._show_sharded)
-                module._register_load_state_dict_pre_hook(self._show_sharded)
 
-    def _show_sharded(self, *_: Any) -> None:
-        read_all()
-        self.reshard()
+def _show_sharded(unit: Unit, *_: Any) -> None:
+    read_all()
+    unit.reshard()
 
 
 def check_before_load(

@@ -1,4 +1,4 @@
-"""The methods of a wrapper that save and load the model's state.
+"""The functions behind the methods of a wrapper that save and load the model's state.
 
 They choose the form and call ``state_dict.py`` and ``state_dict_load.py``. Worked example: with ``FULL_STATE_DICT`` on
 two ranks every wrapper, inner ones first, replaces its unit's entry in the dict, a shard, by the all-gathered tensors
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -26,8 +27,6 @@ from minifsdp.checkpoint.codec import Form, UnitCodec
 from minifsdp.checkpoint.state_dict_check import is_hidden, refuse_misfit
 from minifsdp.checkpoint.state_dict_load import Reading, drop_own_tensors
 from minifsdp.checkpoint.state_dict_options import (
-    OptimStateDictConfig,
-    StateDictConfig,
     StateDictSettings,
     StateDictType,
     common_settings,
@@ -38,11 +37,6 @@ from minifsdp.engine.messages import message, rank_of_this_process
 from minifsdp.fsdp1.wrapper import PREFIX, Wrapper, clean_name
 
 
-def _modules_of(wrapper: Wrapper) -> list[nn.Module]:
-    """The wrapper, and the modules of its unit."""
-    return [wrapper, *(m for _, m in wrapper._own_modules())]
-
-
 def _is_shown(wrapper: Wrapper) -> bool:
     # The user has unsharded the parameters already: nothing is all-gathered, and one rank may call it alone.
     if is_hidden(wrapper):
@@ -50,189 +44,201 @@ def _is_shown(wrapper: Wrapper) -> bool:
     return wrapper._unit is not None and wrapper._unit.layout.is_summoned
 
 
-def wrappers_in(module: nn.Module) -> list[StateDictMethods]:
-    """All wrappers in ``module``, including ``module`` itself."""
-    return [inner for inner in module.modules() if isinstance(inner, StateDictMethods)]
+@dataclass
+class StateDictState:
+    """The values that a wrapper stores for its state dict.
+
+    Attributes:
+        settings: the chosen type and its configurations.
+        before: saving: the entries that the dict had before.
+        is_strict: loading: whether missing and unexpected keys are errors.
+        runs_custom_code: whether custom code in the unit gets its parameters during the walk.
+        unsharded: loading: the parameters that are unsharded during the walk.
+        reading: loading: what the wrapper does before and after the walk.
+    """
+
+    settings: StateDictSettings = field(default_factory=StateDictSettings)
+    before: Mapping[str, Any] = field(default_factory=dict)
+    is_strict: bool = False
+    runs_custom_code: bool = False
+    unsharded: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    reading: Reading | None = None
+
+    @property
+    def form(self) -> Form:
+        """The form of the model's state."""
+        return Form.of(self.settings.state_dict_type, self.settings.state_dict_config)
 
 
-def _named_wrappers(module: nn.Module) -> list[tuple[str, StateDictMethods]]:
+def state_of(wrapper: Wrapper) -> StateDictState:
+    """The values that a wrapper stores in ``_state_dict_state``."""
+    state: StateDictState = vars(wrapper)["_state_dict_state"]
+    return state
+
+
+def register_hooks(wrapper: Wrapper) -> None:
+    """Registers the hooks of a wrapper for ``state_dict`` and ``load_state_dict``."""
+    wrapper.register_state_dict_post_hook(_after_write)  # type: ignore[no-untyped-call]
+    wrapper.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
+    wrapper.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
+
+
+def _named_wrappers(module: nn.Module) -> list[tuple[str, Wrapper]]:
     named = module.named_modules(remove_duplicate=False)
-    return [(path, inner) for path, inner in named if isinstance(inner, StateDictMethods)]
+    return [(path, inner) for path, inner in named if isinstance(inner, Wrapper)]
 
 
-class StateDictMethods(Wrapper):
-    """Choosing the form of the model's state, and saving and loading it."""
+def save(wrapper: Wrapper, walk: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The wrapper's state in the chosen form. Every rank must call it.
 
-    _reads_strictly = False
-    _reading: Reading
-    _is_looked_at = False
-    _before: Mapping[str, Any] = {}
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._state_dict_settings = StateDictSettings()
-        self._while_read = contextlib.ExitStack()
-        self._register_state_dict_hook(self._after_write)  # type: ignore[no-untyped-call]
-        self._register_load_state_dict_pre_hook(self._before_load)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_post_hook(self._after_load)  # type: ignore[no-untyped-call]
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The state in the chosen form, full by default (SD-FULL, SD-SHARD, SD-LOCAL). Every rank must call it.
-
-        Takes the arguments of ``nn.Module.state_dict``. The form is set by `set_state_dict_type` or `state_dict_type`.
-        The dict does not change when training continues. Only with ``keep_vars=True``, buffers, and parameters that
-        belong to no unit, are the model's own tensors.
-        """
-        self._mend()
-        given = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)) | kwargs
-        prefix = given.get("prefix", "")
-        # Another model may have been saved to the same dict.
-        self._before = dict(given.get("destination") or {}) if self._is_outermost_here(prefix) else {}
-        if self._is_outermost_here(prefix):
-            gathered = [w for w in wrappers_in(self) if not (w._form.is_local or _is_shown(w))]
-            self._meet(
-                "state_dict()", [MeshGroups(w.mesh.shard, None) for w in gathered], custom_state.writes_by_itself
-            )
-        with state_dict.shown_to_walk(self._unit, is_looked_at=self._is_looked_at):
-            state: dict[str, Any] = super().state_dict(*args, **kwargs)
-            if self._is_outermost_here(prefix) and not given.get("keep_vars"):
-                shards = [w._unit.layout.local_values() for w in wrappers_in(self) if w._unit is not None]
-                own = [*shards, *self.parameters(), *self.buffers()]
-                shared_tensors.keep_apart(state, prefix, own, self._before)
-        self._before = {}
-        return state
-
-    def _meet(self, call: str, meshes: Iterable[MeshGroups], looks: Callable[[nn.Module], bool]) -> None:
-        """Waits for all ranks, and notes which units must be unsharded: on all of a unit's ranks or on none.
-
-        A user may have a hook on one rank only.
-
-        Args:
-            call: the call that all ranks must make.
-            meshes: the ranks to wait for.
-            looks: whether a module has custom code, or a user's hooks, that runs in the meantime.
-        """
-        wrappers = wrappers_in(self)
-        # Custom code gets no values of a local dict.
-        mine = [not self._form.is_local and any(map(looks, _modules_of(wrapper))) for wrapper in wrappers]
-        groups = agreement.monitored_barrier(agreement.groups_of(meshes), call, raises_hand=any(mine))
-        told = agreement.tell(groups, mine)
-        for number, wrapper in enumerate(wrappers):
-            group = wrapper.mesh.shard
-            ranks = [rank_of_this_process()] if group is None else group.ranks
-            # In a simulation, one process runs all ranks, and only its own value exists.
-            wrapper._is_looked_at = any(told[rank][number] for rank in ranks if rank in told)
-
-    def _after_write(self, _: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        inner = prefix + PREFIX
-        form = self._form
-        if self._unit is not None:
-            state_dict.write_unit(UnitCodec(self, inner), form, state)
-        state_dict.write_rest(self, form, state, inner)
-        names.rename(state, inner, prefix)
-        names.add_plain_names(getattr(state, "_metadata", {}), prefix)
-        if not self._drops:
-            return
-        kept = tuple(prefix + names.dotted(path) for path, w in _named_wrappers(self) if not w._drops)
-        for key in names.keys_below(state, prefix):
-            if not key.startswith(kept) and state[key] is not self._before.get(key):
-                del state[key]
-
-    @property
-    def _drops(self) -> bool:
-        """Whether this rank gets no entries, because only the first rank gets them."""
-        return self._form.first_only and not self.mesh.is_first
-
-    def _is_outermost_here(self, prefix: str) -> bool:
-        # A part of a wrapped model can be saved and loaded alone; then no wrapper's name is in the prefix.
-        return not self._is_inner or PREFIX not in prefix
-
-    @property
-    def _form(self) -> Form:
-        chosen = self._state_dict_settings
-        return Form.of(chosen.state_dict_type, chosen.state_dict_config)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads a state in the chosen form (SD-FULL-08, SD-SHARD-03, SD-LOCAL-03). Every rank must call it.
-
-        Args:
-            state_dict: with plain names; in the full form, every rank needs the complete dict.
-            strict: whether missing and unexpected keys are errors.
-            assign: for tensors that belong to no unit, as in ``nn.Module``.
-
-        Raises:
-            RuntimeError: the dict of any rank does not fit; on all ranks, and nothing has changed.
-        """
-        self._reads_strictly = strict
-        if getattr(state_dict, "_metadata", None):
-            state_dict = names.with_versions(state_dict, self)
-        try:
-            return super().load_state_dict(state_dict, strict, assign)
-        finally:
-            self._reads_strictly = False
-            for wrapper in wrappers_in(self):
-                wrapper._while_read.close()
-
-    def _before_load(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        self._mend()
-        if self._is_outermost_here(prefix):
-            drop_own_tensors(self, state, prefix)
-            self._meet("load_state_dict()", [w.mesh for w in wrappers_in(self)], custom_state.looks_while_read)
-            # If a plain module contains this one, `strict` is unknown here, and that module checks the keys itself.
-            refuse_misfit(self, self._form, state, prefix, strict=self._reads_strictly)
-        names.rename(state, prefix, prefix + PREFIX)
-        self._while_read.close()
-        if self._unit is not None and self._is_looked_at and not (self._form.is_local or _is_shown(self)):
-            self._while_read.enter_context(custom_state.full_parameters(self._unit, writeback=True))
-        self._reading = Reading(self, prefix + PREFIX, self._form)
-        self._reading.before_walk(state)
-
-    def _after_load(self, _: nn.Module, incompatible: Any) -> None:
-        self._while_read.close()
-        self._reading.after_walk(incompatible.missing_keys, incompatible.unexpected_keys)
-
-    @staticmethod
-    def set_state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> StateDictSettings:
-        """Sets the form for all units below ``module``; returns the previous one (SD-CFG-02 to 07).
-
-        Raises:
-            RuntimeError: a configuration belongs to another type.
-            AssertionError: the units had different forms before.
-        """
-        settings = settings_for(state_dict_type, state_dict_config, optim_state_dict_config)
-        before = StateDictMethods.get_state_dict_type(module)
-        for wrapper in wrappers_in(module):
-            wrapper._state_dict_settings = settings
-        return before
-
-    @staticmethod
-    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """The form of all units below ``module`` (SD-CFG-09).
-
-        Raises:
-            AssertionError: the units have different forms.
-        """
-        return common_settings([(clean_name(path), w._state_dict_settings) for path, w in _named_wrappers(module)])
-
-    @staticmethod
-    @contextlib.contextmanager
-    def state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> Generator[None]:
-        """`set_state_dict_type` for the duration of a ``with`` block (SD-CFG-08)."""
-        before = StateDictMethods.set_state_dict_type(
-            module, state_dict_type, state_dict_config, optim_state_dict_config
+    Args:
+        wrapper: the outermost one, or an inner one during the walk.
+        walk: its ``nn.Module.state_dict``.
+        *args, **kwargs: the arguments of ``nn.Module.state_dict``.
+    """
+    wrapper._mend()
+    given = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)) | kwargs
+    prefix, kept, inside = given.get("prefix", ""), state_of(wrapper), Wrapper.fsdp_modules(wrapper)
+    is_outermost = _is_outermost_here(wrapper, prefix)
+    # Another model may have been saved to the same dict.
+    kept.before = dict(given.get("destination") or {}) if is_outermost else {}
+    if is_outermost:
+        gathered = [w for w in inside if not (state_of(w).form.is_local or _is_shown(w))]
+        _meet(
+            wrapper, "state_dict()", [MeshGroups(w.mesh.shard, None) for w in gathered], custom_state.writes_by_itself
         )
-        try:
-            yield
-        finally:
-            for wrapper in wrappers_in(module):
-                wrapper._state_dict_settings = before
+    with state_dict.shown_to_walk(wrapper._unit, is_looked_at=kept.runs_custom_code):
+        state = walk(*args, **kwargs)
+        if is_outermost and not given.get("keep_vars"):
+            shards = [w._unit.layout.local_values() for w in inside if w._unit is not None]
+            own = [*shards, *wrapper.parameters(), *wrapper.buffers()]
+            shared_tensors.keep_apart(state, prefix, own, kept.before)
+    kept.before = {}
+    return state
+
+
+def _meet(wrapper: Wrapper, call: str, meshes: Iterable[MeshGroups], looks: Callable[[nn.Module], bool]) -> None:
+    """Waits for all ranks, and notes which units must be unsharded: on all of a unit's ranks or on none.
+
+    A user may have a hook on one rank only.
+
+    Args:
+        wrapper: the outermost one.
+        call: the call that all ranks must make.
+        meshes: the ranks to wait for.
+        looks: whether a module has custom code, or a user's hooks, that runs in the meantime.
+    """
+    wrappers = Wrapper.fsdp_modules(wrapper)
+    # Custom code gets no values of a local dict.
+    is_local = state_of(wrapper).form.is_local
+    mine = [not is_local and any(map(looks, [w, *(m for _, m in w._own_modules())])) for w in wrappers]
+    groups = agreement.monitored_barrier(agreement.groups_of(meshes), call, raises_hand=any(mine))
+    told = agreement.tell(groups, mine)
+    for number, inner in enumerate(wrappers):
+        group = inner.mesh.shard
+        ranks = [rank_of_this_process()] if group is None else group.ranks
+        # In a simulation, one process runs all ranks, and only its own value exists.
+        state_of(inner).runs_custom_code = any(told[rank][number] for rank in ranks if rank in told)
+
+
+def _after_write(wrapper: Wrapper, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    inner = prefix + PREFIX
+    form = state_of(wrapper).form
+    if wrapper._unit is not None:
+        state_dict.write_unit(UnitCodec(wrapper, inner), form, state)
+    state_dict.write_rest(wrapper, form, state, inner)
+    names.rename(state, inner, prefix)
+    names.add_plain_names(getattr(state, "_metadata", {}), prefix)
+    if not _drops(wrapper):
+        return
+    kept = tuple(prefix + names.dotted(path) for path, w in _named_wrappers(wrapper) if not _drops(w))
+    before = state_of(wrapper).before
+    for key in names.keys_below(state, prefix):
+        if not key.startswith(kept) and state[key] is not before.get(key):
+            del state[key]
+
+
+def _drops(wrapper: Wrapper) -> bool:
+    """Whether this rank gets no entries, because only the first rank gets them."""
+    return state_of(wrapper).form.first_only and not wrapper.mesh.is_first
+
+
+def _is_outermost_here(wrapper: Wrapper, prefix: str) -> bool:
+    # A part of a wrapped model can be saved and loaded alone; then no wrapper's name is in the prefix.
+    return not wrapper._is_inner or PREFIX not in prefix
+
+
+def load(wrapper: Wrapper, walk: Callable[..., Any], state: Mapping[str, Any], strict: bool, assign: bool) -> Any:
+    """Loads a state in the chosen form. Every rank must call it.
+
+    Args:
+        wrapper: the wrapper.
+        walk: its ``nn.Module.load_state_dict``.
+        state: the dict, with plain names.
+        strict: whether missing and unexpected keys are errors.
+        assign: for tensors that belong to no unit, as in ``nn.Module``.
+
+    Raises:
+        RuntimeError: the dict of any rank does not fit; on all ranks, and nothing has changed.
+    """
+    state_of(wrapper).is_strict = strict
+    if getattr(state, "_metadata", None):
+        state = names.with_versions(state, wrapper)
+    try:
+        return walk(state, strict, assign)
+    finally:
+        state_of(wrapper).is_strict = False
+        for inner in Wrapper.fsdp_modules(wrapper):
+            state_of(inner).unsharded.close()
+
+
+def _before_load(wrapper: Wrapper, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+    wrapper._mend()
+    kept, form = state_of(wrapper), state_of(wrapper).form
+    if _is_outermost_here(wrapper, prefix):
+        drop_own_tensors(wrapper, state, prefix)
+        meshes = [w.mesh for w in Wrapper.fsdp_modules(wrapper)]
+        _meet(wrapper, "load_state_dict()", meshes, custom_state.looks_while_read)
+        # If a plain module contains this one, `strict` is unknown here, and that module checks the keys itself.
+        refuse_misfit(wrapper, form, state, prefix, strict=kept.is_strict)
+    names.rename(state, prefix, prefix + PREFIX)
+    kept.unsharded.close()
+    if wrapper._unit is not None and kept.runs_custom_code and not (form.is_local or _is_shown(wrapper)):
+        kept.unsharded.enter_context(custom_state.full_parameters(wrapper._unit, writeback=True))
+    kept.reading = Reading(wrapper, prefix + PREFIX, form)
+    kept.reading.before_walk(state)
+
+
+def _after_load(wrapper: Wrapper, incompatible: Any) -> None:
+    kept = state_of(wrapper)
+    kept.unsharded.close()
+    if kept.reading is not None:
+        kept.reading.after_walk(incompatible.missing_keys, incompatible.unexpected_keys)
+
+
+def set_type(module: nn.Module, state_dict_type: StateDictType, *configs: Any) -> StateDictSettings:
+    """Sets the form for all units in ``module``; returns the previous one. Raises the errors of both functions."""
+    settings, before = settings_for(state_dict_type, *configs), get_type(module)
+    for wrapper in Wrapper.fsdp_modules(module):
+        state_of(wrapper).settings = settings
+    return before
+
+
+def get_type(module: nn.Module) -> StateDictSettings:
+    """The common settings of all units in ``module``.
+
+    Raises:
+        AssertionError: two units differ.
+    """
+    return common_settings([(clean_name(path), state_of(w).settings) for path, w in _named_wrappers(module)])
+
+
+@contextlib.contextmanager
+def type_in_block(module: nn.Module, state_dict_type: StateDictType, *configs: Any) -> Generator[None]:
+    """`set_type` for the duration of a ``with`` block."""
+    before = set_type(module, state_dict_type, *configs)
+    try:
+        yield
+    finally:
+        for wrapper in Wrapper.fsdp_modules(module):
+            state_of(wrapper).settings = before

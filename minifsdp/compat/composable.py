@@ -27,7 +27,7 @@ Spec: FS2-09, FS2-11, FS2-29, START-07.
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -36,7 +36,6 @@ from torch.distributed._composable_state import _insert_module_state, _State
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 
-from minifsdp.checkpoint.loading import SavedState
 from minifsdp.engine.compiler import step_over_this_package
 from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.unit import Unit
@@ -45,8 +44,8 @@ from minifsdp.fsdp2.reshard import smaller_mesh
 
 
 @dataclass(frozen=True)
-class _ParamGroup:
-    """The attributes of a unit that libraries read.
+class ParamGroup:
+    """The attributes of a unit that libraries read; the attribute ``_fsdp_param_group`` of `FSDPState`.
 
     Attributes:
         mp_policy: the user's mixed-precision policy.
@@ -88,29 +87,10 @@ def _info(mesh: DeviceMesh) -> FSDPMeshInfo:
     return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
-class ComposableState(SavedState, _State):
-    """The state of one ``fully_shard`` call, stored where PyTorch and libraries look for it."""
-
-    def __init__(self, modules: list[nn.Module], *rest: Any) -> None:
-        super().__init__(modules, *rest)
-        step_over_this_package()
-        item = RegistryItem()
-        for module in modules:
-            module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = item
-            _insert_module_state(module, self)
-
-    @property
-    def _is_root(self) -> bool | None:
-        return None if self.tree is None else self.is_tree_root
-
-    @property
-    def _mp_policy(self) -> MixedPrecisionPolicy:
-        return self.policy
-
-    @property
-    def _fsdp_param_groups(self) -> list[_ParamGroup]:
-        return [] if self.unit is None else [_ParamGroup(self.unit, self.policy, self.reshard_after_forward)]
-
-    @property
-    def _fsdp_param_group(self) -> _ParamGroup | None:
-        return next(iter(self._fsdp_param_groups), None)
+def register(state: _State, modules: list[nn.Module]) -> None:
+    """Stores the state of ``modules`` where PyTorch and libraries look for it."""
+    step_over_this_package()
+    item = RegistryItem()
+    for module in modules:
+        module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = item
+        _insert_module_state(module, state)

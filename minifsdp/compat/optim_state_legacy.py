@@ -28,7 +28,6 @@ Spec: OSD-FULL, OSD-SHARD, OSD-SCAT, OSD-SHD, OSD-FLAT, OSD-REKEY, LEGACY-12.
 from collections.abc import Iterable
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -36,115 +35,25 @@ from minifsdp.checkpoint import optim_state, optim_state_load
 from minifsdp.checkpoint.codec import Form
 from minifsdp.checkpoint.optim_state_check import Target
 from minifsdp.checkpoint.optim_state_names import parameters_of, regrouped
-from minifsdp.checkpoint.state_dict_options import OptimStateKeyType, StateDictType
+from minifsdp.checkpoint.state_dict_options import OptimStateKeyType
 from minifsdp.engine.messages import message, warn, warn_renamed
-from minifsdp.fsdp1.wrapper import Wrapper
 
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter]
 
 
-class OldOptimStateMethods(Wrapper):
-    """The methods up to torch 2.0 for saving and loading the optimizer state."""
+def save(
+    name: str, model: nn.Module, optim: Optimizer, form: Form, group: Any, optim_input: OptimInput | None = None
+) -> dict[str, Any]:
+    """The state by original names, for the older method ``name``."""
+    _warn(name, "optim_state_dict")
+    _warn_of(optim_input)
+    return optim_state.write(model, optim, optim.state_dict(), form, group)
 
-    @staticmethod
-    def full_optim_state_dict(
-        model: nn.Module,
-        optim: Optimizer,
-        optim_input: OptimInput | None = None,
-        rank0_only: bool = True,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """Returns the full state by original names, on the first rank or on all. Every rank must call it.
 
-        Deprecated: use ``optim_state_dict``. ``optim_input`` is ignored.
-        """
-        _warn("full_optim_state_dict", "optim_state_dict")
-        _warn_of(optim_input)
-        return optim_state.write(model, optim, optim.state_dict(), Form(first_only=rank0_only), group)
-
-    @staticmethod
-    def sharded_optim_state_dict(
-        model: nn.Module, optim: Optimizer, group: dist.ProcessGroup | None = None
-    ) -> dict[str, Any]:
-        """Returns the state by original names, each rank with its shards. Every rank must call it.
-
-        Deprecated: use ``optim_state_dict``. Use the result with the sharded type of the model's state dict. Pass it
-        to `flatten_sharded_optim_state_dict` before an optimizer loads it.
-        """
-        _warn("sharded_optim_state_dict", "optim_state_dict")
-        return optim_state.write(model, optim, optim.state_dict(), Form(StateDictType.SHARDED_STATE_DICT), group)
-
-    @staticmethod
-    def shard_full_optim_state_dict(
-        full_optim_state_dict: dict[str, Any],
-        model: nn.Module,
-        optim_input: OptimInput | None = None,
-        optim: Optimizer | None = None,
-    ) -> dict[str, Any]:
-        """Converts a full dict, which every rank must have, for this rank's optimizer. Nothing is communicated.
-
-        Deprecated: use ``optim_state_dict_to_load``. Without ``optim`` and ``optim_input``, parameters are numbered as
-        in ``model.parameters()``.
-
-        Raises:
-            ValueError: if both were given, or if the dict does not match; only on the ranks where it does not.
-        """
-        _warn("shard_full_optim_state_dict", "optim_state_dict_to_load")
-        target = _target(model, optim_input, optim, Form())
-        return optim_state_load.read(target, full_optim_state_dict, talks=False)
-
-    @staticmethod
-    def scatter_full_optim_state_dict(
-        full_optim_state_dict: dict[str, Any] | None,
-        model: nn.Module,
-        optim_input: OptimInput | None = None,
-        optim: Optimizer | None = None,
-        group: dist.ProcessGroup | None = None,
-    ) -> dict[str, Any]:
-        """Converts a full dict, which only the first rank has, for this rank's optimizer. Every rank must call it.
-
-        Deprecated: use ``optim_state_dict_to_load`` with ``rank0_only=True``. ``group`` is ignored.
-
-        Raises:
-            ValueError: if ``optim`` and ``optim_input`` were both given, or, on all ranks, if the dict does not match.
-        """
-        _warn("scatter_full_optim_state_dict", "optim_state_dict_to_load")
-        target = _target(model, optim_input, optim, Form(first_only=True))
-        return optim_state_load.read(target, full_optim_state_dict)
-
-    @staticmethod
-    def flatten_sharded_optim_state_dict(
-        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: Optimizer
-    ) -> dict[str, Any]:
-        """Converts a sharded dict for this rank's optimizer. Every rank must call it.
-
-        Deprecated: use ``optim_state_dict_to_load``.
-        """
-        _warn("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
-        target = _target(model, None, optim, Form(StateDictType.SHARDED_STATE_DICT))
-        return optim_state_load.read(target, sharded_optim_state_dict)
-
-    @staticmethod
-    def rekey_optim_state_dict(
-        optim_state_dict: dict[str, Any],
-        optim_state_key_type: OptimStateKeyType,
-        model: nn.Module,
-        optim_input: OptimInput | None = None,
-        optim: Optimizer | None = None,
-    ) -> dict[str, Any]:
-        """Changes the keys of a full dict to names or IDs, to use it with an unwrapped model. Nothing is communicated.
-
-        Args:
-            optim_state_dict: a full dict with either key type. It is returned unchanged if the keys already match.
-            optim_state_key_type: the key type of the result.
-            model: the model with the parameters; the unwrapped model, if the dict comes from one or is for one.
-            optim_input: defines the numbering of the parameters if ``optim`` is not given.
-            optim: an optimizer of the parameters of ``model``.
-
-        Raises:
-            ValueError: if the key type is unknown, or a key of the dict has no counterpart.
-        """
-        return _rekeyed(optim_state_dict, optim_state_key_type, _target(model, optim_input, optim, Form()))
+def load(name: str, given: Any, target: Target, *, talks: bool = True) -> dict[str, Any]:
+    """A dict for the optimizer of ``target``, for the older method ``name``. ``talks``: whether ranks communicate."""
+    _warn(name, "optim_state_dict_to_load")
+    return optim_state_load.read(target, given, talks=talks)
 
 
 def _warn(old: str, new: str) -> None:
@@ -157,7 +66,7 @@ def _warn_of(optim_input: OptimInput | None) -> None:
         warn(message("optim-input"), FutureWarning)
 
 
-def _target(model: nn.Module, optim_input: OptimInput | None, optim: Optimizer | None, form: Form) -> Target:
+def target(model: nn.Module, optim_input: OptimInput | None, optim: Optimizer | None, form: Form) -> Target:
     """The given optimizer, or a new one of ``optim_input``, or a new one of all parameters in one group."""
     _warn_of(optim_input)
     if optim is not None and optim_input is not None:
@@ -167,7 +76,12 @@ def _target(model: nn.Module, optim_input: OptimInput | None, optim: Optimizer |
     return Target(model, optim.param_groups, form, is_lenient=True)
 
 
-def _rekeyed(given: dict[str, Any], key_type: OptimStateKeyType, target: Target) -> dict[str, Any]:
+def rekey(given: dict[str, Any], key_type: OptimStateKeyType, target: Target) -> dict[str, Any]:
+    """A full dict with names or IDs as keys.
+
+    Raises:
+        ValueError: if the key type is unknown, or a key of the dict has no counterpart.
+    """
     if key_type not in (OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID):
         members = ", ".join(f"OptimStateKeyType.{member.name}" for member in OptimStateKeyType)
         raise ValueError(message("key-type", members=members, key_type=key_type))

@@ -29,17 +29,16 @@ Spec: NAMES-08, NAMES-11, ORIG-01, SD-CFG-02, START-08, START-09.
 
 import dataclasses
 from enum import Enum
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
 from torch.distributed.fsdp import api as torch_api
-from torch.distributed.fsdp._common_utils import _FSDPState
 
 from minifsdp.checkpoint import state_dict_options
-from minifsdp.checkpoint.state_dict_methods import StateDictMethods
+from minifsdp.checkpoint.state_dict_methods import state_of
 from minifsdp.engine.messages import message
 from minifsdp.fsdp1.build import FlatUnit
+from minifsdp.fsdp1.wrapper import Wrapper
 
 # The attributes of a handle that torch's functions for optimizer states read first.
 _ASKED_BY_OPTIMIZER_STATES = ("_use_orig_params", "flat_param")
@@ -91,18 +90,36 @@ class Slice:
         layout.overwrite_local(values)
 
 
-def _in_torchs_words(name: str) -> property:
+def flat_parameter(wrapper: Wrapper) -> Any:
+    """The flat parameter of a wrapper, or its replacement; ``None`` if the wrapper has no parameters."""
+    if wrapper._unit is None:
+        return None
+    handle = Slice(wrapper._unit)
+    if wrapper._use_orig_params:
+        return handle
+    (parameter,) = wrapper._unit.layout.local_parameters()
+    parameter._fqns = handle._fqns  # type: ignore[attr-defined]
+    return parameter
+
+
+def reduces_gradients(wrapper: Wrapper) -> bool:
+    """Whether backward reduces gradients: false in ``no_sync()``."""
+    units = [wrapper._unit] if wrapper._unit else wrapper._tree.units if wrapper._tree else []
+    return all(unit.policy.reduces for unit in units)
+
+
+def setting(name: str) -> property:
     """A property for a field of the state dict settings, read and written as instances of torch's classes."""
 
-    def read(wrapper: StateDictMethods) -> Any:
-        return _translated(getattr(wrapper._state_dict_settings, name), torch_api)
+    def read(wrapper: Wrapper) -> Any:
+        return _translated(getattr(state_of(wrapper).settings, name), torch_api)
 
-    def write(wrapper: StateDictMethods, value: Any) -> None:
+    def write(wrapper: Wrapper, value: Any) -> None:
         ours = _translated(value, state_dict_options)
         # Setting a type also sets its default configurations.
         is_type = name == "state_dict_type"
-        before = state_dict_options.settings_for(ours, None, None) if is_type else wrapper._state_dict_settings
-        wrapper._state_dict_settings = dataclasses.replace(before, **{name: ours})
+        before = state_dict_options.settings_for(ours, None, None) if is_type else state_of(wrapper).settings
+        state_of(wrapper).settings = dataclasses.replace(before, **{name: ours})
 
     return property(read, write)
 
@@ -117,65 +134,3 @@ def _translated(value: Any, into: Any) -> Any:
     values = {field.name.lstrip("_"): getattr(value, field.name) for field in dataclasses.fields(value)}
     names = [field.name for field in dataclasses.fields(target)]
     return target(**{name: values[name.lstrip("_")] for name in names if name.lstrip("_") in values})
-
-
-class FrameworkNames(StateDictMethods, _FSDPState):  # type: ignore[misc]
-    """The private attributes of torch's wrapper that other code reads.
-
-    PyTorch's checkpoint functions recognize a sharded module by the second base class. Its code is not used.
-    """
-
-    @property
-    def _has_params(self) -> bool:
-        return self._unit is not None
-
-    @property
-    def _flat_param(self) -> Any:
-        if self._unit is None or self._use_orig_params:
-            return self._handle
-        (parameter,) = self._unit.layout.local_parameters()
-        parameter._fqns = self._handle._fqns  # type: ignore[attr-defined]
-        return parameter
-
-    @property
-    def params(self) -> list[Any]:
-        """The flat parameter, if there is one: the list has one element or none."""
-        return [self._flat_param] if self._has_params else []
-
-    @property
-    def _is_root(self) -> bool | None:  # type: ignore[override]
-        return None if self._tree is None else self._is_tree_root
-
-    @property
-    def _handle(self) -> Any:  # type: ignore[override]
-        # Attributes that are set on it are lost. The next forward reads the values from the parameters again.
-        return None if self._unit is None else Slice(self._unit)
-
-    @property
-    def _sync_gradients(self) -> bool:
-        """Whether backward reduces gradients: false in ``no_sync()``."""
-        units = [self._unit] if self._unit else self._tree.units if self._tree else []
-        return all(unit.policy.reduces for unit in units)
-
-    # Torch's `_post_backward_final_callback` reads these five from a root. Composer calls it when memory runs out.
-    _all_fsdp_states = ()  # type: ignore[assignment]
-
-    @property
-    def _device_handle(self) -> Any:  # type: ignore[override]
-        return torch.get_device_module(self.compute_device)
-
-    @property
-    def _post_backward_stream(self) -> Any:
-        return self._device_handle.current_stream()
-
-    _all_reduce_stream = _post_backward_stream
-
-    @property
-    def _exec_order_data(self) -> Any:
-        # `recover_after_error` reshards all units, waits for issued reductions, and drops their results.
-        return SimpleNamespace(next_iter=self._current_tree().recover_after_error)
-
-    # Torch's checkpoint functions compare, set and restore these three.
-    _state_dict_type = _in_torchs_words("state_dict_type")
-    _state_dict_config = _in_torchs_words("state_dict_config")
-    _optim_state_dict_config = _in_torchs_words("optim_state_dict_config")

@@ -23,16 +23,16 @@ from contextlib import contextmanager
 from typing import Any
 
 Look = Callable[..., None]
-_observed: dict[tuple[type, str], tuple[list[Look], list[Look]]] = {}
+_observed: dict[tuple[Any, str], tuple[list[Look], list[Look]]] = {}
 
 
 @contextmanager
-def attached(owner: type, name: str, *, before: Look | None = None, after: Look | None = None) -> Iterator[None]:
+def attached(owner: Any, name: str, *, before: Look | None = None, after: Look | None = None) -> Iterator[None]:
     """Calls functions before and after each call of a method inside the block. Does not communicate.
 
     Args:
-        owner: the class that defines the method.
-        name: the name of the method.
+        owner: the class that defines the method, or a module that calls a function.
+        name: the name of the method or function.
         before: called before the method, with the same arguments.
         after: called after the method, with its result and then the same arguments. Not called after an exception.
     """

@@ -49,8 +49,7 @@ def compared() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(late_units_named("weights"))
         stack.enter_context(attached(FlatLayout, "__init__", before=_before_flat))
-        fully_shard.before_sharding.append(_before_sharding)
-        stack.callback(fully_shard.before_sharding.remove, _before_sharding)
+        stack.enter_context(attached(fully_shard, "warn_if_different", before=_before_sharding))
         yield
 
 

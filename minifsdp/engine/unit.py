@@ -40,7 +40,7 @@ from torch import nn
 from typing_extensions import TypeVar
 
 from minifsdp import trace
-from minifsdp.engine import validation
+from minifsdp.engine import optimizer_watch
 from minifsdp.engine.collective_log import Tree
 from minifsdp.engine.comm_streams import CommStreams, Handle
 from minifsdp.engine.layout import Layout, full_name
@@ -163,8 +163,7 @@ class Unit(Generic[LayoutT]):
         self.rank_checks: RankChecks | None = None
         self._handle: Handle | None = None
         self._event: trace.Event | None = None
-        for watch in validation.watchers:
-            watch(layout)
+        optimizer_watch.watch(layout)
 
     def choose(self, **changes: Any) -> None:
         """Replaces the policy with a copy that has these ``changes``."""

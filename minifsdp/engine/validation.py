@@ -17,8 +17,7 @@ Spec: CTOR-05, ORIG-16, MYTH-28.
 """
 
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -33,8 +32,6 @@ from minifsdp.engine.messages import message
 # refers to any more. Optimizers must not hold parameters of this subset.
 _taken = WeakTensorKeyDictionary()
 replaced = WeakTensorKeyDictionary()
-# Called with each new layout; see ``optimizer_watch.py``.
-watchers: list[Callable[[Any], None]] = []
 _doors: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _places: weakref.WeakKeyDictionary[nn.Module, dict[str, str | None]] = weakref.WeakKeyDictionary()
 

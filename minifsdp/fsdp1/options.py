@@ -84,7 +84,7 @@ ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 class Options:
     """The arguments of `minifsdp.FullyShardedDataParallel` except the module, as the user passed them.
 
-    That class documents them. Order and defaults are those of torch. ``inspect.signature`` shows these fields.
+    That class documents them. Order and defaults are those of torch.
     """
 
     process_group: ProcessGroups | None = None

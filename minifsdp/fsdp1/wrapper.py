@@ -1,4 +1,4 @@
-"""The wrapper module: ``FullyShardedDataParallel``.
+"""The wrapper module of ``FullyShardedDataParallel``: its construction, its forward and its tree.
 
 ::
 
@@ -19,9 +19,8 @@ Worked example: ``root(block0, block1)`` with all three wrapped. Each wrapper ha
 creates one tree of three units and stores it in all three wrappers. If ``block0(x)`` was called alone before that, it
 has a tree with one unit, which the tree of three then replaces. See ``engine/root.py``.
 
-``parameters()`` returns one flat parameter for each unit instead of the original parameters. Features that a training
-step does not need, such as attribute lookup, state dicts, ``summon_full_params`` and gradient clipping, are added in
-``fully_sharded_data_parallel.py``.
+``parameters()`` returns one flat parameter for each unit instead of the original parameters. The class
+``FullyShardedDataParallel`` in ``fully_sharded_data_parallel.py`` adds the constructor and the methods that users call.
 
 *In torch:* ``fully_sharded_data_parallel.py``, 2167 lines, of which the constructor and ``forward`` are 140. The state
 above is about thirty attributes of a class ``_FSDPState`` there, filled in by free functions.
@@ -66,22 +65,17 @@ def is_wrapper(module: nn.Module) -> bool:
 
 
 class Wrapper(nn.Module):
-    """A module whose parameters are sharded; the arguments are those of `minifsdp.FullyShardedDataParallel`.
+    """A module whose parameters are sharded: the base class of `minifsdp.FullyShardedDataParallel`.
 
     Every rank of the group must construct it, with modules of the same structure and in the same order.
 
     Args:
         module: the module to wrap.
-        *args, **kwargs: the fields of `Options`.
-
-    Attributes:
-        _inner_class: the class that an auto-wrap policy wraps inner modules with.
+        options: the arguments of the user.
+        inner_class: the class that an auto-wrap policy wraps inner modules with.
     """
 
-    _inner_class: type[Wrapper]
-
-    def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        options = Options(*args, **kwargs)
+    def __init__(self, module: nn.Module, options: Options, inner_class: type[Wrapper]) -> None:
         build.check_options(module, options)
         validation.check_one_api(module, "FullyShardedDataParallel")
         super().__init__()
@@ -106,7 +100,7 @@ class Wrapper(nn.Module):
         self._is_inner = self._is_tree_root = self._shows_clean_names = False
         if options.auto_wrap_policy is not None:
             inner = self._options_of_inner(options, groups)
-            wrap.auto_wrap(module, options.auto_wrap_policy, self._inner_class, inner, *ignored)
+            wrap.auto_wrap(module, options.auto_wrap_policy, inner_class, inner, *ignored)
         for wrapper in Wrapper.fsdp_modules(module):
             wrapper._is_inner = True
         self.add_module(WRAPPED, module)
@@ -173,7 +167,7 @@ class Wrapper(nn.Module):
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Wrapper]:
-        """All wrappers in ``module``, including ``module`` itself; ``root_only`` skips inner wrappers (NAMES-06)."""
+        """All wrappers in ``module``, including ``module`` itself; ``root_only`` skips inner wrappers."""
         found = [m for m in module.modules() if isinstance(m, Wrapper)]
         return [m for m in found if not m._is_inner] if root_only else found
 

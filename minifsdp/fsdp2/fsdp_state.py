@@ -13,25 +13,24 @@ in its submodules and puts all three into one tree.
 Three cases that a wrapper does not have to handle:
 
 1. Several modules can share one unit. It is all-gathered before the first of them runs and resharded after the last.
-2. An exception in forward can skip the forward hook. If the same module begins a forward again without having ended the
-   previous one, the previous iteration was interrupted.
-3. A module can call itself, for example a recursive tree module, or a ``generate`` that calls ``self(token)``. It also
-   begins a forward twice, but the first call is still on the stack.
+2. An exception in forward skips the forward hook. ``FSDPModule.__call__`` catches it and calls `fail_calls`.
+3. A module can call itself, for example a recursive tree module, or a ``generate`` that calls ``self(token)``. The
+   state keeps a list of its running calls. A call of a module that is in this list already is an inner call.
 
-*In torch:* ``FSDPState``, with the same two hooks.
+*In torch:* ``FSDPState``, with the same two hooks. After an exception it needs ``reset_iter_state``.
 
 Spec: FS2-09, FS2-13, FS2-17, FS2-21, FS2-MP-04 to FS2-MP-06, NEW-04, NEW-15.
 """
 
 from __future__ import annotations
 
-import sys
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._composable_state import _State
 
+from minifsdp.compat.composable import ParamGroup
 from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.precision import cast_floating, move
 from minifsdp.engine.root import Root
@@ -40,8 +39,6 @@ from minifsdp.engine.unit import Phase, Unit
 from minifsdp.fsdp2.options import MixedPrecisionPolicy
 
 ATTRIBUTE = "_fully_sharded"
-# The name of the function that wraps a method registered with `register_fsdp_forward_method`.
-CALLER = "call_as_forward"
 
 
 def state_of(module: nn.Module) -> FSDPState | None:
@@ -60,7 +57,7 @@ def states_in(module: nn.Module) -> list[tuple[str, FSDPState]]:
     return [(", ".join(found), state) for state, found in names.items()]
 
 
-class FSDPState:
+class FSDPState(_State):
     """The state of one ``fully_shard`` call.
 
     Args:
@@ -69,6 +66,9 @@ class FSDPState:
         device: the compute device.
         policy: the mixed-precision policy.
         reshard_after_forward: the user's choice; ``None`` means ``True`` for all units except the root.
+
+    Attributes:
+        running: the modules whose calls are running, the outermost first. A module that calls itself is in it twice.
     """
 
     def __init__(
@@ -82,33 +82,32 @@ class FSDPState:
         self.modules, self.unit, self.device, self.policy = modules, unit, device, policy
         self.reshard_after_forward = reshard_after_forward
         self.tree: Root | None = None
-        self.is_tree_root = False
+        # Libraries read this: ``None`` before the first forward.
+        self._is_root: bool | None = None
         self.shared_comm_streams: CommStreams | None = None
         self._has_begun = False
         # 1. Modules of this state that have not run yet in the current forward, and the number of that forward.
         self._waiting: set[nn.Module] = set()
         self._waits_in = 0
-        # 3. Number of running calls of the module inside its own forward.
-        self._num_inner = 0
+        self.running: list[nn.Module] = []
         self._is_recorded = False
         # States of the same tree that have several modules.
         self._grouped: list[FSDPState] = []
         for module in modules:
             module.__dict__[ATTRIBUTE] = self
             module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.after_forward, prepend=False, with_kwargs=True, always_call=True)
+            module.register_forward_hook(self.after_forward, prepend=False, with_kwargs=True)
 
     # --- forward ---
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The forward pre-hook. Returns the inputs to pass to the module."""
         tree = self.current_tree()
-        is_open = self._has_begun or (self.unit is not None and self.unit.phase is Phase.FORWARD)
-        if is_open and self._is_inner_call(module):
+        is_inner = module in self.running
+        self.running.append(module)
+        if is_inner:
             # 3. The outer call has already all-gathered the parameters.
-            self._num_inner += 1
             return self._cast_inputs(args, kwargs)
-        self._num_inner = 0
         if tree.begin_forward(self.unit):
             self._has_begun = True
             if self.device.type != "cpu":
@@ -120,17 +119,6 @@ class FSDPState:
         tree.iteration.pre_forward(self.unit)
         watched: tuple[Any, Any] = tree.iteration.backward_hooks[self.unit].watch_inputs((args, kwargs))
         return watched
-
-    def _is_inner_call(self, module: nn.Module) -> bool:
-        """Whether ``module``, whose previous forward has not ended, is called from inside its own forward."""
-        if self._waiting and module in self._waiting:
-            return False
-        if (self._has_begun or len(self.modules) == 1) and _calls_itself(module):
-            return True
-        if self._has_begun and module in self.modules:
-            # 2. Begun twice, and it does not call itself: the first forward was interrupted.
-            self.break_off()
-        return False
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         dtype = self.policy.param_dtype
@@ -150,16 +138,12 @@ class FSDPState:
 
     def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """The forward hook. Returns the output to pass to the caller."""
-        if output is None and _is_after_an_exception(sys._getframe(1)):
-            if self._has_begun:
-                # Otherwise a later call of an inner module would count as a part of this forward.
-                self.break_off()
-            return None
-        tree = self.current_tree()
+        tree = self.tree
+        assert tree is not None
         if self.policy.output_dtype is not None:
             output = cast_floating(self.policy.output_dtype, output)
-        if self._num_inner:
-            self._num_inner -= 1
+        self.running.pop()
+        if module in self.running:
             return output
         if self.unit is not None and self.unit.phase is not Phase.PRE_BACKWARD:
             # 1. Hook each module's output, because any of the modules can be the last to run.
@@ -183,6 +167,17 @@ class FSDPState:
         if not self._waiting:
             is_recorded, self._is_recorded = self._is_recorded, False
             tree.iteration.leave_forward(unit, is_recorded=is_recorded)
+
+    def fail_calls(self, num_running: int) -> None:
+        """2. Called after an exception in a call of a module.
+
+        Args:
+            num_running: the number of running calls before this call. The calls after them have ended.
+        """
+        del self.running[num_running:]
+        if self._has_begun and not self.running:
+            # Otherwise a later call of an inner module would count as a part of this forward.
+            self.break_off()
 
     def break_off(self) -> None:
         """Resets the tree after an exception, so that a new iteration can begin."""
@@ -223,22 +218,19 @@ class FSDPState:
         grouped = [state for state in found if len(state.modules) > 1]
         for state in found:
             state.tree, state._grouped = tree, grouped
-            state.is_tree_root = state is self
+            state._is_root = state is self
         return tree
 
+    # --- attributes that libraries read, see ``compat/composable.py`` ---
 
-def _is_after_an_exception(caller: FrameType) -> bool:
-    """Whether ``caller``, the frame that runs a hook, is handling an exception, so that there is no output."""
-    _, _, trace = sys.exc_info()
-    return trace is not None and trace.tb_frame is caller
+    @property
+    def _mp_policy(self) -> MixedPrecisionPolicy:
+        return self.policy
 
+    @property
+    def _fsdp_param_groups(self) -> list[ParamGroup]:
+        return [] if self.unit is None else [ParamGroup(self.unit, self.policy, self.reshard_after_forward)]
 
-def _calls_itself(module: nn.Module) -> bool:
-    """Whether the stack contains another call of ``module`` in addition to the current one."""
-    frame: FrameType | None = sys._getframe(1)
-    num_calls = 0
-    while frame is not None:
-        is_call = frame.f_code is nn.Module._wrapped_call_impl.__code__ or frame.f_code.co_name == CALLER
-        num_calls += is_call and frame.f_locals.get("self") is module
-        frame = frame.f_back
-    return num_calls > 1
+    @property
+    def _fsdp_param_group(self) -> ParamGroup | None:
+        return next(iter(self._fsdp_param_groups), None)

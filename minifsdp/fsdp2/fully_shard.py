@@ -11,9 +11,8 @@ The module is not wrapped. The call
 
 1. collects the parameters of the module that no earlier call on a submodule manages,
 2. replaces each of them with a ``DTensor`` that holds this rank's shard,
-3. and registers two hooks on the module, see ``fsdp_state.py``.
-
-Other effects, such as changing the module's class to add methods, come from `state_class`, which is set elsewhere.
+3. registers two hooks on the module, see ``fsdp_state.py``,
+4. and adds methods, hooks for state dicts, and the state that libraries look for.
 
 Shard inner modules first and the root last: a unit consists of the parameters that are left when the call is made.
 
@@ -31,6 +30,9 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from minifsdp.arguments import FUNCTION_OR_NONE, MESH, PARAMETERS, PRECISION_POLICY, Kind, require
+from minifsdp.checkpoint import loading
+from minifsdp.compat import composable
 from minifsdp.engine import validation
 from minifsdp.engine.layout import ParamInfo, owned_parameters
 from minifsdp.engine.mesh import Group, MeshGroups
@@ -41,15 +43,18 @@ from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.sharded_param import Options, ShardedParam
 from minifsdp.engine.unit import PostForwardMesh, Unit, UnitPolicy, modules_of_unit
 from minifsdp.fsdp2.fsdp_state import FSDPState, state_of
+from minifsdp.fsdp2.initial import warn_if_different
+from minifsdp.fsdp2.module import add_methods
 from minifsdp.fsdp2.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from minifsdp.fsdp2.reshard import choose_reshard, smaller_mesh
 
 _NO_POLICY = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
-# Both are set in ``minifsdp/__init__.py``. A call instantiates `state_class`, which is `FSDPState` or a subclass. The
-# functions in `before_sharding` are called with the parameters and the device before sharding.
-state_class: type[FSDPState] = FSDPState
-before_sharding: list[Callable[[list[ShardedParam], torch.device], None]] = []
+# Torch's own CPUOffloadPolicy would be treated as no offload.
+_OFFLOAD = Kind(
+    "an OffloadPolicy of minifsdp, or None",
+    lambda value: isinstance(value, OffloadPolicy | None) or type(value).__name__ == "OffloadPolicy",
+)
 
 M = TypeVar("M", bound=nn.Module | list[nn.Module])
 
@@ -91,12 +96,14 @@ def fully_shard(
             unit, or there is neither a default process group nor the environment variables of a launcher (``RANK``...).
         AssertionError: if a module is already sharded.
     """
+    require(MESH, "fully_shard", mesh=mesh)
+    require(FUNCTION_OR_NONE, "fully_shard", shard_placement_fn=shard_placement_fn)
+    require(PRECISION_POLICY, "fully_shard", mp_policy=mp_policy)
+    require(_OFFLOAD, "fully_shard", offload_policy=offload_policy)
+    require(PARAMETERS, "fully_shard", ignored_params=ignored_params)
     if dp_mesh_dims is not None:
         raise NotImplementedError(message("dp-mesh-dims"))
-    modules: list[Any] = list(module) if isinstance(module, list | tuple) else [module]
-    if wrong := [one for one in modules if not isinstance(one, nn.Module)]:
-        raise TypeError(message("fully-shard-type", wrong=wrong[0]))
-    _check_modules(modules)
+    modules = _checked_modules(module)
     mesh = mesh if mesh is not None else _default_mesh()
     device = _device_of(mesh)
     # 1. In module order. A parameter that is tied inside the unit stays one parameter.
@@ -104,21 +111,25 @@ def fully_shard(
     parameters = owned_parameters(owners, set(ignored_params or ()))
     _move_to(device, owners, parameters)
     params = _sharded_params(parameters, mesh, shard_placement_fn)
-    for look in before_sharding:
-        look(params, device)
+    warn_if_different(params, device)
     # 2. The layout takes over the values and registers DTensors on the modules.
-    unit = None
-    if params:
-        options = _options(device, mp_policy, offload_policy)
-        layout = PerParameterLayout(params, options)
-        frees = reshard_after_forward is None or reshard_after_forward
-        unit = _make_unit(modules[0], layout, options.precision, params[0].mesh, frees)
+    options = _options(device, mp_policy, offload_policy)
+    layout = PerParameterLayout(params, options) if params else None
+    unit = None if layout is None else _make_unit(modules[0], layout, options, params[0].mesh, reshard_after_forward)
     # 3. The state registers the hooks.
-    state_class(modules, unit, device, mp_policy, reshard_after_forward)
+    state = FSDPState(modules, unit, device, mp_policy, reshard_after_forward)
+    # 4. The methods of a sharded module, its checkpoints, and the registration that libraries read.
+    for one in modules:
+        add_methods(one)
+    loading.register_hooks(state)
+    composable.register(state, modules)
     return module
 
 
-def _check_modules(modules: list[nn.Module]) -> None:
+def _checked_modules(given: Any) -> list[nn.Module]:
+    modules = list(given) if isinstance(given, list | tuple) else [given]
+    if wrong := [one for one in modules if not isinstance(one, nn.Module)]:
+        raise TypeError(message("fully-shard-type", wrong=wrong[0]))
     if not modules:
         raise ValueError(message("no-modules"))
     for module in modules:
@@ -131,6 +142,7 @@ def _check_modules(modules: list[nn.Module]) -> None:
     inside = [one for one in modules for other in modules if other is not one and one in set(other.modules())]
     if inside:
         raise ValueError(message("nested-in-list", type=type(inside[0]).__name__))
+    return modules
 
 
 def _default_mesh() -> DeviceMesh:
@@ -212,11 +224,11 @@ def _options(device: torch.device, mp_policy: MixedPrecisionPolicy, offload_poli
 
 
 def _make_unit(
-    module: nn.Module, layout: PerParameterLayout, precision: Precision, mesh: DeviceMesh, reshard: bool | int
+    module: nn.Module, layout: PerParameterLayout, options: Options, mesh: DeviceMesh, reshard: bool | int | None
 ) -> Unit:
-    plans = tuple(ReducePlan.mean(table, precision.reduces_in(layout.dtype)) for table in layout.meshes)
-    unit = Unit(module, layout, plans, precision, UnitPolicy(reshard_after_forward=True))
-    num_ranks = choose_reshard(unit, reshard)
+    plans = tuple(ReducePlan.mean(table, options.precision.reduces_in(layout.dtype)) for table in layout.meshes)
+    unit = Unit(module, layout, plans, options.precision, UnitPolicy(reshard_after_forward=True))
+    num_ranks = choose_reshard(unit, True if reshard is None else reshard)
     if num_ranks is not None:
         small = smaller_mesh(mesh, num_ranks)
         begin = functools.partial(layout.reshard_to_smaller_mesh, Group.of(small.get_group(1)), small)

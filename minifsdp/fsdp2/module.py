@@ -17,41 +17,22 @@ Spec: FS2-02, FS2-19, FS2-20, FS2-27, FS2-28, FS2-PREF, FS2-SYNC, NEW-06 to NEW-
 
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from minifsdp.arguments import FACTOR, FUNCTION, MODULES, SWITCH, Kind, is_a, require
 from minifsdp.engine.collectives import Scaling
-from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.unit import Unit
-from minifsdp.fsdp2.by_hand import HandledState, UnshardHandle
-from minifsdp.fsdp2.fsdp_state import FSDPState, state_of, states_in
+from minifsdp.fsdp2.fsdp_state import ATTRIBUTE, FSDPState, state_of, states_in
+from minifsdp.fsdp2.functions import UnshardHandle, issue_all_gather, listed
 from minifsdp.fsdp2.reshard import choose_reshard
 
-
-class FSDPModuleState(HandledState):
-    """The state of one ``fully_shard`` call, whose modules become instances of `FSDPModule`."""
-
-    def __init__(self, modules: list[nn.Module], *rest: Any) -> None:
-        super().__init__(modules, *rest)
-        for one in modules:
-            one.__class__ = _class_for(type(one))
-
-
-_classes: dict[type, type] = {}
-
-
-def _class_for(original: type) -> type:
-    """The subclass of ``FSDPModule`` and ``original``, created once for each original class."""
-    if original not in _classes:
-        _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
-    return _classes[original]
+RESHARD = Kind("a bool here; a number of ranks can be chosen when fully_shard() is called", is_a(bool), ValueError)
 
 
 class FSDPModule:
@@ -68,6 +49,16 @@ class FSDPModule:
         """Raises an error, because shards and hooks cannot be copied individually (NEW-22)."""
         raise AssertionError(message("copy-of-fully-shard"))
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module, whose hooks all-gather and reshard. An exception ends the calls that they have begun."""
+        state = self.__dict__[ATTRIBUTE]
+        num_running = len(state.running)
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            state.fail_calls(num_running)
+            raise
+
     # --- manual unshard and reshard ---
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -76,16 +67,16 @@ class FSDPModule:
         Args:
             async_op: return immediately with a handle. The module's forward waits for the all-gather automatically.
         """
-        state = _state(self)
-        state.unshard()
+        handle = issue_all_gather(_state(self))
         if async_op:
-            return state
-        state.wait()
+            return handle
+        handle.wait()
         return None
 
     def reshard(self) -> None:
         """Frees the unsharded parameters of this module's unit, without inner units (FS2-19)."""
-        _state(self).reshard()
+        if (unit := _state(self).unit) is not None:
+            unit.reshard()
 
     def reset_iter_state(self) -> None:
         """Resets the state after an exception interrupted an iteration (NEW-15). Call it on the root module.
@@ -96,29 +87,33 @@ class FSDPModule:
             RuntimeError: if the module is not the root of its tree.
         """
         state = _state(self)
-        if state.tree is not None and not state.is_tree_root:
+        if state._is_root is False:
             raise RuntimeError(message("reset-root-only"))
         state.break_off()
-        state.drop_gradients()
+        _discard_unreduced(state.current_tree().units)
 
     # --- reduction ---
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Sets whether the next backward ends the iteration. If not, it does not wait for its reductions (NEW-07)."""
+        require(SWITCH, "set_is_last_backward", is_last_backward=is_last_backward)
         _state(self).current_tree().iteration.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Sets whether backward reduces gradients. If not, they stay unsharded and accumulate (FS2-SYNC-01)."""
+        require(SWITCH, "set_requires_gradient_sync", requires_gradient_sync=requires_gradient_sync)
         _choose(self, recurse, reduces=requires_gradient_sync)
         self.set_requires_all_reduce(requires_gradient_sync, recurse=recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Sets whether backward all-reduces over replicas. If not, reduce-scattered gradients accumulate (NEW-08)."""
+        require(SWITCH, "set_requires_all_reduce", requires_all_reduce=requires_all_reduce)
         for plan in _plans(self, recurse):
             plan.all_reduces = requires_all_reduce
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Sets the factor by which this module's gradients are divided, instead of the number of ranks (NEW-10)."""
+        require(FACTOR, "set_gradient_divide_factor", factor=factor)
         for plan in _plans(self, recurse=False):
             plan.scaling = Scaling.by(factor, plan.dtype)
 
@@ -140,6 +135,7 @@ class FSDPModule:
         Raises:
             ValueError: if ``stream`` is given and the mesh is (replicate, shard).
         """
+        require(FUNCTION, "set_all_reduce_hook", hook=hook)
         for plan in _plans(self, recurse=False):
             if stream is not None and plan.mesh.replicate is not None:
                 raise ValueError(message("hook-stream"))
@@ -158,6 +154,7 @@ class FSDPModule:
         Raises:
             ValueError: if it is not a bool. Only `fully_shard` accepts a number of ranks, because it creates groups.
         """
+        require(RESHARD, "set_reshard_after_forward", reshard_after_forward=reshard_after_forward)
         for state in _states(self, recurse):
             state.reshard_after_forward = reshard_after_forward
             if state.unit is not None:
@@ -165,10 +162,12 @@ class FSDPModule:
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Sets whether the unsharded parameters are freed after backward (NEW-06)."""
+        require(SWITCH, "set_reshard_after_backward", reshard_after_backward=reshard_after_backward)
         _choose(self, recurse, reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Sets whether backward needs this unit's parameters. For an embedding, for example, it does not (NEW-11)."""
+        require(SWITCH, "set_unshard_in_backward", unshard_in_backward=unshard_in_backward)
         _choose(self, recurse=False, unshards_in_backward=unshard_in_backward)
 
     # --- prefetch ---
@@ -179,6 +178,7 @@ class FSDPModule:
         Raises:
             ValueError: if a module is not an ``FSDPModule``.
         """
+        require(MODULES, "set_modules_to_forward_prefetch", modules=modules)
         _choose(self, recurse=False, prefetch_in_forward=_units_of(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
@@ -189,6 +189,7 @@ class FSDPModule:
         Raises:
             ValueError: if a module is not an ``FSDPModule``.
         """
+        require(MODULES, "set_modules_to_backward_prefetch", modules=modules)
         _choose(self, recurse=False, prefetch_in_backward=_units_of(modules) or None)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
@@ -226,7 +227,7 @@ class FSDPModule:
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Applies ``to``, ``half``, ``to_empty`` etc. to the shards. The unit adapts at its next use (FS2-28)."""
-        _state(self).reshard()
+        self.reshard()
         return super()._apply(*args, **kwargs)  # type: ignore[misc]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -236,21 +237,29 @@ class FSDPModule:
             # After `set_is_last_backward(False)` a reduction may still be in flight, and add to `.grad` later.
             tree.iteration.reducer.refresh_from_module()
         super().zero_grad(set_to_none)  # type: ignore[misc]
-        for unit in _units(self, recurse=True):
-            # Gradients that are not reduced or not all-reduced yet.
-            unit.layout.take_gradient(with_unreduced=True)
-            for plan in unit.plans:
-                plan.partial = None
-        for parameter in (p for unit in _units(self, recurse=True) for p in unit.layout.local_parameters()):
+        units = _units(self, recurse=True)
+        _discard_unreduced(units)
+        for parameter in (parameter for unit in units for parameter in unit.layout.local_parameters()):
             parameter.grad = None if set_to_none or parameter.grad is None else torch.zeros_like(parameter.grad)
 
-    def _get_fsdp_state(self) -> FSDPModuleState:
+    def _get_fsdp_state(self) -> FSDPState:
         return _state(self)
 
 
-def _state(module: Any) -> FSDPModuleState:
+_classes: dict[type, type] = {}
+
+
+def add_methods(module: nn.Module) -> None:
+    """Changes the class of ``module`` to a subclass of `FSDPModule` and its class, created once for each class."""
+    original = type(module)
+    if original not in _classes:
+        _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
+    module.__class__ = _classes[original]
+
+
+def _state(module: Any) -> FSDPState:
     state = state_of(module)
-    if not isinstance(state, FSDPModuleState):
+    if state is None:
         raise AssertionError(message("not-sharded", type=type(module).__name__))
     return state
 
@@ -272,52 +281,17 @@ def _choose(module: Any, recurse: bool, **changes: Any) -> None:
         unit.choose(**changes)
 
 
-def _listed(module: Any) -> FSDPModuleState:
-    """The state of one module in a list that the user passed."""
-    if not isinstance(module, FSDPModule):
-        raise ValueError(message("expects-fsdp-module", type=type(module).__name__))
-    return _state(module)
+def _discard_unreduced(units: Iterable[Unit]) -> None:
+    """Discards gradients that are not reduced yet, or not all-reduced over the replicas."""
+    for unit in units:
+        unit.layout.take_gradient(with_unreduced=True)
+        for plan in unit.plans:
+            plan.partial = None
 
 
 def _units_of(modules: Iterable[Any]) -> tuple[Unit, ...]:
-    return tuple(state.unit for state in map(_listed, modules) if state.unit is not None)
+    return tuple(state.unit for state in map(listed, modules) if state.unit is not None)
 
 
 def _not_offered(what: str, instead: str) -> NotImplementedError:
     return NotImplementedError(message("not-offered", what=what, instead=instead))
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Makes another method all-gather and reshard as ``forward`` does (NEW-13). No effect if ``module`` is not sharded.
-
-    Raises:
-        ValueError: if ``module`` has no such method.
-    """
-    state = state_of(module)
-    if state is None:
-        return
-    if not hasattr(module, method_name):
-        raise ValueError(message("no-such-method", type=type(module), method_name=method_name))
-    method = getattr(module, method_name)
-
-    @functools.wraps(method)
-    def call_as_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # `_calls_itself` in fsdp_state.py looks for this name on the stack.
-        args, kwargs = state.before_forward(self, args, kwargs)
-        output = method(*args, **kwargs)
-        return state.after_forward(self, args, kwargs, output)
-
-    setattr(module, method_name, types.MethodType(call_as_forward, module))
-
-
-def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Makes several roots, e.g. pipeline stages, share communication streams (NEW-17). Call before the first forward.
-
-    Raises:
-        ValueError: if a module is not an ``FSDPModule``.
-    """
-    states = [_listed(module) for module in modules]
-    if states:
-        comm_streams = CommStreams(states[0].device)
-        for state in states:
-            state.shared_comm_streams = comm_streams

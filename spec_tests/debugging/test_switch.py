@@ -99,14 +99,14 @@ def test_the_environment_is_read_when_the_package_is_imported() -> None:
 @pytest.mark.parametrize("leaves_early", [False, True])
 def test_off_means_that_nothing_of_it_is_there(leaves_early: bool) -> None:
     before = everything_of_classes()
-    looks = list(fully_shard.before_sharding)
+    look = fully_shard.warn_if_different
     first, second = minifsdp.debug("weights", "values"), minifsdp.debug()
     assert everything_of_classes() != before
     assert RankChecks.always
     for one in (first, second) if leaves_early else (second, first):
         one.off()
     assert everything_of_classes() == before
-    assert fully_shard.before_sharding == looks
+    assert fully_shard.warn_if_different is look
     assert not RankChecks.always
 
 

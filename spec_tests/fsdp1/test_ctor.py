@@ -69,7 +69,9 @@ def test_the_arguments_their_order_and_their_defaults_are_these() -> None:
         ("use_orig_params", False),
         ("ignored_states", None),
     ]
+    *parameters, old_keyword = parameters
     assert {parameter.kind for parameter in parameters} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    assert old_keyword.kind is inspect.Parameter.KEYWORD_ONLY
 
 
 @pytest.mark.spec("CTOR-01")
@@ -79,7 +81,7 @@ def test_the_arguments_are_those_of_torch() -> None:
         [(p.name, getattr(p.default, "name", p.default)) for p in inspect.signature(wrapper).parameters.values()]
         for wrapper in (FSDP, torch_fsdp.FullyShardedDataParallel)
     )
-    assert ours == theirs
+    assert ours == [*theirs, ("fsdp_auto_wrap_policy", None)]
 
 
 @pytest.mark.spec("CTOR-01")

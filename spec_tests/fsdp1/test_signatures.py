@@ -73,6 +73,7 @@ SUBMODULES = {
 
 BY_DOCUMENT = "the flag has this name, in every class, in the documents (SD-CFG-12 to 15); torch has made it private"
 MEANT = {
+    "FullyShardedDataParallel()": "a superset: takes a keyword of torch 1.11 at the end, with a warning (LEGACY-01)",
     "FullyShardedDataParallel.params": "torch sets the list on each instance instead (NAMES-11)",
     "FullyShardedDataParallel.params_with_grad": "a property of torch 1.13, kept with a warning (NAMES-09)",
     "FullyShardedDataParallel.state_dict": "passes on whatever nn.Module.state_dict takes, by position too",
@@ -196,6 +197,13 @@ def test_every_difference_to_the_installed_torch_is_meant() -> None:
     found = {key: f"torch: {theirs}\n    here:  {ours}" for key, (theirs, ours) in differences().items()}
     not_meant = [f"{key}\n    {pair}" for key, pair in found.items() if key not in MEANT]
     assert not not_meant, "\n".join(not_meant)
+
+
+@pytest.mark.pure
+@pytest.mark.spec("CTOR-01")
+def test_the_constructor_takes_the_arguments_of_torch_and_then_an_old_keyword() -> None:
+    ours, theirs = said_of_call(FullyShardedDataParallel), said_of_call(torch_fsdp.FullyShardedDataParallel)
+    assert ours == f"{theirs}, by keyword fsdp_auto_wrap_policy = None"
 
 
 @pytest.mark.pure

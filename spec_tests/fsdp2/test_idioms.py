@@ -295,15 +295,25 @@ def test_a_module_may_call_itself(is_root: bool, method: str, reshard_after_forw
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-@pytest.mark.spec("NEW-15")
+@pytest.mark.spec("NEW-15", "NEW-13")
+@pytest.mark.parametrize("method", ["forward", "generate"])
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 @ranks(2)
-def test_after_an_exception_inside_of_itself_the_next_call_is_an_outer_one() -> None:
+def test_after_an_exception_inside_of_itself_the_next_call_is_an_outer_one(
+    error: type[BaseException], method: str
+) -> None:
+    """Broken: after Ctrl-C, for which PyTorch runs no forward hook, the next call continues the interrupted one."""
+
+    def fail(*_: Any) -> None:
+        raise error
+
     model, plain = seeded(Descends), seeded(Descends)
     fully_shard(model.block)
     fully_shard(model)
-    hook = model.block.register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        model(batch())
+    register_fsdp_forward_method(model, "generate")
+    hook = model.block.register_forward_pre_hook(fail)
+    with pytest.raises(error):
+        model(batch()) if method == "forward" else model.generate(batch())
     hook.remove()
     for _ in range(2):
         model.zero_grad()

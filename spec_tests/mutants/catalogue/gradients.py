@@ -50,7 +50,7 @@ MUTANTS = [
     Mutant(
         "zero-grad-keeps-waiting-gradients",
         "FSDPModule.zero_grad",
-        "unit.layout.take_gradient(with_unreduced=True)",
+        "_discard_unreduced(units)",
         "pass",
         "zero_grad() keeps gradients that wait for their reduction.",
         "GRAD-03",

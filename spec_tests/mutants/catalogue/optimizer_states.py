@@ -9,9 +9,9 @@ __all__ = ["MUTANTS"]
 MUTANTS = [
     Mutant(
         "passed-dict-is-ignored",
-        "OptimStateMethods.optim_state_dict",
-        "given = optim.state_dict() if optim_state_dict is None else optim_state_dict",
-        "given = optim.state_dict()",
+        "save",
+        "optim.state_dict() if given is None else given",
+        "optim.state_dict()",
         "A dict that is passed for transformation is ignored.",
         "OSD-02",
     ),
@@ -97,7 +97,7 @@ MUTANTS = [
     ),
     Mutant(
         "old-order-of-arguments-fails",
-        "OptimStateMethods.optim_state_dict_to_load",
+        "load",
         "if isinstance(model, Mapping) and isinstance(optim, nn.Module):",
         "if False:",
         "The order of the examples is not recognised.",
@@ -113,7 +113,7 @@ MUTANTS = [
     ),
     Mutant(
         "not-loaded-directly",
-        "OptimStateMethods.optim_state_dict_to_load",
+        "load",
         "if load_directly:",
         "if False:",
         "load_directly=True loads nothing.",
@@ -145,7 +145,7 @@ MUTANTS = [
     ),
     Mutant(
         "old-full-dict-everywhere",
-        "OldOptimStateMethods.full_optim_state_dict",
+        "FullyShardedDataParallel.full_optim_state_dict",
         "Form(first_only=rank0_only)",
         "Form()",
         "full_optim_state_dict gives the states to every rank.",
@@ -153,7 +153,7 @@ MUTANTS = [
     ),
     Mutant(
         "both-counts-pass",
-        "_target",
+        "target",
         "if optim is not None and optim_input is not None:",
         "if False:",
         "optim and optim_input together pass.",
@@ -161,7 +161,7 @@ MUTANTS = [
     ),
     Mutant(
         "scattered-states-from-every-rank",
-        "OldOptimStateMethods.scatter_full_optim_state_dict",
+        "FullyShardedDataParallel.scatter_full_optim_state_dict",
         "Form(first_only=True)",
         "Form()",
         "Scattering reads every rank's argument.",
@@ -169,23 +169,23 @@ MUTANTS = [
     ),
     Mutant(
         "old-sharded-dict-is-full",
-        "OldOptimStateMethods.sharded_optim_state_dict",
-        "Form(StateDictType.SHARDED_STATE_DICT)",
+        "FullyShardedDataParallel.sharded_optim_state_dict",
+        "SHARDED",
         "Form()",
         "sharded_optim_state_dict gives full tensors.",
         "OSD-SHD-01",
     ),
     Mutant(
         "flattened-as-if-full",
-        "OldOptimStateMethods.flatten_sharded_optim_state_dict",
-        "Form(StateDictType.SHARDED_STATE_DICT)",
+        "FullyShardedDataParallel.flatten_sharded_optim_state_dict",
+        "SHARDED",
         "Form()",
         "flatten_sharded_optim_state_dict expects full tensors.",
         "OSD-FLAT-01",
     ),
     Mutant(
         "rekeyed-the-wrong-way",
-        "_rekeyed",
+        "rekey",
         "to_names = key_type is OptimStateKeyType.PARAM_NAME",
         "to_names = key_type is not OptimStateKeyType.PARAM_NAME",
         "Asked for names, rekeying gives numbers.",
@@ -193,7 +193,7 @@ MUTANTS = [
     ),
     Mutant(
         "any-key-type",
-        "_rekeyed",
+        "rekey",
         "if key_type not in (OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID):",
         "if False:",
         "Any value passes for a key type.",

@@ -9,8 +9,8 @@ __all__ = ["MUTANTS"]
 MUTANTS = [
     Mutant(
         "both-spellings-pass",
-        "in_todays_spelling",
-        "if new in kwargs:",
+        "policy_by_either_name",
+        "if policy is not None:",
         "if False:",
         "fsdp_auto_wrap_policy= and auto_wrap_policy= together pass.",
         "LEGACY-01",
@@ -65,8 +65,8 @@ MUTANTS = [
     ),
     Mutant(
         "apply-sees-slices",
-        "TrainingMethods.apply",
-        "with TrainingMethods.summon_full_params(self, recurse=False):",
+        "FullyShardedDataParallel.apply",
+        "with FullyShardedDataParallel.summon_full_params(self, recurse=False):",
         "if True:",
         "apply() hands out modules that show no full parameters.",
         "APPLY-01 APPLY-04",
@@ -300,15 +300,15 @@ MUTANTS = [
     ),
     Mutant(
         "old-spelling-without-a-word",
-        "in_todays_spelling",
-        '        warn_renamed(f"{old}=", f"{new}=")\n',
+        "policy_by_either_name",
+        '    warn_renamed("fsdp_auto_wrap_policy=", "auto_wrap_policy=")\n',
         "",
         "An old spelling of a keyword gets no warning.",
         "LEGACY-01",
     ),
     Mutant(
         "root-before-any-forward",
-        "FrameworkNames._is_root",
+        "FullyShardedDataParallel._is_root",
         "None if self._tree is None else self._is_tree_root",
         "self._is_tree_root",
         "Before the first forward a wrapper says that it is no root.",

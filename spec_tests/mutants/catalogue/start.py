@@ -57,7 +57,7 @@ MUTANTS = [
     ),
     Mutant(
         "the-mesh-after-forward-is-always-there",
-        "_ParamGroup.post_forward_mesh_info",
+        "ParamGroup.post_forward_mesh_info",
         "if not policy.reshard_after_forward:",
         "if False:",
         "A group that keeps its parameters unsharded after forward has a mesh for them.",
@@ -65,7 +65,7 @@ MUTANTS = [
     ),
     Mutant(
         "gradients-are-always-synchronized",
-        "FrameworkNames._sync_gradients",
+        "reduces_gradients",
         "all(unit.policy.reduces for unit in units)",
         "True",
         "_sync_gradients is true in no_sync().",
@@ -73,7 +73,7 @@ MUTANTS = [
     ),
     Mutant(
         "the-final-callback-does-nothing",
-        "FrameworkNames._exec_order_data",
+        "FullyShardedDataParallel._exec_order_data",
         "self._current_tree().recover_after_error",
         "lambda: None",
         "Torch's final callback leaves units unsharded after a backward that has failed.",

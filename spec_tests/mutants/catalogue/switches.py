@@ -178,7 +178,7 @@ MUTANTS = [
     ),
     Mutant(
         "partial-sums-survive-a-reset",
-        "HandledState.drop_gradients",
+        "_discard_unreduced",
         "plan.partial = None",
         "pass",
         "reset_iter_state() keeps what waits for its all-reduce.",
@@ -227,7 +227,7 @@ MUTANTS = [
     Mutant(
         "reset-keeps-gradients",
         "FSDPModule.reset_iter_state",
-        "        state.drop_gradients()\n",
+        "        _discard_unreduced(state.current_tree().units)\n",
         "",
         "Gradients of a broken iteration wait on after reset_iter_state().",
         "NEW-15",
@@ -338,7 +338,7 @@ MUTANTS = [
     ),
     Mutant(
         "nested-modules-in-a-list",
-        "_check_modules",
+        "_checked_modules",
         "if inside:",
         "if False:",
         "A list may have a module and one inside of it.",

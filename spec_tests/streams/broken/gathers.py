@@ -87,9 +87,9 @@ BREAKS = [
     ),
     Break(
         "by-hand-does-not-wait",
-        "fsdp2/by_hand.py",
-        "            self.unit.wait()\n            self.unit.layout.use_unsharded_params()\n",
-        "            self.unit.layout.use_unsharded_params()\n",
+        "fsdp2/functions.py",
+        "            self._unit.wait()\n            self._unit.layout.use_unsharded_params()\n",
+        "            self._unit.layout.use_unsharded_params()\n",
         "unshard() by hand shows parameters that have not arrived.",
         "each_by_hand_and_read",
     ),
@@ -171,8 +171,8 @@ BREAKS = [
     ),
     Break(
         "by-hand-does-not-follow",
-        "fsdp2/by_hand.py",
-        "            tree.comm_streams.all_gather.wait_compute()\n",
+        "fsdp2/functions.py",
+        "        tree.comm_streams.all_gather.wait_compute()\n",
         "",
         "unshard() by hand gathers without waiting for the optimizer step.",
         "each_by_hand",
@@ -388,7 +388,7 @@ BREAKS = [
     Break(
         "handle-does-nothing",
         "fsdp2/module.py",
-        "            return state\n",
+        "            return handle\n",
         "            return UnshardHandle()\n",
         "The handle of unshard(async_op=True) does not wait.",
         "each_by_hand_and_read",
@@ -397,8 +397,8 @@ BREAKS = [
     Break(
         "unshard-does-not-wait",
         "fsdp2/module.py",
-        "            return state\n        state.wait()\n",
-        "            return state\n",
+        "            return handle\n        handle.wait()\n",
+        "            return handle\n",
         "unshard() without a handle does not wait.",
         "each_by_hand_and_read",
         "wrong values",

@@ -1,0 +1,135 @@
+"""The functions behind the methods of a wrapper that a training loop calls in addition to ``forward``.
+
+Each function handles all units of a tree: it sets an option on them or reads from them. Worked example: ``no_sync`` on
+two ranks sets ``reduces = False`` on every unit, so each rank accumulates unsharded local gradients in the backwards
+inside it. The first backward after it reduces the sum.
+
+*In torch:* the code is in the methods of the wrapper class.
+
+Spec: NOSYNC, SUMMON, CLIP, HOOK, FWD-08.
+"""
+
+import functools
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from minifsdp.engine import optimizer_watch
+from minifsdp.engine.flat_tensor import local_tensor
+from minifsdp.engine.messages import message
+from minifsdp.fsdp1.build import HYBRID
+from minifsdp.fsdp1.full_params import check_not_running, check_summon_options, summoned
+from minifsdp.fsdp1.training_aids import clip_gradients, gradient_parts, groups_of
+from minifsdp.fsdp1.wrapper import Wrapper
+
+
+@contextmanager
+def no_sync(wrapper: Wrapper) -> Generator[None]:
+    """Accumulates unreduced gradients in all units of the tree inside the context.
+
+    Raises:
+        RuntimeError: if ``wrapper`` is not the root.
+    """
+    wrapper._only_on_the_root("no_sync()")
+    units = wrapper._current_tree().units
+    before = [(unit.policy.reduces, unit.policy.reshard_after_backward) for unit in units]
+    for unit in units:
+        # A unit that stays unsharded between forward and backward stays unsharded until the backward that reduces.
+        unit.choose(reduces=False, reshard_after_backward=unit.policy.reshard_after_forward)
+    try:
+        yield
+    finally:
+        for unit, (reduces, frees) in zip(units, before, strict=True):
+            unit.choose(reduces=reduces, reshard_after_backward=frees)
+
+
+@contextmanager
+def full_params(module: nn.Module, recurse: bool, **options: bool) -> Generator[None]:
+    """Unshards the units of the wrappers in ``module`` inside the context, and removes prefixes from their names.
+
+    Args:
+        module: the module.
+        recurse: whether to include wrappers inside ``module``.
+        **options: the options of `summoned`.
+
+    Raises:
+        NotImplementedError: if the options cannot be combined.
+        RuntimeError: if a unit is busy or already summoned.
+    """
+    check_summon_options(**options)
+    wrappers = Wrapper.fsdp_modules(module)
+    if not recurse:
+        wrappers = [wrapper for wrapper in wrappers if wrapper is module]
+    for wrapper in wrappers:
+        wrapper._mend()
+        if wrapper._tree is not None:
+            check_not_running(wrapper._tree)
+    units = [wrapper._unit for wrapper in wrappers if wrapper._unit is not None]
+    before = [wrapper._shows_clean_names for wrapper in wrappers]
+    with summoned(units, **options):
+        for wrapper in wrappers:
+            wrapper._shows_clean_names = True
+        try:
+            yield
+        finally:
+            for wrapper, shown in zip(wrappers, before, strict=True):
+                wrapper._shows_clean_names = shown
+
+
+def clear_gradients(module: nn.Module, set_to_none: bool) -> None:
+    """Clears gradients of all units, also of unsharded units whose modules have views instead of parameters."""
+    for wrapper in Wrapper.fsdp_modules(module):
+        for parameter in wrapper._unit.layout.local_parameters() if wrapper._unit is not None else []:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+
+def clip_grad_norm(wrapper: Wrapper, max_norm: float, norm_type: float) -> torch.Tensor:
+    """Scales all gradients of the tree so that their total norm is at most ``max_norm``. Every rank must call it.
+
+    Returns:
+        The norm before clipping, the same on all ranks.
+
+    Raises:
+        RuntimeError: if this is not the root, full parameters are summoned, or there are gradients that were never
+            reduced.
+    """
+    wrapper._only_on_the_root("clip_grad_norm_()")
+    wrapper._current_tree()
+    layouts = [w._unit.layout for w in Wrapper.fsdp_modules(wrapper) if w._unit is not None]
+    optimizer_watch.check_reduced("clip_grad_norm_()", layouts)
+    parts = [part for layout in layouts for part in gradient_parts(layout)]
+    owned = {parameter for layout in layouts for parameter in layout.local_parameters()}
+    for parameter in wrapper.parameters():
+        if parameter not in owned:
+            gradient = None if parameter.grad is None else local_tensor(parameter.grad)
+            parts.append((groups_of(parameter), gradient))
+    return clip_gradients(parts, max_norm, norm_type, wrapper.compute_device)
+
+
+def register_comm_hook(wrapper: Wrapper, state: object, hook: Callable[..., Any]) -> None:
+    """Replaces the gradient reduction of all units of the tree by ``hook``.
+
+    Raises:
+        AssertionError: if this is not the root, the strategy is hybrid, or there is already a hook.
+        RuntimeError: if a forward has already run.
+    """
+    if wrapper._is_inner:
+        raise AssertionError(message("hook-root-only"))
+    if wrapper._tree is not None:
+        raise RuntimeError(message("hook-too-late"))
+    wrappers = Wrapper.fsdp_modules(wrapper)
+    # Also with a single replica: on several nodes the same program would raise this error.
+    if any(inner.sharding_strategy in HYBRID for inner in wrappers):
+        raise AssertionError(message("hook-hybrid"))
+    units = [inner._unit for inner in wrappers if inner._unit is not None]
+    for unit in units:
+        if unit.plan.hook is not None:
+            raise AssertionError(message("hook-twice"))
+    for unit in units:
+        unit.plan.hook = functools.partial(hook, state)
