@@ -6,8 +6,7 @@ constructor does, the forward and the tree of units.
 =========================================  ===========================================================
 ``fsdp1/names.py``                         names of parameters and buffers
 ``fsdp1/training.py``                      ``no_sync``, ``summon_full_params``, ``clip_grad_norm_``, hooks
-``checkpoint/state_dict_methods.py``       the model's state dict, in three types
-``checkpoint/optim_state_methods.py``      the optimizer's state dict
+``checkpoint/``                            state dicts of the model and the optimizer
 ``compat/optim_state_legacy.py``           the same with the API up to torch 2.0
 ``compat/wrapper_names.py``                private names that frameworks read
 ``compat/legacy.py``                       keywords of torch 1.11
@@ -40,11 +39,9 @@ from torch.optim import Optimizer
 from minifsdp import api, arguments
 from minifsdp.api import *  # noqa: F403
 from minifsdp.arguments import OPTIMIZER, Kind, is_a, require
-from minifsdp.checkpoint import optim_state_methods as optimizer_states
-from minifsdp.checkpoint import state_dict_methods as state_dicts
+from minifsdp.checkpoint import optim_state, optim_state_load, state_dict, state_dict_load
 from minifsdp.checkpoint import state_dict_options as options
-from minifsdp.checkpoint.codec import Form
-from minifsdp.checkpoint.state_dict_options import OptimStateKeyType, StateDictType
+from minifsdp.checkpoint.state_dict_options import Form, OptimStateKeyType, StateDictType
 from minifsdp.compat import optim_state_legacy, wrapper_names
 from minifsdp.compat.flat_param import FlatParameter
 from minifsdp.compat.legacy import policy_by_either_name
@@ -160,8 +157,8 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         )
         # A policy wraps with this class, because a user's subclass may have other constructor arguments.
         super().__init__(module, given, FullyShardedDataParallel)
-        self._state_dict_state = state_dicts.StateDictState()
-        state_dicts.register_hooks(self)
+        self._state_dict_state = options.StateDictState()
+        state_dict_load.register_hooks(self)
         step_over_this_package()
 
     # --- names, attributes and items ---
@@ -305,7 +302,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         The dict does not change when training continues. Only with ``keep_vars=True``, buffers, and parameters that
         belong to no unit, are the model's own tensors.
         """
-        return state_dicts.save(self, super().state_dict, *args, **kwargs)
+        return state_dict.save(self, super().state_dict, *args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads a state in the chosen form (SD-FULL-08, SD-SHARD-03, SD-LOCAL-03). Every rank must call it.
@@ -319,7 +316,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
             RuntimeError: the dict of any rank does not fit; on all ranks, and nothing has changed.
         """
         require(arguments.STATE, "load_state_dict", state_dict=state_dict)
-        return state_dicts.load(self, super().load_state_dict, state_dict, strict, assign)
+        return state_dict_load.load(self, super().load_state_dict, state_dict, strict, assign)
 
     @staticmethod
     def set_state_dict_type(
@@ -335,7 +332,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
             AssertionError: the units had different forms before.
         """
         require(arguments.MODULE, "set_state_dict_type", module=module)
-        return state_dicts.set_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        return options.set_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> options.StateDictSettings:
@@ -345,7 +342,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
             AssertionError: the units have different forms.
         """
         require(arguments.MODULE, "get_state_dict_type", module=module)
-        return state_dicts.get_type(module)
+        return options.get_type(module)
 
     @staticmethod
     def state_dict_type(
@@ -356,7 +353,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
     ) -> AbstractContextManager[None]:
         """`set_state_dict_type` for the duration of a ``with`` block (SD-CFG-08)."""
         require(arguments.MODULE, "state_dict_type", module=module)
-        return state_dicts.type_in_block(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        return options.type_in_block(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
     # --- the optimizer's state ---
 
@@ -386,7 +383,8 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         require(arguments.MODULE, "optim_state_dict", model=model)
         require(OPTIMIZER, "optim_state_dict", optim=optim)
         require(arguments.WHOLE_OPTIMIZER_STATE, "optim_state_dict", optim_state_dict=optim_state_dict)
-        return optimizer_states.save(model, optim, optim_state_dict, group)
+        given = optim.state_dict() if optim_state_dict is None else optim_state_dict
+        return optim_state.save(model, optim, given, options.form_for_optimizer(model), group)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -415,7 +413,11 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         require(MODULE_OR_STATE, "optim_state_dict_to_load", model=model)
         require(OPTIMIZER_OR_MODULE, "optim_state_dict_to_load", optim=optim)
         require(arguments.OPTIMIZER_STATE, "optim_state_dict_to_load", optim_state_dict=optim_state_dict)
-        return optimizer_states.load(model, optim, optim_state_dict, is_named_optimizer, load_directly)
+        model, optim, optim_state_dict = optim_state_legacy.in_todays_order(model, optim, optim_state_dict)
+        loadable = optim_state_load.load_for(model, optim, optim_state_dict, by_name=is_named_optimizer)
+        if load_directly:
+            optim.load_state_dict(loadable)
+        return loadable
 
     @staticmethod
     def full_optim_state_dict(
@@ -464,7 +466,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         """
         require(arguments.MODULE, "shard_full_optim_state_dict", model=model)
         target = optim_state_legacy.target(model, optim_input, optim, Form())
-        return optim_state_legacy.load("shard_full_optim_state_dict", full_optim_state_dict, target, talks=False)
+        return optim_state_legacy.load("shard_full_optim_state_dict", full_optim_state_dict, target, communicates=False)
 
     @staticmethod
     def scatter_full_optim_state_dict(

@@ -5,7 +5,8 @@ They take place *before* the first tensor is sent. Each one replaces a hang with
 
 * `monitored_barrier` checks that all ranks are present. ``state_dict()`` issues all-gathers, so all ranks must call it;
   a common mistake is to call it under ``if rank == 0``. Every rank registers in the group's store and waits there.
-* `tell` exchanges facts. For example, an optimizer may have a state on one rank and none on another.
+* `exchange` sends facts to all ranks. For example, an optimizer may have a state on one rank and none on another.
+* `value_of_first_rank` and `shard_of_first_rank` send the dict of the first rank, if only that rank has one.
 * `refuse_together` raises on all ranks if one rank found a problem. If only that rank raised, the others would continue
   into a collective and hang.
 
@@ -18,7 +19,7 @@ Two rounds in small groups reach every rank, so a hybrid strategy needs no group
 
 The store is the one that the ranks used for rendezvous. It works for every backend, also when collectives no longer
 work. It also counts the arrivals, so that ranks cannot disagree about the count. Cost of a barrier: six messages from
-each rank to the store, 0.2 ms on one machine. A rank that has a rare fact to report sets a flag in the barrier, and the
+each rank to the store, 0.2 ms on one machine. A rank that has a rare fact to send sets a flag in the barrier, and the
 ranks exchange facts only if a flag is set.
 
 *In torch:* no such check. A ``state_dict()`` call on one rank ends in the backend's timeout, which names neither the
@@ -32,6 +33,7 @@ from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from minifsdp.engine import collectives, rank_checks
@@ -55,10 +57,10 @@ def groups_of(meshes: Iterable[MeshGroups]) -> list[Group]:
     """
     chosen = list(meshes)
     groups = [mesh.shard for mesh in chosen] + [mesh.replicate for mesh in chosen]
-    return list(dict.fromkeys(group for group in groups if group is not None and _can_talk(group)))
+    return list(dict.fromkeys(group for group in groups if group is not None and _communicates(group)))
 
 
-def _can_talk(group: Group) -> bool:
+def _communicates(group: Group) -> bool:
     # In a simulation, one process runs all ranks and nothing is sent.
     try:
         return bool(dist.get_backend(group.process_group) != "fake")
@@ -66,7 +68,7 @@ def _can_talk(group: Group) -> bool:
         return False
 
 
-def tell(groups: Sequence[Group], mine: T) -> dict[int, T]:
+def exchange(groups: Sequence[Group], mine: T) -> dict[int, T]:
     """Exchanges one value per rank; returns all values by global rank. All ranks of the groups must call it.
 
     With several groups, each exchange includes the values received in the previous ones.
@@ -92,7 +94,7 @@ def refuse_together(groups: Sequence[Group], problems: Sequence[str], opening: s
         StateDictMismatchError: some rank has a problem. The message lists the ranks of each problem.
     """
     who: dict[str, list[str]] = {}
-    for rank, found in tell(groups, list(problems)).items():
+    for rank, found in exchange(groups, list(problems)).items():
         for problem in found:
             who.setdefault(problem, []).append(f"rank {rank}")
     if not who:
@@ -116,8 +118,30 @@ def refuse_lacking(groups: Sequence[Group], mine: Iterable[str], opening: str = 
         StateDictMismatchError: some rank lacks something.
     """
     here = set(mine)
-    everywhere = set.union(*tell(groups, here).values())
+    everywhere = set.union(*exchange(groups, here).values())
     refuse_together(groups, sorted(everywhere - here), opening)
+
+
+def value_of_first_rank(value: T, mesh: MeshGroups) -> T:
+    """The first rank's value. It is broadcast to the first rank's replicas, and then in each of their shard groups."""
+    box = [value]
+    for group in (mesh.replicate, mesh.shard):
+        if group is not None:
+            collectives.call(dist.broadcast_object_list, group, box, group.ranks[0])
+    return box[0]
+
+
+def shard_of_first_rank(mesh: MeshGroups, bucket: torch.Tensor | None, mine: torch.Tensor) -> torch.Tensor:
+    """Fills ``mine`` from the first rank's ``bucket``: a scatter over its shard group, then a broadcast to replicas."""
+    if mesh.shard is None:
+        if bucket is not None:
+            mine.copy_(bucket)
+    elif mesh.replicate is None or mesh.replicate.rank == 0:
+        shards = None if bucket is None else list(bucket.chunk(mesh.shard.size))
+        collectives.call(dist.scatter, mesh.shard, mine, shards, mesh.shard.ranks[0])
+    if mesh.replicate is not None:
+        collectives.call(dist.broadcast, mesh.replicate, mine, mesh.replicate.ranks[0])
+    return mine
 
 
 def some(words: Sequence[str], most: int = MOST_LINES) -> str:
@@ -125,42 +149,42 @@ def some(words: Sequence[str], most: int = MOST_LINES) -> str:
     return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
 
-def monitored_barrier(groups: Sequence[Group], call: str, *, raises_hand: bool = False) -> list[Group]:
+def monitored_barrier(groups: Sequence[Group], call: str, *, has_facts: bool = False) -> list[Group]:
     """Waits until every rank of the groups has made the same call. All of them must call it.
 
     Args:
         groups: the groups to synchronize.
         call: the name of the call, for the message and for the keys in the store.
-        raises_hand: whether this rank has a fact to report. This is rare, so ranks exchange facts only if it is set.
+        has_facts: whether this rank has a fact to send. This is rare, so ranks exchange facts only if it is set.
 
     Returns:
-        The groups in which any rank has set ``raises_hand``; all ranks of a group return the same.
+        The groups in which any rank has set ``has_facts``; all ranks of a group return the same.
 
     Raises:
         RuntimeError: some rank did not arrive within the group's timeout. The message names the call and the ranks.
             Also raised if the ranks have issued different collectives before.
     """
     rank_checks.read_all()
-    return [group for group in groups if _meets_all(group, call, raises_hand)]
+    return [group for group in groups if _any_has_facts(group, call, has_facts)]
 
 
-def _meets_all(group: Group, call: str, raises_hand: bool) -> bool:
+def _any_has_facts(group: Group, call: str, has_facts: bool) -> bool:
     try:
-        return _wait_for_all(group, call, raises_hand)
+        return _wait_for_all(group, call, has_facts)
     except dist.DistNetworkError:
         # The host of the store has ended. The ranks of this group can still exchange values in collectives.
-        return any(tell([group], raises_hand).values())
+        return any(exchange([group], has_facts).values())
 
 
-def _wait_for_all(group: Group, call: str, raises_hand: bool) -> bool:
+def _wait_for_all(group: Group, call: str, has_facts: bool) -> bool:
     store = group.process_group.get_group_store()
     # The number of arrivals in all calls so far. No further call can complete before this rank arrives.
     arrived = f"minifsdp/{call}/arrived"
     number = store.add(arrived, 0) // group.size
     key = f"minifsdp/{call}/{number}"
     store.set(f"{key}/{group.rank}", "")
-    if raises_hand:
-        store.set(f"{key}/hand", "")
+    if has_facts:
+        store.set(f"{key}/facts", "")
     # With a counter, the number of messages per rank does not depend on the number of ranks.
     if store.add(arrived, 1) == (number + 1) * group.size:
         store.set(f"{key}/complete", "")
@@ -180,12 +204,10 @@ def _wait_for_all(group: Group, call: str, raises_hand: bool) -> bool:
             message("missing-ranks", call=call, ranks=ranks, missing=missing, seconds=seconds, report=report)
         ) from error
     store.delete_key(f"{key}/{group.rank}")
-    has_hands: bool = store.check([f"{key}/hand"])
-    if group.rank == 0 and number:
+    for mark in ("complete", "facts") if group.rank == 0 and number else ():
         # No rank waits for the previous call any more.
-        for mark in ("complete", "hand"):
-            store.delete_key(f"minifsdp/{call}/{number - 1}/{mark}")
-    return has_hands
+        store.delete_key(f"minifsdp/{call}/{number - 1}/{mark}")
+    return bool(store.check([f"{key}/facts"]))
 
 
 def _wait(store: Any, key: str, limit: timedelta) -> None:

@@ -4,75 +4,68 @@ A rank stores a *local shard* of a unit: a contiguous range of the bucket of all
 parameters, full or in rows. `UnitCodec` converts between both, for weights and for optimizer states alike. Worked
 example, a unit ``0`` with ``weight`` (2 x 3) and ``bias`` (3) on two ranks; rank 1 has the local shard ``w b b b .``::
 
-    row        all shards, all-gathered    w w w w w w b b b .
-    full       views of the bucket         0.weight 2 x 3, 0.bias 3
-    formed     in the requested form       full on the CPU; or rank 1's rows, 0.weight 1 x 3 and 0.bias 1
-    whole      full values from a dict     0.weight 2 x 3, 0.bias 3; rows are all-gathered, one parameter at a time
-    laid       in this rank's shard        w b b b .
+    bucket      all local shards, all-gathered   w w w w w w b b b .
+    full        views of the bucket              0.weight 2 x 3, 0.bias 3
+    in_form     in the requested form            full on the CPU; or rank 1's rows, 0.weight 1 x 3 and 0.bias 1
+    unsharded   full values from a dict          0.weight 2 x 3, 0.bias 3; rows are all-gathered one by one
+    copied      into this rank's shard           w b b b .
 
 Only one bucket at a time is unsharded. A local state dict contains the local shard unchanged: it is this rank's rows of
 one long parameter, the bucket itself.
 
-*In torch:* ``_state_dict_utils.py`` does this for the model's state, ``_optim_utils.py`` for the optimizer's.
+Keys are the names in the plain module, without the names that wrappers and activation checkpoints add to paths. So a
+model with other wrappers, or without any, can load the dict::
 
-Spec: SD-FULL-01, SD-SHARD-01, SD-CFG-18, OSD-01, OSD-06.
+    path in the tree    0._fsdp_wrapped_module._checkpoint_wrapped_module.weight
+    key                 0.weight
+
+Names are computed on every call, because an activation checkpoint may have been added since the construction. A module
+that is in the tree twice is saved twice.
+
+*In torch:* ``_state_dict_utils.py`` converts the model's state, ``_optim_utils.py`` the optimizer's.
+
+Spec: SD-FULL-01, SD-SHARD-01, SD-CFG-18, OSD-01, OSD-03, OSD-06, OSD-08, OSD-09, NAMES-10.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import copy
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import is_tensor_like
 
-from minifsdp.checkpoint import chunks
-from minifsdp.checkpoint.names import names_in_state
-from minifsdp.checkpoint.state_dict_options import OptimStateDictConfig, StateDictConfig, StateDictType
+from minifsdp.checkpoint import tensors
+from minifsdp.checkpoint.state_dict_options import Form
 from minifsdp.engine import collectives
 from minifsdp.engine.flat_params import FLAT_NAME
 from minifsdp.engine.flat_tensor import local_values
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import detail
-from minifsdp.fsdp1.wrapper import Wrapper
+from minifsdp.fsdp1.full_params import check_idle
+from minifsdp.fsdp1.wrapper import PREFIX, Wrapper
+
+CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 
 
-@dataclass(frozen=True)
-class Form:
-    """The form in which values are saved or loaded.
+def plain_path(path: str) -> str:
+    """A path without the names that wrappers and activation checkpoints add."""
+    return path.replace(CHECKPOINT_PREFIX, "").replace(PREFIX, "")
 
-    Attributes:
-        type: full values, this rank's rows, or the local shard.
-        offload: values are moved to the CPU; otherwise they stay on their device.
-        first_only: only the first rank gets the result, or provides the dict to load.
-        use_dtensor: rows are wrapped as ``DTensor`` also if the wrapper was not given a mesh; otherwise as
-            ``ShardedTensor``.
-    """
 
-    type: StateDictType = StateDictType.FULL_STATE_DICT
-    offload: bool = True
-    first_only: bool = False
-    use_dtensor: bool = False
+def dotted(path: str) -> str:
+    """The plain prefix of names inside the module at ``path``."""
+    return plain_path(path + ".").removeprefix(".")
 
-    @classmethod
-    def of(cls, type: StateDictType | None, config: StateDictConfig | OptimStateDictConfig | None) -> Form:
-        """The form for a model's settings; a model without units has no settings and gets the full form."""
-        if type is None or config is None:
-            return cls()
-        return cls(type, config.offload_to_cpu, getattr(config, "rank0_only", False), config.use_dtensor)
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether values are rows."""
-        return self.type is StateDictType.SHARDED_STATE_DICT
-
-    @property
-    def is_local(self) -> bool:
-        """Whether the value is the unit's local shard."""
-        return self.type is StateDictType.LOCAL_STATE_DICT
+def rename(state: MutableMapping[str, Any], old: str, new: str) -> None:
+    """Replaces the prefix ``old`` by ``new``. Renamed keys keep their order, but move behind all other keys."""
+    for key in [key for key in state if key.startswith(old)]:
+        state[new + key.removeprefix(old)] = state.pop(key)
 
 
 class UnitCodec:
@@ -86,6 +79,8 @@ class UnitCodec:
         keys: number and key of each parameter, once for each place in the tree.
         local_key: the key of the local shard in a local state dict.
         flat_key: the name of the flat parameter, if there is one; also the key of the shard in local dicts of torch.
+        is_flat: whether the optimizer has one flat parameter for all.
+        keeps_shapes: whether the optimizer has unsharded original parameters, whose states may have any shape.
     """
 
     def __init__(self, wrapper: Wrapper, prefix: str) -> None:
@@ -95,65 +90,78 @@ class UnitCodec:
         self.mesh: MeshGroups = unit.plan.mesh
         self.group: Group | None = self.mesh.shard
         self.shapes, self._sharding = self.layout.shapes, self.layout.sharding
-        self.keys = [(number, prefix + name) for number, name in names_in_state(unit, wrapper.module)]
         self.prefix, self.local_key, self.flat_key = prefix, prefix + "flat_param", prefix + FLAT_NAME
+        self.is_flat = not self.layout.use_orig_params
+        self.keeps_shapes = self.group is None and not self.is_flat
+        places: dict[nn.Module, list[tuple[int, str]]] = {}
+        for number, owned in enumerate(self.layout.parameters):
+            for slot in owned.attributes:
+                places.setdefault(slot.module, []).append((number, slot.name))
+        paths = wrapper.module.named_modules(remove_duplicate=False)
+        self.keys = [(n, prefix + dotted(path) + name) for path, m in paths for n, name in places.get(m, [])]
 
-    # --- ranges of a parameter's elements ---
+    @cached_property
+    def names(self) -> list[str]:
+        """By number, the key under which each parameter is found first, as in ``named_parameters()``."""
+        first = dict(reversed(self.keys))
+        return [first[number] for number in range(len(self.shapes))]
+
+    @cached_property
+    def owners(self) -> list[nn.Parameter]:
+        """By number, the optimizer's parameter: the same flat parameter for all, or a local shard for each."""
+        owned: list[nn.Parameter] = self.layout.local_parameters()
+        return owned * len(self.shapes) if self.is_flat else owned
 
     @cached_property
     def places(self) -> list[slice]:
         """By number, the range of the parameter's elements in this rank's shard; may be empty."""
         return self._sharding.param_ranges(self.mesh.shard_index)
 
-    def is_here(self, number: int) -> bool:
-        """Whether this rank has an element of the parameter."""
-        return bool(self.places[number].stop > self.places[number].start)
-
-    def has_part(self, index: int, number: int) -> bool:
-        """Whether the rank at position ``index`` of the shard group has an element of the parameter."""
-        part = self._sharding.range_in_param(index, number)
-        return bool(part.stop > part.start)
+    def holds(self, number: int, index: int | None = None) -> bool:
+        """Whether a rank has an element of the parameter: this one, or the one at ``index`` of the shard group."""
+        held = self._sharding.range_in_param(self.mesh.shard_index if index is None else index, number)
+        return bool(held.stop > held.start)
 
     # --- from shards to values ---
 
-    def empty_row(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def empty_bucket(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """An uninitialized bucket on the compute device, and this rank's shard as a view of it, filled with zeros."""
-        row = torch.empty(self._sharding.padded_numel, dtype=dtype, device=self.layout.device)
-        local_shard = row[self._sharding.shard_range(self.mesh.shard_index)]
-        return row, local_shard.zero_()
+        bucket = torch.empty(self._sharding.padded_numel, dtype=dtype, device=self.layout.device)
+        return bucket, bucket[self._sharding.shard_range(self.mesh.shard_index)].zero_()
 
-    def all_gather(self, row: torch.Tensor, local_shard: torch.Tensor) -> list[torch.Tensor]:
-        """All-gathers the shards of all ranks into a bucket. All ranks of the shard group must call it.
+    def all_gather(self, bucket: torch.Tensor, shard: torch.Tensor) -> list[torch.Tensor]:
+        """All-gathers the local shards into a bucket. All ranks of the shard group must call it.
 
         Args:
-            row: the bucket, from `empty_row`.
-            local_shard: this rank's shard; it may be a view of the bucket.
+            bucket: from `empty_bucket`.
+            shard: this rank's shard; it may be a view of the bucket.
 
         Returns:
             The parameters as views of the bucket, in their shapes.
         """
         if self.group is None:
-            row.copy_(local_shard)
+            bucket.copy_(shard)
         else:
-            collectives.all_gather(self.group, row, local_shard.to(row.device)).wait()
-        return self.layout.views_of(row)
+            collectives.all_gather(self.group, bucket, shard.to(bucket.device)).wait()
+        return self.layout.views_of(bucket)
 
-    def formed(self, full: torch.Tensor, form: Form, device: torch.device) -> Any:
+    def in_form(self, full: torch.Tensor, form: Form, device: torch.device) -> Any:
         """A copy of a full value in the requested form; on ``device`` unless it is offloaded."""
         device = torch.device("cpu") if form.offload else device
-        if not form.is_sharded or self.group is None or not chunks.is_cut(full.shape):
+        if not form.is_sharded or self.group is None or not tensors.has_rows(full.shape):
             return full.to(device, copy=True)
         # Split before the copy to the CPU, so that only this rank's rows are copied.
         # If the wrapper was given a mesh, values are DTensors by default.
         if self._wrapper.device_mesh is not None or form.use_dtensor:
-            return chunks.as_dtensor(full, self.group, self._device_mesh, device)
-        return chunks.as_sharded_tensor(chunks.rows_of(full, self.group).to(device, copy=True), full.shape, self.group)
+            return tensors.as_dtensor(full, self.group, self._device_mesh, device)
+        rows = tensors.rows_of(full, self.group).to(device, copy=True)
+        return tensors.as_sharded_tensor(rows, full.shape, self.group)
 
     def local_shard(self, form: Form) -> Any:
         """A copy of this rank's shard for a local state dict."""
-        local_shard = self.layout.local_values().to("cpu" if form.offload else self.layout.device, copy=True)
-        row = torch.Size([self._sharding.padded_numel])
-        return local_shard if self.group is None else chunks.as_sharded_tensor(local_shard, row, self.group)
+        shard = self.layout.local_values().to("cpu" if form.offload else self.layout.device, copy=True)
+        size = torch.Size([self._sharding.padded_numel])
+        return shard if self.group is None else tensors.as_sharded_tensor(shard, size, self.group)
 
     @cached_property
     def _device_mesh(self) -> Any:
@@ -167,35 +175,108 @@ class UnitCodec:
     def misfit(self, number: int, key: str, value: Any, form: Form, *, any_shape: bool = False) -> Iterator[str]:
         """Describes the problem of a value that a state dict has for a parameter. Nothing is communicated."""
         shape = tuple(self.shapes[number])
-        is_rows = chunks.local_rows(value) is not None
         if not is_tensor_like(value):
             yield detail("no-tensor", key=key, type=type(value).__name__)
-        elif is_rows and not form.is_sharded:
-            yield detail("full-expected", where=key, type=type(value).__name__)
         elif tuple(value.size()) != shape and not any_shape:
             yield detail("size-mismatch-of-unit", key=key, shape=shape, found=tuple(value.size()))
-        elif is_rows and tuple(value.size()) == shape:
-            yield from chunks.misplaced_rows(value, key, self.group)
+        else:
+            yield from tensors.misplaced_rows(value, key, self.group, is_sharded=form.is_sharded)
 
-    def given_local_shard(self, state: Mapping[str, Any]) -> torch.Tensor | None:
+    def given_shard(self, state: Mapping[str, Any]) -> torch.Tensor | None:
         """This rank's shard in a local state dict, under either of its keys; ``None`` if there is none."""
         given = [state[key] for key in (self.local_key, self.flat_key) if key in state]
-        return chunks.on_this_rank(given[0]) if given else None
+        return tensors.on_this_rank(given[0]) if given else None
 
-    def whole(self, value: Any) -> torch.Tensor:
+    def unsharded(self, value: Any) -> torch.Tensor:
         """The full tensor of a value in a state dict. Rows are all-gathered: all ranks of the shard group must call it.
 
-        With tensor parallelism it is the part that the shard group has together.
+        With tensor parallelism, it is the tensor that the shard group shares.
         """
-        if chunks.local_rows(value) is not None:
-            return chunks.gathered_rows(value, self.group, self.layout.device)
+        if tensors.local_rows(value) is not None:
+            return tensors.gathered_rows(value, self.group, self.layout.device)
         if isinstance(value, torch.Tensor):
             return value
         # A lazy tensor of a framework that reads files late provides its values in `copy_`.
         return torch.empty(tuple(value.size()), dtype=value.dtype).copy_(value)
 
-    def lay(self, full: torch.Tensor, number: int, local_shard: torch.Tensor) -> None:
-        """Copies this rank's elements of a full parameter to their range in ``local_shard``, without communication."""
-        elements = local_values(full.detach(), self.layout.specs[number], self.layout.local_shapes[number])
-        part = self._sharding.range_in_param(self.mesh.shard_index, number)
-        local_shard[self.places[number]].copy_(elements.reshape(-1)[part])
+    def copy_into(self, shard: torch.Tensor, values: Mapping[int, Any]) -> torch.Tensor:
+        """Copies this rank's elements of values, given by number, into ``shard``. Rows are all-gathered one by one."""
+        for number, value in values.items():
+            elements = local_values(
+                self.unsharded(value).detach(), self.layout.specs[number], self.layout.local_shapes[number]
+            ).reshape(-1)
+            held = self._sharding.range_in_param(self.mesh.shard_index, number)
+            shard[self.places[number]].copy_(elements[held])
+        return shard
+
+
+class ParameterNames:
+    """Maps each parameter of an optimizer to original parameters by name.
+
+    In a wrapped model, the optimizer's parameters are shards: one flat parameter for a whole unit, or one local shard
+    of each original parameter. Worked example, the unit of the module's head, on rank 1::
+
+        use_orig_params   the optimizer owns         original names               elements in the local shard
+        False             _flat_param, 5 elements    0.weight, 0.bias             0:1, 1:4
+        True              weight, 1 element          0.weight                     0:1
+                          bias, 3 elements           0.bias                       1:4
+
+    Args:
+        model: a wrapper, or a module that contains wrappers. Nothing is communicated.
+
+    Attributes:
+        units: the units of the wrappers, outer ones first.
+        outside: names of parameters that belong to no unit: of plain modules around the wrappers, and ignored ones.
+        of: the original names of each parameter that an optimizer may have.
+        owners: by original name, the optimizer's parameter.
+        current_names: the names of parameters in the wrapped model.
+        by_name: parameters by both kinds of names.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.units: list[UnitCodec] = []
+        self.of: dict[nn.Parameter, list[str]] = {}
+        for path, wrapper in model.named_modules():
+            if isinstance(wrapper, Wrapper) and wrapper._unit is not None:
+                wrapper._mend()
+                check_idle(wrapper._unit)
+                self.units.append(UnitCodec(wrapper, dotted(path)))
+        for unit in self.units:
+            for owner, name in zip(unit.owners, unit.names, strict=True):
+                self.of.setdefault(owner, []).append(name)
+        # After a forward with SHARD_GRAD_OP, modules have other objects than the optimizer, so names are compared.
+        owned = {key: unit.owners[number] for unit in self.units for number, key in unit.keys}
+        current = {name: owned.get(plain_path(name), parameter) for name, parameter in model.named_parameters()}
+        self.outside = {parameter: plain_path(name) for name, parameter in current.items() if parameter not in self.of}
+        self.of.update({parameter: [name] for parameter, name in self.outside.items()})
+        self.owners = {name: owner for owner, names in self.of.items() for name in names}
+        self.current_names = {parameter: name for name, parameter in current.items()}
+        self.by_name = {**{plain_path(name): parameter for name, parameter in current.items()}, **current}
+
+    def behind(self, parameters: Iterable[nn.Parameter]) -> list[str]:
+        """The original names of parameters of the optimizer."""
+        return [name for parameter in parameters for name in self.of[parameter]]
+
+    def unknown(self, parameters: Iterable[nn.Parameter]) -> list[str]:
+        """Describes the problem if an optimizer has parameters that the model does not have."""
+        shapes = [tuple(parameter.shape) for parameter in parameters if parameter not in self.of]
+        return [detail("foreign-parameters", number=len(shapes), shapes=shapes[:5])] if shapes else []
+
+
+def parameters_of(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """The parameters of all groups in order; in a state dict, their keys."""
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def regrouped(group: Mapping[str, Any], params: list[Any], param_names: Sequence[str] | None) -> dict[str, Any]:
+    """A group with copies of the settings of ``group``, for other parameters or keys.
+
+    Args:
+        group: of an optimizer or of a state dict.
+        params: the parameters or keys of the new group.
+        param_names: names to store in the group; ``None`` if the optimizer stores none.
+    """
+    settings = copy.deepcopy({key: value for key, value in group.items() if key not in ("params", "param_names")})
+    if param_names is not None:
+        settings["param_names"] = list(param_names)
+    return {**settings, "params": params}

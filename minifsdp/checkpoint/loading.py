@@ -1,13 +1,13 @@
 """Checks before ``load_state_dict`` on a model of ``fully_shard``, for mistakes that could otherwise go unnoticed.
 
-A sharded model loads a dict of DTensors. Three mistakes are common:
+A sharded model saves and loads a dict of DTensors, with the code of ``nn.Module``. Three mistakes are common:
 
 * *a plain dict* of full tensors: PyTorch cannot copy them into a DTensor, and lists an error about mixed types per key;
 * *a model on the meta device*: copying into it succeeds and does nothing;
 * *DTensors over other ranks*, or over the same ranks in another order: PyTorch cannot copy them, and with
   ``assign=True`` it treats another rank's rows as its own.
 
-This module detects all three, for the whole model, before the first value is copied. As a help for debugging,
+`check_before_load` detects all three, for the whole model, before the first value is copied. As a help for debugging,
 ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` accepts the first one: every rank shards the full tensors itself.
 
 *In torch:* the first ends in an error for each key, the second in a warning, the third in an error that names no ranks,
@@ -17,7 +17,6 @@ Spec: FS2-SD-04, FS2-SD-05, FS2-SD-14, NEW-21.
 """
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torch._C._distributed_c10d import DebugLevel, get_debug_level
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from minifsdp.checkpoint.agreement import some
+from minifsdp.checkpoint.tensors import placement_of
 from minifsdp.engine.messages import message
 from minifsdp.engine.rank_checks import read_all
 from minifsdp.engine.unit import Unit
@@ -48,9 +48,7 @@ def _show_sharded(unit: Unit, *_: Any) -> None:
     unit.reshard()
 
 
-def check_before_load(
-    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
-) -> None:
+def check_before_load(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *rest: Any) -> None:
     """A hook before ``load_state_dict``. All units of ``module`` are resharded.
 
     This includes units without a key in the dict, so that ranks issue the same all-gathers even if only one raised.
@@ -66,35 +64,29 @@ def check_before_load(
     now = {key: module.get_parameter(key.removeprefix(prefix)) for key in shown if key in state}
     sharded = {key: parameter for key, parameter in now.items() if isinstance(parameter, DTensor)}
     assigns = metadata.get("assign_to_params_buffers", False)
-    _refuse_other_cuts(sharded, state, with_placements=assigns)
+    for key, parameter in sharded.items():
+        _check_sharding(key, parameter, state[key], with_placements=assigns)
     on_meta = [key for key, parameter in sharded.items() if parameter.device.type == "meta"]
     if on_meta and not assigns:
         raise RuntimeError(message("load-into-meta", parameters=some([repr(key) for key in on_meta], 3)))
-    whole = [key for key in sharded if not isinstance(state[key], DTensor)]
+    unsharded = [key for key in sharded if not isinstance(state[key], DTensor)]
     # After an evaluation the root is unsharded, and PyTorch's functions then pass full tensors for it.
     helps = get_debug_level() == DebugLevel.DETAIL
-    may_be_whole = {key for key in whole if helps or not isinstance(shown[key], DTensor)}
-    refused = [repr(key) for key in whole if key not in may_be_whole or not isinstance(state[key], torch.Tensor)]
+    allowed = {key for key in unsharded if helps or not isinstance(shown[key], DTensor)}
+    refused = [repr(key) for key in unsharded if key not in allowed or not isinstance(state[key], torch.Tensor)]
     if refused:
         raise RuntimeError(message("load-whole", tensors=some(refused, 3)))
-    for key in whole:
+    for key in unsharded:
         parameter = sharded[key]
         value = state[key].to(parameter.device)
         # Every rank has the full tensor, so no communication is needed.
         state[key] = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
-def _refuse_other_cuts(sharded: Mapping[str, DTensor], state: dict[str, Any], *, with_placements: bool) -> None:
-    for key, parameter in sharded.items():
-        value = state[key]
-        if not isinstance(value, DTensor):
-            continue
-        is_elsewhere = value.device_mesh != parameter.device_mesh
-        # A copy redistributes over the same ranks; with `assign=True` the tensor replaces the parameter unchanged.
-        if is_elsewhere or (with_placements and value.placements != parameter.placements):
-            raise RuntimeError(message("load-other-cut", key=key, expected=_cut_how(parameter), found=_cut_how(value)))
-
-
-def _cut_how(tensor: DTensor) -> str:
-    ranks = tensor.device_mesh.mesh.tolist()
-    return f"shape {tuple(tensor.shape)} on ranks {ranks} with placements {tensor.placements}"
+def _check_sharding(key: str, parameter: DTensor, value: Any, *, with_placements: bool) -> None:
+    # A copy redistributes over the same ranks; with `assign=True` the tensor replaces the parameter unchanged.
+    if isinstance(value, DTensor) and (
+        value.device_mesh != parameter.device_mesh or (with_placements and value.placements != parameter.placements)
+    ):
+        expected, found = (f"shape {tuple(tensor.shape)} {placement_of(tensor)}" for tensor in (parameter, value))
+        raise RuntimeError(message("load-other-cut", key=key, expected=expected, found=found))

@@ -1,4 +1,4 @@
-"""Saving the optimizer's state: from shards on each rank to original parameters by name.
+"""Saving the optimizer's state: from local shards on each rank to original parameters by name.
 
 An optimizer does not know that its parameters are shards. Adam keeps two averages for each element of its parameters,
 so rank 0 has the averages of rank 0's elements, under a number that means "my first parameter". Such a dict is not
@@ -9,14 +9,15 @@ Worked example, Adam after one step, one unit with ``weight`` (2 x 3) and ``bias
 
     optim.state_dict() on rank 0    {0: {"step": 1, "exp_avg": [w w w w w]}}
     optim.state_dict() on rank 1    {0: {"step": 1, "exp_avg": [w b b b .]}}
-    result of `write`               {"weight": {"step": 1, "exp_avg": 2 x 3}, "bias": {"step": 1, "exp_avg": 3}}
+    result of `save`                {"weight": {"step": 1, "exp_avg": 2 x 3}, "bias": {"step": 1, "exp_avg": 3}}
 
-1. *Classify the states.* A tensor with the parameter's own shape has a value *per element* and is sharded like the
-   parameter. Any other state, such as Adam's ``step``, a number or ``None``, applies to the *whole* parameter and is
-   copied.
-2. *Compare the ranks.* Ranks exchange the names and dtypes of their states in one message. A rank with no element of
-   a parameter has no state for it; a unit without gradients has none on any rank. If a rank lacks a state that it
-   should have, or has another ``step``, all ranks raise an error (see ``optim_state_facts.py``).
+1. *Describe the states by facts.* A tensor with the parameter's own shape has a value *per element* and is sharded like
+   the parameter. Its fact is its dtype. Any other state, such as Adam's ``step``, a number or ``None``, applies to the
+   *whole* parameter. Its fact is its value.
+2. *Compare the ranks.* An all-gather needs all ranks of a group, with equal dtypes. So the ranks of each shard group
+   first exchange their facts in one message. A rank with no element of a parameter has no state for it; a unit without
+   gradients has none on any rank. If a rank lacks a state that it should have, or has another ``step``, all ranks raise
+   an error that lists the facts.
 3. *All-gather one state of one unit at a time.* The local shards are all-gathered into a bucket, the bucket is split
    into parameters, each one is copied in the requested form (full, or this rank's rows), and the bucket is freed. So
    there is at most one bucket in addition to the result. A rank that gets no result takes part and keeps nothing.
@@ -30,28 +31,31 @@ Spec: OSD-01 to OSD-10, HYB-10, MP-04.
 """
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 from minifsdp.checkpoint import agreement
-from minifsdp.checkpoint.codec import Form
-from minifsdp.checkpoint.optim_state_facts import States, copied, each_state, facts_of_all_ranks
-from minifsdp.checkpoint.optim_state_names import ParameterNames, UnitNames, regrouped
-from minifsdp.engine.messages import message, rank_of_this_process, warn
+from minifsdp.checkpoint.codec import ParameterNames, UnitCodec, parameters_of, regrouped
+from minifsdp.checkpoint.state_dict_options import Form
+from minifsdp.engine.mesh import MeshGroups
+from minifsdp.engine.messages import detail, message, rank_of_this_process, warn
+
+# By parameter of the optimizer, by name of the state.
+States = Mapping[nn.Parameter, Mapping[str, Any]]
+# For one unit: by number of the parameter and name of the state, its fact or its converted value.
+Facts = dict[int, dict[str, Any]]
 
 
 @torch.no_grad()
-def write(
-    model: nn.Module,
-    optimizer: Any,
-    given: Mapping[str, Any],
-    form: Form,
-    group: dist.ProcessGroup | None = None,
+def save(
+    model: nn.Module, optimizer: Any, given: Mapping[str, Any], form: Form, group: dist.ProcessGroup | None = None
 ) -> dict[str, Any]:
     """The optimizer's state by original names. All ranks of the model's groups must call it.
 
@@ -72,16 +76,15 @@ def write(
     names = ParameterNames(model)
     groups = agreement.groups_of(unit.mesh for unit in names.units)
     agreement.monitored_barrier(groups, "optim_state_dict()")
-    keys, problems = names.keys(optimizer, given)
+    keys, problems = _parameters_by_key(names, optimizer, given)
     states = {keys[key]: entries for key, entries in given["state"].items() if key in keys}
-    # 1. and 2.
-    by_unit, differences = facts_of_all_ranks(names, states)
+    by_unit, differences = _facts_of_all_ranks(names, states)
     # A rank whose keys are invalid seems to lack all states, so its own problems are listed first.
     agreement.refuse_together(groups, [*problems, *differences])
     is_wanted = not form.first_only or _is_first(names, group)
     found: dict[Any, Any] = {}
     for unit, facts in zip(names.units, by_unit, strict=True):
-        by_number = each_state(facts, _Writing(unit, states, form if is_wanted else None).values)
+        by_number = each_state(facts, partial(_in_form, unit, states, form if is_wanted else None))
         found.update({unit.names[number]: entries for number, entries in by_number.items()})
     if not is_wanted:
         return {}
@@ -93,7 +96,11 @@ def write(
     state = {**found, **_unknown(given["state"], keys)}
     if "param_groups" not in given:
         return {"state": state}
-    return {"state": state, "param_groups": _named_groups(given["param_groups"], keys, names)}
+    named_groups = []
+    for own in given["param_groups"]:
+        originals = names.behind(keys[key] for key in own["params"])
+        named_groups.append(regrouped(own, originals, originals if "param_names" in own else None))
+    return {"state": state, "param_groups": named_groups}
 
 
 def _is_first(names: ParameterNames, group: dist.ProcessGroup | None) -> bool:
@@ -102,60 +109,189 @@ def _is_first(names: ParameterNames, group: dist.ProcessGroup | None) -> bool:
     return names.units[0].mesh.is_first if names.units else rank_of_this_process() == 0
 
 
-# ---- 3. unit by unit, one state at a time ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Writing:
-    """The conversion of one unit's states.
-
-    Attributes:
-        unit: the unit.
-        states: of this rank's optimizer.
-        form: the form of the result; ``None`` on a rank that takes part and keeps nothing.
-    """
-
-    unit: UnitNames
-    states: States
-    form: Form | None
-
-    def values(self, key: str, dtype: torch.dtype, numbers: Sequence[int]) -> dict[int, Any]:
-        """One state of some parameters. Issues an all-gather: all ranks of the unit's shard group must call it."""
-        unit, form = self.unit, self.form
-        full = self._own(key, numbers) if unit.keeps_shapes else self._gathered(key, dtype, numbers)
-        device = unit.layout.local_values().device
-        return {} if form is None else {number: unit.formed(full[number], form, device) for number in numbers}
-
-    def _own(self, key: str, numbers: Iterable[int]) -> dict[int, torch.Tensor]:
-        return {number: self.states[self.unit.owners[number]][key] for number in numbers}
-
-    def _gathered(self, key: str, dtype: torch.dtype, numbers: Sequence[int]) -> list[torch.Tensor]:
-        unit = self.unit
-        row, local_shard = unit.empty_row(dtype)
-        # Filled in place in the bucket, so that the all-gather needs no additional memory for the shard.
-        for number, own in self._own(key, filter(unit.is_here, numbers)).items():
-            place = unit.places[number]
-            # The state of a flat parameter already has the layout of the local shard.
-            local_shard[place].copy_(own[place] if unit.is_flat else own)
-        return unit.all_gather(row, local_shard)
-
-
-# ---- 4. the parameter groups, and other entries ---------------------------------------------------------------------
-
-
-def _named_groups(
-    given: Sequence[Mapping[str, Any]], keys: Mapping[Any, nn.Parameter], names: ParameterNames
-) -> list[dict[str, Any]]:
-    groups = []
-    for group in given:
-        originals = names.behind(keys[key] for key in group["params"])
-        groups.append(regrouped(group, originals, originals if "param_names" in group else None))
-    return groups
-
-
 def _unknown(given: Mapping[Any, Any], keys: Mapping[Any, nn.Parameter]) -> dict[Any, Any]:
     """Copies entries that the user has added to the state under other keys; they become part of the result."""
     unknown = {key: copy.deepcopy(value) for key, value in given.items() if key not in keys}
     if unknown:
         warn(message("unknown-optimizer-keys", keys=sorted(map(str, unknown))))
     return unknown
+
+
+def _parameters_by_key(
+    names: ParameterNames, optimizer: Any, given: Mapping[str, Any]
+) -> tuple[dict[Any, nn.Parameter], list[str]]:
+    """Maps the keys of the optimizer's own state dict, numbers or names, to parameters. Also returns the problems.
+
+    If there are problems, the map is empty.
+    """
+    parameters = parameters_of(optimizer.param_groups)
+    keys = parameters_of(given["param_groups"]) if "param_groups" in given else list(range(len(parameters)))
+    strangers = [key for key in keys if isinstance(key, str) and key not in names.by_name]
+    problems = names.unknown(parameters)
+    if len(keys) != len(parameters):
+        problems.append(detail("own-count", expected=len(parameters), found=len(keys)))
+    elif strangers:
+        problems.append(detail("own-names", strangers=strangers[:5]))
+    return {} if problems else {**dict(zip(keys, parameters, strict=True)), **names.by_name}, problems
+
+
+# ---- 1. facts -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PerElement:
+    """A state with one value per element of the parameter. Other ranks only need its dtype.
+
+    Attributes:
+        shape: a shape that is not the parameter's. Such a tensor cannot be sharded, so only unsharded parameters may
+            have one.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...] | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, repr=False)
+class Number:
+    """A state that is a 0-d tensor: one value for the whole parameter."""
+
+    dtype: torch.dtype
+    value: Any
+
+    def __repr__(self) -> str:
+        return f"{self.value} ({self.dtype})"
+
+
+def facts_of(entries: Mapping[str, Any], shape: Sequence[int], elementwise: Container[str]) -> dict[str, Any]:
+    """The facts of one parameter by name of the state.
+
+    Args:
+        entries: the states.
+        shape: of the parameter.
+        elementwise: names of states that are per element if both the state and the parameter are 0-d.
+    """
+    facts: dict[str, Any] = {}
+    for key, value in entries.items():
+        if not isinstance(value, torch.Tensor):
+            facts[key] = value
+        elif value.ndim == 0 and (shape or key not in elementwise):
+            facts[key] = Number(value.dtype, value.item())
+        else:
+            found = tuple(value.size())
+            facts[key] = PerElement(value.dtype, None if found == tuple(shape) else found)
+    return facts
+
+
+def copied(value: Any, *, offload: bool = False) -> Any:
+    """A copy of a value in its own memory, because an optimizer increments its step counter in place."""
+    if isinstance(value, Number):
+        return torch.tensor(value.value, dtype=value.dtype)
+    if isinstance(value, torch.Tensor):
+        return value.to("cpu" if offload else value.device, copy=True)
+    # Also copies lists of tensors: some optimizers keep a history.
+    return copy.deepcopy(value)
+
+
+# ---- 2. comparing ---------------------------------------------------------------------------------------------------
+
+
+def _facts_of_all_ranks(names: ParameterNames, states: States) -> tuple[list[Facts], list[str]]:
+    """The facts of each unit, the same on all ranks of its shard group, and a description of each mismatch."""
+    owners = {owner for unit in names.units for owner in unit.owners} & states.keys()
+    facts = {owner: facts_of(states[owner], owner.shape, elementwise=states[owner]) for owner in owners}
+    mine = [{n: facts[owner] for n, owner in enumerate(unit.owners) if owner in facts} for unit in names.units]
+    # Replicas have equal shards, so the facts of this rank's shard group are enough.
+    by_rank = agreement.exchange(agreement.groups_of(MeshGroups(unit.mesh.shard, None) for unit in names.units), mine)
+    merged: list[Facts] = [{} for _ in names.units]
+    problems: list[str] = []
+    for index, unit in enumerate(names.units):
+        ranks = [rank_of_this_process()] if unit.group is None else list(unit.group.ranks)
+        for number, name in enumerate(unit.names):
+            # A rank without an element of the parameter may have an empty state or none, so it is not compared.
+            holders = [rank for place, rank in enumerate(ranks) if unit.holds(number, place)]
+            there = {rank: by_rank[rank][index] for rank in holders or ranks}
+            told = {rank: by_number[number] for rank, by_number in there.items() if number in by_number}
+            if told:
+                merged[index][number] = next(iter(told.values()))
+                problems.extend(_mismatches(unit, name, holders, told))
+    return merged, problems
+
+
+def _mismatches(unit: UnitCodec, name: str, holders: list[int], told: dict[int, Any]) -> Iterator[str]:
+    """Describes how the facts of one parameter differ between ranks. Only ranks with an element are compared."""
+    lacking = [rank for rank in holders if rank not in told]
+    if lacking:
+        yield detail("state-on-some-ranks", name=name, having=list(told), lacking=lacking)
+    for key, first, rank in differences(told) if holders and not lacking else ():
+        expected, found = told[first].get(key), told[rank].get(key)
+        yield detail("state-differs", key=key, name=name, expected=expected, first=first, found=found, rank=rank)
+    for key, fact in next(iter(told.values())).items():
+        if isinstance(fact, PerElement) and fact.shape is not None and not unit.keeps_shapes:
+            yield detail("state-unfit", key=key, name=name, shape=fact.shape)
+
+
+def differences(told: Mapping[Any, Mapping[str, Any]]) -> Iterator[tuple[str, Any, Any]]:
+    """The states whose facts differ from the first ones: the state's name, and the keys of the two facts."""
+    first, *others = told or [None]
+    for other in others:
+        expected, found = told[first], told[other]
+        for key in sorted({*expected, *found}):
+            if key not in expected or key not in found or not _same(expected[key], found[key]):
+                yield key, first, other
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values for a whole parameter are equal; they may be lists or dicts of tensors."""
+    (mine, shape), (theirs, other_shape) = tree_flatten(one), tree_flatten(other)
+    return shape == other_shape and all(map(_equal, mine, theirs))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype is other.dtype and torch.equal(one, other)
+    return not isinstance(one, torch.Tensor) and not isinstance(other, torch.Tensor) and bool(one == other)
+
+
+# ---- 3. unit by unit, one state at a time ---------------------------------------------------------------------------
+
+
+def each_state(facts: Facts, values_of: Callable[[str, torch.dtype, list[int]], Mapping[int, Any]]) -> Facts:
+    """Converts the states of a unit, by number and name. A state that applies to a whole parameter is copied.
+
+    Args:
+        facts: the facts of the unit.
+        values_of: converts one state with a value per element; called for one state after the other. Gets the name, the
+            dtype and the numbers of the parameters that share one bucket, and returns a result for each number. Usually
+            a state has one dtype, but an optimizer may use another dtype for the biases than for the weights.
+    """
+    result = {number: {key: copied(fact) for key, fact in of.items()} for number, of in facts.items()}
+    buckets: dict[tuple[str, torch.dtype], list[int]] = {}
+    for number, of_parameter in facts.items():
+        for key, fact in of_parameter.items():
+            if isinstance(fact, PerElement):
+                buckets.setdefault((key, fact.dtype), []).append(number)
+    for (key, dtype), numbers in buckets.items():
+        for number, value in values_of(key, dtype, numbers).items():
+            result[number][key] = value
+    return result
+
+
+def _in_form(
+    unit: UnitCodec, states: States, form: Form | None, key: str, dtype: torch.dtype, numbers: list[int]
+) -> dict[int, Any]:
+    """The values of one state. Issues an all-gather: all ranks of the unit's shard group must call it.
+
+    With ``form=None``, this rank takes part and gets no values.
+    """
+    here = [number for number in numbers if unit.keeps_shapes or unit.holds(number)]
+    full: Any = {number: states[unit.owners[number]][key] for number in here}
+    if not unit.keeps_shapes:
+        # Filled in place in the bucket, so that the all-gather needs no additional memory for the shard.
+        bucket, shard = unit.empty_bucket(dtype)
+        for number, own in full.items():
+            place = unit.places[number]
+            # The state of a flat parameter already has the layout of the local shard.
+            shard[place].copy_(own[place] if unit.is_flat else own)
+        full = unit.all_gather(bucket, shard)
+    device = unit.layout.local_values().device
+    return {} if form is None else {number: unit.in_form(full[number], form, device) for number in numbers}

@@ -2,17 +2,16 @@
 
 The reverse of ``optim_state.py``. The result is accepted by ``optim.load_state_dict`` on this rank, for any number of
 ranks, any wrapping, and flat or original parameters. The checkpoint and the optimizer only need the same parameter
-names.
-
-Worked example, the unit of ``optim_state.py``, loaded on rank 1 of two, whose local shard is ``w b b b .``::
+names. Worked example, the unit of ``optim_state.py``, on rank 1 of two, whose local shard is ``w b b b .``::
 
     given     {"weight": {"step": 1, "exp_avg": 2 x 3}, "bias": {"step": 1, "exp_avg": 3}}
     flat      {0: {"step": 1, "exp_avg": [w b b b .]}}                           padding is filled with 0
     original  {0: {"step": 1, "exp_avg": [w]}, 1: {"step": 1, "exp_avg": [b b b]}}
 
-1. *Check.* The dict is compared with the optimizer before it is used: names, shapes, types, and the values that a flat
-   parameter can have only once. If any rank finds a problem, all ranks raise. After that all ranks have the facts
-   about the states (see ``optim_state_facts.py``), from their own dict or from the first rank.
+1. *Check.* An optimizer copies any dict, and the mistake shows up, if at all, as a slightly higher loss. So names,
+   shapes and types are compared with the optimizer. If all are valid, the values that a flat parameter stores only once
+   are compared with each other. If any rank finds a problem, all ranks raise. After that all ranks have the facts about
+   the states, from their own dict or from the first rank.
 2. *Local shards.* One state of one unit at a time. Three sources:
 
    * all ranks have full values: each rank copies its own shard, and nothing is communicated;
@@ -21,172 +20,253 @@ Worked example, the unit of ``optim_state.py``, loaded on rank 1 of two, whose l
    * all ranks have rows: they are all-gathered for one parameter at a time, and each rank copies its own shard.
 3. *Keys.* Numbers, counted over the optimizer's own groups, or names for optimizers that use names as keys.
 
-Missing states: a parameter may have no state because it never had a gradient. If no parameter of its unit has a state,
-this is assumed, and the unit starts without states. If others have one, the dict is more likely damaged. To confirm
-that it is intended, add an empty entry, ``optim_state_dict["state"][name] = {}``; a flat parameter then gets zeros.
+A parameter may have no state because it never had a gradient. If no parameter of its unit has a state, the unit starts
+without states. If others have one, the dict is more likely damaged. To confirm that it is intended, add an empty entry,
+``optim_state_dict["state"][name] = {}``; a flat parameter then gets zeros.
 
-*In torch:* ``_flatten_optim_state_dict`` and ``_rekey_sharded_optim_state_dict``. A dict that only the first rank has
-is broadcast in full, and only the rank that notices a problem raises.
+*In torch:* ``_flatten_optim_state_dict``. A dict that only the first rank has is broadcast in full. Values are checked
+when they are used, halfway through, and only one rank raises.
 
 Spec: OSD-LOAD-01 to OSD-LOAD-08.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import nn
 
-from minifsdp.checkpoint import agreement, chunks
-from minifsdp.checkpoint.optim_state_check import Target, check
-from minifsdp.checkpoint.optim_state_facts import Facts, Shaped, copied, each_state, facts_given, tensors_in
-from minifsdp.checkpoint.optim_state_names import ParameterNames, UnitNames, parameters_of, regrouped
-from minifsdp.engine import collectives
-from minifsdp.engine.mesh import MeshGroups
+from minifsdp.checkpoint import agreement, tensors
+from minifsdp.checkpoint.codec import ParameterNames, UnitCodec, parameters_of, regrouped
+from minifsdp.checkpoint.optim_state import Facts, copied, differences, each_state, facts_of
+from minifsdp.checkpoint.state_dict_options import Form, form_for_optimizer
 from minifsdp.engine.messages import detail, message
 
-T = TypeVar("T")
+
+class Target:
+    """The optimizer and the model that a dict is loaded for.
+
+    Args:
+        model, groups: the model, and the optimizer's own groups, with parameters under ``"params"``.
+        form: the form of the dict; with ``form.first_only`` only the first rank's dict is read.
+        by_name: whether the optimizer keys its state by the names that parameters have in the wrapped model.
+        own_keys: custom keys in the optimizer's state; the dict may contain them, too.
+        is_lenient: accept a dict that lacks parameters outside of all units.
+
+    Attributes:
+        names: the parameter names of the model.
+        keys: the keys of the parameters in the optimizer's own state dict: numbers, counted over its groups, or names.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Sequence[Mapping[str, Any]],
+        form: Form,
+        by_name: bool = False,
+        own_keys: Sequence[Any] = (),
+        is_lenient: bool = False,
+    ) -> None:
+        self.model, self.groups, self.form = model, groups, form
+        self.by_name, self.own_keys, self.is_lenient = by_name, own_keys, is_lenient
+        self.names = ParameterNames(model)
+        names = self.names.current_names if by_name else {}
+        self.keys: dict[nn.Parameter, Any] = {p: names.get(p, n) for n, p in enumerate(parameters_of(groups))}
+
+
+def load_for(model: nn.Module, optim: Any, given: Any, *, by_name: bool) -> dict[str, Any]:
+    """The dict for ``optim.load_state_dict``, from one in the form that is chosen for the model's optimizers."""
+    own_keys = [key for key in optim.state if not isinstance(key, nn.Parameter)]
+    return load(Target(model, optim.param_groups, form_for_optimizer(model), by_name, own_keys), given)
 
 
 @torch.no_grad()
-@chunks.unadvised()
-def read(target: Target, given: Any, *, talks: bool = True) -> dict[str, Any]:
+@tensors.no_deprecation_warning()
+def load(target: Target, given: Any, *, communicates: bool = True) -> dict[str, Any]:
     """The dict for the optimizer's ``load_state_dict`` on this rank. All ranks of the model's groups must call it.
 
     Args:
         target: the optimizer and its model.
         given: the state by original names; ignored on a rank whose dict is not read.
-        talks: whether ranks check the dict together; if False, nothing is communicated, and each rank checks alone.
+        communicates: whether ranks check the dict together; if False, each rank checks alone.
 
     Raises:
         StateDictMismatchError: the dict does not fit the model or the optimizer, or the optimizer does not fit the
-            model; on all ranks if ``talks``.
+            model; on all ranks if ``communicates``.
         ValueError: there is no unit in the model.
     """
     names, first_only = target.names, target.form.first_only
     if not names.units:
         raise ValueError(message("optimizer-without-fsdp", type=type(target.model).__name__))
-    groups = agreement.groups_of(unit.mesh for unit in names.units) if talks else []
+    groups = agreement.groups_of(unit.mesh for unit in names.units) if communicates else []
     agreement.monitored_barrier(groups, "optim_state_dict_to_load()")
     mesh = names.units[0].mesh
     # An empty dict fits any optimizer.
     source = given if not first_only or mesh.is_first else {"state": {}}
-    agreement.refuse_together(groups, names.unknown(parameters_of(target.groups)) or check(source, target))
+    agreement.refuse_together(groups, names.unknown(parameters_of(target.groups)) or _problems(source, target))
+    state = source["state"]
     if target.form.is_sharded:
         # They are all-gathered one by one, so each rank must have them, with the same dtype.
-        tensors = tensors_in(source["state"], names)
-        rows = [(name, key, tensor.dtype) for name, key, tensor in tensors if chunks.local_rows(tensor) is not None]
+        rows = [(n, k, t.dtype) for n, k, t in _tensors_in(state, names) if tensors.local_rows(t) is not None]
         agreement.refuse_lacking(groups, (detail("rows-lacking", name=n, key=k, dtype=d) for n, k, d in rows))
-    outline = _outline(source, names)
-    by_unit, rest, given_groups = _broadcast(outline, mesh) if first_only else outline
-    state: dict[Any, Any] = {}
-    for unit, facts in zip(names.units, by_unit, strict=True):
-        state.update(_Reading(unit, facts, source["state"], target).states())
-    state.update(_rest(rest, target))
-    if given_groups is None:
-        return {"state": state}
-    return {"state": state, "param_groups": _numbered_groups(given_groups, target)}
-
-
-# ---- 1. facts that all ranks need -----------------------------------------------------------------------------------
-
-
-def _outline(given: Mapping[str, Any], names: ParameterNames) -> tuple[list[Facts], dict[str, Any], Any]:
-    """The dict without the elements of units' states: facts by unit, all other entries, and the groups, if any."""
     in_units = {name for unit in names.units for name in unit.names}
-    rest = {name: entries for name, entries in given["state"].items() if name not in in_units}
-    return facts_given(names, given["state"]), rest, given.get("param_groups")
+    rest = {name: entries for name, entries in state.items() if name not in in_units}
+    outline = _facts_given(names, state), rest, source.get("param_groups")
+    by_unit, rest, given_groups = agreement.value_of_first_rank(outline, mesh) if first_only else outline
+    loaded: dict[Any, Any] = {}
+    for unit, facts in zip(names.units, by_unit, strict=True):
+        loaded.update(_Loading(unit, facts, state, target).states())
+    loaded.update(_rest(rest, target))
+    groups_too = {} if given_groups is None else {"param_groups": _numbered_groups(given_groups, target)}
+    return {"state": loaded, **groups_too}
 
 
-def _broadcast(value: T, mesh: MeshGroups) -> T:
-    """The first rank's value. It is broadcast to the first rank's replicas, and then in each of their shard groups."""
-    box = [value]
-    for group in (mesh.replicate, mesh.shard):
-        if group is not None:
-            collectives.call(dist.broadcast_object_list, group, box, group.ranks[0])
-    return box[0]
+# ---- 1. the check ---------------------------------------------------------------------------------------------------
+
+
+def _facts_given(names: ParameterNames, state: Mapping[str, Any]) -> list[Facts]:
+    """The facts of a dict for each unit, by parameter number. Nothing is communicated."""
+    found = [(key, tensor) for _, key, tensor in _tensors_in(state, names)]
+    # A 0-d value for a 0-d parameter is ambiguous. A state that has dimensions for any parameter is per element. If all
+    # parameters are 0-d, only the step counter is not.
+    elementwise = {key for key, tensor in found if tensor.ndim} or {key for key, _ in found if key != "step"}
+    return [
+        {n: facts_of(state[name], unit.shapes[n], elementwise) for n, name in enumerate(unit.names) if name in state}
+        for unit in names.units
+    ]
+
+
+def _tensors_in(state: Mapping[str, Any], names: ParameterNames) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """All tensors in a dict's parameter states, with the names of the parameter and the state."""
+    for name in names.owners:
+        for key, value in state.get(name, {}).items():
+            if isinstance(value, torch.Tensor):
+                yield name, key, value
+
+
+def _problems(given: Any, target: Target) -> list[str]:
+    """Describes each problem of a dict; the list is empty if the dict fits."""
+    if not isinstance(given, Mapping) or "state" not in given:
+        found = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
+        return [detail("state-missing", found=found)]
+    state, names = given["state"], target.names
+    numbers = [key for key in state if isinstance(key, int)]
+    if numbers:
+        return [detail("state-numbered", numbers=numbers[:3])]
+    for name in names.owners:
+        if not isinstance(state.get(name, {}), Mapping):
+            return [detail("state-no-dict", name=name, found=type(state[name]).__name__)]
+    units = list(zip(names.units, _facts_given(names, state), strict=True))
+    problems = [*_name_problems(given, target), *_tensor_problems(state, target)]
+    for unit, facts in units:
+        # If other parameters of the unit have states, a parameter without states needs an empty entry.
+        present = [unit.names[number] for number, of_parameter in facts.items() if of_parameter]
+        for number, owner in enumerate(unit.owners):
+            is_stepped = owner in target.keys and owner.requires_grad and unit.shapes[number].numel()
+            if present and number not in facts and is_stepped:
+                problems.append(detail("states-missing", name=unit.names[number], first=present[0]))
+    # Values are compared with each other only if each of them is valid.
+    return problems or [problem for unit, facts in units if unit.is_flat for problem in _stored_once(unit, facts)]
+
+
+def _name_problems(given: Mapping[str, Any], target: Target) -> Iterator[str]:
+    """Compares the groups of the dict with those of the optimizer, and finds parameters that only the dict has."""
+    state, names = given["state"], target.names
+    listed = {name: n for n, group in enumerate(given.get("param_groups", ())) for name in group["params"]}
+    optional = set(names.outside.values()) if target.is_lenient else set()
+    for index, group in enumerate(target.groups if "param_groups" in given else ()):
+        wanted = names.behind(group["params"])
+        yield from (detail("in-no-group", name=name) for name in wanted if name not in listed and name not in optional)
+        instances = {listed[name]: name for name in reversed(wanted) if name in listed}
+        if len(instances) > 1:
+            sources = sorted(instances)
+            yield detail("groups-differ", index=index, sources=sources, instances=[instances[s] for s in sources])
+    owned = {*names.behind(target.keys), *target.own_keys}
+    for name in dict.fromkeys([*listed, *state]):
+        # Custom entries are allowed if they do not look like the states of a parameter.
+        if name not in owned and (name in listed or name in names.owners or isinstance(state.get(name), Mapping)):
+            yield detail("state-superfluous", name=name)
+
+
+def _tensor_problems(state: Mapping[str, Any], target: Target) -> Iterator[str]:
+    """Whether each tensor has the right form and, if the shape is fixed, the right shape."""
+    names, is_sharded = target.names, target.form.is_sharded
+    # Parameters outside of all units may have been in one when the dict was written.
+    places: dict[str, Any] = dict.fromkeys(names.owners, (None, names.units[0].group))
+    for unit in names.units:
+        shapes = [None if unit.keeps_shapes else tuple(shape) for shape in unit.shapes]
+        places.update({name: (shape, unit.group) for name, shape in zip(unit.names, shapes, strict=True)})
+    found = [(f"optimizer state {key!r} of {name!r}", name, value) for name, key, value in _tensors_in(state, names)]
+    for where, name, tensor in found:
+        (shape, group), size = places[name], tuple(tensor.size())
+        if shape is not None and size not in ((), shape):
+            yield detail("shape-differs", where=where, shape=shape, found=size)
+        else:
+            yield from tensors.misplaced_rows(tensor, where, group, is_sharded=is_sharded)
+    if is_sharded:
+        sharded = {name for unit in names.units if unit.group is not None for name in unit.names}
+        yield from tensors.all_unsharded((where, tensor) for where, name, tensor in found if name in sharded)
+
+
+def _stored_once(unit: UnitCodec, facts: Facts) -> Iterator[str]:
+    """A flat parameter has each state once, so all parameters in it must have the same states with equal values."""
+    told = {unit.names[number]: of_parameter for number, of_parameter in facts.items() if of_parameter}
+    for key, first, name in differences(told):
+        there, other = (first, name) if key in told[first] else (name, first)
+        if key not in told[other]:
+            yield detail("state-lacking", key=key, lacking=other, there=there)
+        else:
+            expected, found = told[first][key], told[name][key]
+            yield detail("state-only-once", key=key, expected=expected, first=first, found=found, name=name)
 
 
 # ---- 2. local shards ------------------------------------------------------------------------------------------------
 
 
-class _Reading:
-    """Converts one unit's states of a checked dict.
+class _Loading:
+    """Converts one unit's states of a checked dict. The facts are the same on all ranks that exchange tensors.
 
     Args:
-        unit: the unit.
-        facts: the facts about its states; the same on all ranks that exchange tensors.
-        values: entries by name; empty on a rank whose dict is not read.
-        target: the optimizer and its model.
+        given: entries by name; empty on a rank whose dict is not read.
     """
 
-    def __init__(self, unit: UnitNames, facts: Facts, values: Mapping[str, Any], target: Target) -> None:
-        self.unit, self.facts, self.values, self.target = unit, facts, values, target
+    def __init__(self, unit: UnitCodec, facts: Facts, given: Mapping[str, Any], target: Target) -> None:
+        self.unit, self.facts, self.given, self.target = unit, facts, given, target
 
     def states(self) -> dict[Any, dict[str, Any]]:
         """The states to load, by the optimizer's keys. Communicates: all ranks of the unit's mesh must call it."""
+        unit, keys = self.unit, self.target.keys
         result: dict[Any, dict[str, Any]] = {}
+        # An optimizer creates no state for an empty shard. One that is keyed by names expects an entry for every name.
+        keeps_all = unit.is_flat or unit.keeps_shapes or self.target.by_name
         for number, entries in each_state(self.facts, self._values).items():
-            owner = self.unit.owners[number]
-            if entries and owner in self.target.keys and self._is_kept(number):
+            owner = unit.owners[number]
+            if entries and owner in keys and (keeps_all or unit.holds(number)):
                 # All parameters in a flat one have the same entries.
-                result.setdefault(self.target.keys[owner], entries)
+                result.setdefault(keys[owner], entries)
         return result
 
-    def _is_kept(self, number: int) -> bool:
-        # An optimizer creates no state for an empty shard, which never has a gradient. An optimizer that is keyed by
-        # names expects an entry for every name.
-        unit = self.unit
-        return unit.is_flat or unit.keeps_shapes or self.target.by_name or unit.is_here(number)
-
     def _values(self, key: str, dtype: torch.dtype, numbers: Sequence[int]) -> dict[int, torch.Tensor]:
-        unit = self.unit
+        unit, first_only, local = self.unit, self.target.form.first_only, self.unit.layout.local_values()
+        values = {n: self.given[unit.names[n]][key] for n in numbers if key in self.given.get(unit.names[n], {})}
         if unit.keeps_shapes:
-            return {number: self._whole(number, key) for number in numbers}
-        local_shard = self._local_shard(key, dtype, numbers)
-        return {number: local_shard if unit.is_flat else local_shard[unit.places[number]].clone() for number in numbers}
+            for n in numbers if first_only else ():
+                values[n] = self._from_first(values.get(n), dtype, self.facts[n][key].shape or unit.shapes[n])
+            return {n: unit.unsharded(values[n]).to(local.device, copy=True) for n in numbers}
+        if first_only:
+            bucket = unit.empty_bucket(dtype)[0].zero_() if unit.mesh.is_first else None
+            views = [] if bucket is None else unit.layout.views_of(bucket)
+            for n, value in values.items():
+                views[n].copy_(value)
+            shard = self._from_first(bucket, dtype, local.shape).to(local.device)
+        else:
+            shard = unit.copy_into(torch.zeros_like(local, dtype=dtype), values)
+        return {n: shard if unit.is_flat else shard[unit.places[n]].clone() for n in numbers}
 
-    def _whole(self, number: int, key: str) -> torch.Tensor:
-        unit, fact = self.unit, self.facts[number][key]
-        value = self.values.get(unit.names[number], {}).get(key)
-        if self.target.form.first_only:
-            shape = fact.shape if isinstance(fact, Shaped) else unit.shapes[number]
-            value = _from_first(unit.mesh, value, torch.empty(shape, dtype=fact.dtype, device=unit.layout.device))
-        return unit.whole(value).to(unit.layout.local_values().device, copy=True)
-
-    def _local_shard(self, key: str, dtype: torch.dtype, numbers: Sequence[int]) -> torch.Tensor:
-        unit = self.unit
-        local_shard = torch.zeros_like(unit.layout.local_values(), dtype=dtype)
-        if self.target.form.first_only:
-            mine = _from_first(unit.mesh, self._row(key, dtype, numbers), local_shard.to(unit.layout.device))
-            return mine.to(local_shard.device)
-        for number in numbers:
-            unit.lay(unit.whole(self.values[unit.names[number]][key]), number, local_shard)
-        return local_shard
-
-    def _row(self, key: str, dtype: torch.dtype, numbers: Sequence[int]) -> torch.Tensor | None:
-        """The shards of all ranks, concatenated; ``None`` if this is not the first rank."""
-        if not self.unit.mesh.is_first:
-            return None
-        row = self.unit.empty_row(dtype)[0].zero_()
-        views = self.unit.layout.views_of(row)
-        for number in numbers:
-            views[number].copy_(self.values[self.unit.names[number]][key])
-        return row
-
-
-def _from_first(mesh: MeshGroups, whole: torch.Tensor | None, mine: torch.Tensor) -> torch.Tensor:
-    """Fills ``mine`` from the first rank's ``whole``: a scatter over its shard group, then a broadcast to replicas."""
-    if mesh.shard is None:
-        if whole is not None:
-            mine.copy_(whole)
-    elif mesh.replicate is None or mesh.replicate.rank == 0:
-        local_shards = None if whole is None else list(whole.chunk(mesh.shard.size))
-        collectives.call(dist.scatter, mesh.shard, mine, local_shards, mesh.shard.ranks[0])
-    if mesh.replicate is not None:
-        collectives.call(dist.broadcast, mesh.replicate, mine, mesh.replicate.ranks[0])
-    return mine
+    def _from_first(self, bucket: torch.Tensor | None, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+        mine = torch.empty(shape, dtype=dtype, device=self.unit.layout.device)
+        return agreement.shard_of_first_rank(self.unit.mesh, bucket, mine)
 
 
 # ---- 3. keys --------------------------------------------------------------------------------------------------------
@@ -199,13 +279,12 @@ def _rest(rest: Mapping[Any, Any], target: Target) -> dict[Any, Any]:
     # In the order of the model, because the order of the optimizer may differ between ranks.
     for parameter, name in names.outside.items():
         if parameter in target.keys and name in rest:
-            found[target.keys[parameter]] = {key: _plain(value, names.units[0]) for key, value in rest[name].items()}
+            # The parameter may have been in a unit when the dict was written.
+            found[target.keys[parameter]] = {
+                key: copied(value) if tensors.local_rows(value) is None else names.units[0].unsharded(value)
+                for key, value in rest[name].items()
+            }
     return found
-
-
-def _plain(value: Any, unit: UnitNames) -> Any:
-    # The parameter may have been in a unit when the dict was written.
-    return copied(value) if chunks.local_rows(value) is None else unit.whole(value)
 
 
 def _numbered_groups(given: Sequence[Mapping[str, Any]], target: Target) -> list[dict[str, Any]]:

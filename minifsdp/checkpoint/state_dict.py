@@ -4,64 +4,139 @@
 are shards under the name ``_flat_param``. So each wrapper replaces the entries of its own unit during the walk, right
 after its own part of the tree::
 
-    before the walk     placeholders are registered under the original names, so that keys have the usual order; real
-                        parameters where a module has custom code (``custom_state.py``)
+    before the walk     placeholders are registered under the original names, so that keys have the usual order
     after the walk      full: the unit is all-gathered, each placeholder replaced by a copy of the full value, and the
                         bucket freed; sharded: the same with this rank's rows; local: one entry, the local shard
     and                 the wrapper's prefix is removed from all names
 
-All of this happens in the first hook of the wrapper, so the user's own hooks on a wrapper get the finished dict.
+All of this happens in the first hook of the wrapper, so the user's own hooks on a wrapper get the finished dict. The
+outermost wrapper copies the other tensors, such as buffers, so that the dict does not change when training continues.
 
-The dict of a plain ``nn.Module`` contains the module's own tensors, so it changes with every step. Here most values are
-new tensors from an all-gather. The outermost wrapper copies the others, so that the dict does not change: buffers,
-ignored parameters, and tensors that a module's custom code has added (``shared_tensors.py``).
+*Custom code.* A module can override ``_save_to_state_dict``, for instance to save a transposed weight, or have a hook.
+Such code is written for a plain module and computes with values, so it must not get a shard or a placeholder. Its unit
+is unsharded *during* the walk, like in ``summon_full_params``. The price is that an outer unit stays unsharded while
+inner ones are saved; without custom code, at most one unit at a time is unsharded. All ranks must unshard the same
+units, so they exchange which units have custom code.
 
-One unit is all-gathered at a time, so in addition to the result at most one unit is unsharded. If a module has custom
-code, an outer unit and an inner one can be unsharded at the same time.
+The user may also call ``state_dict()`` inside ``summon_full_params``. Then modules already have full parameters,
+nothing is communicated, and one rank may call it alone.
 
 Loading is in ``state_dict_load.py``.
 
-*In torch:* ``_state_dict_utils.py``, 932 lines of hooks in three families.
+*In torch:* ``_state_dict_utils.py``, 932 lines of hooks in three families. Every unit is unsharded during the walk.
 
-Spec: SD-FULL, SD-SHARD, SD-LOCAL, MP-04, MP-10, IGN-08, NAMES-10.
+Spec: SD-FULL, SD-SHARD, SD-LOCAL, MP-04, MP-10, IGN-08, NAMES-10, SUMMON-02, SUMMON-07, SAVE-02, SAVE-03.
 """
 
-from collections.abc import Generator, MutableMapping
+from collections.abc import Callable, Generator, Iterable, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from minifsdp import trace
-from minifsdp.checkpoint.codec import Form, UnitCodec
-from minifsdp.checkpoint.custom_state import full_parameters, slots_of
-from minifsdp.checkpoint.names import dotted
-from minifsdp.checkpoint.shared_tensors import keep_apart
+from minifsdp.checkpoint import agreement
+from minifsdp.checkpoint.codec import UnitCodec, dotted, rename
+from minifsdp.checkpoint.state_dict_options import Form, named_wrappers, state_of
+from minifsdp.checkpoint.tensors import copy_shared
+from minifsdp.engine.layout import ParamInfo
+from minifsdp.engine.mesh import MeshGroups
+from minifsdp.engine.messages import message, rank_of_this_process
+from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1.build import FlatUnit
-from minifsdp.fsdp1.full_params import all_gather_values, check_idle
-from minifsdp.fsdp1.wrapper import Wrapper
+from minifsdp.fsdp1.full_params import all_gather_values, check_idle, summoned
+from minifsdp.fsdp1.wrapper import PREFIX, Wrapper, is_wrapper
 
 
-def shown_to_walk(unit: FlatUnit | None, *, is_looked_at: bool) -> AbstractContextManager[None]:
-    """Registers a tensor under each original name during the walk. All ranks of the unit's mesh must enter and exit.
+def save(wrapper: Wrapper, walk: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The wrapper's state in the chosen form. Every rank must call it.
 
     Args:
-        unit: the unit to save.
-        is_looked_at: whether a user's hook or module runs during the walk and may read parameters.
+        wrapper: the outermost one, or an inner one during the walk.
+        walk: its ``nn.Module.state_dict``.
+        *args, **kwargs: the arguments of ``nn.Module.state_dict``.
     """
+    wrapper._mend()
+    given = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)) | kwargs
+    prefix, kept, inside = given.get("prefix", ""), state_of(wrapper), Wrapper.fsdp_modules(wrapper)
+    is_outermost = is_outermost_here(wrapper, prefix)
+    if is_outermost:
+        # Another model may have been saved to the same dict.
+        kept.before = dict(given.get("destination") or {})
+        gathered = [w for w in inside if not (state_of(w).form.is_local or is_summoned(w))]
+        agree(wrapper, "state_dict()", [MeshGroups(w.mesh.shard, None) for w in gathered], saves_itself)
+    with _registered_during_walk(wrapper._unit, runs_custom_code=kept.runs_custom_code):
+        state = walk(*args, **kwargs)
+        if is_outermost and not given.get("keep_vars"):
+            shards = [w._unit.layout.local_values() for w in inside if w._unit is not None]
+            copy_shared(state, prefix, [*shards, *wrapper.parameters(), *wrapper.buffers()], kept.before)
+    kept.before = {}
+    return state
+
+
+def agree(wrapper: Wrapper, call: str, meshes: Iterable[MeshGroups], has_code: Callable[[nn.Module], bool]) -> None:
+    """Waits for all ranks, and notes which units must be unsharded: on all of a unit's ranks or on none.
+
+    A user may have a hook on one rank only.
+
+    Args:
+        wrapper: the outermost one.
+        call: the call that all ranks must make.
+        meshes: the ranks to wait for.
+        has_code: whether a module has custom code, or a user's hooks, that runs during the call.
+    """
+    wrappers = Wrapper.fsdp_modules(wrapper)
+    # Custom code gets no values of a local dict.
+    mine = [
+        not state_of(inner).form.is_local and any(map(has_code, [inner, *(m for _, m in inner._own_modules())]))
+        for inner in wrappers
+    ]
+    groups = agreement.monitored_barrier(agreement.groups_of(meshes), call, has_facts=any(mine))
+    told = agreement.exchange(groups, mine)
+    for number, inner in enumerate(wrappers):
+        group = inner.mesh.shard
+        ranks = [rank_of_this_process()] if group is None else group.ranks
+        # In a simulation, one process runs all ranks, and only its own value exists.
+        state_of(inner).runs_custom_code = any(told[rank][number] for rank in ranks if rank in told)
+
+
+def is_outermost_here(wrapper: Wrapper, prefix: str) -> bool:
+    """Whether no other wrapper is outside of this one, in the tree or in the module that the user saves alone."""
+    return not wrapper._is_inner or PREFIX not in prefix
+
+
+def is_hidden(wrapper: Wrapper) -> bool:
+    """Whether `summon_full_params` with ``rank0_only`` is active and this rank has no full parameters."""
+    unit = wrapper._unit
+    return unit is not None and unit.phase is Phase.SUMMONED and not unit.layout.is_summoned
+
+
+def is_summoned(wrapper: Wrapper) -> bool:
+    """Whether the user has unsharded the parameters: nothing is all-gathered, and one rank may call it alone."""
+    if is_hidden(wrapper):
+        raise RuntimeError(message("state-dict-hidden", unit=wrapper._unit and wrapper._unit.name))
+    return wrapper._unit is not None and wrapper._unit.layout.is_summoned
+
+
+# ---- during the walk ------------------------------------------------------------------------------------------------
+
+
+def _registered_during_walk(unit: FlatUnit | None, *, runs_custom_code: bool) -> AbstractContextManager[None]:
+    """Registers a tensor under each original name. All ranks of the unit's mesh must enter and exit."""
     if unit is None or unit.layout.is_summoned:
         return nullcontext()
-    if is_looked_at:
+    if runs_custom_code:
         return full_parameters(unit, writeback=False)
     check_idle(unit)
-    return nullcontext() if unit.layout.use_orig_params else _place_holders(unit)
+    return nullcontext() if unit.layout.use_orig_params else _placeholders(unit)
 
 
 @contextmanager
-def _place_holders(unit: FlatUnit) -> Generator[None]:
+def _placeholders(unit: FlatUnit) -> Generator[None]:
     """Registers empty tensors for hidden original parameters, so that the walk writes keys in their order."""
-    slots = slots_of(unit)
+    slots = _slots_of(unit)
     for slot in slots:
         slot.module._parameters[slot.name] = nn.Parameter(torch.empty(0), requires_grad=False)
     try:
@@ -71,7 +146,56 @@ def _place_holders(unit: FlatUnit) -> Generator[None]:
             del slot.module._parameters[slot.name]
 
 
-def write_unit(codec: UnitCodec, form: Form, state: MutableMapping[str, Any]) -> None:
+@contextmanager
+def full_parameters(unit: FlatUnit, *, writeback: bool) -> Generator[None]:
+    """Full parameters on the modules of an idle unit. All ranks of its shard group must enter and exit it."""
+    with summoned([unit], writeback=writeback, rank0_only=False, offload_to_cpu=False, with_grads=False):
+        shown = [(slot, slot.module.get_parameter(slot.name)) for slot in _slots_of(unit)]
+        try:
+            yield
+        finally:
+            for slot, parameter in shown:
+                given = slot.module._parameters.get(slot.name)
+                if given is not None and given is not parameter:
+                    # `load_state_dict(assign=True)` has registered another tensor.
+                    parameter.data.copy_(given)
+                    slot.module._parameters[slot.name] = parameter
+                    slot.update_second_list(parameter)
+
+
+def _slots_of(unit: FlatUnit) -> list[ParamInfo]:
+    """Every place where a parameter of the unit is registered."""
+    return [slot for owned in unit.layout.parameters for slot in owned.attributes]
+
+
+# ---- after the walk -------------------------------------------------------------------------------------------------
+
+
+def after_walk(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str, metadata: Any) -> None:
+    """The first hook of a wrapper after the walk: writes the unit's values, and the names of the plain module."""
+    inner, form = prefix + PREFIX, state_of(wrapper).form
+    if wrapper._unit is not None:
+        _write_unit(UnitCodec(wrapper, inner), form, state)
+    _write_buffers(wrapper, form, state, inner)
+    rename(state, inner, prefix)
+    # Versions of modules, which are saved by path. The paths are kept: a plain module around wrappers loads by path.
+    versions = getattr(state, "_metadata", {})
+    for path in [path for path in versions if (path + ".").startswith(inner)]:
+        versions[(prefix + dotted((path + ".").removeprefix(prefix)[:-1]))[:-1]] = versions[path]
+    if _drops_entries(wrapper):
+        others = tuple(prefix + dotted(path) for path, w in named_wrappers(wrapper) if not _drops_entries(w))
+        before = state_of(wrapper).before
+        for key in [key for key in state if key.startswith(prefix) and not key.startswith(others)]:
+            if state[key] is not before.get(key):
+                del state[key]
+
+
+def _drops_entries(wrapper: Wrapper) -> bool:
+    """Whether this rank gets no entries, because only the first rank gets them."""
+    return state_of(wrapper).form.first_only and not wrapper.mesh.is_first
+
+
+def _write_unit(codec: UnitCodec, form: Form, state: MutableMapping[str, Any]) -> None:
     """Replaces the placeholders in ``state`` by the unit's values. All ranks of the unit's mesh must call it."""
     state.pop(codec.flat_key, None)
     is_wanted = codec.mesh.is_first or not form.first_only
@@ -82,34 +206,15 @@ def write_unit(codec: UnitCodec, form: Form, state: MutableMapping[str, Any]) ->
     elif not codec.layout.is_summoned:
         with _gathered(codec.unit) as full_values:
             if is_wanted:
-                values = [codec.formed(full, form, full.device) for full in full_values]
+                values = [codec.in_form(full, form, full.device) for full in full_values]
                 state.update({key: values[number] for number, key in codec.keys})
     elif is_wanted:
-        _finish(codec, form, state)
-
-
-def _finish(codec: UnitCodec, form: Form, state: MutableMapping[str, Any]) -> None:
-    """Converts values that the walk has written to the form. They are real, and custom code may have changed them."""
-    for key in {key for _, key in codec.keys if isinstance(state.get(key), torch.Tensor)}:
-        state[key] = codec.formed(state[key].detach(), form, state[key].device)
-    # Also entries under other names: a view of one element would keep, and save, the whole bucket.
-    shown = [slot.module._parameters.get(slot.name) for slot in slots_of(codec.unit)]
-    keep_apart(state, codec.prefix, [tensor for tensor in shown if tensor is not None], {})
-
-
-def write_rest(wrapper: Wrapper, form: Form, state: MutableMapping[str, Any], prefix: str) -> None:
-    """Converts the buffers of the wrapper's own modules to the dtype that the user gave them. Skips ignored modules.
-
-    A local dict keeps the compute dtype, because it is only for the same run (MP-10).
-    """
-    for path, module in wrapper._own_modules():
-        for name in module._buffers:
-            key = prefix + dotted(path) + name
-            value = state.get(key)
-            if value is None:
-                continue
-            dtype = value.dtype if form.is_local else wrapper._buffer_dtypes.get((module, name), value.dtype)
-            state[key] = value.to("cpu" if form.offload else value.device, dtype)
+        # The walk has written real values, and custom code may have changed them.
+        for key in {key for _, key in codec.keys if isinstance(state.get(key), torch.Tensor)}:
+            state[key] = codec.in_form(state[key].detach(), form, state[key].device)
+        # Also entries under other names: a view of one element would keep, and save, the whole bucket.
+        shown = [slot.module._parameters.get(slot.name) for slot in _slots_of(codec.unit)]
+        copy_shared(state, codec.prefix, [tensor for tensor in shown if tensor is not None], {})
 
 
 @contextmanager
@@ -121,3 +226,50 @@ def _gathered(unit: FlatUnit) -> Generator[list[torch.Tensor]]:
     yield layout.views_of(all_gather_values(layout))
     if trace.recorder is not None and group is not None:
         trace.recorder.begin("FREE", unit.name, num_bytes=layout.num_bytes)
+
+
+def _write_buffers(wrapper: Wrapper, form: Form, state: MutableMapping[str, Any], prefix: str) -> None:
+    """Converts the buffers of the wrapper's own modules to the dtype that the user gave them. Skips ignored modules.
+
+    A local dict keeps the compute dtype, because it is only for the same run (MP-10).
+    """
+    for path, module in wrapper._own_modules():
+        for name in module._buffers:
+            key = prefix + dotted(path) + name
+            value = state.get(key)
+            if value is not None:
+                dtype = value.dtype if form.is_local else wrapper._buffer_dtypes.get((module, name), value.dtype)
+                state[key] = value.to("cpu" if form.offload else value.device, dtype)
+
+
+# ---- custom code ----------------------------------------------------------------------------------------------------
+
+
+def saves_itself(module: nn.Module) -> bool:
+    """Whether custom code of the module, or a hook of the user, affects the result of ``state_dict()``."""
+    if is_wrapper(module):
+        # Hooks that run after the wrapper's own hook get the finished dict.
+        return bool(module._state_dict_pre_hooks)
+    num_hooks = len(module._state_dict_pre_hooks) + len(module._state_dict_hooks)
+    return _is_custom(module, num_hooks, "state_dict", "_save_to_state_dict", "get_extra_state")
+
+
+def loads_itself(module: nn.Module) -> bool:
+    """Whether custom code of the module, or a hook of the user, decides which keys ``load_state_dict()`` loads."""
+    # One hook of a wrapper is the wrapper's own.
+    num_hooks = len(module._load_state_dict_pre_hooks) - is_wrapper(module)
+    return _is_custom(module, num_hooks, "_load_from_state_dict")
+
+
+def reads_while_loaded(module: nn.Module) -> bool:
+    """Whether custom code of the module runs during ``load_state_dict()`` and may read parameters."""
+    return loads_itself(module) or _is_custom(module, 0, "set_extra_state")
+
+
+def _is_custom(module: nn.Module, num_hooks: int, *methods: str) -> bool:
+    """Whether a module has hooks or overrides a method."""
+    # The hooks of an activation checkpoint remove its name from keys, and add it again.
+    if num_hooks and not hasattr(module, "_checkpoint_wrapped_module"):
+        return True
+    # A batch norm has custom code for its counter, which is not a parameter.
+    return any(getattr(type(module), m) not in (getattr(nn.Module, m), getattr(_NormBase, m)) for m in methods)

@@ -1,38 +1,155 @@
-"""Loading the model's state: full, sharded, local.
+"""Loading the model's state: full, sharded, local. On all ranks, or on none if the dict of any rank does not fit.
 
 ``nn.Module.load_state_dict()`` walks over the tree and copies into each module the values under the module's name. In a
 wrapped tree the modules have no such parameters. So each wrapper removes its unit's values from the dict *before* the
 walk, and copies this rank's shard of each. A full dict needs no communication, because each rank has all values.
 Afterwards the wrapper corrects the lists of missing and unexpected keys, and their names.
 
-A dict that does not fit raises an error earlier, see ``state_dict_check.py``. Worked example, a unit with a weight of 3
-rows on two ranks, and a full dict: rank 0 copies the elements of its shard, rank 1 those of its own, and the key is
-removed from the list of missing keys.
+The walk finds a missing key only after it has overwritten a part of the model. And the rows of a sharded dict are
+all-gathered, so a rank that stops there leaves the others waiting. So the outermost wrapper checks the whole dict
+first, and the ranks compare their problems. Worked example, two ranks, rank 1 has read a damaged file::
+
+    rank 0 finds    nothing                                          raises, because of rank 1
+    rank 1 finds    Missing key(s) in state_dict: "0.bias"           raises
+
+The model is unchanged on both ranks.
 
 Modules with custom loading code (``_load_from_state_dict`` overridden, or a hook that renames keys) load their values
-themselves: their code may accept a missing key, or a value with another shape. A unit with such a module is unsharded
-during the walk, and its values stay in the dict. Afterwards each rank keeps its shard of the values that the walk has
-loaded (see ``custom_state.py``).
+themselves: their code may accept a missing key, or a value with another shape, so their keys are not checked. A unit
+with such a module is unsharded during the walk, and its values stay in the dict. Afterwards each rank keeps its shard
+of the values that the walk has loaded.
 
-*In torch:* hooks in ``_state_dict_utils.py``.
+*In torch:* hooks in ``_state_dict_utils.py``. Only the rank that notices a problem raises, halfway through.
 
-Spec: SD-FULL-08, SD-FULL-13, SD-SHARD-03, SD-LOCAL-03, NAMES-10.
+Spec: SD-FULL-08, SD-FULL-09, SD-FULL-13, SD-SHARD-03, SD-LOCAL-03, SD-LOCAL-04, NAMES-10.
 """
 
-from collections.abc import MutableMapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
 
-from minifsdp.checkpoint import agreement, chunks
-from minifsdp.checkpoint.codec import Form, UnitCodec
-from minifsdp.checkpoint.names import keys_below, plain_path
-from minifsdp.checkpoint.state_dict_check import OPENING
+from minifsdp.checkpoint import agreement, state_dict, tensors
+from minifsdp.checkpoint.codec import UnitCodec, dotted, plain_path, rename
+from minifsdp.checkpoint.state_dict_options import Form, state_of
+from minifsdp.engine.flat_params import FLAT_NAME
+from minifsdp.engine.messages import detail
 from minifsdp.fsdp1.full_params import check_idle
 from minifsdp.fsdp1.wrapper import PREFIX, Wrapper
 
+# The beginning of the error message of nn.Module.
+OPENING = "Error(s) in loading state_dict for FullyShardedDataParallel: "
 
-def drop_own_tensors(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str) -> None:
+
+def load(wrapper: Wrapper, walk: Callable[..., Any], state: Mapping[str, Any], strict: bool, assign: bool) -> Any:
+    """Loads a state in the chosen form. Every rank must call it.
+
+    Args:
+        wrapper: the wrapper.
+        walk: its ``nn.Module.load_state_dict``.
+        state: the dict, with plain names.
+        strict: whether missing and unexpected keys are errors.
+        assign: for tensors that belong to no unit, as in ``nn.Module``.
+
+    Raises:
+        StateDictMismatchError: the dict of any rank does not fit; on all ranks, and nothing has changed.
+    """
+    state_of(wrapper).is_strict = strict
+    if getattr(state, "_metadata", None):
+        state = _with_versions(state, wrapper)
+    try:
+        return walk(state, strict, assign)
+    finally:
+        state_of(wrapper).is_strict = False
+        for inner in Wrapper.fsdp_modules(wrapper):
+            state_of(inner).unsharded.close()
+
+
+def register_hooks(wrapper: Wrapper) -> None:
+    """Registers the hooks around the walks of ``nn.Module``."""
+    wrapper.register_state_dict_post_hook(state_dict.after_walk)  # type: ignore[no-untyped-call]
+    wrapper.register_load_state_dict_pre_hook(before_walk)  # type: ignore[no-untyped-call]
+    wrapper.register_load_state_dict_post_hook(after_walk)  # type: ignore[no-untyped-call]
+
+
+def _with_versions(state: Any, module: nn.Module) -> Mapping[str, Any]:
+    """A copy of ``state`` with the version of each module under its path in ``module``, for any wrapping."""
+    # A wrapper and its module have the same plain name; the module comes later and its version is kept.
+    versions = {dotted(path): version for path, version in state._metadata.items()}
+    paths = [path for path, _ in module.named_modules(remove_duplicate=False) if dotted(path) in versions]
+    copied = OrderedDict(state)
+    copied._metadata = {path: versions[dotted(path)] for path in paths}  # type: ignore[attr-defined]
+    return copied
+
+
+@tensors.no_deprecation_warning()
+def before_walk(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str, *rest: Any) -> None:
+    """The hook before the walk: checks the dict in the outermost wrapper, and loads this rank's shard of the unit.
+
+    If modules have full parameters, the values stay in the dict, and the walk loads them. For a sharded dict, all ranks
+    of the unit's mesh must call it.
+    """
+    wrapper._mend()
+    kept, form, unit = state_of(wrapper), state_of(wrapper).form, wrapper._unit
+    if state_dict.is_outermost_here(wrapper, prefix):
+        _drop_own_tensors(wrapper, state, prefix)
+        meshes = [inner.mesh for inner in Wrapper.fsdp_modules(wrapper)]
+        state_dict.agree(wrapper, "load_state_dict()", meshes, state_dict.reads_while_loaded)
+        # If a plain module contains this one, `strict` is unknown here, and that module checks the keys itself.
+        _refuse_misfit(wrapper, form, state, prefix, strict=kept.is_strict)
+    rename(state, prefix, prefix + PREFIX)
+    kept.unsharded.close()
+    kept.missing, kept.not_for_the_walk = [], set()
+    if unit is None:
+        return
+    if kept.runs_custom_code and not (form.is_local or state_dict.is_summoned(wrapper)):
+        kept.unsharded.enter_context(state_dict.full_parameters(unit, writeback=True))
+    codec = UnitCodec(wrapper, prefix + PREFIX)
+    if unit.layout.is_summoned and not form.is_local:
+        # Rows are all-gathered into full tensors, because a module's custom code expects full tensors.
+        for _, key in codec.keys:
+            if tensors.local_rows(state.get(key)) is not None:
+                state[key] = codec.unsharded(state[key])
+        return
+    check_idle(unit)
+    kept.not_for_the_walk = {codec.flat_key, *(key for _, key in codec.keys)}
+    if form.is_local:
+        shard = codec.given_shard(state)
+        kept.missing = [codec.local_key] if shard is None else []
+        for key in (codec.local_key, codec.flat_key):
+            state.pop(key, None)
+    else:
+        kept.missing = [key for _, key in codec.keys if key not in state]
+        shard = _shard_of(codec, {number: state.pop(key) for number, key in codec.keys if key in state}, form)
+    if shard is not None:
+        unit.layout.overwrite_local(shard)
+
+
+def _shard_of(codec: UnitCodec, given: Mapping[int, Any], form: Form) -> torch.Tensor:
+    """This rank's shard with the given values."""
+    # Checked again: custom code of an outer module may have changed a value.
+    keys = dict(codec.keys)
+    problems = [problem for n, value in given.items() for problem in codec.misfit(n, keys[n], value, form)]
+    agreement.refuse_together([], problems, OPENING)
+    return codec.copy_into(codec.layout.local_values().clone(), given)
+
+
+def after_walk(wrapper: Wrapper, incompatible: Any) -> None:
+    """The hook after the walk. Corrects the lists of keys: removes loaded keys, and converts names to plain names."""
+    kept = state_of(wrapper)
+    kept.unsharded.close()
+    missing, unexpected = incompatible.missing_keys, incompatible.unexpected_keys
+    # The lists are those of the whole tree, and inner wrappers have already converted names: compare plain names.
+    loaded = set(map(plain_path, kept.not_for_the_walk))
+    missing[:] = [name for name in map(plain_path, missing) if name not in loaded]
+    missing.extend(map(plain_path, kept.missing))
+    unexpected[:] = map(plain_path, unexpected)
+
+
+def _drop_own_tensors(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str) -> None:
     """Removes the wrapper's own shards and buffers from a dict, if they were added.
 
     ``set_model_state_dict`` of ``torch.distributed.checkpoint`` adds the model's registered tensors to a full dict, to
@@ -40,82 +157,106 @@ def drop_own_tensors(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: 
     plain name.
     """
     units = [w._unit for w in Wrapper.fsdp_modules(wrapper) if w._unit is not None]
-    cut = {id(p) for unit in units if unit.plan.mesh.shard is not None for p in unit.layout.local_parameters()}
-    own = {id(tensor) for tensor in [*wrapper.parameters(), *wrapper.buffers()]} | cut
-    for key in keys_below(state, prefix):
+    shards = {id(p) for unit in units if unit.plan.mesh.shard is not None for p in unit.layout.local_parameters()}
+    own = {id(tensor) for tensor in [*wrapper.parameters(), *wrapper.buffers()]} | shards
+    for key in [key for key in state if key.startswith(prefix)]:
         name = key.removeprefix(prefix)
         is_wrapped = PREFIX in name
         is_double = is_wrapped and prefix + plain_path(name) in state
-        if is_double or id(state[key]) in (own if is_wrapped else cut):
+        if is_double or id(state[key]) in (own if is_wrapped else shards):
             del state[key]
 
 
-class Reading:
-    """Loads one wrapper's values from a state dict that fits.
+# ---- the check before the walk --------------------------------------------------------------------------------------
+
+
+class _Expected:
+    """The keys and shapes that a dict must have.
 
     Args:
-        wrapper: the wrapper.
-        prefix: of the wrapped module in the dict.
-        form: the form of the dict.
+        tree: all modules to load, each with the prefix of its keys.
+        codecs: of the units among them.
+
+    Attributes:
+        in_units: by key, the unit that the value belongs to, and the parameter's number in it.
+        shapes: by key, the shape of every tensor.
+        optional: keys that may be missing.
+        elsewhere: prefixes of keys that a module loads with custom code.
     """
 
-    def __init__(self, wrapper: Wrapper, prefix: str, form: Form) -> None:
-        self._codec = None if wrapper._unit is None else UnitCodec(wrapper, prefix)
-        self._form = form
-        self._missing: list[str] = []
-        self._not_for_the_walk: set[str] = set()
+    def __init__(self, tree: Sequence[tuple[str, nn.Module]], codecs: Sequence[UnitCodec]) -> None:
+        self.in_units = {key: (codec, number) for codec in codecs for number, key in codec.keys}
+        self.shapes = {key: tuple(codec.shapes[number]) for key, (codec, number) in self.in_units.items()}
+        self.elsewhere = tuple(start for start, module in tree if state_dict.loads_itself(module))
+        self.optional = {start + "_extra_state" for start, _ in tree}
+        for start, module in tree:
+            left_out = {FLAT_NAME, *module._non_persistent_buffers_set}
+            for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+                if tensor is not None and name not in left_out and not is_lazy(tensor):
+                    self.shapes.setdefault(start + name, tuple(tensor.shape))
+                    if name == "num_batches_tracked":
+                        # Dicts of torch before 0.4.1 have no such counter, and the layer accepts that.
+                        self.optional.add(start + name)
 
-    @chunks.unadvised()
-    def before_walk(self, state: MutableMapping[str, Any]) -> None:
-        """Removes the unit's values from ``state`` and copies this rank's shard of them, or leaves them for the walk.
+    def is_free(self, key: str) -> bool:
+        """Whether a key may be missing or unknown."""
+        return key in self.optional or key.startswith(self.elsewhere)
 
-        The walk loads them if modules have full parameters. For a sharded dict all ranks of the unit's mesh must call
-        it.
-        """
-        codec = self._codec
-        if codec is None:
-            return
-        if codec.layout.is_summoned and not self._form.is_local:
-            # Rows are all-gathered into full tensors, because a module's custom code expects full tensors.
-            for _, key in codec.keys:
-                if chunks.local_rows(state.get(key)) is not None:
-                    state[key] = codec.whole(state[key])
-            return
-        check_idle(codec.unit)
-        # The walk will report these names as missing.
-        self._not_for_the_walk = {codec.flat_key, *(key for _, key in codec.keys)}
-        local_shard = self._given_local_shard(codec, state) if self._form.is_local else self._local_shard(codec, state)
-        if local_shard is not None:
-            codec.layout.overwrite_local(local_shard)
 
-    def _local_shard(self, codec: UnitCodec, state: MutableMapping[str, Any]) -> torch.Tensor:
-        given: dict[int, Any] = {}
-        problems: list[str] = []
-        for number, key in codec.keys:
-            if key not in state:
-                self._missing.append(key)
-                continue
-            given[number] = state.pop(key)
-            # Checked again: custom code of an outer module may have changed it.
-            problems.extend(codec.misfit(number, key, given[number], self._form))
-        agreement.refuse_together([], problems, OPENING)
-        local_shard = codec.layout.local_values().clone()
-        for number, value in given.items():
-            codec.lay(codec.whole(value), number, local_shard)
-        return local_shard
+def _refuse_misfit(wrapper: Wrapper, form: Form, state: Mapping[str, Any], prefix: str, *, strict: bool) -> None:
+    """Raises on all ranks if the dict of any rank does not fit. All ranks of the units' groups must call it."""
+    tree = [(prefix + dotted(path), module) for path, module in wrapper.named_modules(remove_duplicate=False)]
+    wrappers = [(start, module) for start, module in tree if isinstance(module, Wrapper)]
+    codecs = [UnitCodec(inner, start) for start, inner in wrappers if inner._unit is not None]
+    groups = agreement.groups_of(inner.mesh for _, inner in wrappers)
+    expected = _Expected(tree, codecs)
+    if form.is_local:
+        problems = [problem for codec in codecs for problem in _local_problems(codec, state, strict)]
+    else:
+        problems = [*(_key_problems(state, prefix, expected) if strict else ())]
+        problems.extend(_value_problems(state, expected, form))
+    problems.extend(detail("load-while-hidden", unit=start) for start, inner in wrappers if state_dict.is_hidden(inner))
+    agreement.refuse_together(groups, problems, OPENING)
+    if not form.is_local:
+        # Rows are all-gathered key by key, and a full value must be loaded on all ranks or on none.
+        held = {key for key, value in state.items() if not form.is_sharded or tensors.local_rows(value) is not None}
+        rows = (key for key in expected.in_units if key in held)
+        agreement.refuse_lacking(groups, (detail("rows-lacking-of-unit", key=key) for key in rows), OPENING)
 
-    def _given_local_shard(self, codec: UnitCodec, state: MutableMapping[str, Any]) -> torch.Tensor | None:
-        local_shard = codec.given_local_shard(state)
-        for key in (codec.local_key, codec.flat_key):
-            state.pop(key, None)
-        if local_shard is None:
-            self._missing.append(codec.local_key)
-        return local_shard
 
-    def after_walk(self, missing: list[str], unexpected: list[str]) -> None:
-        """Corrects the lists of keys: removes keys that the unit has loaded, and converts names to plain names."""
-        # The lists are those of the whole tree, and inner wrappers have already converted names: compare plain names.
-        not_missing = set(map(plain_path, self._not_for_the_walk))
-        missing[:] = [name for name in map(plain_path, missing) if name not in not_missing]
-        missing.extend(map(plain_path, self._missing))
-        unexpected[:] = map(plain_path, unexpected)
+def _key_problems(state: Mapping[str, Any], prefix: str, expected: _Expected) -> Iterator[str]:
+    for key, shape in expected.shapes.items():
+        if key not in state and not expected.is_free(key):
+            yield detail("key-missing", key=key, shape=shape)
+    for key in state:
+        if key.startswith(prefix) and key not in expected.shapes and not expected.is_free(key):
+            yield detail("key-unexpected", key=key)
+
+
+def _value_problems(state: Mapping[str, Any], expected: _Expected, form: Form) -> Iterator[str]:
+    """Values with a wrong shape, or in another form than the chosen one."""
+    for key, shape in expected.shapes.items():
+        if key not in state:
+            continue
+        is_elsewhere, found = key.startswith(expected.elsewhere), tuple(getattr(state[key], "shape", shape))
+        # Old versions of torch saved a 0-d tensor as a tensor of one element, and nn.Module still reads it.
+        is_old = (shape, found) == ((), (1,))
+        if key in expected.in_units:
+            codec, number = expected.in_units[key]
+            yield from codec.misfit(number, key, state[key], form, any_shape=is_elsewhere)
+        elif found != shape and not is_old and not is_elsewhere:
+            yield detail("size-mismatch", key=key, shape=shape, found=found)
+    if form.is_sharded:
+        sharded = [key for key, (codec, _) in expected.in_units.items() if codec.group is not None and key in state]
+        yield from tensors.all_unsharded((key, state[key]) for key in sharded)
+
+
+def _local_problems(codec: UnitCodec, state: Mapping[str, Any], strict: bool) -> Iterator[str]:
+    where, found, mine = codec.local_key, codec.given_shard(state), codec.layout.local_values()
+    if found is None and strict:
+        yield detail("local-missing", where=where, expected=mine.numel())
+    if found is not None and not isinstance(found, torch.Tensor):
+        yield detail("no-tensor", key=where, type=type(found).__name__)
+    elif found is not None and (found.numel(), found.dtype) != (mine.numel(), mine.dtype):
+        size, dtype = found.numel(), found.dtype
+        yield detail("local-size", where=where, found=size, mine=mine.numel(), found_dtype=dtype, dtype=mine.dtype)

@@ -10,19 +10,26 @@ The full form works with any program, and is the largest. The sharded one works 
 ``torch.distributed.checkpoint``. The local one needs no communication and only works in the run that saved it.
 
 The form applies to a whole tree and is stored in its wrappers, because ``state_dict()`` has no argument for it. It is
-set permanently, or for the duration of a ``with`` block.
+set permanently, or for the duration of a ``with`` block. The wrappers also store the values that their hooks exchange
+while ``nn.Module`` walks over the tree.
 
 *In torch:* the classes are in ``api.py``, the three functions are static methods of the wrapper.
 
 Spec: SD-CFG-01 to SD-CFG-18.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
+from torch import nn
+
 from minifsdp.engine.messages import message
+from minifsdp.fsdp1.wrapper import Wrapper, clean_name
 
 
 class StateDictType(Enum):
@@ -110,12 +117,8 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
 }
 
 
-def settings_for(
-    state_dict_type: StateDictType,
-    state_dict_config: StateDictConfig | None,
-    optim_state_dict_config: OptimStateDictConfig | None,
-) -> StateDictSettings:
-    """The settings of a type with the given configurations; ``None`` means the default of the type.
+def settings_for(state_dict_type: StateDictType, *configs: Any) -> StateDictSettings:
+    """The settings of a type with two configurations, for the model and the optimizer; ``None`` means the default.
 
     Raises:
         RuntimeError: a configuration belongs to another type.
@@ -123,29 +126,133 @@ def settings_for(
     if not isinstance(state_dict_type, StateDictType):
         members = ", ".join(f"StateDictType.{member.name}" for member in StateDictType)
         raise RuntimeError(message("state-dict-type", members=members, state_dict_type=state_dict_type))
-    given = {"state_dict_config": state_dict_config, "optim_state_dict_config": optim_state_dict_config}
     chosen: list[Any] = []
-    for (name, config), own in zip(given.items(), _CONFIGS[state_dict_type], strict=True):
-        found = own() if config is None else config
-        if type(found) is not own:
-            expected, kind = own.__name__, type(found).__name__
-            raise RuntimeError(
-                message("config-type", name=name, expected=expected, state_dict_type=state_dict_type, type=kind)
-            )
-        chosen.append(found)
+    names = ("state_dict_config", "optim_state_dict_config")
+    for name, config, own in zip(names, configs, _CONFIGS[state_dict_type], strict=True):
+        chosen.append(own() if config is None else config)
+        if type(chosen[-1]) is not own:
+            expected, kind, which = own.__name__, type(config).__name__, state_dict_type
+            raise RuntimeError(message("config-type", name=name, expected=expected, state_dict_type=which, type=kind))
     return StateDictSettings(state_dict_type, *chosen)
 
 
-def common_settings(all_settings: Sequence[tuple[str, StateDictSettings]]) -> StateDictSettings:
-    """The common setting of all units, each given with its name; all ``None`` if there is no unit.
+@dataclass(frozen=True)
+class Form:
+    """The form in which values are saved or loaded.
+
+    Attributes:
+        type: full values, this rank's rows, or the local shard.
+        offload: values are moved to the CPU; otherwise they stay on their device.
+        first_only: only the first rank gets the result, or provides the dict to load.
+        use_dtensor: rows are wrapped as ``DTensor`` also if the wrapper was not given a mesh; otherwise as
+            ``ShardedTensor``.
+    """
+
+    type: StateDictType = StateDictType.FULL_STATE_DICT
+    offload: bool = True
+    first_only: bool = False
+    use_dtensor: bool = False
+
+    @classmethod
+    def of(cls, type: StateDictType | None, config: StateDictConfig | OptimStateDictConfig | None) -> Form:
+        """The form for a model's settings; a model without units has no settings and gets the full form."""
+        if type is None or config is None:
+            return cls()
+        return cls(type, config.offload_to_cpu, getattr(config, "rank0_only", False), config.use_dtensor)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether values are rows."""
+        return self.type is StateDictType.SHARDED_STATE_DICT
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the value is the unit's local shard."""
+        return self.type is StateDictType.LOCAL_STATE_DICT
+
+
+# ---- the wrappers of a tree -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class StateDictState:
+    """The values that a wrapper stores for its state dict.
+
+    Attributes:
+        settings: the chosen type and its configurations.
+        before: saving: the entries that the dict had before.
+        is_strict: loading: whether missing and unexpected keys are errors.
+        runs_custom_code: whether custom code in the unit gets its parameters during the walk (``state_dict.py``).
+        unsharded: loading: the parameters that are unsharded during the walk.
+        missing: loading: the keys that the dict does not have.
+        not_for_the_walk: loading: the keys that the wrapper loads itself.
+    """
+
+    settings: StateDictSettings = field(default_factory=StateDictSettings)
+    before: Mapping[str, Any] = field(default_factory=dict)
+    is_strict: bool = False
+    runs_custom_code: bool = False
+    unsharded: ExitStack = field(default_factory=ExitStack)
+    missing: list[str] = field(default_factory=list)
+    not_for_the_walk: set[str] = field(default_factory=set)
+
+    @property
+    def form(self) -> Form:
+        """The form of the model's state."""
+        return Form.of(self.settings.state_dict_type, self.settings.state_dict_config)
+
+
+def state_of(wrapper: Wrapper) -> StateDictState:
+    """The values that a wrapper stores in ``_state_dict_state``."""
+    return vars(wrapper)["_state_dict_state"]  # type: ignore[no-any-return]
+
+
+def named_wrappers(module: nn.Module) -> list[tuple[str, Wrapper]]:
+    """All wrappers in ``module`` with their paths, once for each place in the tree."""
+    named = module.named_modules(remove_duplicate=False)
+    return [(path, inner) for path, inner in named if isinstance(inner, Wrapper)]
+
+
+def set_type(module: nn.Module, state_dict_type: StateDictType, *configs: Any) -> StateDictSettings:
+    """Sets the form for all units in ``module``; returns the previous one. Raises the errors of both functions."""
+    settings, before = settings_for(state_dict_type, *configs), get_type(module)
+    for wrapper in Wrapper.fsdp_modules(module):
+        state_of(wrapper).settings = settings
+    return before
+
+
+def get_type(module: nn.Module) -> StateDictSettings:
+    """The common settings of all units in ``module``; all ``None`` if there is no unit.
 
     Raises:
         AssertionError: two units differ.
     """
-    if not all_settings:
-        return StateDictSettings(None, None, None)
-    first_name, first = all_settings[0]
-    for name, other in all_settings:
+    found = [(clean_name(path), state_of(wrapper).settings) for path, wrapper in named_wrappers(module)]
+    first_name, first = found[0] if found else ("", StateDictSettings(None, None, None))
+    for name, other in found:
         if other != first:
             raise AssertionError(message("mixed-settings", first_name=first_name, first=first, name=name, other=other))
     return first
+
+
+def form_for_optimizer(model: nn.Module) -> Form:
+    """The form of the optimizer's state that is set for all units in ``model``.
+
+    Raises:
+        NotImplementedError: the local form is chosen.
+    """
+    settings = get_type(model)
+    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        raise NotImplementedError(message("no-local-optimizer"))
+    return Form.of(settings.state_dict_type, settings.optim_state_dict_config)
+
+
+@contextmanager
+def type_in_block(module: nn.Module, state_dict_type: StateDictType, *configs: Any) -> Generator[None]:
+    """`set_type` for the duration of a ``with`` block."""
+    before = set_type(module, state_dict_type, *configs)
+    try:
+        yield
+    finally:
+        for wrapper in Wrapper.fsdp_modules(module):
+            state_of(wrapper).settings = before

@@ -25,17 +25,16 @@ used to number the parameters, and only if the optimizer itself is not given.
 Spec: OSD-FULL, OSD-SHARD, OSD-SCAT, OSD-SHD, OSD-FLAT, OSD-REKEY, LEGACY-12.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from minifsdp.checkpoint import optim_state, optim_state_load
-from minifsdp.checkpoint.codec import Form
-from minifsdp.checkpoint.optim_state_check import Target
-from minifsdp.checkpoint.optim_state_names import parameters_of, regrouped
-from minifsdp.checkpoint.state_dict_options import OptimStateKeyType
+from minifsdp.checkpoint.codec import parameters_of, regrouped
+from minifsdp.checkpoint.optim_state_load import Target
+from minifsdp.checkpoint.state_dict_options import Form, OptimStateKeyType
 from minifsdp.engine.messages import message, warn, warn_renamed
 
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter]
@@ -47,13 +46,22 @@ def save(
     """The state by original names, for the older method ``name``."""
     _warn(name, "optim_state_dict")
     _warn_of(optim_input)
-    return optim_state.write(model, optim, optim.state_dict(), form, group)
+    return optim_state.save(model, optim, optim.state_dict(), form, group)
 
 
-def load(name: str, given: Any, target: Target, *, talks: bool = True) -> dict[str, Any]:
-    """A dict for the optimizer of ``target``, for the older method ``name``. ``talks``: whether ranks communicate."""
+def load(name: str, given: Any, target: Target, *, communicates: bool = True) -> dict[str, Any]:
+    """A dict for the optimizer of ``target``, for the older method ``name``."""
     _warn(name, "optim_state_dict_to_load")
-    return optim_state_load.read(target, given, talks=talks)
+    return optim_state_load.load(target, given, communicates=communicates)
+
+
+def in_todays_order(model: Any, optim: Any, optim_state_dict: Any) -> tuple[Any, Any, Any]:
+    """Accepts the argument order in the examples of torch 2.1, which contradicts torch's own signature."""
+    if isinstance(model, Mapping) and isinstance(optim, nn.Module):
+        name = "optim_state_dict_to_load"
+        warn_renamed(f"{name}(optim_state_dict, model, optim)", f"{name}(model, optim, optim_state_dict)")
+        return optim, optim_state_dict, model
+    return model, optim, optim_state_dict
 
 
 def _warn(old: str, new: str) -> None:

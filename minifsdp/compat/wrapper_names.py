@@ -35,7 +35,7 @@ import torch
 from torch.distributed.fsdp import api as torch_api
 
 from minifsdp.checkpoint import state_dict_options
-from minifsdp.checkpoint.state_dict_methods import state_of
+from minifsdp.checkpoint.state_dict_options import state_of
 from minifsdp.engine.messages import message
 from minifsdp.fsdp1.build import FlatUnit
 from minifsdp.fsdp1.wrapper import Wrapper

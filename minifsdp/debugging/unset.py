@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from minifsdp.checkpoint.agreement import groups_of, some, tell
+from minifsdp.checkpoint.agreement import exchange, groups_of, some
 from minifsdp.debugging.attach import attached
 from minifsdp.debugging.first_use import at_first_use, late_units_named
 from minifsdp.engine.flat import FlatLayout
@@ -114,7 +114,7 @@ def _after_initialize(_: None, wrapper: Wrapper, modules: list[tuple[str, nn.Mod
 def _refuse_unset(modules: Sequence[nn.Module], tree: Root) -> None:
     mine = [*_unset_in_units(tree), *_unset_outside(modules, tree)]
     who: dict[str, list[str]] = {}
-    for rank, names in tell(groups_of(plan.mesh for unit in tree.units for plan in unit.plans), mine).items():
+    for rank, names in exchange(groups_of(plan.mesh for unit in tree.units for plan in unit.plans), mine).items():
         for name in names:
             who.setdefault(name, []).append(str(rank))
     if who:

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from minifsdp.checkpoint.agreement import groups_of, tell
+from minifsdp.checkpoint.agreement import exchange, groups_of
 from minifsdp.debugging.attach import attached
 from minifsdp.engine import collectives
 from minifsdp.engine.flat import FlatLayout
@@ -173,7 +173,7 @@ def _agree(units: Sequence[Unit], what: str, tidy: Callable[[], None] | None = N
     groups = groups_of(plan.mesh for unit in units for plan in unit.plans)
     if not units or not _anybody(groups, bool(mine), units[0].layout.device):
         return
-    places = [f"rank {rank}: {place}" for rank, found in tell(groups, mine).items() for place in found]
+    places = [f"rank {rank}: {place}" for rank, found in exchange(groups, mine).items() for place in found]
     if tidy is not None:
         tidy()
     raise RuntimeError(message("not-finite", what=what, places="\n".join(places)))

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from minifsdp.checkpoint.agreement import groups_of, some, tell
+from minifsdp.checkpoint.agreement import exchange, groups_of, some
 from minifsdp.debugging.attach import attached
 from minifsdp.debugging.first_use import late_units_named
 from minifsdp.engine.flat import FlatLayout
@@ -78,7 +78,7 @@ def compare(unit: str, parameters: Iterable[tuple[nn.Parameter, ParamInfo]], mes
         mesh: the ranks that must have equal values.
     """
     mine = {owned.path: _number(local_tensor(p.detach())) for p, owned in parameters if not p.is_meta}
-    everybody = tell(groups_of([mesh]), mine)
+    everybody = exchange(groups_of([mesh]), mine)
     first = min(everybody)
     lines = []
     for path, number in everybody[first].items():

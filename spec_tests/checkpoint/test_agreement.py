@@ -30,8 +30,8 @@ def test_what_one_rank_says_goes_through_its_row_and_then_through_the_columns() 
     mesh = hybrid()
     groups = agreement.groups_of([mesh, mesh])
     assert groups == [mesh.shard, mesh.replicate], "each once, rows first"
-    assert agreement.tell(groups, dist.get_rank() * 10) == {0: 0, 1: 10, 2: 20, 3: 30}
-    assert agreement.tell([], "alone") == {dist.get_rank(): "alone"}
+    assert agreement.exchange(groups, dist.get_rank() * 10) == {0: 0, 1: 10, 2: 20, 3: 30}
+    assert agreement.exchange([], "alone") == {dist.get_rank(): "alone"}
 
 
 @pytest.mark.spec("SD-FULL-09", "HYB-10")

@@ -96,7 +96,7 @@ ORDERS = re.compile(
 LEFT_OUT = {
     "batches.py: work.wait(": "an accelerator sends on the lane's own stream, and only CPUs have something to wait for",
     'batches.py: Collective("token_scale"': "an accelerator sends on the stream that reads",
-    "checkpoint/chunks.py: collectives.all_gather(": "loading a sharded state dict begins with a barrier of all ranks",
+    "checkpoint/tensors.py: collectives.all_gather(": "loading a sharded state dict begins with a barrier of all ranks",
     "checkpoint/codec.py: collectives.all_gather(": "the optimizer's state begins with a barrier of all ranks",
     "engine/gloo.py: work.wait(": "between CPUs alone",
     "engine/gloo.py: self._work.wait(": "between CPUs alone",

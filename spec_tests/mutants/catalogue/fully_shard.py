@@ -189,9 +189,9 @@ MUTANTS = [
     ),
     Mutant(
         "rows-of-other-ranks-are-loaded",
-        "_refuse_other_cuts",
-        "is_elsewhere = value.device_mesh != parameter.device_mesh",
-        "is_elsewhere = False",
+        "_check_sharding",
+        "value.device_mesh != parameter.device_mesh or",
+        "False or",
         "A DTensor over other ranks is found out halfway, or never.",
         "FS2-SD-14",
     ),

@@ -41,7 +41,7 @@ MUTANTS = [
     ),
     Mutant(
         "buffers-are-saved-as-cast",
-        "write_rest",
+        "_write_buffers",
         "dtype = value.dtype if form.is_local else wrapper._buffer_dtypes.get((module, name), value.dtype)",
         "dtype = value.dtype",
         "Full and sharded dicts hold buffers in buffer_dtype.",

@@ -1,4 +1,4 @@
-"""Tensors that are sharded along dim 0 over the ranks: the sharded form of a state dict.
+"""Tensors in a state dict: rows of dim 0, as DTensor or ShardedTensor, and copies in memory of their own.
 
 A checkpoint that any number of ranks can load must contain *parameters*, not shards of a flat parameter. So the sharded
 form splits every parameter along its first dimension, as ``torch.chunk`` does: ranks get equal numbers of rows, the
@@ -11,16 +11,20 @@ The rows are stored in one of two types that ``torch.distributed.checkpoint`` su
 one, which has a table of all shards, or ``DTensor``, which has a mesh and a placement. A local state dict stores the
 local shard as a ``ShardedTensor``, as rows of one long parameter.
 
-If tensor parallelism has already sharded a parameter, its local part on this rank is split into rows as well, and the
+If tensor parallelism has already sharded a parameter, its local tensor on this rank is split into rows as well, and the
 ``DTensor`` has the dimensions of both meshes.
 
-*In torch:* ``_shard_utils.py``.
+Buffers and ignored parameters belong to no unit, and ``nn.Module.state_dict()`` puts the model's own tensors into the
+dict. A dict must not change when training continues, so `copy_shared` copies these tensors. Cost: their bytes for as
+long as the dict exists.
 
-Spec: SD-SHARD-01, SD-SHARD-02, SD-CFG-18.
+*In torch:* ``_shard_utils.py``. The dict shares buffers with the model, so they change with the next forward.
+
+Spec: SD-SHARD-01, SD-SHARD-02, SD-CFG-18, SD-FULL-07, SAVE-01.
 """
 
 import warnings
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -35,14 +39,17 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.overrides import is_tensor_like
+from torch.utils._pytree import tree_map_only
 
 from minifsdp.engine import collectives
 from minifsdp.engine.flat_tensor import local_tensor
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import detail
 
+# ---- from unsharded tensors to rows ---------------------------------------------------------------------------------
 
-def is_cut(shape: torch.Size) -> bool:
+
+def has_rows(shape: torch.Size) -> bool:
     """Whether a sharded state dict splits a tensor of this shape. A tensor without rows is saved unchanged."""
     return len(shape) > 0 and shape[0] > 0
 
@@ -60,16 +67,16 @@ def rows_of(full: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def as_sharded_tensor(rows: torch.Tensor, shape: torch.Size, group: Group) -> ShardedTensor:
-    """This rank's rows of a tensor of ``shape``, as a ``ShardedTensor``. Nothing is sent: all ranks know all sizes."""
+    """This rank's rows of a tensor of ``shape``, as a ``ShardedTensor``, without communication."""
     table = []
     for index, rank in enumerate(group.ranks):
         # A rank without rows has a shard with 0 rows. Without it, the planner of torch.distributed.checkpoint would
         # miss the key on that rank, assume a checkpoint of torch 2.3, and fail to load it.
-        part = rows_at(index, shape[0], group.size)
-        start = [part.start, *[0] * (len(shape) - 1)]
-        table.append(ShardMetadata(start, [len(part), *shape[1:]], f"rank:{rank}/{rows.device}"))
+        there = rows_at(index, shape[0], group.size)
+        start = [there.start, *[0] * (len(shape) - 1)]
+        table.append(ShardMetadata(start, [len(there), *shape[1:]], f"rank:{rank}/{rows.device}"))
     metadata = ShardedTensorMetadata(table, shape, TensorProperties(dtype=rows.dtype))
-    with unadvised():
+    with no_deprecation_warning():
         sharded: ShardedTensor = ShardedTensor._init_from_local_shards_and_global_metadata(
             [LocalShard(rows, table[group.rank])], sharded_tensor_metadata=metadata, process_group=group.process_group
         )
@@ -77,7 +84,7 @@ def as_sharded_tensor(rows: torch.Tensor, shape: torch.Size, group: Group) -> Sh
 
 
 @contextmanager
-def unadvised() -> Generator[None]:
+def no_deprecation_warning() -> Generator[None]:
     """Suppresses torch's warning not to use ``ShardedTensor``, which is printed even when its dtype is read.
 
     The user can avoid the deprecated class with ``use_dtensor=True``.
@@ -92,15 +99,18 @@ def as_dtensor(full: torch.Tensor, group: Group, mesh: DeviceMesh, device: torch
     placements: list[Placement] = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     rows = rows_of(local_tensor(full), group).clone()
     if isinstance(full, DTensor):
-        num_cuts = full._spec.num_shards_map[0]
-        if num_cuts > 1:
-            # Rows of the local tensor-parallel part, not of the full tensor.
-            placements[-1] = _StridedShard(0, split_factor=num_cuts)
+        num_shards = full._spec.num_shards_map[0]
+        if num_shards > 1:
+            # Rows of the local tensor of tensor parallelism, not of the full tensor.
+            placements[-1] = _StridedShard(0, split_factor=num_shards)
         mesh = DeviceMesh._concatenate([mesh, full.device_mesh])
         placements += full.placements
     sharded = DTensor.from_local(rows, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
     # `from_local` moves the tensor to the device of the mesh, so it is moved to `device` afterwards.
     return cast(DTensor, sharded.to(device))
+
+
+# ---- from rows to unsharded tensors ---------------------------------------------------------------------------------
 
 
 def local_rows(value: Any) -> torch.Tensor | None:
@@ -111,8 +121,7 @@ def local_rows(value: Any) -> torch.Tensor | None:
     if isinstance(value, DTensor):
         return value.to_local()
     if isinstance(value, ShardedTensor):
-        shards = value.local_shards()
-        size = value.size()
+        shards, size = value.local_shards(), value.size()
         return shards[0].tensor if shards else torch.empty((0, *size[1:]), dtype=value.dtype)
     return None
 
@@ -123,43 +132,53 @@ def on_this_rank(value: torch.Tensor) -> torch.Tensor:
     return value if rows is None else rows
 
 
-def misplaced_rows(value: Any, where: str, group: Group | None) -> Iterator[str]:
-    """Describes how the sharding of a value differs from that of this module; empty if it does not."""
-    rows, full = local_rows(value), tuple(_whole_among(value, group))
-    assert rows is not None
-    found, expected, start = tuple(rows.shape), full, 0
-    if group is not None and full:
-        mine = rows_at(group.rank, full[0], group.size)
-        expected, start = (len(mine), *full[1:]), mine.start
-    if found != expected:
-        yield detail("rows-shape", where=where, expected=expected, found=found, cut=_cut_how(value))
-    elif found and found[0] and full == tuple(value.size()) and _first_row(value) != start:
-        yield detail("rows-start", where=where, start=start, found=_first_row(value), cut=_cut_how(value))
+def placement_of(value: DTensor) -> str:
+    """The ranks and the placements of a DTensor, for messages."""
+    return f"on ranks {value.device_mesh.mesh.tolist()} with placements {value.placements}"
 
 
-def all_full(values: Iterable[tuple[str, Any]]) -> Iterator[str]:
+def misplaced_rows(value: Any, where: str, group: Group | None, *, is_sharded: bool) -> Iterator[str]:
+    """Describes how the sharding of a value differs from that of this module; empty if it does not.
+
+    Args:
+        value: a value of a state dict.
+        where: its name.
+        group: the ranks that share it.
+        is_sharded: whether values may be sharded; a full value is always allowed.
+    """
+    rows = local_rows(value)
+    if rows is None:
+        return
+    found, expected, start = tuple(rows.shape), tuple(_shape_in_group(value, group)), 0
+    is_common = expected == tuple(value.size())
+    if group is not None and expected:
+        mine = rows_at(group.rank, expected[0], group.size)
+        expected, start = (len(mine), *expected[1:]), mine.start
+    how = f" (the DTensor is {placement_of(value)})" if isinstance(value, DTensor) else ""
+    if not is_sharded:
+        yield detail("full-expected", where=where, type=type(value).__name__)
+    elif found != expected:
+        yield detail("rows-shape", where=where, expected=expected, found=found, cut=how)
+    elif found and found[0] and is_common and _first_row(value) != start:
+        yield detail("rows-start", where=where, start=start, found=_first_row(value), cut=how)
+
+
+def all_unsharded(values: Iterable[tuple[str, Any]]) -> Iterator[str]:
     """Describes the problem if no value is sharded; each value is given with its name.
 
     A sharded state dict may contain some full tensors, from units that were not sharded. If all are full, the dict has
     another form.
     """
-    cut = [(where, value) for where, value in values if is_tensor_like(value) and is_cut(value.size())]
-    if cut and all(local_rows(value) is None for _, value in cut):
-        yield detail("all-full", where=cut[0][0])
+    tensors = [(where, value) for where, value in values if is_tensor_like(value) and has_rows(value.size())]
+    if tensors and all(local_rows(value) is None for _, value in tensors):
+        yield detail("all-full", where=tensors[0][0])
 
 
 def _first_row(value: Any) -> int:
     """The index of this rank's first row in the full tensor; the rank must have rows."""
     if isinstance(value, DTensor):
-        _, offset = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-        return offset[0]
+        return compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)[1][0]
     return cast(int, value.local_shards()[0].metadata.shard_offsets[0])
-
-
-def _cut_how(value: Any) -> str:
-    if not isinstance(value, DTensor):
-        return ""
-    return f" (the DTensor is on ranks {value.device_mesh.mesh.tolist()} with placements {value.placements})"
 
 
 def gathered_rows(value: Any, group: Group | None, device: torch.device) -> torch.Tensor:
@@ -170,11 +189,10 @@ def gathered_rows(value: Any, group: Group | None, device: torch.device) -> torc
         group: the ranks that share it; ``None`` if there is only one.
         device: the device of the all-gather.
     """
-    rows = local_rows(value)
-    assert rows is not None
+    rows = on_this_rank(value)
     if group is None:
         return rows
-    shape = _whole_among(value, group)
+    shape = _shape_in_group(value, group)
     size = len(rows_at(0, shape[0], group.size))
     mine = torch.zeros((size, *shape[1:]), dtype=rows.dtype, device=device)
     mine[: rows.shape[0]].copy_(rows)
@@ -183,8 +201,8 @@ def gathered_rows(value: Any, group: Group | None, device: torch.device) -> torc
     return everybody[: shape[0]]
 
 
-def _whole_among(value: Any, group: Group | None) -> torch.Size:
-    """The shape of the tensor that the ranks of ``group`` share; with tensor parallelism, a part of the value."""
+def _shape_in_group(value: Any, group: Group | None) -> torch.Size:
+    """The shape of the tensor that the ranks of ``group`` share; with tensor parallelism, smaller than the value."""
     if not isinstance(value, DTensor) or group is None:
         return torch.Size(value.size())
     mesh = value.device_mesh
@@ -192,5 +210,49 @@ def _whole_among(value: Any, group: Group | None) -> torch.Size:
         Replicate() if dist.get_process_group_ranks(mesh.get_group(axis)) == [*group.ranks] else placement
         for axis, placement in enumerate(value.placements)
     ]
-    shape, _ = compute_local_shape_and_global_offset(value.shape, mesh, placements)
-    return torch.Size(shape)
+    return torch.Size(compute_local_shape_and_global_offset(value.shape, mesh, placements)[0])
+
+
+# ---- copies ---------------------------------------------------------------------------------------------------------
+
+
+def _memory_of(tensor: torch.Tensor) -> int | None:
+    """The address of a tensor's storage; ``None`` for tensors without one, such as sparse tensors."""
+    try:
+        return on_this_rank(tensor).untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def copy_shared(
+    state: MutableMapping[str, Any], prefix: str, own: Iterable[torch.Tensor], before: Mapping[str, Any]
+) -> None:
+    """Copies every tensor below ``prefix`` that uses the model's memory, including tensors in a list or a dict.
+
+    If two keys refer to the same tensor, they share one copy. An expanded tensor is copied before it is expanded.
+
+    Args:
+        state: the dict; all or some of its keys begin with ``prefix``.
+        prefix: the beginning of the keys to check.
+        own: tensors of the model.
+        before: entries that the dict had before the model was saved; they stay unchanged.
+    """
+    # The address of a storage without elements is 0.
+    memory = {_memory_of(tensor) for tensor in own} - {0}
+    copies: dict[Any, torch.Tensor] = {}
+
+    def unshared(tensor: torch.Tensor) -> torch.Tensor:
+        where = _memory_of(tensor)
+        if where not in memory:
+            return tensor
+        if where is None or on_this_rank(tensor) is not tensor:
+            return tensor.detach().clone()
+        same = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+        if same not in copies:
+            once = tensor.detach()[tuple(slice(None) if stride else slice(1) for stride in tensor.stride())]
+            copies[same] = once.clone().expand(tensor.shape)
+        return copies[same]
+
+    for key in [key for key in state if key.startswith(prefix)]:
+        if state[key] is not before.get(key):
+            state[key] = tree_map_only(torch.Tensor, unshared, state[key])
