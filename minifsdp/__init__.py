@@ -60,8 +60,8 @@ __all__ = [
 __all__ += api.__all__
 __version__ = "0.1.0"
 
-# The core does not import the code for state dicts, frameworks, custom all-gather extensions and sends between CPUs.
-# This code is attached here, and to the wrapper in ``fully_sharded_data_parallel.py``.
+# The engine does not import the code for custom all-gather extensions, sends between CPUs and the watchdog. It is
+# attached here.
 _mesh.transports.append(_gloo.transport_between)
 _optimizer_watch.before_saving.append(_comparison.read_all)
 _mesh.watchers.append(_process.begin)
