@@ -30,7 +30,7 @@ TOOLS, EXPLAIN = "tools/", "tools/explain"
 COMMAND = "__main__.py"
 WATCHDOG = "watchdog/"
 # These also have limits of their own: the checks that all ranks do the same, the parts that are off by default, and the
-# table of argument types of the public API.
+# types of arguments of the public API.
 APART = (
     TRANSPORT,
     DEBUGGING,
