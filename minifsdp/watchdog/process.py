@@ -93,8 +93,11 @@ def _let_threads_finish() -> None:
 
 def _leave_exit_record(watchdog: Watchdog) -> None:
     ended, is_wrong = report.IN_ORDER, False
-    # Python keeps an uncaught exception here, whichever hook prints it. An interactive session keeps those before, too.
-    error = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+    # Python keeps an uncaught exception here, whichever hook prints it. A shell keeps there what it has shown: such an
+    # exception did not pass through the first frame of the program.
+    trace = getattr(sys, "last_traceback", None)
+    was_shown = hasattr(sys, "ps1") or (trace is not None and trace.tb_frame.f_back is not None)
+    error = None if was_shown else getattr(sys, "last_value", None)
     if error is not None:
         ended, watchdog.failed_at = f"by {type(error).__name__}: {error}", _line_of(error.__traceback__)
     try:
@@ -140,9 +143,8 @@ class _ExitStatus:
 
 def _watch_signals(watchdog: Watchdog) -> None:
     """Lets SIGTERM wake the watchdog, unless the program handles the signal, or wake-ups, itself."""
-    if threading.current_thread() is not threading.main_thread():
-        return
-    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         return
     signal.signal(signal.SIGTERM, _wait_for_report)
     before = signal.set_wakeup_fd(watchdog.wake_up_end, warn_on_full_buffer=False)

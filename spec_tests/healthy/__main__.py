@@ -1,4 +1,4 @@
-"""``python -m spec_tests.healthy PROGRAM API``: one rank of a program of ``programs/lives.py``.
+"""``python -m spec_tests.healthy PROGRAM API``: a rank of a program of ``lives.py`` or ``around.py`` in ``programs/``.
 
 Prints ``right`` when the program has finished, unless the program prints it itself at its end. The last exit
 handler prints how long the main thread has slept since then. Time in which a busy machine runs other processes
@@ -31,12 +31,12 @@ def tell() -> None:
 def main() -> None:
     import torch
 
-    from spec_tests.healthy.programs import lives
+    from spec_tests.healthy.programs import around, lives
 
     name, api = sys.argv[1:]
     torch.set_num_threads(1)
     try:
-        getattr(lives, name)(api)
+        getattr(around if hasattr(around, name) else lives, name)(api)
         if not name.startswith("exit_handlers"):
             print("right", flush=True)
     finally:

@@ -59,6 +59,13 @@ def test_ordinary_programs_are_left_alone(module: str, name: str, api: str) -> N
     run(module, name, api)
 
 
+@pytest.mark.spec("HEALTHY-01")
+@pytest.mark.parametrize(("module", "name", "api"), cases(ordinary, "LONG"))
+@ranks(2, timeout=180)
+def test_long_programs_are_left_alone(module: str, name: str, api: str) -> None:
+    run(module, name, api)
+
+
 @pytest.mark.spec("HEALTHY-03")
 @pytest.mark.parametrize(("module", "name", "api"), cases(ordinary, "ON_FOUR"))
 @ranks(4, timeout=60)

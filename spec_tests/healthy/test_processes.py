@@ -49,13 +49,24 @@ ONE = {
     "HEALTHY-09": [("fork_that_ends_as_programs_do", "plain")],
     "HEALTHY-10": [("rank_0_ends_later", "plain"), ("rank_1_ends_early", "plain"), ("rank_1_ends_early", "torchrun")],
 }
+# These train with both APIs in one process.
+TOGETHER = {
+    "HEALTHY-06": [("hash_store_and_file_store", "plain")],
+    "HEALTHY-07": [("spawned_with_results", "plain")],
+    "HEALTHY-08": [("two_event_loops", "plain")],
+    "HEALTHY-09": [("workers_by_spawn_around_training", "plain")],
+    "HEALTHY-11": [("one_rank_raises_once", "restarts")],
+    "HEALTHY-12": [("console", "plain"), ("ipython", "plain")],
+    "HEALTHY-13": [("slow_store", "plain"), ("store_behind_a_slow_network", "plain")],
+}
+NUM_PROCESSES = {"host_of_the_store_leaves": 3, "spawned_with_results": 1}
 LAUNCHES = [
     pytest.param(
-        Launch(program, api, launcher, 3 if program == "host_of_the_store_leaves" else 2),
-        marks=pytest.mark.spec(requirement),
+        Launch(program, api, launcher, NUM_PROCESSES.get(program, 2)),
+        marks=[pytest.mark.spec(requirement), *([pytest.mark.needs("IPython")] if program == "ipython" else [])],
         id=f"{program}-{api}-{launcher}",
     )
-    for table, apis in ((BOTH, APIS), (ONE, ("fully_shard",)))
+    for table, apis in ((BOTH, APIS), (ONE, ("fully_shard",)), (TOGETHER, ("both",)))
     for requirement, programs in table.items()
     for program, launcher in programs
     for api in apis

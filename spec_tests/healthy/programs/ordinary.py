@@ -33,6 +33,7 @@ from spec_tests.healthy.programs.support import (
     full_parameters,
     fully_shard,
     mesh_of,
+    num_sent,
     rank,
     shard,
     state_dict_of,
@@ -342,6 +343,23 @@ def a_rank_that_is_always_late(api: str) -> None:
     training.check()
 
 
+def a_rank_that_is_late_in_every_step(api: str) -> None:
+    """300 steps, in which rank 1 is late by 3 ms in each. No step issues more collectives than another."""
+    training = Training(api, Net(1))
+    sent = []
+    for step in range(300):
+        before = num_sent(dist.group.WORLD)
+        loss = training.loss(step)
+        if rank() == 1:
+            time.sleep(0.003)
+        loss.backward()
+        training.plain_backward(step)
+        training.update()
+        sent.append(num_sent(dist.group.WORLD) - before)
+    assert set(sent[10:]) == {sent[10]}, sent
+    training.check()
+
+
 def models_that_come_and_go(api: str) -> None:
     """A search trains ten models one after the other on the same group; nothing keeps the earlier ones alive."""
     last: Any = None
@@ -472,5 +490,6 @@ BOTH = [
     summoned_on_all_ranks,
 ]
 ON_TWO = {"wrapper": BOTH, "fully_shard": BOTH}
+LONG = {api: [a_rank_that_is_late_in_every_step] for api in ("wrapper", "fully_shard")}
 AHEAD = {"fully_shard": [gather_ahead_and_send, gather_many_ahead_and_send]}
 ON_FOUR = {api: [stages_of_a_pipeline, hybrid_with_a_local_evaluation] for api in ("wrapper", "fully_shard")}

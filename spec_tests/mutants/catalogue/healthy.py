@@ -48,6 +48,14 @@ MUTANTS = [
         "HEALTHY-08 LEDGER-06",
     ),
     Mutant(
+        "errors-that-a-shell-has-shown-end-the-program",
+        "at_exit",
+        "trace.tb_frame.f_back is not None",
+        "False",
+        "An error in an interactive console is reported as the end of the program.",
+        "HEALTHY-12",
+    ),
+    Mutant(
         "a-child-wakes-its-parent",
         "_forget_in_child",
         "_leave_signals(watchdog)",

@@ -1,0 +1,137 @@
+"""The numbers of the page "Choosing", computed again with the formulas of the package; and the page about limits."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from minifsdp.cost import Job
+from minifsdp.tools import formulas
+from minifsdp.tools.links import sent_by_link
+from spec_tests.harness.accounting import ROOT, read_rows
+
+pytestmark = pytest.mark.pure
+
+PAGE = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+HALF, PEAK = 40e9, 989e12  # bytes: half of a GPU's memory; operations per second of an H100
+NUMBERS = {"parameter": 4.0, "gradient": 4.0, "optimizer": 8.0}
+
+
+def rows_of(heading: str) -> list[list[str]]:
+    """The cells of the first table below a heading, without its head."""
+    lines = PAGE.partition(heading)[2].partition("\n|")[2].splitlines()
+    end = next(number for number, line in enumerate(lines) if not line)
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:end]]
+
+
+def largest(num_shards: int, unsharded: float = 0.0) -> float:
+    """Billions of parameters whose states, and unsharded bytes for each parameter, need half of the memory."""
+    states = formulas.model_states(1, **{name: size / num_shards for name, size in NUMBERS.items()})
+    return HALF / (states + unsharded) / 1e9
+
+
+def test_the_largest_models_are_those_of_the_formulas() -> None:
+    found = {int(ranks): cells for ranks, *cells in rows_of("### Memory")}
+    for ranks, cells in found.items():
+        computed = [largest(1), largest(8), largest(ranks, 2.0), largest(ranks)]
+        expected = [f"{number:.1f}" for number in computed]
+        if ranks == 8:
+            # On one machine it is `FULL_SHARD`.
+            expected[1] = ""
+        assert cells == expected
+    assert list(found) == [8, 16, 64]
+
+
+def test_the_first_table_agrees_with_them() -> None:
+    rules = " ".join(" ".join(row) for row in rows_of("## Thresholds"))
+    assert "2.5 billion parameters with 80 GB, 0.75 billion with 24 GB" in rules
+    assert (largest(1), largest(1) * 24 / 80) == (2.5, 0.75)
+    assert "3 GPUs of 80 GB for 7 billion, 28 for 70 billion" in rules
+    assert [-(-32 * billions // 80) for billions in (7, 70)] == [3, 28]
+
+
+def model_crossings(strategy: str, machines: int) -> tuple[float, float]:
+    """How often a bfloat16 model crosses the links within a machine and between machines, for each rank and step."""
+    hybrid = strategy == "HYBRID_SHARD"
+    shards, replicas = (8, machines) if hybrid else (8 * machines, 1)
+    job = Job(
+        [[(4096, 4096)]] * 4,
+        strategy=strategy,
+        num_shards=shards,
+        num_replicas=replicas,
+        compute=torch.bfloat16,
+    )
+    sent, size = sent_by_link(job, 8).values(), 4 * 4096 * 4096 * 2
+    return sum(link.within for link in sent) / size, sum(link.between for link in sent) / size
+
+
+def tokens(crossings: float, bandwidth: float) -> str:
+    return f"{round(crossings / 3 * PEAK / bandwidth, -2):,.0f}"
+
+
+def test_the_tokens_are_those_of_the_formulas() -> None:
+    table = rows_of("{ #tokens }")
+    assert table[0][1:] == ["1", tokens(model_crossings("FULL_SHARD", 1)[0], 450e9), ""]
+    for bandwidth, machines, *cells in table[1:]:
+        gigabytes = float(re.search(r"([\d.]+) GB/s", bandwidth)[1])  # type: ignore[index]
+        expected = [
+            tokens(model_crossings(strategy, int(machines))[1], gigabytes * 1e9)
+            for strategy in ("FULL_SHARD", "HYBRID_SHARD")
+        ]
+        assert cells == expected
+    assert len(table) == 5
+
+
+def test_hybrid_divides_the_traffic_as_the_page_says() -> None:
+    ratios = {n: model_crossings("FULL_SHARD", n)[1] / model_crossings("HYBRID_SHARD", n)[1] for n in (2, 4, 16)}
+    assert {n: f"{ratio:.1f}" for n, ratio in ratios.items()} == {2: "2.8", 4: "1.9", 16: "1.6"}
+    assert "by 2.8 with two machines, by 1.9 with four, and by 1.6 with\nsixteen" in PAGE
+
+
+def test_the_other_numbers_follow_from_the_page_itself() -> None:
+    assert [row[1] for row in rows_of("### Dtypes")] == [str(2 * low + high) for low, high in ((4, 4), (2, 4), (2, 2))]
+    assert (16 * 29_975_214_080 // 8 + 500_000_000) // 10**9 == 60
+    assert round(16 * 8.03e9 * (1 / 8 - 1 / 128) / 2**30, 1) == 14.0
+    assert (round(12 * 1536**2 / 1e6), round(12 * 2048**2 / 1e6)) == (28, 50)
+    assert 12 * 1650**2 < 33e6 < 12 * 1700**2
+    assert round(6 * 10e6 * 2000 / (0.4 * PEAK) * 1e6, -2) == 300
+    for_a_token = 16 * 4096 * 32 * 2
+    assert round(for_a_token / 1e6, 1) == 4.2
+    assert [round(for_a_token * tokens / 1e9) for tokens in (8192, 16384)] == [34, 69]
+    assert 12 * 7e9 / 8 == 10.5e9
+    assert (round(100 * (1 - 5605 / 5762), 1), round(4 * 22.2)) == (2.7, 89)
+
+
+def test_the_snippet_that_swaps_the_names_works() -> None:
+    """A module that imports torch's names afterwards trains with this package."""
+    page = (ROOT / "docs" / "job-fails.md").read_text(encoding="utf-8")
+    snippet = page.partition("```python\n")[2].partition("```")[0]
+    program = (
+        snippet
+        + """
+import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, fully_shard
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for model in (FSDP(torch.nn.Linear(2, 2), device_id=torch.device("cpu")), fully_shard(torch.nn.Linear(2, 2))):
+    model(torch.ones(1, 2)).sum().backward()
+print(fully_shard.__module__.split(".")[0], FSDP.__module__.split(".")[0])
+dist.destroy_process_group()
+"""
+    )
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "minifsdp minifsdp"
+
+
+def test_the_page_about_limits_names_each_refused_option() -> None:
+    text = (ROOT / "docs" / "limits.md").read_text(encoding="utf-8")
+    refused = read_rows()["NEW-18"]
+    options = re.findall(r"`(set_\w+|dp_mesh_dims)`", refused)
+    assert len(options) == 7
+    assert [option for option in options if f"`{option}`" not in text] == []
