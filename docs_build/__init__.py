@@ -9,57 +9,20 @@ which is replaced while the site is built::
     {{ proof SHARD-04 PREF-02 }}               requirements, their tests, and the last results of these
     {{ sketch holdings | A caption. }}         a drawing of a learning page, with computed numbers
     {{ asset timeline | A caption. }}          a picture from the repository
-    {{ evidence }}                             the figures of the first page
+    {{ table zero }}, {{ value num-mutants }}  a table and a number of ``pages/values.py``
     {{ wrong shared_streams }}                 a case in which torch is wrong, and its program
     {{ failure slow_rank }}                    a script of the failure lab, and its output
     {{ exercise zero_stage_3 }}                a question, and a computed answer
 
-The modules, from the lowest import layer to the highest:
+``pages/directives.py`` has all of them. The folders, from the lowest import layer to the highest; a module imports no
+module of a higher one:
 
-``generator``    the interface to the site generator, which only this module imports
-``order``        the reading order of the package's modules
-``notebook``     notes on the code, stored separately in ``notes/``
-``tracing``      the statements that only record
-``source``       a module's text, split into rows of prose and code
-``markup``       the light markup of docstrings, as Markdown and as HTML
-``codeblock``    the code of a row, with line numbers, and recording statements folded
-``breaks``       the tests that fail when a line is broken
-``mentions``     the pages of Learn that show a function
-``asides``       both of these, below the prose of a row
-``pages``        a module as a page, prose left and code right
-``fragments``    one function, found by its name
-``models``       the small models of the recorded runs
-``record``       runs them on two and on four ranks, and records their events
-``watching``     the state recorded for the step player; ``torchside``, the same for torch's own FSDP
-``recordings``   reads the records; ``arrivals``, the times at which data arrived
-``pictures``     timelines
-``results``      the requirements and the last results of their tests
-``badges``       labels for a requirement: where and how it was tested, and what is open
-``exercises``    questions with computed answers
-``debugcost``    the cost of the checks of ``minifsdp.debug()``
-``optimizers``   the cost of an optimizer step and of clipping
-``values``       numbers and tables of the prose
-``shardmaps``    the elements that each rank holds
-``sketch``       the elements of drawings on the learning pages; ``sketches`` finds one by its name
-``holdings``     the memory of each rank under the stages of ZeRO; ``oneweight``, one weight from sharding to gradient
-``linkbytes``    the bytes that a step sends within machines and between them
-``hooksteps``    one unit after each of its four hooks, as recorded
-``messages``     every message of the package; ``troubles`` makes entries of them
-``paste``        the box that recognises pasted messages: its search patterns
-``myths``        wrong claims, the correct statements, and the tests that show them
-``player``       recorded runs as scripts for the step player; ``running``, the lines that ran
-``specpage``     the page of the spec
-``streams``      logged steps on streams as pictures, broken engines, and races in torch
-``failures``     the scripts of the failure lab, and their output
-``wrong``        cases in which torch is wrong
-``verbs``        the table of verbs and layouts; the path of one parameter through a training step
-``glossary``     the terms of the glossary on other pages
-``descriptions`` a sentence about each page
-``searching``    the search index of a page
-``evidence``     figures of the first page, computed from the records
-``directives``   the lines in double braces
-``lessons``      runs the tutorials and records their output; ``busy`` measures the load of other programs
-``lessonpage``   a tutorial as a page, and the index of all
-``links``        follows every link of the built site
-``hook``         the hooks of mkdocs
+``reading``      the source of the package: the reading order, modules as rows of prose and code, notes, messages,
+                 docstrings as HTML, the tests that fail when a line is broken
+``recording``    runs small trainings, tutorials and the failure lab, and reads the records of these and of the tests
+``drawing``      timelines, plots, and the drawings of the learning pages
+``pages``        pages and parts of pages
+
+``generator`` is the interface to the site generator, ``templates`` loads the templates (``*.jinja``) of pictures and
+pages, and ``hook`` has the hooks that mkdocs calls.
 """

@@ -5,16 +5,12 @@ pages and most of the same settings (``CONTRIBUTING.md``, "The documentation sit
 this module and ``hook.py``, whose functions mkdocs calls by their names.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files  # noqa: F401
 from mkdocs.structure.toc import get_toc
 from mkdocs.utils import get_relative_url
 from mkdocs.utils.meta import get_data
-
-__all__ = ["Files", "contents", "front_matter", "generated", "relative"]
 
 
 def relative(target: str, start: str) -> str:

@@ -11,8 +11,6 @@
    broken one is a warning, and a warning fails a strict build.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -24,24 +22,24 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
-from docs_build import (
+from docs_build.generator import Files, contents, generated, relative
+from docs_build.pages import (
     descriptions,
     directives,
     glossary,
     lessonpage,
-    lessons,
     links,
-    markup,
-    pages,
+    modulepage,
     paste,
-    recordings,
-    results,
+    player,
     searching,
     specpage,
 )
-from docs_build.generator import Files, contents, generated, relative
-from docs_build.order import all_modules, reading_order
-from docs_build.source import read_module
+from docs_build.pages.raw import put_back
+from docs_build.reading import markup
+from docs_build.reading.order import all_modules, reading_order
+from docs_build.reading.source import read_module
+from docs_build.recording import lessons, results
 
 log = logging.getLogger("mkdocs.hooks.minifsdp")
 
@@ -50,43 +48,26 @@ def on_config(config: Any) -> Any:
     """1."""
     for entry in config.nav:
         if "Read the code" in entry:
-            index, *more = entry["Read the code"]
-            groups = [{_plain(title): [_entry(name) for name in names]} for title, _, names in reading_order()]
-            entry["Read the code"] = [index, *more, *groups]
+            sections = {title.replace("`", ""): names for title, _, names in reading_order()}
+            groups = [{title: [{name: _source_uri(name)} for name in names]} for title, names in sections.items()]
+            entry["Read the code"] += groups
         if "Tutorials" in entry:
-            index, *more = entry["Tutorials"]
-            entry["Tutorials"] = [
-                index,
-                *[{lesson.title: _source_uri(lesson.name)} for lesson in lessons.LESSONS],
-                *more,
-            ]
+            entry["Tutorials"][1:1] = [{lesson.title: _source_uri(lesson.name)} for lesson in lessons.LESSONS]
     return config
 
 
-def _plain(title: str) -> str:
-    return title.replace("`", "")
-
-
-def _entry(name: str) -> dict[str, str]:
-    return {name: _source_uri(name)}
-
-
 def _source_uri(name: str) -> str:
-    return pages.page_of(name).removesuffix(".html") + ".md"
+    return modulepage.page_of(name).removesuffix(".html") + ".md"
 
 
 def on_files(files: Files, config: Any) -> Files:
     """2."""
-    for name in all_modules():
-        head = f"---\ntitle: {name}\nhide: [navigation, toc]\nminifsdp_module: {name}\n---\n# {name}\n"
+    titles = {name: name for name in all_modules()} | {lesson.name: lesson.title for lesson in lessons.LESSONS}
+    for name, title in titles.items():
+        kind = "lesson" if name.startswith("tutorials/") else "module"
+        head = f"---\ntitle: {json.dumps(title)}\nhide: [navigation, toc]\nminifsdp_{kind}: {name}\n---\n# {title}\n"
         files.append(generated(config, _source_uri(name), content=head))
-    files.append(generated(config, "read/index.md", content=pages.index_page()))
-    for lesson in lessons.LESSONS:
-        head = f"---\ntitle: {json.dumps(lesson.title)}\nhide: [navigation, toc]\nminifsdp_lesson: {lesson.name}\n---\n"
-        head += f"# {lesson.title}\n"
-        files.append(generated(config, _source_uri(lesson.name), content=head))
-    files.append(generated(config, "tutorials/index.md", content=lessonpage.index_page()))
-    for name, text in recordings.player_scripts().items():
+    for name, text in player.scripts().items():
         files.append(generated(config, f"assets/runs/{name}", content=text))
     files.append(generated(config, paste.KNOWN, content=paste.script()))
     return files
@@ -102,10 +83,12 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     if page.file.src_uri.startswith(("learn/", "lab/", "benchmarks")):
         # These pages have few headings; pictures and wide tables use the space of the table of contents.
         page.meta["hide"] = ["toc"]
-    if glossary.is_for(page.file.src_uri, page.file.generated_by is not None):
+    if page.file.generated_by is None and page.file.src_uri not in glossary.WITHOUT:
         markdown += glossary.definitions()
     if page.is_homepage:
-        markdown = markdown.replace("{{ repository }}", _repository(config.repo_url))
+        # A button if `mkdocs.yml` or the environment names a repository.
+        button = f"[The repository]({config.repo_url}){{ .md-button }}" if config.repo_url else ""
+        markdown = markdown.replace("{{ repository }}", button)
     if "{{ " not in markdown:
         return markdown
     return directives.expand(markdown, page.file.url)
@@ -119,18 +102,16 @@ _MODULE_PATH = re.compile(r"\b(?:engine/|fsdp1/|fsdp2/|tutorials/)?[a-z0-9_]+\.p
 def on_page_content(html: str, page: Any, config: Any, **_: Any) -> str:
     """4."""
     start = page.file.url
-    name = page.meta.get("minifsdp_module")
-    if name:
-        html = pages.module_page(name)
-        page.toc = contents(pages.toc_of(read_module(name)))
-    lesson = page.meta.get("minifsdp_lesson")
-    if lesson:
-        html = lessonpage.lesson_page(lesson)
-        page.toc = contents(pages.toc_of(read_module(lesson)))
-    html = directives.put_back(glossary.first_places(html))
+    makers = {"minifsdp_module": modulepage.module_page, "minifsdp_lesson": lessonpage.lesson_page}
+    for kind, make in makers.items():
+        if kind in page.meta:
+            html = make(page.meta[kind])
+            page.toc = contents(modulepage.toc_of(read_module(page.meta[kind])))
+    html = put_back(glossary.first_places(html))
     html = _NUMBERS.sub("<table data-numbers>", html)
     if page.file.src_uri != "spec.md":
-        html = markup.link_words(html, results.ROW_ID, lambda word: _spec_address(word, start))
+        rows = {row: relative(f"spec.html#{row}", start) for row in results.all_rows()}
+        html = markup.link_words(html, results.ROW_ID, rows.get)
     html = markup.link_words(html, _MODULE_PATH, lambda word: _module_address(word, start))
     return searching.leave_out(html) + _scripts(html, start, config.extra["scripts"])
 
@@ -142,23 +123,14 @@ def _scripts(html: str, start: str, known: dict[str, list[str]]) -> str:
     return "".join(f'<script defer src="{relative(script, start)}"></script>' for script in needed)
 
 
-def _repository(address: str | None) -> str:
-    """A button if ``mkdocs.yml`` or the environment names a repository; otherwise empty."""
-    return f"[The repository]({address}){{ .md-button }}" if address else ""
-
-
-def _spec_address(word: str, start: str) -> str | None:
-    return relative("spec.html", start) + f"#{word}" if word in results.all_rows() else None
-
-
 def _module_address(word: str, start: str) -> str | None:
     known = all_modules()
-    fits = [name for name in [*known, *(lesson.name for lesson in lessons.LESSONS)] if name == word]
-    fits = fits or [name for name in known if name.rpartition("/")[2] == word]
+    is_path = word in known or any(lesson.name == word for lesson in lessons.LESSONS)
+    fits = [word] if is_path else [name for name in known if name.rpartition("/")[2] == word]
     # `wrap.py` alone is ambiguous, and a wrong link would be worse than none.
-    if len(fits) != 1 or pages.page_of(fits[0]) == start or word == "__init__.py":
+    if len(fits) != 1 or modulepage.page_of(fits[0]) == start or word == "__init__.py":
         return None
-    return pages.address(start, fits[0])
+    return modulepage.address(start, fits[0])
 
 
 def on_post_page(output: str, **_: Any) -> str:

@@ -1,6 +1,6 @@
 """Records the figures as a section of a page: date, machine and versions of the run, and the tables.
 
-The data of the page's pictures (see ``docs_build/races.py``) is recorded at the same time, in a separate file.
+The data of the page's pictures (see ``docs_build/drawing/races.py``) is recorded at the same time, in a separate file.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from string import Formatter
 
-from docs_build.messages import Message
+from docs_build.reading.messages import Message
 from minifsdp.engine.messages import COMMAND, MORE, PAGE, texts
 
 __all__ = ["OF_TORCH", "spoken", "traceback"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import minifsdp
-from docs_build.order import ROOT
+from docs_build.reading.order import ROOT
 
 # The public modules are those of the first level, without ``arguments``, which only checks arguments of public calls,
 # and ``__main__``, which is a command.

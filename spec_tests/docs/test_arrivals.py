@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from docs_build import arrivals
+from docs_build.recording import arrivals
 from minifsdp import trace
 from minifsdp.engine import collectives
 from minifsdp.engine.mesh import Group

@@ -13,7 +13,7 @@ CPU, SIMULATED, CUDA = "cpu-gloo", "simulated", "cuda-nccl"
 
 def row(how_to_observe: str, **proofs: str):  # type: ignore[no-untyped-def]
     """A requirement with recorded results, for example ``cpu="text"``."""
-    from docs_build.results import SpecRow
+    from docs_build.recording.results import SpecRow
 
     backends = {"cpu": CPU, "simulated": SIMULATED, "cuda": CUDA}
     kinds = {backends[name]: kind for name, kind in proofs.items()}
@@ -23,7 +23,7 @@ def row(how_to_observe: str, **proofs: str):  # type: ignore[no-untyped-def]
 
 def shown(one) -> list[tuple[str, str, str]]:  # type: ignore[no-untyped-def]
     """Tone, text and backend of each badge."""
-    from docs_build.badges import badges
+    from docs_build.pages.badges import badges
 
     return re.findall(r'badge-([a-z]+)">(.*?)<i>(.*?)</i>', badges(one))
 
@@ -59,7 +59,8 @@ def test_a_row_that_no_recorded_run_has_seen_says_so() -> None:
 
 
 def test_no_row_about_cuda_is_green_as_long_as_none_has_run_there() -> None:
-    from docs_build import badges, results
+    from docs_build.pages import badges
+    from docs_build.recording import results
 
     rows = [one for one in results.all_rows().values() if one.needs_cuda]
     assert len(rows) > 60
@@ -69,7 +70,7 @@ def test_no_row_about_cuda_is_green_as_long_as_none_has_run_there() -> None:
 
 
 def test_the_rows_about_cuda_are_those_of_the_tests() -> None:
-    from docs_build import results
+    from docs_build.recording import results
     from spec_tests.harness.accounting import rows_of_accelerators
 
     rows = results.all_rows().values()
@@ -88,7 +89,7 @@ def test_the_rows_about_cuda_are_those_of_the_tests() -> None:
     ],
 )
 def test_the_filters_find_what_they_say(how: str, proofs: dict[str, str], expected: set[str]) -> None:
-    from docs_build.badges import FILTERS, tags
+    from docs_build.pages.badges import FILTERS, tags
 
     found = set(tags(row(how, **proofs)))
     assert found == expected
@@ -96,7 +97,7 @@ def test_the_filters_find_what_they_say(how: str, proofs: dict[str, str], expect
 
 
 def test_a_footer_says_where_and_how() -> None:
-    from docs_build.badges import where_proven
+    from docs_build.pages.badges import where_proven
 
     rows = [row("[any]", cpu="behaviour"), row("[cuda]", cpu="behaviour", simulated="behaviour"), row("", cpu="text")]
     said = where_proven(rows)

@@ -8,22 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from docs_build import debugcost
+from docs_build.pages import costs
+from docs_build.recording import records
 from spec_tests.benchmarks import debug_cost
 
 
 @pytest.mark.spec("DEBUG-12")
 def test_the_table_is_made_from_what_the_command_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert debugcost.RECORD == debug_cost.RECORD
-    monkeypatch.setattr(debugcost, "RECORD", tmp_path / "debug-cost.json")
-    assert debugcost.table() == "No run is recorded."
+    assert debug_cost.RECORD.parent == records.DATA
+    monkeypatch.setattr(records, "DATA", tmp_path)
+    assert costs.checks() == "No run is recorded."
     ratios = {"wall": 1.25, "cpu": 1.5}
     steps = dict.fromkeys(debug_cost.CHECKS, ratios)
     found = {"step": steps, "start": {"meta": ratios}, "step_ms": 9.0, "start_ms": 1e4}
     doors = dict.fromkeys(debug_cost.DOORS, found)
     head = {"circumstances": ["* recorded today"], "model": "a model", "steps": 7, "starts": 3}
-    debugcost.RECORD.write_text(json.dumps({**head, "doors": doors}))
-    lines = debugcost.table().splitlines()
+    (tmp_path / debug_cost.RECORD.name).write_text(json.dumps({**head, "doors": doors}))
+    lines = costs.checks().splitlines()
     assert "| `values` | 1.25 (1.50) |  | 1.25 (1.50) |  |" in lines
     assert "| `meta` | 1.25 (1.50) | 1.25 (1.50) | 1.25 (1.50) | 1.25 (1.50) |" in lines
     assert "| no check | 9 ms | 10,000 ms | 9 ms | 10,000 ms |" in lines
@@ -44,9 +45,7 @@ def test_the_interval_has_the_median_of_ratios_in_95_of_100_measurements() -> No
 
 @pytest.mark.spec("DEBUG-12")
 def test_where_a_record_has_intervals_they_are_shown() -> None:
-    assert (
-        debugcost._cell({"wall": 1.01, "wall_interval": [1.0041, 1.0159], "cpu": 1.0}) == "1.01, 1.004 to 1.016 (1.00)"
-    )
+    assert costs._ratio({"wall": 1.01, "wall_interval": [1.0041, 1.0159], "cpu": 1.0}) == "1.01, 1.004 to 1.016 (1.00)"
 
 
 @pytest.mark.spec("DEBUG-12")

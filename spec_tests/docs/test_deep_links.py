@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from docs_build.messages import messages
-from docs_build.paste import of_the_page
-from docs_build.results import all_rows
+from docs_build.pages.paste import of_the_page
+from docs_build.reading.messages import messages
+from docs_build.recording.results import all_rows
 from minifsdp.engine.messages import PAGE
 from spec_tests.docs.browser import Tab
 

@@ -17,8 +17,8 @@ def heads() -> dict[str, tuple[dict[str, Any], str]]:
     """Metadata and title of each page, including generated pages."""
     from mkdocs.utils.meta import get_data
 
-    from docs_build import descriptions, lessons
-    from docs_build.order import all_modules
+    from docs_build.reading.order import all_modules
+    from docs_build.recording import lessons
 
     found: dict[str, tuple[dict[str, Any], str]] = {}
     for path in sorted(DOCS.rglob("*.md")):
@@ -26,11 +26,11 @@ def heads() -> dict[str, tuple[dict[str, Any], str]]:
         found[path.relative_to(DOCS).as_posix()] = (head, text.strip().splitlines()[0].removeprefix("# "))
     found |= {f"read/{name}": ({"minifsdp_module": name}, name) for name in all_modules()}
     found |= {one.name: ({"minifsdp_lesson": one.name}, one.name) for one in lessons.LESSONS}
-    return found | {uri: ({}, "") for uri in descriptions.INDEXES}
+    return found
 
 
 def test_every_page_has_a_description_of_its_own_that_is_neither_short_nor_long() -> None:
-    from docs_build import descriptions
+    from docs_build.pages import descriptions
 
     said = {uri: descriptions.description(uri, head, title) or "" for uri, (head, title) in heads().items()}
     assert len(said) >= 125
@@ -40,7 +40,7 @@ def test_every_page_has_a_description_of_its_own_that_is_neither_short_nor_long(
 
 
 def test_a_long_one_ends_behind_a_word_and_a_short_one_says_more() -> None:
-    from docs_build.descriptions import LONGEST, fitted
+    from docs_build.pages.descriptions import LONGEST, fitted
 
     cut = fitted("word, " * 40, "More.")
     assert len(cut) <= LONGEST

@@ -6,15 +6,15 @@ import re
 
 import pytest
 
-from docs_build.order import ROOT
-from docs_build.results import all_rows
+from docs_build.reading.order import ROOT
+from docs_build.recording.results import all_rows
 from spec_tests.tutorials.test_failure_lab import LAB, SAYS, SCRIPTS
 
 pytestmark = [pytest.mark.needs("mkdocs"), pytest.mark.spec("LAB-06")]
 
 
 def test_each_script_has_a_page_in_the_navigation_and_a_row_of_the_index() -> None:
-    from docs_build import failures
+    from docs_build.pages import failures
 
     assert sorted(one.name for one in failures.failures()) == SCRIPTS
     navigation = (ROOT / "mkdocs.yml").read_text()
@@ -29,7 +29,7 @@ def test_each_script_has_a_page_in_the_navigation_and_a_row_of_the_index() -> No
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_record_is_that_of_the_script_as_it_is(name: str) -> None:
-    from docs_build import failures
+    from docs_build.recording import failures
 
     run = failures.recorded()[name]
     lines = (LAB / f"{name}.py").read_text().splitlines()
@@ -44,7 +44,7 @@ def test_the_record_is_that_of_the_script_as_it_is(name: str) -> None:
 
 
 def test_a_page_shows_the_script_without_its_mend_and_both_ranks() -> None:
-    from docs_build import failures
+    from docs_build.pages import failures
 
     shown = failures.what_happens("optimizer_too_early")
     assert "def broken" in shown

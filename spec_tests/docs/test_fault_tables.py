@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from docs_build import faults
+from docs_build.pages import faults
+from docs_build.recording import records
 from spec_tests.faults import __main__ as matrix
 from spec_tests.faults import restarts
 from spec_tests.faults.cells import Cell, Outcome
@@ -22,11 +23,11 @@ TOLD = {"circumstances": ["* recorded today"]}
 
 @pytest.fixture(autouse=True)
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    records = [module.RECORD for module in (matrix, restarts, kills, fuzz, soak)]
-    assert {(path.parent, path.stem) for path in records} == {
-        (faults.DATA, name) for name in ("faults", "restarts", "kills", "fuzz", "soak")
+    written = [module.RECORD for module in (matrix, restarts, kills, fuzz, soak)]
+    assert {(path.parent, path.stem) for path in written} == {
+        (records.DATA, name) for name in ("faults", "restarts", "kills", "fuzz", "soak")
     }
-    monkeypatch.setattr(faults, "DATA", tmp_path)
+    monkeypatch.setattr(records, "DATA", tmp_path)
     return tmp_path
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from docs_build import glossary
+from docs_build.pages import glossary
 from spec_tests.docs.browser import Tab
 
 pytestmark = [pytest.mark.docs, pytest.mark.needs("mkdocs")]

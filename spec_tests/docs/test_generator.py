@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from docs_build.order import ROOT
+from docs_build.reading.order import ROOT
 
 THEIRS = {"mkdocs", "mkdocstrings", "material", "zensical"}
 

@@ -18,7 +18,7 @@ EXPECTED = {
 def converted(text: str) -> str:
     import markdown
 
-    from docs_build import glossary
+    from docs_build.pages import glossary
 
     html = markdown.markdown(text + glossary.definitions(), extensions=["abbr", "pymdownx.superfences"])
     return glossary.first_places(html)
@@ -29,7 +29,7 @@ def marked(html: str) -> list[str]:
 
 
 def test_the_words_of_the_field_are_defined_in_a_sentence_each() -> None:
-    from docs_build import glossary
+    from docs_build.pages import glossary
 
     assert glossary.terms().keys() >= EXPECTED
     assert {title: text for title, text in glossary.terms().items() if not 15 <= len(text) <= 200} == {}

@@ -26,52 +26,57 @@ def recorded(path: Path, calls: tuple[float, float]) -> None:
 def test_a_plot_is_drawn_from_the_record_and_needs_nothing_from_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from docs_build import growth
+    from docs_build.drawing import plots
+    from docs_build.pages import costs
+    from docs_build.recording import records
 
-    monkeypatch.setattr(growth, "RECORD", tmp_path / "growth.json")
-    assert "No run" in growth.figure("calls units", "Calls.")
-    recorded(growth.RECORD, (100.0, 10.0))
-    html = growth.figure("calls units", "Calls.")
+    monkeypatch.setattr(records, "DATA", tmp_path)
+    assert "No run" in plots.growth("calls units", "Calls.")
+    recorded(tmp_path / "growth.json", (100.0, 10.0))
+    html = plots.growth("calls units", "Calls.")
     assert "Recorded today, on the fake backend; a machine." in html
     # From the upper left to the lower right: values 100 and 10 on an axis from 10 to 100.
-    left, right = growth.LEFT, growth.LEFT + growth.WIDTH
-    top, bottom = growth.TOP, growth.TOP + growth.HEIGHT
+    left, right = plots.GROWTH.left, plots.GROWTH.left + plots.GROWTH.width
+    top, bottom = plots.GROWTH.top, plots.GROWTH.top + plots.GROWTH.height
     assert html.count("<polyline") == 2
     assert len(set(re.findall(r'class="curve ([\w ]+)" points', html))) == 2
     assert set(re.findall(r'points="([^"]*)"', html)) == {f"{left}.0,{top}.0 {right}.0,{bottom}.0"}
     assert set(re.findall(r"https?://[^\"]*", html)) <= {"http://www.w3.org/2000/svg"}
-    assert "| minifsdp FSDP2 | 1.3 | 401.6 | 404 |" in growth.large()
+    assert "| minifsdp FSDP2 | 1.3 | 401.6 | 404 |" in costs.large()
 
 
 def test_a_cost_that_stays_is_a_level_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from docs_build import growth
+    from docs_build.drawing import plots
+    from docs_build.recording import records
 
-    monkeypatch.setattr(growth, "RECORD", tmp_path / "growth.json")
-    recorded(growth.RECORD, (100.0, 100.0))
-    heights = re.search(r'points="[\d.]+,([\d.]+) [\d.]+,([\d.]+)"', growth.figure("calls ranks", "Calls."))
+    monkeypatch.setattr(records, "DATA", tmp_path)
+    recorded(tmp_path / "growth.json", (100.0, 100.0))
+    heights = re.search(r'points="[\d.]+,([\d.]+) [\d.]+,([\d.]+)"', plots.growth("calls ranks", "Calls."))
     assert heights is not None
     assert heights[1] == heights[2]
 
 
 def test_the_page_draws_what_is_recorded_of_every_axis_and_of_the_large_model() -> None:
-    from docs_build import directives, growth
-    from docs_build.order import ROOT
+    from docs_build.drawing import plots
+    from docs_build.pages import directives
+    from docs_build.pages.raw import put_back
+    from docs_build.reading.order import ROOT
 
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    plots = re.findall(r"^\{\{ growth (\w+) (\w+) ", page, re.MULTILINE)
-    assert {axis for _, axis in plots} == set(growth.AXES)
-    assert {cost for cost, _ in plots} == set(growth.COSTS)
-    built = directives.put_back(directives.expand(page, "benchmarks.html"))
+    shown = re.findall(r"^\{\{ growth (\w+) (\w+) ", page, re.MULTILINE)
+    assert {axis for _, axis in shown} == set(plots.AXES)
+    assert {cost for cost, _ in shown} == set(plots.COSTS)
+    built = put_back(directives.expand(page, "benchmarks.html"))
     # A measurement that is newer than the record is not drawn yet.
-    drawn = [(cost, axis) for cost, axis in plots if growth.figure(f"{cost} {axis}", "")]
-    assert {("overhead", axis) for axis in growth.AXES} >= set(plots) - set(drawn)
-    assert built.count('class="growth"') == len(drawn)
+    drawn = [(cost, axis) for cost, axis in shown if plots.growth(f"{cost} {axis}", "")]
+    assert {("overhead", axis) for axis in plots.AXES} >= set(shown) - set(drawn)
+    assert built.count('class="plot growth"') == len(drawn)
     assert len(re.findall(r"^\| (?:torch|minifsdp) \S+(?: \S+)? \| [\d.]+ \| 401\.6 \|", built, re.MULTILINE)) == 6
 
 
 def test_the_readme_the_page_and_the_tests_count_the_same_calls() -> None:
-    from docs_build import growth, values
-    from docs_build.order import ROOT
+    from docs_build.pages import costs, values
+    from docs_build.reading.order import ROOT
 
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     gpt = page.partition("### `gpt`:")[2].partition("### ")[0]
@@ -82,9 +87,9 @@ def test_the_readme_the_page_and_the_tests_count_the_same_calls() -> None:
         for library in ("torch", "minifsdp")
     }
     in_a_small_unit = {
-        library: [float(number) for number in growth.calls(library).split(" to ")] for library in ("torch", "minifsdp")
+        library: [float(number) for number in costs.calls(library).split(" to ")] for library in ("torch", "minifsdp")
     }
-    assert {values.value("calls-torch"), values.value("calls-minifsdp")} == set(map(growth.calls, in_gpt))
+    assert {values.VALUES["calls-torch"](), values.VALUES["calls-minifsdp"]()} == set(map(costs.calls, in_gpt))
 
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     about = r"about (\d+) to (\d+)"
@@ -98,11 +103,11 @@ def test_the_readme_the_page_and_the_tests_count_the_same_calls() -> None:
 
 
 def test_the_record_counts_the_calls_of_the_engine_as_it_is() -> None:
-    from docs_build import growth
+    from docs_build.recording import records
     from spec_tests.engine.count_growth import OURS, UNITS
     from spec_tests.engine.test_growth import counted
 
-    record = json.loads(growth.RECORD.read_text(encoding="utf-8"))
+    record = records.load("growth")
     # Another version of torch may make slightly more or fewer calls.
     apart = 0.01 if f"torch {torch.__version__}" in record["circumstances"][-1] else 0.05
     for name in OURS:
@@ -117,11 +122,12 @@ def test_the_record_counts_the_calls_of_the_engine_as_it_is() -> None:
 def test_what_the_page_says_in_words_is_computed_from_the_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from docs_build import growth
+    from docs_build.pages import costs
+    from docs_build.recording import records
 
-    monkeypatch.setattr(growth, "RECORD", tmp_path / "growth.json")
-    recorded(growth.RECORD, (100.0, 10.0))
-    assert growth.calls("minifsdp") == "10 to 10"
-    assert growth.overhead("torch") == growth.overhead("minifsdp") == "90"
-    assert growth.calls_by_ranks("torch FSDP2") == "100 to 10"
-    assert growth.calls_for_a_parameter("torch FSDP2") == f"{-90 / 63:.0f}"
+    monkeypatch.setattr(records, "DATA", tmp_path)
+    recorded(tmp_path / "growth.json", (100.0, 10.0))
+    assert costs.calls("minifsdp") == "10 to 10"
+    assert costs.overhead("torch") == costs.overhead("minifsdp") == "90"
+    assert costs.calls_by_ranks("torch FSDP2") == "100 to 10"
+    assert costs.calls_for_a_parameter("torch FSDP2") == f"{-90 / 63:.0f}"

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_figures_are_those_of_the_records() -> None:
-    from docs_build import evidence
+    from docs_build.pages import evidence
 
     shown = re.findall(r"<b>(.*?)</b>", evidence.figures())
     files = json.loads((ROOT / "docs" / "data" / "torch-tests.json").read_text())["files"]
@@ -30,14 +30,15 @@ def test_the_figures_are_those_of_the_records() -> None:
 
 
 def test_it_says_that_no_gpu_has_run_it_as_long_as_none_has() -> None:
-    from docs_build import evidence, results
+    from docs_build.pages import evidence
+    from docs_build.recording import results
 
     assert ("none on a GPU yet" in evidence.figures()) == ("cuda-nccl" not in results.recorded()["runs"])
     assert ("never run" in evidence.where_table()) == ("cuda-nccl" not in results.recorded()["runs"])
 
 
 def test_the_readme_says_the_same_of_torchs_own_tests() -> None:
-    from docs_build import evidence
+    from docs_build.pages import evidence
 
     passed, ran = evidence.torch_tests()
     assert f"{passed} of {ran} pass on CPUs" in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())

@@ -42,8 +42,8 @@ def test_no_id_is_there_twice_on_any_page(site: Path) -> None:
 @pytest.mark.needs("mkdocs")
 @pytest.mark.parametrize("number", range(12))
 def test_the_rows_of_a_tutorial_have_names_of_their_own(number: int) -> None:
-    from docs_build.lessons import LESSONS
-    from docs_build.source import read_module
+    from docs_build.reading.source import read_module
+    from docs_build.recording.lessons import LESSONS
 
     anchors = [row.anchor for row in read_module(LESSONS[number].name).rows]
     assert [anchor for anchor, times in Counter(anchors).items() if times > 1] == []

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from docs_build import lessons
-from docs_build.lessons import EVEN, FIRST_PAGE, LESSONS, Lesson, recorded, unevenness
-from docs_build.order import ROOT
+from docs_build.reading.order import ROOT
+from docs_build.recording import lessons
+from docs_build.recording.lessons import EVEN, FIRST_PAGE, LESSONS, Lesson, recorded, unevenness
 
 
 def test_every_script_that_the_tutorials_page_lists_is_a_lesson() -> None:
@@ -38,9 +38,9 @@ def test_the_command_is_the_one_that_the_lesson_gives(lesson: Lesson) -> None:
 
 @pytest.mark.needs("mkdocs")
 def test_the_index_says_of_each_lesson_what_it_needs_and_what_comes_out() -> None:
-    from docs_build.lessonpage import index_page
+    from docs_build.pages.lessonpage import lesson_list
 
-    cards = index_page().split("<li>")[1:]
+    cards = lesson_list().split("<li>")[1:]
     for lesson, card in zip(LESSONS, cards, strict=True):
         facts = dict(re.findall(r"<dt>(.*?)</dt><dd>(.*?)</dd>", card))
         assert lesson.title in card
@@ -86,7 +86,7 @@ def test_the_time_that_an_essay_says_is_that_of_the_recorded_run(lesson: Lesson)
 
 
 def test_others_are_those_who_work_beside_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from docs_build import busy
+    from docs_build.recording import busy
 
     stat, seconds = tmp_path / "stat", iter([100.0, 110.0])
     monkeypatch.setattr(busy, "STAT", stat)
@@ -101,7 +101,7 @@ def test_others_are_those_who_work_beside_us(tmp_path: Path, monkeypatch: pytest
 
 
 def test_where_the_system_does_not_count_nothing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from docs_build import busy
+    from docs_build.recording import busy
 
     monkeypatch.setattr(busy, "STAT", tmp_path / "none")
     assert busy.Others().cores() is None
@@ -136,7 +136,7 @@ def test_a_watched_script_runs_as_if_it_were_started_and_its_recordings_are_told
         "    looking = threading.active_count()\n"
         "print(__name__, beside.HERE, *sys.argv[1:], looking, type(recorder).__name__)\n"
     )
-    command = [sys.executable, "-m", "docs_build.watched", str(script), "--folder", "x"]
+    command = [sys.executable, "-m", "docs_build.recording.watched", str(script), "--folder", "x"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     # The second thread looks up a module when data arrives.
@@ -146,14 +146,14 @@ def test_a_watched_script_runs_as_if_it_were_started_and_its_recordings_are_told
 @pytest.mark.needs("mkdocs")
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
 def test_no_tutorials_page_shows_equal_blocks_as_unequal(lesson: Lesson) -> None:
-    from docs_build.lessonpage import lesson_page
+    from docs_build.pages.lessonpage import lesson_page
 
     assert [svg for svg in lesson_page(lesson.name).split("<svg")[1:] if unevenness(svg) > EVEN] == []
 
 
 @pytest.mark.needs("mkdocs")
 def test_a_tutorials_page_names_itself_and_its_neighbours_as_people_do() -> None:
-    from docs_build.lessonpage import lesson_page
+    from docs_build.pages.lessonpage import lesson_page
 
     titles = [lesson.title for lesson in LESSONS]
     for number, lesson in enumerate(LESSONS):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from docs_build.links import external, problems
+from docs_build.pages.links import external, problems
 
 
 @pytest.fixture

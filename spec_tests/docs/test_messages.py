@@ -14,8 +14,8 @@ from string import Formatter
 import pytest
 from torch import nn
 
-from docs_build.messages import is_message, messages
-from docs_build.order import PACKAGE, ROOT
+from docs_build.reading.messages import is_message, messages
+from docs_build.reading.order import PACKAGE, ROOT
 from minifsdp import FullyShardedDataParallel
 from minifsdp.engine.messages import PAGE, texts
 from spec_tests.harness import ranks

@@ -15,22 +15,23 @@ from spec_tests.harness import ranks
 
 @pytest.mark.needs("mkdocs")
 def test_the_table_and_the_words_are_made_of_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from docs_build import optimizers
+    from docs_build.pages import costs
+    from docs_build.recording import records
 
-    assert optimizers.RECORD == WRITTEN
+    assert WRITTEN.parent == records.DATA
     record = json.loads(WRITTEN.read_text(encoding="utf-8"))
     for number, action in enumerate(ACTIONS):
         record["contenders"]["minifsdp FSDP2"][action] = {"wall": 99.0, "cpu": 10.25 * (number + 1)}
-    monkeypatch.setattr(optimizers, "RECORD", tmp_path / "record.json")
-    optimizers.RECORD.write_text(json.dumps(record))
-    assert "| `fully_shard` | 10.2 | 20.5 | 30.8 | 41.0 |" in optimizers.table()
-    assert optimizers.step("minifsdp FSDP2") == "10.2, 20.5 and 30.8"
-    assert record["circumstances"][0].removeprefix("* ") in optimizers.table()
+    monkeypatch.setattr(records, "DATA", tmp_path)
+    (tmp_path / WRITTEN.name).write_text(json.dumps(record))
+    assert "| `fully_shard` | 10.2 | 20.5 | 30.8 | 41.0 |" in costs.optimizers()
+    assert costs.optimizer_step("minifsdp FSDP2") == "10.2, 20.5 and 30.8"
+    assert record["circumstances"][0].removeprefix("* ") in costs.optimizers()
 
 
 @pytest.mark.needs("mkdocs")
 def test_the_page_shows_it_and_has_no_figures_of_its_own() -> None:
-    from docs_build.order import ROOT
+    from docs_build.reading.order import ROOT
 
     page = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
     about = page.partition("**The optimizer of `fully_shard`.**")[2].partition("**Original parameters.**")[0]

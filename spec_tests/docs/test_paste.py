@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from docs_build import paste
-from docs_build.messages import messages
+from docs_build.pages import paste
+from docs_build.reading.messages import messages
 from minifsdp.engine.messages import PAGE, texts
 from spec_tests.docs.browser import Tab
 from spec_tests.docs.contrast import contrasts

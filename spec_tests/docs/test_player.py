@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from docs_build import pictures, recordings
+from docs_build.drawing import pictures
+from docs_build.recording import recordings
 from minifsdp import fully_shard, timeline
 from spec_tests.docs.browser import Tab
 from spec_tests.docs.contrast import contrasts

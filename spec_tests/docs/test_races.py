@@ -31,19 +31,19 @@ RECORD: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from docs_build import races
+    from docs_build.recording import records
 
-    monkeypatch.setattr(races, "RECORD", tmp_path / "benchmarks.json")
-    races.RECORD.write_text(json.dumps(RECORD))
+    monkeypatch.setattr(records, "DATA", tmp_path)
+    (tmp_path / "benchmarks.json").write_text(json.dumps(RECORD))
 
 
 def test_a_bar_is_as_long_as_its_median_and_its_line_as_long_as_the_quartiles_lie_apart() -> None:
-    from docs_build import races
+    from docs_build.drawing import plots
 
-    html = races.figure("ratios", "Ratios.")
+    html = plots.raced("ratios", "Ratios.")
     assert "Recorded today; a machine." in html
     # The scale goes from 0 to 1.5 in steps of 0.5.
-    one = (races.WIDTH / 2 - races.LEFT - races.RIGHT) / 1.5
+    one = (plots.WIDTH / 2 - plots.LEFT - plots.RIGHT) / 1.5
     bars = re.findall(
         r'<g><title>([^<]*)</title>.*?class="bar ([\w ]+)".*?width="([\d.]+)".*?M([\d.]+) [\d.]+H([\d.]+)', html
     )
@@ -60,31 +60,33 @@ def test_a_bar_is_as_long_as_its_median_and_its_line_as_long_as_the_quartiles_li
 
 
 def test_memory_shows_both_of_a_kind_and_no_other() -> None:
-    from docs_build import races
+    from docs_build.drawing import plots
 
-    html = races.figure("memory flat", "Memory.")
+    html = plots.raced("memory flat", "Memory.")
     assert re.findall(r"(\w+ \S+ ?\w*), at most ([\d.]+)", html) == [
         ("torch FSDP1 flat", "137.2"),
         ("minifsdp flat", "150.0"),
     ]
     curves = [[float(n) for n in re.split("[ ,]", points)] for points in re.findall(r'points="([^"]*)"', html)]
-    left, right, bottom = races.MEMORY_LEFT, races.WIDTH - 16, races.MEMORY_TOP + races.MEMORY_HEIGHT
-    assert curves[1] == [left, pytest.approx(bottom - races.MEMORY_HEIGHT * 80 / 150, abs=0.1), right, races.MEMORY_TOP]
+    left, top, width, height, margin = plots.MEMORY
+    right, bottom = left + width, top + height
+    assert right + margin == plots.WIDTH
+    assert curves[1] == [left, pytest.approx(bottom - height * 80 / 150, abs=0.1), right, top]
     assert curves[0][4:] == [right, curves[1][1]]
 
 
-def test_what_is_not_recorded_is_not_drawn() -> None:
-    from docs_build import races
+def test_what_is_not_recorded_is_not_drawn(tmp_path: Path) -> None:
+    from docs_build.drawing import plots
 
-    assert races.figure("memory FSDP2", "Memory.") == ""
-    races.RECORD.write_text(json.dumps({"circumstances": []}))
-    assert races.figure("ratios", "Ratios.") == ""
-    races.RECORD.unlink()
-    assert races.figure("memory flat", "Memory.") == ""
+    assert plots.raced("memory FSDP2", "Memory.") == ""
+    (tmp_path / "benchmarks.json").write_text(json.dumps({"circumstances": []}))
+    assert plots.raced("ratios", "Ratios.") == ""
+    (tmp_path / "benchmarks.json").unlink()
+    assert plots.raced("memory flat", "Memory.") == "No run is recorded."
 
 
 def test_the_page_has_all_pictures_that_there_are() -> None:
-    from docs_build.order import ROOT
+    from docs_build.reading.order import ROOT
 
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     assert re.findall(r"^\{\{ raced ([^|]*) \| ", page, re.MULTILINE) == ["ratios", "memory flat", "memory FSDP2"]

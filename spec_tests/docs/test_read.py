@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from docs_build.breaks import RECORD, breaks_of, first_changed_line
-from docs_build.codeblock import code_block
-from docs_build.mentions import pages_on_function, pages_on_module
-from docs_build.notebook import NOTES, notes_of, place_notes
-from docs_build.order import PACKAGE, all_modules
-from docs_build.source import read_module
-from docs_build.tracing import recording_lines
+from docs_build.reading.breaks import RECORD, breaks_of, first_changed_line
+from docs_build.reading.mentions import pages_on_function, pages_on_module
+from docs_build.reading.notebook import NOTES, notes_of, place_notes
+from docs_build.reading.order import PACKAGE, all_modules
+from docs_build.reading.source import read_module
+from docs_build.reading.tracing import recording_lines
 from spec_tests.mutants.catalogue import MUTANTS
 from spec_tests.mutants.mutant import definitions
 
@@ -173,7 +172,10 @@ def test_the_recorders_are_out_of_sight_in_the_core() -> None:
 # --- line numbers ---
 
 
+@pytest.mark.needs("mkdocs")
 def test_each_line_has_a_number_and_what_records_is_folded() -> None:
+    from docs_build.pages.modulepage import code_block
+
     html = code_block([3, 4, 7], ["", "", "a", "b", "", "", "c"], {4})
     assert re.findall(r'<a id="L(\d+)" href="#L\1" data-n="\1"></a>(\w)', html) == [("3", "a"), ("4", "b"), ("7", "c")]
     before, fold, after = re.split(r"<details class=\"sbs-fold\">|</details>", html)
@@ -213,7 +215,7 @@ def links_to_rows(html: str) -> dict[str, set[str]]:
 
 @pytest.mark.needs("mkdocs")
 def test_every_row_that_the_record_names_for_a_function_is_linked_beside_it() -> None:
-    from docs_build import pages
+    from docs_build.pages import modulepage as pages
 
     linked = {name: links_to_rows(pages.module_page(name)) for name in all_modules() if breaks_of(name)}
     recorded = json.loads(RECORD.read_text(encoding="utf-8"))["mutants"]
@@ -233,8 +235,8 @@ def test_a_function_knows_which_page_of_learn_shows_it() -> None:
 @pytest.mark.parametrize("name", CORE)
 @pytest.mark.needs("mkdocs")
 def test_a_core_module_leads_to_learn_and_to_its_tests(name: str) -> None:
-    from docs_build.asides import around_module
+    from docs_build.pages.asides import of_module
 
-    above = around_module(read_module(name), f"read/{name.removesuffix('.py')}.html")
+    above = " ".join(of_module(read_module(name), f"read/{name.removesuffix('.py')}.html"))
     assert "../../learn/" in above
     assert f"spec_tests/engine/test_{Path(name).name}" in above

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from docs_build.source import read_module
+from docs_build.reading.source import read_module
 from spec_tests.docs.browser import Tab
 
 pytestmark = [pytest.mark.docs, pytest.mark.needs("mkdocs")]

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from docs_build.lessons import recorded
-from docs_build.order import ROOT
+from docs_build.reading.order import ROOT
+from docs_build.recording.lessons import recorded
 from spec_tests.test_house_rules import MODULES, num_code_lines
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from docs_build import pictures, record, recordings, running, watching
-from docs_build.source import read_module
+from docs_build.drawing import pictures
+from docs_build.reading import running
+from docs_build.reading.source import read_module
+from docs_build.recording import record, recordings, watching
 from minifsdp import fully_shard
 from minifsdp.trace import Event
 from spec_tests.harness import ranks
@@ -55,7 +57,7 @@ def test_the_engine_does_what_was_recorded(door: str) -> None:
         # Compare as in the file, where tuples are lists.
         assert [str(kind).replace("(", "[").replace(")", "]") for kind in kinds] == [
             str(kind).replace("(", "[").replace(")", "]") for kind in before
-        ], "the engine has changed: python -m docs_build.record --player"
+        ], "the engine has changed: python -m docs_build.recording.record --player"
 
 
 @pytest.mark.parametrize("door", ["torch1", "torch2"])
@@ -135,7 +137,8 @@ def test_a_whole_gradient_is_counted_while_its_memory_is_held() -> None:
 
 @pytest.mark.needs("mkdocs")
 def test_timelines_of_one_page_share_an_axis() -> None:
-    from docs_build.directives import expand, put_back
+    from docs_build.pages.directives import expand
+    from docs_build.pages.raw import put_back
 
     text = "{{ timeline fsdp1-full-pre-block-2-wide | A }}\n\n{{ timeline fsdp1-full-off-block-2-wide | B }}\n"
     page = put_back(expand(text, "learn/x.html"))

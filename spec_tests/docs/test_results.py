@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from docs_build import results
-from docs_build.order import ROOT
+from docs_build.reading.order import ROOT
+from docs_build.recording import results
 
 
 def test_every_row_of_the_spec_is_read_with_its_section() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from docs_build.messages import messages
+from docs_build.reading.messages import messages
 from minifsdp.engine.messages import PAGE
 from spec_tests.docs.browser import Tab
 from spec_tests.docs.pasted import OF_TORCH, spoken

@@ -29,7 +29,7 @@ def documents(site: Path) -> list[dict[str, Any]]:
 
 
 def test_only_the_whole_class_of_an_element_counts_and_its_attributes_stay() -> None:
-    from docs_build.searching import leave_out
+    from docs_build.pages.searching import leave_out
 
     left_out = '<span data-search-exclude="yes" class="badge badge-open">open</span>'
     assert leave_out('<span class="badge badge-open">open</span>') == left_out

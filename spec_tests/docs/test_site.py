@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from docs_build import links
-from docs_build.messages import Message, messages
+from docs_build.pages import links
+from docs_build.reading.messages import Message, messages
 from minifsdp.engine.messages import PAGE
 from spec_tests.docs.browser import Tab
 

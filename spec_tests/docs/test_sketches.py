@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from docs_build import holdings, hooksteps, linkbytes, oneweight
-from docs_build.lessons import recorded
-from docs_build.order import ROOT
-from docs_build.sketch import bar, size_of
-from docs_build.sketches import SKETCHES, draw
+from docs_build.drawing import holdings, hooksteps, linkbytes, oneweight
+from docs_build.drawing.sketch import bar, size_of
+from docs_build.drawing.sketches import SKETCHES, draw
+from docs_build.reading.order import ROOT
+from docs_build.recording.lessons import recorded
 from minifsdp.tools.formulas import zero_bytes
 from spec_tests.docs.browser import Tab
 from spec_tests.docs.contrast import contrasts
@@ -94,7 +94,7 @@ def test_what_the_hybrid_tutorial_printed_is_drawn_link_by_link() -> None:
 
 @pytest.mark.needs("mkdocs")
 def test_the_hybrid_tutorials_page_shows_that_drawing() -> None:
-    from docs_build.lessonpage import lesson_page
+    from docs_build.pages.lessonpage import lesson_page
 
     page = lesson_page("tutorials/hybrid.py")
     assert page.count('class="sketch-panel"') == 4

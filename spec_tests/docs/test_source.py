@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from docs_build import source
-from docs_build.order import PACKAGE, ROOT, all_modules, reading_order
-from docs_build.source import find_function, read_module
+from docs_build.reading import source
+from docs_build.reading.order import PACKAGE, ROOT, all_modules, reading_order
+from docs_build.reading.source import find_function, read_module
 
 
 def test_the_reading_order_has_every_module_once() -> None:
@@ -42,6 +42,9 @@ def test_the_design_and_the_readme_give_the_same_reading_order() -> None:
     linked = re.findall(r"\(minifsdp/([\w/]+\.py)\)", readme)
     assert linked == first[: len(linked)]
     assert len(linked) >= 10
+    page = " ".join((ROOT / "docs" / "read" / "index.md").read_text(encoding="utf-8").split())
+    assert [len(names) for _, _, names in reading_order()[:2]] == [11, 4]
+    assert "The first eleven are a complete FSDP2, and the next four add FSDP1." in page
 
 
 @pytest.mark.parametrize("name", all_modules())
@@ -106,7 +109,6 @@ def test_comments_above_statements_go_left_and_begin_a_row(tmp_path: Path, monke
 
 def test_a_function_that_is_gone_is_an_error_and_not_an_empty_page() -> None:
     first, last, docstring = find_function("engine/unit.py", "Unit.wait")
-    assert docstring is not None
-    assert first < docstring[0] <= docstring[1] < last
+    assert first < docstring[0] <= docstring[-1] < last
     with pytest.raises(KeyError, match=r"engine/unit\.py has no Unit\.hurry"):
         find_function("engine/unit.py", "Unit.hurry")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from docs_build import badges, results
+from docs_build.pages import badges
+from docs_build.recording import results
 from spec_tests.docs.browser import Tab
 
 pytestmark = [pytest.mark.docs, pytest.mark.needs("mkdocs")]

@@ -21,11 +21,14 @@ ONE = {
 
 
 def test_the_table_counts_the_broken_engines_that_were_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from docs_build import streams
+    from docs_build.pages import streams
+    from docs_build.recording import records
 
-    monkeypatch.setattr(streams, "BREAKS", tmp_path / "breaks.json")
+    monkeypatch.setattr(records, "DATA", tmp_path)
     assert "No run" in streams.breaks()
-    streams.BREAKS.write_text(json.dumps([ONE, {**ONE, "name": "unnoticed", "report": "NOT FOUND", "replay": ""}]))
+    (tmp_path / "stream-breaks.json").write_text(
+        json.dumps([ONE, {**ONE, "name": "unnoticed", "report": "NOT FOUND", "replay": ""}])
+    )
     table = streams.breaks()
     assert "1 of 2 broken engines found" in table
     assert "to &lt;32&gt;" in table
@@ -33,8 +36,8 @@ def test_the_table_counts_the_broken_engines_that_were_found(tmp_path: Path, mon
 
 
 def test_each_picture_of_streams_is_on_a_page_and_says_that_it_is_simulated() -> None:
-    from docs_build import streams
-    from docs_build.order import ROOT
+    from docs_build.pages import streams
+    from docs_build.reading.order import ROOT
 
     prose = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md"))
     for path in streams.PICTURES.glob("*.svg"):

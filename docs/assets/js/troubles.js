@@ -7,7 +7,7 @@
    4. What has ended the program comes before warnings, these before what mostly follows from another rank's error; then
       the longer text before the shorter.
 
-   What is known is made by docs_build/paste.py. Nothing is stored and nothing is sent. */
+   What is known is made by docs_build/pages/paste.py. Nothing is stored and nothing is sent. */
 (() => {
   const FAR = 6000;        // Characters that a value may fill between two fixed pieces: a list of names, a report.
   const RUN = 4;           // Words in a row that count as a part of a message.

@@ -49,7 +49,7 @@ MUTANTS = [
     ),
     Mutant(
         "errors-that-a-shell-has-shown-end-the-program",
-        "at_exit",
+        "_leave_exit_record",
         "trace.tb_frame.f_back is not None",
         "False",
         "An error in an interactive console is reported as the end of the program.",

@@ -1,0 +1,1 @@
+"""Pictures as SVG: timelines, plots, and the drawings of the learning pages."""

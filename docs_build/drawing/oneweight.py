@@ -1,0 +1,62 @@
+"""One weight on four ranks: sharded, all-gathered, used, resharded; and its gradient in backward.
+
+The weight in the drawing is `DRAWN`, the numbers in the text are those of `REAL`. The package's own arithmetic
+determines the shards of both.
+"""
+
+import torch
+
+from docs_build.drawing.sketch import Panel, bar, box, figure, label, size_of
+from minifsdp.engine.shards import shard_of, shard_shape
+from minifsdp.tools.formulas import gather_sends, ring_reduce_scatter_sends
+
+NUM_RANKS = 4
+DRAWN, REAL = torch.Size((4, 6)), torch.Size((4096, 4096))
+CELL, GAP, LEFT, TOP = 12, 8, 6, 24
+WHOLE = 4 * REAL.numel()
+SOURCE = "Drawn from the sharding of fully_shard; minifsdp's formulas give the bytes."
+
+
+def rows_of(rank: int) -> list[int]:
+    """The rows of the drawn weight that a rank stores."""
+    rows = torch.arange(DRAWN[0]).view(-1, 1).expand(DRAWN)
+    return sorted(set(shard_of(rows, 0, NUM_RANKS, rank).flatten().tolist()))
+
+
+def draw(caption: str) -> str:
+    """The six moments of the drawing."""
+    sent, reduced = gather_sends(WHOLE, NUM_RANKS), ring_reduce_scatter_sends(WHOLE, NUM_RANKS)
+    part, whole = size_of(4 * shard_shape(REAL, 0, NUM_RANKS, 0).numel()), size_of(WHOLE)
+    cut, gathered = [rows_of(rank) for rank in range(NUM_RANKS)], [list(range(DRAWN[0]))] * NUM_RANKS
+    used = "Each rank computes with the unsharded weight, on its own batch."
+    own = f"Each rank has the unsharded gradient of its own batch, {whole}."
+    all_gather = f"An all-gather: each rank sends {size_of(sent)}, and then has all {whole}."
+    mean = f"A reduce-scatter: each rank sends {size_of(reduced)} and receives its rows of the mean, {part}."
+    panels = [
+        _panel("1. Sharded", cut, f"Each rank stores its rows: {part} of {whole}."),
+        _panel("2. All-gathered", gathered, all_gather),
+        _panel("3. Used", gathered, used, "x"),
+        _panel("4. Resharded", cut, f"After the layer's forward, each rank keeps {part}. Backward repeats step 2."),
+        _panel("5. Gradient", gathered, own, gradient=True),
+        _panel("6. Reduced", cut, mean, gradient=True),
+    ]
+    return figure(panels, caption, SOURCE)
+
+
+def _panel(title: str, rows: list[list[int]], text: str, batch: str = "", *, gradient: bool = False) -> Panel:
+    num_rows, num_columns = DRAWN
+    width, height, parts = num_columns * CELL, num_rows * CELL, []
+    for rank, there in enumerate(rows):
+        x = LEFT + rank * (width + GAP)
+        parts.append(label(f"rank {rank}", x + width / 2, 16, "mid soft"))
+        parts.append(box(x, TOP, width, height))
+        for row in there:
+            # A row has the colour of the rank that stores it, on all ranks; gradients are striped as in all drawings.
+            owner = next(one for one in range(NUM_RANKS) if row in rows_of(one))
+            y = TOP + row * CELL
+            parts.append(bar("g" if gradient else f"r{owner}", x, y, width, CELL))
+            parts.append(label(str(owner), x + width / 2, y + CELL - 2, "mid cell"))
+        if batch:
+            below = TOP + height
+            parts.append(label(f"x{rank} \N{RIGHTWARDS ARROW} y{rank}", x + width / 2, below + 14, "mid"))
+    return Panel(title, parts, LEFT + NUM_RANKS * (width + GAP), TOP + height + 20, text)

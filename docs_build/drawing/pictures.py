@@ -1,0 +1,57 @@
+"""Pictures: the timeline of a recorded run, and the elements that each rank holds."""
+
+import re
+from collections.abc import Iterable
+from html import escape
+from typing import Any
+
+import torch
+
+from docs_build.recording import recordings
+from minifsdp.tools import timeline
+from minifsdp.trace import Event
+
+
+def events_of(key: str) -> list[list[Event]]:
+    """The events of each rank of a recorded run."""
+    return [[_event(*fields) for fields in rank["events"]] for rank in recordings.find(key)["ranks"]]
+
+
+def _event(*fields: Any) -> Event:
+    *first, ranks, dtype, stream, arrived = fields
+    known = None if dtype == "None" else getattr(torch, dtype.removeprefix("torch."))
+    return Event(*first, tuple(ranks), known, stream, arrived)
+
+
+def longest(keys: Iterable[str]) -> float | None:
+    """The length of the longest of these runs in seconds, for pictures that share an axis."""
+    return max((event.end for key in keys for events in events_of(key) for event in events), default=None)
+
+
+def timeline_figure(key: str, caption: str, num_ranks: int = 1, seconds: float | None = None) -> str:
+    """The timeline of the first ranks of a run, with a caption that contains the machine of the recording.
+
+    Args:
+        key: the run.
+        caption: begins with a few words and a colon, period or comma; these words are the title of the picture.
+        num_ranks: number of ranks to draw.
+        seconds: the length of the axis; by default that of the run.
+    """
+    run, data = recordings.find(key), recordings.load()
+    events = events_of(key)[:num_ranks]
+    title = re.split(r"[:.,]( |$)", caption)[0]
+    picture = timeline.svg(events, origins=[0.0] * len(events), title=title, width=840, seconds=seconds)
+    shown = "rank 0 is shown" if num_ranks == 1 else f"{num_ranks} are shown"
+    source = f"The model: {sum(unit['bytes'] for unit in run['units']) / 1e6:.2f} MB of parameters. Recorded on "
+    source += f"{data['date']} with {run['run']['ranks']} gloo ranks, {shown}; {data['machine']}."
+    return figure(picture, caption, source)
+
+
+def figure(svg: str, caption: str, source: str) -> str:
+    """An SVG with its caption, as wide as the page; on a phone it scrolls."""
+    # Without width and height the picture has the width of the column; the viewBox keeps its proportions.
+    svg = re.sub(r'(<svg[^>]*?) width="\d+" height="\d+"', r"\1", svg, count=1)
+    return (
+        f'<figure class="recorded"><div class="recorded-scroll" tabindex="0">{svg}</div>'
+        f"<figcaption>{escape(caption)} <small>{escape(source)}</small></figcaption></figure>"
+    ).replace("\n", " ")

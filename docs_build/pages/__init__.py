@@ -1,0 +1,1 @@
+"""Pages and parts of pages, made from all of these."""

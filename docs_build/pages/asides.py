@@ -1,0 +1,52 @@
+"""The text below the prose of a row, and above a module: pages of Learn, tests, and breaks that tests detect."""
+
+from pathlib import Path
+
+from markupsafe import Markup
+
+from docs_build.generator import relative
+from docs_build.reading import mentions
+from docs_build.reading.breaks import Break, breaks_of
+from docs_build.reading.order import ROOT
+from docs_build.reading.source import Module, Row
+from docs_build.reading.text import words_of
+from docs_build.recording.results import all_rows
+from docs_build.templates import PAGES
+
+
+def of_row(module: Module, row: Row, start: str) -> tuple[str, str]:
+    """For a row of the page ``start``: the pages of Learn that show it, and the tests that fail when it is broken."""
+    learn = _learn(mentions.pages_on_function(module.name, row.anchor), start)
+    broken = [one for line in row.lines for one in breaks_of(module.name).get(line, [])]
+    return learn, _broken(broken, start) if broken else ""
+
+
+def _learn(pages: list[tuple[str, str]], start: str) -> Markup:
+    links = [Markup('<a href="{}">{}</a>').format(relative(page, start), title) for page, title in pages]
+    return Markup("Explained in Learn: {}").format(Markup(", ").join(links)) if links else Markup()
+
+
+def _broken(broken: list[Break], start: str) -> str:
+    def where(row: str) -> str:
+        return relative(f"spec.html#{row}", start)
+
+    rows = sorted({row for one in broken for row in one.red})
+    known = [(row, where(row), all_rows()[row].statement if row in all_rows() else "") for row in rows]
+    ways = [(one.what, [(row, where(row), *words_of(test)) for row, test in one.red.items()]) for one in broken]
+    return PAGES.broken(ways, known)
+
+
+def of_module(module: Module, start: str) -> list[str]:
+    """The sentences above the code: the pages of Learn for the module, and the files that test it."""
+    learn = _learn(mentions.pages_on_module(module.name), start)
+    files = Markup(", ").join(Markup("<code>{}</code>").format(file) for file in _test_files(module.name))
+    notes = "Text next to a dotted line is a note that is not in the file" if any(r.note for r in module.rows) else ""
+    return [part for part in (learn, Markup("Tested in {}").format(files) if files else "", notes) if part]
+
+
+def _test_files(name: str) -> list[str]:
+    """The test file of the same name, and those with tests that failed when the module was broken."""
+    folder, _, file = name.rpartition("/")
+    same = (Path("spec_tests") / folder / f"test_{file}").as_posix()
+    noticed = {words_of(test)[0] for ones in breaks_of(name).values() for one in ones for test in one.red.values()}
+    return [same] * (ROOT / same).exists() + sorted(noticed - {same})

@@ -1,0 +1,106 @@
+"""The pages of the failure lab: its scripts, and the recorded output of both ranks.
+
+The text about a script is on its page, ``docs/lab/NAME.md``, which starts with these lines::
+
+    symptom: The loss does not fall.
+    family: silent                        one of `FAMILIES`
+    rows: CTOR-05                         requirement IDs
+"""
+
+from functools import cache
+from pathlib import Path
+from textwrap import indent, wrap
+from typing import NamedTuple
+
+from docs_build.generator import front_matter
+from docs_build.reading.order import ROOT
+from docs_build.reading.text import table as markdown
+from docs_build.recording.failures import LAB, recorded
+
+PAGES = ROOT / "docs" / "lab"
+FAMILIES = {"silent": "silent wrong answer", "hang": "hang", "loud": "loud"}
+MEND = "# ---- one way to fix it; try your own first ----"
+START = 'if __name__ == "__main__":'
+
+
+class Failure(NamedTuple):
+    """One script.
+
+    Attributes:
+        name: of the script, without ``.py``.
+        title: of its page.
+        symptom: what a user observes.
+        family: one of `FAMILIES`.
+        rows: IDs of the requirements that define the behaviour.
+    """
+
+    name: str
+    title: str
+    symptom: str
+    family: str
+    rows: tuple[str, ...]
+
+
+@cache
+def failures() -> list[Failure]:
+    """All scripts that have a page, the silent ones first."""
+    found = [_read(path) for path in PAGES.glob("*.md") if path.stem != "index"]
+    return sorted(found, key=lambda one: (list(FAMILIES).index(one.family), one.name))
+
+
+def _read(page: Path) -> Failure:
+    text, head = front_matter(page.read_text(encoding="utf-8"))
+    title = text.strip().splitlines()[0].removeprefix("# ")
+    return Failure(page.stem, title, head["symptom"], head["family"], tuple(head["rows"].split()))
+
+
+def table() -> str:
+    """A table of all scripts, in Markdown."""
+    rows = [
+        (f"[`{one.name}.py`]({one.name}.md)", one.symptom, FAMILIES[one.family], ", ".join(one.rows))
+        for one in failures()
+    ]
+    return markdown(["script", "symptom", "family", "rows"], rows)
+
+
+def what_happens(name: str) -> str:
+    """The script without its mended form, and the output of each rank, folded.
+
+    Raises:
+        KeyError: the script was never recorded.
+    """
+    run = recorded()[name]
+    said = [indent(_fence("text", _folded(words)), "    ") for words in run["broken"]]
+    parts = [
+        _fence("python", _script(name).partition(MEND)[0]),
+        "Guess the output before you unfold it. To run the script:",
+        _fence("", _command(name)),
+        *(f'??? failure "What rank {rank} says"\n\n{words}' for rank, words in enumerate(said)),
+        f"<small>Recorded {run['date']}; {run['machine']}</small>",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def mend(name: str) -> str:
+    """The mended form, and the output of each rank with it."""
+    code = _script(name).partition(MEND)[2].partition(START)[0].strip()
+    words = "\n".join([f"$ {_command(name)} --mended\n", *recorded()[name]["mended"]])
+    return f"{_fence('python', code)}\n\n{_fence('text', words)}\n"
+
+
+def _script(name: str) -> str:
+    return (LAB / f"{name}.py").read_text(encoding="utf-8")
+
+
+def _command(name: str) -> str:
+    return f"torchrun --nproc-per-node 2 tutorials/failure_lab/{name}.py"
+
+
+def _fence(language: str, text: str) -> str:
+    return f"```{language}\n{text.rstrip()}\n```"
+
+
+def _folded(words: str) -> str:
+    """Wraps lines that are wider than a page."""
+    lines = [wrap(line, 100, subsequent_indent="    ", break_on_hyphens=False) for line in words.splitlines()]
+    return "\n".join(part for parts in lines for part in parts)

@@ -1,0 +1,71 @@
+"""Follows every link of the built site, without a browser and without a network."""
+
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+
+class Scan(HTMLParser):
+    """The anchors and the links of a page.
+
+    Attributes:
+        ids: its anchors.
+        links: addresses in ``href`` of links.
+        loads: addresses that a browser fetches automatically: scripts, styles, pictures.
+    """
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.feed(page.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Called for each element."""
+        of = {name: value or "" for name, value in attrs}
+        self.ids |= {of[name] for name in (("id", "name") if tag == "a" else ("id",)) if of.get(name)}
+        if tag == "a" and "href" in of:
+            self.links.append(of["href"])
+        if tag in ("script", "img", "iframe", "source") and of.get("src"):
+            self.loads.append(of["src"])
+        if tag == "link" and of.get("href") and of.get("rel") not in ("canonical", "prev", "next"):
+            self.loads.append(of["href"])
+
+
+def external(site: Path) -> Iterator[str]:
+    """Addresses that a browser would fetch from other hosts."""
+    for path in sorted(site.rglob("*.html")):
+        for address in Scan(path).loads:
+            if urlsplit(address).scheme in ("http", "https") or address.startswith("//"):
+                yield f"{path.relative_to(site)} loads {address}"
+
+
+def problems(site: Path) -> Iterator[str]:
+    """Links to missing files or anchors, and loads from other hosts."""
+    scans = {path.resolve(): Scan(path) for path in sorted(site.rglob("*.html"))}
+    yield from external(site)
+    for path, one in scans.items():
+        # The page for missing addresses is shown at any address, so its links cannot be relative.
+        if path.name == "404.html":
+            continue
+        for address in one.links + one.loads:
+            problem = _follow(path, address, scans)
+            if problem:
+                yield f"{path.relative_to(site.resolve())} links to {address}: {problem}"
+
+
+def _follow(path: Path, address: str, scans: dict[Path, Scan]) -> str | None:
+    parts = urlsplit(address)
+    if parts.scheme or parts.netloc:
+        return None
+    target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+    if target.is_dir():
+        target = target / "index.html"
+    if not target.exists():
+        return "no such file"
+    anchor = unquote(parts.fragment)
+    if anchor and target in scans and anchor not in scans[target].ids and not anchor.startswith("__"):
+        return f"no anchor {anchor!r}"
+    return None

@@ -1,0 +1,112 @@
+"""The box on the page "Troubleshoot": the patterns with which its script searches pasted text.
+
+There are two sources, and no separate list that could become outdated:
+
+* each message of the package, from its template in ``messages.toml``: the fixed words between braces, in their order;
+* each entry of ``docs/troubleshoot.md`` that quotes an error of torch, in a line in double braces below its heading::
+
+      {{ says CUDA out of memory | HIP out of memory }}            either of these means this entry
+      {{ follows Watchdog caught collective operation timeout }}   so does this, but it follows from another error
+
+An ellipsis in a quoted text stands for the variable parts. The script (``docs/assets/js/troubles.js``) ignores white
+space, quotes and case, so it recognises a message even if a terminal has wrapped it. The search of all pages
+(``search.js``) also calls it, because a search for words would also find the message's requirement.
+"""
+
+import json
+import re
+from dataclasses import asdict, dataclass
+from html import escape
+from string import Formatter
+
+from docs_build.pages.raw import raw
+from docs_build.reading.messages import Message, messages
+from docs_build.reading.order import ROOT
+from minifsdp.engine.messages import texts
+
+PAGE = ROOT / "docs" / "troubleshoot.md"
+KNOWN = "assets/troubles/known.js"  # path of the output of `script`
+ENTRY = re.compile(r"^### (?P<title>.+?) \{ #(?P<id>E-[\w-]+)[^}]*\}$(?P<body>.*?)(?=^##|\Z)", re.MULTILINE | re.DOTALL)
+QUOTED = re.compile(r"^\{\{ (?P<verb>says|follows) (?P<texts>.*) \}\}$", re.MULTILINE)
+
+# Messages with lines of variable content, and the catalogue's lines that they can have. A single line is found, too.
+LINES = {
+    "initial-weights-differ": ["rank-differs"],
+    "not-finite": ["parameter-not-finite", "output-not-finite", "gradient-not-finite"],
+    "optimizer-parameters": ["own-count", "own-names", "foreign-parameters"],
+}
+NOT_IN_STATE_DICTS = {name for names in LINES.values() for name in names}
+
+
+@dataclass(frozen=True)
+class Known:
+    """An entry that pasted text can match.
+
+    Attributes:
+        id: its anchor on the page.
+        title: its heading.
+        door: the source of the error, ``minifsdp`` or ``PyTorch``.
+        kind: ``error``; ``warning``, after which a program continues; ``follows``, mostly caused by another error.
+        wholes: texts that match, each as its fixed parts in order.
+        lines: the same for single lines of the message, which match if nothing else does.
+    """
+
+    id: str
+    title: str
+    door: str
+    kind: str
+    wholes: list[list[str]]
+    lines: list[list[str]]
+
+
+def known() -> list[Known]:
+    """All entries that can be found, those of the page first."""
+    return [*of_the_page(), *(_of_message(message) for message in messages())]
+
+
+def of_the_page() -> list[Known]:
+    """The entries of the page that quote errors of torch."""
+    found = []
+    for entry in ENTRY.finditer(PAGE.read_text(encoding="utf-8")):
+        quotes = list(QUOTED.finditer(entry["body"]))
+        if quotes:
+            kind = "follows" if any(quote["verb"] == "follows" for quote in quotes) else "error"
+            wholes = [text.split("…") for quote in quotes for text in _texts(quote["texts"])]
+            found.append(Known(entry["id"], re.sub(r"[\\`]", "", entry["title"]), "PyTorch", kind, wholes, []))
+    return found
+
+
+def _of_message(message: Message) -> Known:
+    name = message.id.removeprefix("E-")
+    details = texts()["detail"]
+    lines = [_pieces(details[line]) for line in LINES.get(name, [])]
+    if name == "state-dict-refused":
+        others = [line for line in details if line not in NOT_IN_STATE_DICTS and not line.startswith("explain-")]
+        lines = [_pieces(details[line]) for line in others]
+    whole = _pieces(texts()["message"][name])
+    # The message consists only of its lines.
+    wholes, lines = ([whole], lines) if whole else (lines, [])
+    kind = "warning" if message.kind.endswith("Warning") else "error"
+    return Known(message.id, message.text, "minifsdp", kind, wholes, lines)
+
+
+def _pieces(template: str) -> list[str]:
+    """The fixed words of a template, between the variable parts."""
+    return [words for words, _, _, _ in Formatter().parse(template) if words.strip()]
+
+
+def _texts(quotes: str) -> list[str]:
+    return [text.strip() for text in quotes.split(" | ")]
+
+
+def quoted(rest: str, *, is_first: bool) -> str:
+    """A line of an entry: the words by which the box, the search and a reader recognise the message."""
+    codes = ", ".join(f"<code>{escape(text, quote=False)}</code>" for text in _texts(rest))
+    why = "" if is_first else "This error usually follows from another error, so look for that error first. "
+    return raw(f'<p class="quoted">{why}Read as {codes}</p>')
+
+
+def script() -> str:
+    """The entries as a script that sets a global variable, because a page from a disk cannot fetch other files."""
+    facts = json.dumps([asdict(one) for one in known()], ensure_ascii=False, separators=(",", ":"))
+    return f"var minifsdpKnown = {facts};\n"

@@ -1,0 +1,58 @@
+"""The search index of a page: only its own text, without navigation and pictures.
+
+The theme's plugin makes the index from each page's HTML. This module changes two things:
+
+1. Parts that every page has, or that are pictures, get ``data-search-exclude``, and the plugin leaves them out.
+   Otherwise an excerpt begins with "4 of 123 in reading order", and a search for "block" finds boxes of a timeline.
+2. The index is split in two. Most visitors of a page do not search, and the whole index would be two megabytes for each
+   of them. ``search_index`` keeps the settings, which the theme reads immediately. ``documents.js`` has the texts,
+   which ``docs/assets/js/search.js`` loads when a search begins. It is a script, because a page opened from a disk
+   cannot fetch other files.
+"""
+
+import json
+import re
+from pathlib import Path
+
+# Each pattern matches an element that contains none of its own kind; the plugin would stop at the inner end.
+LEFT_OUT = {
+    "a": ["sbs-mark"],
+    "details": ["proof", "spec-tests"],
+    "form": ["spec-filter"],
+    "nav": ["sbs-way"],
+    "p": ["exercise-head", "exercise-source", "fragment-head", "sbs-contents"],
+    "span": ["badge"],
+    "svg": [],
+}
+_TAG = re.compile(rf"<({'|'.join(LEFT_OUT)})\b([^>]*)>")
+_CLASS = re.compile(r"""\bclass=["']([^"']*)["']""")
+# The source of a picture.
+_SOURCE = re.compile(r"(<figcaption>(?:(?!</figcaption>).)*?<small)(>)", re.DOTALL)
+_MARK = ' data-search-exclude="yes"'
+
+
+def leave_out(html: str) -> str:
+    """1."""
+    return _SOURCE.sub(rf"\1{_MARK}\2", _TAG.sub(_marked, html))
+
+
+def _marked(tag: re.Match[str]) -> str:
+    name, attributes = tag[1], tag[2]
+    found = _CLASS.search(attributes)
+    classes = found[1].split() if found else []
+    is_left_out = not LEFT_OUT[name] or any(one in LEFT_OUT[name] for one in classes)
+    return f"<{name}{_MARK}{attributes}>" if is_left_out else tag[0]
+
+
+def cut_index(folder: Path) -> None:
+    """2."""
+    whole = folder / "search_index.json"
+    if not whole.exists():
+        return
+    index = json.loads(whole.read_text(encoding="utf-8"))
+    documents = json.dumps(index["docs"], ensure_ascii=False, separators=(",", ":"))
+    (folder / "documents.js").write_text(f"var minifsdpDocuments = {documents};\n", encoding="utf-8")
+    settings = json.dumps({**index, "docs": []}, separators=(",", ":"))
+    whole.write_text(settings, encoding="utf-8")
+    # For pages opened from a disk the theme loads this file.
+    (folder / "search_index.js").write_text(f"var __index = {settings};\n", encoding="utf-8")

@@ -1,0 +1,117 @@
+"""Numbers and tables of the prose, computed from recorded runs or by the package."""
+
+from collections.abc import Callable
+
+from docs_build.drawing.pictures import events_of
+from docs_build.pages import costs, evidence, faults, modulepage, streams
+from docs_build.reading.text import table
+from minifsdp.tools import formulas
+from minifsdp.tools.events import peak_gathered_bytes
+from minifsdp.tools.formulas import hybrid_cross_host, hybrid_cross_host_as_printed
+
+
+def zero_table() -> str:
+    """Table 1 of the ZeRO paper, recomputed."""
+
+    def cell(billions: float, ranks: int) -> str:
+        numbers = zero_gigabytes(billions, ranks)
+        return " / ".join(f"{number:,.0f}" if number >= 1000 else f"{number:.3g}" for number in numbers)
+
+    rows = [[ranks, *(cell(size, ranks) for size in (7.5, 128, 1000))] for ranks in (1, 4, 16, 64, 256, 1024)]
+    return table(["ranks", "7.5 B", "128 B", "1 T"], rows)
+
+
+def zero_gigabytes(billions: float, ranks: int) -> tuple[float, ...]:
+    """Bytes of stored state in GB: optimizer state sharded, gradients too, parameters too (16-bit, Adam with K=12)."""
+    return tuple(formulas.zero_bytes(billions, ranks, stage) for stage in (1, 2, 3))
+
+
+def traffic_table() -> str:
+    """The FSDP paper's bytes across hosts, and the counted bytes of the hybrid."""
+    rows = []
+    for world, per_host in [(16, 8), (64, 8), (512, 8)]:
+        sent = [formulas.ring_all_reduce_sends(1, world), 3 * formulas.gather_sends(1, world)]
+        sent += [made(1, world, per_host) for made in (hybrid_cross_host_as_printed, hybrid_cross_host)]
+        rows.append([f"{world}, {per_host} on a host", *(f"{number:.4g}" for number in sent)])
+    return table(["GPUs", "full replication", "full sharding", "hybrid, as printed", "hybrid, counted"], rows)
+
+
+def _megabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:.2f} MB"
+
+
+def counts_table() -> str:
+    """Collectives and peak of unsharded memory, counted in recorded runs."""
+    runs = [
+        ("`FULL_SHARD`, a unit for each block", "fsdp1-full-pre-block-2-wide"),
+        ("`SHARD_GRAD_OP`, the same units", "fsdp1-zero2-pre-block-2-wide"),
+        ("`NO_SHARD`, the same units", "fsdp1-none-pre-block-2-wide"),
+        ("`FULL_SHARD`, one unit for all", "fsdp1-full-pre-whole-2-wide"),
+        ("`fully_shard`, a unit for each block", "fsdp2-full-pre-block-2-wide"),
+    ]
+    rows = []
+    for title, key in runs:
+        events = events_of(key)[0]
+        counts = [sum(event.kind == kind for event in events) for kind in ("AG", "RS", "AR")]
+        rows.append([title, *counts, _megabytes(peak_gathered_bytes(events))])
+    return table(["run", "all-gathers", "reduce-scatters", "all-reduces", "peak of unsharded parameters"], rows)
+
+
+def prefetch_table() -> str:
+    """The order of backward, as recorded, for each kind of prefetch."""
+    kinds = {"`BACKWARD_PRE`": "fsdp1-full-pre", "`BACKWARD_POST`": "fsdp1-full-post", "`None`": "fsdp1-full-off"}
+    rows = []
+    for title, key in {**kinds, "`fully_shard`": "fsdp2-full-pre"}.items():
+        events = events_of(f"{key}-block-2-wide")[0]
+        start = next(n for n, event in enumerate(events) if event.kind == "B")
+        shown = (event for event in events[start:] if event.kind in ("AG", "B", "FREE", "RS"))
+        words = " ".join(f"{event.kind}{event.unit[-1:] or 'R'}" for event in shown)
+        rows.append([title, f"`{words}`{{ .order }}", _megabytes(peak_gathered_bytes(events))])
+    return table(["prefetch", "backward, as recorded", "peak"], rows)
+
+
+def bf16_table() -> str:
+    """The effect of a narrow dtype on a recorded step."""
+    rows = []
+    for title, key in [("float32", "fsdp1-full-pre-block-2-wide"), ("bfloat16", "fsdp1-full-pre-block-2-bf16-wide")]:
+        events = events_of(key)[0]
+        sums = [sum(e.num_bytes for e in events if e.kind == kind) for kind in ("AG", "RS")]
+        rows.append([title, *map(_megabytes, [*sums, peak_gathered_bytes(events)])])
+    return table(["compute and reduce dtype", "all-gathered in a step", "reduced in a step", "unsharded peak"], rows)
+
+
+VALUES: dict[str, Callable[[], object]] = {
+    "num-modules": lambda: len(modulepage.steps()),
+    "num-lines": lambda: f"{modulepage.num_lines():,}",
+    "calls-torch": lambda: costs.calls("torch"),
+    "calls-minifsdp": lambda: costs.calls("minifsdp"),
+    "overhead-torch": lambda: costs.overhead("torch"),
+    "overhead-minifsdp": lambda: costs.overhead("minifsdp"),
+    "calls-by-ranks": lambda: costs.calls_by_ranks("torch FSDP1 flat"),
+    "calls-for-a-parameter-torch": lambda: costs.calls_for_a_parameter("torch FSDP2"),
+    "calls-for-a-parameter-minifsdp": lambda: costs.calls_for_a_parameter("minifsdp FSDP2"),
+    "optimizer-minifsdp": lambda: costs.optimizer_step("minifsdp FSDP2"),
+    "optimizer-torch": lambda: costs.optimizer_step("torch FSDP2"),
+    "noticed-mutants": lambda: evidence.mutants()[0],
+    "num-mutants": lambda: evidence.mutants()[1],
+    "mutated-rows": lambda: evidence.mutants()[2],
+}
+TABLES: dict[str, Callable[[], str]] = {
+    "zero": zero_table,
+    "traffic": traffic_table,
+    "counts": counts_table,
+    "prefetch": prefetch_table,
+    "bf16": bf16_table,
+    "debug-cost": costs.checks,
+    "faults": faults.table,
+    "faults-by-kind": faults.by_kind,
+    "restarts": faults.restarts,
+    "kills": faults.kills,
+    "fuzz": faults.fuzz,
+    "soak": faults.soak,
+    "torch-tests": evidence.torch_tests_table,
+    "where": evidence.where_table,
+    "stream-peaks": streams.peaks,
+    "optimizer": costs.optimizers,
+    "large": costs.large,
+}

@@ -1,0 +1,36 @@
+"""The reading order: FSDP2 and FSDP1 first, then every other module, each once.
+
+A module is named by its path inside the package: ``engine/unit.py``. Tutorials have the same kind of page and are named
+by their path in the repository: ``tutorials/overlap.py``. The sections are in ``order.toml``.
+"""
+
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "minifsdp"
+SECTIONS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))["section"]
+
+
+def path_of(name: str) -> Path:
+    """The path of the file with that name."""
+    return (ROOT if name.startswith("tutorials/") else PACKAGE) / name
+
+
+def all_modules() -> list[str]:
+    """Every module of the package, sorted by path."""
+    return sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+
+
+def reading_order() -> list[tuple[str, str, list[str]]]:
+    """Title, sentence and modules of each section; all other modules are added to the last section of their folder."""
+    existing = all_modules()
+    sections = [(one["title"], one["about"], [n for n in one["modules"] if n in existing]) for one in SECTIONS]
+    named = {name for _, _, names in sections for name in names}
+    # Modules that only re-export names come last, and so do modules outside of all folders.
+    last = {name.rpartition("/")[0]: number for number, one in enumerate(SECTIONS) for name in one["modules"]}
+    for name in existing:
+        if name not in named:
+            folder = "" if name.endswith("__init__.py") else name.rpartition("/")[0]
+            sections[last[folder]][2].append(name)
+    return sections

@@ -1,0 +1,49 @@
+"""The line of the package that runs at a recorded moment, and the functions of such lines, for the step player.
+
+A line that only records writes a moment. The recorded action is next to it::
+
+    if trace.recorder is not None:
+        self._event = trace.recorder.begin("AG", ...)    the moment
+    self._handle = self.layout.all_gather(self.comm_streams)       the action
+
+An action that begins is the first later line that does not only record; one that has ended is the last one before.
+"""
+
+import ast
+from functools import cache
+
+from docs_build.reading.definitions import docstring_lines, find
+from docs_build.reading.order import PACKAGE
+from docs_build.reading.source import read_module
+
+
+@cache
+def lines_of(name: str, qualified: str) -> list[int]:
+    """The line numbers of a function's code, without its docstring; none if it does not exist any more."""
+    if not (PACKAGE / name).exists():
+        return []
+    node = find(ast.parse(read_module(name).text), qualified.split(".<locals>")[0])
+    if not isinstance(node, ast.FunctionDef):
+        return []
+    return [n for n in range(node.lineno, (node.end_lineno or node.lineno) + 1) if n not in docstring_lines(node)]
+
+
+def only_records(name: str, qualified: str) -> bool:
+    """Whether the whole function only records."""
+    lines = lines_of(name, qualified)
+    return bool(lines) and read_module(name).recording.issuperset(lines)
+
+
+def line_of(name: str, qualified: str, text: str, *, has_ended: bool) -> int:
+    """The line that begins or has ended at the moment when the line ``text`` ran; 0 if there is none."""
+    texts, lines = read_module(name).text.splitlines(), lines_of(name, qualified)
+    here = next((number for number in lines if texts[number - 1].strip() == text), 0)
+    recording = read_module(name).recording
+    if not here or here not in recording:
+        return here
+    acting = [n for n in lines[1:] if n not in recording and texts[n - 1].strip()[:1] not in ("", "#")]
+    # Conditions do not perform the action.
+    before = [number for number in acting if number < here and not texts[number - 1].endswith(":")]
+    behind = [number for number in acting if number > here]
+    chosen = before[-1:] or behind[:1] if has_ended else behind[:1] or before[-1:]
+    return chosen[0] if chosen else here

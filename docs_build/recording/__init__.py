@@ -1,0 +1,1 @@
+"""Runs of trainings, tutorials and tests, and their records in ``docs/data``."""
