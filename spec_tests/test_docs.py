@@ -19,13 +19,13 @@ def says(*patterns: str) -> bool:
 
 @pytest.mark.pure
 @pytest.mark.spec("SHARD-17", "SHARD-05")
-def test_the_page_on_strategies_gives_the_other_names_and_says_what_the_root_does() -> None:
+def test_strategies_page_gives_zero_names_and_explains_root() -> None:
     assert says(r"`FULL_SHARD` \| ZeRO-3", r"`SHARD_GRAD_OP` \| ZeRO-2", r"root.*stay unsharded")
 
 
 @pytest.mark.pure
 @pytest.mark.spec("HYB-11", "HYB-12")
-def test_it_says_when_to_choose_hybrid_and_what_to_try_between_nodes() -> None:
+def test_docs_explain_choice_of_hybrid() -> None:
     assert says(r"NCCL_CROSS_NIC=1", r"price is memory", r"_HYBRID_SHARD_ZERO2` saves the all-gathers in backward")
 
 
@@ -38,11 +38,11 @@ def test_it_advises_on_prefetch_and_on_the_limiter() -> None:
 
 @pytest.mark.pure
 @pytest.mark.spec("MP-30")
-def test_it_says_that_mixed_precision_of_the_wrapper_is_experimental_upstream() -> None:
+def test_docs_mark_wrapper_mixed_precision_as_experimental() -> None:
     assert says(r"`MixedPrecision`.*upstream calls experimental.*`_module_classes_to_ignore` in particular")
 
 
 @pytest.mark.pure
 @pytest.mark.spec("ORIG-06")
-def test_it_says_that_the_part_of_a_parameter_on_a_rank_is_no_contract() -> None:
+def test_docs_do_not_guarantee_shard_of_param_on_rank() -> None:
     assert says(r"`use_orig_params=True`.*[Ww]hich part is not guaranteed.*`summon_full_params`")

@@ -46,22 +46,22 @@ APART = (
 BUDGETS = {
     # Names of torch that other programs read: 34 lines. The state of a module after an evaluation, and a count of steps
     # per root: 44. Gradients that share memory, and their dtypes: 50. The order check of each unit: 12.
-    "house": 6389,
-    "story": 3069,
+    "house": 6237,
+    "story": 3079,
     # Messages of a new order have their own tags: 9 lines.
-    TRANSPORT: 163,
-    DEBUGGING: 377,
-    ARGUMENTS: 166,
-    "batches.py": 100,
+    TRANSPORT: 200,
+    DEBUGGING: 376,
+    ARGUMENTS: 69,
+    "batches.py": 96,
     # Units are identified by their parameters, not by their names in a message: 35 lines.
     "engine/collective_log.py": 139,
     "engine/rank_checks.py": 116,
     # Includes the location of the error in a program that is about to end, fast answers after a query, and ranks killed
     # on this machine. It ends with its process group, and restores what it replaced.
-    WATCHDOG: 472,
+    WATCHDOG: 473,
     "ledger.py": 57,
-    "checkpoint/": 1438,
-    "compat/": 280,
+    "checkpoint/": 1196,
+    "compat/": 194,
     # The calculator includes data in flight between CPUs, and the time at which a unit's activations are freed.
     TOOLS: 524,
     # The list of tools, and the explanation of an error message.
@@ -72,18 +72,17 @@ BUDGETS = {
 LONGEST_FILE = 300  # including prose
 LONGER = {
     "engine/flat.py": 356,
-    "engine/hooks.py": 310,
+    "engine/hooks.py": 309,
     "engine/gloo.py": 351,
-    "engine/layout.py": 307,
     "engine/per_param.py": 343,
     "engine/reduce.py": 372,
-    "fsdp2/module.py": 323,
+    # Lists every public method of the wrapper.
+    "fully_sharded_data_parallel.py": 574,
     "watchdog/report.py": 331,
 }
 LONGEST_FUNCTION = 35  # in lines of code
 LONGER_FUNCTIONS = {
     ("engine/flat.py", "__init__"): 43,
-    ("engine/ledger.py", "__init__"): 46,
     ("engine/root.py", "__init__"): 39,
     # 17 arguments, most of them on two lines.
     ("fully_sharded_data_parallel.py", "__init__"): 47,
@@ -121,7 +120,8 @@ def code_lines(module: str) -> set[int]:
 
 
 # Code lines of all modules that `fully_shard` imports, without the parts that no training step needs.
-FULLY_SHARD = 2663
+# `bucket` imports `extension` directly: 112 of these.
+FULLY_SHARD = 2729
 NOT_FOR_A_STEP = (
     "checkpoint/",
     "compat/",
@@ -163,7 +163,7 @@ def story() -> list[str]:
 
 
 @pytest.mark.parametrize("room", BUDGETS)
-def test_no_room_is_longer_than_it_was(room: str) -> None:
+def test_each_folder_stays_within_code_limit(room: str) -> None:
     special = {
         "story": story(),
         "house": [module for module in MODULES if not module.startswith(APART)],
@@ -202,7 +202,7 @@ def test_a_function_fits_on_a_screen(module: str) -> None:
 
 
 @pytest.mark.parametrize("module", [*MODULES, "messages.toml"])
-def test_words_are_those_of_pytorch(module: str) -> None:
+def test_vocabulary_is_that_of_pytorch(module: str) -> None:
     lines = enumerate(text_of(module).splitlines(), 1)
     assert [f"line {number}: {line.strip()}" for number, line in lines if re.search(BANNED, line, re.IGNORECASE)] == []
 

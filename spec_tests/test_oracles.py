@@ -193,7 +193,7 @@ def test_a_flat_parameter_decays_what_has_no_gradient_and_ddp_does_not() -> None
 )
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @ranks(2)
-def test_chunks_gathered_by_hand_are_what_torch_summons(name: str, use_orig_params: bool) -> None:
+def test_manual_all_gather_equals_torch_summon(name: str, use_orig_params: bool) -> None:
     info = MODELS[name]
     model = shard_fsdp1(torch_fsdp.FullyShardedDataParallel, info, use_orig_params=use_orig_params)
     units = units_of(info.build(), info.unit_classes)
@@ -228,7 +228,7 @@ def test_units_own_what_no_inner_unit_owns_and_a_shared_parameter_once() -> None
 
 
 @pytest.mark.pure
-def test_a_row_that_is_too_short_is_refused() -> None:
+def test_too_short_bucket_is_refused() -> None:
     units = {"": {"weight": torch.Size([2, 2]), "bias": torch.Size([1])}}
     values, _ = split_by_name({"": (torch.arange(6.0), None)}, units)
     assert values["weight"].tolist() == [[0, 1], [2, 3]]
@@ -315,7 +315,7 @@ def test_the_counter_sees_ddp_and_calls_on_the_group_itself() -> None:
 
 
 @ranks(4)
-def test_the_grid_has_rows_that_shard_and_columns_that_replicate() -> None:
+def test_grid_shards_in_rows_and_replicates_in_columns() -> None:
     shard, replicate = grid()
     row, column = divmod(dist.get_rank(), 2)
     assert dist.get_process_group_ranks(shard) == [2 * row, 2 * row + 1]

@@ -43,25 +43,25 @@ def has(kind: str, **fields: object) -> object:
 
 @quick
 @given(descriptions(2, "fsdp1"))
-def test_a_description_is_what_its_line_says(description: Description) -> None:
+def test_description_survives_json(description: Description) -> None:
     assert from_json(to_json(description)) == description
 
 
 @quick
 @given(descriptions(4, "fsdp1"))
-def test_what_is_meaningful_stays_as_it_is(description: Description) -> None:
+def test_legal_description_is_unchanged(description: Description) -> None:
     assert legal(description) == description
 
 
 @quick
 @given(descriptions(4, "fully_shard"))
-def test_what_is_meaningful_for_the_other_door_stays_as_it_is(description: Description) -> None:
+def test_legal_description_for_other_api_is_unchanged(description: Description) -> None:
     assert legal(description) == description
 
 
 @quick
 @given(descriptions(2, "fsdp1"))
-def test_every_neighbour_is_meaningful_and_shorter(description: Description) -> None:
+def test_shrunk_description_is_legal_and_shorter(description: Description) -> None:
     for neighbour in neighbours(description):
         assert legal(neighbour) == neighbour
         assert len(to_json(neighbour)) < len(to_json(description))
@@ -104,7 +104,7 @@ def test_uses_are_counted_through_calls_ties_and_shared_modules() -> None:
     assert num_uses(Description(tied, ties=((0, 1),))) == 2
 
 
-def test_what_cannot_be_is_replaced_by_what_can() -> None:
+def test_illegal_description_becomes_legal() -> None:
     two_units = Node("chain", children=(Node("linear", unit=True), Node("linear")))
     assert legal(Description(two_units, ties=((0, 1),))).ties == ()
     mixed = Node("chain", children=(Node("linear", frozen=True), Node("norm")))
@@ -159,7 +159,7 @@ def _surroundings() -> dict[str, str]:
 
 
 @pytest.mark.ranks
-def test_a_replay_of_what_is_right_says_so() -> None:
+def test_replay_of_correct_case_succeeds() -> None:
     line = shlex.split(replay_line(replace(CARELESS, door="fsdp1")))
     again = subprocess.run(
         [sys.executable, *line[1:]], cwd=ROOT, capture_output=True, text=True, timeout=120, env=_surroundings()

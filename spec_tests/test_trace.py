@@ -35,7 +35,7 @@ def test_an_event_begins_as_a_moment_and_becomes_a_span_when_it_is_finished() ->
 
 
 @pytest.mark.pure
-def test_what_is_not_said_of_an_event_is_empty() -> None:
+def test_new_event_has_empty_defaults() -> None:
     event = Recorder().begin("F", "")
     assert (event.num_bytes, event.ranks, event.dtype, event.stream) == (0, (), None, "compute")
 

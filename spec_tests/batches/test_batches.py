@@ -52,7 +52,7 @@ def test_a_loader_that_raises_ends_all_ranks_with_its_error() -> None:
 
 @pytest.mark.spec("BATCH-03")
 @ranks(2)
-def test_the_next_batch_is_fetched_and_asked_for_before_the_one_in_hand_is_given() -> None:
+def test_next_batch_is_fetched_before_current_one_is_yielded() -> None:
     fetched: list[int] = []
 
     def loader() -> Iterator[int]:
@@ -67,7 +67,7 @@ def test_the_next_batch_is_fetched_and_asked_for_before_the_one_in_hand_is_given
 @pytest.mark.spec("BATCH-03")
 @pytest.mark.accelerator
 @ranks(2)
-def test_the_watcher_sees_who_waits_for_an_accelerators_answer() -> None:
+def test_watchdog_detects_wait_for_accelerator() -> None:
     talk, seen = batches._Talk(Group.of(dist.group.WORLD)), []
     # As if the group had no CPU backend.
     talk._device, talk._comm_stream = device(), CommStream("batches", device())
@@ -91,7 +91,7 @@ def test_all_ranks_may_break_out() -> None:
 
 @pytest.mark.spec("BATCH-05")
 @ranks(2)
-def test_what_is_left_is_counted_if_asked_for() -> None:
+def test_leftover_batches_are_counted_on_request() -> None:
     mine = range(3 if dist.get_rank() == 0 else 7)
     with pytest.warns(UserWarning, match=r"4 on rank 1"):
         assert list(minifsdp.while_all_have_data(mine, count_left=True)) == [0, 1, 2]
@@ -194,7 +194,7 @@ def test_without_any_token_the_scale_is_nothing() -> None:
 
 @pytest.mark.spec("BATCH-08")
 @ranks(2)
-def test_the_mean_of_means_is_wrong_by_what_the_page_says() -> None:
+def test_mean_of_means_has_documented_error() -> None:
     # One token with loss 8 on rank 0; three tokens with losses 2, 2 and 2 on rank 1.
     losses = [[8.0], [2.0, 2.0, 2.0]]
     mine = torch.tensor(losses[dist.get_rank()], device=device())

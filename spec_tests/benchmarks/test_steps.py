@@ -125,7 +125,7 @@ def test_ours_needs_no_more_memory(race: Race, workload: Any, contender: Any) ->
 
 
 @pytest.mark.parametrize(("workload", "contender"), OURS)
-def test_ours_needs_what_the_calculator_says(race: Race, workload: Any, contender: Any) -> None:
+def test_minifsdp_stays_within_calculated_memory(race: Race, workload: Any, contender: Any) -> None:
     ours = _of(race(workload.name)[0], contender.name)
     assert ours.computing <= 1.02 * ours.priced_computing
     assert ours.peak <= 1.02 * ours.priced

@@ -26,7 +26,7 @@ def hybrid() -> MeshGroups:
 
 @pytest.mark.spec("SD-FULL-03", "HYB-10")
 @ranks(4)
-def test_what_one_rank_says_goes_through_its_row_and_then_through_the_columns() -> None:
+def test_agreement_goes_through_shard_then_replicate_group() -> None:
     mesh = hybrid()
     groups = agreement.groups_of([mesh, mesh])
     assert groups == [mesh.shard, mesh.replicate], "each once, rows first"
@@ -85,7 +85,7 @@ def test_under_hybrid_the_other_copy_refuses_too(keep: bool) -> None:
 @pytest.mark.spec("SD-FULL-03")
 @pytest.mark.parametrize("present", [[0], [0, 2]], ids=["one of three", "two of three"])
 @ranks(3)
-def test_who_was_refused_once_is_refused_again_until_everybody_comes(present: list[int]) -> None:
+def test_refused_call_stays_refused_until_all_ranks_arrive(present: list[int]) -> None:
     """A refused call does not count as an arrival for the next one, so it cannot replace a rank still missing."""
     group = dist.new_group([0, 1, 2])
     groups = [Group.of(group)]
@@ -126,7 +126,7 @@ def test_a_state_dict_that_one_rank_has_tried_alone_is_not_held_against_the_next
 
 
 @pytest.mark.spec("SD-FULL-08")
-def test_in_a_simulation_nobody_is_asked(tmp_path: Path) -> None:
+def test_simulation_needs_no_agreement(tmp_path: Path) -> None:
     """One process that acts as rank 0 of four can still save and load; its all-gathered values are meaningless."""
     script = tmp_path / "simulation.py"
     script.write_text(SIMULATION)

@@ -135,7 +135,7 @@ def go_on(ours: Any, theirs: Any, library: Library) -> None:
 @pytest.mark.parametrize(("name", "form"), WRITERS, ids=lambda part: getattr(part, "name", part))
 @flat_or_original
 @ranks(2)
-def test_what_torch_has_written_is_read_here(keep: bool, name: str, form: StateDictType) -> None:
+def test_checkpoint_of_torch_is_read(keep: bool, name: str, form: StateDictType) -> None:
     library = LIBRARIES[name]
     with quiet():
         model = library.build(make())
@@ -154,7 +154,7 @@ def test_what_torch_has_written_is_read_here(keep: bool, name: str, form: StateD
 @pytest.mark.parametrize(("name", "form"), READERS, ids=lambda part: getattr(part, "name", part))
 @flat_or_original
 @ranks(2)
-def test_what_is_written_here_torch_reads(keep: bool, name: str, form: StateDictType) -> None:
+def test_torch_reads_our_checkpoint(keep: bool, name: str, form: StateDictType) -> None:
     library = LIBRARIES[name]
     ours, optimizer = mine(keep, seed=0)
     for number in (0, 1):

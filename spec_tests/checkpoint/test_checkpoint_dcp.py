@@ -89,7 +89,7 @@ def load(model: FSDP, optimizer: torch.optim.Optimizer, where: Path, group: dist
 )
 @kinds
 @ranks(4)
-def test_what_some_ranks_write_others_read(
+def test_checkpoint_is_read_by_other_number_of_ranks(
     keep: bool, use_dtensor: bool, written: int, read: int, tmp_path: Path
 ) -> None:
     writers, readers = groups_of(written), groups_of(read)
@@ -110,7 +110,7 @@ def test_what_some_ranks_write_others_read(
 @pytest.mark.spec("SD-SHARD-04", "OSD-LOAD-03")
 @flat_or_original
 @ranks(2)
-def test_a_fresh_optimizer_is_restored_and_training_goes_on_bit_by_bit(keep: bool, tmp_path: Path) -> None:
+def test_restored_fresh_optimizer_continues_bitwise(keep: bool, tmp_path: Path) -> None:
     model, optimizer = trained(None, use_orig_params=keep)
     save(model, optimizer, tmp_path, None)
     again = wrapped(make(7), use_orig_params=keep)
@@ -130,7 +130,7 @@ def test_a_fresh_optimizer_is_restored_and_training_goes_on_bit_by_bit(keep: boo
 @pytest.mark.spec("OSD-LOAD-03")
 @flat_or_original
 @ranks(2)
-def test_a_fresh_optimizer_asks_for_no_states_until_it_has_made_a_step(keep: bool, tmp_path: Path) -> None:
+def test_fresh_optimizer_loads_no_states_before_first_step(keep: bool, tmp_path: Path) -> None:
     model, optimizer = trained(None, use_orig_params=keep)
     save(model, optimizer, tmp_path, None)
     again = wrapped(make(7), use_orig_params=keep)
@@ -213,7 +213,7 @@ def test_torchs_helpers_read_a_full_dict_to_which_they_add_slices(keep: bool) ->
 @pytest.mark.spec("SD-SHARD-04", "OSD-LOAD-03")
 @flat_or_original
 @ranks(2)
-def test_what_torchs_in_place_sharding_has_written_to_disk_is_read_here(keep: bool, tmp_path: Path) -> None:
+def test_checkpoint_of_torch_fully_shard_is_read_from_disk(keep: bool, tmp_path: Path) -> None:
     theirs = make()
     for part in (theirs.first, theirs.second, theirs):
         fully_shard(part)

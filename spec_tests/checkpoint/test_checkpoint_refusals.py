@@ -114,7 +114,7 @@ def test_a_full_dict_that_does_not_fit_on_one_rank_is_refused_on_all(keep: bool)
 @pytest.mark.spec("SD-FULL-13")
 @flat_or_original
 @ranks(2)
-def test_what_may_be_missing_is_not_missed(keep: bool) -> None:
+def test_non_strict_load_returns_key_differences(keep: bool) -> None:
     model = model_of(keep)
     other = model_of(keep, seed=3).state_dict()
     del other["norm.num_batches_tracked"], other["net.scale"]
@@ -168,7 +168,7 @@ def test_a_sharded_dict_that_does_not_fit_is_refused_on_all_ranks(keep: bool) ->
 @pytest.mark.parametrize("use_dtensor", [False, True])
 @flat_or_original
 @ranks(4)
-def test_rows_that_were_cut_for_another_number_of_ranks_are_refused(keep: bool, use_dtensor: bool) -> None:
+def test_row_shards_for_other_world_size_are_refused(keep: bool, use_dtensor: bool) -> None:
     """Their global shapes are correct, but concatenated on this number of ranks they would give a different tensor."""
     pair = dist.new_group([0, 1])
     config = ShardedStateDictConfig(use_dtensor=use_dtensor)
@@ -198,7 +198,7 @@ def cut_over(full: torch.Tensor, mesh: DeviceMesh, *placements: Placement) -> DT
 @pytest.mark.spec("SD-SHARD-03")
 @flat_or_original
 @ranks(2)
-def test_a_dtensor_that_is_cut_otherwise_is_refused_with_what_was_expected_and_what_to_do(keep: bool) -> None:
+def test_dtensor_with_wrong_sharding_is_refused_with_remedy(keep: bool) -> None:
     name = "net.head.weight"
     model = model_of(keep)
     full = model.state_dict()[name].cpu()
@@ -297,7 +297,7 @@ def test_a_unit_in_a_plain_module_refuses_before_it_is_overwritten(keep: bool) -
 
 @pytest.mark.spec("SD-FULL-13")
 @ranks(2)
-def test_a_module_that_reads_by_itself_is_asked_and_not_overruled() -> None:
+def test_custom_loading_of_module_is_respected() -> None:
     class Renamed(nn.Module):
         """Loads the state of an earlier version of its class."""
 
@@ -359,7 +359,7 @@ def test_a_lone_call_ends_within_the_groups_time_limit_and_names_itself_and_who_
 
 @pytest.mark.spec("SD-LOCAL-02", "SD-SHARD-07")
 @ranks(2)
-def test_what_needs_nobody_else_can_be_written_alone() -> None:
+def test_communication_free_state_dict_works_on_one_rank() -> None:
     local = wrapped(make())
     FSDP.set_state_dict_type(local, LOCAL)
     whole = wrapped(make(), sharding_strategy=ShardingStrategy.NO_SHARD)
@@ -435,7 +435,7 @@ def blocks(keep: bool) -> tuple[FSDP, torch.optim.Optimizer]:
 @pytest.mark.spec("SD-FULL-06", "OSD-05")
 @flat_or_original
 @ranks(2)
-def test_who_is_given_nothing_never_has_more_than_one_unit_beside_what_is_stored(keep: bool) -> None:
+def test_rank_without_result_holds_at_most_one_extra_unit(keep: bool) -> None:
     model, optimizer = blocks(keep)
     stored = [*model.parameters(), optimizer.state_dict()]
     for write, num_states in (
@@ -455,7 +455,7 @@ def test_who_is_given_nothing_never_has_more_than_one_unit_beside_what_is_stored
 @pytest.mark.spec("OSD-LOAD-05", "OSD-SCAT-02")
 @flat_or_original
 @ranks(2)
-def test_who_reads_from_the_first_rank_has_its_own_pieces_and_no_more(keep: bool) -> None:
+def test_reading_from_rank_0_needs_only_own_shards(keep: bool) -> None:
     model, optimizer = blocks(keep)
     states = FSDP.optim_state_dict(model, optimizer)
     own = 2 * NUM_UNITS * UNIT_BYTES // 2

@@ -83,7 +83,7 @@ def test_a_module_that_writes_and_reads_by_itself_sees_full_values(keep: bool) -
 
 @pytest.mark.spec("SD-SHARD-01", "SD-SHARD-03")
 @ranks(2)
-def test_rows_of_a_sharded_dict_are_cut_from_what_the_module_has_written() -> None:
+def test_sharded_dict_has_row_shards_of_custom_state() -> None:
     model = sharded(plain_model(Upright), keep=False)
     expected = plain_model(Upright).state_dict()
     with FSDP.state_dict_type(model, SHARDED, ShardedStateDictConfig(use_dtensor=True)):
@@ -164,7 +164,7 @@ def test_a_value_that_an_outer_hook_has_spoiled_is_refused() -> None:
 @pytest.mark.spec("SD-FULL-08")
 @flat_or_original
 @ranks(2)
-def test_assigning_where_a_module_reads_by_itself_keeps_the_unit_whole(keep: bool) -> None:
+def test_assign_to_module_with_custom_loading_keeps_unit_intact(keep: bool) -> None:
     model = sharded(plain_model(Upright), keep)
     state = model.state_dict()
     other = sharded(plain_model(Upright, 1), keep)
@@ -216,7 +216,7 @@ def test_a_hook_on_one_rank_only_does_not_make_the_others_wait(keep: bool) -> No
 
 @pytest.mark.spec("SD-FULL-06")
 @ranks(2)
-def test_who_has_no_code_of_his_own_is_gathered_one_unit_at_a_time() -> None:
+def test_modules_without_custom_state_unshard_one_at_a_time() -> None:
     model = sharded(plain_model(nn.Linear), keep=False)
     with trace.record() as r:
         model.state_dict()
@@ -261,7 +261,7 @@ def test_a_summoned_model_can_be_written_by_one_rank_alone(keep: bool, rank0_onl
 @pytest.mark.spec("SUMMON-07", "SD-FULL-08")
 @flat_or_original
 @ranks(2)
-def test_what_a_summoned_model_reads_is_kept_like_any_other_change(keep: bool) -> None:
+def test_load_state_dict_inside_summon_persists(keep: bool) -> None:
     model = sharded(plain_model(nn.Linear, 1), keep)
     new = plain_model(nn.Linear).state_dict()
     with FSDP.summon_full_params(model):

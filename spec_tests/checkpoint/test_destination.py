@@ -44,7 +44,7 @@ def test_with_rank0_only_a_rank_drops_only_the_entries_of_its_model(keep: bool, 
 
 @pytest.mark.spec("SAVE-02")
 @ranks(2)
-def test_with_rank0_only_the_rows_of_an_inner_sharded_unit_stay_on_every_rank() -> None:
+def test_rank0_only_keeps_shards_of_inner_unit_on_every_rank() -> None:
     model = FSDP(nn.Sequential(FSDP(nn.Linear(3, 4)), nn.Linear(4, 2)))
     FSDP.set_state_dict_type(model, FULL, FIRST_ONLY)
     FSDP.set_state_dict_type(model.module[0], SHARDED, ShardedStateDictConfig(use_dtensor=True))
@@ -57,7 +57,7 @@ def test_with_rank0_only_the_rows_of_an_inner_sharded_unit_stay_on_every_rank() 
 @pytest.mark.spec("SAVE-01", "SAVE-02")
 @pytest.mark.parametrize("part", ["wrapper", "plain module around it"])
 @ranks(2)
-def test_a_part_of_a_wrapped_model_is_saved_under_a_prefix_like_a_whole_one(part: str) -> None:
+def test_part_of_wrapped_model_saves_under_prefix(part: str) -> None:
     model = FSDP(nn.Sequential(nn.Sequential(FSDP(nn.BatchNorm1d(4)))))
     model(torch.randn(4, 4, device=device()))
     FSDP.set_state_dict_type(model, FULL, FIRST_ONLY)

@@ -90,7 +90,7 @@ def test_the_state_dict_holds_dtensors_under_plain_names_and_sends_nothing() -> 
 
 @pytest.mark.spec("FS2-SD-01")
 @ranks(2)
-def test_a_state_dict_taken_while_something_is_gathered_is_sharded_all_the_same() -> None:
+def test_state_dict_is_sharded_while_units_are_unsharded() -> None:
     model = sharded(reshard_after_forward=False)
     with torch.no_grad():
         model(torch.ones(3, 6, device=device()))
@@ -187,7 +187,7 @@ def test_loading_into_meta_parameters_without_assign_is_refused() -> None:
 
 @pytest.mark.spec("FS2-SD-05", "NEW-21")
 @ranks(2)
-def test_plain_tensors_are_refused_with_a_word_on_what_to_use() -> None:
+def test_plain_tensors_are_refused_with_remedy() -> None:
     model = other()
     with pytest.raises((RuntimeError, ValueError), match="set_model_state_dict"):
         model.load_state_dict(seeded().state_dict())
@@ -389,7 +389,7 @@ def test_a_second_run_resumes_from_what_the_first_has_written(way: str, tmp_path
 
 @pytest.mark.spec("FS2-SD-12")
 @ranks(2)
-def test_a_distributed_checkpoint_of_the_shards_gathers_no_parameter(tmp_path: Path) -> None:
+def test_distributed_checkpoint_all_gathers_no_parameter(tmp_path: Path) -> None:
     model = sharded()
     train(model, adam(model), range(1))
     with count_collectives() as counts:

@@ -158,7 +158,7 @@ def test_with_rank0_only_the_other_rank_gets_nothing_and_values_are_on_the_cpu(k
 @pytest.mark.parametrize("use_dtensor", [False, True])
 @flat_or_original
 @ranks(2)
-def test_in_the_sharded_form_tensors_are_cut_by_rows_and_steps_are_plain(keep: bool, use_dtensor: bool) -> None:
+def test_sharded_optim_state_has_row_shards_and_plain_steps(keep: bool, use_dtensor: bool) -> None:
     model, optimizer = trained("adam", use_orig_params=keep)
     full = FSDP.optim_state_dict(model, optimizer)
     configs = (
@@ -182,7 +182,7 @@ def test_in_the_sharded_form_tensors_are_cut_by_rows_and_steps_are_plain(keep: b
 @pytest.mark.spec("OSD-06")
 @flat_or_original
 @ranks(2)
-def test_the_sharded_form_has_the_pieces_that_torchs_has(keep: bool) -> None:
+def test_sharded_optim_state_has_same_shards_as_torch(keep: bool) -> None:
     model, optimizer = trained("adam", use_orig_params=keep)
     other, theirs = as_torch("adam", use_orig_params=keep)
     with FSDP.state_dict_type(model, SHARDED):
@@ -349,7 +349,7 @@ def test_the_first_rank_of_the_group_that_is_given_speaks_for_its_ranks(keep: bo
 @pytest.mark.spec("HYB-10", "OSD-04", "OSD-06")
 @flat_or_original
 @ranks(4)
-def test_under_hybrid_it_is_the_same_and_rows_are_spread_over_the_sharding_group(keep: bool) -> None:
+def test_hybrid_optim_state_is_equal_and_sharded_in_group(keep: bool) -> None:
     groups = grid()
     dist.barrier()
     hybrid = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "process_group": groups}
@@ -379,7 +379,7 @@ def test_units_that_are_not_sharded(keep: bool) -> None:
 
 @pytest.mark.spec("OSD-04", "OSD-08")
 @ranks(2)
-def test_a_factored_optimizer_is_written_where_it_sees_whole_parameters() -> None:
+def test_factored_optimizer_state_needs_unsharded_parameters() -> None:
     """Adafactor keeps averages of the rows and columns of a matrix, but one value per element of a 1-D shard."""
     model = wrapped(make(), use_orig_params=True, sharding_strategy=ShardingStrategy.NO_SHARD)
     optimizer = torch.optim.Adafactor(model.parameters(), lr=0.01)
@@ -414,7 +414,7 @@ def test_low_precision_states_stay_what_they_are(keep: bool) -> None:
 @pytest.mark.spec("OSD-08", "OSD-LOAD-06")
 @flat_or_original
 @ranks(2)
-def test_the_groups_of_an_optimizer_that_knows_names_list_original_names(keep: bool) -> None:
+def test_optimizer_with_names_lists_original_names(keep: bool) -> None:
     model = wrapped(make(), use_orig_params=keep)
     optimizer = torch.optim.Adam(model.named_parameters(), lr=0.01)
     step(model, optimizer, 0)

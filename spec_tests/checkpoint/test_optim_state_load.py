@@ -73,7 +73,7 @@ def test_the_signature_is_that_of_torch() -> None:
 @forms
 @flat_or_original
 @ranks(2)
-def test_after_a_round_trip_training_goes_on_bit_by_bit(kind: str, form: Any, keep: bool) -> None:
+def test_restored_state_continues_training_bitwise(kind: str, form: Any, keep: bool) -> None:
     model, optimizer = trained(kind, use_orig_params=keep)
     again, restored = fresh(kind, seed=7, use_orig_params=keep)
     for wrapper in (model, again):
@@ -453,7 +453,7 @@ def refused_everywhere(model: FSDP, optimizer: torch.optim.Optimizer, states: di
 @pytest.mark.spec("OSD-LOAD-01", "OSD-LOAD-03")
 @flat_or_original
 @ranks(2)
-def test_what_does_not_fit_on_one_rank_is_refused_on_all(keep: bool) -> None:
+def test_invalid_state_on_one_rank_is_refused_on_all(keep: bool) -> None:
     model, optimizer = trained(use_orig_params=keep)
     rank = dist.get_rank()
 
@@ -507,7 +507,7 @@ def test_a_dict_of_another_form_than_the_chosen_one_is_refused(keep: bool) -> No
 @pytest.mark.spec("OSD-LOAD-01", "OSD-06")
 @flat_or_original
 @ranks(2)
-def test_rows_that_one_rank_lacks_are_refused_on_all(keep: bool) -> None:
+def test_states_missing_on_one_rank_are_refused_on_all(keep: bool) -> None:
     """The remaining states of that rank would fit, as in a run that never created the missing ones."""
     model, optimizer = trained(use_orig_params=keep)
     FSDP.set_state_dict_type(model, SHARDED)
@@ -588,7 +588,7 @@ def test_parameters_of_one_flat_parameter_in_two_groups_are_refused() -> None:
 @pytest.mark.spec("OSD-LOAD-01")
 @flat_or_original
 @ranks(2)
-def test_an_empty_entry_says_that_there_never_was_a_state(keep: bool) -> None:
+def test_empty_entry_means_param_never_had_state(keep: bool) -> None:
     model, optimizer = trained(use_orig_params=keep)
     states = FSDP.optim_state_dict(model, optimizer)
     states["state"]["head.bias"] = {}

@@ -187,7 +187,7 @@ class Outspoken(nn.Linear):
 @every_strategy
 @flat_or_original
 @ranks(2)
-def test_what_a_modules_own_code_has_written_stays_what_it_was(keep: bool, strategy: ShardingStrategy) -> None:
+def test_values_written_by_custom_state_code_stay_unchanged(keep: bool, strategy: ShardingStrategy) -> None:
     plain = made(Outspoken)
     wanted = {key: copy.deepcopy(value) for key, value in plain.state_dict().items()}
     model, optimizer = wrapped(plain, strategy, keep)
@@ -326,7 +326,7 @@ def test_a_sparse_buffer_is_copied_too() -> None:
 @every_strategy
 @flat_or_original
 @ranks(2)
-def test_who_asks_for_the_tensors_themselves_is_given_those_of_no_unit(keep: bool, strategy: ShardingStrategy) -> None:
+def test_keep_vars_returns_own_tensors_only_outside_units(keep: bool, strategy: ShardingStrategy) -> None:
     model, optimizer = wrapped(made(), strategy, keep)
     of_no_unit = [name for name in made().state_dict() if "plain" in name or "run" in name or "num" in name]
     of_units = []
@@ -355,7 +355,7 @@ def test_a_plain_module_around_hands_out_its_own_tensors_as_torch_documents() ->
 
 @pytest.mark.spec("SD-FULL-07")
 @ranks(2)
-def test_fully_shard_hands_out_its_own_tensors_as_every_module_does_and_copies_of_what_it_gathers() -> None:
+def test_fully_shard_state_dict_shares_shards_not_full_values() -> None:
     model = made()
     fully_shard(model.inner)
     fully_shard(model)

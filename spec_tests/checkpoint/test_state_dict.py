@@ -82,7 +82,7 @@ def test_a_model_can_be_read_right_after_a_forward_that_has_kept_its_parameters(
 
 @pytest.mark.spec("SD-FULL-05", "SD-FULL-03")
 @ranks(2)
-def test_with_rank0_only_the_other_ranks_gather_too_and_get_nothing() -> None:
+def test_rank0_only_all_gathers_on_all_and_returns_on_rank_0() -> None:
     model = sharded(plain_model())
     with (
         FSDP.state_dict_type(model, FULL, FullStateDictConfig(rank0_only=True, offload_to_cpu=True)),
@@ -95,7 +95,7 @@ def test_with_rank0_only_the_other_ranks_gather_too_and_get_nothing() -> None:
 
 @pytest.mark.spec("SD-FULL-06")
 @ranks(2)
-def test_one_unit_at_a_time_is_gathered_and_dropped() -> None:
+def test_state_dict_unshards_one_unit_at_a_time() -> None:
     model = sharded(plain_model())
     with trace.record() as r:
         model.state_dict()
@@ -105,7 +105,7 @@ def test_one_unit_at_a_time_is_gathered_and_dropped() -> None:
 @pytest.mark.spec("SD-FULL-07")
 @flat_or_original
 @ranks(2)
-def test_what_was_returned_does_not_change_when_training_goes_on(keep: bool) -> None:
+def test_returned_state_dict_stays_unchanged_by_training(keep: bool) -> None:
     model = sharded(plain_model(), use_orig_params=keep)
     state = {key: value for key, value in model.state_dict().items() if "running" not in key and "num" not in key}
     before = {key: value.clone() for key, value in state.items()}
@@ -117,7 +117,7 @@ def test_what_was_returned_does_not_change_when_training_goes_on(keep: bool) -> 
 @pytest.mark.spec("SD-FULL-08", "SD-FULL-09", "LEGACY-11")
 @flat_or_original
 @ranks(2)
-def test_a_full_dict_is_loaded_without_a_gather_and_each_rank_keeps_its_part(keep: bool) -> None:
+def test_full_dict_loads_without_all_gather(keep: bool) -> None:
     model = sharded(plain_model(), use_orig_params=keep)
     wanted = plain_model(7).state_dict()
     with trace.record() as r:
@@ -173,7 +173,7 @@ def test_missing_and_unexpected_keys_are_reported_by_their_plain_names(keep: boo
 @pytest.mark.parametrize("use_dtensor", [False, True])
 @flat_or_original
 @ranks(2)
-def test_a_sharded_dict_holds_rows_and_loads_again(keep: bool, use_dtensor: bool) -> None:
+def test_sharded_dict_has_rows_and_loads_again(keep: bool, use_dtensor: bool) -> None:
     model = sharded(plain_model(), use_orig_params=keep)
     expected = plain_model().state_dict()
     with FSDP.state_dict_type(model, SHARDED, ShardedStateDictConfig(use_dtensor=use_dtensor)):
@@ -204,7 +204,7 @@ def test_units_that_are_not_sharded_give_plain_tensors() -> None:
 @pytest.mark.spec("SD-LOCAL-01", "SD-LOCAL-02", "SD-LOCAL-03", "SD-LOCAL-04")
 @flat_or_original
 @ranks(2)
-def test_a_local_dict_is_one_slice_for_each_unit_and_needs_no_gather(keep: bool) -> None:
+def test_local_dict_has_one_slice_per_unit_without_all_gather(keep: bool) -> None:
     model = sharded(plain_model(), use_orig_params=keep)
     before = model.state_dict()
     with FSDP.state_dict_type(model, LOCAL, LocalStateDictConfig()), trace.record() as r:
@@ -260,7 +260,7 @@ def test_checkpoints_are_in_full_precision_whatever_is_computed_in() -> None:
 
 @pytest.mark.spec("SD-CFG-02", "SD-CFG-03", "SD-CFG-05", "SD-CFG-07", "SD-CFG-08", "SD-CFG-09", "SD-CFG-10")
 @ranks(2)
-def test_settings_are_set_for_the_tree_returned_and_restored() -> None:
+def test_state_dict_type_is_set_for_tree_and_restored() -> None:
     model = sharded(plain_model())
     before = FSDP.set_state_dict_type(model, SHARDED)
     assert before.state_dict_type is FULL
@@ -302,7 +302,7 @@ def test_a_unit_in_a_plain_module_and_an_ignored_part_are_written_under_plain_na
 @pytest.mark.spec("HYB-10")
 @pytest.mark.parametrize("strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2])
 @ranks(4)
-def test_under_hybrid_the_dicts_are_the_same_and_rows_are_spread_over_the_sharding_group(
+def test_hybrid_state_dict_is_equal_and_sharded_in_group(
     strategy: ShardingStrategy,
 ) -> None:
     model = sharded(plain_model(), sharding_strategy=strategy, process_group=grid())

@@ -35,7 +35,7 @@ def test_any_options_together_train_and_resume_like_one_process(door: str, num_r
 @pytest.mark.spec("PAR-09", "HOOK-10", "ORIG-12")
 @pytest.mark.parametrize("story", REFUSALS)
 @ranks(4)
-def test_what_excludes_each_other_is_refused_with_a_name_whatever_stands_beside_it(story: str) -> None:
+def test_exclusive_options_are_refused_in_any_combination(story: str) -> None:
     refusal = REFUSALS[story]
     others = [other for name, other in REFUSALS.items() if name != story]
     options = {**OPTIONS["fsdp1"], **refusal.values, "ranks": ("4",)}
@@ -54,7 +54,7 @@ def test_what_excludes_each_other_is_refused_with_a_name_whatever_stands_beside_
 
 @pytest.mark.parametrize("triples", [False, True])
 @doors
-def test_whatever_is_wanted_together_meets(door: str, triples: bool) -> None:
+def test_table_contains_all_wanted_combinations(door: str, triples: bool) -> None:
     rows = table(door, triples=triples)
     met = {frozenset(some) for row in rows for size in (2, 3) for some in itertools.combinations(row.items(), size)}
     assert met >= set(wanted(OPTIONS[door], triples=triples))
@@ -70,7 +70,7 @@ def test_wanted_are_all_values_that_may_meet() -> None:
 
 
 @doors
-def test_no_row_has_what_is_refused(door: str) -> None:
+def test_table_has_no_refused_combination(door: str) -> None:
     assert all(is_allowed(row) for row in table(door, triples=True))
     assert is_allowed(plain(door))
 

@@ -157,7 +157,7 @@ class Normed(nn.Module):
 @pytest.mark.spec("LEGACY-08", "MP-19", "MP-21")
 @pytest.mark.parametrize("ignored", [None, ()], ids=["as in 1.13", "none"])
 @ranks(2)
-def test_batch_norms_are_left_out_of_mixed_precision_as_in_1_13_unless_told_otherwise(ignored: Any) -> None:
+def test_legacy_mixed_precision_excludes_batch_norms_by_default(ignored: Any) -> None:
     low = torch.bfloat16
     precision = MixedPrecision(low)
     if ignored is not None:
@@ -234,7 +234,7 @@ def test_the_old_name_of_activation_checkpointing_does_what_the_new_one_does_and
 
 @pytest.mark.spec("LEGACY-15")
 @pytest.mark.pure
-def test_what_the_tutorial_imports_is_torch_s_own() -> None:
+def test_checkpoint_wrapper_names_are_those_of_torch() -> None:
     for name in checkpoint_wrapper.__all__:
         if name != "apply_activation_checkpointing_wrapper":
             assert getattr(checkpoint_wrapper, name) is getattr(torch_checkpoint_wrapper, name)

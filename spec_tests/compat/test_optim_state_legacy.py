@@ -183,7 +183,7 @@ def test_a_full_dict_fits_another_number_of_ranks_and_another_wrapping(keep: boo
 @pytest.mark.spec("OSD-SCAT-01", "OSD-SCAT-02")
 @flat_or_original
 @ranks(2)
-def test_scattering_reads_the_first_ranks_dict_only_and_sends_pieces(keep: bool) -> None:
+def test_scatter_reads_dict_of_rank_0_and_sends_shards(keep: bool) -> None:
     model, optimizer = trained(keep)
     full = old("full_optim_state_dict", model, optimizer)
     given = full if dist.get_rank() == 0 else None
@@ -202,7 +202,7 @@ def test_scattering_reads_the_first_ranks_dict_only_and_sends_pieces(keep: bool)
 @pytest.mark.spec("OSD-SHD-01", "OSD-FLAT-01")
 @flat_or_original
 @ranks(2)
-def test_the_sharded_one_has_rows_and_is_flattened_with_gathers(keep: bool) -> None:
+def test_legacy_sharded_state_is_flattened_with_all_gathers(keep: bool) -> None:
     model, optimizer = trained(keep)
     full = FSDP.optim_state_dict(model, optimizer)["state"]
     rows = old("sharded_optim_state_dict", model, optimizer)

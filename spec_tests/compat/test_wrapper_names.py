@@ -112,7 +112,7 @@ def check_without_parameters() -> None:
     assert len(model[0].params) == 1
 
 
-def test_a_wrapper_that_was_left_nothing_says_so_and_does_not_show_an_inner_ones() -> None:
+def test_wrapper_without_params_does_not_list_inner_ones() -> None:
     check_without_parameters()
 
 
@@ -127,7 +127,7 @@ def check_marks() -> None:
     assert not any(getattr(p, "_is_flat_param", False) for p in kept.parameters())
 
 
-def test_what_an_optimizer_owns_is_marked_as_a_flat_parameter() -> None:
+def test_optimizer_params_are_marked_as_flat() -> None:
     check_marks()
 
 
@@ -150,13 +150,13 @@ def check_params(use_orig_params: bool) -> None:
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.spec("NAMES-11")
-def test_a_wrapper_lists_its_flat_parameter_and_says_whether_it_is_the_root(use_orig_params: bool) -> None:
+def test_wrapper_lists_flat_param_and_root_flag(use_orig_params: bool) -> None:
     check_params(use_orig_params=use_orig_params)
 
 
 @pytest.mark.spec("NAMES-11")
 @ranks(2)
-def test_the_registry_of_states_knows_wrappers_and_nothing_inside() -> None:
+def test_state_registry_contains_only_wrappers() -> None:
     wrapper = FullyShardedDataParallel(nn.Sequential(nn.Linear(2, 2, device=device())))
     assert _get_module_state(wrapper) is wrapper
     assert _get_module_state(wrapper.module) is None
@@ -274,7 +274,7 @@ def check_sync_gradients(use_orig_params: bool) -> None:
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.spec("START-08")
-def test_a_wrapper_says_whether_it_synchronizes_gradients(use_orig_params: bool) -> None:
+def test_wrapper_has_gradient_sync_flag(use_orig_params: bool) -> None:
     check_sync_gradients(use_orig_params=use_orig_params)
 
 

@@ -16,7 +16,7 @@ from spec_tests.harness import ranks
 @pytest.mark.spec("DEBUG-12")
 @pytest.mark.cpu
 @ranks(2)
-def test_each_check_is_measured_through_each_door() -> None:
+def test_each_check_is_measured_with_each_api() -> None:
     small = replace(WORKLOADS["tiny"], build=lambda: nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
     found = debug_cost.measure(small, steps=1, starts=1)
     assert tuple(found) == debug_cost.DOORS

@@ -149,7 +149,7 @@ def test_the_wrapper_lists_what_a_function_of_the_user_has_not_set(door: str) ->
 @pytest.mark.spec("DEBUG-08", "DEBUG-09")
 @pytest.mark.parametrize("door", [FLAT, ORIGINALS])
 @ranks(2)
-def test_what_rank_0_has_sent_is_set(door: str) -> None:
+def test_synced_meta_params_give_no_warning(door: str) -> None:
     """The setup in which only one rank needs memory for the unsharded model."""
     model = seeded()
     if dist.get_rank():

@@ -16,7 +16,7 @@ ORDERS = ((0, 1, 2, 3), (0, 2, 1, 3))
 @pytest.mark.spec("DEBUG-07")
 @each_door
 @ranks(2)
-def test_an_order_that_differs_later_is_told_on_both_ranks_with_both_names(door: str) -> None:
+def test_later_order_difference_is_reported_on_both_ranks(door: str) -> None:
     model = through(door)
     iterate(model)
     iterate(model)

@@ -74,7 +74,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
     ("text", "expected"),
     [("1", ALL), ("", set()), ("0", set()), ("values", {"values"}), (" values, order ", {"values", "order"})],
 )
-def test_the_environment_says_which(text: str, expected: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_selects_debug_checks(text: str, expected: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINIFSDP_DEBUG", text)
     made: list[switch.Debugging] = []
     monkeypatch.setattr(switch, "debug", lambda *checks: made.append(minifsdp.debug(*checks)))
@@ -140,7 +140,7 @@ def test_a_step_makes_the_same_calls_after_it_was_on(door: str) -> None:
 @pytest.mark.spec("DEBUG-11")
 @each_door
 @ranks(2)
-def test_on_a_healthy_model_nothing_is_said_and_the_numbers_are_the_same(door: str) -> None:
+def test_healthy_model_prints_nothing_and_keeps_its_values(door: str) -> None:
     plain, looked_at = train(door), None
     with said() as texts, minifsdp.debug():
         looked_at = train(door)
@@ -160,7 +160,7 @@ def train(door: str) -> Any:
 @pytest.mark.parametrize("check", ["weights", "meta"])
 @each_door
 @ranks(2)
-def test_what_was_turned_on_too_late_says_so_once(door: str, check: str) -> None:
+def test_late_debug_check_warns_once(door: str, check: str) -> None:
     model = through(door)
     with minifsdp.debug(check):
         with said() as texts:

@@ -66,7 +66,7 @@ def test_an_activation_is_named_on_every_rank(door: str) -> None:
 @each_door
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @ranks(2)
-def test_a_parameter_is_named_by_every_rank_that_has_gathered_it(door: str, strategy: str) -> None:
+def test_every_unsharding_rank_names_bad_parameter(door: str, strategy: str) -> None:
     keeps = strategy == "SHARD_GRAD_OP"
     options: dict[str, Any] = {"sharding_strategy": SHARD_GRAD_OP if keeps else FULL_SHARD}
     model = through(door, **({"reshard_after_forward": not keeps} if door == FUNCTION else options))
@@ -141,7 +141,7 @@ def micro_batch(model: Any, door: str, step: int) -> None:
 @pytest.mark.spec("DEBUG-05")
 @pytest.mark.parametrize("door", [FLAT, FUNCTION])
 @ranks(2)
-def test_where_evaluation_sends_nothing_a_rank_may_evaluate_alone(door: str) -> None:
+def test_evaluation_without_communication_works_on_one_rank(door: str) -> None:
     options = {"mesh": column_mesh()} if door == FUNCTION else {"sharding_strategy": NO_SHARD}
     model = through(door, **options)
     with minifsdp.debug("values"):
@@ -169,7 +169,7 @@ def test_a_sum_that_overflows_is_no_value_that_is_not_finite(door: str) -> None:
 @each_door
 @pytest.mark.parametrize("in_backward", [False, True])
 @ranks(2)
-def test_when_the_fault_is_gone_training_goes_on(door: str, in_backward: bool) -> None:
+def test_training_continues_after_fault(door: str, in_backward: bool) -> None:
     model, untouched = seeded(), through(door)
     spoiler = Spoiler(model.blocks[1].linear, 1, float("nan"), in_backward=in_backward)
     model = through(door, model)
@@ -193,7 +193,7 @@ def tree_of(model: Any) -> Root:
 @pytest.mark.spec("DEBUG-06")
 @pytest.mark.parametrize("door", [ORIGINALS, FUNCTION])
 @ranks(2)
-def test_a_forward_that_breaks_off_leaves_nothing_to_be_told_later(door: str) -> None:
+def test_interrupted_forward_leaves_no_report_for_later(door: str) -> None:
     model = seeded()
     spoiler = Spoiler(model.blocks[0].linear, 0, float("nan"), in_backward=False)
     broken = model.blocks[2].register_forward_pre_hook(lambda *_: 1 / 0)

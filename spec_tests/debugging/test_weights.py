@@ -36,7 +36,7 @@ def test_a_parameter_that_differs_is_named_on_every_rank_with_the_ranks(door: st
 @pytest.mark.spec("DEBUG-04")
 @each_door
 @ranks(2)
-def test_off_it_says_nothing(door: str) -> None:
+def test_disabled_check_prints_nothing(door: str) -> None:
     with said() as texts:
         through(door, spoiled(1))
     assert texts == []
@@ -45,7 +45,7 @@ def test_off_it_says_nothing(door: str) -> None:
 @pytest.mark.spec("DEBUG-04")
 @pytest.mark.parametrize("door", [FLAT, ORIGINALS])
 @ranks(2)
-def test_what_rank_0_has_sent_is_equal(door: str) -> None:
+def test_synced_weights_give_no_warning(door: str) -> None:
     with minifsdp.debug("weights"), said() as texts:
         through(door, spoiled(1), sync_module_states=True)
     assert texts == []
@@ -54,7 +54,7 @@ def test_what_rank_0_has_sent_is_equal(door: str) -> None:
 @pytest.mark.spec("DEBUG-04")
 @pytest.mark.parametrize("door", [FLAT, FUNCTION])
 @ranks(2)
-def test_whole_copies_are_compared(door: str) -> None:
+def test_replicated_weights_are_compared(door: str) -> None:
     options = {"mesh": column_mesh()} if door == FUNCTION else {"sharding_strategy": NO_SHARD}
     with minifsdp.debug("weights"), said() as texts:
         through(door, spoiled(1), **options)
@@ -65,7 +65,7 @@ def test_whole_copies_are_compared(door: str) -> None:
 @pytest.mark.parametrize("door", [FLAT, FUNCTION])
 @pytest.mark.parametrize(("rank", "named"), [(0, "1, 2, 3"), (3, "3")])
 @ranks(4)
-def test_every_rank_of_a_hybrid_mesh_hears_of_it(door: str, rank: int, named: str) -> None:
+def test_hybrid_mesh_warns_on_every_rank(door: str, rank: int, named: str) -> None:
     options = {"mesh": grid_mesh()} if door == FUNCTION else {"sharding_strategy": HYBRID_SHARD}
     with minifsdp.debug("weights"), said() as texts:
         through(door, spoiled(rank), **options)

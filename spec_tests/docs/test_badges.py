@@ -31,34 +31,34 @@ def shown(one) -> list[tuple[str, str, str]]:  # type: ignore[no-untyped-def]
 NEVER = ("open", "never run", "CUDA")
 
 
-def test_a_cpu_shows_a_row_about_cuda_in_part_and_never_in_green() -> None:
+def test_cuda_requirement_is_never_green_after_cpu_run() -> None:
     assert shown(row("[any]", cpu="behaviour")) == [("proven", "proven", "CPU"), NEVER]
     assert shown(row("[cuda] ; CPU: order", cpu="behaviour")) == [("part", "in part", "CPU"), NEVER]
     assert shown(row("[any] size; [cuda] memory", cpu="behaviour"))[0] == ("part", "in part", "CPU")
 
 
-def test_a_simulated_proof_says_so() -> None:
+def test_simulated_result_is_marked() -> None:
     both = shown(row("[cuda] ; CPU: none", cpu="order only", simulated="behaviour"))
     assert both == [("part", "order only", "CPU"), ("simulated", "proven", "simulated"), NEVER]
 
 
-def test_what_was_only_read_or_computed_is_not_green() -> None:
+def test_text_or_arithmetic_proof_is_not_green() -> None:
     assert shown(row("docs text check", cpu="text"))[0] == ("part", "text only", "CPU")
     assert shown(row("[any]", cpu="arithmetic"))[0] == ("part", "arithmetic only", "CPU")
 
 
-def test_on_cuda_such_a_row_is_seen_whole() -> None:
+def test_cuda_run_shows_requirement_as_proven() -> None:
     assert shown(row("[cuda]", cuda="behaviour"))[1] == ("proven", "proven", "CUDA")
 
 
-def test_a_row_that_no_recorded_run_has_seen_says_so() -> None:
+def test_new_requirement_shows_never_run() -> None:
     new = row("[any]")
     new.is_recorded = False
     assert shown(new) == [("open", "never run", "CPU"), NEVER]
     assert shown(row("[any]"))[0] == ("open", "open", "CPU")
 
 
-def test_no_row_about_cuda_is_green_as_long_as_none_has_run_there() -> None:
+def test_cuda_requirement_is_not_green_without_cuda_run() -> None:
     from docs_build.pages import badges
     from docs_build.recording import results
 
@@ -69,7 +69,7 @@ def test_no_row_about_cuda_is_green_as_long_as_none_has_run_there() -> None:
     assert all("open-on-nccl" in badges.tags(one) for one in rows if one.results[CUDA] != "proven")
 
 
-def test_the_rows_about_cuda_are_those_of_the_tests() -> None:
+def test_cuda_requirements_equal_those_of_tests() -> None:
     from docs_build.recording import results
     from spec_tests.harness.accounting import rows_of_accelerators
 
@@ -88,7 +88,7 @@ def test_the_rows_about_cuda_are_those_of_the_tests() -> None:
         ("[any]", {}, {"unproven", "open-on-nccl"}),
     ],
 )
-def test_the_filters_find_what_they_say(how: str, proofs: dict[str, str], expected: set[str]) -> None:
+def test_filters_match_requirement_results(how: str, proofs: dict[str, str], expected: set[str]) -> None:
     from docs_build.pages.badges import FILTERS, tags
 
     found = set(tags(row(how, **proofs)))
@@ -96,7 +96,7 @@ def test_the_filters_find_what_they_say(how: str, proofs: dict[str, str], expect
     assert found <= FILTERS.keys()
 
 
-def test_a_footer_says_where_and_how() -> None:
+def test_footer_shows_backends_and_kinds_of_proof() -> None:
     from docs_build.pages.badges import where_proven
 
     rows = [row("[any]", cpu="behaviour"), row("[cuda]", cpu="behaviour", simulated="behaviour"), row("", cpu="text")]

@@ -19,7 +19,7 @@ EXAMPLE = (
     "if self._frees_after_forward(unit):",
     "if False:",
     SHARD,
-    "test_full_shard_gathers_twice_and_frees_twice_and_reduces_once",
+    "test_full_shard_all_gathers_twice_and_reduces_once",
 )
 
 
@@ -35,9 +35,7 @@ def test_the_worked_example_and_the_table_are_found() -> None:
 
 
 @pytest.mark.parametrize(("module", "line", "instead", "file", "test"), broken())
-def test_what_to_change_is_there_once_and_so_is_the_test(
-    module: str, line: str, instead: str, file: str, test: str
-) -> None:
+def test_exercise_finds_its_line_and_test_once(module: str, line: str, instead: str, file: str, test: str) -> None:
     assert (ROOT / "minifsdp" / module).read_text(encoding="utf-8").count(line) == 1
     assert (ROOT / file).read_text(encoding="utf-8").count(f"def {test}(") == 1
     assert instead != line

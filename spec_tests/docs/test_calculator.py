@@ -242,14 +242,14 @@ NUMBERS = ["ranks", "machines", "length", "sequences", "batches", "teraflops", "
 
 @pytest.mark.parametrize("wrong", ["", " ", "-1", "0", "abc", "NaN", "Infinity", "1e99"])
 @pytest.mark.parametrize("field", NUMBERS)
-def test_a_number_that_is_negative_empty_or_broken_is_refused_beside_its_field(field: str, wrong: str) -> None:
+def test_invalid_number_is_refused_at_its_field(field: str, wrong: str) -> None:
     code = "console.log(JSON.stringify(inputs.readAll({ ...inputs.BEGINNING, ...given }).errors))"
     errors = in_script(code, {field: wrong})
     assert list(errors) == [field]
     assert "needed" in errors[field] or "at most" in errors[field]
 
 
-def test_what_is_not_shown_is_not_asked_and_what_is_shown_is() -> None:
+def test_only_visible_fields_are_validated() -> None:
     code = "console.log(JSON.stringify(given.map((one) => inputs.readAll({ ...inputs.BEGINNING, ...one }).errors)))"
     broken = {"activations": "-1", "gib": ""}
     hidden, shown, whole, divided = in_script(
@@ -268,7 +268,7 @@ def test_what_is_not_shown_is_not_asked_and_what_is_shown_is() -> None:
 
 
 @pytest.mark.parametrize(("typed", "good"), [("0", True), ("0.5", True), ("", False), ("-1", False)])
-def test_activations_may_be_none_but_must_be_said(typed: str, good: bool) -> None:
+def test_activations_are_required_but_may_be_zero(typed: str, good: bool) -> None:
     code = (
         "console.log(JSON.stringify(inputs.readAll({ ...inputs.BEGINNING, kept: 'typed', activations: given }).errors))"
     )

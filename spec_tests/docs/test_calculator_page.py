@@ -82,14 +82,14 @@ def test_between_machines_a_hybrid_strategy_sends_less(address: str, tab: Tab) -
 @pytest.mark.parametrize(
     ("memory", "says"), [("24", "does not fit in 24 GiB"), ("40", "fits in 40 GiB"), ("141", "fits in 141 GiB")]
 )
-def test_it_says_whether_the_peak_fits(page: Tab, memory: str, says: str) -> None:
+def test_calculator_shows_if_peak_fits(page: Tab, memory: str, says: str) -> None:
     page.choose("#calc-memory", memory)
     assert says in page.look(VERDICT)
     word = column(page, f"fits in {memory} GiB")["FULL_SHARD"].split(",")[0]
     assert word == ("no" if "not" in says else "yes")
 
 
-def test_a_memory_of_ones_own_can_be_typed_and_little_room_is_called_tight(page: Tab) -> None:
+def test_calculator_accepts_typed_memory_and_marks_tight_fit(page: Tab) -> None:
     assert page.look("document.getElementById('calc-gib').offsetParent === null")
     page.choose("#calc-memory", "typed")
     page.choose("#calc-gib", "28")
@@ -128,7 +128,7 @@ def test_the_name_of_a_model_goes_when_a_number_was_changed_and_comes_back_with_
         ("lines", "5\n\nnonsense", 'line 3: write shapes as 4096x1024, 4096; "nonsense" is not of this form'),
     ],
 )
-def test_an_error_stands_beside_its_field_and_is_read_with_it(page: Tab, field: str, wrong: str, says: str) -> None:
+def test_error_is_shown_at_its_field_and_linked_to_it(page: Tab, field: str, wrong: str, says: str) -> None:
     page.choose(f"#calc-{field}", wrong)
     assert errors(page) == {field: says}
     code = f"""(() => {{ const e = document.getElementById('calc-{field}');

@@ -17,7 +17,7 @@ UNFOLD = "document.querySelectorAll('details').forEach((one) => { one.open = tru
 
 @pytest.mark.parametrize("scheme", ["default", "slate"])
 @pytest.mark.parametrize("page", KINDS)
-def test_every_text_stands_out_from_its_ground(site: Path, tab: Tab, page: str, scheme: str) -> None:
+def test_every_text_has_enough_contrast(site: Path, tab: Tab, page: str, scheme: str) -> None:
     tab.open((site / page).as_uri())
     tab.look(f"document.body.setAttribute('data-md-color-scheme', '{scheme}'); {UNFOLD}")
     found = contrasts(tab, "body *")
@@ -33,7 +33,7 @@ def test_texts_of_pictures_are_measured_against_the_boxes_behind_them(site: Path
     assert contrasts(tab, texts)[0][0] < 1.5
 
 
-def test_what_fades_is_measured_as_it_is_seen(site: Path, tab: Tab) -> None:
+def test_contrast_includes_opacity(site: Path, tab: Tab) -> None:
     tab.open((site / "learn/schedule.html").as_uri())
     tab.look("document.querySelector('figcaption').style.opacity = 0.5; true")
     assert contrasts(tab, "figcaption")[0][0] < 4.5

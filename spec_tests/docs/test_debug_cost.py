@@ -44,12 +44,12 @@ def test_the_interval_has_the_median_of_ratios_in_95_of_100_measurements() -> No
 
 
 @pytest.mark.spec("DEBUG-12")
-def test_where_a_record_has_intervals_they_are_shown() -> None:
+def test_intervals_in_record_are_shown() -> None:
     assert costs._ratio({"wall": 1.01, "wall_interval": [1.0041, 1.0159], "cpu": 1.0}) == "1.01, 1.004 to 1.016 (1.00)"
 
 
 @pytest.mark.spec("DEBUG-12")
-def test_the_recorded_run_has_all_checks_and_both_doors() -> None:
+def test_recorded_run_has_all_checks_and_both_apis() -> None:
     doors = json.loads(debug_cost.RECORD.read_text())["doors"]
     assert tuple(doors) == debug_cost.DOORS
     for measured in doors.values():

@@ -48,7 +48,7 @@ def places_of(site: Path) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
-def test_what_a_link_names_is_in_sight(site: Path, address: str, tab: Tab, width: int, height: int) -> None:
+def test_link_target_is_visible(site: Path, address: str, tab: Tab, width: int, height: int) -> None:
     tab.resize(width, height)
     hidden = []
     for page, id in places_of(site):
@@ -63,7 +63,7 @@ def test_what_a_link_names_is_in_sight(site: Path, address: str, tab: Tab, width
     assert hidden == []
 
 
-def test_what_lies_below_the_header_is_not_in_sight(address: str, tab: Tab) -> None:
+def test_element_behind_header_is_not_visible(address: str, tab: Tab) -> None:
     tab.open("about:blank")
     tab.open(f"{address}{PAGE}#E-nan")
     tab.wait_for(f"{IN_SIGHT}('E-nan')")

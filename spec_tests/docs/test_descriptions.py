@@ -39,7 +39,7 @@ def test_every_page_has_a_description_of_its_own_that_is_neither_short_nor_long(
     assert [text for text, number in Counter(said.values()).items() if number > 1] == []
 
 
-def test_a_long_one_ends_behind_a_word_and_a_short_one_says_more() -> None:
+def test_long_description_is_cut_and_short_one_extended() -> None:
     from docs_build.pages.descriptions import LONGEST, fitted
 
     cut = fitted("word, " * 40, "More.")

@@ -13,7 +13,7 @@ from spec_tests.tutorials.test_failure_lab import LAB, SAYS, SCRIPTS
 pytestmark = [pytest.mark.needs("mkdocs"), pytest.mark.spec("LAB-06")]
 
 
-def test_each_script_has_a_page_in_the_navigation_and_a_row_of_the_index() -> None:
+def test_each_script_has_page_and_index_entry() -> None:
     from docs_build.pages import failures
 
     assert sorted(one.name for one in failures.failures()) == SCRIPTS
@@ -43,7 +43,7 @@ def test_the_record_is_that_of_the_script_as_it_is(name: str) -> None:
     assert str(ROOT) not in str(run)
 
 
-def test_a_page_shows_the_script_without_its_mend_and_both_ranks() -> None:
+def test_page_shows_broken_script_and_both_ranks_without_fix() -> None:
     from docs_build.pages import failures
 
     shown = failures.what_happens("optimizer_too_early")

@@ -32,7 +32,7 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.spec("LEDGER-09", "LEDGER-10", "FAULT-04", "FUZZ-01", "SOAK-01")
-def test_without_a_record_a_table_says_so() -> None:
+def test_table_without_record_shows_message() -> None:
     tables = (faults.table, faults.by_kind, faults.restarts, faults.kills, faults.fuzz, faults.soak)
     assert {table() for table in tables} == {"No run is recorded."}
 
@@ -62,7 +62,7 @@ def test_the_matrix_is_shown_by_stage_and_by_kind_of_training(data: Path) -> Non
 
 
 @pytest.mark.spec("LEDGER-10")
-def test_restarts_are_shown_by_fault_and_door(data: Path) -> None:
+def test_restart_table_groups_by_fault_and_api(data: Path) -> None:
     jobs = [{**vars(restart), "seconds": 12} for restart in restarts.every_restart()]
     jobs[0]["seconds"] = None
     (data / "restarts.json").write_text(json.dumps({**TOLD, "jobs": jobs}))

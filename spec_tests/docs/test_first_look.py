@@ -36,14 +36,14 @@ def test_command_start_and_picture_are_seen_without_scrolling(address: str, tab:
     tab.resize(1280, 900)
 
 
-def test_the_cards_stand_in_the_order_of_need(address: str, tab: Tab) -> None:
+def test_cards_are_ordered_by_importance(address: str, tab: Tab) -> None:
     tab.open(address + "index.html")
     cards = tab.look("[...document.querySelectorAll('.doors a')].map(card => card.getAttribute('href'))")
     assert cards[:3] == ["tutorials/naive_fsdp.html", "learn/index.html", "tools/player.html"]
     assert tab.look("document.querySelector('.md-button--primary').getAttribute('href')") == cards[0]
 
 
-def test_a_word_is_explained_to_the_tab_key(site: Path, tab: Tab) -> None:
+def test_tab_key_shows_definition_of_term(site: Path, tab: Tab) -> None:
     tab.open((site / "learn" / "unit.html").as_uri())
     words = "[...document.querySelectorAll('article abbr')].map(word => word.title)"
     shown = tab.look(words)
@@ -59,6 +59,6 @@ def test_a_word_is_explained_to_the_tab_key(site: Path, tab: Tab) -> None:
     tab.wait_for(f"{texts}.some(text => {json.dumps(shown)}.includes(text))")
 
 
-def test_no_word_in_code_is_marked(site: Path) -> None:
+def test_code_contains_no_marked_terms(site: Path) -> None:
     marked = re.compile(r"<(?:code|pre)\b[^>]*>(?:(?!</(?:code|pre)>).)*<abbr", re.DOTALL)
     assert [path for path in site.rglob("*.html") if marked.search(path.read_text(encoding="utf-8"))] == []

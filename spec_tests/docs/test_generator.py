@@ -30,7 +30,7 @@ def test_one_module_imports_the_generator_and_no_other() -> None:
 @pytest.mark.parametrize(
     "text", ["import mkdocs.utils", "def f():\n    from mkdocs.utils import x", "import material as m"]
 )
-def test_an_import_is_found_wherever_it_stands(text: str) -> None:
+def test_import_is_found_in_any_position(text: str) -> None:
     assert imported(text) & THEIRS
 
 

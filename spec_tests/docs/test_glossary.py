@@ -28,7 +28,7 @@ def marked(html: str) -> list[str]:
     return re.findall(r"<abbr [^>]*>(.*?)</abbr>", html)
 
 
-def test_the_words_of_the_field_are_defined_in_a_sentence_each() -> None:
+def test_each_term_has_a_short_definition() -> None:
     from docs_build.pages import glossary
 
     assert glossary.terms().keys() >= EXPECTED

@@ -119,9 +119,7 @@ def test_the_record_counts_the_calls_of_the_engine_as_it_is() -> None:
                 )
 
 
-def test_what_the_page_says_in_words_is_computed_from_the_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_page_text_is_computed_from_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from docs_build.pages import costs
     from docs_build.recording import records
 

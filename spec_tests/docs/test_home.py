@@ -29,7 +29,7 @@ def test_the_figures_are_those_of_the_records() -> None:
     assert shown[3] == f"{sum(bool(one['red']) for one in mutants)} of {len(mutants)}"
 
 
-def test_it_says_that_no_gpu_has_run_it_as_long_as_none_has() -> None:
+def test_evidence_mentions_missing_gpu_run() -> None:
     from docs_build.pages import evidence
     from docs_build.recording import results
 
@@ -37,7 +37,7 @@ def test_it_says_that_no_gpu_has_run_it_as_long_as_none_has() -> None:
     assert ("never run" in evidence.where_table()) == ("cuda-nccl" not in results.recorded()["runs"])
 
 
-def test_the_readme_says_the_same_of_torchs_own_tests() -> None:
+def test_readme_and_evidence_agree_on_torch_tests() -> None:
     from docs_build.pages import evidence
 
     passed, ran = evidence.torch_tests()
@@ -74,7 +74,7 @@ def test_a_repository_is_linked_only_where_an_address_is_named(monkeypatch: pyte
         assert ("The repository" in written) == bool(address)
 
 
-def test_a_linked_repository_is_not_asked_for_its_stars() -> None:
+def test_repository_link_has_no_star_count() -> None:
     from docs_build import hook
 
     html = hook.on_post_page('<a href="https://example.org" class="md-source" data-md-component="source">x</a>')

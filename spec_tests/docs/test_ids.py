@@ -41,7 +41,7 @@ def test_no_id_is_there_twice_on_any_page(site: Path) -> None:
 
 @pytest.mark.needs("mkdocs")
 @pytest.mark.parametrize("number", range(12))
-def test_the_rows_of_a_tutorial_have_names_of_their_own(number: int) -> None:
+def test_source_rows_of_tutorial_have_unique_names(number: int) -> None:
     from docs_build.reading.source import read_module
     from docs_build.recording.lessons import LESSONS
 

@@ -17,7 +17,7 @@ def words_of(name: str) -> str:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/tools/install.md"])
-def test_a_page_says_how_to_install_without_a_gpu_and_next_to_a_torch(page: str) -> None:
+def test_page_explains_installation_on_cpu_and_with_own_torch(page: str) -> None:
     text = words_of(page)
     for said in ("not on PyPI", "PyTorch's CPU index", "pytorch.org/get-started", "leave", "constraints.txt", "venv"):
         assert said in text
@@ -25,12 +25,12 @@ def test_a_page_says_how_to_install_without_a_gpu_and_next_to_a_torch(page: str)
     assert f"torch {version}" in text
 
 
-def test_the_home_page_leads_there() -> None:
+def test_index_page_links_to_install_page() -> None:
     assert "(tools/install.md)" in words_of("docs/index.md")
     assert "not on PyPI" in words_of("docs/index.md")
 
 
-def test_the_constraints_do_not_promise_a_build() -> None:
+def test_constraints_require_no_specific_build() -> None:
     assert "names a version and no build" in words_of("constraints.txt")
 
 

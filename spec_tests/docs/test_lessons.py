@@ -21,7 +21,7 @@ def test_every_script_that_the_tutorials_page_lists_is_a_lesson() -> None:
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
-def test_a_lesson_was_run_and_its_words_and_pictures_are_kept(lesson: Lesson) -> None:
+def test_lesson_record_keeps_output_and_pictures(lesson: Lesson) -> None:
     run = recorded()[lesson.name]
     assert len(run["output"].splitlines()) > 3
     assert "Traceback" not in run["output"]
@@ -37,7 +37,7 @@ def test_the_command_is_the_one_that_the_lesson_gives(lesson: Lesson) -> None:
 
 
 @pytest.mark.needs("mkdocs")
-def test_the_index_says_of_each_lesson_what_it_needs_and_what_comes_out() -> None:
+def test_index_shows_requirements_and_results_of_lessons() -> None:
     from docs_build.pages.lessonpage import lesson_list
 
     cards = lesson_list().split("<li>")[1:]
@@ -57,7 +57,7 @@ def test_a_lessons_title_is_short_and_for_people(lesson: Lesson) -> None:
     assert lesson.title in re.sub(r"[`*]", "", (ROOT / lesson.name).read_text().split("\n")[0])
 
 
-def test_what_a_lesson_needs_is_what_the_list_of_scripts_says() -> None:
+def test_lesson_extras_equal_list_of_scripts() -> None:
     text = (ROOT / "tutorials" / "README.md").read_text()
     listed = dict(re.findall(r"^\| `(\w+\.py)` \|.*\| *(.*?) *\|$", text, re.MULTILINE))
     assert {f"tutorials/{name}": said for name, said in listed.items()} == {
@@ -76,7 +76,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
-def test_the_time_that_an_essay_says_is_that_of_the_recorded_run(lesson: Lesson) -> None:
+def test_documented_time_equals_recorded_run(lesson: Lesson) -> None:
     said = re.search(r"^It takes (.+?) on two CPU cores", (ROOT / lesson.name).read_text(), re.MULTILINE)
     run = recorded()[lesson.name]
     assert said
@@ -85,7 +85,7 @@ def test_the_time_that_an_essay_says_is_that_of_the_recorded_run(lesson: Lesson)
     assert run["seconds"] in WORDS[said[1]]
 
 
-def test_others_are_those_who_work_beside_us(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_time_of_other_processes_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from docs_build.recording import busy
 
     stat, seconds = tmp_path / "stat", iter([100.0, 110.0])
@@ -100,7 +100,7 @@ def test_others_are_those_who_work_beside_us(tmp_path: Path, monkeypatch: pytest
     assert others.cores() == 0.5
 
 
-def test_where_the_system_does_not_count_nothing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_system_statistics_give_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from docs_build.recording import busy
 
     monkeypatch.setattr(busy, "STAT", tmp_path / "none")
@@ -126,7 +126,7 @@ def test_a_run_whose_pictures_are_uneven_is_repeated_and_never_kept(monkeypatch:
         lessons._run_evenly(lesson)
 
 
-def test_a_watched_script_runs_as_if_it_were_started_and_its_recordings_are_told_of_arrivals(tmp_path: Path) -> None:
+def test_watched_script_runs_normally_and_records_arrivals(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("HERE = 'found'\n")
     script = tmp_path / "script.py"
     script.write_text(
@@ -152,7 +152,7 @@ def test_no_tutorials_page_shows_equal_blocks_as_unequal(lesson: Lesson) -> None
 
 
 @pytest.mark.needs("mkdocs")
-def test_a_tutorials_page_names_itself_and_its_neighbours_as_people_do() -> None:
+def test_page_shows_titles_of_itself_and_adjacent_lessons() -> None:
     from docs_build.pages.lessonpage import lesson_page
 
     titles = [lesson.title for lesson in LESSONS]
@@ -165,7 +165,7 @@ def test_a_tutorials_page_names_itself_and_its_neighbours_as_people_do() -> None
         assert ways["next"] == [f"{title} &rarr;" for title in titles[number + 1 :][:1]] * 2
 
 
-def test_the_picture_of_the_first_page_is_even_and_says_where_it_was_recorded() -> None:
+def test_first_picture_is_even_and_has_recording_date() -> None:
     picture = (ROOT / "docs" / "assets" / "timeline.svg").read_text(encoding="utf-8")
     assert len(lessons.BOX.findall(picture)) == 2 * 2 * 3
     assert unevenness(picture) <= EVEN

@@ -35,6 +35,6 @@ def test_broken_links_are_named_with_their_page(site: Path, link: str, why: str)
 @pytest.mark.parametrize(
     "tag", ['<script src="https://cdn.example/x.js">', '<link rel="stylesheet" href="//fonts.example/f">']
 )
-def test_what_a_page_loads_from_elsewhere_is_found(site: Path, tag: str) -> None:
+def test_external_resource_of_page_is_found(site: Path, tag: str) -> None:
     (site / "a.html").write_text(tag)
     assert len(list(external(site))) == 1

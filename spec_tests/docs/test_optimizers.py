@@ -14,7 +14,7 @@ from spec_tests.harness import ranks
 
 
 @pytest.mark.needs("mkdocs")
-def test_the_table_and_the_words_are_made_of_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_and_text_are_generated_from_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from docs_build.pages import costs
     from docs_build.recording import records
 

@@ -20,7 +20,7 @@ from spec_tests.docs.pasted import OF_TORCH, spoken, traceback
 PAGES_OWN = paste.of_the_page()
 
 
-def test_every_message_has_words_to_be_found_by() -> None:
+def test_every_message_has_searchable_text() -> None:
     words = {one.id: sum(len(piece) for whole in one.wholes for piece in whole) for one in paste.known()}
     assert {message.id for message in messages()} <= words.keys()
     assert min(words.values()) > 10
@@ -31,7 +31,7 @@ def test_at_least_25_errors_of_torch_are_known_and_each_has_an_example_here() ->
     assert {one.id for one in PAGES_OWN} == OF_TORCH.keys()
 
 
-def test_no_two_entries_quote_the_same_words() -> None:
+def test_entries_have_different_quotes() -> None:
     quotes = Counter("…".join(whole).lower() for one in PAGES_OWN for whole in one.wholes)
     assert [quote for quote, number in quotes.items() if number > 1] == []
 
@@ -42,7 +42,7 @@ def test_every_line_of_a_longer_message_leads_to_it() -> None:
     assert [name for name, pieces in details.items() if "".join(pieces) not in lines] == []
 
 
-def test_every_entry_of_torch_says_why_and_what_to_do_and_where_to_read_on() -> None:
+def test_every_torch_entry_has_cause_and_remedy() -> None:
     parts = {entry["id"]: entry["body"] for entry in paste.ENTRY.finditer(paste.PAGE.read_text(encoding="utf-8"))}
     bodies = {one.id: parts[one.id] for one in PAGES_OWN}
     assert [id for id, body in bodies.items() if "**Cause.**" not in body or "**Remedy.**" not in body] == []
@@ -126,7 +126,7 @@ def test_an_address_alone_and_half_a_message_find_their_entries(page: Tab) -> No
 
 @pytest.mark.docs
 @pytest.mark.needs("mkdocs")
-def test_what_ended_the_program_comes_before_what_followed(page: Tab) -> None:
+def test_cause_is_listed_before_consequences(page: Tab) -> None:
     follows = [traceback(OF_TORCH[id], f"[rank{rank}]: ") for rank, id in enumerate(["E-watchdog", "E-child-failed"])]
     (warning,) = [message for message in messages() if message.id == "E-old-spelling"]
     cause = traceback(OF_TORCH["E-out-of-memory"], "[rank2]: ")
@@ -147,7 +147,7 @@ UNKNOWN = [
 @pytest.mark.docs
 @pytest.mark.needs("mkdocs")
 @pytest.mark.parametrize("text", UNKNOWN)
-def test_what_no_entry_knows_is_not_made_up(page: Tab, text: str) -> None:
+def test_unknown_text_matches_no_entry(page: Tab, text: str) -> None:
     assert found_in(page, {"it": text}) == {"it": []}
 
 

@@ -124,7 +124,7 @@ def test_keys_go_to_the_page_where_the_player_is_out_of_sight(address: str, tab:
 
 
 @in_browser
-def test_it_moves_by_mouse_and_by_its_lanes(address: str, tab: Tab) -> None:
+def test_player_moves_by_mouse_and_by_timeline(address: str, tab: Tab) -> None:
     at(tab, address)
     tab.click(".player-button[title='One moment on']")
     assert moment(tab) == 2
@@ -242,7 +242,7 @@ def test_memory_is_shown_over_time_with_each_ranks_peak(address: str, tab: Tab, 
 
 
 @in_browser
-def test_a_card_has_the_recorded_bytes_whole_gradients_among_them(address: str, tab: Tab) -> None:
+def test_card_shows_recorded_bytes_and_unsharded_gradients(address: str, tab: Tab) -> None:
     at(tab, address)
     run = recordings.find(KEY)
     whole = set()
@@ -254,7 +254,7 @@ def test_a_card_has_the_recorded_bytes_whole_gradients_among_them(address: str, 
     assert max(whole) > 2 * 66304
 
 
-def test_whole_gradients_were_recorded_until_their_reduction_was_waited_for() -> None:
+def test_unsharded_gradient_is_recorded_until_reduction_ends() -> None:
     moments = recordings.find("fsdp1-full-pre-block-2")["ranks"][0]["moments"]
     unit = "stage1.block3"
     kinds = [(kind, begins) for kind, name, begins, *_ in moments if name == unit]
@@ -312,7 +312,7 @@ def test_the_line_that_runs_is_highlighted_on_the_page(address: str, tab: Tab) -
 
 @in_browser
 @pytest.mark.parametrize("key", ["fsdp1-full-pre-block-2", KEY, "fsdp1-hybrid-pre-block-4", "fsdp1-none-pre-block-2"])
-def test_a_shard_is_drawn_where_it_lies(address: str, tab: Tab, key: str) -> None:
+def test_shard_is_drawn_at_its_offset(address: str, tab: Tab, key: str) -> None:
     at(tab, address, "#" + key)
     run = recordings.find(key)
     code = """[...document.querySelectorAll('.card')].map(card => [...card.querySelectorAll('.bar')].map(bar => {
@@ -337,7 +337,7 @@ def test_a_shard_is_drawn_where_it_lies(address: str, tab: Tab, key: str) -> Non
 
 
 @in_browser
-def test_two_runs_stand_side_by_side_on_one_axis(address: str, tab: Tab) -> None:
+def test_two_runs_share_one_axis(address: str, tab: Tab) -> None:
     at(tab, address)
     alone = number(tab)
     tab.click(".player-beside")
@@ -366,7 +366,7 @@ def test_two_runs_stand_side_by_side_on_one_axis(address: str, tab: Tab) -> None
 
 
 @in_browser
-def test_torch_stands_beside_this_package(address: str, tab: Tab) -> None:
+def test_player_compares_torch_with_this_package(address: str, tab: Tab) -> None:
     torchs = KEY.replace("fsdp2", "torch2")
     at(tab, address)
     tab.click(".player-versus")
@@ -399,7 +399,7 @@ def test_everything_is_in_sight_without_scrolling(address: str, tab: Tab, key: s
 @in_browser
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("hash_", [f"#{KEY}/20", f"#{KEY}+fsdp1-hybrid-pre-block-4/20"])
-def test_nothing_stands_out_of_its_frame(address: str, tab: Tab, size: str, hash_: str) -> None:
+def test_player_content_stays_in_its_frame(address: str, tab: Tab, size: str, hash_: str) -> None:
     at(tab, address, hash_, size)
     assert tab.look("document.documentElement.scrollWidth") <= SIZES[size][0]
     right = "getBoundingClientRect().right"
@@ -443,7 +443,7 @@ def contrast_within(pixels: list[float]) -> float:
 @in_browser
 @pytest.mark.parametrize("scheme", ["default", "slate"])
 @pytest.mark.parametrize("kind", ["protanopia", "deuteranopia", "tritanopia", "achromatopsia"])
-def test_gathers_and_reductions_differ_for_the_colour_blind(address: str, tab: Tab, kind: str, scheme: str) -> None:
+def test_collectives_differ_for_colour_blind_users(address: str, tab: Tab, kind: str, scheme: str) -> None:
     at(tab, address)
     tab.look(f"document.body.setAttribute('data-md-color-scheme', '{scheme}')")
     tab.press("End")
@@ -533,9 +533,7 @@ def test_a_trace_is_dropped_and_plays(address: str, tab: Tab, steps: str) -> Non
 
 
 @in_browser
-def test_a_trace_is_chosen_by_keyboard_and_can_stand_beside_a_run(
-    address: str, tab: Tab, steps: str, tmp_path: Path
-) -> None:
+def test_trace_is_opened_by_keyboard_and_compared_with_run(address: str, tab: Tab, steps: str, tmp_path: Path) -> None:
     at(tab, address)
     path = tmp_path / "mine.json"
     path.write_text(steps)
@@ -585,7 +583,7 @@ def test_a_trace_is_chosen_by_keyboard_and_can_stand_beside_a_run(
         ),
     ],
 )
-def test_a_wrong_file_is_told_in_words_and_changes_nothing(address: str, tab: Tab, text: str, says: str) -> None:
+def test_wrong_file_shows_error_and_changes_nothing(address: str, tab: Tab, text: str, says: str) -> None:
     at(tab, address, f"#{KEY}/5")
     drop(tab, "wrong.json", text)
     tab.wait_for(f"{STATUS}.includes('wrong.json')")

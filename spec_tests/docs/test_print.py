@@ -88,7 +88,7 @@ CUT = """(() => {
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_nothing_is_cut_off_at_the_edge_of_the_paper(site: Path, tab: Tab, page: str) -> None:
+def test_printed_page_is_not_cut_off(site: Path, tab: Tab, page: str) -> None:
     tab.open((site / page).as_uri())
     tab.send("Emulation.setEmulatedMedia", media="print")
     tab.resize(PAPER, 1000)

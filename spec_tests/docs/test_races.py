@@ -37,7 +37,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "benchmarks.json").write_text(json.dumps(RECORD))
 
 
-def test_a_bar_is_as_long_as_its_median_and_its_line_as_long_as_the_quartiles_lie_apart() -> None:
+def test_bar_shows_median_and_line_shows_quartiles() -> None:
     from docs_build.drawing import plots
 
     html = plots.raced("ratios", "Ratios.")
@@ -75,7 +75,7 @@ def test_memory_shows_both_of_a_kind_and_no_other() -> None:
     assert curves[0][4:] == [right, curves[1][1]]
 
 
-def test_what_is_not_recorded_is_not_drawn(tmp_path: Path) -> None:
+def test_missing_record_gives_no_figure(tmp_path: Path) -> None:
     from docs_build.drawing import plots
 
     assert plots.raced("memory FSDP2", "Memory.") == ""

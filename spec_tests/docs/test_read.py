@@ -57,7 +57,7 @@ def body_without_words(name: str) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("name", CORE)
-def test_core_methods_are_told_every_few_lines(name: str) -> None:
+def test_core_methods_have_frequent_comments(name: str) -> None:
     assert [row for row in body_without_words(name) if row[0] > 9] == []
 
 
@@ -73,7 +73,7 @@ class C:
 """
 
 
-def test_a_note_whose_statement_is_gone_or_not_alone_is_an_error() -> None:
+def test_note_for_missing_or_ambiguous_statement_raises_error() -> None:
     tree = ast.parse(SNIPPET)
     assert place_notes(SNIPPET, tree, [("C.f", "x = 1", "One.")]) == {4: "One."}
     for function, statement, number in (("C.f", "z = 3", 0), ("C.g", "x = 1", 0), ("C.f", "y = 2", 2)):
@@ -102,7 +102,7 @@ def test_a_note_takes_nobodys_address() -> None:
 # --- recording code ---
 
 
-def test_what_only_records_is_told_by_its_form() -> None:
+def test_recording_code_is_recognized_by_syntax() -> None:
     text = textwrap.dedent("""
         class C:
             _event: trace.Event | None = None
@@ -147,7 +147,7 @@ def records(name: str) -> bool:
 
 # Selected by the code alone: if a line is broken on purpose, its note may not match, but other tests must still run.
 @pytest.mark.parametrize("name", [*filter(records, all_modules())])
-def test_the_rest_needs_nothing_of_what_only_records(name: str) -> None:
+def test_visible_code_needs_no_recording_code(name: str) -> None:
     """No visible line reads a name or attribute that is only set in recording code."""
     module = read_module(name)
     for function in ast.walk(ast.parse(module.text)):
@@ -188,7 +188,7 @@ def test_each_line_has_a_number_and_what_records_is_folded() -> None:
 # --- tests that fail, and Learn ---
 
 
-def test_a_break_stands_at_a_line_of_its_function() -> None:
+def test_mutant_changes_line_of_its_function() -> None:
     for mutant in MUTANTS.values():
         name, line = first_changed_line(mutant)
         module = read_module(name)
@@ -197,7 +197,7 @@ def test_a_break_stands_at_a_line_of_its_function() -> None:
         assert any(line in row.lines for row in module.rows), mutant.name
 
 
-def test_the_break_of_the_limiter_stands_where_the_limiter_is_asked() -> None:
+def test_limiter_mutant_is_shown_at_limiter_call() -> None:
     lines = read_module("engine/unit.py").text.splitlines()
     found = {lines[line - 1].strip(): ones for line, ones in breaks_of("engine/unit.py").items()}
     assert list(found["self.limiter.throttle(self.name)"][0].red) == ["LIM-02"]
@@ -214,7 +214,7 @@ def links_to_rows(html: str) -> dict[str, set[str]]:
 
 
 @pytest.mark.needs("mkdocs")
-def test_every_row_that_the_record_names_for_a_function_is_linked_beside_it() -> None:
+def test_requirements_recorded_for_function_are_linked_there() -> None:
     from docs_build.pages import modulepage as pages
 
     linked = {name: links_to_rows(pages.module_page(name)) for name in all_modules() if breaks_of(name)}
@@ -226,7 +226,7 @@ def test_every_row_that_the_record_names_for_a_function_is_linked_beside_it() ->
     assert sum(len(rows) for page in linked.values() for rows in page.values()) > 400
 
 
-def test_a_function_knows_which_page_of_learn_shows_it() -> None:
+def test_function_links_to_its_learn_page() -> None:
     assert pages_on_function("engine/unit.py", "Unit.wait") == [("learn/unit.html", "Units and their states")]
     assert pages_on_function("engine/unit.py", "Unit.choose") == []
     assert ("learn/schedule.html", "Prefetching") in pages_on_module("engine/schedule.py")

@@ -65,7 +65,7 @@ def test_the_address_of_a_line_of_prose_shows_the_code_before_it(address: str, t
     tab.wait_for(in_sight(before))
 
 
-def test_what_only_records_is_folded_and_opens_by_a_key(address: str, tab: Tab) -> None:
+def test_recording_code_is_folded_and_opens_by_key(address: str, tab: Tab) -> None:
     tab.open(f"{address}{PAGE}")
     fold = f"{number(FOLDED)}.closest('details')"
     assert tab.look("[...document.querySelectorAll('.sbs-fold')].filter(e => e.open).length") == 0

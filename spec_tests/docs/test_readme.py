@@ -13,14 +13,14 @@ from spec_tests.test_house_rules import MODULES, num_code_lines
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_size_is_that_of_the_whole_package() -> None:
+def test_readme_gives_size_of_full_package() -> None:
     said = re.search(r"([\d,]+) code lines, everything counted", README)
     assert said
     # Rounded to tens.
     assert int(said[1].replace(",", "")) == pytest.approx(sum(map(num_code_lines, MODULES)), abs=75)
 
 
-def test_the_picture_is_described_with_the_bytes_that_stand_in_it() -> None:
+def test_picture_caption_matches_its_bytes() -> None:
     picture = (ROOT / "docs" / "assets" / "timeline.svg").read_text(encoding="utf-8")
     said = re.search(r"At most ([\d.]+ MB) of the model's", README)
     assert said
@@ -28,6 +28,6 @@ def test_the_picture_is_described_with_the_bytes_that_stand_in_it() -> None:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
-def test_the_first_command_takes_as_long_as_it_is_said_to(page: str) -> None:
+def test_first_command_takes_documented_time(page: str) -> None:
     assert re.search("about a minute", (ROOT / page).read_text(encoding="utf-8"), re.IGNORECASE)
     assert 40 <= recorded()["tutorials/train_gpt.py"]["seconds"] <= 90

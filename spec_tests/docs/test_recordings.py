@@ -34,7 +34,7 @@ def test_a_step_in_which_another_program_was_at_work_is_not_even() -> None:
     assert record.unevenness(events) == pytest.approx(29.0 / 2.7)
 
 
-def test_each_collective_of_a_picture_knows_when_its_data_arrived() -> None:
+def test_collectives_in_picture_have_arrival_times() -> None:
     for events in pictures.events_of("fsdp1-full-pre-block-2-wide"):
         collectives = [event for event in events if event.kind in ("AG", "RS")]
         assert collectives
@@ -75,7 +75,7 @@ def test_torch_does_what_was_recorded(door: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["full", "zero2"])
 @pytest.mark.parametrize("generation", "12")
-def test_torchs_run_has_the_same_events_as_the_one_beside_it(generation: str, strategy: str) -> None:
+def test_torch_run_has_same_events_as_ours(generation: str, strategy: str) -> None:
     runs = [recordings.find(f"{door}{generation}-{strategy}-pre-block-2") for door in ("fsdp", "torch")]
     assert runs[0]["units"] == runs[1]["units"]
     for ours, torchs in zip(*(run["ranks"] for run in runs), strict=True):
@@ -87,7 +87,7 @@ def test_torchs_run_has_the_same_events_as_the_one_beside_it(generation: str, st
         assert left[0] == left[1]
 
 
-def test_rows_of_recorded_functions_are_there() -> None:
+def test_recorded_functions_have_their_source_rows() -> None:
     for run in recordings.load()["runs"].values():
         frames = {tuple(frame) for rank in run["ranks"] for moment in rank["moments"] for frame in moment[6]}
         for name, _, anchor, _ in frames:
@@ -108,7 +108,7 @@ def test_the_line_of_each_recorded_function_is_found_and_does_not_only_record() 
         assert line in running.lines_of(name, function)
 
 
-def test_what_is_shown_to_run_is_what_begins_or_what_has_ended() -> None:
+def test_shown_line_is_the_started_or_finished_operation() -> None:
     lines = read_module("engine/unit.py").text.splitlines()
     begun = running.line_of("engine/unit.py", "Unit.unshard", "self._event = trace.recorder.begin(", has_ended=False)
     ended = running.line_of("engine/unit.py", "Unit.wait", "trace.recorder.finish(event)", has_ended=True)
@@ -119,7 +119,7 @@ def test_what_is_shown_to_run_is_what_begins_or_what_has_ended() -> None:
 
 
 @ranks(2)
-def test_a_whole_gradient_is_counted_while_its_memory_is_held() -> None:
+def test_unsharded_gradient_counts_while_memory_is_held() -> None:
     model = fully_shard(torch.nn.Linear(8, 8, bias=False))
     unit = record.units_of(model)[0]
     whole = watching.WatchedUnit(unit)
@@ -174,7 +174,7 @@ def begun_before_the_end_of(kind: str, key: str) -> list[list[bool]]:
 ALL, NONE = 2 * [3 * [True]], 2 * [3 * [False]]
 
 
-def test_the_pictures_of_prefetch_show_gathers_that_begin_while_the_unit_before_computes() -> None:
+def test_prefetch_pictures_show_overlapping_all_gathers() -> None:
     page = (DOCS / "learn" / "schedule.md").read_text(encoding="utf-8")
     shown = re.findall(r"^\{\{ timeline (\S+)", page, re.MULTILINE)
     pre, post, forward = (f"fsdp1-full-{prefetch}-block-2-wide" for prefetch in ("pre", "post", "forward"))

@@ -32,7 +32,7 @@ def contents(site: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.usefixtures("busy")
-def test_a_build_beside_other_work_gives_the_same_files(site: Path, tmp_path: Path) -> None:
+def test_second_build_gives_same_files(site: Path, tmp_path: Path) -> None:
     # A time zone far from UTC, another order of sets of strings, and the lowest priority.
     other = {**os.environ, "TZ": "Pacific/Kiritimati", "PYTHONHASHSEED": "20260", "LANG": "C"}
     again = contents(build(tmp_path / "again", other, "nice", "-n", "19"))

@@ -13,7 +13,7 @@ from docs_build.reading.order import ROOT
 from docs_build.recording import results
 
 
-def test_every_row_of_the_spec_is_read_with_its_section() -> None:
+def test_every_requirement_is_read_with_its_section() -> None:
     rows = results.all_rows()
     assert next(iter(rows)) == "CTOR-01"
     assert rows["SHARD-04"].section == "SHARD: sharding strategies"
@@ -39,7 +39,7 @@ def test_variants_of_a_test_are_joined_and_the_worst_counts(tmp_path: Path, monk
     assert written["runs"]["cpu-gloo"]["machine"]
 
 
-def test_what_another_backend_did_earlier_stays_in_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_of_other_backend_stay_in_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh, record = tmp_path / "fresh.json", tmp_path / "record.json"
     record.write_text(json.dumps({"runs": {"cuda-nccl": {"date": "2026-01-01", "machine": "m"}}, "rows": {}}))
     row = {"results": {}, "kinds": {"cpu-gloo": "text"}, "tests": {"a.py::t": {"cpu-gloo": "passed (text)"}}}

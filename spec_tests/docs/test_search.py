@@ -66,7 +66,7 @@ def test_each_error_of_torch_finds_its_entry_first(page: Tab) -> None:
 
 
 @pytest.mark.parametrize("words", ["rate limiter", "PREF-16", "title:mixed", "+tied +weights", "reshard_after_forward"])
-def test_a_few_words_are_left_to_the_theme(page: Tab, words: str) -> None:
+def test_theme_handles_other_searches(page: Tab, words: str) -> None:
     assert page.look(f"minifsdpTroubles({json.dumps(words)})") == []
     assert found_in(page, {"it": words})["it"]
 

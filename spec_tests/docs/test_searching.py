@@ -28,7 +28,7 @@ def documents(site: Path) -> list[dict[str, Any]]:
     return list(json.loads(text.partition("=")[2].rstrip(";\n")))
 
 
-def test_only_the_whole_class_of_an_element_counts_and_its_attributes_stay() -> None:
+def test_exclusion_matches_full_class_and_keeps_attributes() -> None:
     from docs_build.pages.searching import leave_out
 
     left_out = '<span data-search-exclude="yes" class="badge badge-open">open</span>'
@@ -72,9 +72,7 @@ def test_the_texts_are_all_there(site: Path, page: str, words: str) -> None:
 
 @docs
 @pytest.mark.parametrize("from_disk", [False, True])
-def test_texts_are_loaded_when_somebody_searches_and_not_before(
-    site: Path, address: str, tab: Tab, from_disk: bool
-) -> None:
+def test_search_texts_load_at_first_search(site: Path, address: str, tab: Tab, from_disk: bool) -> None:
     start = site.as_uri() + "/" if from_disk else address
     tab.open("about:blank")
     tab.open(start + "learn/schedule.html")

@@ -60,7 +60,7 @@ def test_every_page_opens_without_complaint(survey: dict[str, tuple[list[str], l
     assert {page: complaints for page, (complaints, _, _) in survey.items() if complaints} == {}
 
 
-def test_no_page_asks_anybody_else(survey: dict[str, tuple[list[str], list[str], int]], address: str) -> None:
+def test_pages_load_nothing_from_other_sites(survey: dict[str, tuple[list[str], list[str], int]], address: str) -> None:
     own = (address, "data:", "blob:")
     asked = {page: [url for url in urls if not url.startswith(own)] for page, (_, urls, _) in survey.items()}
     assert all(urls for _, urls, _ in survey.values())

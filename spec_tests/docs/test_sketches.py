@@ -35,13 +35,13 @@ def bars_of(html: str, kind: str) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize("num_ranks", [1, 4, 64])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_what_a_rank_holds_is_what_zeros_formula_says(stage: int, num_ranks: int) -> None:
+def test_rank_holds_bytes_of_zero_formula(stage: int, num_ranks: int) -> None:
     held = holdings.bytes_held(stage, num_ranks)
     assert sum(held.values()) == zero_bytes(GB, num_ranks, stage, low=4, optimizer=8)
     assert held["p"] == 4 * GB / (num_ranks if stage == 3 else 1)
 
 
-def test_the_parts_of_all_ranks_put_together_are_the_whole() -> None:
+def test_drawn_shards_of_all_ranks_form_full_bar() -> None:
     *_, last = draw("holdings", "Held.").split('class="sketch-panel"')
     for kind in "pgo":
         parts = bars_of(last, kind)
@@ -49,7 +49,7 @@ def test_the_parts_of_all_ranks_put_together_are_the_whole() -> None:
         assert parts == [(room + rank * 18, 18) for rank, (room, _) in enumerate(bars_of(last, "absent")[::3])]
 
 
-def test_the_rows_of_the_drawn_weight_are_those_that_torch_would_cut() -> None:
+def test_drawn_weight_has_row_shards_of_torch() -> None:
     rows = torch.arange(4).chunk(oneweight.NUM_RANKS)
     assert [oneweight.rows_of(rank) for rank in range(4)] == [part.tolist() for part in rows]
     html = draw("weight", "A weight.")
@@ -75,7 +75,7 @@ def test_full_shard_sends_more_through_the_network_than_a_hybrid_that_stores_mor
     assert "2 GB between machines. Between steps a rank stores 6 GB" in html
 
 
-def test_what_the_hybrid_tutorial_printed_is_drawn_link_by_link() -> None:
+def test_hybrid_sketch_shows_recorded_bytes_per_link() -> None:
     run = recorded()["tutorials/hybrid.py"]
     found = {sent.strategy: sent for sent in linkbytes.sent_in(run["output"])}
     assert list(found) == linkbytes.STRATEGIES
@@ -117,7 +117,7 @@ def test_the_steps_of_a_unit_are_those_of_the_recorded_run() -> None:
     assert [bool(step.gradient) for step in steps.values()] == [False] * 4 + [True]
 
 
-def test_a_step_draws_the_whole_or_each_ranks_own_half() -> None:
+def test_step_draws_full_bars_or_half_of_each_rank() -> None:
     assert [width for _, width in bars_of(draw("pre_forward", "Whole."), "p")] == [hooksteps.WHOLE] * 2
     (first, half), (second, same) = bars_of(draw("post_forward", "Cut."), "p")
     assert half == same == hooksteps.WHOLE / 2

@@ -19,7 +19,7 @@ def test_the_reading_order_has_every_module_once() -> None:
     assert sorted(named) == all_modules()
 
 
-def test_the_two_doors_come_first_and_in_this_order() -> None:
+def test_reading_order_begins_with_both_apis() -> None:
     first = [name for _, _, names in reading_order()[:2] for name in names]
     assert first[:4] == ["engine/layout.py", "engine/bucket.py", "engine/per_param.py", "engine/unit.py"]
     assert first[-4:] == ["engine/flat.py", "fsdp1/wrapper.py", "checkpoint/state_dict.py", "checkpoint/optim_state.py"]
@@ -48,7 +48,7 @@ def test_the_design_and_the_readme_give_the_same_reading_order() -> None:
 
 
 @pytest.mark.parametrize("name", all_modules())
-def test_every_line_of_code_is_in_exactly_one_row(name: str) -> None:
+def test_every_code_line_is_in_exactly_one_row(name: str) -> None:
     text = (PACKAGE / name).read_text(encoding="utf-8")
     shown = [line for row in read_module(name).rows for line in row.lines]
     assert len(shown) == len(set(shown))
@@ -85,7 +85,7 @@ def _docstring_lines(tree: ast.AST) -> set[int]:
     return found
 
 
-def test_comments_above_statements_go_left_and_begin_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comments_above_statements_begin_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = '''
     """An essay."""
 
@@ -107,7 +107,7 @@ def test_comments_above_statements_go_left_and_begin_a_row(tmp_path: Path, monke
     ]
 
 
-def test_a_function_that_is_gone_is_an_error_and_not_an_empty_page() -> None:
+def test_missing_function_raises_key_error() -> None:
     first, last, docstring = find_function("engine/unit.py", "Unit.wait")
     assert first < docstring[0] <= docstring[-1] < last
     with pytest.raises(KeyError, match=r"engine/unit\.py has no Unit\.hurry"):

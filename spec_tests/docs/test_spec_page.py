@@ -26,7 +26,7 @@ def visit(tab: Tab, address: str) -> None:
     tab.open(address)
 
 
-def test_what_is_open_on_nccl_and_what_was_only_read_are_found_from_the_address(address: str, tab: Tab) -> None:
+def test_address_filters_open_and_partial_requirements(address: str, tab: Tab) -> None:
     for tag in ("open-on-nccl", "in-part", "text-only", "order-only", "simulated"):
         visit(tab, f"{address}spec.html?show={tag}")
         assert tab.look(SHOWN) == with_tag(tag)
@@ -52,19 +52,19 @@ def test_the_choice_is_kept_in_the_address_from_a_disk_too(site: Path, address: 
         assert tab.complaints() == []
 
 
-def test_an_address_with_a_choice_that_does_not_exist_shows_all_rows(address: str, tab: Tab) -> None:
+def test_address_with_invalid_filter_shows_all_requirements(address: str, tab: Tab) -> None:
     visit(tab, f"{address}spec.html?show=nonsense&section=NONE")
     assert len(tab.look(SHOWN)) == len(results.all_rows())
 
 
-def test_words_of_a_sections_title_find_its_rows(address: str, tab: Tab) -> None:
+def test_section_title_search_finds_its_requirements(address: str, tab: Tab) -> None:
     visit(tab, f"{address}spec.html?words=deferred+initialisation")
     section = [row.id for row in results.all_rows().values() if row.section == "META: deferred initialisation"]
     assert set(section) <= set(tab.look(SHOWN))
 
 
 @pytest.mark.parametrize("width", [1440, 1280, 820, 390])
-def test_the_row_that_an_address_names_lies_below_the_filter(address: str, tab: Tab, width: int) -> None:
+def test_linked_requirement_is_visible_below_filter(address: str, tab: Tab, width: int) -> None:
     top = "Math.round(document.getElementById('PREF-16').getBoundingClientRect().top)"
     covered = (
         "Math.max(...['.md-header', '.spec-filter'].map(name => document.querySelector(name)"
@@ -79,7 +79,7 @@ def test_the_row_that_an_address_names_lies_below_the_filter(address: str, tab: 
     tab.resize(1280, 900)
 
 
-def test_the_row_that_an_address_names_is_shown_whatever_the_filter_says(address: str, tab: Tab) -> None:
+def test_linked_requirement_is_shown_with_any_filter(address: str, tab: Tab) -> None:
     visit(tab, f"{address}spec.html?show=text-only#DEV-04")
     assert "DEV-04" in tab.look(SHOWN)
 

@@ -35,7 +35,7 @@ def test_the_table_counts_the_broken_engines_that_were_found(tmp_path: Path, mon
     assert table.count("replay: other bits in 3 of 8 schedules") == 1
 
 
-def test_each_picture_of_streams_is_on_a_page_and_says_that_it_is_simulated() -> None:
+def test_each_stream_picture_is_on_a_page_marked_simulated() -> None:
     from docs_build.pages import streams
     from docs_build.reading.order import ROOT
 

@@ -30,7 +30,7 @@ def test_it_calls_ignored_states_the_preferred_spelling() -> None:
 
 
 @pytest.mark.spec("SHARD-18")
-def test_the_strategies_say_that_torch_calls_no_shard_deprecated() -> None:
+def test_strategies_page_mentions_deprecated_no_shard() -> None:
     assert says("learn/strategies.md", r"torch calls `NO_SHARD` deprecated in favour of DDP")
 
 
@@ -43,7 +43,7 @@ def test_the_page_on_precision_gives_its_advice() -> None:
 
 
 @pytest.mark.spec("SD-FULL-12", "SD-SHARD-05", "OSD-FULL-04", "SUMMON-13")
-def test_the_page_on_checkpoints_says_what_fits_and_what_is_incomplete() -> None:
+def test_checkpoint_page_explains_limits_of_each_form() -> None:
     page = "learn/checkpoints.md"
     assert says(
         page,
@@ -73,7 +73,7 @@ def test_the_way_from_ddp_leaves_the_learning_rate_alone() -> None:
 
 
 @pytest.mark.spec("COST-09", "COST-11")
-def test_the_calculator_gives_the_example_and_promises_no_gain() -> None:
+def test_calculator_page_gives_example_and_no_guarantee() -> None:
     page = "tools/calculator.md"
     assert says(page, r"7 billion parameters in float32 with Adam.*\*\*112 GB\*\*.*\*\*14 GB\*\*", r"not promised")
     assert says(page, r"up to 4 times, about 30 %, 2 to 10 %, are its authors' observations")
@@ -85,7 +85,7 @@ def test_the_calculator_gives_the_example_and_promises_no_gain() -> None:
 
 
 @pytest.mark.spec("NEW-18")
-def test_what_is_not_offered_is_listed() -> None:
+def test_unsupported_methods_are_listed() -> None:
     names = ["set_custom_all_gather", "set_custom_reduce_scatter", "set_allocate_memory_from_process_group_for_comm"]
     names += [
         "set_symm_mem_for_comm",

@@ -33,7 +33,7 @@ def colour(text: str) -> Colour:
     return red, green, blue
 
 
-def test_green_and_brown_are_hardly_apart_for_some_and_blue_and_yellow_are_for_nobody() -> None:
+def test_colour_distances_match_colour_blindness() -> None:
     green, brown = (120.0, 130.0, 40.0), (150.0, 115.0, 40.0)
     assert apart(green, brown, "deuteranopia") < 10 < apart(green, brown, "tritanopia")
     assert all(apart((0, 0, 255), (255, 255, 0), kind) > 60 for kind in KINDS)
@@ -44,9 +44,7 @@ def test_green_and_brown_are_hardly_apart_for_some_and_blue_and_yellow_are_for_n
 @needs
 @pytest.mark.parametrize("scheme", ["default", "slate"])
 @pytest.mark.parametrize("page", ["index.html", "learn/schedule.html", "learn/strategies.html", "streams.html"])
-def test_boxes_that_share_a_lane_of_a_timeline_have_colours_that_everybody_tells_apart(
-    address: str, tab: Tab, page: str, scheme: str
-) -> None:
+def test_boxes_in_one_track_have_distinguishable_colours(address: str, tab: Tab, page: str, scheme: str) -> None:
     tab.open(address + page)
     tab.look(f"document.body.setAttribute('data-md-color-scheme', '{scheme}')")
     pictures: list[list[list[Any]]] = tab.look(BOXES)
@@ -100,7 +98,7 @@ def test_kinds_of_bytes_and_of_links_differ_by_stripes_and_dashes(address: str, 
 
 @docs
 @needs
-def test_badges_say_in_words_what_their_colours_do(address: str, tab: Tab) -> None:
+def test_badges_use_same_text_for_same_colour(address: str, tab: Tab) -> None:
     tab.open(address + "spec.html")
     badges = tab.look("[...document.querySelectorAll('.badge')].map((one) => [one.className, one.textContent])")
     assert len(badges) > 1000

@@ -26,7 +26,7 @@ def placeholder(dtype: torch.dtype = torch.float32) -> PlaceholderParameter:
 @pytest.mark.pure
 @pytest.mark.spec("ORIG-11")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_it_knows_its_shape_its_dtype_and_its_device(dtype: torch.dtype) -> None:
+def test_placeholder_has_shape_dtype_and_device(dtype: torch.dtype) -> None:
     tensor = placeholder(dtype)
     assert (tensor.shape, tensor.dtype, tensor.device) == (torch.Size([2, 3]), dtype, CPU)
     assert (tensor.numel(), tensor.dim(), tensor.ndim, len(tensor), tensor.size(1)) == (6, 2, 2, 2, 3)
@@ -115,7 +115,7 @@ def test_a_place_that_shows_it_can_be_looked_at() -> None:
 @pytest.mark.spec("FWD-01", "ORIG-11")
 @pytest.mark.parametrize("moment", ["before the first forward", "after a forward", "after a backward"])
 @ranks(2)
-def test_a_part_of_a_sharded_model_that_is_called_directly_says_what_to_do(moment: str) -> None:
+def test_direct_call_of_sharded_submodule_raises_with_remedy(moment: str) -> None:
     model = shard_each(chain(2))
     if moment != "before the first forward":
         loss = model(draw(0)).sum()
@@ -128,7 +128,7 @@ def test_a_part_of_a_sharded_model_that_is_called_directly_says_what_to_do(momen
 
 @pytest.mark.spec("FWD-01")
 @ranks(2)
-def test_a_part_of_the_root_says_so_also_while_the_root_is_kept_for_its_backward() -> None:
+def test_direct_call_of_root_part_raises_while_root_is_unsharded() -> None:
     model = shard_each(chain(1), use_orig_params=False)
     model.module.append(chain(1)[0])
     whole = type(model)(model.module)

@@ -35,7 +35,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 @pytest.mark.pure
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_ranks", range(1, 65))
-def test_what_is_divided_before_and_after_is_together_the_number_of_ranks(num_ranks: int, dtype: torch.dtype) -> None:
+def test_factors_before_and_after_multiply_to_world_size(num_ranks: int, dtype: torch.dtype) -> None:
     scaling = Scaling.mean(num_ranks, dtype)
     assert scaling.before * scaling.after == num_ranks
 
@@ -104,7 +104,7 @@ def test_a_division_by_one_touches_nothing() -> None:
 
 
 @ranks(2)
-def test_a_gather_puts_the_pieces_one_after_the_other() -> None:
+def test_all_gather_concatenates_shards_by_rank() -> None:
     rank = dist.get_rank()
     output = torch.zeros(4, device=device())
     all_gather(everybody(), output, row(2 * rank + 1, 2 * rank + 2)).wait()
@@ -176,7 +176,7 @@ def _all_reduce_two_ways(num_elements: int) -> tuple[torch.Tensor, torch.Tensor]
 @pytest.mark.spec("PAR-04")
 @pytest.mark.parametrize("num_elements", [2, 64, 10000])
 @ranks(2)
-def test_an_all_reduce_is_a_reduce_scatter_and_then_a_gather_to_the_last_bit(num_elements: int) -> None:
+def test_all_reduce_equals_reduce_scatter_and_all_gather_bitwise(num_elements: int) -> None:
     reduced, put_together = _all_reduce_two_ways(num_elements)
     assert torch.equal(reduced, put_together)
 

@@ -19,7 +19,7 @@ class Work:
 
 
 @pytest.mark.pure
-def test_there_are_three_lanes_with_names_of_their_own() -> None:
+def test_there_are_three_named_comm_streams() -> None:
     comm_streams = CommStreams(CPU)
     assert [
         comm_stream.name for comm_stream in (comm_streams.all_gather, comm_streams.reduce, comm_streams.all_reduce)
@@ -28,7 +28,7 @@ def test_there_are_three_lanes_with_names_of_their_own() -> None:
 
 
 @pytest.mark.pure
-def test_on_the_cpu_the_promise_is_the_work_and_nobody_has_waited_for_it_yet() -> None:
+def test_cpu_handle_is_the_work_and_not_yet_waited_for() -> None:
     comm_stream, work = CommStream("gather", CPU), Work()
     with comm_stream as entered:
         handle = comm_stream.handle(work)
@@ -40,6 +40,6 @@ def test_on_the_cpu_the_promise_is_the_work_and_nobody_has_waited_for_it_yet() -
 
 
 @pytest.mark.pure
-def test_an_exception_passes_through_a_lane() -> None:
+def test_exception_passes_through_comm_stream() -> None:
     with pytest.raises(KeyError), CommStream("gather", CPU):
         raise KeyError

@@ -110,7 +110,7 @@ SAVES: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("what", SAVES)
 @pytest.mark.parametrize("door", DOORS)
 @ranks(2)
-def test_what_the_last_iteration_has_found_is_said_before_anything_is_saved(door: str, what: str) -> None:
+def test_divergence_of_last_iteration_is_reported_before_save(door: str, what: str) -> None:
     model = sharded(door)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model)
@@ -216,7 +216,7 @@ def test_in_one_flat_unit_each_experts_gradient_has_its_place_and_nothing_is_ref
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("door", DOORS)
 @ranks(2)
-def test_what_is_right_is_not_refused(door: str, strategy: str) -> None:
+def test_equal_collectives_on_all_ranks_are_accepted(door: str, strategy: str) -> None:
     model = sharded(door, strategy)
     step(model, "a")  # All ranks skip a unit.
     step(model)

@@ -69,7 +69,7 @@ def test_each_rank_stores_an_equal_slice_and_only_the_last_one_has_padding(origi
 
 @pytest.mark.spec("SHARD-02")
 @ranks(2)
-def test_a_slice_has_memory_of_its_own_and_does_not_keep_that_of_the_whole_row() -> None:
+def test_shard_does_not_keep_memory_of_full_bucket() -> None:
     layout = lay_out(a_block())
     assert layout.registered.shard.untyped_storage().size() == 16 * 4
 
@@ -97,7 +97,7 @@ def test_padding_stays_zero_in_parameters_and_in_gradients_over_steps_of_an_opti
 @pytest.mark.spec("SHARD-13", "FWD-04")
 @both_kinds
 @ranks(2)
-def test_a_gather_shows_the_full_values_as_views_and_a_free_takes_their_memory(original: bool) -> None:
+def test_all_gather_shows_full_views_and_reshard_frees_them(original: bool) -> None:
     block = a_block()
     expected = [p.detach().clone() for p in block.parameters()]
     layout = lay_out(block, use_orig_params=original)
@@ -153,7 +153,7 @@ def test_with_original_parameters_a_sharded_module_shows_its_own_part_of_each() 
 
 
 @ranks(2)
-def test_a_gather_writes_to_where_it_is_computed_on_and_is_not_noticed_by_autograd() -> None:
+def test_all_gather_reuses_memory_unnoticed_by_autograd() -> None:
     block = a_block()
     layout = lay_out(block)
     all_gather(layout)
@@ -198,7 +198,7 @@ def test_the_unsharded_parameters_have_the_compute_dtype_and_the_shard_keeps_its
 
 @pytest.mark.spec("CTOR-14")
 @ranks(1)
-def test_a_unit_that_nobody_shares_is_computed_on_where_it_is_stored() -> None:
+def test_one_rank_unit_computes_in_stored_memory() -> None:
     block = a_block()
     layout = lay_out(block)
     with pytest.raises(RuntimeError, match="wrap"):
@@ -214,7 +214,7 @@ def test_a_unit_that_nobody_shares_is_computed_on_where_it_is_stored() -> None:
 
 
 @ranks(1)
-def test_a_unit_that_nobody_shares_follows_its_parameter_to_other_memory() -> None:
+def test_one_rank_unit_follows_param_to_new_memory() -> None:
     block = a_block()
     layout = lay_out(block)
     layout.registered.shard.data = layout.registered.shard.data * 2
@@ -225,7 +225,7 @@ def test_a_unit_that_nobody_shares_follows_its_parameter_to_other_memory() -> No
 
 @pytest.mark.spec("MP-02")
 @ranks(1)
-def test_a_unit_that_nobody_shares_but_somebody_casts_has_a_copy_that_is_freed() -> None:
+def test_one_rank_cast_unit_frees_its_copy() -> None:
     block = a_block()
     layout = lay_out(block, compute=torch.bfloat16)
     all_gather(layout)
@@ -242,7 +242,7 @@ def test_a_unit_that_nobody_shares_but_somebody_casts_has_a_copy_that_is_freed()
 
 @both_kinds
 @ranks(2)
-def test_a_layout_notices_that_its_shard_was_changed_since_the_gather(original: bool) -> None:
+def test_layout_detects_shard_change_since_all_gather(original: bool) -> None:
     layout = lay_out(a_block(), use_orig_params=original)
     parameters = layout.local_parameters()
     changes: list[Any] = [
@@ -269,7 +269,7 @@ def test_a_layout_notices_that_its_shard_was_changed_since_the_gather(original: 
 
 @both_kinds
 @ranks(4)
-def test_the_full_row_is_the_parameters_end_to_end_in_the_stored_dtype_in_memory_of_its_own(original: bool) -> None:
+def test_full_bucket_is_copy_of_params_in_stored_dtype(original: bool) -> None:
     layout = lay_out(a_block(), compute=torch.bfloat16, use_orig_params=original)
     row = all_gather_values(layout)
     expected = torch.cat([p.detach().reshape(-1) for p in a_block().parameters()])
@@ -318,7 +318,7 @@ def test_parameters_of_several_dtypes_in_one_unit_raise_with_the_dtypes(original
 
 @pytest.mark.parametrize("original", [False, True])
 @ranks(2)
-def test_a_unit_of_whole_numbers_only_raises_with_their_names_and_the_remedy(original: bool) -> None:
+def test_integer_only_unit_raises_with_names_and_remedy(original: bool) -> None:
     module = nn.Module()
     module.counts = nn.Parameter(torch.arange(4), requires_grad=False)
     with pytest.raises(ValueError, match=rf"rank {dist.get_rank()}: .*torch.int64: counts.*ignored_states"):

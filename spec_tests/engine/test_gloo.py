@@ -77,9 +77,7 @@ WAYS = pytest.mark.parametrize("least_bytes", [0, 2**30], ids=["large", "small"]
 @pytest.mark.parametrize("number", [0, 1, 5, 70_000])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @WAYS
-def test_two_ranks_get_all_pieces_and_the_sum_of_their_own_one(
-    number: int, dtype: torch.dtype, least_bytes: int
-) -> None:
+def test_two_ranks_all_gather_and_reduce_scatter_correctly(number: int, dtype: torch.dtype, least_bytes: int) -> None:
     check_two(number=number, dtype=dtype, least_bytes=least_bytes)
 
 
@@ -134,7 +132,7 @@ class Counted:
 
 @pytest.mark.spec("WIRE-03")
 @ranks(4)
-def test_each_rank_sends_a_piece_to_each_other_and_nothing_else() -> None:
+def test_each_rank_sends_one_shard_to_each_other_rank() -> None:
     group = world()
     backend = Counted(group.process_group._get_backend(torch.device("cpu")))
     transport, others = gloo.Transport(backend, least_bytes=400), [rank for rank in range(4) if rank != group.rank]
@@ -150,7 +148,7 @@ def test_each_rank_sends_a_piece_to_each_other_and_nothing_else() -> None:
 @pytest.mark.spec("WIRE-03")
 @pytest.mark.parametrize("least_bytes", [400, 401])
 @ranks(2)
-def test_so_do_two_of_small_pieces(least_bytes: int) -> None:
+def test_two_ranks_send_small_shards_once(least_bytes: int) -> None:
     group = world()
     backend = Counted(group.process_group._get_backend(torch.device("cpu")))
     transport, other = gloo.Transport(backend, least_bytes), 1 - group.rank
@@ -186,7 +184,7 @@ class Coming:
 
 @pytest.mark.spec("WIRE-11")
 @pytest.mark.pure
-def test_a_small_piece_is_looked_for_before_one_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_shard_is_polled_before_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     # Each reading of the clock advances it by a tenth of the polling time.
     ticks = itertools.count()
     monkeypatch.setattr(gloo, "time", SimpleNamespace(perf_counter=lambda: next(ticks) * gloo._POLL_SECONDS / 10))
@@ -231,20 +229,20 @@ def memory_of(number: int) -> tuple[int, int]:
 
 @pytest.mark.spec("WIRE-04")
 @ranks(2)
-def test_two_ranks_need_no_memory_beside_what_they_are_given() -> None:
+def test_two_ranks_need_no_extra_memory() -> None:
     assert memory_of(1000) == (0, 0)
 
 
 @pytest.mark.spec("WIRE-04")
 @ranks(4)
-def test_four_ranks_need_two_pieces_to_sum_and_nothing_to_gather() -> None:
+def test_four_ranks_need_memory_of_two_shards_to_reduce() -> None:
     os.environ["MINIFSDP_TRANSPORT"] = "messages"
     assert memory_of(1000) == (0, 2 * 4000)
 
 
 @pytest.mark.spec("WIRE-05")
 @ranks(2)
-def test_who_issues_goes_on_although_no_other_rank_has_come() -> None:
+def test_issuing_rank_continues_before_others_arrive() -> None:
     group, output, local_shard = world(), torch.zeros(2_000_000), torch.full((1_000_000,), 1.0 + dist.get_rank())
     store = dist.distributed_c10d._get_default_store()
     store.delete_key("rank 0 has issued")
@@ -269,7 +267,7 @@ def test_who_issues_goes_on_although_no_other_rank_has_come() -> None:
 
 @pytest.mark.spec("WIRE-05")
 @ranks(2)
-def test_several_are_under_way_at_once_beside_messages_of_the_program() -> None:
+def test_several_collectives_run_with_messages_of_program() -> None:
     group, rank = world(), dist.get_rank()
     outputs, sums = [torch.empty(2) for _ in range(3)], [torch.empty(1) for _ in range(3)]
     mine, theirs = torch.tensor([100.0 + rank]), torch.empty(1)
@@ -293,7 +291,7 @@ def test_several_are_under_way_at_once_beside_messages_of_the_program() -> None:
 
 @pytest.mark.spec("WIRE-09")
 @ranks(2)
-def test_what_nobody_waits_for_is_not_taken_for_what_comes_next() -> None:
+def test_unawaited_collective_does_not_affect_the_next() -> None:
     group, output = world(), torch.empty(2)
     for number in range(20):
         lost = torch.full((400_000,), -1.0)
@@ -323,7 +321,7 @@ def test_modes_that_count_collectives_see_each_of_them_once() -> None:
 
 @pytest.mark.spec("WIRE-01", "WIRE-07")
 @ranks(2)
-def test_pieces_of_less_than_256_kib_are_sent_in_gloos_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_thread_sends_shards_below_256_kib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MINIFSDP_TRANSPORT")
     transport = Group.of(dist.new_group()).transport
     for number, num_in_thread in ((2**16 - 1, 2), (2**16, 0)):
@@ -351,7 +349,7 @@ def test_the_switch_leaves_the_collectives_to_gloo() -> None:
 
 @pytest.mark.spec("WIRE-07")
 @pytest.mark.pure
-def test_what_is_no_group_of_gloo_keeps_its_own_collectives() -> None:
+def test_other_backends_keep_their_own_collectives() -> None:
     assert gloo.transport_between(None) is None
     group = dist.ProcessGroup(dist.HashStore(), 0, 2)
     assert gloo.transport_between(group) is None
@@ -370,7 +368,7 @@ def test_a_rank_that_dies_ends_the_wait_of_the_other() -> None:
 
 
 @pytest.mark.spec("WIRE-07")
-def test_where_torch_compares_collectives_there_are_collectives_to_compare() -> None:
+def test_detail_debug_mode_uses_torch_collectives() -> None:
     environment = {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
     printed = output_of_ranks(HERE / "wire_ends.py", num_ranks=2, environment=environment, limit=60.0)
     assert printed.count("[1.0, 1.0, 1.0, 1.0], NoneType") == 2

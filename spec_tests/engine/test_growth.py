@@ -61,7 +61,7 @@ def test_calls_grow_at_most_linearly_with_the_parameters_of_a_unit(name: str) ->
 @pytest.mark.spec("COST-14")
 @pytest.mark.parametrize("name", OURS)
 @pytest.mark.parametrize("ranks", [2, 64])
-def test_what_is_made_on_meta_is_stored_in_the_bytes_of_its_shards(name: str, ranks: int) -> None:
+def test_meta_model_is_stored_in_shard_bytes_only(name: str, ranks: int) -> None:
     assert counted(ranks)[name]["stored"] == (by_parameter(ranks) if name.endswith("FSDP2") else by_unit(ranks))
 
 

@@ -109,9 +109,7 @@ CASES = {
 @pytest.mark.parametrize("strategy", [FULL, KEEP], ids=lambda s: s.name)
 @pytest.mark.parametrize("name", CASES)
 @ranks(2)
-def test_a_step_gathers_and_reduces_as_often_as_it_must_and_its_gradients_are_right(
-    name: str, strategy: ShardingStrategy
-) -> None:
+def test_step_has_minimal_collectives_and_correct_gradients(name: str, strategy: ShardingStrategy) -> None:
     case = CASES[name]
     model: Any = case.build(wrapper(sharding_strategy=strategy))
     expected = mean_gradients(case.build(left_plain).to(device()), case.loss)
@@ -130,7 +128,7 @@ def test_a_step_gathers_and_reduces_as_often_as_it_must_and_its_gradients_are_ri
 
 @pytest.mark.spec("SHARD-16")
 @ranks(2)
-def test_a_unit_that_is_not_sharded_is_all_reduced_once_and_never_gathered() -> None:
+def test_no_shard_unit_is_all_reduced_and_never_all_gathered() -> None:
     model: Any = in_a_row(wrapper(sharding_strategy=NONE))
     train_once(model)
     with Wire() as wire:
@@ -141,7 +139,7 @@ def test_a_unit_that_is_not_sharded_is_all_reduced_once_and_never_gathered() -> 
 @pytest.mark.spec("SHARD-14", "FRESH-03")
 @pytest.mark.parametrize("strategy", [FULL, KEEP], ids=lambda s: s.name)
 @ranks(2)
-def test_an_evaluation_gathers_each_unit_once_and_reduces_nothing(strategy: ShardingStrategy) -> None:
+def test_evaluation_all_gathers_units_once_without_reduction(strategy: ShardingStrategy) -> None:
     model: Any = in_a_row(wrapper(sharding_strategy=strategy))
     train_once(model)
     for number in range(2):
@@ -210,7 +208,7 @@ def test_a_step_of_shard_grad_op_keeps_everything_until_its_backward(prefetch: B
 
 @pytest.mark.spec("PREF-12")
 @ranks(2)
-def test_forward_prefetch_asks_for_the_next_unit_from_the_second_iteration_on() -> None:
+def test_forward_prefetch_starts_in_second_iteration() -> None:
     model: Any = with_own_layer(wrapper(forward_prefetch=True))
     expected = mean_gradients(with_own_layer(left_plain), square_loss)
     orders = []
@@ -363,7 +361,7 @@ def test_a_graph_may_be_run_backward_twice(strategy: ShardingStrategy) -> None:
 
 @each_strategy
 @ranks(2)
-def test_the_gradient_of_the_input_alone_can_be_asked_for(strategy: ShardingStrategy) -> None:
+def test_autograd_grad_of_input_alone_works(strategy: ShardingStrategy) -> None:
     model: Any = with_own_layer(wrapper(sharding_strategy=strategy))
     plain = with_own_layer(left_plain)
     x = draw(dist.get_rank()).requires_grad_()
@@ -441,7 +439,7 @@ def test_a_prefetch_that_was_wrong_is_dropped_at_the_end_of_backward() -> None:
 
 @each_strategy
 @ranks(2)
-def test_a_backward_that_never_reaches_a_unit_leaves_it_at_rest(strategy: ShardingStrategy) -> None:
+def test_backward_that_skips_unit_leaves_it_sharded(strategy: ShardingStrategy) -> None:
     model: Any = FSDP(Branches(wrapper(sharding_strategy=strategy)), device_id=device(), sharding_strategy=strategy)
     plain = Branches(left_plain)
     for _ in range(2):
@@ -534,7 +532,7 @@ def test_a_frozen_unit_is_there_as_long_as_it_is_used_however_it_is_used(name: s
 
 
 @ranks(2)
-def test_a_frozen_first_unit_is_gathered_for_its_forward_alone() -> None:
+def test_frozen_first_unit_is_all_gathered_only_for_forward() -> None:
     model: Any = with_frozen(0)(wrapper())
     train_once(model)
     with trace.record() as recorder:
@@ -595,7 +593,7 @@ def test_two_recomputed_segments_in_one_unit_train_right(strategy: ShardingStrat
 @pytest.mark.spec("PAR-07")
 @pytest.mark.parametrize("name", ["reentrant inside", "reentrant around", "checkpoint inside", "checkpoint around"])
 @ranks(2)
-def test_a_recomputed_unit_is_freed_when_the_turn_of_the_next_one_has_come(name: str) -> None:
+def test_recomputed_unit_is_freed_before_next_one(name: str) -> None:
     case = CASES[name]
     model: Any = case.build(wrapper(backward_prefetch=None))
     for _ in range(2):
@@ -626,7 +624,7 @@ class SegmentsAroundUnits(nn.Module):
 @pytest.mark.spec("PAR-07")
 @each_strategy
 @ranks(2)
-def test_a_unit_is_not_freed_for_a_unit_inside_a_part_of_it_that_is_yet_to_be_recomputed(
+def test_unit_is_kept_until_inner_segments_are_recomputed(
     strategy: ShardingStrategy,
 ) -> None:
     def build(wrap: Wrap) -> nn.Module:
@@ -705,7 +703,7 @@ def test_under_no_sync_nothing_is_reduced_and_the_first_backward_after_it_reduce
 @pytest.mark.parametrize("forward_inside", [True, False])
 @each_strategy
 @ranks(2)
-def test_what_counts_is_where_the_backward_runs(strategy: ShardingStrategy, forward_inside: bool) -> None:
+def test_no_sync_depends_only_on_backward(strategy: ShardingStrategy, forward_inside: bool) -> None:
     model: Any = in_a_row(wrapper(sharding_strategy=strategy))
     plain = in_a_row(left_plain)
     if forward_inside:
@@ -729,7 +727,7 @@ def test_what_counts_is_where_the_backward_runs(strategy: ShardingStrategy, forw
 
 @pytest.mark.spec("SHARD-05", "SHARD-13")
 @ranks(2)
-def test_the_root_keeps_its_own_parameters_until_its_backward_and_nobody_else_does() -> None:
+def test_only_root_is_kept_until_backward() -> None:
     model: Any = with_own_layer(wrapper())
     loss = square_loss(model, dist.get_rank())
     assert [is_open(unit) for unit in units_of(model)] == [True, False, False, False]

@@ -59,7 +59,7 @@ def test_parameters_of_the_outermost_module_itself_have_no_prefix() -> None:
 
 @pytest.mark.pure
 @pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
-def test_a_module_that_keeps_its_weights_twice_is_told_twice(kind: type[nn.RNNBase]) -> None:
+def test_module_with_second_weight_list_gets_both_updated(kind: type[nn.RNNBase]) -> None:
     module = kind(2, 3)
     for name in ("weight_ih_l0", "bias_hh_l0"):
         info, replacement = ParamInfo.of(module, name, name), torch.zeros(1)
@@ -77,7 +77,7 @@ def test_an_ordinary_module_has_no_second_list() -> None:
 
 @ranks(2)
 @pytest.mark.spec("FWD-04")
-def test_a_recurrent_unit_computes_with_the_gathered_weights_and_trains_them() -> None:
+def test_recurrent_unit_trains_with_unsharded_weights() -> None:
     torch.manual_seed(3)
     plain = nn.LSTM(3, 2)
     sharded = nn.LSTM(3, 2)

@@ -118,7 +118,7 @@ def test_it_is_bounded_and_keeps_no_tensor_alive() -> None:
 
 @pytest.mark.spec("LEDGER-01")
 @ranks(2)
-def test_who_looks_at_a_collective_that_is_over_keeps_no_tensor_alive() -> None:
+def test_completed_collective_keeps_no_tensor_alive() -> None:
     group = Group.of(dist.group.WORLD)
     large = torch.zeros(1000, device=device())
     memory, sent = weakref.ref(large), []
@@ -247,7 +247,7 @@ def test_while_a_rank_is_slow_no_file_is_written_and_no_list_sent_that_is_like_a
 
 @pytest.mark.spec("LEDGER-14")
 @ranks(2)
-def test_a_look_of_the_watcher_that_fails_is_not_its_last_one() -> None:
+def test_watchdog_continues_after_failed_check() -> None:
     FSDP(MLP(), device_id=device())
     watchdog = log.watchdog
     assert watchdog is not None
@@ -410,7 +410,7 @@ def test_an_entry_is_nothing_that_the_garbage_collector_must_look_at() -> None:
 
 @pytest.mark.spec("LEDGER-01")
 @ranks(2)
-def test_the_engine_without_a_ledger_to_measure_against_writes_nothing_down_and_trains_alike() -> None:
+def test_engine_without_collective_log_trains_alike() -> None:
     model = shard_each(chain(2))
     train_once(model)
     expected = gradients(model)

@@ -126,7 +126,7 @@ def test_a_wait_is_not_recorded_if_the_release_was_complete_already() -> None:
 
 @pytest.mark.pure
 @given(st.integers(1, 4), st.integers(1, 12))
-def test_the_number_in_flight_is_what_the_limiter_was_told(num_in_flight: int, num_units: int) -> None:
+def test_limiter_keeps_given_number_in_flight(num_in_flight: int, num_units: int) -> None:
     limiter, gpu = RateLimiter(True, num_in_flight), SlowGPU()
     lengths = run_units(limiter, gpu, num_units)
     assert gpu.peak == min(num_units, num_in_flight)
@@ -134,7 +134,7 @@ def test_the_number_in_flight_is_what_the_limiter_was_told(num_in_flight: int, n
 
 
 @pytest.mark.pure
-def test_frees_without_gathers_in_between_do_not_let_the_queue_grow() -> None:
+def test_releases_without_all_gathers_do_not_grow_queue() -> None:
     limiter, gpu = RateLimiter(True), SlowGPU()
     for _ in range(5):
         gpu.all_gather()
@@ -213,7 +213,7 @@ def test_in_training_the_limiter_holds_two_units_in_flight_where_without_it_the_
 
 @pytest.mark.spec("LIM-02")
 @ranks(2)
-def test_each_wait_comes_right_before_the_gather_that_it_holds_back() -> None:
+def test_each_wait_comes_right_before_delayed_all_gather() -> None:
     gpu = SlowGPU()
     model = shard_each(chain(4))
     patched = with_slow_releases(model, gpu)

@@ -39,7 +39,7 @@ def group(*members: int, rank: int = 0) -> Group:
         (MeshGroups(None, None), 1, 0, 1, True),
     ],
 )
-def test_a_mesh_knows_its_size_this_ranks_place_and_who_speaks_for_all(
+def test_mesh_has_its_size_rank_index_and_first_rank(
     table: MeshGroups, num_shards: int, index: int, num_ranks: int, is_first: bool
 ) -> None:
     assert (table.num_shards, table.shard_index, table.num_ranks) == (num_shards, index, num_ranks)
@@ -57,7 +57,7 @@ def test_a_mean_over_a_table_of_all_ranks_covers_every_one_of_them() -> None:
 
 @pytest.mark.pure
 @pytest.mark.spec("CTOR-14")
-def test_a_row_or_a_column_of_one_is_none() -> None:
+def test_group_of_one_rank_becomes_none() -> None:
     assert MeshGroups.sharded(group(5)) == MeshGroups(None, None)
     assert MeshGroups.replicated(group(5)) == MeshGroups(None, None)
     assert MeshGroups.hybrid(group(5), group(5, 7)) == MeshGroups(None, group(5, 7))
@@ -65,7 +65,7 @@ def test_a_row_or_a_column_of_one_is_none() -> None:
 
 
 @pytest.mark.pure
-def test_without_a_process_group_the_message_says_what_to_call() -> None:
+def test_missing_process_group_error_names_init_function() -> None:
     with pytest.raises(RuntimeError, match="init_process_group"):
         default_group()
 
@@ -100,7 +100,7 @@ def test_a_group_of_others_is_refused_with_the_rank_in_the_message() -> None:
 
 
 @ranks(2)
-def test_a_group_object_that_says_it_is_without_this_rank_is_refused() -> None:
+def test_group_without_this_rank_is_refused() -> None:
     class Elsewhere:
         def rank(self) -> int:
             return -1
@@ -135,7 +135,7 @@ def in_nodes_of(num_ranks: int) -> None:
 
 @pytest.mark.spec("HYB-03")
 @ranks(4)
-def test_ranks_of_one_node_are_a_row_and_equal_places_of_all_nodes_a_column() -> None:
+def test_node_groups_shard_in_nodes_and_replicate_across() -> None:
     in_nodes_of(2)
     rank = dist.get_rank()
     row, column = (Group.of(found) for found in node_groups(CPU))

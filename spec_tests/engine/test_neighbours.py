@@ -41,7 +41,7 @@ def test_a_process_of_this_machine_is_over_as_soon_as_it_was_killed(other: subpr
 
 
 @pytest.mark.spec("LEDGER-18")
-def test_nothing_is_said_of_a_process_of_another_machine() -> None:
+def test_process_of_other_machine_is_not_reported_as_ended() -> None:
     machine, _ = this_process()
     nobody = str(2**22 + 1)  # Linux never assigns such a high process ID
     assert has_ended([machine, nobody])
@@ -49,9 +49,7 @@ def test_nothing_is_said_of_a_process_of_another_machine() -> None:
 
 
 @pytest.mark.spec("LEDGER-18")
-def test_nothing_is_said_where_the_system_does_not_tell_of_its_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_proc_filesystem_gives_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "_SYSTEM", tmp_path)
     assert this_process()[0] == ""
     assert not has_ended(this_process())

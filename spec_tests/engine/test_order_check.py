@@ -30,7 +30,7 @@ class Tower(nn.Module):
 
 @pytest.mark.spec("NEW-19")
 @ranks(2)
-def test_ranks_that_gather_different_units_raise_on_every_rank_with_both_names() -> None:
+def test_different_units_raise_on_every_rank_with_both_names() -> None:
     rank = dist.get_rank()
     model: Any = FSDP(Tower(), device_id=device())
     begin = rf"rank {rank}: the ranks are about to all-gather different units"
@@ -52,7 +52,7 @@ def test_after_that_error_the_ranks_may_agree() -> None:
 
 @pytest.mark.spec("NEW-19")
 @ranks(2)
-def test_each_unit_is_asked_for_once() -> None:
+def test_each_unit_is_order_checked_once() -> None:
     model, ask = shard_each(chain()), collectives.ask
     issued: list[Any] = []
     counts = []
@@ -68,7 +68,7 @@ def test_each_unit_is_asked_for_once() -> None:
 
 @pytest.mark.spec("NEW-19")
 @ranks(2)
-def test_who_counts_collectives_sees_those_of_training_alone() -> None:
+def test_collective_count_excludes_order_checks() -> None:
     model = shard_each(chain())
     with Wire() as wire:
         train_once(model)
@@ -76,7 +76,7 @@ def test_who_counts_collectives_sees_those_of_training_alone() -> None:
 
 
 @ranks(2)
-def test_a_unit_that_is_not_sharded_is_not_asked_for() -> None:
+def test_no_shard_unit_is_not_in_order_check() -> None:
     from minifsdp import ShardingStrategy
 
     model = shard_each(nn.Sequential(MLP(3, 4).to(device())), sharding_strategy=ShardingStrategy.NO_SHARD)

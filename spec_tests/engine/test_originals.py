@@ -85,7 +85,7 @@ def test_a_frozen_parameter_among_trained_ones_warns_and_gets_no_gradient() -> N
 
 @pytest.mark.pure
 @pytest.mark.parametrize("frozen", [[], ["weight", "bias"]])
-def test_a_unit_that_is_trained_or_frozen_as_a_whole_does_not_warn(frozen: list[str]) -> None:
+def test_uniformly_trained_or_frozen_unit_gives_no_warning(frozen: list[str]) -> None:
     home = Unit()
     for name in frozen:
         home.get_parameter(name).requires_grad_(False)
@@ -178,7 +178,7 @@ def test_a_parameter_that_has_no_part_here_must_not_be_given_one() -> None:
 
 
 @pytest.mark.pure
-def test_where_nobody_has_another_part_the_parameters_keep_their_shapes() -> None:
+def test_one_rank_unit_keeps_param_shapes() -> None:
     home = Unit()
     gradients = FlatGradients(own(home, 0, num_shards=1))
     assert (home.weight.shape, home.bias.shape) == ((2, 3), (3,))
@@ -217,7 +217,7 @@ def test_the_stamp_changes_when_one_of_the_values_does() -> None:
 
 @pytest.mark.pure
 @pytest.mark.spec("SHARD-11")
-def test_what_no_other_rank_has_a_part_of_is_shown_in_its_own_shape() -> None:
+def test_one_rank_unit_shows_params_in_original_shape() -> None:
     home = Unit()
     gradients = FlatGradients(own(home, 0, num_shards=1))
     assert [parameter.shape for parameter in home.parameters()] == [(2, 3), (3,)]

@@ -30,7 +30,7 @@ def shapes_of(sharding: FlatSharding) -> list[torch.Size]:
 @pytest.mark.pure
 @pytest.mark.spec("SHARD-02")
 @given(shardings)
-def test_pieces_have_equal_size_and_cover_the_padded_row_exactly_once(sharding: FlatSharding) -> None:
+def test_shards_have_equal_size_and_cover_padded_bucket(sharding: FlatSharding) -> None:
     row = row_of(sharding)
     local_shards = [row[sharding.shard_range(index)] for index in range(sharding.num_shards)]
     assert {local_shard.numel() for local_shard in local_shards} == {sharding.shard_numel}
@@ -40,7 +40,7 @@ def test_pieces_have_equal_size_and_cover_the_padded_row_exactly_once(sharding: 
 @pytest.mark.pure
 @pytest.mark.spec("SHARD-02", "SHARD-03")
 @given(shardings)
-def test_a_piece_is_no_larger_than_it_must_be(sharding: FlatSharding) -> None:
+def test_local_shard_has_minimal_size(sharding: FlatSharding) -> None:
     padding = sharding.padded_numel - sharding.numel
     assert 0 <= padding < sharding.num_shards
 
@@ -48,7 +48,7 @@ def test_a_piece_is_no_larger_than_it_must_be(sharding: FlatSharding) -> None:
 @pytest.mark.pure
 @pytest.mark.spec("SHARD-03")
 @given(shardings)
-def test_the_slices_of_all_pieces_rebuild_every_parameter_exactly(sharding: FlatSharding) -> None:
+def test_slices_of_all_shards_rebuild_every_param(sharding: FlatSharding) -> None:
     row = row_of(sharding)
     parameters = sharding.views(row, shapes_of(sharding))
     rebuilt: list[list[torch.Tensor]] = [[] for _ in sharding.numels]
@@ -90,9 +90,7 @@ def test_views_are_views_and_have_the_given_shapes(sharding: FlatSharding) -> No
 @pytest.mark.pure
 @pytest.mark.spec("SHARD-03")
 @given(shardings, st.data())
-def test_the_gradient_of_the_row_is_zero_in_padding_and_in_unused_parameters(
-    sharding: FlatSharding, data: st.DataObject
-) -> None:
+def test_bucket_gradient_is_zero_for_padding_and_unused_params(sharding: FlatSharding, data: st.DataObject) -> None:
     used = data.draw(st.sets(st.integers(0, len(sharding.numels) - 1), min_size=1))
     row = torch.zeros(sharding.padded_numel, requires_grad=True)
     views = sharding.views(row, shapes_of(sharding))
@@ -115,6 +113,6 @@ def test_the_example_of_the_essay_holds() -> None:
 
 @pytest.mark.pure
 @pytest.mark.spec("SHARD-02")
-def test_a_row_cannot_be_cut_into_no_pieces() -> None:
+def test_zero_shards_are_refused() -> None:
     with pytest.raises(ValueError, match="0 shards"):
         FlatSharding((3,), 0)

@@ -89,7 +89,7 @@ def test_map_tensors_replaces_every_tensor_and_keeps_the_structure(value: Any) -
 
 
 @pytest.mark.pure
-def test_dataclasses_are_made_anew_with_their_other_fields() -> None:
+def test_dataclasses_are_rebuilt_with_other_fields() -> None:
     batch = Batch(torch.ones(2), "a", [torch.zeros(1)])
     batch.size = 5
     mapped = map_tensors(lambda t: t + 1, batch)
@@ -169,5 +169,5 @@ def test_move_takes_every_tensor_to_the_device() -> None:
 
 
 @pytest.mark.pure
-def test_a_precision_that_says_nothing_changes_nothing() -> None:
+def test_default_precision_changes_nothing() -> None:
     assert Precision() == Precision(None, None, False)

@@ -81,7 +81,7 @@ def test_a_sharded_unit_gets_its_slice_of_the_mean() -> None:
 
 @pytest.mark.spec("SHARD-11")
 @ranks(2)
-def test_a_unit_that_is_not_sharded_gets_the_whole_mean_by_one_all_reduce() -> None:
+def test_replicated_unit_gets_mean_by_one_all_reduce() -> None:
     rank = dist.get_rank()
     with trace.record() as recorder:
         local_shard = reduced(ReducePlan.mean(MeshGroups.replicated(world()), F32), full(rank + 1))
@@ -92,7 +92,7 @@ def test_a_unit_that_is_not_sharded_gets_the_whole_mean_by_one_all_reduce() -> N
 
 @pytest.mark.spec("HYB-04", "HYB-05")
 @ranks(4)
-def test_a_hybrid_unit_is_scattered_over_its_row_and_all_reduced_over_its_column() -> None:
+def test_hybrid_unit_reduce_scatters_then_all_reduces() -> None:
     rank = dist.get_rank()
     mesh = two_by_two()
     with trace.record() as recorder:
@@ -107,7 +107,7 @@ def test_a_hybrid_unit_is_scattered_over_its_row_and_all_reduced_over_its_column
 
 @pytest.mark.spec("HYB-05")
 @ranks(4)
-def test_a_hybrid_unit_gets_the_slice_that_belongs_to_its_place_in_the_row() -> None:
+def test_hybrid_unit_gets_slice_of_its_shard_index() -> None:
     rank = dist.get_rank()
     whole = torch.arange(4.0, device=device()) + 10 * rank
     local_shard = reduced(ReducePlan.mean(two_by_two(), F32), whole)
@@ -249,7 +249,7 @@ def test_the_span_of_a_reduction_ends_when_it_was_waited_for() -> None:
 
 @pytest.mark.spec("HOOK-02", "HOOK-03")
 @ranks(2)
-def test_a_hook_replaces_division_and_sum_and_gets_a_piece_to_fill_only_where_the_unit_is_sharded() -> None:
+def test_comm_hook_replaces_mean_and_gets_shard_if_sharded() -> None:
     seen: list[tuple[int, ...]] = []
 
     def hook(whole: torch.Tensor, local_shard: torch.Tensor | None = None) -> None:

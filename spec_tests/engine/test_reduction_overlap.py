@@ -74,7 +74,7 @@ def test_without_overlap_a_reduction_is_over_before_the_next_backward_begins(doo
 @pytest.mark.spec("NEW-24")
 @DOORS
 @ranks(2)
-def test_gradients_are_the_same_and_a_gradient_less_lies_in_memory(door: str) -> None:
+def test_memory_drops_by_one_gradient_without_overlap(door: str) -> None:
     peaks, gradients = [], []
     for overlaps in (True, False):
         model = sharded(door, overlaps)
@@ -104,6 +104,6 @@ def test_it_can_be_chosen_for_one_group_alone() -> None:
 
 @pytest.mark.spec("NEW-24")
 @pytest.mark.pure
-def test_where_nothing_is_sharded_it_says_so() -> None:
+def test_reduction_overlap_requires_sharded_module() -> None:
     with pytest.raises(ValueError, match="neither Linear nor any module inside it is sharded"):
         set_reduction_overlap(nn.Linear(1, 1), False)

@@ -68,7 +68,7 @@ def test_the_unit_whose_forward_runs_first_with_no_other_around_it_is_the_root()
 
 
 @ranks(2)
-def test_all_units_of_a_tree_share_lanes_and_limiter_and_another_tree_has_its_own() -> None:
+def test_units_of_one_tree_share_comm_streams_and_limiter() -> None:
     one, other = sharded(), sharded()
     for model in (one, other):
         model(draw(0))
@@ -105,7 +105,7 @@ def test_two_trees_in_one_loss_train_both() -> None:
 @pytest.mark.parametrize("before", ["trained", "ran forward", "was evaluated", "broke off"])
 @each_strategy
 @ranks(2)
-def test_a_part_that_ran_on_its_own_first_is_taken_over_by_the_whole(strategy: ShardingStrategy, before: str) -> None:
+def test_root_takes_over_submodule_that_ran_alone(strategy: ShardingStrategy, before: str) -> None:
     model = sharded(sharding_strategy=strategy)
     plain = with_own_layer()
     part = model[0]
@@ -147,7 +147,7 @@ def test_a_part_that_was_a_root_is_none_any_more_and_frees_after_forward() -> No
 @pytest.mark.spec("FWD-02")
 @each_strategy
 @ranks(2)
-def test_a_part_can_run_on_its_own_after_the_whole(strategy: ShardingStrategy) -> None:
+def test_submodule_runs_alone_after_root(strategy: ShardingStrategy) -> None:
     model = sharded(sharding_strategy=strategy)
     plain = with_own_layer()
     train_once(model)
@@ -163,7 +163,7 @@ def test_a_part_can_run_on_its_own_after_the_whole(strategy: ShardingStrategy) -
 
 
 @ranks(2)
-def test_a_part_can_be_evaluated_between_forward_and_backward_of_the_whole() -> None:
+def test_submodule_is_evaluated_before_backward_of_root() -> None:
     model = sharded()
     plain = with_own_layer()
     loss = square_loss(model, dist.get_rank())
@@ -265,7 +265,7 @@ class Detour(nn.Module):
 @pytest.mark.spec("PREF-13")
 @pytest.mark.parametrize("why", ["another branch", "an exception"])
 @ranks(2)
-def test_a_prefetch_that_nobody_used_is_not_computed_on_after_a_change(why: str) -> None:
+def test_unused_prefetch_is_not_used_after_change(why: str) -> None:
     def wrap(module: nn.Module) -> nn.Module:
         return FSDP(module, device_id=device(), forward_prefetch=True)
 
@@ -289,7 +289,7 @@ def test_a_prefetch_that_nobody_used_is_not_computed_on_after_a_change(why: str)
 
 @each_strategy
 @ranks(2)
-def test_what_was_not_changed_is_not_gathered_again(strategy: ShardingStrategy) -> None:
+def test_unchanged_params_are_not_all_gathered_again(strategy: ShardingStrategy) -> None:
     model = sharded(sharding_strategy=strategy)
     train_once(model)
     model(draw(0))

@@ -86,7 +86,7 @@ def test_a_unit_that_ran_twice_is_met_twice_its_last_use_first() -> None:
 
 @pytest.mark.pure
 @pytest.mark.spec("PREF-08")
-def test_a_unit_that_ran_twice_in_a_row_does_not_ask_for_itself() -> None:
+def test_unit_run_twice_does_not_prefetch_itself() -> None:
     a, b = units(2)
     schedule = Schedule()
     for unit in (a, a, b, b):
@@ -125,7 +125,7 @@ def test_the_order_of_the_first_iteration_stays_the_order_for_good() -> None:
 
 
 @pytest.mark.pure
-def test_an_iteration_in_which_nobody_entered_is_not_the_first_one() -> None:
+def test_iteration_without_units_is_not_the_first() -> None:
     a, b = units(2)
     schedule = Schedule()
     schedule.end_iteration()

@@ -185,7 +185,7 @@ def test_parameters_that_are_set_from_a_vector_are_noticed(kind: str) -> None:
 
 @pytest.mark.spec("FRESH-04")
 @ranks(2)
-def test_a_rank_whose_optimizer_lacks_empty_parameters_gathers_with_the_others() -> None:
+def test_rank_with_optimizer_without_empty_params_all_gathers() -> None:
     torch.manual_seed(0)
     options: dict[str, Any] = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "use_orig_params": True}
     inner = FullyShardedDataParallel(nn.Linear(1, 1, bias=False), device_id=device(), **options)
@@ -203,7 +203,7 @@ def test_a_rank_whose_optimizer_lacks_empty_parameters_gathers_with_the_others()
 @pytest.mark.spec("FRESH-06")
 @every_kind
 @ranks(2)
-def test_a_step_of_another_optimizer_on_one_rank_leads_to_no_all_gather(kind: str) -> None:
+def test_optimizer_step_of_other_model_causes_no_all_gather(kind: str) -> None:
     model, other = KINDS[kind](tiny()), tiny()
     sharded_alone = FullyShardedDataParallel(
         tiny(), process_group=_group_of_each_rank(), device_id=device(), sharding_strategy=ShardingStrategy.NO_SHARD

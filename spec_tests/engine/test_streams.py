@@ -118,7 +118,7 @@ def test_a_work_of_an_accelerator_is_waited_for_on_the_communication_stream_and_
 @pytest.mark.pure
 @pytest.mark.spec("STREAM-07")
 @pytest.mark.proof("order only")
-def test_every_stream_is_asked_for_by_its_device(machine: StandIn) -> None:
+def test_every_stream_comes_from_its_device(machine: StandIn) -> None:
     class Memory:
         device = DEVICE
         record_stream, untyped_storage = mock.Mock(), mock.Mock()
@@ -223,9 +223,7 @@ def test_the_compute_stream_does_not_divide(machine: StandIn, plan: Callable[[Me
 @pytest.mark.pure
 @pytest.mark.spec("STREAM-16")
 @pytest.mark.proof("order only")
-def test_a_hook_writes_to_shards_between_the_gathers_before_it_and_those_after_it(
-    machine: StandIn, plan: Callable[[MeshGroups], ReducePlan]
-) -> None:
+def test_gradient_hook_runs_between_all_gathers(machine: StandIn, plan: Callable[[MeshGroups], ReducePlan]) -> None:
     log = reduce_once(machine, plan(MeshGroups.sharded(PAIR)), has_gradient_hooks=True)
     assert log[-3:] == ["compute waits for gather", "compute: accept", "gather waits for compute"]
 
@@ -233,7 +231,7 @@ def test_a_hook_writes_to_shards_between_the_gathers_before_it_and_those_after_i
 @pytest.mark.pure
 @pytest.mark.spec("STREAM-16")
 @pytest.mark.proof("order only")
-def test_a_hook_that_writes_to_shards_on_the_cpu_comes_when_gathers_have_read_them(
+def test_cpu_gradient_hook_waits_until_all_gathers_read_shards(
     machine: StandIn, plan: Callable[[MeshGroups], ReducePlan]
 ) -> None:
     facts = {"offloads": True, "reads_gradient": True, "has_gradient_hooks": True}
@@ -244,7 +242,7 @@ def test_a_hook_that_writes_to_shards_on_the_cpu_comes_when_gathers_have_read_th
 @pytest.mark.pure
 @pytest.mark.spec("STREAM-09")
 @pytest.mark.proof("order only")
-def test_with_replicas_the_rest_runs_on_their_stream_and_nobody_else_waits_for_it_in_between(
+def test_replica_reduction_finishes_on_all_reduce_stream(
     machine: StandIn, plan: Callable[[MeshGroups], ReducePlan]
 ) -> None:
     assert reduce_once(machine, plan(MeshGroups.hybrid(PAIR, PAIR))) == [
@@ -363,7 +361,7 @@ def test_a_gradient_is_read_where_there_is_one_already_or_a_hook_waits_for_it(us
 @pytest.mark.pure
 @pytest.mark.spec("STREAM-10")
 @pytest.mark.parametrize(("keeps", "dtype"), [(False, F32), (True, BF16)])
-def test_a_gradient_travels_home_in_the_dtype_in_which_it_will_be_stored(keeps: bool, dtype: torch.dtype) -> None:
+def test_gradient_is_copied_to_cpu_in_stored_dtype(keeps: bool, dtype: torch.dtype) -> None:
     layout = flat(offload=True, keeps=keeps)
     assert layout.copy_to_host(torch.ones(8, dtype=BF16)).dtype is dtype
 
@@ -412,7 +410,7 @@ def num_follows(layout: Any) -> int:
 
 @pytest.mark.spec("STREAM-05")
 @ranks(2)
-def test_the_gather_follows_a_copy_that_was_made_for_it_and_only_such_a_one() -> None:
+def test_all_gather_waits_only_for_copy_made_for_it() -> None:
     model = shard_each(chain(1), use_orig_params=True)
     layout = units_of(model)[-1].layout
     assert num_follows(layout) == 0
@@ -424,7 +422,7 @@ def test_the_gather_follows_a_copy_that_was_made_for_it_and_only_such_a_one() ->
 
 @pytest.mark.spec("STREAM-05")
 @ranks(2)
-def test_the_gather_follows_the_copy_of_a_tensor_that_was_put_in_place_of_another() -> None:
+def test_all_gather_waits_for_copy_of_replaced_tensor() -> None:
     layer = nn.Linear(4, 4, device=device())
     layout = units_of_two(layer)
     assert num_follows(layout) == 0
@@ -437,7 +435,7 @@ def test_the_gather_follows_the_copy_of_a_tensor_that_was_put_in_place_of_anothe
 @pytest.mark.pure
 @pytest.mark.spec("STREAM-04")
 @pytest.mark.proof("order only")
-def test_a_gather_of_one_rank_is_waited_for(machine: StandIn) -> None:
+def test_all_gather_of_one_rank_is_awaited(machine: StandIn) -> None:
     split, value = (torch.Size([4, 2]), 0), torch.ones(4, 2)
     cast = Bucket([split], [value], None, Options(torch.device("cpu"), Precision(BF16)))
     extended = ExtendedBucket(split, Int8Shards(value), None, Options(torch.device("cpu")), None, nn.Identity())

@@ -103,9 +103,7 @@ def test_the_table_of_transitions_has_every_state_and_every_verb() -> None:
 
 @pytest.mark.pure
 @pytest.mark.parametrize(("before", "verb", "after", "calls"), TABLE, ids=[f"{s.name}-{v}" for s, v, _, _ in TABLE])
-def test_each_verb_leads_from_each_state_where_the_table_says(
-    before: State, verb: str, after: Any, calls: list[str]
-) -> None:
+def test_each_unit_method_leads_to_state_in_table(before: State, verb: str, after: Any, calls: list[str]) -> None:
     log = Log()
     unit = brought_to(before, log)
     if after is RuntimeError:
@@ -131,7 +129,7 @@ def test_no_verb_changes_the_phase(state: State) -> None:
 
 
 @pytest.mark.pure
-def test_a_prefetch_that_was_wrong_is_waited_for_before_it_is_freed() -> None:
+def test_wrong_prefetch_is_awaited_before_reshard() -> None:
     log = Log()
     unit = brought_to(State.GATHERING, log)
     unit.reshard()
@@ -142,7 +140,7 @@ def test_a_prefetch_that_was_wrong_is_waited_for_before_it_is_freed() -> None:
 @pytest.mark.pure
 @pytest.mark.spec("LIM-02")
 @given(st.lists(st.sampled_from(["unshard", "wait", "reshard"]), max_size=20))
-def test_in_any_sequence_of_verbs_the_limiter_is_asked_before_each_gather_and_all_gathers_are_waited_for(
+def test_limiter_is_called_before_each_all_gather(
     verbs: list[str],
 ) -> None:
     log = Log()
@@ -171,7 +169,7 @@ def test_a_unit_without_anything_to_wait_for_or_to_release_goes_through_the_same
 
 
 @pytest.mark.pure
-def test_a_gather_that_fails_leaves_the_unit_sharded() -> None:
+def test_failed_all_gather_leaves_unit_sharded() -> None:
     log = Log(fails=True)
     unit = make(log)
     with pytest.raises(ConnectionError):
@@ -184,7 +182,7 @@ def test_a_gather_that_fails_leaves_the_unit_sharded() -> None:
 
 
 @pytest.mark.pure
-def test_the_trace_of_a_shared_unit_has_the_gather_as_a_span_and_the_free_as_a_moment() -> None:
+def test_trace_has_all_gather_as_span_and_reshard_as_instant() -> None:
     row: Any = Group(None, 2, 0, (4, 5))  # type: ignore[arg-type]
     unit = make(Log(), MeshGroups.sharded(row))
     with trace.record() as recorder:
@@ -200,7 +198,7 @@ def test_the_trace_of_a_shared_unit_has_the_gather_as_a_span_and_the_free_as_a_m
 
 
 @pytest.mark.pure
-def test_a_shard_that_lives_on_the_cpu_is_recorded_as_copied_before_it_is_gathered() -> None:
+def test_cpu_shard_records_copy_before_all_gather() -> None:
     row: Any = Group(None, 2, 0, (4, 5))  # type: ignore[arg-type]
     log = Log()
     log.offloads = True

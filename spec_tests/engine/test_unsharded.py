@@ -45,14 +45,14 @@ def test_writing_through_the_alias_does_not_look_like_a_change_to_autograd() -> 
 
 
 @pytest.mark.pure
-def test_the_leaf_is_a_leaf_and_asks_for_a_gradient() -> None:
+def test_leaf_is_autograd_leaf_requiring_gradient() -> None:
     tensor = UnshardedTensor(2, torch.float32, CPU)
     assert tensor.leaf.is_leaf
     assert tensor.leaf.requires_grad
 
 
 @pytest.mark.pure
-def test_what_is_borrowed_is_the_lenders_memory_and_is_not_released() -> None:
+def test_borrowed_tensor_uses_memory_of_lender() -> None:
     lender = torch.ones(4)
     tensor = UnshardedTensor(4, torch.float32, CPU, lender)
     assert tensor.is_borrowed

@@ -54,7 +54,7 @@ def deviate(folder: Path, door: str, what: str, num_ranks: int = 2) -> list[Any]
 
 @pytest.mark.spec("LEDGER-03", "LEDGER-02")
 @pytest.mark.parametrize("door", DOORS)
-def test_ranks_that_wait_in_vain_are_told_within_seconds(door: str, tmp_path: Path) -> None:
+def test_divergent_ranks_are_reported_within_seconds(door: str, tmp_path: Path) -> None:
     assert deviate(tmp_path, door, "leaves out") == [1, 1]
     for rank in range(2):
         said = said_by(tmp_path, rank)
@@ -131,7 +131,7 @@ def test_no_sync_on_one_rank_of_a_mesh_is_noticed_by_its_replicas_too(door: str,
     ("what", "words"),
     [("ends", "has ended, at the end of its program"), ("fails", "has ended, by LookupError: no such picture")],
 )
-def test_a_rank_that_ends_leaves_words_for_the_others(door: str, what: str, words: str, tmp_path: Path) -> None:
+def test_ended_rank_leaves_exit_record(door: str, what: str, words: str, tmp_path: Path) -> None:
     codes = deviate(tmp_path, door, what)
     assert codes == [1, 0 if what == "ends" else 1]
     assert f"rank 1: {words}" in said_by(tmp_path, 0)
@@ -146,9 +146,7 @@ def test_a_rank_that_ends_leaves_words_for_the_others(door: str, what: str, word
         ("killed", "The state of the other ranks is unknown: the host of the store, usually rank 0, has ended."),
     ],
 )
-def test_a_rank_knows_its_own_place_and_what_has_become_of_the_stores_host(
-    what: str, words: str, tmp_path: Path
-) -> None:
+def test_rank_reports_its_position_and_loss_of_store_host(what: str, words: str, tmp_path: Path) -> None:
     codes = deviate(tmp_path, "wrapper", f"is the host and {what}")
     assert codes == [0 if what == "ends" else -signal.SIGKILL, 1]
     said = said_by(tmp_path, 1)
@@ -157,7 +155,7 @@ def test_a_rank_knows_its_own_place_and_what_has_become_of_the_stores_host(
 
 
 @pytest.mark.spec("LEDGER-03")
-def test_a_device_on_which_nothing_goes_on_is_noticed_too(tmp_path: Path) -> None:
+def test_stuck_device_is_detected(tmp_path: Path) -> None:
     assert deviate(tmp_path, "wrapper", "has a stuck device") == [1, 0]
     said = said_by(tmp_path, 0)
     # Printed by the watchdog, and raised by the next collective.
@@ -175,7 +173,7 @@ def test_an_error_of_a_collective_of_torch_is_followed_by_the_same_report(tmp_pa
 
 
 @pytest.mark.spec("LEDGER-18")
-def test_who_waits_for_a_rank_that_was_killed_is_told_though_no_connection_breaks(tmp_path: Path) -> None:
+def test_wait_for_killed_rank_ends_with_message(tmp_path: Path) -> None:
     assert deviate(tmp_path, "wrapper", "is killed before a state dict") == [1, -signal.SIGKILL]
     said = said_by(tmp_path, 0)
     assert "state_dict() must be called by all of the ranks [0, 1]" in said
@@ -237,7 +235,7 @@ def test_a_sigterm_is_reported_by_all_who_get_it_whatever_they_wait_for(tmp_path
 
 
 @pytest.mark.spec("LEDGER-12")
-def test_what_went_wrong_in_other_process_groups_is_forgotten_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_errors_of_earlier_process_groups_are_removed(tmp_path: Path) -> None:
     pool.start_early()
     processes = start_ranks("anew", str(tmp_path), num_ranks=2, folder=tmp_path)
     for process in processes:
@@ -257,7 +255,7 @@ def test_what_went_wrong_in_other_process_groups_is_forgotten_and_leaves_nothing
 
 @pytest.mark.spec("LEDGER-15")
 @pytest.mark.parametrize("what", ["leaves out", "asks for a state dict"])
-def test_ranks_that_wait_in_vain_are_told_though_torch_wraps_their_groups(
+def test_wrapped_torch_groups_still_detect_divergent_ranks(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
@@ -281,7 +279,7 @@ SOME = [
 
 @pytest.mark.spec("LEDGER-09", "LEDGER-02", "LEDGER-05", "FAULT-01", "FAULT-02", "FAULT-03")
 @pytest.mark.parametrize("fault", FAULTS)
-def test_all_other_ranks_end_in_time_and_say_where_every_rank_is(fault: str) -> None:
+def test_other_ranks_end_in_time_and_print_all_positions(fault: str) -> None:
     outcomes = run_all([cell for cell in SOME if cell.fault == fault])
     assert [(outcome.cell, outcome.complaint) for outcome in outcomes if outcome.complaint] == []
 
@@ -313,20 +311,20 @@ SOME_RESTARTS = [
 
 
 @pytest.mark.spec("LEDGER-10")
-def test_under_torchrun_a_job_goes_on_from_its_last_checkpoint() -> None:
+def test_job_under_torchrun_resumes_from_last_checkpoint() -> None:
     complaints = [complaint for _, complaint in restarts.run_all(SOME_RESTARTS)]
     assert complaints == [""] * len(SOME_RESTARTS)
 
 
 @pytest.mark.spec("LEDGER-09")
-def test_what_is_wrong_is_seen_in_a_record() -> None:
+def test_fault_record_contains_wrong_outcomes() -> None:
     (cell, *_) = every_cell()
     wrong = json.loads(matrix.written({"timeout": 4.0}, matrix.rows_of([Outcome(cell, 1.0, "it hangs")])))["rows"]
     assert wrong == {matrix.kind_of(cell): {cell.stage: {cell.fault: None}}}
 
 
 @pytest.mark.spec("LEDGER-10")
-def test_the_record_of_restarts_has_every_job_and_each_has_gone_on() -> None:
+def test_restart_record_has_every_job_and_all_resumed() -> None:
     jobs = json.loads(restarts.RECORD.read_text())["jobs"]
     assert [Restart(**{name: job[name] for name in job if name != "seconds"}) for job in jobs] == [
         *restarts.every_restart()

@@ -85,7 +85,7 @@ def test_changes_persist(strategy: ShardingStrategy, use_orig_params: bool) -> N
 
 @pytest.mark.spec("APPLY-01")
 @ranks(2)
-def test_afterwards_the_parameters_are_shards_again_and_training_goes_on() -> None:
+def test_params_are_shards_again_after_apply() -> None:
     model = wrapped()
     sizes = [parameter.numel() for parameter in model.parameters()]
     model.apply(lambda module: None)

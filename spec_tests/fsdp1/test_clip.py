@@ -65,7 +65,7 @@ def test_the_signature_is_that_of_torch() -> None:
 
 @pytest.mark.spec("CLIP-01")
 @ranks(2)
-def test_max_norm_may_be_an_int_and_norm_type_a_word() -> None:
+def test_max_norm_accepts_int_and_norm_type_accepts_string() -> None:
     model = wrapped()
     iterate(model)
     before = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
@@ -365,9 +365,7 @@ def mixed(strategy: ShardingStrategy, **options: Any) -> FullyShardedDataParalle
 @either
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
 @ranks(4)
-def test_of_sharded_and_whole_and_ignored_parts_each_element_counts_once(
-    strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
+def test_norm_counts_each_element_once(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     # All ranks use the same batch, so that the ignored part has the same gradient on all four ranks.
     plain = seeded(parts)
     loss_of(plain(batch(0, 0))).backward()

@@ -112,7 +112,7 @@ def test_only_the_module_is_required_and_the_result_is_a_module() -> None:
 @pytest.mark.spec("CTOR-02")
 @pytest.mark.parametrize("name", ["nothing", "a number", "a string", "a class", "a parameter", "a list", "a function"])
 @ranks(2)
-def test_what_is_no_module_is_refused(name: str) -> None:
+def test_wrapper_refuses_invalid_module(name: str) -> None:
     given: dict[str, Any] = {
         "nothing": None,
         "a number": 3,
@@ -313,7 +313,7 @@ def assert_same_structure(actual: Any, expected: Any) -> None:
 
 @pytest.mark.spec("CTOR-03")
 @ranks(2)
-def test_an_object_that_nobody_knows_comes_out_as_the_very_same_object() -> None:
+def test_forward_passes_unknown_object_unchanged() -> None:
     class Gives(nn.Linear):
         def forward(self, x: Tensor, given: Any = None) -> Any:
             super().forward(x)
@@ -327,7 +327,7 @@ def test_an_object_that_nobody_knows_comes_out_as_the_very_same_object() -> None
 
 @pytest.mark.spec("CTOR-03")
 @ranks(2)
-def test_parameters_are_gathered_before_the_modules_forward_and_freed_after_it() -> None:
+def test_forward_runs_between_all_gather_and_reshard() -> None:
     inside: list[list[str]] = []
     plain = nn.Linear(WIDTH, 2).to(device())
     plain.register_forward_hook(lambda *_: inside.append(recorder.order()))
@@ -385,7 +385,7 @@ def test_an_optimizer_from_before_wrapping_changes_nothing_and_warns_once() -> N
 @pytest.mark.spec("CTOR-06")
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
 @ranks(4)
-def test_a_given_group_is_the_one_that_gathers_and_reduces(strategy: ShardingStrategy) -> None:
+def test_given_process_group_all_gathers_and_reduces(strategy: ShardingStrategy) -> None:
     members = (0, 2) if dist.get_rank() % 2 == 0 else (1, 3)
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     mine = pairs[dist.get_rank() % 2]
@@ -511,7 +511,7 @@ def assert_trains_alone(strategy: ShardingStrategy, group: dist.ProcessGroup | N
 @pytest.mark.spec("CTOR-18")
 @pytest.mark.parametrize("strategy", [None, FULL_SHARD, SHARD_GRAD_OP])
 @ranks(1)
-def test_sharding_with_nobody_is_warned_of_in_the_words_of_torch(strategy: ShardingStrategy | None) -> None:
+def test_single_rank_warning_equals_torch(strategy: ShardingStrategy | None) -> None:
     name = None if strategy is None else strategy.name
     theirs = None if name is None else torch_fsdp.ShardingStrategy[name]
     with pytest.warns(UserWarning) as by_torch:
@@ -526,7 +526,7 @@ def test_sharding_with_nobody_is_warned_of_in_the_words_of_torch(strategy: Shard
 
 @pytest.mark.spec("CTOR-18")
 @ranks(1)
-def test_sharding_with_nobody_is_told_once_for_a_model_of_many_units() -> None:
+def test_single_rank_warning_appears_once_for_many_units() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")  # the default for a program that sets no filter
         model = wrapped()
@@ -536,7 +536,7 @@ def test_sharding_with_nobody_is_told_once_for_a_model_of_many_units() -> None:
 
 @pytest.mark.spec("CTOR-18")
 @ranks(2)
-def test_who_asked_for_no_sharding_or_has_somebody_to_shard_with_is_not_warned() -> None:
+def test_no_shard_and_multiple_ranks_give_no_warning() -> None:
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     with caught_warnings() as caught:
         wrapped(sharding_strategy=NO_SHARD, process_group=alone)
@@ -582,7 +582,7 @@ def test_the_outermost_instance_is_the_root_and_the_others_are_not(has_run: bool
 
 @pytest.mark.spec("CTOR-10")
 @ranks(2)
-def test_the_tree_is_named_from_the_root_that_ran_forward() -> None:
+def test_unit_names_start_at_root_that_ran_forward() -> None:
     outer = nn.Sequential(wrapped(), nn.Linear(2, 2).to(device()))
     root = FSDP(outer)
     with trace.record() as recorder:
@@ -597,7 +597,7 @@ def test_the_tree_is_named_from_the_root_that_ran_forward() -> None:
 @pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
 @ranks(2)
-def test_an_inner_instance_that_ran_first_on_its_own_joins_the_larger_tree(trains: bool, keep: bool) -> None:
+def test_inner_instance_that_ran_first_joins_larger_tree(trains: bool, keep: bool) -> None:
     plain = seeded()
     model = wrapped(use_orig_params=keep)
     for index in (2, 0):
@@ -621,7 +621,7 @@ def test_an_inner_instance_that_ran_first_on_its_own_joins_the_larger_tree(train
 
 @pytest.mark.spec("CTOR-11")
 @ranks(2)
-def test_an_instance_that_ran_before_it_was_wrapped_joins_the_larger_tree() -> None:
+def test_instance_used_before_wrapping_joins_larger_tree() -> None:
     plain = seeded()
     inner = FSDP(copy.deepcopy(plain.blocks[1]))
     loss_of(inner(batch(5))).backward()
@@ -784,7 +784,7 @@ def test_between_forward_and_backward_it_is_noticed_in_backward_before_it_is_wri
 
 @pytest.mark.spec("CTOR-12")
 @ranks(2)
-def test_in_a_tree_of_units_the_error_comes_from_the_unit_with_the_name() -> None:
+def test_missing_param_error_names_unit_in_tree() -> None:
     model = wrapped()
     iterate(model)
     del model.module.blocks[2].module.linear.bias

@@ -37,7 +37,7 @@ def two_modules() -> tuple[nn.Module, list[tuple[str, nn.Module]]]:
 @pytest.mark.spec("DEV-03", "LEGACY-06")
 @pytest.mark.proof("order only")
 @pytest.mark.pure
-def test_on_the_cpu_without_a_device_id_the_model_is_cut_there_and_only_its_buffers_move(moved: Any) -> None:
+def test_model_on_cpu_without_device_id_moves_only_buffers(moved: Any) -> None:
     # 1.13 moved the model to the accelerator for this, and back.
     model, modules = two_modules()
     with pytest.warns(UserWarning, match=r"rank 0: .*on the CPU.*cuda:1.*device_id"):
@@ -50,7 +50,7 @@ def test_on_the_cpu_without_a_device_id_the_model_is_cut_there_and_only_its_buff
 @pytest.mark.spec("DEV-03")
 @pytest.mark.proof("order only")
 @pytest.mark.pure
-def test_many_units_say_it_in_the_same_words_so_that_it_is_shown_once(moved: Any) -> None:
+def test_units_repeat_the_same_warning_text(moved: Any) -> None:
     said = set()
     for _ in range(2):
         with caught_warnings() as caught:
@@ -64,7 +64,7 @@ def test_many_units_say_it_in_the_same_words_so_that_it_is_shown_once(moved: Any
 @pytest.mark.parametrize("sends", [False, True])
 @pytest.mark.parametrize("place", ["where it computes", "on the CPU", "nothing left"])
 @pytest.mark.pure
-def test_where_the_module_is_where_it_computes_nothing_is_said(place: str, sends: bool) -> None:
+def test_module_on_compute_device_gives_no_warning(place: str, sends: bool) -> None:
     model, modules = two_modules()
     device, ignored = ACCELERATOR, set(model.parameters())
     if place == "where it computes":

@@ -73,7 +73,7 @@ def full_gradient(model: Any) -> Tensor:
 @pytest.mark.spec("FRESH-08")
 @every_strategy
 @ranks(2)
-def test_evaluation_is_exact_whatever_was_gathered_before(strategy: str) -> None:
+def test_evaluation_is_exact_after_any_earlier_unshard(strategy: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         plain = Net().to(device())
 

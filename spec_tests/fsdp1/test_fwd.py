@@ -64,9 +64,7 @@ after = pytest.mark.parametrize("after", list(MOMENTS))
 @after
 @flat_or_original
 @ranks(2)
-def test_a_part_that_is_no_unit_refuses_to_be_called_and_says_to_wrap_it(
-    keep: bool, after: str, strategy: ShardingStrategy
-) -> None:
+def test_direct_call_of_unwrapped_part_raises_with_remedy(keep: bool, after: str, strategy: ShardingStrategy) -> None:
     if keep and strategy is SHARD_GRAD_OP and after == "a_forward":
         # Unsharded until backward, and registered on the module (ORIG-09). The test below covers this case.
         return
@@ -148,9 +146,7 @@ def test_a_part_that_is_a_unit_can_run_alone(keep: bool, strategy: ShardingStrat
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @flat_or_original
 @ranks(2)
-def test_a_part_that_is_a_unit_can_train_alone_between_steps_of_the_whole(
-    keep: bool, strategy: ShardingStrategy
-) -> None:
+def test_inner_unit_trains_alone_between_steps_of_root(keep: bool, strategy: ShardingStrategy) -> None:
     plain, model = wrapped_pair(keep, strategy)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
     for step in range(4):
@@ -181,7 +177,7 @@ class Keeps(nn.Module):
 
 @pytest.mark.spec("FWD-03")
 @ranks(2)
-def test_a_saved_reference_does_not_see_the_gathered_values_and_its_use_gives_no_gradient() -> None:
+def test_saved_reference_keeps_old_values_and_gives_no_gradient() -> None:
     plain = seeded(Keeps)
     model = FSDP(plain)
     (flat,) = model.parameters()
@@ -256,7 +252,7 @@ def double(layer: nn.Module) -> None:
 @pytest.mark.spec("FWD-05")
 @flat_or_original
 @ranks(2)
-def test_a_change_to_what_full_shard_has_gathered_is_lost_before_backward(keep: bool) -> None:
+def test_full_shard_drops_param_change_before_backward(keep: bool) -> None:
     plain = seeded()
     model = copy.deepcopy(plain)
     model.blocks[1].linear.register_forward_hook(lambda module, args, output: double(module))
@@ -272,7 +268,7 @@ def test_a_change_to_what_full_shard_has_gathered_is_lost_before_backward(keep: 
 @pytest.mark.spec("FWD-05")
 @flat_or_original
 @ranks(2)
-def test_a_change_to_what_shard_grad_op_has_gathered_lasts_until_backward_and_is_lost_then(keep: bool) -> None:
+def test_shard_grad_op_drops_param_change_after_backward(keep: bool) -> None:
     plain = seeded()
     model = copy.deepcopy(plain)
     model.blocks[1].linear.register_forward_hook(lambda module, args, output: double(module))
@@ -475,7 +471,7 @@ def test_zero_grad_clears_what_no_sync_has_left_behind() -> None:
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @flat_or_original
 @ranks(2)
-def test_zero_grad_between_forward_and_backward_reaches_units_that_are_gathered(
+def test_zero_grad_before_backward_reaches_unsharded_units(
     keep: bool, strategy: ShardingStrategy, set_to_none: bool
 ) -> None:
     """At this time modules have unsharded parameters without gradients, instead of the optimizer's parameters."""

@@ -63,7 +63,7 @@ def test_it_is_found_where_torch_has_it_and_takes_the_same_arguments() -> None:
 @pytest.mark.parametrize("planted_on", [0, 1])
 @pairs
 @ranks(2)
-def test_an_infinity_in_one_ranks_chunk_lets_all_ranks_skip(
+def test_non_finite_shard_makes_all_ranks_skip_step(
     strategy: ShardingStrategy, use_orig_params: bool, planted_on: int
 ) -> None:
     for value in (float("inf"), float("-inf"), float("nan")):
@@ -80,7 +80,7 @@ def test_an_infinity_in_one_ranks_chunk_lets_all_ranks_skip(
 
 @pytest.mark.spec("MP-29")
 @ranks(2)
-def test_the_stock_scaler_lets_ranks_drift_apart() -> None:
+def test_torch_grad_scaler_lets_ranks_diverge() -> None:
     model = wrapped()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     stock = GradScaler(device().type, init_scale=8.0)
@@ -121,7 +121,7 @@ def test_without_an_infinity_all_ranks_step_as_without_a_scaler(
 @pytest.mark.spec("MP-29")
 @pytest.mark.parametrize("strategy", [FULL_SHARD, HYBRID_SHARD])
 @ranks(4)
-def test_on_four_ranks_too_and_after_a_skip_training_goes_on(strategy: ShardingStrategy) -> None:
+def test_skipped_step_on_four_ranks_keeps_training(strategy: ShardingStrategy) -> None:
     model = wrapped(sharding_strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     its_scaler = scaler()
@@ -202,9 +202,7 @@ def test_only_the_ranks_of_its_group_agree() -> None:
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @ranks(2)
-def test_a_scale_that_overflows_float16_is_backed_off_until_training_goes_on(
-    strategy: ShardingStrategy, keep: bool
-) -> None:
+def test_overflowing_scale_backs_off_until_training_continues(strategy: ShardingStrategy, keep: bool) -> None:
     precision = MixedPrecision(param_dtype=torch.float16, keep_low_precision_grads=keep)
     model = wrapped(sharding_strategy=strategy, mixed_precision=precision)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)

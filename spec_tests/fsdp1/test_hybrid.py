@@ -82,7 +82,7 @@ def test_each_rank_keeps_its_chunk_of_one_of_two_copies(strategy: ShardingStrate
 
 @pytest.mark.spec("HYB-01")
 @ranks(4)
-def test_inside_its_group_a_hybrid_gathers_and_frees_like_full_shard() -> None:
+def test_hybrid_all_gathers_like_full_shard_in_its_group() -> None:
     model = wrapped(sharding_strategy=HYBRID_SHARD)
     with trace.record() as recorder:
         iterate(model)
@@ -190,7 +190,7 @@ def test_the_gradient_is_the_mean_over_all_four_ranks(strategy: ShardingStrategy
 
 @pytest.mark.spec("HYB-06")
 @ranks(4)
-def test_the_second_hybrid_gathers_once_and_keeps_until_after_backward() -> None:
+def test_hybrid_zero2_all_gathers_once_until_backward_ends() -> None:
     plain = seeded()
     model = wrapped(sharding_strategy=HYBRID_SHARD_ZERO2)
     for step in range(2):

@@ -299,7 +299,7 @@ WRONG: dict[str, Any] = {
 @pytest.mark.spec("IGN-09")
 @pytest.mark.parametrize("wrong", list(WRONG))
 @ranks(2)
-def test_what_is_no_iterable_of_modules_is_refused(wrong: str) -> None:
+def test_ignored_modules_must_be_iterable_of_modules(wrong: str) -> None:
     plain = seeded()
     with refused(TypeError, "ignored_modules"):
         FSDP(plain, sync_module_states=True, ignored_modules=WRONG[wrong])

@@ -170,7 +170,7 @@ def test_the_move_and_the_sharding_go_unit_by_unit_and_inner_ones_first() -> Non
 @pytest.mark.spec("DEV-05")
 @pytest.mark.accelerator
 @ranks(2)
-def test_the_whole_model_is_never_on_the_device_at_once() -> None:
+def test_full_model_is_never_on_device_at_once() -> None:
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
     full = sum(parameter.nbytes for parameter in model.parameters())
     accelerator = torch.get_device_module(device())
@@ -418,7 +418,7 @@ def test_a_buffer_that_several_nested_units_see_is_sent_once() -> None:
 @pytest.mark.spec("SYNC-04")
 @pytest.mark.parametrize("given", [False, True])
 @ranks(2)
-def test_where_the_cpu_computes_its_state_can_be_sent(given: bool) -> None:
+def test_cpu_model_gets_state_of_rank_0(given: bool) -> None:
     options = {"device_id": device()} if given else {}
     model = FSDP(random_tower(seed=dist.get_rank()), sync_module_states=True, **options)
     assert_same(gathered_values(model), plain_values(random_tower(seed=0)), bitwise=True)
@@ -513,7 +513,7 @@ as_units = pytest.mark.parametrize("units", list(POLICIES))
 @as_units
 @pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
 @ranks(2)
-def test_a_model_on_the_meta_device_is_made_real_and_each_owner_is_reset_once(units: str, keep: bool) -> None:
+def test_meta_model_is_materialized_and_each_owner_reset_once(units: str, keep: bool) -> None:
     model = on_meta(counted)
     modules = list(model.modules())
     wrapped = FSDP(model, auto_wrap_policy=POLICIES[units], use_orig_params=keep)
@@ -571,7 +571,7 @@ class Initializer:
 @as_units
 @pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
 @ranks(2)
-def test_an_owner_that_is_made_real_leaves_its_children_as_they_are(units: str, keep: bool) -> None:
+def test_materialized_owner_keeps_its_children(units: str, keep: bool) -> None:
     class Owner(Parent):
         def __init__(self) -> None:
             super().__init__(nn.Linear(WIDTH, WIDTH, device=device()), Counted(WIDTH, 3))
@@ -596,7 +596,7 @@ def test_an_owner_that_is_made_real_leaves_its_children_as_they_are(units: str, 
 @pytest.mark.spec("META-03", "META-04")
 @as_units
 @ranks(2)
-def test_param_init_fn_replaces_the_default_and_is_called_once_for_each_owner(units: str) -> None:
+def test_param_init_fn_is_called_once_per_owner(units: str) -> None:
     model = on_meta(counted)
     modules = list(model.modules())
     owners = [module for module in modules if isinstance(module, (Counted, Table))]
@@ -634,7 +634,7 @@ def test_an_init_that_leaves_something_on_the_meta_device_is_refused() -> None:
 
 @pytest.mark.spec("META-06")
 @ranks(2)
-def test_param_init_fn_sees_every_owner_of_meta_tensors_and_nobody_else() -> None:
+def test_param_init_fn_gets_only_owners_of_meta_tensors() -> None:
     class Speechless(nn.Module):
         def __init__(self) -> None:
             super().__init__()

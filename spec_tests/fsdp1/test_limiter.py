@@ -87,7 +87,7 @@ def test_the_limit_is_on_by_default() -> None:
 
 @pytest.mark.spec("LIM-02")
 @ranks(2)
-def test_the_third_gather_waits_for_the_oldest_release() -> None:
+def test_third_all_gather_waits_for_oldest_release() -> None:
     model = wrapped()
     with slow_device() as slow, trace.record() as recorder, torch.no_grad():
         model(batch())
@@ -99,7 +99,7 @@ def test_the_third_gather_waits_for_the_oldest_release() -> None:
 
 @pytest.mark.spec("LIM-02")
 @ranks(2)
-def test_in_forward_two_consecutive_units_are_gathered_at_most() -> None:
+def test_forward_uses_memory_of_at_most_two_units() -> None:
     """In use: the unsharded units, and the resharded units whose memory the device has not released yet."""
     assert max(units_in_use(limit_all_gathers=True)) == 2
 
@@ -146,7 +146,7 @@ def test_never_are_more_than_two_releases_queued(prefetch: BackwardPrefetch | No
 @pytest.mark.spec("LIM-02")
 @pytest.mark.parametrize("prefetch", [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None])
 @ranks(2)
-def test_every_gather_leaves_at_most_one_release_open(prefetch: BackwardPrefetch | None) -> None:
+def test_all_gather_leaves_at_most_one_open_release(prefetch: BackwardPrefetch | None) -> None:
     """One open release and one unsharded unit are two units in use, in backward as in forward."""
     model = wrapped(backward_prefetch=prefetch)
     open_releases: list[int] = []

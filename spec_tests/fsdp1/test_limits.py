@@ -207,7 +207,7 @@ def test_a_submodule_called_on_its_own_raises_or_has_the_mean_gradient(
 @pytest.mark.spec("SUMMON-17")
 @either
 @ranks(2)
-def test_gradients_computed_inside_summon_are_not_lost_without_a_word(use_orig_params: bool) -> None:
+def test_backward_inside_summon_raises(use_orig_params: bool) -> None:
     model = FSDP(seeded(two_layers), use_orig_params=use_orig_params)
     said = pytest.raises(RuntimeError, match=rf"rank {dist.get_rank()}.*summon_full_params")
     with said, FSDP.summon_full_params(model, writeback=False):

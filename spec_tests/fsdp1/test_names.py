@@ -72,7 +72,7 @@ def test_module_is_the_wrapped_module_itself(keep: bool) -> None:
 
 @pytest.mark.spec("NAMES-08")
 @ranks(2)
-def test_what_the_wrapper_does_not_have_is_looked_up_in_the_wrapped_module() -> None:
+def test_wrapper_forwards_missing_attributes_to_module() -> None:
     plain = seeded(Named)
     model = wrapped(plain)
     assert model.label == "a plain attribute"
@@ -227,7 +227,7 @@ def test_root_only_lists_the_roots_and_two_trees_have_two(has_run: bool) -> None
 
 @pytest.mark.spec("NAMES-07", "CTOR-10")
 @ranks(2)
-def test_root_only_does_not_list_an_inner_instance_though_it_is_asked_from_inside() -> None:
+def test_root_only_excludes_inner_instance_as_argument() -> None:
     ours, theirs = wrapped(), as_torch(seeded())
     for model in (ours, theirs):
         iterate(model)

@@ -297,7 +297,7 @@ def debugging(is_on: bool) -> Iterator[None]:
 
 @pytest.mark.spec("NEW-19")
 @ranks(2)
-def test_ranks_that_disagree_about_the_order_are_told_in_the_first_iteration() -> None:
+def test_different_order_raises_in_first_iteration() -> None:
     rank = dist.get_rank()
     model = wrapped()
     order = [0, 1, 2, 3] if rank == 0 else [0, 2, 1, 3]
@@ -307,7 +307,7 @@ def test_ranks_that_disagree_about_the_order_are_told_in_the_first_iteration() -
 
 @pytest.mark.spec("NEW-19")
 @ranks(2)
-def test_with_debugging_on_they_are_told_in_a_later_iteration_too() -> None:
+def test_debug_mode_reports_order_in_later_iteration() -> None:
     rank = dist.get_rank()
     with debugging(True):
         model = wrapped()
@@ -322,7 +322,7 @@ def test_with_debugging_on_they_are_told_in_a_later_iteration_too() -> None:
 @pytest.mark.spec("NEW-22")
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @ranks(2)
-def test_a_wrapped_model_cannot_be_copied_and_the_error_says_what_to_do(use_orig_params: bool) -> None:
+def test_copy_of_wrapped_model_raises_with_remedy(use_orig_params: bool) -> None:
     model = wrapped(use_orig_params=use_orig_params)
     for whole in (model, nn.ModuleList([model])):
         with refused(RuntimeError, "copy.deepcopy", "before wrapping", "state_dict()"):

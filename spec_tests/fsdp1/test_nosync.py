@@ -97,7 +97,7 @@ def test_inside_original_parameters_have_their_unreduced_gradients_also_where_me
 @pytest.mark.spec("NOSYNC-05")
 @flat_strategies
 @ranks(2)
-def test_inside_the_gradient_has_the_size_of_the_whole_unit(strategy: ShardingStrategy) -> None:
+def test_no_sync_gradient_has_size_of_full_unit(strategy: ShardingStrategy) -> None:
     plain = seeded()
     model = wrapped(sharding_strategy=strategy)
     with model.no_sync():
@@ -189,7 +189,7 @@ def test_an_accumulated_gradient_is_bit_by_bit_that_of_torch() -> None:
 @pytest.mark.spec("NOSYNC-02")
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @ranks(2)
-def test_what_was_reduced_before_is_neither_lost_nor_reduced_again(strategy: ShardingStrategy) -> None:
+def test_no_sync_keeps_earlier_reduced_gradients(strategy: ShardingStrategy) -> None:
     plain = seeded()
     model = wrapped(sharding_strategy=strategy)
     iterate(model, 0)
@@ -204,7 +204,7 @@ def test_what_was_reduced_before_is_neither_lost_nor_reduced_again(strategy: Sha
 @pytest.mark.spec("NOSYNC-02")
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @ranks(2)
-def test_where_nothing_is_sharded_a_gradient_that_was_replaced_inside_is_the_one_that_counts(
+def test_no_shard_uses_gradient_replaced_inside_no_sync(
     use_orig_params: bool,
 ) -> None:
     plain, model = seeded(), wrapped(sharding_strategy=NO_SHARD, use_orig_params=use_orig_params)
@@ -261,7 +261,7 @@ def compare_with_one_big_batch(strategy: ShardingStrategy, num: int) -> None:
 @pytest.mark.spec("NOSYNC-04")
 @pytest.mark.parametrize("has_run", [False, True])
 @ranks(2)
-def test_an_inner_unit_refuses_and_goes_on_working(has_run: bool) -> None:
+def test_inner_unit_refuses_no_sync_and_keeps_working(has_run: bool) -> None:
     model = wrapped()
     if has_run:
         iterate(model)

@@ -73,9 +73,7 @@ ORDERS = {
 @pytest.mark.spec("OFF-02", "OFF-03")
 @sharding_pairs
 @ranks(2)
-def test_shards_go_to_the_device_for_each_gather_and_gradients_come_back_after_each_reduction(
-    strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
+def test_offload_copies_for_each_all_gather_and_reduction(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     model = offloaded(sharding_strategy=strategy, use_orig_params=use_orig_params)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
@@ -273,7 +271,7 @@ def test_clipping_works_on_gradients_on_the_cpu() -> None:
 @pytest.mark.spec("OFF-04", "STREAM-15")
 @pairs
 @ranks(2)
-def test_what_the_user_changes_on_the_cpu_is_computed_with(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+def test_forward_uses_cpu_values_changed_by_user(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     model = offloaded(sharding_strategy=strategy, use_orig_params=use_orig_params)
     expected = seeded()
     with torch.no_grad():

@@ -74,9 +74,7 @@ def test_a_hook_on_a_flat_parameter_gets_the_unsharded_gradient_and_may_change_i
 @flat_strategies
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @ranks(2)
-def test_what_is_frozen_between_forward_and_backward_gets_no_gradient(
-    strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
+def test_params_frozen_before_backward_get_no_gradient(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
     iterate(model)
     model.zero_grad()
@@ -201,7 +199,7 @@ READERS = {"summoned": summoned, **{form.name: in_form(form) for form in StateDi
 @pytest.mark.parametrize("reader", list(READERS))
 @flat_strategies
 @ranks(2)
-def test_whoever_reads_finds_what_a_parameter_was_given(strategy: ShardingStrategy, reader: str) -> None:
+def test_all_readers_get_data_assigned_to_param(strategy: ShardingStrategy, reader: str) -> None:
     model = wrapped(sharding_strategy=strategy, use_orig_params=True)
     slices = list(model.parameters())
     # After this forward, some strategies keep units unsharded, with the current values.
@@ -241,7 +239,7 @@ def test_a_model_that_was_emptied_has_what_is_loaded_into_it(
 @pytest.mark.spec("ORIG-03")
 @pytest.mark.parametrize("strategy", [*SHARDING, *HYBRID_STRATEGIES])
 @ranks(4)
-def test_a_sharded_parameter_is_1d_and_the_parts_of_all_ranks_are_the_whole(strategy: ShardingStrategy) -> None:
+def test_shards_are_1d_and_concatenate_to_full_parameter(strategy: ShardingStrategy) -> None:
     shapes = {name: tensor.shape for name, tensor in named(seeded()).items()}
     model = wrapped(sharding_strategy=strategy, use_orig_params=True)
     group = model.process_group if strategy in HYBRID_STRATEGIES else dist.group.WORLD
@@ -265,7 +263,7 @@ def test_a_sharded_parameter_is_1d_and_the_parts_of_all_ranks_are_the_whole(stra
 @pytest.mark.spec("ORIG-03")
 @sharding
 @ranks(2)
-def test_the_parts_of_all_ranks_have_the_values_of_the_whole(strategy: ShardingStrategy) -> None:
+def test_shards_of_all_ranks_have_original_values(strategy: ShardingStrategy) -> None:
     model = wrapped(sharding_strategy=strategy, use_orig_params=True)
     assert_same(whole(model)[0], named(seeded()), bitwise=True)
 
@@ -336,7 +334,7 @@ def test_unsharded_parameters_are_views_of_one_memory(strategy: ShardingStrategy
 @pytest.mark.spec("ORIG-04")
 @flat_strategies
 @ranks(2)
-def test_what_is_written_into_a_sharded_parameter_is_computed_with(strategy: ShardingStrategy) -> None:
+def test_forward_uses_values_written_to_sharded_param(strategy: ShardingStrategy) -> None:
     model = wrapped(sharding_strategy=strategy, use_orig_params=True)
     expected = seeded()
     model(batch())
@@ -560,7 +558,7 @@ def test_between_forward_and_backward_original_parameters_cannot_be_touched(stra
 
 @pytest.mark.spec("ORIG-11")
 @ranks(2)
-def test_what_stands_in_for_a_parameter_knows_its_shape_and_can_be_printed() -> None:
+def test_placeholder_param_has_shape_and_repr() -> None:
     model = wrapped()
     model(batch())
     weight = model.module.blocks[1].module.linear.weight
@@ -628,7 +626,7 @@ def test_a_refused_model_is_left_as_it_was() -> None:
 
 @pytest.mark.spec("ORIG-12")
 @ranks(2)
-def test_a_flat_unit_may_be_frozen_as_a_whole_and_other_units_trained() -> None:
+def test_flat_unit_is_frozen_while_other_units_train() -> None:
     model = seeded()
     model.blocks[1].requires_grad_(False)
     sharded = wrapped(model)
@@ -707,7 +705,7 @@ def test_the_reduction_of_a_mixed_unit_covers_the_frozen_parameters_too(strategy
 
 @pytest.mark.spec("ORIG-13")
 @ranks(2)
-def test_a_warning_says_that_the_gradient_of_a_mixed_unit_covers_frozen_parameters() -> None:
+def test_mixed_unit_warns_that_gradient_covers_frozen_params() -> None:
     with pytest.warns(UserWarning, match=r"frozen parameters.*linear\.bias") as caught:
         FullyShardedDataParallel(frozen_biases().blocks[0], use_orig_params=True)
     message = str(caught[0].message)
@@ -865,7 +863,7 @@ def test_a_parameter_shared_between_units_is_refused_with_both_names(
 @pytest.mark.spec("ORIG-16")
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @ranks(2)
-def test_units_of_different_models_and_wrapping_again_after_a_model_is_gone_are_not_mistaken_for_ties(
+def test_units_of_deleted_models_are_not_mistaken_for_ties(
     use_orig_params: bool,
 ) -> None:
     for _ in range(3):
@@ -913,7 +911,7 @@ def local_rows(value: Any) -> list[Any]:
 @pytest.mark.spec("ORIG-06")
 @sharding
 @ranks(2)
-def test_where_the_cut_is_changes_nothing_that_is_promised(strategy: ShardingStrategy) -> None:
+def test_shard_boundaries_do_not_affect_documented_results(strategy: ShardingStrategy) -> None:
     promised, seen = everything_promised(strategy)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flat, "FlatSharding", CutElsewhere)

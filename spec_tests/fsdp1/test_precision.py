@@ -170,7 +170,7 @@ def test_without_a_policy_nothing_is_cast(
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @three
 @ranks(2)
-def test_parameters_are_gathered_and_computed_with_in_param_dtype(
+def test_params_are_all_gathered_in_param_dtype(
     strategy: ShardingStrategy, use_orig_params: bool, dtype: torch.dtype
 ) -> None:
     inner = list(probes())
@@ -308,7 +308,7 @@ def low_precision_gradients(plain: nn.Module, step: int) -> dict[str, Tensor]:
 @pytest.mark.spec("MP-03")
 @pairs
 @ranks(2)
-def test_what_the_optimizer_changed_is_computed_with(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+def test_forward_uses_values_changed_by_optimizer(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     precision = MixedPrecision(param_dtype=BF16)
     model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params, mixed_precision=precision)
     expected = seeded()
@@ -568,7 +568,7 @@ def nested_inputs() -> tuple[tuple[Any, ...], dict[str, Any]]:
 @pytest.mark.parametrize("cast_forward_inputs", [True, False])
 @either
 @ranks(2)
-def test_a_unit_that_is_not_the_root_casts_its_inputs_only_if_told(
+def test_inner_unit_casts_inputs_only_with_option(
     use_orig_params: bool, cast_forward_inputs: bool, cast_root_forward_inputs: bool
 ) -> None:
     precision = MixedPrecision(

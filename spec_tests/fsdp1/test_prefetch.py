@@ -69,7 +69,7 @@ def test_the_argument_takes_two_members_or_none_and_nothing_else() -> None:
 
 @pytest.mark.spec("PREF-02", "PREF-09")
 @ranks(2)
-def test_pre_gathers_the_next_unit_before_the_current_gradients_are_computed() -> None:
+def test_pre_prefetch_all_gathers_before_current_gradients() -> None:
     model, _ = computing(backward_prefetch=PRE)
     words = backward_words(model)
     assert words.index("AG3") < words.index("B3"), "asked for by the root"
@@ -80,7 +80,7 @@ def test_pre_gathers_the_next_unit_before_the_current_gradients_are_computed() -
 
 @pytest.mark.spec("PREF-04", "PREF-09")
 @ranks(2)
-def test_post_gathers_the_next_unit_after_the_current_one_is_computed_and_freed() -> None:
+def test_post_prefetch_all_gathers_after_reshard_of_current_unit() -> None:
     model, _ = computing(backward_prefetch=POST)
     words = backward_words(model)
     for index in (3, 2, 1):
@@ -92,7 +92,7 @@ def test_post_gathers_the_next_unit_after_the_current_one_is_computed_and_freed(
 
 @pytest.mark.spec("PREF-06", "PREF-09")
 @ranks(2)
-def test_none_gathers_a_unit_when_its_own_backward_begins() -> None:
+def test_no_prefetch_all_gathers_at_own_backward() -> None:
     model, _ = computing(backward_prefetch=None)
     words = backward_words(model)
     for index in (3, 2, 1, 0):
@@ -111,7 +111,7 @@ ALIVE = {
 @pytest.mark.spec("PREF-03", "PREF-05", "PREF-06")
 @pytest.mark.parametrize("setting", SETTINGS)
 @ranks(2)
-def test_so_many_units_are_gathered_while_a_block_computes_its_gradients(setting: BackwardPrefetch | None) -> None:
+def test_backward_unshards_expected_number_of_blocks(setting: BackwardPrefetch | None) -> None:
     plain = seeded()
     watch = Watch(plain)
     alive: dict[str, list[str]] = {}
@@ -131,7 +131,7 @@ def test_so_many_units_are_gathered_while_a_block_computes_its_gradients(setting
 @pytest.mark.spec("PREF-03", "PREF-05")
 @pytest.mark.parametrize(("setting", "most"), [(PRE, 2), (POST, 1), (None, 1)])
 @ranks(2)
-def test_at_no_time_of_backward_are_more_blocks_gathered(setting: BackwardPrefetch | None, most: int) -> None:
+def test_backward_never_has_more_blocks_unsharded(setting: BackwardPrefetch | None, most: int) -> None:
     model = wrapped(backward_prefetch=setting)
     loss = loss_of(model(batch()))
     with trace.record() as recorder:
@@ -220,7 +220,7 @@ class Branches(Stack):
 @pytest.mark.spec("PREF-08")
 @pytest.mark.parametrize("setting", SETTINGS)
 @ranks(2)
-def test_branches_are_gathered_in_the_reverse_of_the_order_in_which_they_ran(setting: BackwardPrefetch | None) -> None:
+def test_branches_are_all_gathered_in_reverse_forward_order(setting: BackwardPrefetch | None) -> None:
     model = wrapped(seeded(Branches), backward_prefetch=setting)
     for step in range(2):
         words = backward_words(model, step)
@@ -238,7 +238,7 @@ def test_branches_are_gathered_in_the_reverse_of_the_order_in_which_they_ran(set
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("strategy", [SHARD_GRAD_OP, NO_SHARD])
 @ranks(2)
-def test_what_is_kept_is_not_gathered_in_backward(
+def test_kept_unit_is_not_all_gathered_in_backward(
     strategy: ShardingStrategy, setting: BackwardPrefetch | None, forward_prefetch: bool
 ) -> None:
     model = wrapped(sharding_strategy=strategy, backward_prefetch=setting, forward_prefetch=forward_prefetch)
@@ -257,9 +257,7 @@ def test_what_is_kept_is_not_gathered_in_backward(
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
 @pytest.mark.parametrize("setting", SETTINGS)
 @ranks(2)
-def test_collectives_run_in_the_order_in_which_the_trace_says_they_were_issued(
-    strategy: ShardingStrategy, setting: BackwardPrefetch | None
-) -> None:
+def test_collectives_run_in_traced_issue_order(strategy: ShardingStrategy, setting: BackwardPrefetch | None) -> None:
     """The blocks have different sizes, so that the number of elements identifies the unit of a collective."""
     model = wrapped(seeded(lambda: Stack(hidden=(2, 4, 6, 8))), sharding_strategy=strategy, backward_prefetch=setting)
     for step in range(2):
@@ -271,7 +269,7 @@ def test_collectives_run_in_the_order_in_which_the_trace_says_they_were_issued(
 @pytest.mark.accelerator
 @pytest.mark.spec("PREF-10", "PREF-14")
 @ranks(2)
-def test_gathers_have_a_stream_of_their_own_and_all_of_them_the_same() -> None:
+def test_all_gathers_of_all_units_share_one_stream() -> None:
     plain = seeded()
     model = wrapped(plain)
     iterate(model)
@@ -310,7 +308,7 @@ def lanes_of_collectives() -> Iterator[set[tuple[str, str]]]:
 
 @pytest.mark.spec("PREF-14")
 @ranks(2)
-def test_gathers_and_reductions_are_issued_on_lanes_of_their_own_and_labelled_so() -> None:
+def test_wrapper_issues_collectives_on_labelled_comm_streams() -> None:
     """Checks the actual stream too: a label alone could be right even if everything ran on the compute stream."""
     model = wrapped()
     iterate(model)
@@ -325,7 +323,7 @@ def test_gathers_and_reductions_are_issued_on_lanes_of_their_own_and_labelled_so
 
 @pytest.mark.spec("PREF-14")
 @ranks(2)
-def test_a_gather_is_waited_for_at_its_own_forward_and_not_where_it_was_issued() -> None:
+def test_forward_of_unit_waits_for_its_prefetched_all_gather() -> None:
     """A prefetched all-gather runs while another unit computes. There is no other overlap."""
     model = wrapped(forward_prefetch=True)
     iterate(model)
@@ -344,7 +342,7 @@ def test_a_gather_is_waited_for_at_its_own_forward_and_not_where_it_was_issued()
 
 @pytest.mark.spec("PREF-11")
 @ranks(2)
-def test_by_default_a_unit_is_gathered_at_its_own_forward() -> None:
+def test_unit_is_all_gathered_at_its_own_forward_by_default() -> None:
     assert inspect.signature(FullyShardedDataParallel).parameters["forward_prefetch"].default is False
     model = wrapped()
     assert model.forward_prefetch is False

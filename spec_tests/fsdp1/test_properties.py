@@ -62,7 +62,7 @@ FOUND = {
 @pytest.mark.parametrize(
     "story", [pytest.param(story, marks=pytest.mark.spec(row)) for story, (row, _) in FOUND.items()]
 )
-def test_what_was_found_once_is_right_now(story: str) -> None:
+def test_earlier_property_findings_are_fixed(story: str) -> None:
     _, line = FOUND[story]
     failure = failure_of(from_json(line))
     if failure is not None:

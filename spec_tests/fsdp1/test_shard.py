@@ -154,7 +154,7 @@ def test_odd_sizes_train_as_in_one_process(num: int, strategy: ShardingStrategy)
 @pytest.mark.spec("SHARD-03")
 @pytest.mark.parametrize("strategy", SHARDING)
 @ranks(4)
-def test_what_is_written_into_the_padding_is_never_seen_again(strategy: ShardingStrategy) -> None:
+def test_values_written_to_padding_have_no_effect(strategy: ShardingStrategy) -> None:
     plain = odd()
     model = wrapped(odd(), sharding_strategy=strategy)
     sizes = {unit: row.numel() for unit, row in flattened(plain, named(plain)).items()}
@@ -278,7 +278,7 @@ def test_optimizer_state_has_the_size_of_chunks_and_a_step_sends_nothing(strateg
 
 @pytest.mark.spec("SHARD-04")
 @ranks(2)
-def test_full_shard_gathers_twice_and_frees_twice_and_reduces_once() -> None:
+def test_full_shard_all_gathers_twice_and_reduces_once() -> None:
     model = wrapped()
     for step in range(2):
         with trace.record() as recorder:
@@ -289,7 +289,7 @@ def test_full_shard_gathers_twice_and_frees_twice_and_reduces_once() -> None:
 
 @pytest.mark.spec("SHARD-05")
 @ranks(2)
-def test_the_root_stays_gathered_between_its_forward_and_its_backward() -> None:
+def test_root_is_unsharded_between_forward_and_backward() -> None:
     plain = seeded()
     watch = Watch(plain)
     model = wrapped(plain)
@@ -303,7 +303,7 @@ def test_the_root_stays_gathered_between_its_forward_and_its_backward() -> None:
 
 @pytest.mark.spec("SHARD-08")
 @ranks(2)
-def test_shard_grad_op_gathers_once_and_frees_after_backward() -> None:
+def test_shard_grad_op_all_gathers_once_per_step() -> None:
     model = wrapped(sharding_strategy=SHARD_GRAD_OP)
     for step in range(2):
         with trace.record() as recorder:
@@ -338,7 +338,7 @@ def memory_of(model: FullyShardedDataParallel) -> dict[str, int]:
 
 @pytest.mark.spec("SHARD-10")
 @ranks(2)
-def test_shard_grad_op_gathers_once_for_three_micro_batches() -> None:
+def test_shard_grad_op_all_gathers_once_for_three_batches() -> None:
     plain = seeded()
     watch = Watch(plain)
     model = wrapped(plain, sharding_strategy=SHARD_GRAD_OP)
@@ -404,7 +404,7 @@ def test_no_shard_trains_like_distributed_data_parallel() -> None:
 @pytest.mark.spec("SHARD-13")
 @pytest.mark.parametrize("strategy", SHARDING)
 @ranks(2)
-def test_after_it_was_freed_a_unit_has_no_bytes(strategy: ShardingStrategy) -> None:
+def test_resharded_unit_has_no_memory(strategy: ShardingStrategy) -> None:
     plain = seeded()
     watch = Watch(plain)
     model = wrapped(plain, sharding_strategy=strategy)
@@ -429,7 +429,7 @@ def test_after_it_was_freed_a_unit_has_no_bytes(strategy: ShardingStrategy) -> N
 @pytest.mark.accelerator
 @pytest.mark.spec("SHARD-13")
 @ranks(2)
-def test_allocated_memory_falls_by_what_was_freed() -> None:
+def test_allocated_memory_drops_by_freed_bytes() -> None:
     width, block_bytes = 1024, 1024 * 1025 * 4
     accelerator = torch.get_device_module(device())
     plain = seeded(lambda: Stack(width))
@@ -457,7 +457,7 @@ def test_allocated_memory_falls_by_what_was_freed() -> None:
 @pytest.mark.parametrize("without_gradients", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("strategy", SHARDING)
 @ranks(2)
-def test_evaluation_gathers_and_never_reduces(
+def test_evaluation_all_gathers_and_never_reduces(
     strategy: ShardingStrategy, without_gradients: Callable[[], torch.no_grad]
 ) -> None:
     plain = seeded()
@@ -603,7 +603,7 @@ def test_each_unit_issues_this_many_collectives(strategy: ShardingStrategy) -> N
 
 @pytest.mark.spec("SHARD-13", "FWD-04")
 @ranks(2)
-def test_where_nothing_is_sharded_a_change_between_forward_and_backward_is_noticed_by_autograd() -> None:
+def test_autograd_detects_change_of_no_shard_params() -> None:
     """Fails if the tensors that forward uses have their own version counter: gradients would be silently wrong."""
     model = wrapped(sharding_strategy=ShardingStrategy.NO_SHARD)
     loss = loss_of(model(batch()))
@@ -617,7 +617,7 @@ def test_where_nothing_is_sharded_a_change_between_forward_and_backward_is_notic
 @pytest.mark.spec("SHARD-13")
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
 @ranks(2)
-def test_memory_that_a_flat_parameter_had_before_is_free_when_it_is_given_another(strategy: ShardingStrategy) -> None:
+def test_old_memory_of_replaced_flat_param_is_freed(strategy: ShardingStrategy) -> None:
     """Fails if another object in addition to the parameter holds a reference to its old shard."""
     model = wrapped(sharding_strategy=strategy)
     iterate(model)

@@ -245,7 +245,7 @@ def test_the_submodules_are_reachable_after_importing_the_package() -> None:
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("asked", [FlatParameter, torch_fsdp.FlatParameter], ids=["ours", "torch's"])
 @ranks(2)
-def test_flat_parameters_are_told_from_others_by_either_library_s_class(asked: Any, use_orig_params: bool) -> None:
+def test_flat_parameter_class_check_works_with_both_libraries(asked: Any, use_orig_params: bool) -> None:
     model = FullyShardedDataParallel(nn.Linear(3, 3, device=device()), use_orig_params=use_orig_params)
     answers = [isinstance(parameter, asked) for parameter in model.parameters()]
     assert answers == ([False, False] if use_orig_params else [True])
@@ -268,7 +268,7 @@ def test_frameworks_can_tell_an_optimizer_of_flat_parameters_by_the_mark_that_th
 
 @pytest.mark.spec("CTOR-10")
 @ranks(2)
-def test_a_wrapper_can_be_asked_whether_it_is_the_root() -> None:
+def test_check_is_root_identifies_root_wrapper() -> None:
     model = FullyShardedDataParallel(nn.Sequential(FullyShardedDataParallel(nn.Linear(3, 3, device=device()))))
     assert [wrapper.check_is_root() for wrapper in FullyShardedDataParallel.fsdp_modules(model)] == [True, False]
     model(torch.ones(1, 3))

@@ -256,7 +256,7 @@ def test_on_exit_the_local_shards_are_back(strategy: ShardingStrategy, use_orig_
 @pytest.mark.parametrize("writeback", [True, False])
 @sharding_pairs
 @ranks(2)
-def test_on_exit_the_full_memory_is_freed(strategy: ShardingStrategy, writeback: bool, use_orig_params: bool) -> None:
+def test_exit_frees_full_memory(strategy: ShardingStrategy, writeback: bool, use_orig_params: bool) -> None:
     plain = seeded()
     watch = Watch(plain)
     model = wrapped(plain, sharding_strategy=strategy, use_orig_params=use_orig_params)
@@ -315,7 +315,7 @@ CHANGES: dict[str, Callable[[nn.Parameter, float], Any]] = {
 @pytest.mark.spec("SUMMON-07")
 @sharding_pairs
 @ranks(4)
-def test_of_each_ranks_changes_its_own_chunk_persists(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+def test_each_rank_keeps_its_own_shard_of_changes(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
     for change in CHANGES.values():
         with summon(model), torch.no_grad():
@@ -351,7 +351,7 @@ def test_the_patchwork_is_computed_with(strategy: ShardingStrategy, use_orig_par
 @pytest.mark.spec("SUMMON-07", "SUMMON-20")
 @either
 @ranks(2)
-def test_what_was_kept_in_another_dtype_is_gathered_anew_after_a_change(use_orig_params: bool) -> None:
+def test_low_precision_copy_is_updated_after_change(use_orig_params: bool) -> None:
     """Fails if a unit that is not sharded continues to use its old low-precision copy."""
     low = MixedPrecision(param_dtype=torch.bfloat16)
     model, fresh = (
@@ -385,7 +385,7 @@ def test_the_patchwork_is_that_of_torch() -> None:
 @either
 @pytest.mark.parametrize("strategy", HYBRID_STRATEGIES)
 @ranks(4)
-def test_the_same_change_on_all_ranks_persists_as_a_whole(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+def test_equal_change_on_all_ranks_persists_completely(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
     with summon(model), torch.no_grad():
         for parameter in model.parameters():
@@ -561,7 +561,7 @@ def test_offloading_on_all_ranks_warns_of_redundant_copies() -> None:
 @pytest.mark.spec("SUMMON-14")
 @either
 @ranks(2)
-def test_what_is_not_sharded_is_not_offloaded(use_orig_params: bool) -> None:
+def test_no_shard_params_are_not_offloaded(use_orig_params: bool) -> None:
     model = wrapped(sharding_strategy=NO_SHARD, use_orig_params=use_orig_params)
     memory = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     with summon(model, offload_to_cpu=True, rank0_only=True, writeback=False):
@@ -625,7 +625,7 @@ def test_a_parameter_without_a_gradient_has_none_when_summoned(strategy: Shardin
 @pytest.mark.parametrize("writeback", [True, False])
 @sharding
 @ranks(2)
-def test_changes_of_gradients_are_written_back_if_asked(strategy: ShardingStrategy, writeback: bool) -> None:
+def test_gradient_changes_are_written_back_on_request(strategy: ShardingStrategy, writeback: bool) -> None:
     model = wrapped(sharding_strategy=strategy, use_orig_params=True)
     theirs = as_torch(seeded(), sharding_strategy=torch_fsdp.ShardingStrategy[strategy.name], use_orig_params=True)
     for each in (model, theirs):
@@ -643,9 +643,7 @@ def test_changes_of_gradients_are_written_back_if_asked(strategy: ShardingStrate
 @pytest.mark.parametrize("writeback", [True, False])
 @flat_strategies
 @ranks(2)
-def test_gradients_that_are_replaced_added_or_removed_are_written_back_if_asked(
-    strategy: ShardingStrategy, writeback: bool
-) -> None:
+def test_replaced_gradients_are_written_back_on_request(strategy: ShardingStrategy, writeback: bool) -> None:
     """A new tensor in ``.grad`` is a change like any other, as is new storage for a parameter."""
     model = wrapped(sharding_strategy=strategy, use_orig_params=True)
     iterate(model)
@@ -825,7 +823,7 @@ def test_inside_neither_forward_nor_backward_can_be_started(
 
 @pytest.mark.spec("SUMMON-17")
 @ranks(2)
-def test_while_an_inner_unit_is_summoned_the_whole_model_cannot_be_run() -> None:
+def test_model_cannot_run_while_inner_unit_is_summoned() -> None:
     model = wrapped()
     with summon(model.module.blocks[1]), pytest.raises(RuntimeError, match=r"forward.*blocks\.1.*summon"):
         model(batch())

@@ -117,7 +117,7 @@ def expect(model: FSDP, other: nn.Module) -> None:
 @pytest.mark.parametrize(("strategy", "num_units"), [(FULL_SHARD, 1), *((strategy, 3) for strategy in FLAT_STRATEGIES)])
 @either
 @ranks(4)
-def test_a_model_cut_both_ways_trains_as_in_one_process(
+def test_tensor_parallel_model_trains_like_one_process(
     strategy: ShardingStrategy, num_units: int, use_orig_params: bool
 ) -> None:
     policy = None if num_units == 1 else ModuleWrapPolicy({Layer})
@@ -129,7 +129,7 @@ def test_a_model_cut_both_ways_trains_as_in_one_process(
 
 @pytest.mark.spec("NEW-01", "HYB-05")
 @ranks(4)
-def test_replicas_of_a_model_that_is_cut_average_their_gradients() -> None:
+def test_replicas_of_tensor_parallel_model_average_gradients() -> None:
     mesh = meshes(2, 1, 2)
     model = built(mesh, device_mesh=mesh["replicate", "shard"], sharding_strategy=HYBRID_SHARD)
     train(model, lambda step: [mine(step)])
@@ -296,7 +296,7 @@ def test_a_sharded_dict_speaks_of_both_meshes_and_can_be_read(use_orig_params: b
 
 @pytest.mark.spec("NEW-01", "OSD-06")
 @ranks(4)
-def test_training_goes_on_from_a_sharded_dict_of_model_and_optimizer() -> None:
+def test_training_resumes_from_sharded_dict_of_both() -> None:
     def steps(model: FSDP, optimizer: torch.optim.Optimizer, numbers: range) -> None:
         for step in numbers:
             optimizer.zero_grad()

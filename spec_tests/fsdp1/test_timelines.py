@@ -42,7 +42,7 @@ KEPT_BACKWARD = "B3 FREE3 RS3 B2 FREE2 RS2 B1 FREE1 RS1 B0 FREE0 RS0 FREER RSR"
 @pytest.mark.spec("SHARD-04", "SHARD-05", "SHARD-16", "PREF-02", "PREF-04", "PREF-06")
 @pytest.mark.parametrize("prefetch", [PRE, POST, None])
 @ranks(2)
-def test_the_whole_iteration_of_full_shard(prefetch: BackwardPrefetch | None) -> None:
+def test_full_iteration_of_full_shard(prefetch: BackwardPrefetch | None) -> None:
     model = wrapped(backward_prefetch=prefetch)
     for step in range(3):
         assert recorded_iteration(model, step) == f"{FORWARD} | {BACKWARD[prefetch]}"
@@ -51,7 +51,7 @@ def test_the_whole_iteration_of_full_shard(prefetch: BackwardPrefetch | None) ->
 @pytest.mark.spec("SHARD-08", "SHARD-16", "PREF-15")
 @pytest.mark.parametrize("prefetch", [PRE, POST, None])
 @ranks(2)
-def test_the_whole_iteration_of_shard_grad_op(prefetch: BackwardPrefetch | None) -> None:
+def test_full_iteration_of_shard_grad_op(prefetch: BackwardPrefetch | None) -> None:
     model = wrapped(sharding_strategy=SHARD_GRAD_OP, backward_prefetch=prefetch)
     for step in range(3):
         assert recorded_iteration(model, step) == f"{KEPT_FORWARD} | {KEPT_BACKWARD}"
@@ -59,7 +59,7 @@ def test_the_whole_iteration_of_shard_grad_op(prefetch: BackwardPrefetch | None)
 
 @pytest.mark.spec("SHARD-10", "NOSYNC-01", "NOSYNC-08")
 @ranks(2)
-def test_of_shard_grad_op_under_no_sync_only_the_first_micro_batch_gathers() -> None:
+def test_shard_grad_op_all_gathers_once_under_no_sync() -> None:
     model = wrapped(sharding_strategy=SHARD_GRAD_OP)
     with model.no_sync():
         assert recorded_iteration(model, 0) == f"{KEPT_FORWARD} | B3 B2 B1 B0"
@@ -70,7 +70,7 @@ def test_of_shard_grad_op_under_no_sync_only_the_first_micro_batch_gathers() -> 
 
 @pytest.mark.spec("NOSYNC-01", "NOSYNC-08")
 @ranks(2)
-def test_full_shard_under_no_sync_frees_and_gathers_as_ever_and_reduces_nothing() -> None:
+def test_full_shard_under_no_sync_all_gathers_without_reduction() -> None:
     model = wrapped()
     silent = " ".join(word for word in BACKWARD[PRE].split() if not word.startswith("RS"))
     with model.no_sync():
@@ -82,7 +82,7 @@ def test_full_shard_under_no_sync_frees_and_gathers_as_ever_and_reduces_nothing(
 @pytest.mark.spec("SHARD-11", "SHARD-16", "PREF-15")
 @pytest.mark.parametrize("prefetch", [PRE, POST, None])
 @ranks(2)
-def test_the_whole_iteration_of_no_shard(prefetch: BackwardPrefetch | None) -> None:
+def test_full_iteration_of_no_shard(prefetch: BackwardPrefetch | None) -> None:
     model = wrapped(sharding_strategy=NO_SHARD, backward_prefetch=prefetch)
     for step in range(2):
         assert recorded_iteration(model, step) == "F0 F1 F2 F3 | B3 AR3 B2 AR2 B1 AR1 B0 AR0 ARR"
@@ -99,7 +99,7 @@ HYBRID_BACKWARD = {
 @pytest.mark.spec("HYB-01", "HYB-04", "HYB-06")
 @pytest.mark.parametrize("strategy", [HYBRID_SHARD, HYBRID_SHARD_ZERO2])
 @ranks(4)
-def test_the_whole_iteration_of_a_hybrid_on_two_times_two(strategy: ShardingStrategy) -> None:
+def test_full_iteration_of_hybrid_on_two_by_two_mesh(strategy: ShardingStrategy) -> None:
     model = wrapped(sharding_strategy=strategy)
     backward = HYBRID_BACKWARD["cpu" if device().type == "cpu" else "accelerator"]
     if strategy is HYBRID_SHARD:
@@ -125,7 +125,7 @@ def test_forward_prefetch_begins_in_the_second_iteration_and_leaves_backward_as_
 @pytest.mark.spec("SHARD-14", "FRESH-03")
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @ranks(2)
-def test_the_whole_of_an_evaluation(strategy: ShardingStrategy) -> None:
+def test_full_evaluation_order(strategy: ShardingStrategy) -> None:
     model = wrapped(sharding_strategy=strategy).eval()
     expected = "AGR AG0 F0 FREE0 AG1 F1 FREE1 AG2 F2 FREE2 AG3 F3 FREE3 FREER"
     if strategy is NO_SHARD:

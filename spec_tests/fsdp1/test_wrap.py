@@ -141,7 +141,7 @@ def chosen_paths(root: nn.Module, policy: Any, *args: Any) -> list[str]:
 
 
 @pytest.mark.spec("WRAP-02", "WRAP-03", "WRAP-10")
-def test_a_policy_is_asked_before_and_after_the_descent_and_never_whether_to_wrap_the_outermost_module() -> None:
+def test_policy_is_called_before_and_after_children() -> None:
     root = linears()
     policy, calls = recording(root, at_least_40)
     assert chosen_paths(root, policy) == ["2"]
@@ -157,7 +157,7 @@ def test_a_policy_is_asked_before_and_after_the_descent_and_never_whether_to_wra
 
 
 @pytest.mark.spec("WRAP-03")
-def test_what_children_have_taken_is_not_offered_to_their_parent_again() -> None:
+def test_parent_does_not_count_params_of_wrapped_children() -> None:
     root = nn.Sequential(Block(nn.Linear(5, 5), nn.Linear(3, 3)))
     policy, calls = recording(root, functools.partial(size_based_auto_wrap_policy, min_num_params=12))
     assert chosen_paths(root, policy) == ["0.parts.0", "0.parts.1"]
@@ -219,7 +219,7 @@ def test_ignoring_a_module_keeps_what_is_inside_it_out_of_every_unit(policy: Any
 
 
 @pytest.mark.spec("IGN-10", "IGN-01")
-def test_what_is_inside_an_ignored_module_is_ignored_at_its_other_place_too() -> None:
+def test_ignored_shared_module_is_ignored_in_both_places() -> None:
     shared = nn.Linear(5, 5)
     root = nn.Sequential(Block(shared), Block(shared))
     assert chosen_paths(root, always_wrap_policy, [root[0]]) == ["1.parts", "1"]
@@ -235,7 +235,7 @@ def test_a_tied_weight_that_a_unit_has_taken_does_not_count_at_its_other_place()
 
 
 @pytest.mark.spec("WRAP-03")
-def test_a_module_with_two_places_is_asked_about_once_and_its_wrapper_stands_in_both() -> None:
+def test_module_with_two_parents_is_wrapped_once() -> None:
     shared = nn.Linear(5, 5)
     root = nn.Sequential(Block(shared), Block(shared, nn.ReLU()))
     root.add_module("again", shared)
@@ -305,7 +305,7 @@ def test_the_default_threshold_is_100_million_elements() -> None:
 
 
 @pytest.mark.spec("WRAP-07")
-def test_the_size_policy_leaves_lists_alone_and_attention_whole() -> None:
+def test_size_policy_skips_lists_and_keeps_attention_together() -> None:
     root = nn.ModuleDict(
         {"list": nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)]), "attention": nn.MultiheadAttention(20, 1)}
     )
@@ -347,7 +347,7 @@ def test_the_transformer_policy_passed_bare_shows_how_to_bind_its_classes() -> N
 
 
 @pytest.mark.spec("WRAP-02", "WRAP-09")
-def test_any_policy_with_unbound_parameters_is_refused_before_it_is_asked() -> None:
+def test_policy_with_unbound_params_is_refused_before_call() -> None:
     def needs_depth(module: nn.Module, recurse: bool, nonwrapped_numel: int, depth: int) -> bool:
         raise AssertionError("was asked")
 
@@ -360,13 +360,13 @@ def test_any_policy_with_unbound_parameters_is_refused_before_it_is_asked() -> N
 
 @pytest.mark.spec("WRAP-16")
 @pytest.mark.parametrize("policy", [{Block}, "Block", 5, Block, ModuleWrapPolicy])
-def test_what_is_neither_a_function_nor_a_policy_object_is_a_type_error(policy: Any) -> None:
+def test_invalid_policy_raises_type_error(policy: Any) -> None:
     with pytest.raises(TypeError, match="ModuleWrapPolicy"):
         cut(blocks(), policy)
 
 
 @pytest.mark.spec("WRAP-05", "WRAP-08")
-def test_a_class_in_place_of_a_set_of_classes_is_a_type_error_that_says_so() -> None:
+def test_class_instead_of_set_of_classes_raises_type_error() -> None:
     with pytest.raises(TypeError, match="module_classes must be a set"):
         ModuleWrapPolicy(Block)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="transformer_layer_cls must be a set"):
@@ -389,14 +389,14 @@ def test_a_custom_policy_gives_units_other_arguments() -> None:
 
 
 @pytest.mark.spec("NEW-02", "WRAP-10")
-def test_a_custom_policy_is_asked_about_each_module_below_the_outermost_once() -> None:
+def test_custom_policy_is_called_once_per_inner_module() -> None:
     root, seen = linears(), []
     choose(root, CustomPolicy(lambda module: bool(seen.append(module))))  # type: ignore[func-returns-value]
     assert sorted(map(id, seen)) == sorted(id(module) for module in root.modules() if module is not root)
 
 
 @pytest.mark.spec("NEW-02", "IGN-10")
-def test_a_custom_policy_is_not_asked_about_ignored_modules() -> None:
+def test_custom_policy_is_not_called_for_ignored_modules() -> None:
     root, seen = linears(), []
     choose(root, CustomPolicy(lambda module: bool(seen.append(module))), [root[2]])  # type: ignore[func-returns-value]
     assert [id(module) for module in seen] == [id(root[0]), id(root[1])]
@@ -430,7 +430,7 @@ def test_policy_objects_of_torch_work_here_too() -> None:
 
 @pytest.mark.spec("WRAP-18", "NEW-02", "WRAP-05")
 @pytest.mark.parametrize("answer", [True, False, {}, {"sharding_strategy": "other"}], ids=str)
-def test_a_policy_object_that_is_asked_itself_answers_for_the_root_as_torchs_does(answer: Any) -> None:
+def test_policy_object_called_directly_equals_torch(answer: Any) -> None:
     root, kwargs = blocks(), {"sharding_strategy": "outer", "prefetch": 2}
 
     def choice(module: nn.Module) -> bool | dict[str, Any]:
@@ -527,9 +527,7 @@ def test_wrappers_are_made_inside_out_and_find_the_inner_ones_in_place() -> None
 @pytest.mark.spec("WRAP-13")
 @pytest.mark.parametrize(("place", "path"), [((0,), "0"), ((2, 1), r"2\.1")])
 @pytest.mark.parametrize("policy", [always_wrap_policy, ModuleWrapPolicy({nn.Linear})])
-def test_a_tree_that_holds_a_wrapper_is_refused_and_the_first_is_named(
-    place: tuple[int, ...], path: str, policy: Any
-) -> None:
+def test_nested_wrapper_is_refused_with_its_name(place: tuple[int, ...], path: str, policy: Any) -> None:
     root = linears()
     parent = functools.reduce(lambda module, index: module[index], place[:-1], root)
     parent[place[-1]] = Box(parent[place[-1]])
@@ -548,7 +546,7 @@ def test_a_tree_that_holds_a_wrapper_is_refused_and_the_first_is_named(
     "policy",
     [lambda **question: False, ModuleWrapPolicy({WideBlock}), CustomPolicy(lambda m: isinstance(m, WideBlock))],
 )
-def test_batch_norms_become_units_without_mixed_precision_whatever_the_policy_says(policy: Any) -> None:
+def test_batch_norms_become_full_precision_units_for_any_policy(policy: Any) -> None:
     low = MixedPrecision(torch.bfloat16)
     with pytest.warns(
         UserWarning, match="contains BatchNorm1d. These modules will be wrapped as separate FSDP"
@@ -560,7 +558,7 @@ def test_batch_norms_become_units_without_mixed_precision_whatever_the_policy_sa
 
 
 @pytest.mark.spec("MP-19", "NEW-02")
-def test_a_batch_norm_keeps_what_a_custom_policy_says_about_anything_but_precision() -> None:
+def test_batch_norm_keeps_custom_policy_options_except_precision() -> None:
     low = MixedPrecision(torch.bfloat16)
     policy = CustomPolicy(lambda m: {"a": 2, "mixed_precision": low} if isinstance(m, nn.BatchNorm1d) else False)
     with pytest.warns(UserWarning):
@@ -568,7 +566,7 @@ def test_a_batch_norm_keeps_what_a_custom_policy_says_about_anything_but_precisi
 
 
 @pytest.mark.spec("MP-19", "WRAP-03")
-def test_what_is_set_apart_is_taken_before_the_policy_is_asked_about_its_parent() -> None:
+def test_ignored_classes_are_wrapped_before_their_parent() -> None:
     block = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=80)
     assert chosen_paths(nn.Sequential(block), policy) == ["0"]
@@ -576,7 +574,7 @@ def test_what_is_set_apart_is_taken_before_the_policy_is_asked_about_its_parent(
 
 
 @pytest.mark.spec("MP-20")
-def test_without_mixed_precision_nothing_is_set_apart() -> None:
+def test_full_precision_wraps_nothing_separately() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert cut(blocks(), ModuleWrapPolicy({WideBlock}), mixed_precision=None) == {
@@ -585,7 +583,7 @@ def test_without_mixed_precision_nothing_is_set_apart() -> None:
 
 
 @pytest.mark.spec("MP-21")
-def test_the_classes_to_set_apart_can_be_changed() -> None:
+def test_cut_wraps_custom_ignored_classes() -> None:
     policy = ModuleWrapPolicy({WideBlock})
     with pytest.warns(UserWarning, match="contains LayerNorm"):
         found = cut(blocks(), policy, mixed_precision=MixedPrecision(_module_classes_to_ignore=(nn.LayerNorm,)))
@@ -607,7 +605,7 @@ def test_an_ignored_batch_norm_is_left_alone() -> None:
 
 
 @pytest.mark.spec("MP-19", "WRAP-07")
-def test_mixed_precision_does_not_open_an_attention_that_the_size_policy_keeps_whole() -> None:
+def test_mixed_precision_does_not_split_unwrapped_attention() -> None:
     def tree() -> nn.Module:
         return nn.ModuleList([nn.Sequential(nn.MultiheadAttention(20, 1), nn.BatchNorm1d(4))])
 
@@ -620,7 +618,7 @@ def test_mixed_precision_does_not_open_an_attention_that_the_size_policy_keeps_w
 
 @pytest.mark.spec("MP-19")
 @pytest.mark.parametrize("own", [torch.float32, torch.float64])
-def test_what_is_set_apart_computes_in_its_own_dtype_and_answers_in_that_of_its_input(own: torch.dtype) -> None:
+def test_ignored_class_computes_in_own_dtype(own: torch.dtype) -> None:
     class Probe(nn.LayerNorm):
         def forward(self, input: torch.Tensor, index: torch.Tensor, *, more: Any) -> Any:
             seen.extend((input.dtype, index.dtype, more[0].dtype))
@@ -760,7 +758,7 @@ def ignored_at(root: nn.Module, modules: list[int], parameters: list[int]) -> di
 @pytest.mark.spec("WRAP-03", "WRAP-06", "WRAP-07", "IGN-10")
 @settings(deadline=None)
 @given(roots, st.integers(0, 150), positions, positions)
-def test_the_size_policy_cuts_any_tree_as_in_torch(
+def test_size_policy_wraps_like_torch(
     plan: Plan, min_num_params: int, modules: list[int], parameters: list[int]
 ) -> None:
     cuts = []
@@ -774,7 +772,7 @@ def test_the_size_policy_cuts_any_tree_as_in_torch(
 @pytest.mark.spec("WRAP-05", "WRAP-10", "IGN-10", "MP-19")
 @settings(deadline=None)
 @given(roots, st.sets(st.sampled_from(sorted(CLASSES))), positions, st.booleans())
-def test_module_wrap_policy_cuts_any_tree_as_in_torch(
+def test_module_wrap_policy_wraps_like_torch(
     plan: Plan, names: set[str], modules: list[int], low_precision: bool
 ) -> None:
     classes = {CLASSES[name] for name in names}
@@ -795,7 +793,7 @@ def test_module_wrap_policy_cuts_any_tree_as_in_torch(
 @pytest.mark.spec("MP-19", "WRAP-03")
 @settings(deadline=None)
 @given(roots, st.integers(0, 150), positions)
-def test_batch_norms_are_set_apart_in_any_tree_as_in_torch(plan: Plan, min_num_params: int, modules: list[int]) -> None:
+def test_batch_norms_are_wrapped_separately_like_torch(plan: Plan, min_num_params: int, modules: list[int]) -> None:
     # Without leaf modules, because of the difference that an earlier test covers.
     sets = {"min_num_params": min_num_params, "force_leaf_modules": set()}
     cuts = []

@@ -43,7 +43,7 @@ flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "
 
 @pytest.mark.spec("WRAP-01")
 @ranks(2)
-def test_without_a_policy_there_is_one_unit_for_the_whole_module() -> None:
+def test_no_policy_makes_one_unit() -> None:
     for model in (FSDP(seeded()), FSDP(seeded(), auto_wrap_policy=None)):
         assert FSDP.fsdp_modules(model) == [model]
         (flat,) = model.parameters()
@@ -261,7 +261,7 @@ def test_the_defaults_are_inherited_too() -> None:
 
 @pytest.mark.spec("WRAP-15")
 @ranks(2)
-def test_what_is_left_unwrapped_is_neither_sharded_nor_synchronised() -> None:
+def test_unwrapped_part_is_neither_sharded_nor_synchronized() -> None:
     reference = seeded()
     model = copy.deepcopy(reference)
     for index, block in enumerate(model.blocks):
@@ -282,7 +282,7 @@ def test_what_is_left_unwrapped_is_neither_sharded_nor_synchronised() -> None:
 
 @pytest.mark.spec("WRAP-15")
 @ranks(2)
-def test_wrapping_the_whole_model_repairs_it() -> None:
+def test_wrapping_full_model_synchronizes_it() -> None:
     reference = seeded()
     plain = copy.deepcopy(reference)
     for index, block in enumerate(plain.blocks):
@@ -423,7 +423,7 @@ def test_batch_norms_become_units_of_their_own_with_mixed_precision_off() -> Non
 @pytest.mark.spec("WRAP-19")
 @pytest.mark.parametrize("kind", ["list", "dict"])
 @ranks(2)
-def test_a_container_that_nobody_calls_is_warned_of_in_the_words_of_torch(kind: str) -> None:
+def test_uncalled_container_warning_equals_torch(kind: str) -> None:
     def container() -> nn.Module:
         layer = nn.Linear(4, 4, device=device())
         return nn.ModuleList([layer]) if kind == "list" else nn.ModuleDict({"layer": layer})
@@ -458,7 +458,7 @@ def test_a_container_with_a_forward_of_its_own_is_not_warned_of() -> None:
 
 @pytest.mark.spec("MP-19")
 @ranks(2)
-def test_one_warning_lists_all_classes_that_were_set_apart() -> None:
+def test_one_warning_lists_all_separately_wrapped_classes() -> None:
     layers = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Flatten(), nn.BatchNorm1d(8), nn.BatchNorm1d(8))
     with caught_warnings() as caught:
         FSDP(layers.to(device()), auto_wrap_policy=always_wrap_policy, mixed_precision=low(FSDP))
@@ -468,7 +468,7 @@ def test_one_warning_lists_all_classes_that_were_set_apart() -> None:
 
 @pytest.mark.spec("MP-19")
 @ranks(2)
-def test_with_batch_norms_set_apart_it_trains_as_in_torch() -> None:
+def test_separately_wrapped_batch_norms_train_like_torch() -> None:
     with caught_warnings():
         ours, theirs = both_trained(lambda kind, model: cut(kind, model, mixed_precision=low(kind)))
     assert ours == theirs
@@ -476,7 +476,7 @@ def test_with_batch_norms_set_apart_it_trains_as_in_torch() -> None:
 
 @pytest.mark.spec("MP-20")
 @ranks(2)
-def test_without_a_policy_nothing_is_set_apart() -> None:
+def test_no_policy_means_no_separate_batch_norm() -> None:
     plain = seeded(normed)
     dtypes = Dtypes(plain)
     with caught_warnings() as caught:
@@ -503,7 +503,7 @@ def test_without_a_policy_the_classes_to_ignore_do_not_matter(ignored: tuple[typ
 @pytest.mark.spec("MP-21")
 @pytest.mark.parametrize("classes", ["norms of layers", "none"])
 @ranks(2)
-def test_the_classes_to_set_apart_may_be_changed(classes: str) -> None:
+def test_separately_wrapped_classes_are_configurable(classes: str) -> None:
     ignored = {"norms of layers": (nn.LayerNorm,), "none": ()}[classes]
     plain = seeded(normed)
     dtypes = Dtypes(plain)
@@ -550,7 +550,7 @@ def test_a_batch_norm_that_was_wrapped_by_hand_without_mixed_precision_trains() 
 
 @pytest.mark.spec("MP-22")
 @ranks(2)
-def test_the_inputs_of_that_batch_norm_have_the_dtype_of_its_neighbours() -> None:
+def test_manually_wrapped_batch_norm_keeps_input_dtype() -> None:
     seen: list[tuple[torch.dtype, torch.dtype]] = []
     plain = seeded(normed)
     plain[1].batch_norm.register_forward_hook(lambda module, args, output: seen.append((args[0].dtype, output.dtype)))

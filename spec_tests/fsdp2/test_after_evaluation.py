@@ -316,7 +316,7 @@ def run(model: nn.Module, place: str, edit: Callable[[nn.Module, Optimizer], Opt
 @pytest.mark.parametrize("place", PLACES)
 @every_kind
 @ranks(2)
-def test_what_is_done_with_the_parameters_after_an_evaluation_is_not_lost(kind: str, place: str) -> None:
+def test_changes_of_params_after_evaluation_persist(kind: str, place: str) -> None:
     for edit in EDITS:
         if place == "logged" and kind in KEEPS and edit in WITHOUT_A_TRACE:
             # Parameters kept for a backward that never comes are not all-gathered again. torch does the same.
@@ -448,7 +448,7 @@ def test_replicas_that_keep_parameters_may_too(originals: bool) -> None:
 @pytest.mark.spec("FRESH-03")
 @pytest.mark.parametrize("kind", ["fully_shard", "fully_shard True", "FULL_SHARD", "FULL_SHARD originals"])
 @ranks(2)
-def test_where_parameters_are_freed_each_evaluation_gathers_each_unit_once(kind: str) -> None:
+def test_each_evaluation_all_gathers_each_resharded_unit_once(kind: str) -> None:
     model = FREES[kind](Tiny())
     for _ in range(3):
         assert gathers(lambda: evaluate(model)) == 3

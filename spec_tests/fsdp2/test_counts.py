@@ -39,7 +39,7 @@ WHOLE = {
 @pytest.mark.spec("FS2-09", "FS2-17", "FS2-21", "FS2-PREF-01", "FS2-PREF-02", "FS2-26")
 @pytest.mark.parametrize("reshard_after_forward", WHOLE)
 @ranks(2)
-def test_the_whole_iteration(reshard_after_forward: bool | None) -> None:
+def test_full_iteration_order(reshard_after_forward: bool | None) -> None:
     model = sharded(reshard_after_forward=reshard_after_forward)
     for step in range(3):
         assert recorded_iteration(model, step) == WHOLE[reshard_after_forward]
@@ -52,7 +52,7 @@ GRID_BACKWARD = "AG3 B3 AG2 FREE3 RS3 AR3 B2 AG1 FREE2 RS2 AR2 B1 AG0 FREE1 RS1 
 
 @pytest.mark.spec("FS2-18")
 @ranks(4)
-def test_the_whole_iteration_on_two_times_two() -> None:
+def test_full_iteration_on_two_by_two_mesh() -> None:
     model = sharded(mesh=grid_mesh())
     for step in range(2):
         words = recorded_iteration(model, step).split()
@@ -80,7 +80,7 @@ def test_without_gradient_sync_all_is_as_ever_but_for_the_reductions() -> None:
 @pytest.mark.spec("FS2-17", "FRESH-03")
 @pytest.mark.parametrize("reshard_after_forward", WHOLE)
 @ranks(2)
-def test_the_whole_of_an_evaluation(reshard_after_forward: bool | None) -> None:
+def test_full_evaluation_order(reshard_after_forward: bool | None) -> None:
     model = sharded(reshard_after_forward=reshard_after_forward).eval()
     first = WHOLE[reshard_after_forward].split(" |")[0]
     # The root stays unsharded only for a backward.
@@ -153,7 +153,7 @@ def test_no_model_takes_more_collectives_than_in_torch(name: str) -> None:
 @pytest.mark.spec("FS2-17")
 @pytest.mark.parametrize("name", ["blocks", "mlp", "nested"])
 @ranks(2)
-def test_without_resharding_each_unit_is_gathered_once(name: str) -> None:
+def test_kept_unit_is_all_gathered_once(name: str) -> None:
     gathers, reductions = usual_step(fully_shard, name, reshard_after_forward=False)
     assert gathers == reductions
 
@@ -161,7 +161,7 @@ def test_without_resharding_each_unit_is_gathered_once(name: str) -> None:
 @pytest.mark.spec("PAR-07")
 @pytest.mark.parametrize("name", ["checkpoint_inside", "checkpoint_outside", "checkpoint_outside_reentrant"])
 @ranks(2)
-def test_a_recomputation_finds_its_parameters_gathered(name: str) -> None:
+def test_recomputation_uses_unsharded_parameters(name: str) -> None:
     info = MODELS[name]
     model = shard_fsdp2(fully_shard, info)
     seen: list[int] = []

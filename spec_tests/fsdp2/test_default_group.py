@@ -77,7 +77,7 @@ def shown_by_two_ranks(program: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.spec("START-02")
-def test_the_snippet_of_the_home_page_runs_with_one_import_line_changed(tmp_path: Path) -> None:
+def test_index_page_snippet_runs_with_changed_import(tmp_path: Path) -> None:
     text = snippet("docs/index.md")
     ours = shown_by_two_ranks(MODEL + text + STEP, tmp_path)
     assert ours == shown_by_two_ranks(MODEL + of_torch(text) + STEP, tmp_path)

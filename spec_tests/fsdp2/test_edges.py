@@ -234,7 +234,7 @@ def test_units_whose_root_is_never_called_work_on_their_own() -> None:
 
 @pytest.mark.spec("FS2-09", "FS2-21")
 @ranks(2)
-def test_a_unit_may_run_alone_between_iterations_of_the_whole() -> None:
+def test_inner_unit_runs_alone_between_iterations_of_root() -> None:
     model, plain = sharded(), seeded()
     for step in range(3):
         with torch.no_grad():
@@ -273,7 +273,7 @@ def test_an_optimizer_may_step_inside_of_backward() -> None:
 
 @pytest.mark.spec("FS2-04", "FS2-SD-01")
 @ranks(2)
-def test_a_model_that_was_loaded_while_gathered_computes_with_what_was_loaded() -> None:
+def test_model_loaded_while_unsharded_uses_loaded_values() -> None:
     for reshard_after_forward in (None, False):
         model, plain = sharded(reshard_after_forward=reshard_after_forward), seeded()
         with torch.no_grad():
@@ -334,7 +334,7 @@ def test_parameters_in_lists_and_marks_on_parameters_survive() -> None:
 
 @pytest.mark.spec("FS2-01")
 @ranks(2)
-def test_a_model_that_nobody_holds_any_more_is_gone() -> None:
+def test_unreferenced_model_is_deallocated() -> None:
     model = sharded()
     iterate(model)
     gone = [weakref.ref(model), *(weakref.ref(block.linear.weight.to_local()) for block in model.blocks)]

@@ -133,7 +133,7 @@ class Notes(Plain):
 
 @pytest.mark.spec("FS2-EXT-02")
 @ranks(2)
-def test_the_methods_are_given_the_whole_shape_the_module_and_the_policy() -> None:
+def test_extension_methods_get_full_shape_module_and_policy() -> None:
     Notes.given.clear()
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     layer = fully_shard(extended(seeded(lambda: nn.Linear(WIDTH, 4, bias=False)), Notes), mp_policy=policy)
@@ -153,7 +153,7 @@ def test_the_methods_are_given_the_whole_shape_the_module_and_the_policy() -> No
 
 @pytest.mark.spec("FS2-EXT-02")
 @ranks(2)
-def test_the_rebuilt_tensor_is_freed_with_the_rest_and_gathered_again() -> None:
+def test_rebuilt_tensor_is_freed_and_all_gathered_again() -> None:
     layer = layer_of(Int8Shards)
     layer.unshard()
     storage = layer.weight.untyped_storage()

@@ -71,7 +71,7 @@ def test_a_change_inside_of_the_tensor_is_computed_with_also_by_a_unit_that_was_
 
 @pytest.mark.spec("FS2-EXT-01", "FS2-06")
 @ranks(2)
-def test_what_such_a_tensor_consists_of_is_not_kept_whole_beside_its_shard() -> None:
+def test_inner_tensor_of_extended_param_is_freed() -> None:
     """Broken: the DTensor keeps the parameter's attributes, and one of them is the unsharded value."""
     layer = extended(seeded(lambda: nn.Linear(WIDTH, 4, bias=False)), Plain)
     whole = weakref.ref(layer.weight.inner)
@@ -258,7 +258,7 @@ def test_methods_given_to_a_local_tensor_decide_as_those_of_a_class_do(from_meta
 
 @pytest.mark.spec("FS2-EXT-06")
 @ranks(2)
-def test_half_of_the_bytes_of_a_patched_weight_is_sent_also_of_uneven_rows() -> None:
+def test_patched_uneven_weight_sends_half_the_bytes() -> None:
     layer, usual = (fully_shard(seeded(lambda: nn.Linear(WIDTH, 3))) for _ in range(2))
     patched(layer)
     mine = layer.weight._local_tensor

@@ -135,7 +135,7 @@ def test_parameters_become_dtensors_over_all_ranks_with_their_global_shapes() ->
 
 @pytest.mark.spec("FS2-04")
 @ranks(2)
-def test_what_a_program_has_noted_on_a_parameter_stays_on_it() -> None:
+def test_custom_attribute_of_param_is_kept() -> None:
     layer = linear(2, 4, bias=True)
     layer.weight.learning_rate_scale = 0.5
     fully_shard(layer)
@@ -145,7 +145,7 @@ def test_what_a_program_has_noted_on_a_parameter_stays_on_it() -> None:
 
 @pytest.mark.spec("FS2-05")
 @ranks(2)
-def test_two_rows_on_two_ranks_are_one_row_each() -> None:
+def test_two_rows_are_split_one_each() -> None:
     layer = linear(2, 4)
     weight = layer.weight.detach().clone()
     fully_shard(layer)
@@ -155,7 +155,7 @@ def test_two_rows_on_two_ranks_are_one_row_each() -> None:
 @pytest.mark.spec("FS2-05", "FS2-06")
 @pytest.mark.parametrize("rows", [1, 3, 4, 5, 9])
 @ranks(4)
-def test_rows_are_cut_like_chunk_and_the_last_ranks_may_get_none(rows: int) -> None:
+def test_row_shards_equal_chunk_and_last_may_be_empty(rows: int) -> None:
     layer = linear(rows, 3)
     weight = layer.weight.detach().clone()
     fully_shard(layer)
@@ -169,7 +169,7 @@ def test_rows_are_cut_like_chunk_and_the_last_ranks_may_get_none(rows: int) -> N
 @pytest.mark.spec("FS2-06", "FS2-07", "FS2-13")
 @pytest.mark.parametrize("rows", [1, 3])
 @ranks(2)
-def test_an_uneven_layer_trains_like_a_whole_one(rows: int) -> None:
+def test_uneven_layer_trains_like_unsharded_one(rows: int) -> None:
     layer, plain = fully_shard(linear(rows, 4, bias=True)), linear(rows, 4, bias=True)
     optimizer, oracle = (torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.9) for m in (layer, plain))
     for step in range(3):
@@ -214,7 +214,7 @@ def test_a_placement_function_chooses_another_dim_for_some_parameters() -> None:
 
 @pytest.mark.spec("FS2-08", "NEW-16")
 @ranks(2)
-def test_three_dimensions_can_be_cut_along_each_of_them() -> None:
+def test_conv_weight_is_sharded_along_any_dim() -> None:
     for dim in (0, 1, 2, -1):
         conv = seeded(lambda: nn.Conv1d(4, 2, 2))
         whole = conv.weight.detach().clone()
@@ -232,7 +232,7 @@ def test_three_dimensions_can_be_cut_along_each_of_them() -> None:
 
 @pytest.mark.spec("FS2-08")
 @ranks(2)
-def test_an_uneven_cut_along_another_dim_is_refused() -> None:
+def test_fully_shard_refuses_uneven_other_dim() -> None:
     with pytest.raises(NotImplementedError, match="3"):
         fully_shard(linear(4, 3), shard_placement_fn=lambda parameter: Shard(1))
 
@@ -254,7 +254,7 @@ def test_each_call_takes_the_parameters_that_no_other_has() -> None:
 
 @pytest.mark.spec("FS2-09")
 @ranks(2)
-def test_a_root_without_parameters_of_its_own_gathers_nothing() -> None:
+def test_root_without_own_parameters_is_not_all_gathered() -> None:
     model = nn.Sequential(linear(WIDTH, WIDTH), linear(WIDTH, WIDTH))
     for layer in model:
         fully_shard(layer)
@@ -387,7 +387,7 @@ def test_a_mesh_of_two_axes_replicates_over_the_first_and_shards_over_the_second
 
 @pytest.mark.spec("FS2-18")
 @ranks(4)
-def test_on_two_axes_the_reduce_scatter_is_in_a_row_and_the_all_reduce_in_a_column() -> None:
+def test_grid_mesh_reduce_scatters_rows_and_all_reduces_columns() -> None:
     model = sharded(mesh=grid_mesh())
     with trace.record() as recorder:
         iterate(model)
@@ -411,7 +411,7 @@ def test_a_mesh_of_three_axes_is_refused() -> None:
 
 @pytest.mark.spec("FS2-19")
 @ranks(2)
-def test_unshard_gathers_the_groups_own_parameters_and_reshard_shards_them_again() -> None:
+def test_unshard_and_reshard_change_only_own_params_of_group() -> None:
     model, plain = sharded(), named(seeded())
     model.unshard()
     assert own_types(model) == {plain_tensor()}
@@ -471,7 +471,7 @@ def test_a_module_without_parameters_can_be_unsharded_too() -> None:
 
 @pytest.mark.spec("FS2-21")
 @ranks(2)
-def test_after_forward_the_root_stays_gathered_and_after_backward_all_is_sharded() -> None:
+def test_root_stays_unsharded_until_after_backward() -> None:
     model = sharded()
     for step in range(2):
         loss = loss_of(model(batch(step)))
@@ -520,7 +520,7 @@ def test_freezing_after_the_first_iteration_and_thawing_again_is_followed() -> N
 @pytest.mark.spec("FS2-22")
 @pytest.mark.parametrize("evaluates", [True, False])
 @ranks(2)
-def test_what_is_frozen_or_thawed_while_it_is_gathered_stays_so(evaluates: bool) -> None:
+def test_requires_grad_set_while_unsharded_persists(evaluates: bool) -> None:
     model, plain = sharded(), seeded()
     owned = torch.optim.SGD(model.parameters(), lr=0.1)
     for trains in (False, True):
@@ -616,7 +616,7 @@ def test_the_same_module_twice_is_refused() -> None:
 
 @pytest.mark.spec("FS2-12")
 @ranks(2)
-def test_the_two_front_doors_do_not_nest() -> None:
+def test_two_apis_cannot_be_nested() -> None:
     model = seeded()
     fully_shard(model.blocks[0])
     with pytest.raises(ValueError, match="fully_shard"):
@@ -631,7 +631,7 @@ def test_the_two_front_doors_do_not_nest() -> None:
 
 @pytest.mark.spec("FS2-01")
 @ranks(2)
-def test_what_is_no_module_and_what_is_no_mesh_is_refused() -> None:
+def test_fully_shard_refuses_invalid_module_and_mesh() -> None:
     for wrong in ("model", None, 3, torch.ones(2)):
         with pytest.raises((TypeError, ValueError)):
             fully_shard(wrong)
@@ -708,7 +708,7 @@ def test_a_new_dtype_given_to_the_sharded_model_is_followed() -> None:
 
 @pytest.mark.spec("FS2-04", "FS2-13")
 @ranks(2)
-def test_values_written_by_hand_are_the_ones_that_are_gathered() -> None:
+def test_forward_uses_values_written_by_user() -> None:
     model, plain = sharded(), seeded()
     iterate(model)
     with torch.no_grad():

@@ -47,7 +47,7 @@ def test_a_list_is_returned_and_each_module_of_it_is_an_fsdp_module() -> None:
 
 @pytest.mark.spec("NEW-04")
 @ranks(2)
-def test_the_group_is_gathered_before_the_first_and_freed_after_the_last_of_them() -> None:
+def test_group_is_unsharded_from_first_to_last_module() -> None:
     model = with_ends_together(reshard_after_forward=True)
     for step in range(2):
         with trace.record() as recorder:
@@ -137,7 +137,7 @@ class Head(nn.Module):
 
 @pytest.mark.spec("NEW-04")
 @ranks(2)
-def test_a_forward_may_run_only_some_of_the_modules_and_the_rest_come_later() -> None:
+def test_forward_runs_some_modules_before_the_others() -> None:
     plain, model = seeded(Head), seeded(Head)
     fully_shard(model.body)
     fully_shard([model.norm, model.head])
@@ -205,7 +205,7 @@ def test_a_group_from_the_meta_device_is_given_memory_module_by_module() -> None
 @pytest.mark.spec("FS2-28", "NEW-04")
 @pytest.mark.parametrize("has_run", [False, True])
 @ranks(2)
-def test_a_group_that_is_converted_as_a_whole_trains_as_torchs_does(has_run: bool) -> None:
+def test_converted_group_trains_like_torch(has_run: bool) -> None:
     found = []
     for shard in (torch_fully_shard, fully_shard):
         model = with_head_together(shard)
@@ -281,7 +281,7 @@ def test_half_a_group_on_the_meta_device_is_refused_when_it_is_used() -> None:
 
 @pytest.mark.spec("NEW-05")
 @ranks(4)
-def test_the_backward_gather_runs_among_so_many_neighbours() -> None:
+def test_backward_all_gathers_among_local_peers() -> None:
     model = sharded(reshard_after_forward=2)
     rank = dist.get_rank()
     everybody, neighbours = (0, 1, 2, 3), ((0, 1), (2, 3))[rank // 2]
@@ -323,7 +323,7 @@ def test_after_backward_each_rank_has_its_own_shard_again() -> None:
 
 @pytest.mark.spec("NEW-05")
 @ranks(4)
-def test_resharding_by_hand_goes_back_to_the_whole_group() -> None:
+def test_manual_reshard_returns_to_full_group() -> None:
     model = sharded(reshard_after_forward=2)
     loss = loss_of(model(batch()))
     model.blocks[2].reshard()
@@ -337,7 +337,7 @@ def test_resharding_by_hand_goes_back_to_the_whole_group() -> None:
 
 @pytest.mark.spec("NEW-05", "NEW-06")
 @ranks(4)
-def test_who_switches_to_true_means_all_ranks_again_and_who_switches_to_false_no_gather() -> None:
+def test_switched_reshard_after_forward_selects_all_gather_ranks() -> None:
     model = sharded(reshard_after_forward=2)
     iterate(model)
     for choice, gathered in ((True, {(0, 1, 2, 3)}), (False, set())):
@@ -352,7 +352,7 @@ def test_who_switches_to_true_means_all_ranks_again_and_who_switches_to_false_no
 @pytest.mark.parametrize("rows", [8, 6, 5, 1])
 @pytest.mark.parametrize("dim", [0, 1])
 @ranks(4)
-def test_after_forward_modules_show_their_pieces_among_these_neighbours(rows: int, dim: int) -> None:
+def test_modules_show_local_peer_shards_after_forward(rows: int, dim: int) -> None:
     def build() -> nn.Module:
         return nn.Linear(8, rows, bias=False)
 
@@ -375,7 +375,7 @@ def test_after_forward_modules_show_their_pieces_among_these_neighbours(rows: in
 
 @pytest.mark.spec("NEW-05")
 @ranks(4)
-def test_what_rests_is_not_used_after_a_change_either_if_no_backward_came() -> None:
+def test_unit_on_smaller_mesh_is_not_used_after_change() -> None:
     model, plain = sharded(reshard_after_forward=2), seeded()
     owned = list(model.parameters())
     model(batch())
@@ -404,7 +404,7 @@ def test_a_forward_without_grad_and_a_change_of_values_are_followed() -> None:
 @pytest.mark.spec("NEW-05", "NEW-06")
 @pytest.mark.parametrize("choice", [True, False])
 @ranks(4)
-def test_what_rests_is_gathered_once_more_and_never_again_after_a_switch(choice: bool) -> None:
+def test_switched_reshard_after_forward_keeps_results(choice: bool) -> None:
     model, usual = sharded(reshard_after_forward=2), sharded()
     for step in range(3):
         losses = [loss_of(each(batch(step))) for each in (model, usual)]
@@ -421,7 +421,7 @@ def test_what_rests_is_gathered_once_more_and_never_again_after_a_switch(choice:
 @pytest.mark.spec("NEW-05", "NEW-06")
 @pytest.mark.parametrize("in_between", ["reshard", "switch"])
 @ranks(4)
-def test_what_is_on_its_way_from_a_rest_arrives_as_that_also_if_the_rest_is_over(in_between: str) -> None:
+def test_pending_unshard_on_smaller_mesh_survives_changes(in_between: str) -> None:
     model, usual = sharded(reshard_after_forward=2), sharded()
     losses = [loss_of(each(batch())) for each in (model, usual)]
     for block in model.blocks:
@@ -447,7 +447,7 @@ def test_a_number_that_does_not_divide_the_ranks_is_refused(number: int) -> None
 @pytest.mark.spec("NEW-05")
 @pytest.mark.parametrize("number", [0, 2, -1])
 @ranks(2)
-def test_where_nothing_is_sharded_every_number_but_one_is_refused(number: int) -> None:
+def test_unsharded_mesh_accepts_only_reshard_to_one(number: int) -> None:
     with pytest.raises(ValueError, match=rf"reshard_after_forward={number} is not a factor of 1\b"):
         fully_shard(seeded(), mesh=column_mesh(), reshard_after_forward=number)
     with pytest.raises(ValueError, match="factor"):
@@ -457,7 +457,7 @@ def test_where_nothing_is_sharded_every_number_but_one_is_refused(number: int) -
 
 @pytest.mark.spec("NEW-05")
 @ranks(2)
-def test_one_means_to_keep_and_all_means_to_free() -> None:
+def test_reshard_to_one_keeps_and_to_all_reshards() -> None:
     assert recorded_iteration(sharded(reshard_after_forward=1)) == recorded_iteration(
         sharded(reshard_after_forward=False)
     )

@@ -73,7 +73,7 @@ def test_a_shard_outlives_its_model() -> None:
 
 @pytest.mark.spec("FS2-13")
 @ranks(2)
-def test_what_is_done_to_a_local_tensor_is_gathered() -> None:
+def test_changed_local_tensor_is_all_gathered() -> None:
     model, plain = sharded(reshard_after_forward=False), seeded()
     with torch.no_grad():
         # After this forward, all parameters are unsharded, and the changes below make those values stale.
@@ -107,7 +107,7 @@ def test_the_first_iteration_has_as_many_collectives_as_any_other() -> None:
 @pytest.mark.spec("FS2-19", "CTOR-11")
 @pytest.mark.parametrize("is_async", [True, False])
 @ranks(2)
-def test_parts_that_were_unsharded_before_the_whole_stay_gathered(is_async: bool) -> None:
+def test_units_unsharded_before_root_are_not_all_gathered_again(is_async: bool) -> None:
     model = sharded()
     with trace.record() as recorder:
         handles = [block.unshard(async_op=is_async) for block in model.blocks]
@@ -123,7 +123,7 @@ def test_parts_that_were_unsharded_before_the_whole_stay_gathered(is_async: bool
 
 @pytest.mark.spec("FS2-19")
 @ranks(2)
-def test_parts_that_were_unsharded_and_have_changed_since_are_gathered_again() -> None:
+def test_changed_unsharded_units_are_all_gathered_again() -> None:
     model, plain = sharded(), seeded()
     own = [list(block.parameters()) for block in model.blocks]
     for block in model.blocks:
@@ -153,7 +153,7 @@ class Encoder(nn.Module):
 
 @pytest.mark.spec("NEW-13", "FS2-25")
 @ranks(2)
-def test_a_module_without_forward_gathers_by_a_method_that_is_registered() -> None:
+def test_registered_method_all_gathers_module_without_forward() -> None:
     model, plain = fully_shard(seeded(Encoder)), seeded(Encoder)
     register_fsdp_forward_method(model, "encode")
     assert torch.equal(model.encode(batch()), plain.encode(batch()))
@@ -215,7 +215,7 @@ def test_members_of_a_group_that_are_not_called_can_be_used_all_the_same(reshard
 
 @pytest.mark.spec("FS2-09")
 @ranks(2)
-def test_what_replicate_has_taken_stays_replicated() -> None:
+def test_replicated_module_stays_replicated() -> None:
     model, plain = seeded(), seeded()
     replicate(model.blocks[0])
     for block in model.blocks[1:]:

@@ -41,18 +41,18 @@ def checked(name: str) -> None:
 
 @rows_for(2)
 @ranks(2)
-def test_both_sides_of_a_row_train_alike(name: str) -> None:
+def test_both_sides_of_entry_train_alike(name: str) -> None:
     checked(name)
 
 
 @rows_for(4)
 @ranks(4)
-def test_both_sides_of_a_hybrid_row_train_alike(name: str) -> None:
+def test_both_sides_of_hybrid_entry_train_alike(name: str) -> None:
     checked(name)
 
 
 @pytest.mark.pure
-def test_every_row_of_the_spec_is_in_the_table() -> None:
+def test_table_has_every_migration_requirement() -> None:
     wanted = set(re.findall(r"^\| (MIG-\d+) \|", (REPOSITORY / "docs" / "spec.md").read_text(), re.MULTILINE))
     assert wanted
     assert {number for row in ROWS.values() for number in row.ids} == wanted

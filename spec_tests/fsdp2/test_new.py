@@ -32,7 +32,7 @@ from spec_tests.oracles import Recipe, assert_same_training, tolerance_for, trai
 
 @pytest.mark.spec("NEW-06")
 @ranks(2)
-def test_what_forward_frees_can_be_switched_between_iterations() -> None:
+def test_reshard_after_forward_is_switchable() -> None:
     model = sharded()
     for choice in (True, False, True):
         model.set_reshard_after_forward(choice)
@@ -50,14 +50,14 @@ def test_what_forward_frees_can_be_switched_between_iterations() -> None:
 @pytest.mark.spec("NEW-06")
 @pytest.mark.parametrize("choice", ["yes", 2, None])
 @ranks(2)
-def test_what_forward_frees_is_a_yes_or_no(choice: Any) -> None:
+def test_set_reshard_after_forward_requires_bool(choice: Any) -> None:
     with pytest.raises(ValueError, match="reshard_after_forward should be a bool"):
         sharded().set_reshard_after_forward(choice)
 
 
 @pytest.mark.spec("NEW-06")
 @ranks(2)
-def test_without_resharding_after_backward_the_next_forward_gathers_nothing() -> None:
+def test_kept_params_need_no_all_gather_in_next_forward() -> None:
     model = sharded(reshard_after_forward=False)
     model.set_reshard_after_backward(False)
     for num_gathers in (5, 0, 0):
@@ -75,7 +75,7 @@ def test_without_resharding_after_backward_the_next_forward_gathers_nothing() ->
 
 @pytest.mark.spec("NEW-11")
 @ranks(2)
-def test_a_group_that_backward_does_not_need_is_not_gathered_there() -> None:
+def test_group_unneeded_in_backward_is_not_all_gathered_there() -> None:
     model, plain = (seeded(lambda: nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 4))) for _ in range(2))
     for part in (model[0], model[1], model):
         fully_shard(part)
@@ -121,7 +121,7 @@ def test_the_hook_sees_each_groups_reduced_gradient_before_the_parameters_do() -
 
 @pytest.mark.spec("NEW-09")
 @ranks(2)
-def test_what_the_hook_does_to_it_in_place_is_what_the_optimizer_gets() -> None:
+def test_all_reduce_hook_changes_optimizer_gradient() -> None:
     model = sharded()
     model.blocks[1].set_all_reduce_hook(lambda reduced: reduced.mul_(2))
     iterate(model)
@@ -177,7 +177,7 @@ def test_a_factor_replaces_it_on_two_times_two_as_well() -> None:
 
 @pytest.mark.spec("NEW-10")
 @ranks(2)
-def test_only_sums_on_the_wire_change_no_bit() -> None:
+def test_sum_only_communication_changes_no_bit() -> None:
     model, usual = sharded(), sharded()
     for module in (model, *model.blocks):
         module.set_force_sum_reduction_for_comms(True)
@@ -256,7 +256,7 @@ class Generates(nn.Module):
 
 @pytest.mark.spec("NEW-13")
 @ranks(2)
-def test_another_method_can_be_made_to_gather_and_free() -> None:
+def test_registered_method_all_gathers_and_reshards() -> None:
     model, plain = seeded(Generates), seeded(Generates)
     fully_shard(model, reshard_after_forward=True)
     register_fsdp_forward_method(model, "encode")
@@ -323,7 +323,7 @@ def test_it_can_be_switched_for_one_module_alone() -> None:
 
 @pytest.mark.spec("NEW-19")
 @ranks(2)
-def test_ranks_that_gather_in_different_order_are_told_so() -> None:
+def test_different_all_gather_order_raises_with_names() -> None:
     model = sharded()
     order = ((0, 1, 2, 3), (0, 2, 1, 3))[dist.get_rank()]
     with pytest.raises(RuntimeError, match=r"different units") as raised:
@@ -485,7 +485,7 @@ def test_after_an_exception_a_part_that_is_called_alone_has_the_values_of_today(
 @pytest.mark.spec("NEW-15", "FS2-SYNC-01")
 @pytest.mark.parametrize("fault", ["forward", "inside"])
 @ranks(2)
-def test_without_a_reset_what_waits_for_its_reduction_goes_on_waiting(fault: str) -> None:
+def test_error_without_reset_keeps_unreduced_gradients(fault: str) -> None:
     """Broken: an error in the forward of a later micro-batch drops the gradient sum of the earlier ones."""
     model = sharded()
     model.set_requires_gradient_sync(False)
@@ -500,9 +500,7 @@ def test_without_a_reset_what_waits_for_its_reduction_goes_on_waiting(fault: str
 @pytest.mark.parametrize("reshard_after_forward", [None, False])
 @pytest.mark.parametrize("fault", ["forward", "inside"])
 @ranks(2)
-def test_what_is_written_after_an_error_is_what_the_next_forward_computes_with(
-    fault: str, reshard_after_forward: bool | None
-) -> None:
+def test_forward_after_error_uses_newly_written_values(fault: str, reshard_after_forward: bool | None) -> None:
     """Broken: the next forward continues the one that raised and uses the parameters unsharded for it."""
     model, plain = sharded(reshard_after_forward=reshard_after_forward), seeded()
     owned = list(model.parameters())
@@ -548,7 +546,7 @@ def test_the_names_are_those_of_torch() -> None:
 
 @pytest.mark.spec("NEW-17")
 @ranks(2)
-def test_several_roots_may_share_their_lanes() -> None:
+def test_several_roots_share_comm_streams() -> None:
     stages, usual = ([seeded(), seeded(Generates)] for _ in range(2))
     for stage in (*stages, *usual):
         sharded(stage) if isinstance(stage, Stack) else fully_shard(stage)
@@ -583,7 +581,7 @@ SPECIAL: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.spec("NEW-18")
 @pytest.mark.parametrize("name", SPECIAL)
 @ranks(2)
-def test_an_option_for_special_hardware_works_or_says_what_to_use_instead(name: str) -> None:
+def test_special_hardware_option_works_or_names_alternative(name: str) -> None:
     model = sharded()
     message = None
     try:
@@ -599,7 +597,7 @@ def test_an_option_for_special_hardware_works_or_says_what_to_use_instead(name: 
 
 @pytest.mark.spec("NEW-22")
 @ranks(2)
-def test_a_sharded_model_cannot_be_deep_copied_and_the_message_says_what_to_do() -> None:
+def test_deep_copy_of_sharded_model_raises_with_remedy() -> None:
     model = sharded()
     for module in (model, model.blocks[0]):
         with pytest.raises((AssertionError, RuntimeError, TypeError), match=r"state[_ ]dict"):

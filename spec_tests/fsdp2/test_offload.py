@@ -69,7 +69,7 @@ def test_none_and_the_plain_policy_offload_nothing() -> None:
 
 @pytest.mark.spec("FS2-OFF-01")
 @ranks(2)
-def test_the_copies_are_recorded_before_the_gather_and_after_the_reduction() -> None:
+def test_offload_records_copies_around_collectives() -> None:
     model = sharded(offload_policy=OFFLOADED)
     with trace.record() as recorder:
         iterate(model)
@@ -81,7 +81,7 @@ def test_the_copies_are_recorded_before_the_gather_and_after_the_reduction() -> 
 
 @pytest.mark.spec("FS2-OFF-01", "FS2-19")
 @ranks(2)
-def test_what_is_unsharded_by_hand_is_on_the_compute_device() -> None:
+def test_manually_unsharded_params_are_on_compute_device() -> None:
     model = sharded(offload_policy=OFFLOADED)
     model.unshard()
     assert model.enter.weight.device.type == device().type

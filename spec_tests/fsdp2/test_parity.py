@@ -61,7 +61,7 @@ def test_two_ranks_are_bit_equal_to_torch_fully_shard(name: str) -> None:
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @pytest.mark.parametrize("name", ["mlp", "nested", "tied", "called_twice", "several_forwards", "frozen", "sometimes"])
 @ranks(2)
-def test_what_is_freed_after_forward_changes_no_bit(name: str, reshard_after_forward: bool) -> None:
+def test_reshard_after_forward_changes_no_bit(name: str, reshard_after_forward: bool) -> None:
     recipe = Recipe(steps=2)
     ours = train(name, recipe, reshard_after_forward=reshard_after_forward)
     assert_same_training(ours, train(name, recipe), tolerance_for(2))
@@ -90,7 +90,7 @@ def test_each_rank_holds_the_shards_and_the_sharded_gradients_that_torch_gives_i
 @pytest.mark.spec("PAR-01", "PAR-02", "PAR-05", "PAR-06", "FS2-13", "FS2-OPT-04", "MIG-01")
 @every_model
 @ranks(2)
-def test_one_process_ddp_and_the_other_front_door_train_to_the_same_bits(name: str) -> None:
+def test_both_apis_train_like_one_process_and_ddp(name: str) -> None:
     info, recipe = MODELS[name], Recipe(steps=2, optimizer=sgd)
     ours = train(name, recipe)
     assert_same_training(ours, train_single(info, 2, recipe), tolerance_for(2))
@@ -122,7 +122,7 @@ def test_four_ranks_and_two_by_two_are_equal_up_to_the_order_of_a_sum(name: str,
 @pytest.mark.spec("PAR-05", "MIG-04", "MIG-05")
 @pytest.mark.parametrize("name", ["mlp", "uneven", "nested", "tied"])
 @ranks(4)
-def test_both_front_doors_agree_on_two_by_two(name: str) -> None:
+def test_both_apis_agree_on_two_by_two_mesh(name: str) -> None:
     recipe, mesh = Recipe(steps=2), grid_mesh()
     groups = mesh.get_group("shard"), mesh.get_group("replicate")
     for strategy, reshard_after_forward in (("HYBRID_SHARD", True), ("_HYBRID_SHARD_ZERO2", False)):

@@ -92,7 +92,7 @@ def test_experts_on_a_mesh_of_their_own_are_trained_as_by_torch(axis: str, polic
 
 @pytest.mark.spec("NEW-23")
 @ranks(4)
-def test_a_dim_may_be_chosen_beside_the_mesh() -> None:
+def test_placement_fn_chooses_dim_with_mesh() -> None:
     layer, grid = nn.Linear(WIDTH, 4, bias=False, device=device()), grid_mesh()
     info = FSDPMeshInfo(grid["shard"], 0)
     fully_shard(layer, mesh=line_mesh(), shard_placement_fn=lambda _: ShardPlacementResult(Shard(1), info))
@@ -102,7 +102,7 @@ def test_a_dim_may_be_chosen_beside_the_mesh() -> None:
 
 @pytest.mark.spec("NEW-23")
 @ranks(4)
-def test_a_number_of_ranks_to_rest_on_is_refused_beside_meshes() -> None:
+def test_integer_reshard_after_forward_with_meshes_is_refused() -> None:
     grid = grid_mesh()
     with pytest.raises(NotImplementedError, match="gives some parameters their own mesh"):
         made_by(fully_shard, line_mesh(), FSDPMeshInfo(grid["shard"], 0), reshard_after_forward=2)

@@ -90,7 +90,7 @@ def test_buffers_keep_their_dtype() -> None:
 
 @pytest.mark.spec("FS2-MP-02", "FS2-19")
 @ranks(2)
-def test_gathered_parameters_are_low_and_sharded_ones_high() -> None:
+def test_unsharded_params_are_bfloat16_and_shards_float32() -> None:
     model = sharded(mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
     plain = seeded()
     model.blocks[1].unshard()
@@ -110,7 +110,7 @@ def test_gathered_parameters_are_low_and_sharded_ones_high() -> None:
 
 @pytest.mark.spec("FS2-MP-02")
 @ranks(2)
-def test_half_the_bytes_are_gathered() -> None:
+def test_bfloat16_halves_all_gather_bytes() -> None:
     counts = {}
     for dtype in (None, BF16):
         model = sharded(mp_policy=MixedPrecisionPolicy(dtype, FP32))

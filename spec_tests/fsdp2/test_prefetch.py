@@ -41,7 +41,7 @@ def words_of(model: nn.Module, step: int = 0) -> list[str]:
 
 @pytest.mark.spec("FS2-PREF-01")
 @ranks(2)
-def test_in_forward_a_gather_is_issued_right_before_its_own_layer() -> None:
+def test_forward_issues_all_gather_right_before_its_layer() -> None:
     with trace.record() as recorder:
         iterate(sharded())
     words = [event.kind + event.unit.removeprefix("blocks.") for event in recorder.events]
@@ -51,7 +51,7 @@ def test_in_forward_a_gather_is_issued_right_before_its_own_layer() -> None:
 
 @pytest.mark.spec("FS2-PREF-01")
 @ranks(2)
-def test_gathers_and_reductions_have_lanes_of_their_own() -> None:
+def test_all_gathers_and_reductions_have_own_comm_streams() -> None:
     with trace.record() as recorder:
         iterate(sharded())
     comm_streams = {event.kind: event.stream for event in recorder.events}
@@ -60,7 +60,7 @@ def test_gathers_and_reductions_have_lanes_of_their_own() -> None:
 
 @pytest.mark.spec("FS2-PREF-02")
 @ranks(2)
-def test_in_backward_the_next_is_gathered_before_the_current_gradients_are_computed() -> None:
+def test_backward_all_gathers_next_unit_before_current_gradients() -> None:
     plain = seeded()
     watch = Watch(plain)
     watch.in_backward = lambda unit: trace.recorder and trace.recorder.begin("GRAD", unit) and None
@@ -101,7 +101,7 @@ def test_a_unit_that_is_used_twice_has_two_places_in_that_order() -> None:
 
 @pytest.mark.spec("FS2-PREF-03", "FS2-PREF-04", "MIG-13")
 @ranks(2)
-def test_the_whole_iteration_two_ahead() -> None:
+def test_full_iteration_prefetching_two_units() -> None:
     model = ahead(sharded(), 2)
     for step in range(3):
         assert recorded_iteration(model, step) == (
@@ -133,7 +133,7 @@ def test_a_list_for_backward_replaces_the_implicit_one_and_an_empty_list_brings_
 
 @pytest.mark.spec("FS2-PREF-03")
 @ranks(2)
-def test_the_root_may_ask_for_its_first_blocks() -> None:
+def test_root_may_prefetch_its_first_blocks() -> None:
     model = sharded()
     model.set_modules_to_forward_prefetch([model.blocks[0], model.blocks[1]])
     words = words_of(model)
@@ -187,7 +187,7 @@ def test_the_memory_of_so_many_blocks_is_there_while_one_computes(num_ahead: int
 
 @pytest.mark.spec("FS2-PREF-06", "MIG-13")
 @ranks(2)
-def test_a_root_that_was_unsharded_by_hand_is_not_gathered_again() -> None:
+def test_manually_unsharded_root_is_not_all_gathered_again() -> None:
     for asynchronous in (False, True):
         model = sharded()
         for step in range(2):
@@ -201,7 +201,7 @@ def test_a_root_that_was_unsharded_by_hand_is_not_gathered_again() -> None:
 
 @pytest.mark.spec("FS2-PREF-06", "FS2-20")
 @ranks(2)
-def test_blocks_can_be_asked_for_by_hand_from_inside_of_forward() -> None:
+def test_forward_may_prefetch_blocks_manually() -> None:
     model = sharded()
     for index in range(3):
         following = model.blocks[index + 1]
@@ -214,7 +214,7 @@ def test_blocks_can_be_asked_for_by_hand_from_inside_of_forward() -> None:
 
 @pytest.mark.spec("FS2-PREF-07")
 @ranks(2)
-def test_what_is_no_fsdp_module_cannot_be_prefetched() -> None:
+def test_prefetch_list_accepts_only_fsdp_modules() -> None:
     model = sharded()
     for wrong in (nn.Linear(2, 2), "blocks.1", None, model.enter):
         for setter in (model.set_modules_to_forward_prefetch, model.set_modules_to_backward_prefetch):
@@ -255,7 +255,7 @@ def test_no_setting_changes_a_bit(setting: str) -> None:
 
 @pytest.mark.spec("FS2-PREF-08")
 @ranks(2)
-def test_what_was_gathered_in_vain_is_gone_after_backward_and_not_stale_in_the_next_step() -> None:
+def test_unused_prefetch_is_freed_after_backward() -> None:
     model, usual = sharded(), sharded()
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[3]])
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, usual)]
@@ -272,7 +272,7 @@ def test_what_was_gathered_in_vain_is_gone_after_backward_and_not_stale_in_the_n
 @pytest.mark.spec("FS2-PREF-09")
 @pytest.mark.proof("order only")
 @ranks(2)
-def test_an_explicit_gather_is_issued_a_layer_earlier_than_an_implicit_one() -> None:
+def test_explicit_all_gather_is_issued_one_layer_earlier() -> None:
     implicit, explicit = words_of(sharded()), words_of(ahead(sharded(), 1))
     for index in range(1, 4):
         assert implicit.index(f"AG{index}") > implicit.index(f"F{index - 1}")

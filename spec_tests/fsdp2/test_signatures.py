@@ -74,7 +74,7 @@ def test_a_method_takes_the_same_arguments(name: str) -> None:
 
 @pytest.mark.spec("FS2-20")
 @pytest.mark.pure
-def test_what_unshard_returns_can_be_waited_for_without_arguments() -> None:
+def test_unshard_handle_wait_has_signature_of_torch() -> None:
     assert described(subject.UnshardHandle.wait) == described(torch_fsdp.UnshardHandle.wait)
 
 

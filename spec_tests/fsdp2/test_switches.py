@@ -33,7 +33,7 @@ from spec_tests.models.values import assert_same, full_gradients, full_values, m
 
 @pytest.mark.spec("NEW-08")
 @ranks(2)
-def test_where_nothing_is_sharded_all_reduce_can_be_put_off_as_well_and_the_sum_is_exact() -> None:
+def test_no_shard_all_reduce_may_be_delayed() -> None:
     """Broken: the all-reduce that replaces a reduce-scatter is issued regardless of the switch."""
     model = sharded(mesh=column_mesh())
     for steps in ((0, 1), (2, 3, 4), (5,)):
@@ -141,7 +141,7 @@ def test_the_hook_of_an_outer_group_is_not_called_for_those_inside() -> None:
 
 @pytest.mark.spec("NEW-11")
 @ranks(2)
-def test_what_an_outer_group_does_not_need_in_backward_those_inside_may_need() -> None:
+def test_inner_group_may_unshard_in_backward_without_outer() -> None:
     """Broken: `set_unshard_in_backward` also changes inner modules."""
     model = seeded(lambda: nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 4)))
     fully_shard(model[1])
@@ -209,7 +209,7 @@ def test_initial_weights_in_another_order_are_noticed_though_their_sum_is_the_sa
 
 @pytest.mark.spec("NEW-20")
 @ranks(2)
-def test_initial_weights_that_tensor_parallelism_has_cut_are_compared_among_those_who_have_the_same_part() -> None:
+def test_tensor_parallel_weights_are_compared_per_shard() -> None:
     """Broken: the checksum is computed on a DTensor, which is refused, or on the unsharded tensor."""
     for shape, differs in (((2, 1), True), ((1, 2), False)):
         mesh = init_device_mesh(device().type, shape, mesh_dim_names=("data", "tensor"))

@@ -27,7 +27,7 @@ from spec_tests.models.values import assert_same, full_gradients, full_values, l
 
 @pytest.mark.spec("FS2-SYNC-01", "MIG-16")
 @ranks(2)
-def test_what_was_not_reduced_is_reduced_with_the_next_backward_that_is() -> None:
+def test_unreduced_gradients_join_next_reduction() -> None:
     model = sharded()
     for steps in ((0, 1), (2, 3, 4), (5,)):
         for step in steps:
@@ -81,7 +81,7 @@ def test_a_sum_is_reduced_also_where_the_backward_that_reduces_does_not_come_by(
 
 @pytest.mark.spec("FS2-SYNC-01")
 @ranks(2)
-def test_it_reaches_nested_modules_unless_told_otherwise() -> None:
+def test_gradient_sync_setting_is_recursive_by_default() -> None:
     model = sharded()
     model.set_requires_gradient_sync(False, recurse=False)
     with trace.record() as recorder:
@@ -129,7 +129,7 @@ def test_reduced_gradients_are_left_alone_while_it_is_off_and_added_to_afterward
 @pytest.mark.spec("FS2-SYNC-01", "FS2-17")
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
 @ranks(2)
-def test_a_whole_training_with_accumulation_equals_one_process(reshard_after_forward: bool | None) -> None:
+def test_training_with_accumulation_equals_one_process(reshard_after_forward: bool | None) -> None:
     model, plain = sharded(reshard_after_forward=reshard_after_forward), seeded()
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, plain)]
     for step in range(3):
@@ -212,7 +212,7 @@ def test_no_sync_and_no_all_reduce_can_follow_each_other(mesh: Callable[[], Devi
 @pytest.mark.spec("NEW-08", "FS2-SYNC-01")
 @pytest.mark.parametrize("mesh", [grid_mesh, column_mesh])
 @ranks(4)
-def test_whoever_asks_for_reduction_asks_for_the_all_reduce_too(mesh: Callable[[], DeviceMesh]) -> None:
+def test_gradient_sync_setting_includes_all_reduce(mesh: Callable[[], DeviceMesh]) -> None:
     model = sharded(mesh=mesh())
     model.set_requires_all_reduce(False)
     iterate(model, 0)
@@ -305,7 +305,7 @@ def test_after_the_last_backward_all_is_as_before() -> None:
 
 @pytest.mark.spec("NEW-06", "FS2-SYNC-01")
 @ranks(2)
-def test_of_several_micro_batches_only_the_first_gathers_if_nothing_is_resharded() -> None:
+def test_first_micro_batch_all_gathers_once_without_reshard() -> None:
     model = sharded(reshard_after_forward=False)
     model.set_reshard_after_backward(False)
     gathers = []

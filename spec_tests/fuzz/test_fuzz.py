@@ -55,9 +55,7 @@ def test_programs_give_what_one_process_gives_or_an_error_of_minifsdp(door: str,
 @pytest.mark.cpu
 @pytest.mark.spec("FUZZ-02")
 @pytest.mark.parametrize(("door", "names"), [("wrapped", list(WRONG_WRAPPED)), ("composed", list(WRONG_COMPOSED))])
-def test_each_wrong_call_alone_is_refused_in_words_of_minifsdp_and_training_goes_on(
-    door: str, names: list[str]
-) -> None:
+def test_each_wrong_call_is_refused_and_training_continues(door: str, names: list[str]) -> None:
     cases = [Case(door, {"door": door}, [{"do": "wrong", "name": name}]) for name in names]
     assert list(report(cases)) == []
 
@@ -66,7 +64,7 @@ def test_each_wrong_call_alone_is_refused_in_words_of_minifsdp_and_training_goes
 @pytest.mark.cpu
 @pytest.mark.spec("FUZZ-03")
 @pytest.mark.parametrize("door", DOORS)
-def test_where_ranks_do_different_things_each_is_told_and_none_hangs_or_dies(door: str) -> None:
+def test_divergent_programs_raise_on_each_rank_without_hang(door: str) -> None:
     cases = [case for case in drawn(12, door, seed=8, is_apart=True) if case.is_apart]
     assert list(report(cases)) == []
 
@@ -89,7 +87,7 @@ def test_a_mistake_is_found_made_small_and_can_be_seen_again() -> None:
 
 
 @pytest.mark.spec("FUZZ-01", "FUZZ-03")
-def test_at_least_2000_programs_are_recorded_through_both_doors_together_and_apart_and_nothing_was_found() -> None:
+def test_2000_recorded_fuzz_programs_have_no_findings() -> None:
     runs = json.loads(RECORD.read_text())["runs"]
     assert [(run["door"], run["apart"], run["programs"]) for run in runs] == RECORDED
     assert sum(run["programs"] for run in runs) >= 2000
@@ -149,7 +147,7 @@ def test_drawn_programs_contain_every_ingredient(door: str) -> None:
 
 @pytest.mark.spec("FUZZ-04")
 @ranks(2)
-def test_zero_grad_of_a_module_drops_gradients_that_full_parameters_stand_before() -> None:
+def test_module_zero_grad_drops_gradients_of_unsharded_params() -> None:
     model = sharded()
     owned = list(model.parameters())
     x = torch.ones(2, WIDTH)
@@ -207,7 +205,7 @@ def test_neither_clipping_nor_a_step_while_summoned(originals: bool) -> None:
 @pytest.mark.spec("FUZZ-07")
 @pytest.mark.parametrize("when", ["forward", "backward"])
 @ranks(2)
-def test_a_unit_on_a_list_that_is_in_no_tree_is_left_to_its_own_forward(when: str) -> None:
+def test_prefetch_list_skips_units_outside_tree(when: str) -> None:
     model, plain = sharded(), seeded()
     block = model.blocks[1]
     getattr(block, f"set_modules_to_{when}_prefetch")([model, model.blocks[2]])
@@ -233,7 +231,7 @@ def test_a_full_state_dict_that_only_some_ranks_have_is_refused() -> None:
 
 @pytest.mark.spec("FUZZ-10")
 @ranks(2)
-def test_after_a_dict_that_one_rank_has_refused_all_ranks_gather_the_same() -> None:
+def test_ranks_all_gather_alike_after_one_rank_refused_dict() -> None:
     model, plain = sharded(), seeded()
     model.blocks[1].unshard(async_op=True)
     # Full tensors are refused at once. For an empty dict, the load raises only at the end that all keys are missing.
@@ -246,7 +244,7 @@ def test_after_a_dict_that_one_rank_has_refused_all_ranks_gather_the_same() -> N
 
 @pytest.mark.spec("FUZZ-11")
 @ranks(2)
-def test_what_is_summoned_stays_so_whatever_else_runs_or_is_refused() -> None:
+def test_summoned_unit_stays_unsharded_during_other_calls() -> None:
     model, x = wrapped(), torch.ones(2, WIDTH)
     first, second, *_ = model.module.blocks
     with torch.no_grad():

@@ -48,7 +48,7 @@ def cells(workload: str) -> dict[str, str]:
     return dict(zip(lines[0], lines[-1], strict=True))
 
 
-def test_what_is_asked_on_each_link_is_told_where_there_are_two() -> None:
+def test_table_shows_bytes_per_link_for_hybrid() -> None:
     hybrid = cells("gpt-hybrid")
     assert (hybrid["MiB asked"], hybrid["MiB inside"], hybrid["MiB between"]) == ("5.00", "3.00", "2.00")
     assert (hybrid["MiB wired"], hybrid["rest MiB"]) == ("6.00", "7.00")
@@ -56,13 +56,13 @@ def test_what_is_asked_on_each_link_is_told_where_there_are_two() -> None:
     assert "HYBRID_SHARD, 4 ranks, 2 groups of 2" in page.sections({"gpt-hybrid": OUTCOMES})[0]
 
 
-def test_beside_what_was_measured_of_ours_stands_its_ratio_to_what_the_calculator_says() -> None:
+def test_table_shows_ratio_of_measured_to_calculated_memory() -> None:
     gpt = cells("gpt")
     assert (gpt["compute MiB"], gpt["peak MiB"]) == ("8.00 (0.80)", "9.00 (1.00)")
     assert "| 9.00 |" in " ".join(report.table("gpt", OUTCOMES)[2].split())
 
 
-def test_a_step_is_taken_apart_into_what_was_computed_and_what_was_waited_for() -> None:
+def test_step_time_is_split_into_compute_and_waits() -> None:
     lines = report.where_the_time_goes({"gpt": OUTCOMES, "wide": OUTCOMES})
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert rows[0] == [
@@ -101,7 +101,7 @@ def test_activations_are_what_a_forward_of_the_plain_model_leaves_unit_by_unit()
 
 @ranks(2)
 @pytest.mark.cpu
-def test_the_calculator_is_asked_about_the_step_that_the_race_takes() -> None:
+def test_calculator_gets_the_benchmarked_step() -> None:
     for name, num in (("tiny", 1), ("tiny", 4)):
         workload = replace(WORKLOADS[name], accumulate=num)
         contender = next(one for one in CONTENDERS if one.name == "minifsdp flat")
@@ -134,7 +134,7 @@ def test_a_hybrid_step_shards_inside_of_a_group_and_reduces_between_groups() -> 
     assert asked["DDP"] == (0, 2 * whole * 3 // 4)
 
 
-def test_of_each_part_of_a_step_the_highest_moment_is_kept() -> None:
+def test_plot_keeps_maximum_of_each_step_part() -> None:
     moments = [(1000 + number, number % 7) for number in range(10_001)]
     moments[5_000] = (6_000, 99)
     kept = figures.highest_of_each_part(moments)
@@ -160,7 +160,7 @@ def test_the_page_and_what_its_pictures_are_drawn_from_are_recorded_together(tmp
     assert record["parts"]["tiny"]["minifsdp flat"]["backward"] == {"wall": 800.0, "waits": 400.0, "others": 400.0}
 
 
-def test_who_would_repeat_itself_or_is_not_installed_does_not_take_part() -> None:
+def test_redundant_or_missing_contenders_are_skipped() -> None:
     by_name = {contender.name: contender for contender in CONTENDERS}
     takes_part = {name: by_name["DDP + ZeRO"].runs(workload) for name, workload in WORKLOADS.items()}
     assert [name for name, takes in takes_part.items() if not takes] == [

@@ -52,7 +52,7 @@ def run(tmp_path: Path) -> Iterator[Kit]:
 
 
 @pytest.mark.spec("KIT-01")
-def test_without_a_gpu_the_kit_says_so_in_a_sentence_and_does_nothing(
+def test_kit_without_gpu_prints_message_and_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -65,7 +65,7 @@ def test_without_a_gpu_the_kit_says_so_in_a_sentence_and_does_nothing(
 
 
 @pytest.mark.spec("KIT-02", "KIT-08")
-def test_on_the_cpu_the_kit_looks_at_the_hardware_and_says_first_that_no_gpu_was_seen(tmp_path: Path) -> None:
+def test_cpu_report_begins_with_missing_gpu(tmp_path: Path) -> None:
     assert main(["--device", "cpu", "--stages", "hardware"], tmp_path) == 0
     path = tmp_path / "gpu-report-cpu.md"
     text, found = path.read_text(), report.read(path)
@@ -78,7 +78,7 @@ def test_on_the_cpu_the_kit_looks_at_the_hardware_and_says_first_that_no_gpu_was
 @pytest.mark.spec("KIT-02")
 @pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")  # torch 2.13 has newer names for them
 @ranks(2)
-def test_the_three_collectives_are_tried_and_a_wrong_element_is_told() -> None:
+def test_three_collectives_are_checked_for_wrong_elements() -> None:
     assert collectives.send() == str(device())
     with pytest.raises(AssertionError, match=r"all-gather on \w+: element 1 is 5\.0, not 2\.0"):
         collectives.check("all-gather", torch.tensor([1.0, 5.0]), torch.tensor([1.0, 2.0]))
@@ -98,7 +98,7 @@ def test_sizes_grow_with_the_devices_and_hybrids_always_have_four_ranks(monkeypa
 @pytest.mark.spec("KIT-02")
 @pytest.mark.parametrize("door", smoke.DOORS)
 @ranks(2)
-def test_smoke_finds_both_front_doors_as_good_as_a_single_process(door: str) -> None:
+def test_smoke_test_of_each_api_matches_single_process(door: str) -> None:
     assert smoke.compare(door) < 1e-5
 
 
@@ -272,7 +272,7 @@ def run_in_a_session_of_its_own(folder: Path) -> None:
 
 @pytest.mark.spec("KIT-05")
 @pytest.mark.parametrize("word", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_the_same_command_goes_on_where_it_was_stopped(word: signal.Signals, tmp_path: Path) -> None:
+def test_same_command_resumes_stopped_run(word: signal.Signals, tmp_path: Path) -> None:
     # Forks of a process that has imported torch: this saves five seconds twice.
     first, second = (pool.fork_server().Process(target=run_in_a_session_of_its_own, args=(tmp_path,)) for _ in range(2))
     first.start()
@@ -296,7 +296,7 @@ def test_the_same_command_goes_on_where_it_was_stopped(word: signal.Signals, tmp
 
 
 @pytest.mark.spec("KIT-05")
-def test_what_was_done_is_run_again_if_asked_for_and_if_the_code_has_changed(run: Kit, tmp_path: Path) -> None:
+def test_finished_chunk_reruns_on_request_or_code_change(run: Kit, tmp_path: Path) -> None:
     once = stage("suite", python("suite/x", f"open({str(tmp_path / 'times')!r}, 'a').write('x')"))
     for fresh, times in ((False, 1), (False, 1), (True, 2)):
         run.run([once], fresh)
@@ -395,7 +395,7 @@ def test_only_a_real_stream_is_kept_busy(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.spec("KIT-06")
-def test_a_difference_is_told_by_its_step_and_name_and_nan_equals_itself() -> None:
+def test_first_difference_names_step_and_treats_nan_as_equal() -> None:
     steps = [{"loss": torch.tensor([1.0]), "weight": torch.tensor([1.0, float("nan")])} for _ in range(2)]
     other = [steps[0], {"loss": torch.tensor([1.0]), "weight": torch.tensor([1.5, float("nan")])}]
     assert races.first_difference(steps, steps) == ""
@@ -403,7 +403,7 @@ def test_a_difference_is_told_by_its_step_and_name_and_nan_equals_itself() -> No
 
 
 @pytest.mark.spec("KIT-06")
-def test_where_the_reference_differs_from_itself_nothing_else_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nondeterministic_reference_hides_other_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     bad = {"outcome": "failed", "delays": 0, "text": "rank 1, no delays: the kernels are not deterministic"}
     good = {"outcome": "passed", "delays": 5}
     monkeypatch.setattr(races, "on_ranks", lambda *_, **__: [[good, bad], [bad, bad]])
@@ -445,7 +445,7 @@ def test_a_report_can_be_read_and_read_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("KIT-07")
-def test_what_is_no_report_or_one_of_a_later_version_is_refused(tmp_path: Path) -> None:
+def test_invalid_or_newer_report_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "it.md"
     path.write_text("# Something else\n")
     with pytest.raises(ValueError, match="no report"):

@@ -66,7 +66,7 @@ def test_the_same_seed_draws_the_same_cases_of_every_kind_and_another_one_others
     assert list(tmp_path.iterdir()) == [], "no file without a finding"
 
 
-def test_what_is_not_seen_again_says_so(tmp_path: pathlib.Path) -> None:
+def test_unreproduced_finding_is_marked(tmp_path: pathlib.Path) -> None:
     answers = iter([["once"], [None]])
     generator = Generator(lambda seed: ['{"number":1}'], lambda texts: next(answers), lambda text: text)
     (file,) = hunt({"flaky": generator}, 0.0, 1, tmp_path)
@@ -74,7 +74,7 @@ def test_what_is_not_seen_again_says_so(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize("found", [None, "something"])
-def test_the_exit_status_says_whether_anything_was_found(
+def test_exit_status_shows_whether_hunt_found_error(
     found: str | None, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = signal.getsignal(signal.SIGTERM)
@@ -87,7 +87,7 @@ def test_the_exit_status_says_whether_anything_was_found(
 
 
 @pytest.mark.ranks
-def test_a_hunt_that_is_ended_says_what_was_tried_and_leaves_no_process_behind(tmp_path: pathlib.Path) -> None:
+def test_terminated_hunt_prints_cases_and_leaves_no_process(tmp_path: pathlib.Path) -> None:
     """The scenarios' process is ended while it runs its cases."""
     arguments = ("--minutes", "9", "--seed", "1", "--only", "scenarios-fsdp1", "--folder", str(tmp_path))
     with subprocess.Popen(command(*arguments), cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True) as hunting:

@@ -108,7 +108,7 @@ def print_greetings() -> None:
     os.write(2, b"and from below Python\n")
 
 
-def test_what_ranks_write_is_handed_on_rank_by_rank(capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_is_printed_rank_by_rank(capsys: pytest.CaptureFixture[str]) -> None:
     print_greetings()
     one, two = capsys.readouterr().out.split("--- output of rank 1 ---")
     assert "greetings from 0" in one
@@ -162,7 +162,7 @@ def hang() -> None:
     time.sleep(60)
 
 
-def test_a_hang_is_cut_with_the_stacks_of_all_ranks() -> None:
+def test_hang_ends_with_stacks_of_all_ranks() -> None:
     do_nothing()
     start = time.monotonic()
     text = failure_of(hang)
@@ -196,7 +196,7 @@ def wait_for_nobody() -> None:
         sleep_on_rank_0()
 
 
-def test_a_collective_that_nobody_joins_ends_in_an_error_before_the_limit() -> None:
+def test_collective_without_other_ranks_times_out() -> None:
     do_nothing()
     text = failure_of(wait_for_nobody)
     assert text.startswith("--- rank 0 ---")
@@ -302,7 +302,7 @@ def make_groups_and_meshes() -> None:
     assert torch.equal(columns.full_tensor(), full @ full)
 
 
-def test_groups_and_meshes_of_a_test_are_gone_when_the_next_begins() -> None:
+def test_groups_and_meshes_are_removed_after_each_test() -> None:
     # Repeated, because destroying a group too early breaks only a slow rank.
     for _ in range(6):
         make_groups_and_meshes()

@@ -51,7 +51,7 @@ def test_on_gpu(): pass
 
 @pytest.mark.proof("text")
 @pytest.mark.spec("CTOR-05")
-def test_of_a_page(): pass
+def test_with_text_proof(): pass
 
 @pytest.mark.needs("no_such_package")
 @pytest.mark.spec("CTOR-06")
@@ -74,7 +74,7 @@ def run_session(folder: pathlib.Path, test: str, *arguments: str) -> subprocess.
     return run_module("pytest", *options(folder, test, *arguments), folder=folder, environment=ENVIRONMENT)
 
 
-def test_an_unknown_row_stops_the_collection_and_is_named_with_its_test(tmp_path: pathlib.Path) -> None:
+def test_unknown_requirement_stops_collection_with_test_name(tmp_path: pathlib.Path) -> None:
     test = "import pytest\n@pytest.mark.spec('CTOR-999')\ndef test_it(): pass\ndef test_other(): pass\n"
     session = run_session(tmp_path, test, "-k", "other")
     assert session.returncode == pytest.ExitCode.USAGE_ERROR
@@ -92,7 +92,7 @@ def test_a_session_writes_what_it_has_proven_and_counts_gpu_tests_as_not_run(tmp
     assert said == {"CTOR-01": "proven", "CTOR-02": "failed", "CTOR-03": "unproven", "CTOR-04": "unproven"}
     assert results["CTOR-02"]["tests"]["test_it.py::test_bad"] == {"cpu-gloo": "failed"}
     assert results["CTOR-04"]["tests"]["test_it.py::test_on_gpu"] == {"cpu-gloo": "not run"}
-    assert results["CTOR-05"]["tests"]["test_it.py::test_of_a_page"] == {"cpu-gloo": "passed (text)"}
+    assert results["CTOR-05"]["tests"]["test_it.py::test_with_text_proof"] == {"cpu-gloo": "passed (text)"}
     assert [results[row]["kinds"] for row in ("CTOR-01", "CTOR-05")] == [
         {"cpu-gloo": "behaviour"},
         {"cpu-gloo": "text"},
@@ -102,7 +102,7 @@ def test_a_session_writes_what_it_has_proven_and_counts_gpu_tests_as_not_run(tmp
     assert results["CTOR-01"]["statement"].startswith("The constructor takes")
 
 
-def test_whoever_asks_for_rows_gets_their_tests_and_for_an_unknown_one_an_error() -> None:
+def test_selected_requirements_run_their_tests() -> None:
     class Item:
         def __init__(self, *rows: str) -> None:
             self.rows = rows
@@ -175,14 +175,14 @@ def test_no_rank_survives_its_session_that_is_killed(tmp_path: pathlib.Path) -> 
 # ---- the accounting -------------------------------------------------------------------------------------------------
 
 
-def test_the_spec_has_all_its_rows_and_each_once() -> None:
+def test_spec_has_each_requirement_once() -> None:
     rows = read_rows()
     assert len(rows) == 800
     assert rows["CTOR-08"].startswith("An unknown keyword raises")
     assert [section_of(row) for row in ("CTOR-01", "OSD-LOAD-04", "FS2-PREF-01")] == ["CTOR", "OSD-LOAD", "FS2-PREF"]
 
 
-def test_a_row_that_stands_twice_in_the_spec_is_an_error(tmp_path: pathlib.Path) -> None:
+def test_duplicate_requirement_in_spec_raises_error(tmp_path: pathlib.Path) -> None:
     page = tmp_path / "spec.md"
     page.write_text("| ID | B |\n|---|---|\n| A-01 | one |\n| A-01 | two |\n")
     with pytest.raises(ValueError, match="A-01"):
@@ -202,7 +202,7 @@ def test_a_row_that_stands_twice_in_the_spec_is_an_error(tmp_path: pathlib.Path)
         ({"a": "passed (text)", "b[1]": "passed", "b[2]": "skipped"}, "proven", "text"),
     ],
 )
-def test_a_row_is_proven_when_all_variants_of_a_test_passed_and_none_of_any_failed(
+def test_requirement_is_proven_if_all_test_variants_passed(
     outcomes: dict[str, str | None], word: str, kind: str | None
 ) -> None:
     assert verdict(outcomes) == word
@@ -217,14 +217,14 @@ def account(root: pathlib.Path, device: str, outcomes: dict[str, str], carried: 
     return accounting.write()
 
 
-def test_a_run_on_one_backend_keeps_what_the_other_said(tmp_path: pathlib.Path) -> None:
+def test_run_on_one_backend_keeps_results_of_other(tmp_path: pathlib.Path) -> None:
     carried = {"test_it.py::test_a": ["CTOR-01"]}
     account(tmp_path, "cuda", {"test_it.py::test_a": "passed"}, carried)
     row = account(tmp_path, "cpu", {"test_it.py::test_a": "failed"}, carried)["CTOR-01"]
     assert row["results"] == {"cpu-gloo": "failed", "simulated": "unproven", "cuda-nccl": "proven"}
 
 
-def test_a_run_of_a_part_keeps_what_the_other_tests_said(tmp_path: pathlib.Path) -> None:
+def test_partial_run_keeps_results_of_other_tests(tmp_path: pathlib.Path) -> None:
     carried = {"test_it.py::test_a": ["CTOR-01"], "test_it.py::test_b": ["CTOR-02"]}
     account(tmp_path, "cpu", {"test_it.py::test_a": "passed", "test_it.py::test_b": "passed"}, carried)
     results = account(tmp_path, "cpu", {"test_it.py::test_b": "failed"}, carried)
@@ -232,9 +232,7 @@ def test_a_run_of_a_part_keeps_what_the_other_tests_said(tmp_path: pathlib.Path)
 
 
 @pytest.mark.parametrize("now", [{}, {"test_it.py::test_a": ["CTOR-02"]}])
-def test_a_test_that_is_gone_or_carries_the_row_no_more_proves_nothing(
-    now: dict[str, list[str]], tmp_path: pathlib.Path
-) -> None:
+def test_missing_or_unmarked_test_proves_no_requirement(now: dict[str, list[str]], tmp_path: pathlib.Path) -> None:
     account(tmp_path, "cpu", {"test_it.py::test_a": "passed"}, {"test_it.py::test_a": ["CTOR-01"]})
     row = account(tmp_path, "cpu", dict.fromkeys(now, "passed"), now)["CTOR-01"]
     assert row["tests"] == {}

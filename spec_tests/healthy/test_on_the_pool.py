@@ -84,7 +84,7 @@ def test_ranks_may_wrap_their_modules_differently(module: str, name: str, api: s
 @pytest.mark.parametrize("transport", ["messages", "by size", "collectives"])
 @pytest.mark.parametrize(("module", "name", "api"), cases(ordinary, "AHEAD"))
 @ranks(2, timeout=20)
-def test_an_all_gather_that_the_program_issues_does_not_block(module: str, name: str, api: str, transport: str) -> None:
+def test_all_gather_by_program_does_not_block(module: str, name: str, api: str, transport: str) -> None:
     if transport == "by size":
         os.environ.pop("MINIFSDP_TRANSPORT", None)
     else:

@@ -26,7 +26,7 @@ def test_each_mutant_applies_exactly_once_and_is_a_program() -> None:
         ast.parse(change.text)
 
 
-def test_the_rows_of_each_mutant_exist_and_tests_carry_them() -> None:
+def test_requirements_of_each_mutant_exist_and_have_tests() -> None:
     known = read_rows()
     wanted = {mutant.name: mutant.row_list for mutant in EVERY}
     assert [name for name, rows in wanted.items() if not rows] == []
@@ -44,7 +44,7 @@ def test_each_section_of_the_spec_has_a_mutant() -> None:
     assert sections - {section_of(row) for mutant in EVERY for row in mutant.row_list} == set()
 
 
-def test_a_mutant_whose_passage_is_gone_is_an_error() -> None:
+def test_mutant_with_missing_passage_raises_error() -> None:
     gone = Mutant("gone", "FlatSharding.shard_range", "no such passage", "", "Nothing.", "SHARD-02")
     with pytest.raises(ValueError, match=r"0 times in FlatSharding\.shard_range for 'gone'"):
         broken(gone)
@@ -52,7 +52,7 @@ def test_a_mutant_whose_passage_is_gone_is_an_error() -> None:
         broken(Mutant("gone", "FlatSharding.slice", "index", "", "Nothing.", "SHARD-02"))
 
 
-def test_the_record_says_who_notices_and_forgets_who_is_gone(tmp_path: pathlib.Path) -> None:
+def test_record_names_failing_tests_and_drops_missing_mutants(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "mutants.json"
     two = {name: MUTANTS[name] for name in ("sum-instead-of-mean", "hybrid-divides-by-the-shards-only")}
     seen = Result("sum-instead-of-mean", {"SHARD-06": "a.py::test", "HYB-05": "b.py::test"})
@@ -65,7 +65,7 @@ def test_the_record_says_who_notices_and_forgets_who_is_gone(tmp_path: pathlib.P
     assert [*record.write(two, [], path)["mutants"]] == [seen.name]
 
 
-def test_an_interrupted_run_goes_on_unless_the_mutant_was_changed(tmp_path: pathlib.Path) -> None:
+def test_interrupted_run_continues_unless_mutant_changed(tmp_path: pathlib.Path) -> None:
     path, mutant = tmp_path / "lines.jsonl", MUTANTS["sum-instead-of-mean"]
     result = Result(mutant.name, {"SHARD-06": "a.py::test"}, ["HYB-05"])
     record.append(mutant, result, path)

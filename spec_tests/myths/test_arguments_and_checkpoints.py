@@ -89,7 +89,7 @@ def test_state_dict_takes_no_type_as_an_argument() -> None:
 
 @pytest.mark.spec("MYTH-35")
 @ranks(2)
-def test_the_sharded_dict_of_one_rank_has_that_ranks_rows_only() -> None:
+def test_sharded_dict_of_rank_has_only_its_row_shard() -> None:
     weight = sharded().state_dict()["blocks.0.linear.weight"]
     assert tuple(weight.shape) == (6, 6)
     assert weight.to_local().numel() == 18
@@ -201,7 +201,7 @@ def test_clipping_before_unscaling_clips_the_wrong_number() -> None:
 
 @pytest.mark.spec("MYTH-78")
 @ranks(2)
-def test_an_evaluation_gathers_so_all_ranks_must_run_it() -> None:
+def test_evaluation_all_gathers_on_all_ranks() -> None:
     model = wrapped().eval()
     with trace.record() as recorder, torch.no_grad():
         model(batch())

@@ -120,7 +120,7 @@ def test_full_shard_sends_one_and_a_half_times_what_ddp_sends() -> None:
 
 @pytest.mark.spec("MYTH-17")
 @ranks(2)
-def test_with_one_unit_the_whole_model_is_on_each_rank_during_compute() -> None:
+def test_single_unit_holds_full_model_on_each_rank() -> None:
     model = wrapped(auto_wrap_policy=None)
     with trace.record() as recorder:
         iterate(model)
@@ -129,7 +129,7 @@ def test_with_one_unit_the_whole_model_is_on_each_rank_during_compute() -> None:
 
 
 @pytest.mark.spec("MYTH-21")
-def test_a_unit_is_gathered_whole_on_however_many_ranks() -> None:
+def test_unit_is_fully_unsharded_for_any_world_size() -> None:
     layer = 2e9
     for num_shards in (2, 64, 4096):
         assert cost_of(one_unit(layer, num_shards=num_shards)).peak > 8 * GB
@@ -139,7 +139,7 @@ def test_a_unit_is_gathered_whole_on_however_many_ranks() -> None:
 
 @pytest.mark.spec("MYTH-22")
 @ranks(2)
-def test_the_root_and_a_prefetched_unit_are_gathered_beside_the_one_that_computes() -> None:
+def test_three_units_are_unsharded_during_compute() -> None:
     model = wrapped()
     with trace.record() as recorder:
         iterate(model)
@@ -156,7 +156,7 @@ def test_the_root_and_a_prefetched_unit_are_gathered_beside_the_one_that_compute
 
 @pytest.mark.spec("MYTH-79")
 @ranks(2)
-def test_three_rows_on_two_ranks_are_two_and_one() -> None:
+def test_three_rows_are_split_two_and_one() -> None:
     from minifsdp import fully_shard
 
     model = fully_shard(torch.nn.Linear(4, 3, device=device()))

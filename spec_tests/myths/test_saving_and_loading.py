@@ -124,7 +124,7 @@ def outputs(model: Any, optimizer: torch.optim.Optimizer) -> torch.Tensor:
 
 @pytest.mark.spec("MYTH-44")
 @ranks(2)
-def test_one_rank_reads_only_if_the_program_says_which(tmp_path: Path) -> None:
+def test_checkpoint_is_read_by_one_rank_on_request(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint.pt"
     model = wrapped()
     optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters())
@@ -152,7 +152,7 @@ def num_bytes(state: dict[str, torch.Tensor]) -> int:
 
 @pytest.mark.spec("MYTH-45")
 @ranks(2)
-def test_a_dict_that_is_sent_as_an_object_is_pickled_and_kept_whole_by_every_rank() -> None:
+def test_every_rank_unpickles_full_dict_sent_as_object() -> None:
     state = seeded().state_dict()
     box: list[Any] = [state if dist.get_rank() == 0 else None]
     with count_collectives() as as_object:
@@ -174,7 +174,7 @@ class LiveValues(LiveBytes):
 
 @pytest.mark.spec("MYTH-45")
 @ranks(2)
-def test_a_rank_that_is_sent_tensors_never_has_the_whole_dict() -> None:
+def test_rank_receiving_tensors_never_holds_full_dict() -> None:
     state = {name: value + 1 for name, value in seeded().state_dict().items()}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     model = sharded()

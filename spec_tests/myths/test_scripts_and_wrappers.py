@@ -159,7 +159,7 @@ def num_graphs(model: torch.nn.Module) -> int:
 @pytest.mark.spec("MYTH-54")
 @pytest.mark.not_simulated("the compiler would trace the simulation itself")
 @ranks(2)
-def test_without_original_parameters_torch_compiles_nothing_and_says_nothing() -> None:
+def test_torch_compiles_only_with_original_params() -> None:
     # The three graphs are the block, and the root's layers before it and after it. A warning would be an error here.
     assert num_graphs(as_torch(nested())) == 0
     assert num_graphs(as_torch(nested(), use_orig_params=True)) == 3
@@ -211,7 +211,7 @@ def test_the_script_here_defines_or_imports_every_name_that_it_uses() -> None:
 
 
 @pytest.mark.spec("MYTH-73")
-def test_the_old_name_of_activation_checkpointing_is_gone_and_what_the_script_here_imports_is_there() -> None:
+def test_old_checkpointing_name_is_available_only_here() -> None:
     assert not hasattr(torch_checkpoint_wrapper, "apply_activation_checkpointing_wrapper")
     assert hasattr(checkpoint_wrapper, "apply_activation_checkpointing_wrapper")
     wanted = [
@@ -300,13 +300,13 @@ def test_on_the_first_machine_both_numbers_are_the_same(monkeypatch: pytest.Monk
 
 
 @pytest.mark.spec("MYTH-81")
-def test_the_number_of_ranks_is_what_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launcher_determines_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert place_of(9, 1, monkeypatch).num_ranks == 16
 
 
 @pytest.mark.spec("MYTH-81")
 @ranks(4)
-def test_a_number_of_gpus_is_no_argument_and_the_model_is_cut_for_the_ranks_that_are_there() -> None:
+def test_apis_shard_over_ranks_without_number_of_gpus() -> None:
     doors: list[Any] = [FSDP, fully_shard, torch_fsdp.FullyShardedDataParallel, torch_fsdp.fully_shard]
     for door in doors:
         assert not [name for name in inspect.signature(door).parameters if "gpu" in name]

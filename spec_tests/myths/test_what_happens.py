@@ -36,7 +36,7 @@ def test_every_rank_stores_a_chunk_of_every_unit() -> None:
 
 @pytest.mark.spec("MYTH-07")
 @ranks(2)
-def test_each_rank_computes_whole_layers_on_its_own_batch() -> None:
+def test_each_rank_computes_full_layers_on_its_own_batch() -> None:
     model = wrapped()
     seen: list[torch.Tensor] = []
     model.module.blocks[0].register_forward_hook(lambda _, __, out: seen.append(out.detach()))
@@ -50,7 +50,7 @@ def test_each_rank_computes_whole_layers_on_its_own_batch() -> None:
 
 @pytest.mark.spec("MYTH-08", "MYTH-27")
 @ranks(2)
-def test_all_ranks_send_and_receive_alike_and_nobody_owns_a_layer() -> None:
+def test_all_ranks_communicate_equally_and_own_no_layer() -> None:
     model = wrapped()
     iterate(model)
     with trace.record() as recorder:
@@ -73,7 +73,7 @@ def test_units_are_reduced_during_backward_and_not_after_it() -> None:
 
 @pytest.mark.spec("MYTH-19")
 @ranks(2)
-def test_how_often_a_unit_is_gathered_depends_on_strategy_and_place() -> None:
+def test_all_gather_count_depends_on_strategy_and_position() -> None:
     counts = {}
     for strategy in (FULL_SHARD, SHARD_GRAD_OP):
         model = wrapped(sharding_strategy=strategy)
@@ -86,7 +86,7 @@ def test_how_often_a_unit_is_gathered_depends_on_strategy_and_place() -> None:
 
 @pytest.mark.spec("MYTH-20")
 @ranks(2)
-def test_a_block_that_is_called_twice_is_gathered_for_each_call() -> None:
+def test_block_is_all_gathered_for_each_of_two_calls() -> None:
     model = wrapped(seeded(lambda: Twice([Block()])))
     with trace.record() as recorder:
         model(batch()).sum().backward()
@@ -172,7 +172,7 @@ def test_the_policy_casts_by_itself_and_reduce_follows_compute() -> None:
 
 @pytest.mark.spec("MYTH-53")
 @ranks(2)
-def test_what_is_left_out_of_the_wrapping_is_not_synchronised() -> None:
+def test_unwrapped_part_is_not_synchronized() -> None:
     model = seeded()
     model.blocks[0] = FullyShardedDataParallel(model.blocks[0], device_id=device())
     iterate(model)
@@ -193,7 +193,7 @@ def test_fully_shard_takes_what_no_call_inside_has_taken() -> None:
 
 @pytest.mark.spec("MYTH-56")
 @ranks(2)
-def test_the_root_is_not_freed_after_forward() -> None:
+def test_root_is_kept_after_forward() -> None:
     model = sharded()
     with trace.record() as recorder:
         model(batch())
@@ -202,7 +202,7 @@ def test_the_root_is_not_freed_after_forward() -> None:
 
 @pytest.mark.spec("MYTH-57", "MYTH-62")
 @ranks(2)
-def test_the_two_doors_give_different_types_and_cannot_be_mixed() -> None:
+def test_apis_give_different_types_and_cannot_be_mixed() -> None:
     from torch.distributed.tensor import DTensor
 
     flat, each = list(wrapped().parameters()), list(sharded().parameters())
@@ -241,7 +241,7 @@ def test_forward_prefetch_begins_with_the_second_iteration() -> None:
 
 @pytest.mark.spec("MYTH-63")
 @ranks(2)
-def test_pre_asks_before_the_gradients_of_a_unit_and_post_after_them() -> None:
+def test_pre_prefetches_before_gradients_and_post_after() -> None:
     for prefetch, is_before in [(BackwardPrefetch.BACKWARD_PRE, True), (BackwardPrefetch.BACKWARD_POST, False)]:
         model = wrapped(backward_prefetch=prefetch)
         with trace.record() as recorder:
@@ -269,7 +269,7 @@ def test_the_same_learning_rate_gives_what_one_process_gives() -> None:
 
 @pytest.mark.spec("MYTH-51")
 @ranks(2)
-def test_a_parameter_has_no_mark_that_says_sharded() -> None:
+def test_parameter_has_no_sharded_attribute() -> None:
     assert not any(hasattr(p, "_sharded") for p in [*wrapped().parameters(), *sharded().parameters()])
 
 

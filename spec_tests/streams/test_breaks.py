@@ -77,7 +77,7 @@ def test_each_passage_to_break_is_in_the_engine_exactly_once(name: str) -> None:
     assert times == 1, f"{one.name!r} must be written anew: its passage is {times} times in {one.file}:\n{one.old}"
 
 
-def test_each_line_that_orders_something_on_streams_is_broken_by_somebody() -> None:
+def test_each_stream_ordering_line_is_broken_by_some_mutant() -> None:
     assert unbroken() == []
 
 

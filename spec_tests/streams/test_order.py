@@ -53,7 +53,7 @@ def limits() -> list[str]:
 @pytest.mark.spec("PREF-14", "FS2-PREF-01", "COST-03")
 @either_door
 @rank_among_invented(2)
-def test_the_next_gather_may_run_beside_the_forward_of_a_block(door: str) -> None:
+def test_next_all_gather_may_overlap_forward_of_block(door: str) -> None:
     options = {"limit_all_gathers": False} if door == "wrapper" else {}
     log = logged(DOORS[door](**options))
     for block in range(3):
@@ -63,7 +63,7 @@ def test_the_next_gather_may_run_beside_the_forward_of_a_block(door: str) -> Non
 
 @pytest.mark.spec("PREF-09")
 @rank_among_invented(2)
-def test_with_backward_pre_the_next_gather_is_launched_before_the_gradients_and_may_run_beside_them() -> None:
+def test_pre_prefetch_all_gather_may_overlap_gradients() -> None:
     log = logged(flat(backward_prefetch=BackwardPrefetch.BACKWARD_PRE))
     for step, block in enumerate((3, 2, 1)):
         next_gather = log.gathers[5 + step]
@@ -74,7 +74,7 @@ def test_with_backward_pre_the_next_gather_is_launched_before_the_gradients_and_
 
 @pytest.mark.spec("PREF-09")
 @rank_among_invented(2)
-def test_with_backward_post_a_reduction_may_run_beside_the_next_gradients() -> None:
+def test_post_prefetch_reduction_may_overlap_next_gradients() -> None:
     log = logged(flat(backward_prefetch=BackwardPrefetch.BACKWARD_POST))
     for step, block in enumerate((3, 2, 1)):
         assert log.operations.index(log.gathers[5 + step]) > log.operations.index(backward_of(log, block)[-1])
@@ -85,7 +85,7 @@ def test_with_backward_post_a_reduction_may_run_beside_the_next_gradients() -> N
 
 @pytest.mark.spec("PREF-09")
 @rank_among_invented(2)
-def test_without_prefetch_a_gather_is_launched_behind_the_reduction_before_it() -> None:
+def test_all_gather_without_prefetch_follows_reduction() -> None:
     log = logged(flat(backward_prefetch=None))
     for step in range(3):
         # Collectives of one group run in launch order, so the all-gather that B waits for comes after this reduction.
@@ -95,7 +95,7 @@ def test_without_prefetch_a_gather_is_launched_behind_the_reduction_before_it() 
 @pytest.mark.spec("PREF-10")
 @either_door
 @rank_among_invented(2)
-def test_all_gathers_are_on_one_stream_and_all_reductions_on_another(door: str) -> None:
+def test_all_gathers_and_reductions_use_separate_streams(door: str) -> None:
     log = logged(DOORS[door]())
     (gather_stream,) = {o.stream for o in log.gathers}
     (reduce_stream,) = {o.stream for o in log.scatters}
@@ -114,7 +114,7 @@ def test_the_compute_stream_divides_nothing_and_reduces_nothing(door: str) -> No
 
 @pytest.mark.spec("STREAM-17")
 @rank_among_invented(2)
-def test_nothing_is_gathered_before_what_was_gathered_last_is_copied_out() -> None:
+def test_each_all_gather_is_copied_out_before_the_next() -> None:
     log = logged(per_parameter())
     kinds = {"all_gather": "gather", "split_with": "copy"}
     found = [kinds[o.name[:10]] for o in log.operations if o.name[:10] in kinds]
@@ -123,7 +123,7 @@ def test_nothing_is_gathered_before_what_was_gathered_last_is_copied_out() -> No
 
 @pytest.mark.spec("STREAM-09", "HYB-04")
 @rank_among_invented(4)
-def test_the_sum_over_replicas_has_a_stream_of_its_own_and_may_run_beside_the_next_reduction() -> None:
+def test_replica_all_reduce_may_overlap_next_reduce_scatter() -> None:
     log = logged(per_parameter(shape=(2, 2)))
     (stream,) = {o.stream for o in log.reductions}
     assert stream not in {o.stream for o in (*log.gathers, *log.scatters)}
@@ -135,7 +135,7 @@ def test_the_sum_over_replicas_has_a_stream_of_its_own_and_may_run_beside_the_ne
 @pytest.mark.spec("NEW-12")
 @pytest.mark.parametrize("given", [True, False], ids=["event", "no event"])
 @rank_among_invented(2)
-def test_the_first_gather_waits_for_the_event_that_it_is_given_and_for_nothing_later(given: bool) -> None:
+def test_first_all_gather_waits_only_for_given_event(given: bool) -> None:
     sharded = per_parameter()
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
     x, other = torch.randn(3, 8, device=device()), torch.zeros(8, device=device())
@@ -335,7 +335,7 @@ def test_equal_steps_of_fully_shard_reach_the_same_peak_and_more_blocks_only_sto
 @pytest.mark.accelerator
 @pytest.mark.spec("STREAM-12")
 @ranks(2)
-def test_parameters_of_a_gathered_unit_begin_at_multiples_of_16_bytes() -> None:
+def test_unsharded_params_are_aligned_to_16_bytes() -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1), nn.Linear(1, 7)).to(device())
     found = []
     for part in model:

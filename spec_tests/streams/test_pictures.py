@@ -34,7 +34,7 @@ def test_the_pictures_in_the_docs_are_those_of_the_engine_as_it_is() -> None:
 
 @pytest.mark.spec("SIM-03")
 @rank_among_invented(2)
-def test_the_example_of_a_race_in_the_docs_is_reported_in_these_words() -> None:
+def test_docs_example_of_race_gives_printed_report() -> None:
     page = (ROOT / "docs" / "streams.md").read_text(encoding="utf-8")
     program, report = (page.split(f"```{kind}\n")[1].split("```")[0] for kind in ("python", "text"))
     module = torch.get_device_module(device())
@@ -107,7 +107,7 @@ def test_a_timeline_keeps_every_wait_of_the_log() -> None:
 
 @pytest.mark.spec("SIM-11")
 @rank_among_invented(4)
-def test_without_the_limiter_the_cpu_is_not_stopped_and_more_is_gathered() -> None:
+def test_disabled_limiter_never_stops_cpu_but_uses_more_memory() -> None:
     limited, free = (timelines.played(pictures.wide(limit_all_gathers=value)) for value in (True, False))
     assert limited.stops
     assert not free.stops

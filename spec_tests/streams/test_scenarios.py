@@ -60,5 +60,5 @@ FOUND = {
 @pytest.mark.spec("SIM-06")
 @pytest.mark.parametrize("story", FOUND)
 @rank_among_invented(1)
-def test_what_scenarios_have_found_once_is_right_now(story: str) -> None:
+def test_earlier_scenario_findings_are_fixed(story: str) -> None:
     assert play(from_json(FOUND[story]), 8).finding is None

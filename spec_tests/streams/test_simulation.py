@@ -44,7 +44,7 @@ with_and_without_the_wait = pytest.mark.parametrize("waits", [True, False], ids=
 @pytest.mark.spec("SIM-01", "SIM-03")
 @with_and_without_the_wait
 @rank_among_invented(2)
-def test_what_one_stream_writes_another_may_read_behind_an_event_only(waits: bool) -> None:
+def test_read_on_other_stream_needs_event(waits: bool) -> None:
     x, side = zeros(8), module().Stream()
     side.wait_stream(module().current_stream())
     with module().stream(side):
@@ -57,7 +57,7 @@ def test_what_one_stream_writes_another_may_read_behind_an_event_only(waits: boo
 
 @pytest.mark.spec("SIM-01")
 @rank_among_invented(2)
-def test_an_event_that_was_recorded_too_early_says_nothing_of_what_came_after() -> None:
+def test_early_event_does_not_cover_later_work() -> None:
     x, side = zeros(8), module().Stream()
     side.wait_stream(module().current_stream())
     event = side.record_event()
@@ -70,7 +70,7 @@ def test_an_event_that_was_recorded_too_early_says_nothing_of_what_came_after() 
 
 @pytest.mark.spec("SIM-01")
 @rank_among_invented(2)
-def test_who_waits_for_the_cpu_that_has_waited_has_waited() -> None:
+def test_synchronize_orders_stream_before_cpu() -> None:
     x, side = zeros(8), module().Stream()
     side.wait_stream(module().current_stream())
     with module().stream(side):
@@ -140,7 +140,7 @@ def test_backward_runs_on_a_thread_of_its_own_and_on_the_default_stream() -> Non
 @pytest.mark.spec("SIM-02")
 @pytest.mark.parametrize("way", ["not at all", "record_stream", "waits", "keeps it"])
 @rank_among_invented(2)
-def test_memory_goes_back_to_its_stream_at_once_unless_the_allocator_is_told(way: str) -> None:
+def test_memory_returns_to_its_stream_unless_recorded(way: str) -> None:
     side = module().Stream()
     with module().stream(side):
         x = zeros(1024)
@@ -160,7 +160,7 @@ def test_memory_goes_back_to_its_stream_at_once_unless_the_allocator_is_told(way
 
 @pytest.mark.spec("SIM-02")
 @rank_among_invented(2)
-def test_what_a_storage_without_bytes_held_must_not_be_used() -> None:
+def test_access_to_resized_storage_is_reported() -> None:
     x = zeros(8)
     x.untyped_storage().resize_(0)
     assert module().memory_allocated() == 0
@@ -176,7 +176,7 @@ def test_what_a_storage_without_bytes_held_must_not_be_used() -> None:
 @pytest.mark.spec("SIM-02")
 @pytest.mark.parametrize("recorded", [True, False], ids=["record_stream", "waits"])
 @rank_among_invented(2)
-def test_what_record_stream_holds_back_counts_until_the_cpu_knows_better(recorded: bool) -> None:
+def test_record_stream_delays_memory_reuse(recorded: bool) -> None:
     side = module().Stream()
     module().reset_peak_memory_stats()
     for _ in range(3):
@@ -194,7 +194,7 @@ def test_what_record_stream_holds_back_counts_until_the_cpu_knows_better(recorde
 
 @pytest.mark.spec("SIM-02")
 @rank_among_invented(2)
-def test_a_tensor_is_counted_until_its_last_view_is_gone() -> None:
+def test_tensor_memory_counts_until_last_view_ends() -> None:
     x = zeros(1024)
     view = x[:10].view(2, 5)
     del x
@@ -448,7 +448,7 @@ def test_replay_repeats_collectives_and_random_numbers() -> None:
 
 @pytest.mark.spec("SIM-05")
 @rank_among_invented(2)
-def test_the_log_tells_what_may_run_beside_what() -> None:
+def test_log_shows_possible_overlap_of_operations() -> None:
     side, x, y = module().Stream(), zeros(8), zeros(8)
     with simulated.Log() as log:
         side.wait_stream(module().current_stream())
@@ -510,7 +510,7 @@ def test_tensors_of_the_device_are_saved_loaded_and_copied() -> None:
 
 @pytest.mark.spec("SIM-01")
 @rank_among_invented(2)
-def test_what_changes_the_shape_of_a_tensor_in_place_changes_it_for_its_holder() -> None:
+def test_in_place_reshape_changes_original_tensor() -> None:
     x = zeros(2, 3)
     assert x.t_().shape == (3, 2)
     assert x.resize_(4).shape == (4,)

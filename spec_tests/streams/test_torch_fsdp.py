@@ -69,7 +69,7 @@ def test_nothing_collides_in_torchs_fsdps_on_four_ranks(name: str) -> None:
 @pytest.mark.spec("SIM-10")
 @pytest.mark.parametrize("name", HAZARDS)
 @rank_among_invented(2)
-def test_what_collides_in_torchs_fsdps_is_this_and_nothing_else(name: str) -> None:
+def test_torch_fsdp_has_exactly_the_expected_races(name: str) -> None:
     _, program, expected = HAZARDS[name]
     assert collisions(program) == expected
 
@@ -115,6 +115,6 @@ def test_partial_groups_of_replicas_need_no_wait_either(waits: bool) -> None:
 @pytest.mark.spec("SIM-09")
 @pytest.mark.parametrize("waits", [True, False], ids=["waits", "does not wait"])
 @rank_among_invented(2)
-def test_it_is_the_keeping_of_inputs_that_protects_whole_groups_and_partial_ones(waits: bool) -> None:
+def test_kept_inputs_prevent_races_of_torch_groups(waits: bool) -> None:
     found = collisions(lambda: by_chunks(with_head(), waits=waits, keeps=False))
     assert {earlier for _, earlier in found} == {SCATTER}

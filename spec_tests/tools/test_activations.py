@@ -119,7 +119,7 @@ def test_the_count_of_the_paper_about_activations_is_reproduced() -> None:
     assert activation_bytes(job, tokens, checkpointing=True) == 2 * tokens * h * 3 + 32 * tokens * h + working
 
 
-def test_what_has_no_matrices_keeps_nothing_and_computes_nothing() -> None:
+def test_job_without_matrices_has_no_activations_or_operations() -> None:
     job = Job(units=[[(1000,)]] * 4, num_shards=2)
     assert (activation_bytes(job, 100), operations(job, 100)) == (0, 0)
     assert (activation_bytes(job, 100, checkpointing=True), operations(job, 100, checkpointing=True)) == (0, 0)

@@ -150,12 +150,12 @@ def test_peak_parameter_memory_is_that_of_the_fsdp_paper() -> None:
 @pytest.mark.parametrize(
     ("numel", "num_shards", "padded"), [(15, 16, 16), (16, 16, 16), (1, 8, 8), (0, 4, 0), (9, 2, 10)]
 )
-def test_a_row_is_padded_by_less_than_one_element_for_each_rank(numel: int, num_shards: int, padded: int) -> None:
+def test_bucket_padding_is_smaller_than_number_of_ranks(numel: int, num_shards: int, padded: int) -> None:
     assert formulas.padded_row([(numel,)], num_shards) == padded
     assert 0 <= padded - numel < num_shards
 
 
-def test_a_flat_row_is_padded_once_and_parameters_each_for_itself() -> None:
+def test_bucket_is_padded_once_and_parameters_individually() -> None:
     shapes = [(3, 4), (3,), (5,)]
     assert formulas.padded_row(shapes, 2) == 20
     assert formulas.padded_per_parameter(shapes, 2) == 16 + 4 + 6
@@ -188,7 +188,7 @@ def test_sent_bytes_in_units_of_the_model_are_two_three_two() -> None:
 
 
 @pytest.mark.spec("COST-07", "COST-08")
-def test_low_precision_halves_what_is_gathered_and_reduced_and_nothing_that_is_stored() -> None:
+def test_low_precision_halves_communication_but_not_storage() -> None:
     full = cost_of(JOB)
     low = cost_of(replace(JOB, compute=LOW))
     assert (low.stored, low.after_backward) == (full.stored, full.after_backward)
@@ -211,7 +211,7 @@ def test_more_ranks_do_not_help_a_unit_that_is_too_large_and_wrapping_inside_it_
 
 
 @pytest.mark.spec("COST-05")
-def test_one_unit_for_everything_has_the_whole_model_at_the_peak() -> None:
+def test_single_unit_needs_full_model_at_peak() -> None:
     whole = Job(units=[], root=[(1000, 1000)] * 8, num_shards=8)
     model = 4 * 8_000_000
     priced = cost_of(whole)
@@ -228,7 +228,7 @@ def test_offload_moves_what_is_stored_to_the_host() -> None:
     assert away.peak < here.peak
 
 
-def test_buffers_are_whole_on_every_rank_in_their_own_dtype() -> None:
+def test_buffers_are_unsharded_on_every_rank_in_own_dtype() -> None:
     assert cost_of(replace(JOB, buffers=100)).stored == cost_of(JOB).stored + 400
     assert cost_of(replace(JOB, buffers=100, buffer=LOW)).stored == cost_of(JOB).stored + 200
 
@@ -355,7 +355,7 @@ def job_for(strategy: str, **options: Any) -> Job:
 @pytest.mark.parametrize(("micro_batches", "no_sync"), ACCUMULATION)
 @pytest.mark.parametrize("strategy", [*SHARDED, "NO_SHARD"])
 @ranks(2)
-def test_what_lies_in_memory_is_what_was_priced(strategy: str, micro_batches: int, no_sync: bool) -> None:
+def test_job_uses_calculated_memory(strategy: str, micro_batches: int, no_sync: bool) -> None:
     job = job_for(strategy, micro_batches=micro_batches, no_sync=no_sync)
     assert_as_priced(weighed(job), cost_of(job))
 
@@ -378,7 +378,7 @@ def test_ddp_stores_what_no_sharding_is_priced_at() -> None:
 @pytest.mark.parametrize("precision", list(PRECISIONS)[1:])
 @pytest.mark.parametrize("strategy", [*SHARDED, "NO_SHARD"])
 @ranks(2)
-def test_what_lies_in_memory_under_low_precision_is_what_was_priced(strategy: str, precision: str) -> None:
+def test_low_precision_job_uses_calculated_memory(strategy: str, precision: str) -> None:
     compute, reduce = PRECISIONS[precision]
     job = job_for(strategy, compute=compute, reduce=reduce)
     assert_as_priced(weighed(job), cost_of(job))
@@ -436,7 +436,7 @@ def test_the_example_of_four_ranks_at_the_head_of_the_peaks_is_right() -> None:
 
 
 @pytest.mark.spec("COST-20")
-def test_activations_of_later_units_are_gone_when_an_earlier_one_has_its_backward() -> None:
+def test_activations_of_later_units_are_freed_before_backward() -> None:
     plain = replace(JOB, root=(), backward_prefetch=False)
     none, whole = cost_of(plain), cost_of(replace(plain, activations=1111))
     assert (whole.peak_forward, whole.peak_backward) == (none.peak_forward + 1111, none.peak_backward + 1111)
@@ -463,7 +463,7 @@ def test_uneven_units_store_their_padding_and_no_more() -> None:
 
 @pytest.mark.spec("COST-05", "COST-04")
 @ranks(2)
-def test_with_one_unit_the_whole_model_is_there_during_compute() -> None:
+def test_single_unit_uses_memory_of_full_model() -> None:
     job = Job(units=[], root=[MATRIX] * 8, num_shards=2)
     with LiveBytes() as live:
         model = FullyShardedDataParallel(Tower(has_root=False).to(device()))
@@ -480,7 +480,7 @@ def test_with_one_unit_the_whole_model_is_there_during_compute() -> None:
 @pytest.mark.parametrize("precision", ["full", "low", "low_summed_full"])
 @pytest.mark.parametrize("strategy", SHARDED)
 @ranks(2)
-def test_what_lies_in_memory_of_fully_shard_is_what_was_priced(strategy: str, precision: str) -> None:
+def test_fully_shard_uses_calculated_memory(strategy: str, precision: str) -> None:
     compute, reduce = PRECISIONS[precision]
     job = job_for(strategy, compute=compute, reduce=reduce, per_parameter=True)
     assert_as_priced(weighed(job), cost_of(job))
@@ -518,7 +518,7 @@ def assert_model_sends(model: nn.Module, job: Job, priced: Cost) -> None:
 @pytest.mark.parametrize(("micro_batches", "no_sync"), ACCUMULATION)
 @pytest.mark.parametrize("strategy", [*SHARDED, "NO_SHARD"])
 @ranks(2)
-def test_what_is_sent_is_what_was_priced(strategy: str, micro_batches: int, no_sync: bool) -> None:
+def test_job_sends_calculated_bytes(strategy: str, micro_batches: int, no_sync: bool) -> None:
     assert_sent_as_priced(job_for(strategy, micro_batches=micro_batches, no_sync=no_sync))
 
 
@@ -526,7 +526,7 @@ def test_what_is_sent_is_what_was_priced(strategy: str, micro_batches: int, no_s
 @pytest.mark.parametrize("precision", list(PRECISIONS)[1:])
 @pytest.mark.parametrize("strategy", [*SHARDED, "NO_SHARD"])
 @ranks(2)
-def test_what_is_sent_under_low_precision_is_what_was_priced(strategy: str, precision: str) -> None:
+def test_low_precision_job_sends_calculated_bytes(strategy: str, precision: str) -> None:
     compute, reduce = PRECISIONS[precision]
     assert_sent_as_priced(job_for(strategy, compute=compute, reduce=reduce))
 
@@ -535,7 +535,7 @@ def test_what_is_sent_under_low_precision_is_what_was_priced(strategy: str, prec
 @pytest.mark.parametrize(("micro_batches", "no_sync"), ACCUMULATION)
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
 @ranks(4)
-def test_what_a_hybrid_strategy_sends_is_what_was_priced(strategy: str, micro_batches: int, no_sync: bool) -> None:
+def test_hybrid_strategy_sends_calculated_bytes(strategy: str, micro_batches: int, no_sync: bool) -> None:
     job = replace(JOB, strategy=strategy, num_replicas=2, micro_batches=micro_batches, no_sync=no_sync)
     assert_sent_as_priced(job)
 
@@ -544,7 +544,7 @@ def test_what_a_hybrid_strategy_sends_is_what_was_priced(strategy: str, micro_ba
 @pytest.mark.parametrize("precision", ["full", "low_summed_full"])
 @pytest.mark.parametrize("strategy", SHARDED)
 @ranks(2)
-def test_what_fully_shard_sends_is_what_was_priced(strategy: str, precision: str) -> None:
+def test_fully_shard_sends_calculated_bytes(strategy: str, precision: str) -> None:
     compute, reduce = PRECISIONS[precision]
     assert_sent_as_priced(job_for(strategy, compute=compute, reduce=reduce, per_parameter=True))
 

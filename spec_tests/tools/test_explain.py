@@ -65,7 +65,7 @@ def losses(door: str, *, explains: bool) -> list[float]:
 @pytest.mark.spec("EXPLAIN-01")
 @pytest.mark.parametrize("door", DOORS)
 @ranks(2)
-def test_one_rank_may_ask_alone_and_training_goes_on_as_before(door: str) -> None:
+def test_explain_on_one_rank_does_not_change_training(door: str) -> None:
     assert losses(door, explains=True) == losses(door, explains=False)
 
 
@@ -135,7 +135,7 @@ def check_owned(name: str, door: str) -> None:
 @pytest.mark.spec("EXPLAIN-02")
 @pytest.mark.parametrize("door", ["wrapper", "in place"])
 @pytest.mark.parametrize("name", ["mlp", "uneven", "nested", "conv", "transformer", "lstm", "tied", "batch_norm"])
-def test_each_rank_has_what_is_told(name: str, door: str) -> None:
+def test_each_rank_owns_the_explained_elements(name: str, door: str) -> None:
     check_owned(name=name, door=door)
 
 
@@ -157,7 +157,7 @@ def test_units_have_their_names_their_sizes_and_their_dtypes(door: str) -> None:
 
 @pytest.mark.spec("EXPLAIN-02")
 @ranks(2)
-def test_gathered_bytes_are_those_of_the_gather() -> None:
+def test_explain_shows_all_gather_bytes() -> None:
     for model in (wrapped(chain(), mixed_precision=MixedPrecision(torch.bfloat16)), sharded(seeded())):
         told = {unit.name: unit.gathered_bytes for unit in explain(model).units}
         with trace.record() as recorder:
@@ -169,7 +169,7 @@ def test_gathered_bytes_are_those_of_the_gather() -> None:
 
 @pytest.mark.spec("EXPLAIN-02", "EXPLAIN-03")
 @ranks(2)
-def test_a_parameter_may_be_cut_along_another_dim() -> None:
+def test_explain_shows_other_shard_dim() -> None:
     layer = nn.Linear(6, 3, bias=False, device=device())
     found = explain(fully_shard(layer, shard_placement_fn=lambda parameter: Shard(1)))
     (parameter,) = found.units[0].parameters
@@ -214,7 +214,7 @@ def told(unit: UnitSummary) -> dict[str, Any]:
 @pytest.mark.spec("EXPLAIN-05")
 @pytest.mark.parametrize("kind", ["cpu", "meta"])
 @ranks(2)
-def test_of_a_plain_model_the_unit_is_told_that_it_would_be(kind: str) -> None:
+def test_explain_predicts_units_of_plain_model(kind: str) -> None:
     with torch.device(device() if kind == "cpu" else "meta"):
         model = Stack()
     planned = explain(model)
@@ -230,7 +230,7 @@ def test_of_a_plain_model_the_unit_is_told_that_it_would_be(kind: str) -> None:
 @pytest.mark.spec("EXPLAIN-05")
 @pytest.mark.parametrize("door", ["wrapper", "in place"])
 @ranks(2)
-def test_what_some_units_have_left_over_is_planned_like_them(door: str) -> None:
+def test_explain_plans_remaining_params_like_existing_units(door: str) -> None:
     model = seeded()
     for number, block in enumerate(model.blocks):
         if door == "wrapper":
@@ -286,7 +286,7 @@ def test_sixty_percent_are_the_border() -> None:
 
 @pytest.mark.spec("EXPLAIN-06")
 @ranks(1)
-def test_what_is_not_cut_is_not_gathered_and_not_warned_of() -> None:
+def test_one_rank_model_gives_no_all_gather_warning() -> None:
     assert kinds(explain(fully_shard(seeded()))) == []
     assert kinds(explain(seeded())) == ["dominant"]
 
@@ -335,7 +335,7 @@ def test_above_the_knee_of_the_paper_no_unit_is_too_small() -> None:
 
 @pytest.mark.spec("EXPLAIN-07")
 @ranks(2)
-def test_what_is_left_for_the_root_may_be_small() -> None:
+def test_remaining_root_params_may_be_small() -> None:
     model = Wide(1000, 1000, 4)
     for layer in model.layers[:2]:
         fully_shard(layer)
@@ -362,7 +362,7 @@ def test_tied_weights_are_warned_of_and_counted_once(door: str) -> None:
 
 @pytest.mark.spec("EXPLAIN-09")
 @ranks(2)
-def test_frozen_parameters_beside_trained_ones_are_no_matter_for_fully_shard_and_are_while_it_is_not_chosen() -> None:
+def test_explain_warns_of_mixed_frozen_params_only_for_wrapper() -> None:
     model = seeded()
     model.blocks[1].linear.weight.requires_grad_(False)
     model.blocks[2].requires_grad_(False)
@@ -396,7 +396,7 @@ def test_a_batch_norm_in_low_precision_is_warned_of() -> None:
 
 @pytest.mark.spec("EXPLAIN-10", "EXPLAIN-11")
 @ranks(2)
-def test_a_batch_norm_that_a_policy_has_put_apart_is_not_warned_of_and_said_to_differ() -> None:
+def test_explain_does_not_warn_about_wrapped_batch_norm() -> None:
     low = MixedPrecision(param_dtype=torch.bfloat16)
     with pytest.warns(UserWarning, match="BatchNorm1d"):
         model = wrapped(nn.Sequential(NormedBlock(), NormedBlock()).to(device()), mixed_precision=low)
@@ -417,7 +417,7 @@ def assumed(model: nn.Module) -> str:
 
 @pytest.mark.spec("EXPLAIN-11")
 @ranks(2)
-def test_where_it_may_be_wrong_it_says_so() -> None:
+def test_explain_lists_uncertain_assumptions() -> None:
     assert assumed(sharded(seeded())) == assumed(wrapped(seeded())) == ""
     nested = nn.Sequential(Nested()).to(device())
     fully_shard(nested[0].inner)
@@ -521,7 +521,7 @@ def test_the_result_cannot_be_changed() -> None:
 
 @pytest.mark.spec("EXPLAIN-13")
 @pytest.mark.pure
-def test_what_cannot_be_explained_is_refused() -> None:
+def test_explain_refuses_unsupported_input() -> None:
     with pytest.raises(TypeError, match=r"expects an nn.Module, got an object of type list"):
         explain([Stack()])  # type: ignore[arg-type]
     with pytest.raises(

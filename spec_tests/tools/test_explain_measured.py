@@ -71,7 +71,7 @@ def weighed_and_explained(job: Job, make: Any, optimize: Any, **options: Any) ->
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("strategy", [*SHARDED, "NO_SHARD"])
 @ranks(2)
-def test_of_the_wrapper_it_predicts_what_is_measured(strategy: str, precision: str) -> None:
+def test_explain_predicts_measured_cost_of_wrapper(strategy: str, precision: str) -> None:
     compute, reduce = PRECISIONS[precision]
     measured(job_for(strategy, compute=compute, reduce=reduce))
 
@@ -80,7 +80,7 @@ def test_of_the_wrapper_it_predicts_what_is_measured(strategy: str, precision: s
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("strategy", SHARDED)
 @ranks(2)
-def test_of_fully_shard_it_predicts_what_is_measured(strategy: str, precision: str) -> None:
+def test_explain_predicts_measured_cost_of_fully_shard(strategy: str, precision: str) -> None:
     compute, reduce = PRECISIONS[precision]
     measured(job_for(strategy, compute=compute, reduce=reduce, per_parameter=True))
 
@@ -113,7 +113,7 @@ def test_the_states_are_those_of_the_named_optimizer(name: str, per_parameter: b
 @pytest.mark.spec("EXPLAIN-03")
 @pytest.mark.parametrize("name", minifsdp.tools.explain.STATES)
 @ranks(2)
-def test_every_optimizer_that_is_known_keeps_as_many_numbers_as_it_says(name: str) -> None:
+def test_supported_optimizers_have_expected_state_size(name: str) -> None:
     model = FullyShardedDataParallel(Tower().to(device()))
     kind, options = (name, {}) if "momentum" not in name else ("SGD", {"momentum": 0.9})
     optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)
@@ -134,7 +134,7 @@ def with_a_root_that_reshards(job: Job) -> nn.Module:
 
 @pytest.mark.spec("EXPLAIN-03")
 @ranks(2)
-def test_a_root_that_is_told_to_reshard_is_gathered_twice() -> None:
+def test_root_that_reshards_is_all_gathered_twice() -> None:
     found = measured(job_for("FULL_SHARD", per_parameter=True), with_a_root_that_reshards)
     assert found.cost.num_collectives["AG"] == 2 * 5
 
@@ -142,7 +142,7 @@ def test_a_root_that_is_told_to_reshard_is_gathered_twice() -> None:
 @pytest.mark.spec("EXPLAIN-03")
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
 @ranks(4)
-def test_of_a_hybrid_strategy_it_predicts_what_the_calculator_does(strategy: str) -> None:
+def test_explain_predicts_hybrid_like_calculator(strategy: str) -> None:
     job = replace(JOB, strategy=strategy, num_shards=2, num_replicas=2)
     model = wrapped(job)
     said = minifsdp.explain(model)
@@ -153,7 +153,7 @@ def test_of_a_hybrid_strategy_it_predicts_what_the_calculator_does(strategy: str
 
 @pytest.mark.spec("EXPLAIN-03")
 @ranks(4)
-def test_resting_on_fewer_ranks_is_predicted_as_the_calculator_does() -> None:
+def test_explain_predicts_smaller_mesh_like_calculator() -> None:
     job = replace(JOB, num_shards=4, reshards_to=2, per_parameter=True)
     model = wrapped(job)
     said = minifsdp.explain(model)
@@ -226,7 +226,7 @@ def test_a_frozen_root_has_no_gradient_that_waits(per_parameter: bool) -> None:
 
 @pytest.mark.spec("EXPLAIN-04")
 @ranks(2)
-def test_of_fully_shard_frozen_parameters_beside_trained_ones_have_no_gradient() -> None:
+def test_fully_shard_has_no_gradient_for_mixed_frozen_params() -> None:
     found = measured(job_for("FULL_SHARD", per_parameter=True), with_frozen_halves)
     assert found.gradient_bytes == found.parameter_bytes * 5 / 9
     assert found.cost.sent["RS"] == cost_of(JOB).sent["RS"] * 5 / 9
@@ -234,7 +234,7 @@ def test_of_fully_shard_frozen_parameters_beside_trained_ones_have_no_gradient()
 
 @pytest.mark.spec("EXPLAIN-04", "EXPLAIN-09")
 @ranks(2)
-def test_in_a_flat_unit_frozen_parameters_beside_trained_ones_have_one() -> None:
+def test_flat_unit_has_gradient_for_frozen_params() -> None:
     job = job_for("FULL_SHARD")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -53,14 +53,14 @@ def job_on_four(strategy: str, **options: Any) -> Job:
 @pytest.mark.spec("COST-15")
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
 @ranks(4)
-def test_what_crosses_between_two_machines_of_two_is_what_was_priced(strategy: str) -> None:
+def test_machine_links_carry_calculated_bytes(strategy: str) -> None:
     job = job_on_four(strategy, micro_batches=2)
     assert measured(job) == sent_by_link(job, PER_MACHINE)
 
 
 @pytest.mark.spec("COST-15")
 @ranks(4)
-def test_what_rests_within_a_machine_is_gathered_there_for_backward() -> None:
+def test_smaller_mesh_all_gathers_within_machine_in_backward() -> None:
     job = job_on_four("FULL_SHARD", per_parameter=True, reshards_to=2)
     found = sent_by_link(job, PER_MACHINE)
     assert measured(job) == found
@@ -113,7 +113,7 @@ def test_a_step_takes_at_least_the_slowest_of_its_parts_or_their_sum() -> None:
 
 
 @pytest.mark.spec("COST-18")
-def test_what_goes_over_different_links_overlaps_and_what_is_one_ring_does_not() -> None:
+def test_different_links_overlap_and_one_ring_does_not() -> None:
     # A hybrid strategy sends 3 * 2000 bytes within a machine, and its all-reduce 2 * 2000 / 2 bytes between machines.
     job = Job(units=[[(1000,)]], strategy="HYBRID_SHARD", num_shards=2, num_replicas=2)
     time = step_time(job, 0.0, SLOW)

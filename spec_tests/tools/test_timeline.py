@@ -63,14 +63,14 @@ def texts(picture: str) -> list[str]:
 # --- memory ---
 
 
-def test_each_gather_adds_its_bytes_and_each_free_takes_them_away() -> None:
+def test_all_gather_adds_bytes_and_reshard_subtracts_them() -> None:
     heights = [num_bytes for _, num_bytes in gathered_bytes(step_of_two_units())]
 
     assert heights == [64, 264, 64, 264, 64, 0]
     assert peak_gathered_bytes(step_of_two_units()) == 264
 
 
-def test_freeing_what_was_gathered_before_the_recording_counts_as_nothing() -> None:
+def test_reshard_of_unit_unsharded_before_recording_counts_zero() -> None:
     assert gathered_bytes([Event("FREE", "0", 1.0, 1.0, 8)]) == [(1.0, 0)]
     assert peak_gathered_bytes([]) == 0
 
@@ -91,7 +91,7 @@ def test_left_edge_and_width_of_a_box_are_proportional_to_time() -> None:
     assert [(left, width) for kind, left, _, width, _ in found if kind == "RS"] == [(954.0, 100.0), (1004.0, 100.0)]
 
 
-def test_boxes_that_overlap_in_time_lie_in_different_rows() -> None:
+def test_overlapping_boxes_are_in_different_rows() -> None:
     found = boxes(svg([step_of_two_units(), step_of_two_units()]))
 
     for top in {top for _, _, top, _, _ in found}:
@@ -107,14 +107,14 @@ def test_a_box_carries_as_much_of_its_name_as_fits() -> None:
     assert [label for kind, *_, label in narrow if kind == "AG"] == ["", "0", "0"]
 
 
-def test_there_is_a_free_mark_at_the_time_of_each_free() -> None:
+def test_each_reshard_has_a_mark_at_its_time() -> None:
     paths = ET.fromstring(svg([step_of_two_units()], width=1128)).iter(f"{SVG}path")
     starts = [path.get("d", "").split()[0] for path in paths if path.get("class") == "FREE"]
 
     assert starts[1:] == ["M400.5", "M950.5", "M1000.5"]  # The first is in the legend; a mark is 7 pixels wide.
 
 
-def test_the_all_reduce_lane_and_its_legend_appear_only_where_one_was_recorded() -> None:
+def test_all_reduce_track_appears_only_if_recorded() -> None:
     plain = step_of_two_units()
     hybrid = [*plain, Event("AR", "", 50.1, 50.11, 64, (0, 2), torch.float32, "all_reduce")]
 
@@ -166,7 +166,7 @@ def test_the_picture_does_not_depend_on_where_a_clock_has_its_zero() -> None:
     assert svg([events(0.0)]) == svg([events(1024.0)])
 
 
-def test_without_origins_each_rank_begins_at_zero_and_the_caption_says_so() -> None:
+def test_missing_origins_start_each_rank_at_zero() -> None:
     picture = svg([step_of_two_units(50.0), step_of_two_units(50.02)])
     lefts = [left for kind, left, *_ in boxes(picture) if kind == "AG"]
 
@@ -174,7 +174,7 @@ def test_without_origins_each_rank_begins_at_zero_and_the_caption_says_so() -> N
     assert any("each rank's own first event" in text for text in texts(picture))
 
 
-def test_with_origins_a_rank_that_began_later_is_drawn_later_and_the_caption_says_so() -> None:
+def test_origins_shift_later_rank_and_change_caption() -> None:
     picture = svg([step_of_two_units(50.0), step_of_two_units(7.02)], origins=[50.0, 7.0], width=1328)
     lefts = [left for kind, left, *_ in boxes(picture) if kind == "AG"]
 
@@ -205,7 +205,7 @@ def test_the_picture_needs_nothing_from_outside_and_runs_nothing() -> None:
     assert picture.count("http") == 1  # The namespace of SVG.
 
 
-def test_the_picture_knows_the_dark() -> None:
+def test_picture_supports_dark_mode() -> None:
     assert "@media (prefers-color-scheme:dark)" in svg([step_of_two_units()])
 
 
@@ -215,7 +215,7 @@ def test_a_recording_with_nothing_in_it_still_gives_a_valid_picture(events: list
     json.dumps(chrome_trace(events))
 
 
-def test_a_picture_too_narrow_for_its_lanes_is_refused() -> None:
+def test_picture_too_narrow_for_tracks_is_refused() -> None:
     with pytest.raises(ValueError, match="width=100"):
         svg([step_of_two_units()], width=100)
 
@@ -223,7 +223,7 @@ def test_a_picture_too_narrow_for_its_lanes_is_refused() -> None:
 # --- the trace ---
 
 
-def test_the_trace_has_a_process_for_each_rank_and_a_named_thread_for_each_lane() -> None:
+def test_trace_has_process_per_rank_and_thread_per_stream() -> None:
     items = chrome_trace([step_of_two_units(), step_of_two_units()])["traceEvents"]
     named = {(item["pid"], item["args"]["name"]) for item in items if item["name"] == "thread_name"}
 

@@ -50,13 +50,13 @@ def run(name: str, library: str, expected: str) -> None:
 
 @of(2, claimed=True)
 @ranks(2)
-def test_torch_is_wrong_in_the_way_that_the_page_says(name: str) -> None:
+def test_torch_has_the_documented_error(name: str) -> None:
     run(name, TORCH, CASES[name].in_torch)
 
 
 @of(4, claimed=True)
 @ranks(4)
-def test_torch_is_wrong_on_four_ranks_in_the_way_that_the_page_says(name: str) -> None:
+def test_torch_has_the_documented_error_on_four_ranks(name: str) -> None:
     run(name, TORCH, CASES[name].in_torch)
 
 

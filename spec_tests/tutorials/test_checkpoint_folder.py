@@ -55,7 +55,7 @@ def newest(shelf: Shelf) -> tuple[str, list[str]]:
 
 
 @ranks(2)
-def test_what_was_saved_is_found_with_its_step_and_its_facts(tmp_path: Path) -> None:
+def test_saved_checkpoint_has_its_step_and_facts(tmp_path: Path) -> None:
     shelf = filled(tmp_path / "deep" / "shelf", 7)
     found = shelf.newest(pytest.fail)
 
@@ -207,7 +207,7 @@ def test_a_damaged_newest_is_named_and_the_one_before_it_is_taken(
 
 @pytest.mark.parametrize(("damage", "complaint"), DAMAGES, ids=[damage.__name__ for damage, _ in DAMAGES])
 @ranks(2)
-def test_if_none_is_whole_every_rank_refuses_and_says_why(
+def test_every_rank_refuses_incomplete_checkpoints(
     tmp_path: Path, damage: Callable[[Path], None], complaint: str
 ) -> None:
     filled(tmp_path, 2)
@@ -219,7 +219,7 @@ def test_if_none_is_whole_every_rank_refuses_and_says_why(
 
 
 @ranks(2)
-def test_what_only_one_rank_can_see_is_refused_by_all(tmp_path: Path) -> None:
+def test_error_on_one_rank_makes_all_ranks_refuse(tmp_path: Path) -> None:
     shelf = filled(tmp_path, 1)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
@@ -270,7 +270,7 @@ def test_without_resume_the_run_begins_at_the_beginning(tmp_path: Path) -> None:
 
 
 @ranks(2)
-def test_the_first_run_of_a_repeated_line_begins_at_the_beginning_and_says_so(tmp_path: Path) -> None:
+def test_first_run_of_repeated_command_starts_without_checkpoint(tmp_path: Path) -> None:
     said: list[str] = []
 
     assert choose(tmp_path / "new", tmp_path / "new", said.append) is None
@@ -306,7 +306,7 @@ def test_a_folder_without_checkpoints_is_no_place_to_resume_from(
 
 
 @ranks(2)
-def test_a_run_that_begins_anew_must_not_save_among_the_checkpoints_of_another(tmp_path: Path) -> None:
+def test_new_run_must_not_save_in_folder_of_other_run(tmp_path: Path) -> None:
     filled(tmp_path / "a", 100)
     filled(tmp_path / "b", 100)
     for resume in (None, tmp_path / "b", tmp_path / "b" / "step-000100"):
@@ -326,7 +326,7 @@ def test_differences_are_named_by_their_path_and_shown_with_both_values() -> Non
 
 
 @ranks(2)
-def test_what_fails_on_one_rank_fails_on_all_and_names_it() -> None:
+def test_failure_on_one_rank_fails_on_all_with_its_name() -> None:
     with pytest.raises(RuntimeError, match=r"^rank 1: ZeroDivisionError: division by zero$"):
         together(lambda: 1 / (1 - dist.get_rank()))
     with pytest.raises(RuntimeError, match=r"^rank 0: ValueError: no$"):

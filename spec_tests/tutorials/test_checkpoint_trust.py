@@ -135,7 +135,7 @@ sys.stdin.read()
 
 @pytest.mark.spec("SAVE-06")
 @ranks(2)
-def test_a_job_that_finds_another_one_saving_says_so_and_removes_nothing(tmp_path: Path) -> None:
+def test_second_saving_job_is_refused_and_removes_nothing(tmp_path: Path) -> None:
     shelf, ready = Shelf(tmp_path / "runs"), tmp_path / "ready"
     shelf.save(1, {}, write)
     part = shelf.root / ".step-000002.part"

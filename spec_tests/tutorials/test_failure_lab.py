@@ -82,7 +82,7 @@ def outcome(name: str, *arguments: str) -> tuple[list[tuple[int | None, str]], f
 @pytest.mark.pure
 @pytest.mark.spec("LAB-01")
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_asks_at_its_head_is_broken_in_one_place_and_mended_at_its_end(name: str) -> None:
+def test_script_has_question_one_broken_place_and_a_fix(name: str) -> None:
     text = (LAB / f"{name}.py").read_text()
     assert 25 <= len(text.splitlines()) <= 60
     tree = ast.parse(text)
@@ -104,7 +104,7 @@ def test_a_script_asks_at_its_head_is_broken_in_one_place_and_mended_at_its_end(
 
 
 @pytest.mark.pure
-def test_of_each_script_it_is_known_what_it_says() -> None:
+def test_every_script_has_expected_message() -> None:
     assert list(SAYS) == SCRIPTS
 
 
@@ -122,7 +122,7 @@ def test_a_broken_script_ends_in_time_and_each_rank_names_the_cause(name: str) -
 
 @pytest.mark.spec("LAB-03")
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_mended_script_ends_well_on_both_ranks(name: str) -> None:
+def test_fixed_script_succeeds_on_both_ranks(name: str) -> None:
     ranks, seconds = outcome(name, "--mended")
     for rank, (status, words) in enumerate(ranks):
         assert status == 0, words
@@ -133,7 +133,7 @@ def test_a_mended_script_ends_well_on_both_ranks(name: str) -> None:
 
 @pytest.mark.spec("LAB-04", "LEDGER-02")
 @pytest.mark.parametrize("name", HANGS)
-def test_a_rank_that_has_waited_says_where_it_waited_and_where_the_other_is(name: str) -> None:
+def test_waiting_rank_prints_its_own_and_other_position(name: str) -> None:
     ranks, seconds = outcome(name)
     # A new order is compared before any data is sent.
     assert seconds > 1.5 or name == "no_sync_on_one_rank"
@@ -147,13 +147,13 @@ def test_a_rank_that_has_waited_says_where_it_waited_and_where_the_other_is(name
 
 
 @pytest.mark.spec("DEBUG-04")
-def test_weights_drawn_on_each_rank_are_noticed_when_that_is_asked_for() -> None:
+def test_debug_mode_detects_different_initial_weights() -> None:
     ranks, _ = outcome("seed_for_each_rank", "--debug")
     assert all(re.search(r"Warning: rank \d: (.|\n)*#E-initial-weights", words) for _, words in ranks), ranks
 
 
 @pytest.mark.spec("DEBUG-05")
-def test_a_bad_value_ends_both_ranks_together_when_that_is_asked_for() -> None:
+def test_debug_mode_ends_both_ranks_on_nan() -> None:
     ranks, _ = outcome("raises_in_backward", "--debug")
     for status, words in ranks:
         assert status == 1
@@ -161,7 +161,7 @@ def test_a_bad_value_ends_both_ranks_together_when_that_is_asked_for() -> None:
 
 
 @pytest.mark.spec("DEBUG-07")
-def test_an_order_that_changes_later_is_noticed_when_that_is_asked_for() -> None:
+def test_debug_mode_detects_later_order_change() -> None:
     ranks, _ = outcome("order_changes_later", "--debug")
     assert all(status == 1 and "#E-different-order" in words for status, words in ranks), ranks
 

@@ -33,7 +33,7 @@ def test_a_rank_killed_in_a_save_costs_at_most_the_steps_since_the_one_before(
 
 
 @pytest.mark.spec("FAULT-04")
-def test_fifty_kills_through_each_door_are_recorded_and_no_checkpoint_was_lost() -> None:
+def test_50_recorded_kills_with_each_api_lose_no_checkpoint() -> None:
     recorded = json.loads(kills.RECORD.read_text())["kills"]
     for seed, api in enumerate(APIS, start=1):
         rows = [row for row in recorded if row["door"] == api]

@@ -36,7 +36,7 @@ def estimates(printed: str) -> list[str]:
 
 
 @pytest.mark.parametrize("num_done", [0, 40])
-def test_the_rest_is_estimated_once_without_the_slow_first_step(
+def test_remaining_time_is_estimated_without_first_step(
     clock: list[float], capsys: pytest.CaptureFixture[str], num_done: int
 ) -> None:
     advance(clock, num_done + 86, num_done)

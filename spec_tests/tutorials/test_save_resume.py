@@ -133,7 +133,7 @@ WRAPPER, FUNCTION = "--api=wrapper", "--api=fully_shard"
 @pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
 @pytest.mark.parametrize(("first", "second"), [(FUNCTION, FUNCTION), (WRAPPER, FUNCTION), (FUNCTION, WRAPPER)])
 @ranks(2)
-def test_either_door_resumes_what_either_has_saved_with_the_losses_of_an_uninterrupted_run(
+def test_either_api_resumes_checkpoint_of_the_other_exactly(
     tmp_path: Path, first: str, second: str, full: bool
 ) -> None:
     uninterrupted = losses_of("--steps=6", second)
@@ -275,7 +275,7 @@ def resume_on_one_rank(folder: Path, reference: Path, full: bool) -> None:
 @pytest.mark.ranks
 @pytest.mark.spec("TRAIN-12")
 @pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
-def test_what_four_ranks_saved_two_ranks_resume_and_then_one(tmp_path: Path, full: bool) -> None:
+def test_checkpoint_of_four_ranks_resumes_on_two_and_one(tmp_path: Path, full: bool) -> None:
     files: dict[str, Any] = {"folder": tmp_path / "shelf", "reference": tmp_path / "reference", "full": full}
     train_on_four_ranks(**files)
     resume_on_two_ranks(**files)
@@ -284,7 +284,7 @@ def test_what_four_ranks_saved_two_ranks_resume_and_then_one(tmp_path: Path, ful
 
 @pytest.mark.spec("TRAIN-12")
 @ranks(4)
-def test_a_hybrid_run_saves_and_resumes_with_each_row_written_once(tmp_path: Path) -> None:
+def test_hybrid_run_saves_each_shard_once_and_resumes(tmp_path: Path) -> None:
     wide = "--width=64"  # large, so that the kilobyte of metadata that a file has for each tensor does not matter
     before, after = fresh(wide, "--strategy=HYBRID_SHARD"), fresh(wide, "--strategy=FULL_SHARD")
     same_step_everywhere(before, 0)
@@ -429,7 +429,7 @@ def output_of(*arguments: str, num_ranks: int = 2) -> str:
 
 
 @pytest.mark.spec("TRAIN-11")
-def test_the_same_line_said_twice_continues(tmp_path: Path) -> None:
+def test_repeated_command_resumes(tmp_path: Path) -> None:
     line = [f"--save={tmp_path}", f"--resume={tmp_path}"]
     first = output_of(*line, "--steps=2", "--save-every=1", "--keep=1")
     assert re.findall(r"^saved +(.*)", first, re.MULTILINE) == [f"{tmp_path}/step-00000{step}" for step in (1, 2)]

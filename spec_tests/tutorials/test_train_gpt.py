@@ -81,7 +81,7 @@ def test_tests_foreign_packages_and_what_was_generated_for_one_machine_are_left_
 
 
 @pytest.mark.pure
-def test_whole_files_are_held_out_and_every_byte_is_in_one_of_the_parts(tmp_path: Path) -> None:
+def test_held_out_set_consists_of_full_files(tmp_path: Path) -> None:
     names = [f"m{number:02}" for number in range(21)]
     read = read_standard_library(library_of(tmp_path, **{name: f"<{name}>" for name in names}))
 
@@ -236,7 +236,7 @@ def test_a_gpu_is_chosen_by_the_local_rank_and_only_if_there_is_one_for_each(mon
 
 @pytest.mark.pure
 @pytest.mark.spec("TRAIN-02")
-def test_the_process_group_is_there_inside_and_gone_afterwards_also_after_an_error(
+def test_process_group_exists_inside_and_ends_after_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with socket.socket() as free:
@@ -265,7 +265,7 @@ def test_the_process_group_is_there_inside_and_gone_afterwards_also_after_an_err
 
 
 @ranks(2)
-def test_the_counter_knows_the_calls_the_bytes_and_the_peak_of_a_known_sequence() -> None:
+def test_counter_counts_calls_bytes_and_peak_correctly() -> None:
     group, local_shard = dist.group.WORLD, torch.ones(100)  # 400 bytes
     with CollectiveCounter() as counter:
         group.allreduce([torch.ones(100)]).wait()
@@ -291,7 +291,7 @@ def test_the_counter_knows_the_calls_the_bytes_and_the_peak_of_a_known_sequence(
 
 
 @ranks(2)
-def test_the_counter_adds_up_what_is_gathered_at_the_same_time() -> None:
+def test_counter_adds_simultaneous_all_gathers() -> None:
     with CollectiveCounter() as counter:
         kept = []
         for size in (10, 20, 30):
@@ -345,7 +345,7 @@ def test_a_world_size_other_than_the_launchers_is_refused(
 
 
 @pytest.mark.pure
-def test_a_comparison_is_short_unless_asked_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparison_runs_fewer_steps_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 
     assert (options.parse([]).steps, options.parse(["--compare"]).steps) == (300, 30)

@@ -99,7 +99,7 @@ def test_every_lesson_begins_with_how_to_start_it_and_how_long_it_takes() -> Non
 
 @needs_scikit_learn
 @pytest.mark.spec("TRAIN-16", "MP-03", "MP-19")
-def test_digits_are_read_in_bfloat16_with_batch_norm_kept_apart() -> None:
+def test_digits_train_in_bfloat16_with_float32_batch_norm() -> None:
     output = output_of("digits.py", "--epochs=2")
 
     assert "BatchNorm2d torch.float32, Conv2d torch.bfloat16, Linear torch.bfloat16; kept in {torch.float32}" in output
@@ -242,7 +242,7 @@ def test_a_t5_with_pre_trained_weights_trains_with_zero_2_in_bfloat16_with_check
 
 @needs_transformers
 @pytest.mark.spec("TRAIN-19", "TRAIN-14", "TRAIN-28")
-def test_the_switches_say_their_true_defaults_and_do_what_they_say(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_have_documented_defaults_and_effects(capsys: pytest.CaptureFixture[str]) -> None:
     parse = lesson("t5_summarise").parse
     options = parse([])
 
@@ -272,7 +272,7 @@ def test_the_switches_say_their_true_defaults_and_do_what_they_say(capsys: pytes
 
 @needs_transformers
 @pytest.mark.spec("TRAIN-07", "TRAIN-08", "MP-26")
-def test_precision_policies_have_names_and_auto_asks_the_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precision_policy_auto_depends_on_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     t5 = lesson("t5_summarise")
     dtypes = {
         name: (policy.param_dtype, policy.reduce_dtype, policy.buffer_dtype) for name, policy in t5.POLICIES.items()
@@ -292,7 +292,7 @@ def test_precision_policies_have_names_and_auto_asks_the_hardware(monkeypatch: p
 
 @needs_transformers
 @pytest.mark.spec("TRAIN-28")
-def test_the_stand_in_for_the_data_set_has_its_shape() -> None:
+def test_substitute_data_set_has_original_shape() -> None:
     from transformers import ByT5Tokenizer
 
     t5 = lesson("t5_summarise")
@@ -321,7 +321,7 @@ def test_a_file_name_tells_prefix_run_epoch_and_loss() -> None:
 
 @needs_transformers
 @pytest.mark.spec("TRAIN-29", "COST-10")
-def test_memory_is_noted_where_there_is_a_gpu_and_told_in_gigabytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_memory_is_recorded_in_gigabytes(monkeypatch: pytest.MonkeyPatch) -> None:
     t5 = lesson("t5_summarise")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 3 * 2**29)
@@ -380,7 +380,7 @@ def test_the_float16_recipe_unscales_before_it_clips() -> None:
 
 
 @pytest.mark.spec("CLIP-06")
-def test_the_method_knows_the_norm_of_all_and_the_function_that_of_a_slice() -> None:
+def test_method_clips_global_norm_and_function_local_norm() -> None:
     output = output_of("knobs.py")
 
     found = re.search(
@@ -393,7 +393,7 @@ def test_the_method_knows_the_norm_of_all_and_the_function_that_of_a_slice() -> 
 
 
 @pytest.mark.spec("TRAIN-22", "PAR-07")
-def test_activation_checkpointing_keeps_less_and_changes_no_gather_loss_or_name() -> None:
+def test_activation_checkpointing_saves_memory_and_keeps_results() -> None:
     output = output_of("knobs.py")
 
     told = re.search(r"([\d,]+) numbers kept for backward, then ([\d,]+);", output)
@@ -513,7 +513,7 @@ def test_fully_shard_trains_like_torchs_own() -> None:
 
 
 @pytest.mark.spec("TRAIN-23")
-def test_fully_shard_gathers_two_ahead_and_computes_in_bfloat16() -> None:
+def test_fully_shard_prefetches_two_units_in_bfloat16() -> None:
     output = output_of("fully_shard.py", "--explicit-prefetch", "--mixed-precision")
 
     assert "kept in torch.float32, gathered as torch.bfloat16" in output
@@ -523,7 +523,7 @@ def test_fully_shard_gathers_two_ahead_and_computes_in_bfloat16() -> None:
 
 
 @pytest.mark.spec("TRAIN-12", "TRAIN-23")
-def test_fully_shard_goes_on_from_a_distributed_checkpoint_with_another_number_of_ranks(tmp_path: Path) -> None:
+def test_fully_shard_resumes_with_other_number_of_ranks(tmp_path: Path) -> None:
     folder = f"--dcp={tmp_path / 'checkpoint'}"
     saved = output_of("fully_shard.py", folder)
     # With 3 ranks, the rows of a parameter do not divide evenly.

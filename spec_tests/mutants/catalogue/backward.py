@@ -12,7 +12,7 @@ MUTANTS = [
         "_absent",
         'message("absent"',
         'message("copy-of-absent"',
-        "A submodule that is called past its unit is not told what to do.",
+        "A submodule that is called without its unit raises no helpful error.",
         "FWD-01",
     ),
     Mutant(
@@ -36,7 +36,7 @@ MUTANTS = [
         "clear_gradients",
         "if set_to_none:\n                parameter.grad = None",
         "if set_to_none:\n                pass",
-        "zero_grad() does not reach parameters that modules do not show.",
+        "zero_grad() does not reach parameters that modules do not register.",
         "FWD-08",
     ),
     Mutant(
@@ -44,7 +44,7 @@ MUTANTS = [
         "clear_gradients",
         "parameter.grad.zero_()",
         "pass",
-        "zero_grad(set_to_none=False) does not reach parameters that modules do not show.",
+        "zero_grad(set_to_none=False) does not reach parameters that modules do not register.",
         "FWD-08",
     ),
     Mutant(
@@ -60,7 +60,7 @@ MUTANTS = [
         "IterationState.pre_backward",
         "if self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:",
         "if self.backward_prefetch is not None:",
-        "BACKWARD_POST prefetches before the gradients.",
+        "BACKWARD_POST prefetches before it computes the gradients.",
         "PREF-04 PREF-05",
     ),
     Mutant(
@@ -68,7 +68,7 @@ MUTANTS = [
         "Schedule.next_backward",
         "return self._left[position - 1] if position else None",
         "return self._left[position + 1] if position + 1 < len(self._left) else None",
-        "Backward prefetches the unit that has just had its backward.",
+        "Backward prefetches the unit whose backward has just ended.",
         "PREF-08 PREF-02",
     ),
     Mutant(
@@ -76,7 +76,7 @@ MUTANTS = [
         "Schedule.end_iteration",
         "if self._first_order:",
         "if False:",
-        "The first iteration is recorded for ever, and nothing is prefetched in forward.",
+        "Every iteration counts as the first one, so forward never prefetches.",
         "PREF-12",
     ),
     Mutant(
@@ -84,7 +84,7 @@ MUTANTS = [
         "Schedule._notice_change",
         "(position is None or position > self._position) and not self._warned",
         "False",
-        "A forward order that changed under forward_prefetch gets no warning.",
+        "A changed forward order under forward_prefetch causes no warning.",
         "PREF-13",
     ),
     Mutant(
@@ -92,7 +92,7 @@ MUTANTS = [
         "IterationState.pre_forward",
         "if self.forward_prefetch:",
         "if True:",
-        "Units are prefetched in forward without being asked for.",
+        "Forward prefetches units although forward_prefetch is off.",
         "PREF-11",
     ),
     Mutant(
@@ -100,7 +100,7 @@ MUTANTS = [
         "RateLimiter.__init__",
         "num_in_flight: int = 2",
         "num_in_flight: int = 3",
-        "The rate limiter lets a third unit be gathered.",
+        "The rate limiter allows the all-gather of a third unit.",
         "LIM-02",
     ),
     Mutant(
@@ -108,7 +108,7 @@ MUTANTS = [
         "RateLimiter.released",
         "if self.enabled:",
         "if True:",
-        "limit_all_gathers=False waits all the same.",
+        "limit_all_gathers=False still waits.",
         "LIM-03",
     ),
     Mutant(
@@ -116,7 +116,7 @@ MUTANTS = [
         "no_sync",
         "unit.choose(reduces=False, reshard_after_backward=unit.policy.reshard_after_forward)",
         "unit.choose(reshard_after_backward=unit.policy.reshard_after_forward)",
-        "no_sync() reduces in each micro-batch.",
+        "no_sync() reduces the gradients of each micro-batch.",
         "NOSYNC-01 NOSYNC-05",
     ),
     Mutant(
@@ -124,7 +124,7 @@ MUTANTS = [
         "FlatLayout.take_gradient",
         "gradient, self._is_shared = unreduced.add_(gradient) if is_same else unreduced + gradient, False",
         "pass",
-        "The reducing backward drops what no_sync() has summed up.",
+        "The reducing backward drops the gradients accumulated in no_sync().",
         "NOSYNC-02 NOSYNC-03",
     ),
     Mutant(
@@ -132,7 +132,7 @@ MUTANTS = [
         "FlatGradients.keep_unreduced",
         "            gradient = before.add_(gradient) if before.dtype is gradient.dtype else before + gradient",
         "            pass",
-        "Of several micro-batches without synchronisation only the last one counts.",
+        "Without synchronization each micro-batch replaces the accumulated gradient.",
         "NOSYNC-03",
     ),
     Mutant(
@@ -140,7 +140,7 @@ MUTANTS = [
         "no_sync",
         'wrapper._only_on_the_root("no_sync()")',
         "pass",
-        "no_sync() of an inner unit passes.",
+        "no_sync() of an inner unit is accepted.",
         "NOSYNC-04",
     ),
     Mutant(
@@ -148,7 +148,7 @@ MUTANTS = [
         "no_sync",
         "unit.choose(reduces=reduces, reshard_after_backward=frees)",
         "unit.choose(reduces=True)",
-        "Leaving no_sync() does not bring the earlier setting back.",
+        "The end of no_sync() does not restore the earlier setting.",
         "NOSYNC-06",
     ),
     Mutant(
@@ -156,7 +156,7 @@ MUTANTS = [
         "check_reduced",
         "if not summoned.isdisjoint(chosen):",
         "if False:",
-        "An optimizer steps on what is about to be overwritten.",
+        "An optimizer steps on summoned parameters that are overwritten later.",
         "FUZZ-06",
     ),
     Mutant(
@@ -164,7 +164,7 @@ MUTANTS = [
         "check_reduced",
         "if any(layout.has_unreduced and",
         "if any(False and",
-        "Clipping and step() take gradients that were never reduced.",
+        "Clipping and step() accept gradients that were never reduced.",
         "NOSYNC-10",
     ),
     Mutant(
@@ -172,7 +172,7 @@ MUTANTS = [
         "register_comm_hook",
         "    for unit in units:\n        unit.plan.hook = functools.partial(hook, state)",
         "    for unit in units[:1]:\n        unit.plan.hook = functools.partial(hook, state)",
-        "A communication hook is called for the root's gradients only.",
+        "A communication hook is called only for the root's gradients.",
         "HOOK-01 HOOK-04",
     ),
     Mutant(
@@ -180,7 +180,7 @@ MUTANTS = [
         "_run_hook",
         "hook(new.whole, new.local_shard)",
         "hook(new.whole[: new.local_shard.numel()], new.local_shard)",
-        "A hook is handed a chunk instead of the whole gradient.",
+        "A hook receives one shard of the gradient instead of the unsharded gradient.",
         "HOOK-02",
     ),
     Mutant(
@@ -188,7 +188,7 @@ MUTANTS = [
         "_end",
         "if plan.hook is None:",
         "if plan.hook is not None:\n        plan.scaling.complete(item.local_shard)\n    if plan.hook is None:",
-        "What a hook has averaged is divided once more.",
+        "The gradient that a hook has averaged is divided again.",
         "HOOK-06",
     ),
     Mutant(
@@ -196,7 +196,7 @@ MUTANTS = [
         "register_comm_hook",
         "if unit.plan.hook is not None:",
         "if False:",
-        "A second communication hook replaces the first without a word.",
+        "A second communication hook silently replaces the first.",
         "HOOK-08",
     ),
     Mutant(
@@ -204,7 +204,7 @@ MUTANTS = [
         "register_comm_hook",
         "if wrapper._tree is not None:",
         "if False:",
-        "A hook may be registered after the first forward.",
+        "A hook can be registered after the first forward.",
         "HOOK-09",
     ),
     Mutant(
@@ -212,7 +212,7 @@ MUTANTS = [
         "register_comm_hook",
         "if any(inner.sharding_strategy in HYBRID for inner in wrappers):",
         "if False:",
-        "A hook under a hybrid strategy passes.",
+        "A communication hook under a hybrid strategy is accepted.",
         "HOOK-10",
     ),
     Mutant(
@@ -220,7 +220,7 @@ MUTANTS = [
         "register_comm_hook",
         "inner.sharding_strategy in HYBRID for",
         "inner.sharding_strategy in HYBRID and inner._unit.plan.mesh.replicate is not None for",
-        "A hook under a hybrid strategy passes where there are no copies.",
+        "A communication hook under a hybrid strategy is accepted if there are no replicas.",
         "HOOK-10",
     ),
     Mutant(
@@ -228,7 +228,7 @@ MUTANTS = [
         "FlatGradients.take_unreduced",
         "                part.zero_()\n                continue",
         "                continue",
-        "zero_grad() of one original parameter forgets only what was reduced.",
+        "zero_grad() of one original parameter clears only its reduced gradient.",
         "FWD-08",
     ),
     Mutant(
@@ -236,7 +236,7 @@ MUTANTS = [
         "_EventHandle.wait",
         "current_stream(self._device).wait_event(self._event)",
         "pass",
-        "The compute stream does not wait for what was issued on a lane.",
+        "The compute stream does not wait for the work on a communication stream.",
         "STREAM-03",
     ),
     Mutant(
@@ -244,7 +244,7 @@ MUTANTS = [
         "CommStream.handle",
         "        work.wait()\n",
         "",
-        "The event of a lane is recorded before a backend with threads of its own is done.",
+        "A communication stream's event is recorded before a threaded backend has finished.",
         "STREAM-02",
     ),
     Mutant(
@@ -252,7 +252,7 @@ MUTANTS = [
         "Reducer.before_concat",
         "last.scattered, last.whole = COMPLETED, last.local_shard",
         "last.scattered = COMPLETED",
-        "Two packed gradients lie in memory.",
+        "Two packed gradients are in memory at the same time.",
         "STREAM-17",
         "simulated",
     ),
@@ -261,7 +261,7 @@ MUTANTS = [
         "current_stream",
         ".current_stream(device)",
         ".current_stream()",
-        "Work is put on the stream of the current device instead of the unit's.",
+        "Work is issued on the current device's stream instead of the unit's.",
         "STREAM-07",
     ),
     Mutant(
@@ -285,7 +285,7 @@ MUTANTS = [
         "RateLimiter.throttle",
         "if oldest.query():",
         "if False:",
-        "The CPU stops for a release that was complete already.",
+        "The CPU waits for a release that is already complete.",
         "LIM-02",
     ),
     Mutant(
@@ -293,7 +293,7 @@ MUTANTS = [
         "tensors_in",
         "elif isinstance(value, Mapping):",
         "elif False:",
-        "No trip wire is laid on outputs that are in a dict.",
+        "Outputs inside a dict get no pre-backward hook.",
         "FS2-13",
     ),
     Mutant(
@@ -301,7 +301,7 @@ MUTANTS = [
         "Layout.reads_gradient",
         "return self.has_gradient_hooks or any(p.grad is not None for p in self.local_parameters())",
         "return self.has_gradient_hooks",
-        "A gradient is added to one that the CPU has not got yet.",
+        "A gradient is added to one that has not arrived on the CPU.",
         "STREAM-11",
     ),
     Mutant(
@@ -309,7 +309,7 @@ MUTANTS = [
         "Layout.has_gradient_hooks",
         "any(p._post_accumulate_grad_hooks for p in self.local_parameters())",
         "False",
-        "Hooks on gradients are called before the copy to the CPU is over.",
+        "Gradient hooks are called before the copy to the CPU has finished.",
         "STREAM-11",
     ),
     Mutant(
@@ -317,7 +317,7 @@ MUTANTS = [
         "FlatLayout.take_gradient",
         "gradient if changed is None else changed",
         "gradient",
-        "What a hook makes of a flat parameter's gradient is dropped.",
+        "The return value of a hook on a flat parameter's gradient is dropped.",
         "ORIG-01",
     ),
     Mutant(
@@ -325,7 +325,7 @@ MUTANTS = [
         "FlatGradients.has_unreduced",
         "any(parameter.grad is not None for",
         "any(parameter.grad is not None or self._unreduced is None for",
-        "An unreduced sum counts as there after zero_grad().",
+        "An unreduced gradient counts as present after zero_grad().",
         "NOSYNC-10",
     ),
     Mutant(
@@ -333,7 +333,7 @@ MUTANTS = [
         "FlatGradients.take_unreduced",
         "                    before.zero_()\n",
         "                    pass\n",
-        "zero_grad(set_to_none=False) clears the unreduced sum and not what was reduced before.",
+        "zero_grad(set_to_none=False) clears the unreduced gradient but not the reduced one.",
         "FWD-08",
     ),
     Mutant(
@@ -341,7 +341,7 @@ MUTANTS = [
         "FlatGradients.take_unreduced",
         "assign_gradient(parameter, before)",
         "pass",
-        "What was reduced before no_sync() is lost.",
+        "The gradient that was reduced before no_sync() is lost.",
         "NOSYNC-02",
     ),
     Mutant(
@@ -349,7 +349,7 @@ MUTANTS = [
         "FlatGradients.take_unreduced",
         "part.copy_(parameter.grad)",
         "pass",
-        "A gradient that was put in the place of an unreduced one is forgotten.",
+        "A gradient that the user assigns in place of an unreduced one is dropped.",
         "NOSYNC-02",
     ),
     Mutant(
@@ -357,7 +357,7 @@ MUTANTS = [
         "FlatGradients.has_unreduced",
         "any(parameter.grad is not None for",
         "any(parameter.grad is not None or self._unreduced is not None for",
-        "An unreduced sum of original parameters counts as there after zero_grad().",
+        "An unreduced gradient of original parameters counts as present after zero_grad().",
         "NOSYNC-10",
     ),
     Mutant(
@@ -365,7 +365,7 @@ MUTANTS = [
         "FlatLayout.use_unsharded_params",
         "leaf.requires_grad_(self.registered.requires_grad)",
         "pass",
-        "Freezing or thawing after wrapping has no effect on the gathered parameters.",
+        "A change of requires_grad after wrapping does not reach the unsharded parameters.",
         "ORIG-14",
     ),
     Mutant(
@@ -373,7 +373,7 @@ MUTANTS = [
         "FlatLayout.use_unsharded_params_again",
         "            self._assign(self._recorded)",
         "            pass",
-        "A recomputation in backward meets the stand-ins.",
+        "A recomputation in backward uses the placeholders.",
         "PAR-07",
     ),
     Mutant(
@@ -381,7 +381,7 @@ MUTANTS = [
         "FlatLayout._update_guards",
         "if is_unfit and not self.is_summoned:",
         "if False:",
-        "A module computes with a slice of its parameters without a word.",
+        "A module silently computes with the local shard of its parameters.",
         "FWD-01",
     ),
     Mutant(
@@ -389,7 +389,7 @@ MUTANTS = [
         "Unit.unshard",
         "        self.limiter.throttle(self.name)\n",
         "",
-        "A gather does not ask the limiter.",
+        "An all-gather does not wait for the rate limiter.",
         "LIM-02",
     ),
     Mutant(
@@ -405,7 +405,7 @@ MUTANTS = [
         "Reducer.drop",
         "last, self._in_flight = self._in_flight, None",
         "last = self._in_flight",
-        "What a backward that broke off has reduced is added in the next one.",
+        "The reduced gradient of an aborted backward is added in the next backward.",
         "NEW-15",
     ),
     Mutant(
@@ -421,7 +421,7 @@ MUTANTS = [
         "Reducer._issue_end",
         "self._comm_streams.all_reduce if is_hybrid else self._comm_streams.reduce",
         "self._comm_streams.reduce",
-        "The all-reduce over replicas waits on the lane of the reduce-scatters.",
+        "The all-reduce over replicas runs on the stream of the reduce-scatters.",
         "STREAM-09",
     ),
     Mutant(
@@ -429,7 +429,7 @@ MUTANTS = [
         "Reducer._accept_with_hooks",
         "        all_gather.wait_compute()\n",
         "        pass\n",
-        "A gather after an optimizer in backward reads what was there before.",
+        "An all-gather after an optimizer step in backward reads the values from before the step.",
         "STREAM-16",
     ),
     Mutant(
@@ -437,7 +437,7 @@ MUTANTS = [
         "_call_after",
         "here.wait_stream(stream)",
         "pass",
-        "A gradient is taken before the hook on its own stream has changed it.",
+        "The gradient is used before a hook on its own stream has changed it.",
         "STREAM-09",
     ),
     Mutant(
@@ -445,7 +445,7 @@ MUTANTS = [
         "_Node.backward",
         "        ctx.notify()\n",
         "",
-        "That the gradients of a module's inputs are there is not noticed.",
+        "The post-backward hook does not run when the gradients of a module's inputs are ready.",
         "FS2-17",
     ),
     Mutant(
@@ -469,7 +469,7 @@ MUTANTS = [
         "Schedule.leave",
         "self._left_at.setdefault(unit, []).append(len(self._left))",
         "self._left_at[unit] = [len(self._left)]",
-        "Of a module that is called twice backward meets one use only.",
+        "The schedule records only the last use of a module that is called twice.",
         "PREF-08",
     ),
     Mutant(
@@ -477,7 +477,7 @@ MUTANTS = [
         "Schedule.next_forward",
         "self._first_order[position + 1]",
         "self._first_order[position]",
-        "Forward prefetches the unit that has just begun.",
+        "Forward prefetches the unit whose forward has just begun.",
         "PREF-12",
     ),
     Mutant(
@@ -485,7 +485,7 @@ MUTANTS = [
         "Schedule.abandon_iteration",
         "self._first_order.clear()",
         "pass",
-        "After an error in the first iteration the half of its order is followed.",
+        "After an error in the first iteration, prefetching follows the incomplete order.",
         "PREF-12",
     ),
     Mutant(
@@ -493,7 +493,7 @@ MUTANTS = [
         "Schedule.next_backward",
         "while position and self._left[position - 1] is unit:",
         "while False:",
-        "A unit that ran twice in a row asks for itself.",
+        "A unit that ran twice in a row prefetches itself.",
         "PREF-08",
     ),
     Mutant(
@@ -501,7 +501,7 @@ MUTANTS = [
         "Schedule.end_iteration",
         "        self._position = 0\n",
         "        pass\n",
-        "A changed order is noticed only once for good.",
+        "A changed order is detected only once.",
         "PREF-13",
     ),
     Mutant(
@@ -509,7 +509,7 @@ MUTANTS = [
         "InputsHooks.watch_inputs",
         "        if not watched:\n",
         "        if True:\n",
-        "A unit is freed and reduced only at the end of backward.",
+        "A unit is resharded and reduced only at the end of backward.",
         "FS2-17",
     ),
     Mutant(
@@ -517,7 +517,7 @@ MUTANTS = [
         "LeafHooks.watch_output",
         "if is_registered and not unit.layout.is_trained:",
         "if False:",
-        "A frozen unit is freed only at the end of backward.",
+        "A frozen unit is resharded only at the end of backward.",
         "ORIG-14",
     ),
     Mutant(
@@ -525,7 +525,7 @@ MUTANTS = [
         "LeafHooks.watch_output",
         "if unit.num_uses == 1 else None",
         "if True else None",
-        "A frozen unit that is used twice is freed after one of its backwards.",
+        "A frozen unit that is used twice is resharded after the backward of one use.",
         "ORIG-14",
     ),
     Mutant(
@@ -533,7 +533,7 @@ MUTANTS = [
         "backward_hooks_for",
         "LeafHooks if has_leaf_hook else InputsHooks",
         "InputsHooks",
-        "A unit with one leaf has the trigger of one with many, which sees a frozen one only at the end of backward.",
+        "A unit with one leaf has the hooks for many leaves, which reshard a frozen unit only at the end of backward.",
         "ORIG-14",
     ),
     Mutant(
@@ -541,7 +541,7 @@ MUTANTS = [
         "IterationState._forget_backward",
         "unit.num_uses, unit.num_pending = False, 0, 0",
         "unit.num_pending = False, 0",
-        "From the second step on a frozen unit is freed only at the end of backward.",
+        "From the second step on, a frozen unit is resharded only at the end of backward.",
         "ORIG-14",
     ),
     Mutant(
@@ -549,7 +549,7 @@ MUTANTS = [
         "backward_hooks_for",
         "unit.layout.on_gradient(partial(post_backward, unit), before_concat)",
         "unit.layout.on_gradient(lambda: None)",
-        "A flat unit's gradient is complete, and it is neither freed nor reduced.",
+        "A complete gradient of a flat unit causes neither reshard nor reduction.",
         "SHARD-06",
     ),
     Mutant(
@@ -557,7 +557,7 @@ MUTANTS = [
         "InputsHooks.watch_output",
         ", apart_from=inputs",
         "",
-        "An input that is handed on begins the backward of a unit that has nothing to do with it.",
+        "An input that a module returns unchanged starts the backward of an unrelated unit.",
         "FS2-17",
     ),
     Mutant(
@@ -565,7 +565,7 @@ MUTANTS = [
         "InputsHooks.is_overdue",
         "            or unit.layout.has_gradient\n",
         "",
-        "A unit of which neither inputs nor outputs are found is not reduced.",
+        "A unit whose inputs and outputs are not found is not reduced.",
         "FS2-13",
     ),
     Mutant(
@@ -573,7 +573,7 @@ MUTANTS = [
         "InputsHooks.is_overdue",
         "            or (unit.policy.reduces and unit.layout.has_unreduced)\n",
         "",
-        "The reducing backward leaves the sum of a unit that it does not reach.",
+        "The reducing backward does not reduce the accumulated gradient of a unit that it does not reach.",
         "FS2-SYNC-01",
     ),
     Mutant(
@@ -581,7 +581,7 @@ MUTANTS = [
         "IterationState._leave_backward",
         "        self.in_backward = False\n",
         "        pass\n",
-        "After its first backward a tree counts as broken off.",
+        "After its first backward a tree counts as aborted.",
         "SUMMON-16",
     ),
     Mutant(
@@ -589,7 +589,7 @@ MUTANTS = [
         "IterationState.recover",
         "            unit.reshard()\n",
         "",
-        "After an error units stay gathered.",
+        "After an error units stay unsharded.",
         "NEW-15",
     ),
     Mutant(
@@ -597,7 +597,7 @@ MUTANTS = [
         "IterationState.recover",
         "        self.reducer.drop()\n",
         "",
-        "After an error in backward what was reduced waits for the next one.",
+        "After an error in backward the reduced gradients remain for the next backward.",
         "NEW-15",
     ),
     Mutant(
@@ -605,7 +605,7 @@ MUTANTS = [
         "Root.fail_forward",
         "        self.iteration.recover()\n",
         "        pass\n",
-        "After an error in forward units stay as they were.",
+        "An error in forward does not reset the state of the units.",
         "NEW-15",
     ),
     Mutant(
@@ -613,7 +613,7 @@ MUTANTS = [
         "_close_and_check",
         "    _check_gradients_of(optimizer)\n",
         "",
-        "A closure may leave gradients that were never reduced.",
+        "A closure can leave gradients that were never reduced.",
         "NOSYNC-10",
     ),
     Mutant(
@@ -621,7 +621,7 @@ MUTANTS = [
         "_check_gradients_of",
         "[layout for layout in _layouts_of(optimizer) if layout in _unreduced or layout in summoned]",
         "list(_unreduced)",
-        "An optimizer of other parameters is refused, too.",
+        "The step of an optimizer with other parameters is also refused.",
         "NOSYNC-10",
     ),
     Mutant(
@@ -629,7 +629,7 @@ MUTANTS = [
         "CommStream.join",
         "current_stream(self._device).wait_stream(self.stream)",
         "pass",
-        "An optimizer in backward writes to shards that a gather still reads.",
+        "An optimizer in backward writes to shards that an all-gather still reads.",
         "STREAM-16",
     ),
     Mutant(
@@ -637,7 +637,7 @@ MUTANTS = [
         "CommStream.synchronize",
         "self.stream.synchronize()",
         "pass",
-        "An optimizer on the CPU writes to shards that a gather still reads.",
+        "An optimizer on the CPU writes to shards that an all-gather still reads.",
         "STREAM-16",
     ),
     Mutant(
@@ -645,7 +645,7 @@ MUTANTS = [
         "CommStreams.__init__",
         'self.all_reduce = CommStream("all_reduce", device)',
         "self.all_reduce = self.reduce",
-        "The all-reduce over replicas has no lane of its own.",
+        "The all-reduce over replicas has no communication stream of its own.",
         "STREAM-09",
     ),
     Mutant(
@@ -653,7 +653,7 @@ MUTANTS = [
         "Collective.wait",
         "if self._work is not None:",
         "if True:",
-        "A collective of a backend that returns nothing cannot be waited for.",
+        "Waiting for a collective fails if the backend returns nothing.",
         "STREAM-01",
     ),
     Mutant(
@@ -661,7 +661,7 @@ MUTANTS = [
         "RateLimiter.clear",
         "self._events.clear()",
         "pass",
-        "After an iteration the limiter waits for releases of the one before.",
+        "After an iteration the rate limiter waits for releases of the previous iteration.",
         "LIM-02",
     ),
 ]

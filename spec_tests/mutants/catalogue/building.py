@@ -12,7 +12,7 @@ MUTANTS = [
         "_layouts_of",
         "if num_stale:",
         "if False:",
-        "Nobody says that an optimizer holds parameters that sharding has replaced.",
+        "An optimizer that holds parameters replaced by sharding causes no warning.",
         "CTOR-05",
     ),
     Mutant(
@@ -20,7 +20,7 @@ MUTANTS = [
         "choose_mesh",
         "default_group() if given is None else given",
         "default_group()",
-        "A unit shards over the default group, whatever process_group says.",
+        "A unit shards over the default group and ignores process_group.",
         "CTOR-06",
     ),
     Mutant(
@@ -28,7 +28,7 @@ MUTANTS = [
         "default_group",
         "if not dist.is_initialized():",
         "if False:",
-        "Without a process group nobody names init_process_group().",
+        "The error for a missing process group does not name init_process_group().",
         "CTOR-07",
     ),
     Mutant(
@@ -36,7 +36,7 @@ MUTANTS = [
         "check_options",
         "not isinstance(strategy, ShardingStrategy | None)",
         "False",
-        "A string passes for a sharding strategy.",
+        "A string is accepted as a sharding strategy.",
         "CTOR-09",
     ),
     Mutant(
@@ -44,7 +44,7 @@ MUTANTS = [
         "Wrapper._find_tree",
         "                wrapper._tree.dissolve()",
         "                pass",
-        "A part that ran alone before keeps its own tree under a new root.",
+        "A unit that ran alone before keeps its own tree under a new root.",
         "CTOR-11",
     ),
     Mutant(
@@ -52,7 +52,7 @@ MUTANTS = [
         "FlatLayout.accept_replacements",
         "if dictionary.get(slot.name) is not assigned[index]:",
         "if False:",
-        "A parameter that was removed or replaced after wrapping is written over without a word.",
+        "A parameter that was removed or replaced after wrapping is silently overwritten.",
         "CTOR-12",
     ),
     Mutant(
@@ -60,7 +60,7 @@ MUTANTS = [
         "MeshGroups.sharded",
         "return cls(group, None) if group.size > 1 else cls(None, None)",
         "return cls(group, None)",
-        "A group of one rank is gathered from as if there were others.",
+        "A group of one rank issues all-gathers.",
         "CTOR-14",
     ),
     Mutant(
@@ -68,7 +68,7 @@ MUTANTS = [
         "strategy_on",
         "if mesh.shard is not None or strategy is ShardingStrategy.NO_SHARD:",
         "if True:",
-        "Nobody says that a group of one rank shards nothing.",
+        "A shard group of one rank causes no warning.",
         "CTOR-18",
     ),
     Mutant(
@@ -76,7 +76,7 @@ MUTANTS = [
         "check_options",
         "if validation.is_only_called_in_parts(module):",
         "if False:",
-        "Nobody says that a list of modules is never called, so that its unit is never gathered.",
+        "Wrapping a list of modules, which is never called and so never unsharded, causes no warning.",
         "WRAP-19",
     ),
     Mutant(
@@ -84,7 +84,7 @@ MUTANTS = [
         "IterationState.pre_backward",
         "if self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:",
         "if self.backward_prefetch is not BackwardPrefetch.BACKWARD_POST:",
-        "backward_prefetch=None prefetches all the same.",
+        "backward_prefetch=None prefetches as BACKWARD_PRE does.",
         "CTOR-16 PREF-06",
     ),
     Mutant(
@@ -92,7 +92,7 @@ MUTANTS = [
         "_as_device",
         "if callable(device_id) or isinstance(device_id, bool):",
         "if isinstance(device_id, bool):",
-        "An uncalled torch.cuda.current_device is not told apart.",
+        "An uncalled torch.cuda.current_device as device_id raises no specific error.",
         "DEV-07",
     ),
     Mutant(
@@ -100,7 +100,7 @@ MUTANTS = [
         "map_tensors",
         "        return _map_mapping(function, value)",
         "        return value",
-        "Tensors inside of dicts are neither moved nor cast.",
+        "Tensors inside dicts are neither moved nor cast.",
         "DEV-08",
     ),
     Mutant(
@@ -108,7 +108,7 @@ MUTANTS = [
         "compute_device",
         "if accelerators and accelerators != {device}:",
         "if False:",
-        "A device_id that contradicts the module's device passes.",
+        "A device_id that contradicts the module's device is accepted.",
         "DEV-06",
     ),
     Mutant(
@@ -116,7 +116,7 @@ MUTANTS = [
         "synchronize",
         "for tensor in _own_tensors(module, ignored):",
         "for tensor in module.parameters(recurse=False):",
-        "sync_module_states leaves each rank its own buffers.",
+        "sync_module_states does not broadcast buffers.",
         "SYNC-02",
     ),
     Mutant(
@@ -124,7 +124,7 @@ MUTANTS = [
         "synchronize",
         "tensor._is_synchronized = True",
         "tensor._is_synchronized = False",
-        "A buffer that several units see is broadcast by each of them.",
+        "Each unit broadcasts a buffer that several units share.",
         "SYNC-03",
     ),
     Mutant(
@@ -132,7 +132,7 @@ MUTANTS = [
         "_broadcast",
         "    for group in (mesh.replicate, mesh.shard):\n        if group is not None:\n            if trace",
         "    for group in (mesh.shard,):\n        if group is not None:\n            if trace",
-        "Under a hybrid strategy only the first row has rank 0's initial values.",
+        "Under a hybrid strategy only the first shard group receives rank 0's initial values.",
         "SYNC-02",
     ),
     Mutant(
@@ -140,7 +140,7 @@ MUTANTS = [
         "Wrapper._initialize",
         "if options.sync_module_states:",
         "if True:",
-        "Initial values are broadcast without being asked for.",
+        "Initial values are broadcast although sync_module_states is off.",
         "SYNC-01",
     ),
     Mutant(
@@ -148,7 +148,7 @@ MUTANTS = [
         "materialize",
         "if param_init_fn is not None:\n            param_init_fn(module)",
         "if param_init_fn is None and module is None:\n            param_init_fn(module)",
-        "param_init_fn is ignored, reset_parameters() runs instead.",
+        "The constructor ignores param_init_fn and calls reset_parameters().",
         "META-03",
     ),
     Mutant(
@@ -156,7 +156,7 @@ MUTANTS = [
         "materialize",
         "on_meta = on_meta or _deferred(modules, ignored)",
         "on_meta = list(modules)",
-        "param_init_fn is called for modules without meta tensors, too.",
+        "param_init_fn is also called for modules without meta tensors.",
         "META-07",
     ),
     Mutant(
@@ -164,7 +164,7 @@ MUTANTS = [
         "_reset",
         "module.to_empty(device=device, recurse=False)",
         "module.to_empty(device=device, recurse=True)",
-        "Giving memory to a module wipes out what its children were initialised with.",
+        "Allocating memory for a module overwrites the initialized values of its children.",
         "META-04",
     ),
     Mutant(
@@ -180,7 +180,7 @@ MUTANTS = [
         "_below",
         "    for child in module.children():\n        yield from _below(child, is_wrapper)",
         "",
-        "Only the ignored module's own parameters are ignored, not those of its children.",
+        "Only the ignored module's own parameters are ignored; those of its children are sharded.",
         "IGN-01",
     ),
     Mutant(
@@ -188,7 +188,7 @@ MUTANTS = [
         "find_ignored",
         "if ignored_modules is not None and ignored_states is not None:",
         "if ignored_modules and ignored_states:",
-        "Both ignore arguments pass together as long as one is empty.",
+        "Both ignore arguments are accepted together if one is empty.",
         "IGN-06",
     ),
     Mutant(
@@ -204,7 +204,7 @@ MUTANTS = [
         "find_ignored",
         "if is_wrapper(root):",
         "if False:",
-        "A unit in ignored_modules passes.",
+        "A unit in ignored_modules is accepted.",
         "IGN-02",
     ),
     Mutant(
@@ -212,7 +212,7 @@ MUTANTS = [
         "choose",
         "            taken.update(module.parameters())\n",
         "",
-        "nonwrapped_numel counts what an inner unit has taken.",
+        "nonwrapped_numel counts parameters that an inner unit already manages.",
         "WRAP-03",
     ),
     Mutant(
@@ -220,7 +220,7 @@ MUTANTS = [
         "size_based_auto_wrap_policy",
         "nonwrapped_numel >= min_num_params",
         "nonwrapped_numel > min_num_params",
-        "A subtree of exactly the threshold is not wrapped.",
+        "A subtree with exactly the threshold's number of elements is not wrapped.",
         "WRAP-06",
     ),
     Mutant(
@@ -228,7 +228,7 @@ MUTANTS = [
         "size_based_auto_wrap_policy",
         "declined = force_leaf_modules if recurse else exclude_wrap_modules",
         "declined = force_leaf_modules if recurse else set()",
-        "A ModuleList becomes a unit that nobody calls.",
+        "The size policy turns a ModuleList, which is never called, into a unit.",
         "WRAP-07",
     ),
     Mutant(
@@ -244,7 +244,7 @@ MUTANTS = [
         "refuse_wrapped",
         "if isinstance(module, wrapper_cls):",
         "if False:",
-        "A policy is run over a tree that has units already.",
+        "A policy is applied to a tree that already contains units.",
         "WRAP-13",
     ),
     Mutant(
@@ -276,7 +276,7 @@ MUTANTS = [
         "enable_wrap",
         "_DEFAULTS.reset(token)",
         "pass",
-        "wrap() wraps after the context has been left, too.",
+        "wrap() still wraps modules after the enable_wrap() context has ended.",
         "WRAP-12",
     ),
     Mutant(
@@ -284,7 +284,7 @@ MUTANTS = [
         "shown",
         'name.replace(PREFIX, "") if wrapper._shows_clean_names else name',
         'name.replace(PREFIX, "")',
-        "Names have no prefix outside of summon_full_params, either.",
+        "Parameter names lack the wrapper's prefix outside summon_full_params, too.",
         "NAMES-04",
     ),
     Mutant(
@@ -292,7 +292,7 @@ MUTANTS = [
         "FullyShardedDataParallel.named_buffers",
         "names.shown(self, super().named_buffers(*args, **kwargs))",
         "super().named_buffers(*args, **kwargs)",
-        "Names of buffers keep the prefix inside of summon_full_params.",
+        "Buffer names keep the wrapper's prefix inside summon_full_params.",
         "NAMES-03",
     ),
     Mutant(
@@ -300,7 +300,7 @@ MUTANTS = [
         "Wrapper.fsdp_modules",
         "return [m for m in found if not m._is_inner] if root_only else found",
         "return found",
-        "fsdp_modules(root_only=True) lists inner units, too.",
+        "fsdp_modules(root_only=True) also returns inner units.",
         "NAMES-07 CTOR-10",
     ),
     Mutant(
@@ -308,7 +308,7 @@ MUTANTS = [
         "broadcast",
         "options.rootRank = source",
         "options.rootRank = group.size - 1",
-        "Initial values come from the last rank.",
+        "Initial values are broadcast from the last rank.",
         "SYNC-02 SYNC-05",
     ),
     Mutant(
@@ -316,7 +316,7 @@ MUTANTS = [
         "replaced_parameter_error",
         "full_name(unit_name, info.path)",
         "info.path",
-        "The error for a replaced parameter has its name inside the unit only.",
+        "The error for a replaced parameter contains only its name inside the unit.",
         "CTOR-12",
     ),
     Mutant(
@@ -324,7 +324,7 @@ MUTANTS = [
         "flattened_in",
         "if parameter is not None and validation.is_flattened(module, name)",
         "if False",
-        "A unit that is wrapped again is moved and sent as if it were a parameter.",
+        "A unit that is wrapped again is moved and broadcast like a parameter.",
         "CTOR-17",
     ),
     Mutant(
@@ -332,7 +332,7 @@ MUTANTS = [
         "Wrapper._only_on_the_root",
         "if self._is_inner:",
         "if self._is_inner and self._tree is not None:",
-        "Methods of the root pass on inner units until the first forward.",
+        "Root-only methods are accepted on inner units until the first forward.",
         "NOSYNC-04",
     ),
     Mutant(
@@ -348,7 +348,7 @@ MUTANTS = [
         "is_only_called_in_parts",
         " and type(module).forward is nn.Module.forward",
         "",
-        "A list of modules with a forward of its own counts as never called.",
+        "A list of modules with its own forward causes the warning for lists that are never called.",
         "WRAP-19",
     ),
     Mutant(
@@ -356,7 +356,7 @@ MUTANTS = [
         "is_flattened",
         'return _places.get(module, {}).get(name, "") is None',
         "return False",
-        "What lies in a unit already is taken into a second one.",
+        "A parameter that is already in a unit is sharded again in a second unit.",
         "CTOR-17",
     ),
 ]

@@ -12,7 +12,7 @@ MUTANTS = [
         "set_type",
         "for wrapper in Wrapper.fsdp_modules(module):",
         "for wrapper in Wrapper.fsdp_modules(module)[:1]:",
-        "Only the outermost unit is given the new state dict type.",
+        "Only the outermost unit gets the new state dict type.",
         "SD-CFG-02",
     ),
     Mutant(
@@ -20,7 +20,7 @@ MUTANTS = [
         "set_type",
         "return before",
         "return settings",
-        "set_state_dict_type returns what it has just set.",
+        "set_state_dict_type returns the new settings instead of the previous ones.",
         "SD-CFG-03",
     ),
     Mutant(
@@ -28,7 +28,7 @@ MUTANTS = [
         "settings_for",
         "if type(chosen[-1]) is not own:",
         "if False:",
-        "A config of another type passes.",
+        "A config of another state dict type is accepted.",
         "SD-CFG-05",
     ),
     Mutant(
@@ -36,7 +36,7 @@ MUTANTS = [
         "get_type",
         "if other != first:",
         "if False:",
-        "Units with different settings are not noticed.",
+        "Units with different settings are accepted.",
         "SD-CFG-07 SD-CFG-10",
     ),
     Mutant(
@@ -44,7 +44,7 @@ MUTANTS = [
         "type_in_block",
         "    try:\n        yield\n    finally:\n        for wrapper",
         "    yield\n    if True:\n        for wrapper",
-        "After an exception in state_dict_type the settings stay.",
+        "An exception inside state_dict_type leaves the new settings in place.",
         "SD-CFG-08",
     ),
     Mutant(
@@ -52,7 +52,7 @@ MUTANTS = [
         "UnitCodec.in_form",
         " or form.use_dtensor",
         "",
-        "Sharded values are ShardedTensors, whatever use_dtensor says.",
+        "Sharded values are ShardedTensors although use_dtensor is on.",
         "SD-CFG-18",
     ),
     Mutant(
@@ -60,7 +60,7 @@ MUTANTS = [
         "after_walk",
         "    rename(state, inner, prefix)\n",
         "",
-        "Keys of a state dict have the wrapper's prefix.",
+        "Keys of a state dict contain the wrapper's prefix.",
         "SD-FULL-01 SD-FULL-02",
     ),
     Mutant(
@@ -68,7 +68,7 @@ MUTANTS = [
         "_write_unit",
         "is_wanted = codec.mesh.is_first or not form.first_only",
         "is_wanted = True",
-        "rank0_only=True leaves each rank the values until the end of the walk.",
+        "With rank0_only=True each rank keeps the full values until the state dict is complete.",
         "SD-FULL-06",
     ),
     Mutant(
@@ -76,7 +76,7 @@ MUTANTS = [
         "after_walk",
         "                del state[key]",
         "                pass",
-        "With rank0_only=True other ranks get buffers and ignored parameters.",
+        "With rank0_only=True other ranks also get buffers and ignored parameters.",
         "SD-FULL-05",
     ),
     Mutant(
@@ -84,7 +84,7 @@ MUTANTS = [
         "UnitCodec.in_form",
         "return full.to(device, copy=True)",
         "return full.to(device)",
-        "What was saved changes when training goes on.",
+        "Values of a state dict change when training continues.",
         "SD-FULL-07",
     ),
     Mutant(
@@ -92,7 +92,7 @@ MUTANTS = [
         "copy_shared",
         "if where not in memory:",
         "if True:",
-        "Buffers, and what a module's own code writes, lie in memory of the model.",
+        "State dict entries of buffers and of custom code share memory with the model.",
         "SD-FULL-07",
     ),
     Mutant(
@@ -100,7 +100,7 @@ MUTANTS = [
         "_key_problems",
         "    for key, shape in expected.shapes.items():\n",
         "    for key, shape in []:\n",
-        "Keys that are missing from a dict are not reported before anything is changed.",
+        "Missing keys are reported only after values were changed.",
         "SD-FULL-09 SD-FULL-13",
     ),
     Mutant(
@@ -108,7 +108,7 @@ MUTANTS = [
         "_key_problems",
         "    for key in state:\n",
         "    for key in []:\n",
-        "Keys that the model has not are not reported before anything is changed.",
+        "Unexpected keys are reported only after values were changed.",
         "SD-FULL-13",
     ),
     Mutant(
@@ -116,7 +116,7 @@ MUTANTS = [
         "_wait_for_all",
         "        store.add(arrived, -1)\n",
         "",
-        "A save that was refused leaves its count behind, so that the next one passes without everybody.",
+        "A refused save leaves its count behind, so the next save does not wait for all ranks.",
         "SD-FULL-03",
     ),
     Mutant(
@@ -132,7 +132,7 @@ MUTANTS = [
         "rows_of",
         "rows_at(group.rank, ",
         "rows_at(max(group.rank - 1, 0), ",
-        "Ranks save the rows of the rank before them.",
+        "Ranks save the rows of the previous rank.",
         "SD-SHARD-01 SD-SHARD-02",
     ),
     Mutant(
@@ -140,7 +140,7 @@ MUTANTS = [
         "gathered_rows",
         "    collectives.all_gather(group, everybody.view(-1), mine.view(-1)).wait()\n",
         "    everybody.copy_(mine.repeat(group.size, *[1] * (mine.ndim - 1)))\n",
-        "Loading a sharded dict takes this rank's rows for those of all.",
+        "Loading a sharded dict uses this rank's rows as the rows of all ranks.",
         "SD-SHARD-03",
     ),
     Mutant(
@@ -148,7 +148,7 @@ MUTANTS = [
         "misplaced_rows",
         "if found != expected:",
         "if False:",
-        "Rows that were cut for another number of ranks pass.",
+        "Rows that were sharded for another number of ranks are accepted.",
         "SD-SHARD-03",
     ),
     Mutant(
@@ -156,7 +156,7 @@ MUTANTS = [
         "_value_problems",
         "and not is_old and",
         "and",
-        "A number without dimensions is not read from a tensor of one element.",
+        "A scalar parameter cannot be loaded from a tensor with one element.",
         "SD-FULL-08 SD-FULL-13",
     ),
     Mutant(
@@ -164,7 +164,7 @@ MUTANTS = [
         "misplaced_rows",
         "and _first_row(value) != start:",
         "and False:",
-        "A DTensor whose mesh names the ranks in another order is loaded with its rows exchanged.",
+        "A DTensor whose mesh has another rank order is loaded with exchanged rows.",
         "SD-SHARD-03",
     ),
     Mutant(
@@ -181,7 +181,7 @@ MUTANTS = [
         "UnitCodec.in_form",
         "form.is_sharded or self.group is None or not",
         "form.is_sharded or not",
-        "Units that are not sharded have no plain tensors in a sharded dict.",
+        "A sharded dict does not store units that are not sharded as plain tensors.",
         "SD-SHARD-07",
     ),
     Mutant(
@@ -189,7 +189,7 @@ MUTANTS = [
         "_write_unit",
         "codec.local_shard(form)",
         "all_gather_values(codec.layout)",
-        "A local state dict holds the whole row.",
+        "A local state dict contains the unsharded flat parameter.",
         "SD-LOCAL-01 SD-LOCAL-02",
     ),
     Mutant(
@@ -197,7 +197,7 @@ MUTANTS = [
         "_local_problems",
         "elif found is not None and ",
         "elif False and ",
-        "A local dict of another number of ranks is not refused by name.",
+        "A local dict of another number of ranks raises no specific error.",
         "SD-LOCAL-04",
     ),
     Mutant(
@@ -205,7 +205,7 @@ MUTANTS = [
         "before_walk",
         "meshes = [inner.mesh for inner in Wrapper.fsdp_modules(wrapper)]",
         "meshes = []",
-        "Loading asks nobody whether all are there.",
+        "Loading does not check whether all ranks take part.",
         "SD-FULL-03",
     ),
     Mutant(
@@ -213,7 +213,7 @@ MUTANTS = [
         "_drop_own_tensors",
         "            del state[key]",
         "            pass",
-        "Tensors of the model's own stay in a dict that is read.",
+        "A dict that is loaded keeps the model's own shards and buffers.",
         "SD-FULL-08 NAMES-10",
     ),
     Mutant(
@@ -221,7 +221,7 @@ MUTANTS = [
         "_shard_of",
         "    agreement.refuse_together([], problems, OPENING)\n",
         "",
-        "Problems that only the walk finds are told by one rank alone.",
+        "Problems found during the load are reported by one rank only.",
         "SD-FULL-09",
     ),
     Mutant(
@@ -229,7 +229,7 @@ MUTANTS = [
         "owned_parameters",
         "                first.ties.append(info)\n",
         "                info.ties.append(first)\n                found[parameter] = info\n",
-        "A tied parameter goes by the name of its last place.",
+        "A tied parameter is named after its last module instead of its first.",
         "ORIG-15",
     ),
     Mutant(
@@ -238,7 +238,7 @@ MUTANTS = [
         "        with torch.no_grad():\n            self.shard.copy_(shard)\n        for parameter in self.parameters:",
         "        self.shard.data.copy_(shard)\n"
         "        for parameter in self.parameters[int(self.shard is self.parameters[0]) :]:",
-        "A unit that is kept computes with what was there before loading.",
+        "A kept unit computes with the values from before loading.",
         "SD-FULL-08",
     ),
     Mutant(
@@ -246,7 +246,7 @@ MUTANTS = [
         "FlatLayout.local_values",
         "        self._write_back()\n",
         "",
-        "A state dict has the values that a parameter had before it was given other memory.",
+        "A state dict contains the values from before a parameter was given other memory.",
         "ORIG-17",
     ),
     Mutant(
@@ -254,7 +254,7 @@ MUTANTS = [
         "check_before_load",
         "if helps or not",
         "if not",
-        "Whole tensors are refused also while debugging helps.",
+        "Full tensors are refused although debugging help is on.",
         "NEW-21",
     ),
     Mutant(
@@ -262,7 +262,7 @@ MUTANTS = [
         "check_before_load",
         "helps or not isinstance(shown[key], DTensor)",
         "helps",
-        "set_model_state_dict fails while the root is left gathered.",
+        "set_model_state_dict fails while the root is unsharded.",
         "FS2-SD-15",
     ),
     Mutant(
@@ -270,7 +270,7 @@ MUTANTS = [
         "check_before_load",
         "            one.unit.reshard()",
         "            pass",
-        "A rank that refuses its dict keeps gathered units.",
+        "A rank that refuses its dict keeps its units unsharded.",
         "FUZZ-10",
     ),
     Mutant(
@@ -278,7 +278,7 @@ MUTANTS = [
         "_show_sharded",
         "    unit.reshard()",
         "    pass",
-        "A state dict of a gathered module has full parameters.",
+        "The state dict of an unsharded module contains full parameters.",
         "FS2-SD-01",
     ),
     Mutant(
@@ -286,7 +286,7 @@ MUTANTS = [
         "_is_custom",
         '    if num_hooks and not hasattr(module, "_checkpoint_wrapped_module"):\n        return True\n',
         "    if not num_hooks:\n        return False\n",
-        "Code of a module that writes its state meets a slice.",
+        "A module's custom state dict code reads a local shard instead of the full parameter.",
         "SD-FULL-01",
     ),
     Mutant(
@@ -294,7 +294,7 @@ MUTANTS = [
         "full_parameters",
         "                    parameter.data.copy_(given)\n",
         "",
-        "What is loaded with assign=True by code of a module's own is dropped.",
+        "Values that a module's own code loads with assign=True are dropped.",
         "SD-FULL-08",
     ),
     Mutant(
@@ -302,7 +302,7 @@ MUTANTS = [
         "as_dtensor",
         ".clone()",
         "",
-        "Rows in a sharded state dict change with the parameter.",
+        "Rows in a sharded state dict share memory with the parameter.",
         "SD-FULL-07",
     ),
     Mutant(
@@ -310,7 +310,7 @@ MUTANTS = [
         "local_values",
         "value.shape != local_shape",
         "False",
-        "Of a whole value for a part of tensor parallelism the part is not cut out.",
+        "Loading does not cut the tensor-parallel part out of a full value.",
         "SD-FULL-08",
     ),
 ]

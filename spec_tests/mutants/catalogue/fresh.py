@@ -12,7 +12,7 @@ MUTANTS = [
         "Root.end_forward",
         "                unit.layout.use_sharded_params()\n",
         "                pass\n",
-        "Modules that keep their memory go on showing unsharded parameters after an evaluation.",
+        "Modules that keep their memory still register unsharded parameters after an evaluation.",
         "FRESH-01",
     ),
     Mutant(
@@ -20,7 +20,7 @@ MUTANTS = [
         "IterationState._frees_after_forward",
         "return unit.policy.reshard_after_evaluation and unit.policy.reshard_after_backward and not self.is_recorded",
         "return False",
-        "The root of fully_shard stays unsharded after an evaluation, and the next one does not see an edit.",
+        "After an evaluation the root of fully_shard stays unsharded, so the next one misses an edit.",
         "FRESH-02 FRESH-03",
     ),
     Mutant(
@@ -28,7 +28,7 @@ MUTANTS = [
         "Root.begin_forward",
         "(unit.is_for_evaluation and (is_recorded or unit.policy.reshard_after_evaluation))\n                or ",
         "",
-        "A recorded forward uses the parameters that an evaluation has gathered.",
+        "A recorded forward uses parameters that an evaluation has all-gathered.",
         "FRESH-03",
     ),
     Mutant(
@@ -36,7 +36,7 @@ MUTANTS = [
         "choose_reshard",
         "reshard_after_evaluation=frees",
         "reshard_after_evaluation=True",
-        "reshard_after_forward=False frees the parameters after each evaluation.",
+        "reshard_after_forward=False reshards the parameters after each evaluation.",
         "FRESH-03",
     ),
     Mutant(
@@ -44,7 +44,7 @@ MUTANTS = [
         "PerParameterLayout._stamp",
         "return self.steps.count, ",
         "return 0, ",
-        "A step by list operators on DTensors leaves no trace.",
+        "An optimizer step with list operators on DTensors is not detected.",
         "FRESH-04",
     ),
     Mutant(
@@ -52,7 +52,7 @@ MUTANTS = [
         "FlatLayout.all_gather",
         "self.steps.count, self.registered.stamp()",
         "-1, self.registered.stamp()",
-        "A unit is gathered again for each forward.",
+        "A unit is all-gathered again in each forward.",
         "FRESH-03",
     ),
     Mutant(
@@ -60,7 +60,7 @@ MUTANTS = [
         "_close_and_check",
         "    _count_step(optimizer)\n    return loss",
         "    return loss",
-        "What the closure gathers looks newer than the step that follows.",
+        "Parameters all-gathered in a closure count as newer than the step that follows.",
         "FRESH-04",
     ),
     Mutant(
@@ -68,7 +68,7 @@ MUTANTS = [
         "FlatLayout.is_stale",
         "is_copy or ",
         "",
-        "NO_SHARD keeps an old copy in another dtype.",
+        "NO_SHARD keeps an outdated copy in another dtype.",
         "FRESH-05",
     ),
     Mutant(
@@ -76,7 +76,7 @@ MUTANTS = [
         "_layouts_of",
         "for layout in _layouts if not held.isdisjoint(layout.local_parameters())]",
         "for layout in _layouts]",
-        "A step of another optimizer on one rank lets that rank gather alone.",
+        "After another optimizer's step on one rank, only that rank issues an all-gather.",
         "FRESH-06",
     ),
     Mutant(
@@ -84,7 +84,7 @@ MUTANTS = [
         "_end",
         "        _installed.pop().remove()\n",
         "        pass\n",
-        "The hook for steps stays after the last unit.",
+        "The optimizer step hook remains after the last unit is deleted.",
         "FRESH-06",
     ),
     Mutant(
@@ -92,7 +92,7 @@ MUTANTS = [
         "check_reduced",
         " and layout.all_gather_group is not None",
         "",
-        "A step on gradients of this rank alone is refused also where nothing is sharded.",
+        "A step on unreduced gradients is also refused where nothing is sharded.",
         "FRESH-07",
     ),
     Mutant(
@@ -108,7 +108,7 @@ MUTANTS = [
         "FlatLayout.take_gradient",
         "if len(self._variants) > 1 else ()",
         "if len(self._variants) > 2 else ()",
-        "A backward of two forwards, one of them in evaluation mode, has the gradient of one of them.",
+        "A backward over two forwards, one in evaluation mode, loses the gradient of one of them.",
         "FRESH-08",
     ),
     Mutant(
@@ -116,7 +116,7 @@ MUTANTS = [
         "Wrapper._choose_precision",
         "not wrapper.module.training",
         "not wrapper.training",
-        "The mode of the wrapper decides on the precision, not that of the module.",
+        "The precision depends on the mode of the wrapper instead of the module.",
         "FRESH-08",
     ),
 ]

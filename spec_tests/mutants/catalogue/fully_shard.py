@@ -28,7 +28,7 @@ MUTANTS = [
         "ShardedParam.__init__",
         "if dim != 0 and self.shape[dim] % self.num_shards:",
         "if False:",
-        "A parameter is cut unevenly along another dim than the first.",
+        "Uneven sharding along another dimension than the first is accepted.",
         "FS2-08",
     ),
     Mutant(
@@ -36,7 +36,7 @@ MUTANTS = [
         "check_free",
         "if name in _places.get(module, {}):",
         "if False:",
-        "Sharding the root first is not explained.",
+        "Sharding the root first raises no specific error.",
         "FS2-10",
     ),
     Mutant(
@@ -44,7 +44,7 @@ MUTANTS = [
         "check_one_api",
         "if other != door:",
         "if False:",
-        "Wrapper and fully_shard can be mixed in one model.",
+        "The wrapper and fully_shard are accepted in one model.",
         "FS2-12",
     ),
     Mutant(
@@ -52,7 +52,7 @@ MUTANTS = [
         "FSDPState._find_tree",
         "state.unit.choose(reshard_after_forward=state is not self)",
         "state.unit.choose(reshard_after_forward=True)",
-        "The root is freed after forward by default.",
+        "The root is resharded after forward by default.",
         "FS2-17 FS2-21",
     ),
     Mutant(
@@ -60,7 +60,7 @@ MUTANTS = [
         "_table",
         "MeshGroups.hybrid(shard=Group.of(mesh.get_group(1)), replicate=Group.of(mesh.get_group(0)))",
         "MeshGroups.hybrid(shard=Group.of(mesh.get_group(0)), replicate=Group.of(mesh.get_group(1)))",
-        "A mesh of two axes is taken as (shard, replicate).",
+        "A mesh of two axes is read as (shard, replicate).",
         "FS2-18",
     ),
     Mutant(
@@ -68,7 +68,7 @@ MUTANTS = [
         "_table",
         "if mesh.ndim != 2:",
         "if False:",
-        "A mesh of three axes is not refused.",
+        "A mesh of three axes is accepted.",
         "FS2-18",
     ),
     Mutant(
@@ -76,7 +76,7 @@ MUTANTS = [
         "issue_all_gather",
         "if unit.layout.is_stale():",
         "if False:",
-        "unshard() after a change shows the values from before.",
+        "unshard() after a change uses the values from before the change.",
         "FS2-19",
     ),
     Mutant(
@@ -100,7 +100,7 @@ MUTANTS = [
         "ShardedParam.__init__",
         "if original.ndim == 0:",
         "if False:",
-        "A scalar parameter is not refused.",
+        "A scalar parameter is accepted.",
         "FS2-25",
     ),
     Mutant(
@@ -132,7 +132,7 @@ MUTANTS = [
         "PerParameterLayout.keep_unreduced",
         "part.to(self._options.precision.reduces_in(part.dtype))",
         "part.to(part.dtype)",
-        "Without synchronisation gradients are summed in the dtype of computation.",
+        "Without synchronization gradients are accumulated in the compute dtype.",
         "FS2-MP-03",
     ),
     Mutant(
@@ -140,7 +140,7 @@ MUTANTS = [
         "FSDPState.after_forward",
         "if self.policy.output_dtype is not None:",
         "if False:",
-        "output_dtype casts nothing.",
+        "output_dtype has no effect.",
         "FS2-MP-06",
     ),
     Mutant(
@@ -148,7 +148,7 @@ MUTANTS = [
         "FSDPState._cast_inputs",
         "if dtype is None or not self.policy.cast_forward_inputs:",
         "if True:",
-        "Inputs stay in their dtype.",
+        "Inputs are never cast.",
         "FS2-MP-05",
     ),
     Mutant(
@@ -165,7 +165,7 @@ MUTANTS = [
         "FSDPState._find_tree",
         "limit_all_gathers=False",
         "limit_all_gathers=True",
-        "The CPU waits for a freed unit before it asks for a third.",
+        "The CPU waits for a resharded unit before it issues a third all-gather.",
         "FS2-26 MIG-14",
         "simulated",
     ),
@@ -174,7 +174,7 @@ MUTANTS = [
         "Bucket.copy_out",
         "comm_stream.wait_compute()",
         "torch.get_device_module(self.device).synchronize()",
-        "After a gather the CPU stops until its buffer has been copied out.",
+        "After an all-gather the CPU waits until the buffer has been copied out.",
         "FS2-26 MIG-14",
         "simulated",
     ),
@@ -183,7 +183,7 @@ MUTANTS = [
         "IterationState.pre_backward",
         "            unit.wait()\n",
         "            self._prefetch_backward(unit)\n            unit.wait()\n",
-        "Two buffers lie in memory beside the parameters.",
+        "Two all-gather buffers are in memory at the same time.",
         "STREAM-17",
         "simulated",
     ),
@@ -192,7 +192,7 @@ MUTANTS = [
         "_check_sharding",
         "value.device_mesh != parameter.device_mesh or",
         "False or",
-        "A DTensor over other ranks is found out halfway, or never.",
+        "A DTensor over other ranks is not detected before values are copied.",
         "FS2-SD-14",
     ),
     Mutant(
@@ -200,7 +200,7 @@ MUTANTS = [
         "check_before_load",
         "if refused:",
         "if False:",
-        "Full tensors are sharded on loading without being asked to.",
+        "Loading shards full tensors although debugging help is off.",
         "FS2-SD-05",
     ),
     Mutant(
@@ -208,7 +208,7 @@ MUTANTS = [
         "check_before_load",
         "if on_meta and not assigns:",
         "if False:",
-        "Copying values into the meta device passes.",
+        "Copying values into meta parameters is accepted.",
         "FS2-SD-04",
     ),
     Mutant(
@@ -216,7 +216,7 @@ MUTANTS = [
         "PerParameterLayout.refresh_from_module",
         "if without:",
         "if False:",
-        "A forward without values is not explained.",
+        "A forward on meta parameters raises no specific error.",
         "FS2-META-03",
     ),
     Mutant(
@@ -224,7 +224,7 @@ MUTANTS = [
         "ExtendedBucket.all_gather",
         "self._fill_up(tensor).to(self.device).contiguous()",
         "self._fill_up(tensor).to(self.device)",
-        "What an extension gives to be sent must be contiguous.",
+        "Only contiguous tensors are accepted from an all-gather extension.",
         "FS2-EXT-02",
     ),
     Mutant(
@@ -232,7 +232,7 @@ MUTANTS = [
         "is_extended",
         "if len(has) == 1:",
         "if False:",
-        "One of the two methods of an extension is enough.",
+        "An extension with only one of its two methods is accepted.",
         "FS2-EXT-03",
     ),
     Mutant(
@@ -240,7 +240,7 @@ MUTANTS = [
         "ShardedParam.fits",
         "            and other._spec.placements == self._spec.placements\n",
         "",
-        "A DTensor of other placements can be put in a parameter's place.",
+        "A DTensor with other placements is accepted in place of a parameter.",
         "FS2-04",
     ),
     Mutant(
@@ -248,7 +248,7 @@ MUTANTS = [
         "ShardedParam.replace_original",
         "validation.note_taken(original, self.info.path, is_replaced=True)",
         "validation.note_taken(original, self.info.path, is_replaced=False)",
-        "Nobody says that an optimizer holds parameters that fully_shard has replaced.",
+        "An optimizer that holds parameters replaced by fully_shard causes no warning.",
         "FS2-OPT-01",
     ),
     Mutant(
@@ -264,7 +264,7 @@ MUTANTS = [
         "ReducePlan.mean",
         "Scaling.mean(mesh.num_ranks, dtype)",
         "Scaling.mean(mesh.num_shards, dtype)",
-        "The mean forgets the replicas of a mesh of two axes.",
+        "The mean omits the replicas of a mesh of two axes.",
         "FS2-18 MIG-04",
     ),
     Mutant(
@@ -272,7 +272,7 @@ MUTANTS = [
         "choose_reshard",
         "unit.choose(reshard_after_forward=frees, ",
         "unit.choose(reshard_after_forward=True, ",
-        "reshard_after_forward=False frees after forward.",
+        "reshard_after_forward=False reshards after forward.",
         "FS2-17",
     ),
     Mutant(
@@ -280,7 +280,7 @@ MUTANTS = [
         "FSDPModule.set_modules_to_backward_prefetch",
         "_units_of(modules) or None",
         "_units_of(modules)",
-        "An empty list means no prefetch at all, not the default one.",
+        "An empty list disables prefetching instead of restoring the default.",
         "FS2-PREF-04",
     ),
     Mutant(
@@ -288,7 +288,7 @@ MUTANTS = [
         "ShardedParam.replace_original",
         "setattr(self.parameter, name, vars(original)[name])",
         "pass",
-        "What a program has noted on a parameter is lost.",
+        "Attributes that the program set on a parameter are lost.",
         "FS2-04",
     ),
     Mutant(
@@ -296,7 +296,7 @@ MUTANTS = [
         "PerParameterLayout.accept_gradient",
         "hook(param.parameter)",
         "pass",
-        "Hooks for accumulated gradients are not called.",
+        "Post-accumulate-grad hooks are not called.",
         "FS2-13",
     ),
     Mutant(
@@ -304,7 +304,7 @@ MUTANTS = [
         "PerParameterLayout.accept_replacements",
         "is_edited = True\n        if",
         "is_edited = is_edited\n        if",
-        "parameter.data = ... is not noticed.",
+        "An assignment to parameter.data is not detected.",
         "FS2-04 FS2-13",
     ),
     Mutant(
@@ -312,7 +312,7 @@ MUTANTS = [
         "ShardedParam.toggle_requires_grad",
         "self.parameter.requires_grad_(self.is_trained)",
         "pass",
-        "What is frozen while it is gathered is trained again when it is sharded.",
+        "A parameter that is frozen while unsharded is trainable again when it is resharded.",
         "FS2-22",
     ),
     Mutant(
@@ -320,7 +320,7 @@ MUTANTS = [
         "padded_shard_numel",
         "shard_shape(shape, dim, num_shards, 0).numel()",
         "shape.numel() // num_shards",
-        "Uneven rows are sent rounded down.",
+        "Uneven shards are sent with a rounded-down size.",
         "FS2-06",
     ),
     Mutant(
@@ -328,7 +328,7 @@ MUTANTS = [
         "PerParameterLayout.pack",
         "torch.empty(num * chunk_numel, ",
         "torch.empty(sum(part.numel() for part in parts), ",
-        "What is sent of an uneven parameter has no room for its padding.",
+        "The send buffer of an uneven parameter has no space for padding.",
         "FS2-06",
     ),
     Mutant(
@@ -336,7 +336,7 @@ MUTANTS = [
         "shard_range",
         "min(index * most, size)",
         "index * most",
-        "A piece that is empty begins behind the end of the rows.",
+        "An empty local shard starts after the end of the rows.",
         "FS2-06",
     ),
     Mutant(
@@ -344,7 +344,7 @@ MUTANTS = [
         "shard_shape",
         "len(shard_range(shape[dim], num_shards, index))",
         "len(shard_range(shape[dim], num_shards, 0))",
-        "The last piece of uneven rows is said to be as long as the others.",
+        "The last local shard of uneven rows has the size of the others.",
         "FS2-06",
     ),
     Mutant(
@@ -352,7 +352,7 @@ MUTANTS = [
         "shard_of",
         "rows.start, len(rows)",
         "0, len(rows)",
-        "Every rank has the first rows.",
+        "Every rank stores the first rows.",
         "FS2-05",
     ),
     Mutant(
@@ -360,7 +360,7 @@ MUTANTS = [
         "Layout.full_name",
         "return full_name(self.name, path)",
         "return path",
-        "The error for parameters on meta has their names inside the unit only.",
+        "The error for meta parameters contains only their names inside the unit.",
         "FS2-META-03",
     ),
     Mutant(
@@ -368,7 +368,7 @@ MUTANTS = [
         "_Source.__init__",
         "shard_shape(*split, num, rank)",
         "shard_shape(*split, num, 0)",
-        "Every rank shows as many rows as the first has.",
+        "Every rank uses the number of rows of the first rank.",
         "FS2-06",
     ),
     Mutant(
@@ -376,7 +376,7 @@ MUTANTS = [
         "Bucket._aligned",
         "-(-numel // 16) * 16",
         "numel",
-        "On an accelerator leaves begin where the one before ends.",
+        "On an accelerator leaves are not aligned to 16 bytes.",
         "STREAM-12",
     ),
     Mutant(
@@ -384,7 +384,7 @@ MUTANTS = [
         "Bucket.__init__",
         "space.data[: shape.numel()]",
         "space[: shape.numel()]",
-        "To autograd a gather looks like a change of what forward has saved.",
+        "Autograd treats an all-gather as a change of tensors that forward saved.",
         "FS2-13",
     ),
     Mutant(
@@ -392,7 +392,7 @@ MUTANTS = [
         "Bucket.__init__",
         "splits[0][1] == 0",
         "splits[0][1] >= 0",
-        "A lone parameter that is cut along another dim stays sorted by rank.",
+        "A single parameter that is sharded along another dimension stays sorted by rank.",
         "FS2-08",
     ),
     Mutant(
@@ -400,7 +400,7 @@ MUTANTS = [
         "_Source.__init__",
         "group is None or not any(dim for _, dim in splits)",
         "True",
-        "What is cut along another dim is put together along the first.",
+        "Parameters sharded along another dimension are copied out as if sharded along the first.",
         "FS2-08",
     ),
     Mutant(
@@ -408,7 +408,7 @@ MUTANTS = [
         "Bucket._concatenate",
         "torch.cat([local_shard.view(shape) for local_shard in part], dim=dim, out=leaf.data)",
         "leaf.data.view(-1).copy_(part.reshape(-1))",
-        "Pieces of another dim are laid one behind the other.",
+        "Local shards of another dimension are concatenated along the first dimension.",
         "FS2-08",
     ),
     Mutant(
@@ -416,7 +416,7 @@ MUTANTS = [
         "Bucket.free",
         "if not self.is_borrowed:",
         "if True:",
-        "A row that is not shared frees the only copy of its parameters.",
+        "A bucket that is not sharded frees the only copy of its parameters.",
         "PAR-06",
     ),
     Mutant(
@@ -424,7 +424,7 @@ MUTANTS = [
         "assign_to_buckets",
         "contents.make(shards, options)",
         "contents.make([torch.zeros_like(one) for one in shards] if before else shards, options)",
-        "Values that a program has put in place are dropped.",
+        "Values that a program assigns to a parameter are dropped.",
         "FS2-28",
     ),
     Mutant(
@@ -432,7 +432,7 @@ MUTANTS = [
         "PerParameterLayout._update_buckets",
         "replace(self._options, offload=False)",
         "Options(self._options.device)",
-        "A module that is converted alone computes in its stored dtype from then on.",
+        "A module that is converted alone computes in its stored dtype afterwards.",
         "FS2-28",
     ),
     Mutant(
@@ -440,7 +440,7 @@ MUTANTS = [
         "assign_to_buckets",
         "options.storage_device(shards[0])",
         "options.device",
-        "What came late is copied into a row that stays on the meta device.",
+        "Values that are assigned later are copied into a bucket that stays on the meta device.",
         "FS2-META-02",
     ),
     Mutant(
@@ -448,7 +448,7 @@ MUTANTS = [
         "with_own_storage",
         'if storage.device.type == "meta":',
         "if True:",
-        "A piece has the storage of its whole row, and is saved with it.",
+        "A local shard has the storage of its whole bucket, which is saved with it.",
         "FS2-SD-01",
     ),
     Mutant(
@@ -456,7 +456,7 @@ MUTANTS = [
         "Bucket.stamp",
         "list(map(VERSION, self.local_shards))",
         "0",
-        "A change in place of a local tensor goes unnoticed.",
+        "An in-place change of a local tensor is not detected.",
         "FS2-19",
     ),
     Mutant(
@@ -464,7 +464,7 @@ MUTANTS = [
         "ShardedParam.use_leaf",
         "self.leaf.requires_grad_(self.is_trained)",
         "self.leaf.requires_grad_(True)",
-        "The leaf of a frozen parameter asks for a gradient.",
+        "The leaf of a frozen parameter requires a gradient.",
         "FS2-22",
     ),
     Mutant(
@@ -472,7 +472,7 @@ MUTANTS = [
         "PerParameterLayout._update_buckets",
         "if len({local_shard.device for local_shard in local_shards}) > 1:",
         "if False:",
-        "A unit that was converted to several devices passes.",
+        "A unit that was converted to several devices is accepted.",
         "FS2-28",
     ),
     Mutant(
@@ -480,7 +480,7 @@ MUTANTS = [
         "assign_to_buckets",
         "zip(contents.params, bucket.local_shards, strict=True)",
         "zip(params, bucket.local_shards)",
-        "After half a conversion a parameter is looked up at its former place.",
+        "After a partial conversion a parameter is looked up at a wrong position in its bucket.",
         "FS2-28",
     ),
     Mutant(
@@ -488,7 +488,7 @@ MUTANTS = [
         "PerParameterLayout.refresh_from_module",
         "        self._update_buckets(is_edited=False)\n",
         "",
-        "Methods of an extension that come after sharding are never called.",
+        "All-gather extension methods that are added after sharding are never called.",
         "FS2-EXT-06",
     ),
     Mutant(
@@ -496,7 +496,7 @@ MUTANTS = [
         "ExtendedBucket._pad",
         "part.data = part.clone()",
         "part.data = part.new_zeros(part.shape)",
-        "Who becomes an extension after sharding has zeros for values.",
+        "A parameter that gets an all-gather extension after sharding contains zeros.",
         "FS2-EXT-06",
     ),
     Mutant(
@@ -504,7 +504,7 @@ MUTANTS = [
         "PerParameterLayout.wait",
         "            has_new_leaves |= bucket.copy_out()\n",
         "            pass\n",
-        "What has arrived stays sorted by rank.",
+        "All-gathered data stays sorted by rank.",
         "FS2-13",
     ),
     Mutant(
@@ -512,7 +512,7 @@ MUTANTS = [
         "ShardedParam._make_spec",
         "(Replicate(),) * (mesh.ndim - len(placements)) + placements",
         "placements + (Replicate(),) * (mesh.ndim - len(placements))",
-        "Placements name the replicas' axis as the one that is cut.",
+        "Placements mark the replicate axis as the sharded axis.",
         "FS2-18",
     ),
     Mutant(
@@ -520,7 +520,7 @@ MUTANTS = [
         "ShardedParam.shard_axis",
         "mesh[mesh.mesh_dim_names[-1]]",
         "mesh[mesh.mesh_dim_names[0]]",
-        "An extension on a 2-D mesh is told of the axis of replicas.",
+        "An extension on a 2-D mesh receives the replicate axis.",
         "FS2-EXT-02",
     ),
     Mutant(
@@ -528,7 +528,7 @@ MUTANTS = [
         "PerParameterLayout.all_gather_group",
         "next((bucket.group for bucket in self.buckets if bucket.group is not None), None)",
         "None",
-        "A gather is recorded nowhere.",
+        "All-gathers are not recorded.",
         "FS2-17",
     ),
     Mutant(
@@ -536,7 +536,7 @@ MUTANTS = [
         "PerParameterLayout.wait",
         "            self._update_from_buckets()",
         "            pass",
-        "What an extension has rebuilt is never shown.",
+        "The rebuilt tensor of an extension is never registered.",
         "FS2-EXT-01",
     ),
     Mutant(
@@ -544,7 +544,7 @@ MUTANTS = [
         "PerParameterLayout._stamp",
         ", list(map(VERSION, self._sharded))",
         ", None",
-        "A step of an optimizer on DTensors goes unnoticed.",
+        "An optimizer step on DTensors is not detected.",
         "FS2-19",
     ),
     Mutant(
@@ -552,7 +552,7 @@ MUTANTS = [
         "PerParameterLayout.is_stale",
         "self._gathered_at != self._stamp()",
         "False",
-        "A unit that was kept computes with the values from before the step.",
+        "A unit that stays unsharded computes with the values from before the optimizer step.",
         "FS2-19",
     ),
     Mutant(
@@ -560,7 +560,7 @@ MUTANTS = [
         "PerParameterLayout._update_from_buckets",
         "self._leaves = [param.leaf for param in self.params]",
         "self._leaves = self._leaves or [param.leaf for param in self.params]",
-        "After a conversion modules compute with the leaves from before.",
+        "After a conversion modules compute with the former leaves.",
         "FS2-28",
     ),
     Mutant(
@@ -568,7 +568,7 @@ MUTANTS = [
         "PerParameterLayout.use_unsharded_params_again",
         "self._register(self._leaves)",
         "pass",
-        "A recomputation in backward meets rows.",
+        "A recomputation in backward uses the sharded parameters.",
         "PAR-07",
     ),
     Mutant(
@@ -576,7 +576,7 @@ MUTANTS = [
         "PerParameterLayout.pack",
         "part if param.dim == 0 else torch.cat(part.chunk(num, param.dim))",
         "part",
-        "A gradient along another dim is cut into rows.",
+        "A gradient of another dimension is split along the first dimension.",
         "FS2-08",
     ),
     Mutant(
@@ -584,7 +584,7 @@ MUTANTS = [
         "PerParameterLayout.accept_gradient",
         "if part.dtype is not param.local_shard.dtype:",
         "if False:",
-        "Gradients stay in the dtype in which they travelled.",
+        "Gradients stay in the reduce dtype.",
         "FS2-MP-02",
     ),
     Mutant(
@@ -592,7 +592,7 @@ MUTANTS = [
         "Root.dissolve",
         "if not keeps_unsharded or not is_idle or self.is_busy:",
         "if True:",
-        "What was gathered by hand before the whole runs is freed.",
+        "Units that were unsharded manually before the root's first forward are resharded.",
         "FS2-19",
     ),
     Mutant(
@@ -600,7 +600,7 @@ MUTANTS = [
         "UnshardHandle.wait",
         "            self._unit.layout.use_unsharded_params()",
         "            pass",
-        "After unshard() the module still shows its rows.",
+        "After unshard() the module still registers its sharded parameters.",
         "FS2-19",
     ),
     Mutant(
@@ -608,7 +608,7 @@ MUTANTS = [
         "FSDPModule.reshard",
         "            unit.reshard()",
         "            pass",
-        "After reshard() the module still shows full parameters.",
+        "After reshard() the module still registers unsharded parameters.",
         "FS2-19",
     ),
     Mutant(
@@ -624,7 +624,7 @@ MUTANTS = [
         "FSDPState.fail_calls",
         "del self.running[num_running:]",
         "pass",
-        "A forward after one that was broken off counts as a call from inside of it.",
+        "A forward after an aborted one counts as a nested call.",
         "NEW-15",
     ),
     Mutant(
@@ -632,7 +632,7 @@ MUTANTS = [
         "fully_shard",
         "set(ignored_params or ())",
         "set()",
-        "ignored_params are sharded all the same.",
+        "fully_shard shards ignored_params.",
         "FS2-23",
     ),
     Mutant(
@@ -640,7 +640,7 @@ MUTANTS = [
         "_checked_modules",
         "len(modules) == 1 and validation.is_only_called_in_parts(module)",
         "False",
-        "A list of modules is sharded, and never gathered.",
+        "A list of modules is sharded but never unsharded.",
         "FS2-25",
     ),
     Mutant(
@@ -648,7 +648,7 @@ MUTANTS = [
         "_checked_modules",
         "if state_of(module) is not None:",
         "if False:",
-        "fully_shard may be called twice on a module.",
+        "fully_shard can be called twice on a module.",
         "FS2-11",
     ),
     Mutant(
@@ -656,7 +656,7 @@ MUTANTS = [
         "_default_mesh",
         "(torch.distributed.get_world_size(),))",
         "(1, torch.distributed.get_world_size()))",
-        "Without a mesh there is an axis of replicas.",
+        "The default mesh has a replicate axis.",
         "FS2-16",
     ),
     Mutant(
@@ -664,7 +664,7 @@ MUTANTS = [
         "_is_apart",
         '"replicate" in module.__dict__.get(REGISTRY_KEY, ())',
         "False",
-        "What replicate() has taken is sharded.",
+        "Modules with replicate() are sharded.",
         "FS2-09",
     ),
     Mutant(
@@ -672,7 +672,7 @@ MUTANTS = [
         "choose_reshard",
         "unit.policy.post_forward_mesh.end()",
         "pass",
-        "Who switches between forward and backward trains on with the values of this iteration.",
+        "A switch between forward and backward makes later iterations use this iteration's values.",
         "NEW-06",
     ),
     Mutant(
@@ -680,7 +680,7 @@ MUTANTS = [
         "_move_to",
         'if buffer is not None and buffer.device != device and buffer.device.type != "meta":',
         "if buffer is not None and buffer.device != device:",
-        "Buffers on meta are moved, which they cannot be.",
+        "Buffers on meta are moved, which raises an error.",
         "FS2-META-01",
     ),
     Mutant(
@@ -688,7 +688,7 @@ MUTANTS = [
         "_sharded_params",
         "placement_fn(parameter) if placement_fn else None",
         "None",
-        "Every parameter is cut along its first dim.",
+        "Every parameter is sharded along its first dimension.",
         "FS2-08",
     ),
     Mutant(
@@ -712,7 +712,7 @@ MUTANTS = [
         "ExtendedBucket.free",
         "                lifetime.release(tensor)",
         "                pass",
-        "What an extension has rebuilt is never freed.",
+        "The rebuilt tensor of an extension is never freed.",
         "FS2-EXT-02",
     ),
     Mutant(
@@ -720,7 +720,7 @@ MUTANTS = [
         "ExtendedBucket._call_before",
         "self._module, self._policy]",
         "None, self._policy]",
-        "An extension is not told whose parameter it is.",
+        "An extension does not receive the module of its parameter.",
         "FS2-EXT-02",
     ),
     Mutant(
@@ -728,7 +728,7 @@ MUTANTS = [
         "FSDPState.fail_calls",
         "            self.break_off()\n",
         "            pass\n",
-        "After an error in forward the next one goes on in the middle of it.",
+        "After an error in forward the next forward continues the failed one.",
         "NEW-15",
     ),
     Mutant(
@@ -736,7 +736,7 @@ MUTANTS = [
         "IterationState.recover",
         "take_gradient(with_unreduced=False)",
         "take_gradient(with_unreduced=True)",
-        "An error in forward drops what no_sync() has summed up.",
+        "An error in forward drops the gradients accumulated in no_sync().",
         "NEW-15",
     ),
     Mutant(
@@ -744,7 +744,7 @@ MUTANTS = [
         "PerParameterLayout.has_unreduced",
         "any(param.unreduced is not None for param in self.params)",
         "False",
-        "A sum that waits is forgotten if the reducing backward passes its unit by.",
+        "An accumulated gradient is lost if the reducing backward does not reach its unit.",
         "FS2-SYNC-01",
     ),
     Mutant(
@@ -752,7 +752,7 @@ MUTANTS = [
         "PerParameterLayout._update_buckets",
         "self.full_name(param.info.path)",
         "param.info.path",
-        "The error for a unit on two devices has names inside the unit only.",
+        "The error for a unit on two devices contains only names inside the unit.",
         "FS2-28",
     ),
     Mutant(
@@ -760,7 +760,7 @@ MUTANTS = [
         "ExtendedBucket.stamp",
         "return object()",
         "return None",
-        "A change inside of a tensor that decides what is sent goes unnoticed.",
+        "A change inside a tensor with an all-gather extension is not detected.",
         "FS2-EXT-01",
     ),
     Mutant(
@@ -768,7 +768,7 @@ MUTANTS = [
         "ShardedParam.replace_original",
         "vars(original).keys() - vars(self.local_shard).keys()",
         "vars(original)",
-        "What a tensor class keeps on a parameter, the whole values, stays on its DTensor.",
+        "An attribute of a tensor subclass with the unsharded values is copied to its DTensor.",
         "FS2-EXT-01",
     ),
     Mutant(
@@ -776,7 +776,7 @@ MUTANTS = [
         "ShardedParam.replace_original",
         "        set_local_shard(self.parameter, self.local_shard)\n",
         "",
-        "The local tensor of a fresh DTensor is not the one that is sent.",
+        "The local tensor of a new DTensor is not the tensor that is sent.",
         "FS2-EXT-01",
     ),
 ]

@@ -68,7 +68,7 @@ MUTANTS = [
         "CommStream.__exit__",
         "self._contexts.pop().__exit__(",
         "self._contexts[-1].__exit__(",
-        "A stream that is entered twice is left to the wrong stream.",
+        "Leaving a stream that was entered twice restores the wrong stream.",
         "GRAD-05",
         "simulated",
     ),

@@ -12,7 +12,7 @@ MUTANTS = [
         "UnitName.__new__",
         "if part not in _OF_WRAPPERS",
         "if True",
-        "Ranks that wrap their modules differently are said to issue different collectives.",
+        "Ranks that wrap their modules differently count as issuing different collectives.",
         "HEALTHY-04",
     ),
     Mutant(
@@ -20,7 +20,7 @@ MUTANTS = [
         "Collective.__init__",
         'if self._sizes_agree is not None and kind != "all-gather":',
         "if self._sizes_agree is not None:",
-        "An all-gather that the program issues waits for other ranks.",
+        "Issuing an all-gather waits for other ranks.",
         "HEALTHY-05",
     ),
     Mutant(
@@ -28,7 +28,7 @@ MUTANTS = [
         "_stop",
         "watchdog.stop()",
         "pass",
-        "The thread of the watchdog goes on after the process group was destroyed.",
+        "The watchdog thread continues after the process group was destroyed.",
         "HEALTHY-06",
     ),
     Mutant(
@@ -44,7 +44,7 @@ MUTANTS = [
         "handles_sigterm",
         "signal.getsignal(signal.SIGTERM) is _wait_for_report",
         "True",
-        "A SIGTERM ends a program that has set a handler for it.",
+        "A SIGTERM ends a program that has its own handler for it.",
         "HEALTHY-08 LEDGER-06",
     ),
     Mutant(

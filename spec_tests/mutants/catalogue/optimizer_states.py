@@ -12,7 +12,7 @@ MUTANTS = [
         "FullyShardedDataParallel.optim_state_dict",
         "given = optim.state_dict() if optim_state_dict is None else optim_state_dict",
         "given = optim.state_dict()",
-        "A dict that is passed for transformation is ignored.",
+        "optim_state_dict ignores the dict that is passed to it.",
         "OSD-02",
     ),
     Mutant(
@@ -20,7 +20,7 @@ MUTANTS = [
         "save",
         'regrouped(own, originals, originals if "param_names" in own else None)',
         '{**own, "params": originals}',
-        "Settings of groups in a saved dict are those of the optimizer.",
+        "Group settings in a saved dict share memory with the optimizer.",
         "OSD-03",
     ),
     Mutant(
@@ -28,7 +28,7 @@ MUTANTS = [
         "_in_form",
         "states[unit.owners[number]][key]",
         "states[unit.owners[number]]['exp_avg' if key == 'exp_avg_sq' else key]",
-        "Of Adam's two moments another state is handed out for the second one.",
+        "The saved state contains Adam's first moment in place of the second.",
         "OSD-04",
     ),
     Mutant(
@@ -36,7 +36,7 @@ MUTANTS = [
         "copied",
         "torch.tensor(value.value, dtype=value.dtype)",
         "torch.tensor(value.value)",
-        "States without dimensions come out in the default dtype.",
+        "Scalar states are saved in the default dtype.",
         "OSD-04",
     ),
     Mutant(
@@ -52,7 +52,7 @@ MUTANTS = [
         "_in_form",
         "unit.in_form(full[number], form, device)",
         "full[number].to(device, copy=True)",
-        "The sharded type gives full optimizer states.",
+        "The sharded state dict type returns full optimizer states.",
         "OSD-06",
     ),
     Mutant(
@@ -60,7 +60,7 @@ MUTANTS = [
         "form_for_optimizer",
         "if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:",
         "if False:",
-        "Optimizer states have a local form.",
+        "LOCAL_STATE_DICT is accepted for optimizer states.",
         "OSD-07",
     ),
     Mutant(
@@ -68,7 +68,7 @@ MUTANTS = [
         "differences",
         "not _same(expected[key], found[key])",
         "not (isinstance(found[key], PerElement) or _same(expected[key], found[key]))",
-        "States of one flat parameter in different dtypes pass.",
+        "States of one flat parameter in different dtypes are accepted.",
         "OSD-08",
     ),
     Mutant(
@@ -76,7 +76,7 @@ MUTANTS = [
         "_is_first",
         "if group is not None:",
         "if False:",
-        "group= does not say whose first rank is given the full state.",
+        "group= does not determine which rank gets the full state.",
         "OSD-09",
     ),
     Mutant(
@@ -84,7 +84,7 @@ MUTANTS = [
         "_numbered_groups",
         'regrouped(source, [target.keys[parameter] for parameter in known], own.get("param_names"))',
         '{**source, "params": [target.keys[parameter] for parameter in known]}',
-        "Settings of groups to load are those of the dict.",
+        "Loaded group settings share memory with the dict.",
         "OSD-LOAD-01",
     ),
     Mutant(
@@ -92,7 +92,7 @@ MUTANTS = [
         "load",
         "        agreement.refuse_lacking(groups, ",
         "        list(",
-        "Rows of an optimizer state that one rank lacks are not refused together.",
+        "Missing rows of an optimizer state on one rank do not raise an error on all ranks.",
         "OSD-LOAD-01",
     ),
     Mutant(
@@ -100,7 +100,7 @@ MUTANTS = [
         "in_todays_order",
         "if isinstance(model, Mapping) and isinstance(optim, nn.Module):",
         "if False:",
-        "The order of the examples is not recognised.",
+        "The argument order of the examples is not recognised.",
         "OSD-LOAD-02",
     ),
     Mutant(
@@ -108,7 +108,7 @@ MUTANTS = [
         "UnitCodec.copy_into",
         "range_in_param(self.mesh.shard_index, number)",
         "range_in_param(0, number)",
-        "Every rank loads the first rank's part of a state.",
+        "Every rank loads the first rank's shard of a state.",
         "OSD-LOAD-03",
     ),
     Mutant(
@@ -132,7 +132,7 @@ MUTANTS = [
         "Target.__init__",
         "self.names.current_names if by_name else {}",
         "{}",
-        "is_named_optimizer=True gives numbers.",
+        "is_named_optimizer=True returns numbers instead of names.",
         "OSD-LOAD-06",
     ),
     Mutant(
@@ -140,7 +140,7 @@ MUTANTS = [
         "load",
         "if not names.units:",
         "if False:",
-        "Loading states into a model without units is not explained.",
+        "Loading states into a model without units raises no specific error.",
         "OSD-LOAD-07",
     ),
     Mutant(
@@ -148,7 +148,7 @@ MUTANTS = [
         "FullyShardedDataParallel.full_optim_state_dict",
         "Form(first_only=rank0_only)",
         "Form()",
-        "full_optim_state_dict gives the states to every rank.",
+        "full_optim_state_dict returns the states on every rank.",
         "OSD-FULL-01",
     ),
     Mutant(
@@ -156,7 +156,7 @@ MUTANTS = [
         "target",
         "if optim is not None and optim_input is not None:",
         "if False:",
-        "optim and optim_input together pass.",
+        "optim and optim_input are accepted together.",
         "OSD-SHARD-02",
     ),
     Mutant(
@@ -164,7 +164,7 @@ MUTANTS = [
         "FullyShardedDataParallel.scatter_full_optim_state_dict",
         "Form(first_only=True)",
         "Form()",
-        "Scattering reads every rank's argument.",
+        "scatter_full_optim_state_dict reads the argument of every rank.",
         "OSD-SCAT-01",
     ),
     Mutant(
@@ -172,7 +172,7 @@ MUTANTS = [
         "FullyShardedDataParallel.sharded_optim_state_dict",
         "SHARDED",
         "Form()",
-        "sharded_optim_state_dict gives full tensors.",
+        "sharded_optim_state_dict returns full tensors.",
         "OSD-SHD-01",
     ),
     Mutant(
@@ -188,7 +188,7 @@ MUTANTS = [
         "rekey",
         "to_names = key_type is OptimStateKeyType.PARAM_NAME",
         "to_names = key_type is not OptimStateKeyType.PARAM_NAME",
-        "Asked for names, rekeying gives numbers.",
+        "Rekeying to names returns numbers.",
         "OSD-REKEY-01",
     ),
     Mutant(
@@ -196,7 +196,7 @@ MUTANTS = [
         "rekey",
         "if key_type not in (OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID):",
         "if False:",
-        "Any value passes for a key type.",
+        "Any value is accepted as a key type.",
         "OSD-REKEY-04",
     ),
     Mutant(
@@ -204,7 +204,7 @@ MUTANTS = [
         "ParameterNames.__init__",
         "owned.get(plain_path(name), parameter)",
         "parameter",
-        "Names lead to the views that modules show, which no optimizer owns.",
+        "Parameter names refer to the registered views, which no optimizer owns.",
         "OSD-LOAD-06",
     ),
     Mutant(
@@ -212,7 +212,7 @@ MUTANTS = [
         "_Loading.states",
         "unit.is_flat or unit.keeps_shapes or self.target.by_name",
         "unit.is_flat or unit.keeps_shapes",
-        "An optimizer with names is given no entry for what this rank has nothing of.",
+        "A named optimizer gets no entry for a parameter of which this rank stores nothing.",
         "OSD-LOAD-06",
     ),
     Mutant(
@@ -220,7 +220,7 @@ MUTANTS = [
         "_Loading.states",
         "unit.holds(number)",
         "True",
-        "Parameters of which this rank has nothing are given states.",
+        "Parameters of which this rank stores nothing get states.",
         "OSD-LOAD-01 OSD-LOAD-03",
     ),
     Mutant(
@@ -228,7 +228,7 @@ MUTANTS = [
         "shard_of_first_rank",
         "    if mesh.replicate is not None:\n",
         "    if False:\n",
-        "States of rank 0 reach the first copy of each shard only.",
+        "States from rank 0 reach only the first replica of each shard.",
         "OSD-LOAD-05 OSD-SCAT-01",
     ),
     Mutant(
@@ -236,7 +236,7 @@ MUTANTS = [
         "_numbered_groups",
         "given[index] if index < len(given) else own",
         "own",
-        "A group without names keeps its own settings.",
+        "A loaded group without names keeps its current settings instead of the saved ones.",
         "OSD-LOAD-01 OSD-LOAD-03",
     ),
     Mutant(
@@ -244,7 +244,7 @@ MUTANTS = [
         "_unknown",
         "copy.deepcopy(value) for key",
         "value for key",
-        "States of unknown parameters are handed out as they lie in the optimizer.",
+        "States of unknown parameters share memory with the optimizer.",
         "OSD-03 OSD-01",
     ),
     Mutant(
@@ -252,7 +252,7 @@ MUTANTS = [
         "FlatSharding.range_in_param",
         "min(self.shard_numel - first, self.numels[number])",
         "self.numels[number]",
-        "The part of a parameter that a rank stores goes on to its end.",
+        "A rank's part of a parameter extends to the parameter's end.",
         "OSD-LOAD-03",
     ),
     Mutant(
@@ -260,7 +260,7 @@ MUTANTS = [
         "copied",
         '"cpu" if offload else value.device, copy=True',
         '"cpu" if offload else value.device',
-        "A saved count of steps goes on counting.",
+        "A saved step count shares memory with the optimizer's step count.",
         "SD-FULL-07",
     ),
     Mutant(
@@ -268,7 +268,7 @@ MUTANTS = [
         "save",
         "            found[name] = {key",
         "            _ = {key",
-        "States of parameters outside of all units are not written.",
+        "States of parameters outside all units are not saved.",
         "OSD-08",
     ),
     Mutant(
@@ -276,7 +276,7 @@ MUTANTS = [
         "_rest",
         "            found[target.keys[parameter]] = {\n",
         "            _ = {\n",
-        "States of parameters outside of all units are not read.",
+        "States of parameters outside all units are not loaded.",
         "OSD-08",
     ),
 ]

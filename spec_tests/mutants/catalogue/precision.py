@@ -20,7 +20,7 @@ MUTANTS = [
         "Unit.plan_reductions",
         "self.precision.reduces_in(self.planned_for)",
         "self.precision.reduces_in(self.layout.local_parameters()[0].dtype)",
-        "Without a reduce_dtype gradients travel in full precision instead of param_dtype.",
+        "Without a reduce_dtype gradients are reduced in full precision instead of param_dtype.",
         "MP-06",
     ),
     Mutant(
@@ -28,7 +28,7 @@ MUTANTS = [
         "Wrapper._make_unit",
         "chosen.reduce_dtype,",
         "None,",
-        "Gradients travel in the dtype of computation, whatever reduce_dtype says.",
+        "Gradients are reduced in the compute dtype although reduce_dtype is set.",
         "MP-05 MP-07 MP-08",
     ),
     Mutant(
@@ -36,7 +36,7 @@ MUTANTS = [
         "Wrapper._cast_buffers",
         " and buffer.is_floating_point()",
         "",
-        "buffer_dtype turns counters into floating numbers.",
+        "buffer_dtype also casts integer buffers to floating point.",
         "MP-17",
     ),
     Mutant(
@@ -52,7 +52,7 @@ MUTANTS = [
         "FlatLayout.accept_gradient",
         "local_shard.dtype is not stored_dtype and not self._keep_reduce_dtype",
         "False",
-        ".grad stays in the dtype of the reduction without being asked to.",
+        "Gradients stay in the reduce dtype although keep_low_precision_grads is off.",
         "MP-11",
     ),
     Mutant(
@@ -68,7 +68,7 @@ MUTANTS = [
         "Wrapper._prepare_inputs",
         "chosen.cast_root_forward_inputs if self._is_tree_root else chosen.cast_forward_inputs",
         "chosen.cast_root_forward_inputs",
-        "The root's switch decides about inputs of inner units.",
+        "cast_root_forward_inputs also controls the inputs of inner units.",
         "MP-13 MP-16",
     ),
     Mutant(
@@ -84,7 +84,7 @@ MUTANTS = [
         "cast_floating",
         "t.is_floating_point() and t.dtype is not dtype",
         "t.dtype is not dtype",
-        "Token numbers are turned into floating numbers.",
+        "Integer inputs are cast to floating point.",
         "MP-17",
     ),
     Mutant(
@@ -100,7 +100,7 @@ MUTANTS = [
         "auto_wrap",
         "mixed_precision._module_classes_to_ignore",
         "(nn.modules.batchnorm._BatchNorm,)",
-        "_module_classes_to_ignore cannot be changed.",
+        "_module_classes_to_ignore has no effect.",
         "MP-21",
     ),
     Mutant(
@@ -124,7 +124,7 @@ MUTANTS = [
         "ShardedGradScaler._agreed",
         "collectives.call(dist.all_reduce, group, anywhere, dist.ReduceOp.MAX)",
         "pass",
-        "One rank skips a step that the others make.",
+        "One rank skips an optimizer step that the other ranks take.",
         "MP-29",
     ),
     Mutant(
@@ -148,7 +148,7 @@ MUTANTS = [
         "FlatGradients.add_reduced",
         "if parameter.grad is None:",
         "if True:",
-        "With offload, too, a second backward replaces the gradient of the first.",
+        "With offload a second backward replaces the gradient of the first.",
         "OFF-05",
     ),
     Mutant(
@@ -156,7 +156,7 @@ MUTANTS = [
         "_map_mapping",
         "copy = value.copy()",
         "copy = value",
-        "Casting writes into a mapping of the caller's.",
+        "Casting modifies a mapping that belongs to the caller.",
         "DEV-08",
     ),
     Mutant(
@@ -164,7 +164,7 @@ MUTANTS = [
         "move",
         "t.to(device)",
         "t.to(device, non_blocking=True)",
-        "The forward begins while an input is still being read.",
+        "The forward begins before the copy of its inputs to the device is complete.",
         "STREAM-13",
     ),
     Mutant(
@@ -172,7 +172,7 @@ MUTANTS = [
         "map_tensors",
         "return type(value)(*(map_tensors(function, item) for item in value))",
         "return tuple(map_tensors(function, item) for item in value)",
-        "A named tuple of inputs arrives as a plain one.",
+        "A named tuple of inputs is converted to a plain tuple.",
         "DEV-08",
     ),
     Mutant(
@@ -180,7 +180,7 @@ MUTANTS = [
         "FlatLayout.pack",
         "gradient.parts[0].to(dtype, copy=is_written and self._is_shared)",
         "gradient.parts[0]",
-        "Gradients travel in the dtype in which they were computed.",
+        "Gradients are reduced in the dtype in which they were computed.",
         "MP-05",
     ),
 ]

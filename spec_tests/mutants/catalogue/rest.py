@@ -12,7 +12,7 @@ MUTANTS = [
         "policy_by_either_name",
         "if policy is not None:",
         "if False:",
-        "fsdp_auto_wrap_policy= and auto_wrap_policy= together pass.",
+        "fsdp_auto_wrap_policy= and auto_wrap_policy= are accepted together.",
         "LEGACY-01",
     ),
     Mutant(
@@ -20,7 +20,7 @@ MUTANTS = [
         "_name_of_numel",
         'return "unwrapped_params" if "unwrapped_params" in names else "nonwrapped_numel"',
         'return "nonwrapped_numel"',
-        "A policy of the old form cannot be called.",
+        "A policy with the old signature cannot be called.",
         "LEGACY-03",
     ),
     Mutant(
@@ -28,7 +28,7 @@ MUTANTS = [
         "check_options",
         "if isinstance(strategy, CPUOffload):",
         "if False:",
-        "A CPUOffload in third place is not told apart.",
+        "A CPUOffload as the third argument raises no specific error.",
         "LEGACY-04",
     ),
     Mutant(
@@ -36,7 +36,7 @@ MUTANTS = [
         "_gathers",
         "return _reductions(job), _reductions(job)",
         "return 2 * job.micro_batches, 2 * job.micro_batches",
-        "The calculator lets SHARD_GRAD_OP gather as often as FULL_SHARD.",
+        "The calculator counts as many all-gathers for SHARD_GRAD_OP as for FULL_SHARD.",
         "COST-06",
     ),
     Mutant(
@@ -44,7 +44,7 @@ MUTANTS = [
         "ring_reduce_scatter_sends",
         "return num_bytes * (num_ranks - 1) / num_ranks",
         "return num_bytes",
-        "The calculator forgets that a rank does not send to itself.",
+        "The calculator counts a rank's own shard as sent in a reduce-scatter.",
         "COST-06",
     ),
     Mutant(
@@ -52,7 +52,7 @@ MUTANTS = [
         "check_not_in_ddp",
         " and name not in around.parameters_to_ignore",
         "",
-        "A DistributedDataParallel around with an ignore list is refused.",
+        "DistributedDataParallel is refused although its ignore list names the parameters.",
         "MYTH-28",
     ),
     Mutant(
@@ -60,7 +60,7 @@ MUTANTS = [
         "assign_gradient",
         " and gradient.device == parameter.device",
         "",
-        "A gradient of another device is assigned as if it were of the parameter's.",
+        "A gradient is assigned to a parameter on another device.",
         "STREAM-08",
     ),
     Mutant(
@@ -68,7 +68,7 @@ MUTANTS = [
         "FullyShardedDataParallel.apply",
         "with FullyShardedDataParallel.summon_full_params(self, recurse=False):",
         "if True:",
-        "apply() hands out modules that show no full parameters.",
+        "apply() calls its function on modules without full parameters.",
         "APPLY-01 APPLY-04",
     ),
     Mutant(
@@ -76,7 +76,7 @@ MUTANTS = [
         "IterationState.end_backward",
         "if unit.phase is not Phase.POST_BACKWARD and self.backward_hooks[unit].is_overdue():",
         "if False:",
-        "A fully sharded unit whose inputs ask for no gradient is never reduced.",
+        "A sharded unit whose inputs require no gradient is never reduced.",
         "PAR-05 FS2-13",
     ),
     Mutant(
@@ -84,7 +84,7 @@ MUTANTS = [
         "IterationState.leave_forward",
         "if graph_task() != NOT_IN_BACKWARD:",
         "if False:",
-        "A unit that is computed again in backward is freed before its backward comes.",
+        "A unit that is recomputed in backward is resharded before its backward.",
         "PAR-07",
     ),
     Mutant(
@@ -92,7 +92,7 @@ MUTANTS = [
         "FlatGradients.add_reduced",
         "                parameter.grad.add_(part)\n",
         "                parameter.grad.add_(part)\n                continue\n",
-        "A hook on a flat parameter is not called when its gradient was added to that of an earlier micro-batch.",
+        "A hook on a flat parameter is not called when its gradient is added to an earlier gradient.",
         "PAR-08",
     ),
     Mutant(
@@ -100,7 +100,7 @@ MUTANTS = [
         "PerParameterLayout.accept_gradient",
         "            if hooks:",
         "            if hooks and before is None:",
-        "With fully_shard, a hook is not called when a gradient was added to that of an earlier micro-batch.",
+        "With fully_shard, a hook is not called when a gradient is added to an earlier gradient.",
         "PAR-08",
     ),
     Mutant(
@@ -119,7 +119,7 @@ MUTANTS = [
         "            for original in parameters if offload else ():\n"
         "                original.requires_grad_(next(iter(parameters)).requires_grad)\n"
         "            self.registered = RegisteredFlatParam(",
-        "A flat parameter that is half frozen is refused only where nothing is offloaded.",
+        "A flat parameter with some frozen parameters is accepted with offload.",
         "PAR-09",
     ),
     Mutant(
@@ -127,7 +127,7 @@ MUTANTS = [
         "MeshGroups.covers",
         "self.num_ranks == dist.get_world_size() or known",
         "known",
-        "A 2 x 2 mesh counts as less than the world, since no row and column has all ranks.",
+        "A 2 x 2 mesh counts as smaller than the world.",
         "MYTH-28",
     ),
     Mutant(
@@ -135,7 +135,7 @@ MUTANTS = [
         "_noted",
         'item.whole if kind == "RS" else item.local_shard',
         "item.local_shard",
-        "A reduce-scatter is said to send a piece only.",
+        "A reduce-scatter is recorded with the size of the local shard.",
         "COST-06",
     ),
     Mutant(
@@ -143,7 +143,7 @@ MUTANTS = [
         "padded_row",
         "-(-numel // num_shards) * num_shards",
         "numel",
-        "The calculator forgets padding.",
+        "The calculator omits padding.",
         "COST-02",
     ),
     Mutant(
@@ -151,7 +151,7 @@ MUTANTS = [
         "zero_bytes",
         "stage >= 2",
         "stage > 2",
-        "The calculator's ZeRO-2 does not cut gradients.",
+        "The calculator's ZeRO-2 does not shard gradients.",
         "COST-02",
     ),
     Mutant(
@@ -159,7 +159,7 @@ MUTANTS = [
         "peak_of_forward",
         "max(moments)",
         "moments[-1]",
-        "The peak of forward is what is there at its end.",
+        "The peak of forward is the memory at its end instead of the maximum.",
         "COST-03",
     ),
     Mutant(
@@ -167,7 +167,7 @@ MUTANTS = [
         "hybrid_cross_host",
         "num_bytes / per_host, num_ranks",
         "num_bytes, num_ranks",
-        "The calculator sends whole gradients between hosts.",
+        "The calculator counts unsharded gradients as sent between hosts.",
         "COST-06",
     ),
     Mutant(
@@ -175,7 +175,7 @@ MUTANTS = [
         "gather_sends",
         "num_bytes * (num_ranks - 1) / num_ranks",
         "num_bytes",
-        "The calculator lets each rank send to itself.",
+        "The calculator counts a rank's own shard as sent in an all-gather.",
         "COST-06",
     ),
     Mutant(
@@ -183,7 +183,7 @@ MUTANTS = [
         "ring_all_reduce_sends",
         " + gather_sends(num_bytes, num_ranks)",
         "",
-        "The calculator's all-reduce forgets to gather the result.",
+        "The calculator's all-reduce omits the all-gather of the result.",
         "COST-06",
     ),
     Mutant(
@@ -191,7 +191,7 @@ MUTANTS = [
         "cost_of",
         "(0.0, states) if job.offload else (states, 0.0)",
         "(states, 0.0)",
-        "What is offloaded is priced on the device.",
+        "The calculator counts offloaded states as memory of the device.",
         "COST-02",
     ),
     Mutant(
@@ -199,7 +199,7 @@ MUTANTS = [
         "Job.width",
         "(self.compute or self.stored).itemsize",
         "self.stored.itemsize",
-        "Gathered units are priced in the stored dtype.",
+        "The calculator counts unsharded units in the stored dtype.",
         "COST-07",
     ),
     Mutant(
@@ -207,7 +207,7 @@ MUTANTS = [
         "sent_bytes",
         " * job.reduce_width / job.width",
         "",
-        "reduce_dtype is priced as if it were not there.",
+        "The calculator ignores reduce_dtype.",
         "COST-08",
     ),
     Mutant(
@@ -223,7 +223,7 @@ MUTANTS = [
         "sent_by_link",
         '(sent["AR"], job.num_replicas, job.shards)',
         '(sent["AR"], job.num_replicas, 1)',
-        "The calculator lays the ring of an all-reduce through ranks that stand beside each other.",
+        "The calculator's all-reduce ring connects consecutive ranks instead of replicas.",
         "COST-15",
     ),
     Mutant(
@@ -231,7 +231,7 @@ MUTANTS = [
         "activation_bytes",
         "sum(map(sum, matrices))",
         "sum(matrix[1] for matrix in matrices)",
-        "The estimate of activations counts what comes into a matrix and forgets what goes out.",
+        "The estimate of activations counts the inputs of a matrix product but not its outputs.",
         "COST-16",
     ),
     Mutant(
@@ -239,7 +239,7 @@ MUTANTS = [
         "operations",
         "if checkpointing else 0",
         "if False else 0",
-        "The calculator forgets that checkpointing computes a forward once more.",
+        "The calculator omits the additional forward of checkpointing.",
         "COST-17",
     ),
     Mutant(
@@ -247,7 +247,7 @@ MUTANTS = [
         "step_time",
         "max(sent.within / cluster.within, sent.between / cluster.between)",
         "sent.within / cluster.within + sent.between / cluster.between",
-        "The hops of one ring are priced as if they came one after the other.",
+        "The calculator adds the times of a ring's hops instead of taking the slowest.",
         "COST-18",
     ),
     Mutant(
@@ -255,7 +255,7 @@ MUTANTS = [
         "_reduction",
         "(job.shards - 1 if job.by_messages else 1)",
         "1",
-        "The calculator forgets what other ranks send until it is added.",
+        "The calculator omits the memory for received shards in a reduction.",
         "COST-19",
     ),
     Mutant(
@@ -263,7 +263,7 @@ MUTANTS = [
         "Job.kept",
         "self.activations[: num + 1]",
         "self.activations",
-        "The activations of all units are counted in the backward of each.",
+        "The backward of each unit counts the activations of all units.",
         "COST-20",
     ),
     Mutant(
@@ -279,7 +279,7 @@ MUTANTS = [
         "Cost.peak",
         "max(self.peak_forward, self.peak_backward, self.peak_optimizer)",
         "max(self.peak_forward, self.peak_optimizer)",
-        "The worst moment of a step is never in backward.",
+        "The peak memory of a step omits backward.",
         "COST-03",
     ),
     Mutant(
@@ -303,7 +303,7 @@ MUTANTS = [
         "policy_by_either_name",
         '    warn_renamed("fsdp_auto_wrap_policy=", "auto_wrap_policy=")\n',
         "",
-        "An old spelling of a keyword gets no warning.",
+        "The old spelling of a keyword causes no warning.",
         "LEGACY-01",
     ),
     Mutant(
@@ -311,7 +311,7 @@ MUTANTS = [
         "FullyShardedDataParallel._is_root",
         "None if self._tree is None else self._is_tree_root",
         "self._is_tree_root",
-        "Before the first forward a wrapper says that it is no root.",
+        "Before the first forward, _is_root of a wrapper is False instead of None.",
         "NAMES-11",
     ),
     Mutant(
@@ -319,7 +319,7 @@ MUTANTS = [
         "Slice.numel",
         "return self.shape.numel()",
         "return self.shape.numel() * self._unit.plan.mesh.num_shards",
-        "What stands for a flat parameter counts all elements of the unit.",
+        "The stand-in for a flat parameter counts all elements of the unit instead of this rank's.",
         "NAMES-11",
     ),
     Mutant(
@@ -327,7 +327,7 @@ MUTANTS = [
         "IterationState._leave_backward",
         "if unit.phase is not Phase.SUMMONED:",
         "if True:",
-        "The end of any iteration lets a unit forget that it is summoned.",
+        "The end of any iteration resets the summoned state of a unit.",
         "FUZZ-11",
     ),
     Mutant(
@@ -335,7 +335,7 @@ MUTANTS = [
         "_dominant",
         "unit.numel > DOMINANT * total",
         "unit.numel > total",
-        "One unit that holds nearly all of a model is not warned of by explain().",
+        "explain() does not warn of a unit that contains nearly the whole model.",
         "EXPLAIN-06",
     ),
     Mutant(
@@ -343,7 +343,7 @@ MUTANTS = [
         "_small",
         "min(KNEE, max(largest / 10, total / 100))",
         "KNEE",
-        "explain() warns of small units where every unit is small.",
+        "explain() warns of small units although every unit is small.",
         "EXPLAIN-07",
     ),
     Mutant(
@@ -351,7 +351,7 @@ MUTANTS = [
         "_places",
         "return first, tuple(ties)",
         "return first, ()",
-        "explain() does not see that a parameter is used in several places.",
+        "explain() does not detect that a parameter is used in several places.",
         "EXPLAIN-08",
     ),
     Mutant(
@@ -359,7 +359,7 @@ MUTANTS = [
         "job_for",
         "[root.trained_shapes if root else [], *(unit.trained_shapes for unit in others)]",
         "[root.shapes if root else [], *(unit.shapes for unit in others)]",
-        "explain() prices an optimizer's state for parameters that are frozen.",
+        "explain() counts optimizer states for frozen parameters.",
         "EXPLAIN-04",
     ),
     Mutant(
@@ -367,7 +367,7 @@ MUTANTS = [
         "_elements_in_flat",
         "sharding.param_ranges(index) for index",
         "sharding.param_ranges(0) for index",
-        "explain() tells of each rank what rank 0 stores.",
+        "explain() reports the elements of rank 0 for every rank.",
         "EXPLAIN-02",
     ),
 ]

@@ -12,7 +12,7 @@ MUTANTS = [
         "copy_shared",
         "slice(None) if stride else slice(1)",
         "slice(None)",
-        "A copy of an expanded buffer takes the memory of all its elements.",
+        "A copy of an expanded buffer allocates memory for all its elements.",
         "SAVE-01",
     ),
     Mutant(
@@ -68,7 +68,7 @@ MUTANTS = [
         "Explanation._repr_html_",
         "autoescape=True",
         "autoescape=False",
-        "A module's name is HTML in the page.",
+        "The HTML page does not escape a module's name.",
         "SAVE-09",
     ),
 ]

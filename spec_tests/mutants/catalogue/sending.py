@@ -12,7 +12,7 @@ MUTANTS = [
         "Transport._send_to_all",
         "                own.copy_(local_shard)",
         "                pass",
-        "A gather brings the pieces of the other ranks alone.",
+        "The result of an all-gather does not contain this rank's own shard.",
         "WIRE-01",
     ),
     Mutant(
@@ -20,7 +20,7 @@ MUTANTS = [
         "Transport.reduce_scatter_single",
         "parts, first = list(own), ",
         "parts, first = [torch.zeros_like(part) for part in own], ",
-        "A reduce-scatter sums what the other ranks have sent.",
+        "A reduce-scatter omits this rank's own gradient.",
         "WIRE-01",
     ),
     Mutant(
@@ -28,7 +28,7 @@ MUTANTS = [
         "_Sum.wait",
         "self._parts[2:]",
         "reversed(self._parts[2:])",
-        "The sum begins with two ranks and goes on with the last.",
+        "The sum adds the first two ranks and then continues with the last rank.",
         "WIRE-02",
     ),
     Mutant(
@@ -36,7 +36,7 @@ MUTANTS = [
         "Transport.reduce_scatter_single",
         "list(own), 1 if self._rank == 0 else 0",
         "list(own), self._others[-1]",
-        "The result takes the place of a summand that is still to come.",
+        "The result overwrites a summand before it is added.",
         "WIRE-01",
     ),
     Mutant(
@@ -44,7 +44,7 @@ MUTANTS = [
         "Transport.reduce_scatter_single",
         "self._swap_in_thread(local_shard, own[first])",
         "self._swap_in_thread(local_shard, own[self._rank])",
-        "Of small pieces two ranks send each other what they should keep.",
+        "Two ranks send each other the parts of a small gradient that they should keep.",
         "WIRE-01",
     ),
     Mutant(
@@ -52,7 +52,7 @@ MUTANTS = [
         "Transport.reduce_scatter_single",
         "received.tensor_split(self._size)",
         "received.tensor_split(self._size)[::-1]",
-        "The sum of small parts begins with the last rank.",
+        "The sum of small gradients begins with the last rank.",
         "WIRE-02",
     ),
     Mutant(
@@ -60,7 +60,7 @@ MUTANTS = [
         "_PollingWork.wait",
         "not self._work.is_completed() and time.perf_counter() < until",
         "not self._work.is_completed()",
-        "Who waits for a small piece keeps its core busy however long that takes.",
+        "A wait for a small shard polls without limit and keeps its core busy.",
         "WIRE-11",
     ),
     Mutant(
@@ -68,7 +68,7 @@ MUTANTS = [
         "Transport.reduce_scatter_single",
         "self._backend.send([own[other]], other, _REDUCE_TAG + self._salt)",
         "self._backend.send([whole], other, _REDUCE_TAG + self._salt)",
-        "Each rank sends its whole gradient to each other.",
+        "Each rank sends its unsharded gradient to every other rank.",
         "WIRE-03",
     ),
     Mutant(
@@ -76,7 +76,7 @@ MUTANTS = [
         "Transport._send_to_all",
         "own = output[self._rank]",
         "own, local_shard = output[self._rank], local_shard.clone()",
-        "A gather sends a copy of the piece.",
+        "An all-gather sends a copy of the local shard.",
         "WIRE-04",
     ),
     Mutant(
@@ -84,7 +84,7 @@ MUTANTS = [
         "Transport.reduce_scatter_single",
         "local_shard if other == first else torch.empty_like(local_shard)",
         "torch.empty_like(local_shard)",
-        "A reduce-scatter needs room for one part more.",
+        "A reduce-scatter allocates memory for one more shard.",
         "WIRE-04",
     ),
     Mutant(
@@ -92,7 +92,7 @@ MUTANTS = [
         "Transport._send_to_all",
         "        return _Exchange(works, queue or self._gathers)",
         "        _Exchange(works, self._gathers).wait()\n        return _Exchange([], self._gathers)",
-        "A gather is over before the CPU goes on.",
+        "An all-gather blocks the CPU until it is complete.",
         "WIRE-05",
     ),
     Mutant(
@@ -100,7 +100,7 @@ MUTANTS = [
         "Transport._send_to_all",
         "works, tag = [], (self._gather_tag if tag is None else tag + self._salt)",
         "works, tag = [], 0",
-        "A message of the program is taken for a piece.",
+        "A message of the program is received as a shard.",
         "WIRE-05",
     ),
     Mutant(
@@ -108,7 +108,7 @@ MUTANTS = [
         "Transport.all_gather_single",
         "            self._show_gather(output, local_shard, options)",
         "            pass",
-        "Modes that count collectives see no gather.",
+        "Dispatch modes that count collectives detect no all-gather.",
         "WIRE-06",
     ),
     Mutant(
@@ -116,7 +116,7 @@ MUTANTS = [
         "Transport.reduce_scatter_single",
         "            self._show_reduce_scatter(local_shard, whole, options)",
         "            pass",
-        "Modes that count collectives see no reduce-scatter.",
+        "Dispatch modes that count collectives detect no reduce-scatter.",
         "WIRE-06",
     ),
     Mutant(
@@ -124,7 +124,7 @@ MUTANTS = [
         "transport_between",
         'if choice == "collectives":',
         "if False:",
-        "There is no way back to gloo's own collectives.",
+        "MINIFSDP_TRANSPORT=collectives has no effect.",
         "WIRE-07",
     ),
     Mutant(
@@ -132,7 +132,7 @@ MUTANTS = [
         "transport_between",
         '0 if choice == "messages" else _WORTH_A_MESSAGE',
         "0",
-        "A small unit's step is full of system calls.",
+        "Small shards are sent as separate messages, with many system calls.",
         "WIRE-07",
     ),
     Mutant(
@@ -140,7 +140,7 @@ MUTANTS = [
         "transport_between",
         "if type(backend) is not dist.ProcessGroupGloo or backend.size() == 1:",
         "if backend.size() == 1:",
-        "TORCH_DISTRIBUTED_DEBUG=DETAIL has nothing to compare.",
+        "TORCH_DISTRIBUTED_DEBUG=DETAIL has no collectives to compare.",
         "WIRE-07",
     ),
     Mutant(
@@ -148,7 +148,7 @@ MUTANTS = [
         "_Queue.add",
         "self._waiting.append((self._num_issued, works))",
         "pass",
-        "What nobody waits for is taken for what is sent next.",
+        "A message that is never waited for is mistaken for a later message.",
         "WIRE-09",
     ),
     Mutant(
@@ -156,7 +156,7 @@ MUTANTS = [
         "_Queue.drop_until",
         "self._waiting.popleft()",
         "return",
-        "Memory of what has long been sent is never given back.",
+        "The memory of completed messages is never released.",
         "WIRE-09",
     ),
     Mutant(
@@ -164,7 +164,7 @@ MUTANTS = [
         "_Exchange.wait",
         "            work.wait()\n",
         "            with __import__('contextlib').suppress(RuntimeError):\n                work.wait()\n",
-        "A rank that dies leaves the others with what was in the memory.",
+        "After the death of a rank, the other ranks continue with invalid data.",
         "WIRE-08",
     ),
     Mutant(
@@ -172,7 +172,7 @@ MUTANTS = [
         "Bucket.all_gather",
         "if source.goes_straight:",
         "if False:",
-        "A buffer takes as much memory as the parameters, and each is copied.",
+        "Large parameters use a buffer of the same size and an extra copy.",
         "WIRE-10",
     ),
     Mutant(
@@ -180,7 +180,7 @@ MUTANTS = [
         "_Source.__init__",
         "self.goes_straight = self.is_split_only and collectives",
         "self.goes_straight = collectives",
-        "A parameter that is cut along another dim is put together along the first.",
+        "A parameter sharded along another dimension is concatenated along the first.",
         "WIRE-10",
     ),
     Mutant(
@@ -188,7 +188,7 @@ MUTANTS = [
         "Transport._send_to_all",
         "self._backend.send([own], other, tag)",
         "self._backend.send([outputs[0][self._rank]], other, _GATHER_TAG)",
-        "Every place gets the first parameter.",
+        "The first parameter is copied into the memory of every parameter.",
         "WIRE-10",
     ),
 ]

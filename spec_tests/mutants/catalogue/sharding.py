@@ -12,7 +12,7 @@ MUTANTS = [
         "FlatSharding.param_ranges",
         "min(max(first + numel, start), self.shard_numel)",
         "min(max(first + numel, start), self.shard_numel - (first + numel > self.shard_numel))",
-        "A parameter that goes on in the next shard is one element short in this one.",
+        "A parameter that continues in the next shard loses its last element in this shard.",
         "SHARD-03",
     ),
     Mutant(
@@ -20,7 +20,7 @@ MUTANTS = [
         "FlatSharding.shard_numel",
         "return -(-self.numel // self.num_shards)",
         "return max(1, self.numel // self.num_shards)",
-        "The last elements of a row that does not divide evenly belong to nobody.",
+        "The last elements of an unevenly divided flat parameter are stored on no rank.",
         "SHARD-02 SHARD-03",
     ),
     Mutant(
@@ -28,7 +28,7 @@ MUTANTS = [
         "Wrapper._make_unit",
         "self.sharding_strategy in build.FREES_AFTER_FORWARD and self.mesh.shard is not None",
         "False",
-        "FULL_SHARD keeps its parameters between forward and backward.",
+        "FULL_SHARD keeps its parameters unsharded between forward and backward.",
         "SHARD-04 SHARD-16",
     ),
     Mutant(
@@ -36,7 +36,7 @@ MUTANTS = [
         "IterationState.post_backward",
         "elif unit.policy.reshard_after_backward:\n            unit.reshard()",
         "elif False:\n            unit.reshard()",
-        "Units are freed only when the whole backward is over.",
+        "Units are resharded only at the end of the whole backward.",
         "SHARD-04",
     ),
     Mutant(
@@ -44,7 +44,7 @@ MUTANTS = [
         "IterationState._frees_after_forward",
         "return not (unit.policy.keep_unsharded_for_backward and unit.awaits_backward and self.is_recorded)",
         "return True",
-        "The root is freed after its forward and gathered again at once.",
+        "The root is resharded after its forward and unsharded again immediately.",
         "SHARD-05",
     ),
     Mutant(
@@ -60,7 +60,7 @@ MUTANTS = [
         "no_sync",
         "unit.choose(reduces=False, reshard_after_backward=unit.policy.reshard_after_forward)",
         "unit.choose(reduces=False)",
-        "SHARD_GRAD_OP frees its parameters in each micro-batch without synchronisation.",
+        "SHARD_GRAD_OP reshards its parameters after each micro-batch in no_sync().",
         "SHARD-10",
     ),
     Mutant(
@@ -68,7 +68,7 @@ MUTANTS = [
         "MeshGroups.replicated",
         "return cls(None, group if group.size > 1 else None)",
         "return cls(None, None)",
-        "NO_SHARD trains each rank on its own.",
+        "NO_SHARD does not reduce gradients, so each rank trains on its own.",
         "SHARD-11 SHARD-12",
     ),
     Mutant(
@@ -76,7 +76,7 @@ MUTANTS = [
         "release",
         "    storage_owner.untyped_storage().resize_(0)\n",
         "",
-        "A unit that was freed keeps its memory.",
+        "Resharding a unit does not release its memory.",
         "SHARD-13",
     ),
     Mutant(
@@ -84,7 +84,7 @@ MUTANTS = [
         "Wrapper._make_unit",
         "reshard_after_forward=frees, ",
         "reshard_after_forward=False, ",
-        "FULL_SHARD keeps all parameters gathered between forward and backward.",
+        "FULL_SHARD keeps all parameters unsharded between forward and backward.",
         "SHARD-14",
     ),
     Mutant(
@@ -92,7 +92,7 @@ MUTANTS = [
         "ReducePlan.mean",
         "mesh.num_ranks",
         "mesh.num_shards",
-        "The mean is taken over the shard group and forgets the replicas.",
+        "The mean divides by the size of the shard group only and omits the replicas.",
         "HYB-05 SHARD-12",
     ),
     Mutant(
@@ -100,7 +100,7 @@ MUTANTS = [
         "choose_mesh",
         "MeshGroups.hybrid(Group.of(pair[0]), Group.of(pair[1]))",
         "MeshGroups.hybrid(Group.of(pair[1]), Group.of(pair[0]))",
-        "The pair of process groups is taken as (replication, sharding).",
+        "The pair of process groups is read as (replicate, shard).",
         "HYB-02",
     ),
     Mutant(
@@ -108,7 +108,7 @@ MUTANTS = [
         "node_groups",
         "_node_groups[key] = (shard, replicate)",
         "_node_groups[key] = (replicate, shard)",
-        "Ranks of one node replicate, and shards are spread over nodes.",
+        "Ranks of one node replicate, and each shard group spans several nodes.",
         "HYB-03",
     ),
     Mutant(
@@ -116,7 +116,7 @@ MUTANTS = [
         "_end",
         "if replicas is not None and (plan.mesh.shard is not None or not item.all_reduces):",
         "if replicas is not None and not item.all_reduces:",
-        "Under hybrid strategies each replica trains on its own.",
+        "Under hybrid strategies the all-reduce is omitted, so each replica trains on its own.",
         "HYB-04 HYB-09",
     ),
     Mutant(
@@ -124,7 +124,7 @@ MUTANTS = [
         "Wrapper._make_unit",
         "self.sharding_strategy in build.FREES_AFTER_FORWARD",
         'self.sharding_strategy.name not in ("SHARD_GRAD_OP", "NO_SHARD")',
-        "_HYBRID_SHARD_ZERO2 gathers again before backward.",
+        "_HYBRID_SHARD_ZERO2 reshards after forward and issues an all-gather for backward.",
         "HYB-06",
     ),
     Mutant(
@@ -132,7 +132,7 @@ MUTANTS = [
         "choose_mesh",
         "if isinstance(given, (tuple, list)):",
         "if False:",
-        "A pair of groups with a strategy that is not hybrid is not explained.",
+        "A pair of groups with a strategy that is not hybrid raises no specific error.",
         "HYB-07",
     ),
     Mutant(
@@ -140,7 +140,7 @@ MUTANTS = [
         "_hybrid_groups",
         "if not has_policy:",
         "if False:",
-        "Hybrid units that are wrapped one by one make their groups without a word.",
+        "Hybrid units that are wrapped one by one create their groups and raise no error.",
         "HYB-08",
     ),
     Mutant(
@@ -156,7 +156,7 @@ MUTANTS = [
         "RegisteredOrigParams.use_sharded_params",
         "original.data = view",
         "original.data = view.clone()",
-        "Original parameters are copies, and no views into the unit's storage.",
+        "Original parameters are copies instead of views of the unit's storage.",
         "ORIG-04",
     ),
     Mutant(
@@ -164,7 +164,7 @@ MUTANTS = [
         "FlatLayout._write_back",
         "if not self.is_summoned:",
         "if False:",
-        "State dicts and summon_full_params do not know what a parameter was given by p.data = ....",
+        "State dicts and summon_full_params do not contain values assigned by p.data = ....",
         "ORIG-17",
     ),
     Mutant(
@@ -172,7 +172,7 @@ MUTANTS = [
         "RegisteredOrigParams.write_back",
         "torch.autograd.graph.increment_version(original)",
         "pass",
-        "A unit that is kept computes with the values from before p.data = ....",
+        "A unit that stays unsharded computes with the values from before p.data = ....",
         "ORIG-17",
     ),
     Mutant(
@@ -180,7 +180,7 @@ MUTANTS = [
         "FlatLayout.use_kept_params",
         "if not (is_kept and self.use_orig_params and self.mesh.shard is not None):",
         "if True:",
-        "After a forward of SHARD_GRAD_OP the sharded originals are in sight.",
+        "After a forward with SHARD_GRAD_OP the modules register the sharded original parameters.",
         "ORIG-09",
     ),
     Mutant(
@@ -188,7 +188,7 @@ MUTANTS = [
         "RegisteredFlatParam.__init__",
         "if frozen:",
         "if False:",
-        "A flat parameter is made of frozen and trained parameters.",
+        "A flat parameter with both frozen and trained parameters is accepted.",
         "ORIG-12",
     ),
     Mutant(
@@ -196,7 +196,7 @@ MUTANTS = [
         "FlatGradients.add_reduced",
         "if not parameter.requires_grad or (part is not shard and part.numel() == 0):",
         "if part is not shard and part.numel() == 0:",
-        "Frozen original parameters find gradients, and weight decay moves them.",
+        "Frozen original parameters receive gradients, and weight decay changes them.",
         "ORIG-13",
     ),
     Mutant(
@@ -204,7 +204,7 @@ MUTANTS = [
         "RegisteredOrigParams.__init__",
         "if frozen:",
         "if False:",
-        "Nobody says that gradient memory covers frozen parameters.",
+        "Gradient memory for frozen parameters causes no warning.",
         "ORIG-13",
     ),
     Mutant(
@@ -212,7 +212,7 @@ MUTANTS = [
         "owned_parameters",
         "first.ties.append(info)",
         "pass",
-        "Of a tied parameter only the first place is shown gathered values.",
+        "A tied parameter has unsharded values only in its first module.",
         "ORIG-15",
     ),
     Mutant(
@@ -220,7 +220,7 @@ MUTANTS = [
         "check_free",
         "if parameter in _taken:",
         "if False:",
-        "A parameter of two units becomes two parameters.",
+        "A parameter shared by two units is accepted and becomes two parameters.",
         "ORIG-16",
     ),
     Mutant(
@@ -228,7 +228,7 @@ MUTANTS = [
         "refuse_ties",
         "if owner is not unit:",
         "if False:",
-        "A policy puts a tied parameter into two units.",
+        "A policy that splits a tied parameter across two units is accepted.",
         "ORIG-16",
     ),
     Mutant(
@@ -236,7 +236,7 @@ MUTANTS = [
         "warn_if_compiled",
         "if callable(get_eval_frame_callback()):",
         "if False:",
-        "torch.compile over flat parameters gets no warning.",
+        "torch.compile of a model with flat parameters causes no warning.",
         "ORIG-07",
     ),
     Mutant(
@@ -244,7 +244,7 @@ MUTANTS = [
         "FlatLayout.is_stale",
         "!= (self.steps.count, ",
         "!= ((self._last_all_gather or [0])[0], ",
-        "A rank on which nothing of a kept unit lies does not see that a step was taken.",
+        "A rank that stores no elements of a kept unit does not detect the optimizer step.",
         "ORIG-05",
     ),
     Mutant(
@@ -252,7 +252,7 @@ MUTANTS = [
         "FlatGradients.keep_unreduced",
         "part if parameter.requires_grad else None for parameter, part",
         "part for _, part",
-        "Frozen parameters get unreduced gradients.",
+        "Frozen parameters receive unreduced gradients.",
         "ORIG-13 NOSYNC-05",
     ),
     Mutant(
@@ -260,7 +260,7 @@ MUTANTS = [
         "Group.of",
         "process_group.rank(), process_group.size()",
         "dist.get_rank(), process_group.size()",
-        "A rank takes its number in the world for its place in the group.",
+        "A rank uses its global rank instead of its rank in the group.",
         "CTOR-06 HYB-02",
     ),
     Mutant(
@@ -268,7 +268,7 @@ MUTANTS = [
         "MeshGroups.hybrid",
         "shard if shard.size > 1 else None",
         "shard",
-        "Under a hybrid strategy a row of one rank is gathered from.",
+        "A hybrid strategy issues all-gathers in a shard group of one rank.",
         "CTOR-18",
     ),
     Mutant(
@@ -276,7 +276,7 @@ MUTANTS = [
         "MeshGroups.num_shards",
         "self.shard.size",
         "dist.get_world_size()",
-        "A copy is cut into as many pieces as there are ranks in the world.",
+        "The number of shards is the world size instead of the size of the shard group.",
         "HYB-01 CTOR-06",
     ),
     Mutant(
@@ -284,7 +284,7 @@ MUTANTS = [
         "MeshGroups.shard_index",
         "self.shard.rank",
         "dist.get_rank()",
-        "A rank cuts the piece of its number in the world.",
+        "A rank uses its global rank as the index of its shard.",
         "HYB-01 HYB-02",
     ),
     Mutant(
@@ -292,7 +292,7 @@ MUTANTS = [
         "MeshGroups.num_ranks",
         "self.num_shards * (1 if",
         "max(self.num_shards, 1 if",
-        "The mean is taken over the longer axis of the mesh.",
+        "The mean divides by the size of the longer mesh axis.",
         "HYB-05 FS2-18",
     ),
     Mutant(
@@ -300,7 +300,7 @@ MUTANTS = [
         "node_size",
         'os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())',
         "dist.get_world_size()",
-        "LOCAL_WORLD_SIZE is not read, and all ranks are on one node.",
+        "LOCAL_WORLD_SIZE is ignored, and all ranks count as one node.",
         "HYB-03",
     ),
     Mutant(
@@ -308,7 +308,7 @@ MUTANTS = [
         "node_groups",
         "if num_ranks % per_node:",
         "if False:",
-        "A number of ranks that is no multiple of the ranks on a node passes.",
+        "A number of ranks that is not a multiple of the ranks per node is accepted.",
         "HYB-03",
     ),
     Mutant(
@@ -316,7 +316,7 @@ MUTANTS = [
         "Scaling.prepare",
         "whole.div_(self.before)",
         "pass",
-        "In float16 what is to be divided before the sum is not divided at all.",
+        "The division of float16 gradients before the sum is omitted.",
         "NEW-10",
     ),
     Mutant(
@@ -324,7 +324,7 @@ MUTANTS = [
         "all_gather",
         "if output.is_complex():",
         "if False:",
-        "Complex parameters are sent as they are, which no backend can.",
+        "Complex parameters are sent without conversion to a real dtype, which no backend supports.",
         "SHARD-06",
     ),
     Mutant(
@@ -332,7 +332,7 @@ MUTANTS = [
         "FlatSharding.shard_range",
         "slice(index * self.shard_numel, (index + 1) * self.shard_numel)",
         "slice(index * self.shard_numel, min((index + 1) * self.shard_numel, self.numel))",
-        "The slice of the last rank has no padding, and is shorter than the others.",
+        "The last rank's shard has no padding and is shorter than the others.",
         "SHARD-03",
     ),
     Mutant(
@@ -340,7 +340,7 @@ MUTANTS = [
         "FlatSharding.padded_numel",
         "self.shard_numel * self.num_shards",
         "self.numel",
-        "A row has no room for padding.",
+        "The flat parameter has no memory for padding.",
         "SHARD-03",
     ),
     Mutant(
@@ -348,7 +348,7 @@ MUTANTS = [
         "FlatSharding.split_sizes",
         "if padding else list(self.numels)",
         "if False else list(self.numels)",
-        "The padding is not split off the last parameter.",
+        "The padding is not removed from the last parameter.",
         "SHARD-03",
     ),
     Mutant(
@@ -356,7 +356,7 @@ MUTANTS = [
         "FlatSharding.numel",
         "sum(self.numels)",
         "sum(set(self.numels))",
-        "Parameters of equal size count once.",
+        "Parameters of equal size are counted once.",
         "SHARD-02",
     ),
     Mutant(
@@ -364,7 +364,7 @@ MUTANTS = [
         "FlatSharding.make_shard",
         "flat[self.shard_range(index)].clone()",
         "flat[self.shard_range(index)]",
-        "A slice keeps the memory of the whole row.",
+        "A local shard keeps the memory of the unsharded flat parameter alive.",
         "COST-02",
     ),
     Mutant(
@@ -372,7 +372,7 @@ MUTANTS = [
         "FlatSharding.views",
         "part.view(shape)",
         "part.clone().view(shape)",
-        "Full parameters are copies of their places in the row.",
+        "Unsharded parameters are copies of their parts of the flat parameter instead of views.",
         "SUMMON-07",
     ),
     Mutant(
@@ -380,7 +380,7 @@ MUTANTS = [
         "distributed_tensor",
         "if spec is None:",
         "if True:",
-        "Modules are shown the part that tensor parallelism left, as if it were the whole.",
+        "Modules register the local tensor of a tensor-parallel parameter instead of the DTensor.",
         "NEW-01",
     ),
     Mutant(
@@ -388,7 +388,7 @@ MUTANTS = [
         "UnshardedTensor.__init__",
         "self.alias = tensor.data",
         "self.alias = tensor.detach()",
-        "To autograd a gather looks like a change of what forward has saved.",
+        "Autograd treats an all-gather as a change of tensors that forward saved.",
         "SHARD-04",
     ),
     Mutant(
@@ -396,7 +396,7 @@ MUTANTS = [
         "UnshardedTensor.use_memory_of",
         "if lender.data_ptr() != self.alias.data_ptr():",
         "if False:",
-        "A unit that is not sharded computes with the memory that its shard had before.",
+        "A unit that is not sharded computes with the former memory of its parameters.",
         "STREAM-05",
     ),
     Mutant(
@@ -412,7 +412,7 @@ MUTANTS = [
         "UnshardedTensor.allocate",
         "self.alias.untyped_storage().resize_(self.num_bytes)",
         "self.alias.untyped_storage().resize_(self.num_bytes)\n        self.alias = torch.empty_like(self.alias)",
-        "A gather fills other memory than the views are of.",
+        "An all-gather fills other memory than the memory of the views.",
         "FWD-04",
     ),
     Mutant(
@@ -420,7 +420,7 @@ MUTANTS = [
         "RegisteredFlatParam.__init__",
         "requires_grad=next(iter(parameters)).requires_grad",
         "requires_grad=True",
-        "The flat parameter of a frozen unit asks for a gradient.",
+        "The flat parameter of a frozen unit requires a gradient.",
         "ORIG-14",
     ),
     Mutant(
@@ -428,7 +428,7 @@ MUTANTS = [
         "RegisteredFlatParam.__init__",
         "for slot in owned.attributes:",
         "for slot in owned.attributes[:1]:",
-        "The second place of a tied parameter keeps the user's parameter.",
+        "The second module of a tied parameter keeps the user's parameter.",
         "ORIG-15",
     ),
     Mutant(
@@ -436,7 +436,7 @@ MUTANTS = [
         "RegisteredParams.stamp",
         "list(map(_VERSION, self.parameters)), ",
         "",
-        "A step on a flat parameter goes unnoticed by a unit that is kept.",
+        "A kept unit does not detect an optimizer step on its flat parameter.",
         "SHARD-05",
     ),
     Mutant(
@@ -444,7 +444,7 @@ MUTANTS = [
         "RegisteredOrigParams.parts",
         "if self._sharding.num_shards == 1:",
         "if False:",
-        "Original parameters that no rank shares are shown in one dimension.",
+        "Original parameters of a unit that is not sharded are one-dimensional.",
         "SHARD-11",
     ),
     Mutant(
@@ -452,7 +452,7 @@ MUTANTS = [
         "RegisteredParams.requires_grad",
         "return any(",
         "return all(",
-        "A unit with a frozen parameter gets no gradient at all.",
+        "A unit with one frozen parameter receives no gradient at all.",
         "ORIG-13",
     ),
     Mutant(
@@ -460,7 +460,7 @@ MUTANTS = [
         "FlatLayout.is_trained",
         "return self._now.leaf.requires_grad",
         "return True",
-        "The backward of a frozen unit ends only with the whole backward.",
+        "The backward of a frozen unit ends only at the end of the whole backward.",
         "ORIG-14",
     ),
     Mutant(
@@ -468,7 +468,7 @@ MUTANTS = [
         "FlatLayout.all_gather_group",
         "return self.mesh.shard",
         "return self.mesh.shard or self.mesh.replicate",
-        "A unit that is not sharded says that it was gathered from its replicas.",
+        "A unit that is not sharded reports its replicate group as its all-gather group.",
         "SHARD-11",
     ),
     Mutant(
@@ -476,7 +476,7 @@ MUTANTS = [
         "FlatLayout.is_stale",
         "self._last_all_gather != (self.steps.count, self.registered.stamp())",
         "False",
-        "A unit that was kept computes with the values from before the step.",
+        "A unit that stays unsharded computes with the values from before the optimizer step.",
         "SHARD-05",
     ),
     Mutant(
@@ -484,7 +484,7 @@ MUTANTS = [
         "FlatLayout.use_sharded_params",
         "if self._assigned is not sharded_params and (self.use_orig_params or not self._now.is_borrowed):",
         "if self._assigned is not sharded_params:",
-        "Parameters that no rank shares are hidden between computations.",
+        "Parameters that are not sharded are hidden between computations.",
         "CTOR-14",
     ),
     Mutant(
@@ -492,7 +492,7 @@ MUTANTS = [
         "FlatLayout.views_of",
         "if self.is_distributed:",
         "if False:",
-        "Full parameters are not those that tensor parallelism made.",
+        "Unsharded parameters are not converted back to the DTensors of tensor parallelism.",
         "NEW-01",
     ),
     Mutant(
@@ -500,7 +500,7 @@ MUTANTS = [
         "IterationState._close",
         "if unit.policy.reshard_after_backward:",
         "if True:",
-        "The end of backward frees what is to be kept.",
+        "The end of backward reshards units that should stay unsharded.",
         "SHARD-10",
     ),
     Mutant(
@@ -508,7 +508,7 @@ MUTANTS = [
         "_groups_of_mesh",
         "(mesh.get_group(1), mesh.get_group(0))",
         "(mesh.get_group(0), mesh.get_group(1))",
-        "A mesh of two axes shards over the first.",
+        "A mesh of two axes shards over the first axis.",
         "NEW-01",
     ),
     Mutant(
@@ -516,7 +516,7 @@ MUTANTS = [
         "_groups_of_mesh",
         "if options.process_group is not None:",
         "if False:",
-        "A group beside a mesh is dropped without a word.",
+        "The constructor ignores a process group that is given with a mesh.",
         "NEW-01",
     ),
     Mutant(
@@ -524,7 +524,7 @@ MUTANTS = [
         "_is_group",
         'return all(callable(getattr(candidate, method, None)) for method in ("rank", "size"))',
         "return True",
-        "Anything passes for a process group.",
+        "Any object is accepted as a process group.",
         "HYB-07",
     ),
     Mutant(
@@ -532,7 +532,7 @@ MUTANTS = [
         "Scaling.mean",
         "cls.by(float(num_ranks), dtype)",
         "cls(1.0, float(num_ranks))",
-        "A mean in float16 is divided when the sum has overflowed.",
+        "A float16 mean is divided after the sum has overflowed.",
         "SHARD-06",
     ),
     Mutant(
@@ -540,7 +540,7 @@ MUTANTS = [
         "FlatLayout.mark_stale",
         "self._last_all_gather = None",
         "pass",
-        "A unit that is kept computes with what it had before summoning.",
+        "A kept unit computes with the values from before summon_full_params.",
         "SUMMON-07",
     ),
     Mutant(
@@ -548,7 +548,7 @@ MUTANTS = [
         "modules_of_unit.walk",
         "walk(full_name(path, name), child)",
         "walk(name, child)",
-        "The name of a parameter inside a unit has its last module only.",
+        "The name of a parameter inside a unit contains only its last module.",
         "FWD-01",
     ),
     Mutant(
@@ -556,7 +556,7 @@ MUTANTS = [
         "UnshardedTensor.use_memory_of",
         "self.alias = self.leaf.data = lender",
         "self.leaf.former, self.alias, self.leaf.data = self.alias, lender, lender",
-        "A unit that is not sharded holds the memory that its parameters had before.",
+        "A unit that is not sharded keeps the former memory of its parameters alive.",
         "SHARD-13",
     ),
     Mutant(
@@ -564,7 +564,7 @@ MUTANTS = [
         "UnshardedTensor.__init__",
         "else lender.detach()",
         "else lender.data",
-        "A change between forward and backward goes unnoticed where nothing is sharded.",
+        "Autograd does not detect a change between forward and backward where nothing is sharded.",
         "SHARD-13",
     ),
 ]

@@ -12,7 +12,7 @@ MUTANTS = [
         "warn",
         'frame.f_globals.get("__name__", "").partition(".")[0] in NOT_THE_PROGRAM:',
         '"minifsdp" in frame.f_code.co_filename:',
-        "A warning looks for the package's name in the paths of files.",
+        "A warning searches for the package's name in file paths.",
         "START-01",
     ),
     Mutant(
@@ -36,7 +36,7 @@ MUTANTS = [
         "message",
         ", {COMMAND}{entry}",
         "",
-        "A message names only the page, which somebody without the site cannot open.",
+        "A message contains only a link to the page and no command for offline use.",
         "START-05",
     ),
     Mutant(
@@ -44,7 +44,7 @@ MUTANTS = [
         "explanation",
         'entry.rpartition("#")[2].removeprefix("E-")',
         "entry",
-        "explain-error refuses the entry as the message writes it.",
+        "explain-error does not accept the entry as written in the message.",
         "START-05",
     ),
     Mutant(

@@ -12,7 +12,7 @@ MUTANTS = [
         "CustomPolicy._run_policy",
         "{**root_kwargs, **(answer if isinstance(answer, dict) else {})}",
         "{**root_kwargs}",
-        "A dict of a CustomPolicy is taken as True.",
+        "A dict from a CustomPolicy is treated as True.",
         "NEW-02",
     ),
     Mutant(
@@ -20,7 +20,7 @@ MUTANTS = [
         "FSDPState._leave",
         "        if not self._waiting:\n",
         "        if True:\n",
-        "A unit of several modules is freed after the first of them.",
+        "A unit of several modules is resharded after its first module.",
         "NEW-04",
     ),
     Mutant(
@@ -28,7 +28,7 @@ MUTANTS = [
         "Bucket.copy_out",
         "buffer, source, comm_stream = in_flight",
         "buffer, source, comm_stream = in_flight[0], self._source, in_flight[2]",
-        "What was gathered from a rest that is over is sorted as if it came from the shards.",
+        "Data all-gathered from the smaller mesh is sorted as if all ranks had sent it.",
         "NEW-05",
     ),
     Mutant(
@@ -36,7 +36,7 @@ MUTANTS = [
         "Unit.reshard",
         "if to_smaller_mesh and post_forward_mesh is not None:",
         "if False:",
-        "reshard_after_forward=2 frees as True does.",
+        "reshard_after_forward=2 reshards to all ranks, as True does.",
         "NEW-05",
     ),
     Mutant(
@@ -60,7 +60,7 @@ MUTANTS = [
         "Reducer.reduce",
         "if not plan.overlaps:",
         "if True:",
-        "Each reduction is completed on the spot, whatever was chosen.",
+        "Every reduction is completed immediately although overlap is on.",
         "NEW-24",
     ),
     Mutant(
@@ -84,7 +84,7 @@ MUTANTS = [
         "_add_partial",
         "    item.local_shard.add_(item.partial)\n",
         "",
-        "What waits for its all-reduce is dropped.",
+        "A partial sum that waits for its all-reduce is dropped.",
         "NEW-08",
     ),
     Mutant(
@@ -100,7 +100,7 @@ MUTANTS = [
         "_check_partial",
         "if waiting != new:",
         "if False:",
-        "A partial sum is added to one of other parameters.",
+        "A partial sum is added to a partial sum of other parameters.",
         "NEW-08",
     ),
     Mutant(
@@ -108,7 +108,7 @@ MUTANTS = [
         "choose_reshard",
         "if not isinstance(choice, bool) and (choice < 1 or num_shards % choice):",
         "if num_shards > 1 and not isinstance(choice, bool) and (choice < 1 or num_shards % choice):",
-        "Where nothing is sharded, reshard_after_forward may be any number.",
+        "Where nothing is sharded, any number is accepted for reshard_after_forward.",
         "NEW-05",
     ),
     Mutant(
@@ -116,7 +116,7 @@ MUTANTS = [
         "Reducer._issue",
         "if replicas is not None and new.all_reduces:",
         "if replicas is not None:",
-        "Where nothing is sharded, set_requires_all_reduce(False) reduces all the same.",
+        "Where nothing is sharded, set_requires_all_reduce(False) has no effect.",
         "NEW-08",
     ),
     Mutant(
@@ -124,7 +124,7 @@ MUTANTS = [
         "FSDPModule.set_all_reduce_hook",
         "for plan in _plans(self, recurse=False):",
         "for plan in _plans(self, recurse=True):",
-        "An all-reduce hook is called for inner groups, too.",
+        "An all-reduce hook is also called for inner groups.",
         "NEW-09",
     ),
     Mutant(
@@ -132,7 +132,7 @@ MUTANTS = [
         "FSDPModule.set_gradient_divide_factor",
         "for plan in _plans(self, recurse=False):",
         "for plan in _plans(self, recurse=True):",
-        "A divide factor holds for inner groups, too.",
+        "A divide factor also applies to inner groups.",
         "NEW-10",
     ),
     Mutant(
@@ -140,7 +140,7 @@ MUTANTS = [
         "Scaling.by",
         "if dtype is not torch.float16:",
         "if True:",
-        "Sums of float16 gradients are divided when they have overflowed.",
+        "Float16 gradients are divided after their sum has overflowed.",
         "NEW-10",
     ),
     Mutant(
@@ -148,7 +148,7 @@ MUTANTS = [
         "FSDPModule.set_unshard_in_backward",
         "_choose(self, recurse=False, unshards",
         "_choose(self, recurse=True, unshards",
-        "set_unshard_in_backward holds for inner groups, too.",
+        "set_unshard_in_backward also applies to inner groups.",
         "NEW-11",
     ),
     Mutant(
@@ -165,7 +165,7 @@ MUTANTS = [
         "register_fsdp_forward_method",
         "args, kwargs = state.before_forward(self, args, kwargs)",
         "state.before_forward(self, args, kwargs)",
-        "A registered forward method gets inputs as they were.",
+        "A registered forward method receives inputs that are not cast.",
         "NEW-13",
     ),
     Mutant(
@@ -173,7 +173,7 @@ MUTANTS = [
         "PerParameterLayout.take_gradient",
         "with_unreduced and param.parameter.requires_grad:",
         "with_unreduced:",
-        "With unused parameters reduced, frozen ones get zero gradients, and weight decay moves them.",
+        "Unused frozen parameters get zero gradients, and weight decay changes them.",
         "NEW-14",
     ),
     Mutant(
@@ -181,7 +181,7 @@ MUTANTS = [
         "_discard_unreduced",
         "plan.partial = None",
         "pass",
-        "reset_iter_state() keeps what waits for its all-reduce.",
+        "reset_iter_state() keeps partial sums that wait for their all-reduce.",
         "NEW-15",
     ),
     Mutant(
@@ -189,7 +189,7 @@ MUTANTS = [
         "share_comm_ctx",
         "state.shared_comm_streams = comm_streams",
         "state.shared_comm_streams = CommStreams(state.device)",
-        "share_comm_ctx gives each root lanes of its own.",
+        "share_comm_ctx gives each root its own communication streams.",
         "NEW-17",
     ),
     Mutant(
@@ -197,7 +197,7 @@ MUTANTS = [
         "RankChecks._different_units",
         "zip(sequence.ranks, identities, strict=True)",
         "enumerate(identities)",
-        "The order check names places in the group instead of ranks.",
+        "The order check reports ranks in the group instead of global ranks.",
         "NEW-19",
     ),
     Mutant(
@@ -205,7 +205,7 @@ MUTANTS = [
         "RankChecks.before_use",
         "if len(set(identities)) > 1:",
         "if False:",
-        "Ranks that gather different units get each other's weights.",
+        "Ranks that all-gather different units receive each other's weights.",
         "NEW-19",
     ),
     Mutant(
@@ -213,7 +213,7 @@ MUTANTS = [
         "_checksum",
         "torch.arange(1, row.numel() + 1, dtype=torch.float64, device=row.device)",
         "torch.ones_like(row)",
-        "Two values that are exchanged between ranks are not noticed.",
+        "The checksum does not detect two values that are swapped.",
         "NEW-20",
     ),
     Mutant(
@@ -221,7 +221,7 @@ MUTANTS = [
         "FSDPModule.__deepcopy__",
         "raise AssertionError(",
         "return str(",
-        "copy.deepcopy of a sharded model gives something.",
+        "copy.deepcopy of a sharded model raises no error.",
         "NEW-22",
     ),
     Mutant(
@@ -229,7 +229,7 @@ MUTANTS = [
         "FSDPModule.reset_iter_state",
         "        _discard_unreduced(state.current_tree().units)\n",
         "",
-        "Gradients of a broken iteration wait on after reset_iter_state().",
+        "Gradients of an aborted iteration remain after reset_iter_state().",
         "NEW-15",
     ),
     Mutant(
@@ -237,7 +237,7 @@ MUTANTS = [
         "FSDPModule.set_requires_gradient_sync",
         "        self.set_requires_all_reduce(",
         "        if not requires_gradient_sync:\n            self.set_requires_all_reduce(",
-        "Who switches the synchronisation on again leaves the all-reduce of copies off.",
+        "Enabling gradient sync again leaves the all-reduce over replicas disabled.",
         "FS2-SYNC-01 NEW-08",
     ),
     Mutant(
@@ -245,7 +245,7 @@ MUTANTS = [
         "FSDPModule.set_reshard_after_forward",
         "            state.reshard_after_forward = reshard_after_forward\n",
         "",
-        "The root goes on freeing, or keeping, as it was made to.",
+        "set_reshard_after_forward has no effect on the root.",
         "NEW-06",
     ),
     Mutant(
@@ -253,7 +253,7 @@ MUTANTS = [
         "choose_reshard",
         "reshard_after_evaluation=frees, post_forward_mesh=None)",
         "reshard_after_evaluation=frees)",
-        "After set_reshard_after_forward(True) backward still gathers in the small group.",
+        "After set_reshard_after_forward(True) backward still all-gathers in the smaller group.",
         "NEW-05 NEW-06",
     ),
     Mutant(
@@ -261,7 +261,7 @@ MUTANTS = [
         "_Source.__init__",
         "(group.size, group.rank)",
         "(torch.distributed.get_world_size(), group.rank)",
-        "A gather from a few ranks is put together as if all had sent.",
+        "An all-gather in the smaller mesh is copied out as if all ranks had sent data.",
         "NEW-05",
     ),
     Mutant(
@@ -269,7 +269,7 @@ MUTANTS = [
         "Bucket.reshard_to_smaller_mesh",
         "shard_of(leaf.data, dim, group.size, group.rank)",
         "shard_of(leaf.data, dim, group.size, 0)",
-        "Every rank keeps the first piece after forward.",
+        "Every rank keeps the first local shard after forward.",
         "NEW-05",
     ),
     Mutant(
@@ -277,7 +277,7 @@ MUTANTS = [
         "Bucket.reshard_to_smaller_mesh",
         "return source.local_shards",
         "return [shard_of(leaf.data, s[1], group.size, group.rank) for leaf, s in zip(self.leaves, self._splits)]",
-        "Among a few ranks the rows are taken to be cut as among all.",
+        "The local shards on the smaller mesh are views of memory that is freed.",
         "NEW-05",
     ),
     Mutant(
@@ -285,7 +285,7 @@ MUTANTS = [
         "Bucket.unshard_from_full_mesh",
         "self._source, self.group = self._own, self._own.group",
         "pass",
-        "The next forward gathers what the optimizer has not stepped on.",
+        "The next forward all-gathers the values of the smaller mesh from before the optimizer step.",
         "NEW-05",
     ),
     Mutant(
@@ -293,7 +293,7 @@ MUTANTS = [
         "assign_to_buckets",
         "(alone, local_shard.dtype, param.mesh_groups)",
         "(alone, local_shard.dtype, None)",
-        "Parameters that are cut over other ranks travel with the rest.",
+        "Parameters with different meshes share a bucket.",
         "NEW-23",
     ),
     Mutant(
@@ -301,7 +301,7 @@ MUTANTS = [
         "PerParameterLayout.unshard_from_full_mesh",
         "                self._register(self._sharded)",
         "                pass",
-        "After backward modules still show what rests on a few ranks.",
+        "After backward modules still register the parameters of the smaller mesh.",
         "NEW-05",
     ),
     Mutant(
@@ -309,7 +309,7 @@ MUTANTS = [
         "PerParameterLayout.use_sharded_params",
         "self._sharded if self._post_forward_params is None else self._post_forward_params",
         "self._sharded",
-        "While a unit rests on a few ranks its modules show rows among all.",
+        "While a unit is resharded to the smaller mesh, its modules register shards over all ranks.",
         "NEW-05",
     ),
     Mutant(
@@ -317,7 +317,7 @@ MUTANTS = [
         "PerParameterLayout.reshard_to_smaller_mesh",
         "self._post_forward_params = [made[param] for param in self.params]",
         "pass",
-        "A unit that rests on a few ranks does not say so.",
+        "A unit does not record that it is resharded to the smaller mesh.",
         "NEW-05",
     ),
     Mutant(
@@ -325,7 +325,7 @@ MUTANTS = [
         "PerParameterLayout.part_over",
         "if self.params[number].mesh_groups == mesh",
         "if True",
-        "A gradient is reduced over the meshes of other parameters, too.",
+        "A gradient is also reduced over the meshes of other parameters.",
         "NEW-23",
     ),
     Mutant(
@@ -333,7 +333,7 @@ MUTANTS = [
         "FSDPState.break_off",
         "            self.tree.fail_forward()",
         "            pass",
-        "reset_iter_state() leaves units where they were.",
+        "reset_iter_state() does not reset the state of the units.",
         "NEW-15",
     ),
     Mutant(
@@ -341,7 +341,7 @@ MUTANTS = [
         "_checked_modules",
         "if inside:",
         "if False:",
-        "A list may have a module and one inside of it.",
+        "A list that contains a module and one of its submodules is accepted.",
         "NEW-04",
     ),
 ]

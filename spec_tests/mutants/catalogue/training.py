@@ -12,7 +12,7 @@ MUTANTS = [
         "full_params",
         "if not recurse:",
         "if False:",
-        "recurse=False gathers nested units, too.",
+        "summon_full_params(recurse=False) also summons nested units.",
         "SUMMON-05",
     ),
     Mutant(
@@ -36,7 +36,7 @@ MUTANTS = [
         "MeshGroups.is_first",
         "self.shard_index == 0 and (self.replicate is None or self.replicate.rank == 0)",
         "self.shard_index == 0",
-        "Under a hybrid strategy each row of shards has a rank 0 of its own.",
+        "Under a hybrid strategy each shard group has its own rank 0.",
         "SUMMON-10 SD-FULL-05",
     ),
     Mutant(
@@ -44,7 +44,7 @@ MUTANTS = [
         "_one",
         "sees = mesh.is_first or not rank0_only",
         "sees = True",
-        "rank0_only=True shows full parameters to every rank.",
+        "rank0_only=True gives full parameters to every rank.",
         "SUMMON-10",
     ),
     Mutant(
@@ -52,7 +52,7 @@ MUTANTS = [
         "check_summon_options",
         "if writeback and rank0_only:",
         "if False:",
-        "rank0_only=True goes together with writeback=True.",
+        "rank0_only=True is accepted together with writeback=True.",
         "SUMMON-11",
     ),
     Mutant(
@@ -60,7 +60,7 @@ MUTANTS = [
         "check_summon_options",
         "if offload_to_cpu and not rank0_only:",
         "if False:",
-        "No warning says that every rank makes a CPU copy.",
+        "CPU copies on every rank cause no warning.",
         "SUMMON-13",
     ),
     Mutant(
@@ -68,7 +68,7 @@ MUTANTS = [
         "_all_gather_gradients",
         "    votes =",
         "    row.zero_()[layout.partition.local_shard(layout.mesh.shard_index)] = local_shard\n    votes =",
-        "Inside of with_grads=True each rank sees its own part of the gradients.",
+        "With with_grads=True each rank has only its own shard of the gradients.",
         "SUMMON-15",
     ),
     Mutant(
@@ -76,7 +76,7 @@ MUTANTS = [
         "_FullParams.remove",
         "layout.gradients.overwrite_reduced(self._gradients[0][shard_range], present)",
         "pass",
-        "A gradient that was changed in place while summoned is dropped.",
+        "A gradient that is changed in place inside summon_full_params is dropped.",
         "SUMMON-15",
     ),
     Mutant(
@@ -84,7 +84,7 @@ MUTANTS = [
         "_FullParams.remove",
         "self._copy_replaced(self._gradients[0], gradients)",
         "pass",
-        "A gradient that was replaced inside of with_grads=True is dropped.",
+        "A gradient that is replaced inside summon_full_params(with_grads=True) is dropped.",
         "SUMMON-15",
     ),
     Mutant(
@@ -92,7 +92,7 @@ MUTANTS = [
         "full_params",
         "check_not_running(wrapper._tree)",
         "pass",
-        "Full parameters can be summoned inside of a forward.",
+        "summon_full_params is accepted inside a forward.",
         "SUMMON-16",
     ),
     Mutant(
@@ -100,7 +100,7 @@ MUTANTS = [
         "Wrapper._mend",
         "self._tree.recover_after_error()",
         "pass",
-        "After a backward that raised, nothing can be saved or summoned.",
+        "After an error in backward, the model can be neither saved nor summoned.",
         "NEW-15",
     ),
     Mutant(
@@ -108,7 +108,7 @@ MUTANTS = [
         "Root.begin_forward",
         "            if unit.phase is Phase.SUMMONED:\n",
         "            if False:\n",
-        "A forward inside of summon_full_params is not refused.",
+        "A forward inside summon_full_params is accepted.",
         "SUMMON-17",
     ),
     Mutant(
@@ -124,7 +124,7 @@ MUTANTS = [
         "always_compared",
         "RankChecks.always = True",
         "RankChecks.always = False",
-        "With its check on, another order in a later iteration is not noticed before the gather.",
+        "With the order check on, a different order in a later iteration is not detected before the all-gather.",
         "DEBUG-07",
     ),
     Mutant(
@@ -132,7 +132,7 @@ MUTANTS = [
         "token_scale",
         "send, [total], options",
         "lambda *_: None, [total], options",
-        "A token counts by how many its rank has.",
+        "The weight of a token depends on the number of tokens on its rank.",
         "BATCH-06",
     ),
     Mutant(
@@ -140,7 +140,7 @@ MUTANTS = [
         "RankChecks.compare",
         "if not groups:",
         "if True:",
-        "Ranks that issued different collectives are not compared.",
+        "Ranks do not compare the collectives that they issued.",
         "ORDER-01",
     ),
     Mutant(
@@ -148,7 +148,7 @@ MUTANTS = [
         "Transport.check_size",
         "is_known = self._is_known = self._known.get(self._context) == shape",
         "is_known = self._is_known = True",
-        "Ranks send each other what is larger than the other expects, and gloo ends the process.",
+        "Ranks send data of other sizes than the receiver expects, so gloo aborts the process.",
         "ORDER-10 FUZZ-03",
     ),
     Mutant(
@@ -156,7 +156,7 @@ MUTANTS = [
         "Transport.check_size",
         "is_known = self._is_known = self._known.get(self._context) == shape",
         "is_known = self._is_known = self._context in self._known",
-        "What was once in a place is taken for what is always there.",
+        "A size that was compared once at a position is never compared again.",
         "ORDER-10",
     ),
     Mutant(
@@ -164,7 +164,7 @@ MUTANTS = [
         "RankChecks.compare",
         "mine[2] = _differ(self._answers)",
         "pass",
-        "A rank whose own two groups agree does not hear of a difference elsewhere.",
+        "A rank whose two groups agree does not detect a difference in another group.",
         "ORDER-04",
     ),
     Mutant(
@@ -172,7 +172,7 @@ MUTANTS = [
         "RankChecks.compare",
         "if sequence in self._tree.used",
         "if True",
-        "A backward that sends nothing, through frozen parameters, is compared.",
+        "A backward through frozen parameters, which issues no collective, is compared.",
         "ORDER-08 HEALTHY-02",
     ),
     Mutant(
@@ -180,7 +180,7 @@ MUTANTS = [
         "RankChecks._warn_of_uneven_steps",
         "if len(set(have_stepped)) > 1:",
         "if False:",
-        "no_sync() on one rank of a model that stays unsharded gives no warning.",
+        "no_sync() on one rank of a model that stays unsharded causes no warning.",
         "ORDER-13",
     ),
     Mutant(
@@ -188,7 +188,7 @@ MUTANTS = [
         "Collective.__init__",
         "unit, tuple(parts), dtype",
         "unit, (), dtype",
-        "Gradients of different experts look the same.",
+        "The collective log does not distinguish gradients of different experts.",
         "ORDER-05",
     ),
     Mutant(
@@ -196,7 +196,7 @@ MUTANTS = [
         "CollectiveLog.record",
         "self.entries.append((",
         "len((",
-        "Nothing is written down.",
+        "The collective log records nothing.",
         "LEDGER-01",
     ),
     Mutant(
@@ -204,7 +204,7 @@ MUTANTS = [
         "_wait_for_all",
         "log.undo(position, hash_before)",
         "pass",
-        "A state dict that one rank has asked for alone is held against the next step.",
+        "A refused state dict of one rank stays in the log, so the next step is refused, too.",
         "ORDER-11",
     ),
     Mutant(
@@ -212,7 +212,7 @@ MUTANTS = [
         "Collective.__init__",
         "            log.waiting = None",
         "            log.waiting = log.waiting if self._work is None else None",
-        "A rank that has caught the error of a collective seems to wait for it for ever.",
+        "A rank that caught the error of a collective counts as waiting for it forever.",
         "LEDGER-11",
     ),
     Mutant(
@@ -220,7 +220,7 @@ MUTANTS = [
         "Watchdog._end_by_sigterm",
         "text = written(self._find(log.last_position, self._channel.ask()))",
         "assert log.waiting",
-        "A rank that waits for what others have sent does not say where the other ranks are.",
+        "After a SIGTERM, a waiting rank does not report where the other ranks are.",
         "LEDGER-06",
     ),
     Mutant(
@@ -228,7 +228,7 @@ MUTANTS = [
         "CollectiveLog.clear",
         '        self.fatal_error = ""',
         "        pass",
-        "What is known of other process groups stops those that are made later.",
+        "The verdict about former process groups also stops later groups.",
         "LEDGER-12",
     ),
     Mutant(
@@ -236,7 +236,7 @@ MUTANTS = [
         "Watchdog._run",
         "self._stopped.wait(TICK)",
         "return",
-        "The thread ends with the first thing that goes wrong in it.",
+        "The first exception ends the watchdog thread.",
         "LEDGER-14",
     ),
     Mutant(
@@ -244,7 +244,7 @@ MUTANTS = [
         "Collective.wait",
         "        self._work = None",
         "        pass",
-        "Who looks at a collective that is over keeps its tensors alive.",
+        "A completed collective keeps its Work, and so its tensors, alive.",
         "LEDGER-01",
     ),
     Mutant(
@@ -260,7 +260,7 @@ MUTANTS = [
         "close",
         'backend = getattr(backend, "wrapped_pg", backend)',
         "pass",
-        "Under DETAIL what is waited for in vain is waited for until the time-out.",
+        "Under DETAIL a wait that cannot complete lasts until the timeout.",
         "LEDGER-15",
     ),
     Mutant(
@@ -268,7 +268,7 @@ MUTANTS = [
         "StoreChannel.announce_exit",
         'self._call("add", "host", 1)',
         "pass",
-        "The exit record of the rank that hosts the store ends with it.",
+        "The exit record of the rank that hosts the store is lost when its process ends.",
         "LEDGER-16",
     ),
     Mutant(
@@ -276,7 +276,7 @@ MUTANTS = [
         "Watchdog._find",
         "if state is None and channel.is_lost(rank)",
         "if False",
-        "Nobody looks whether a rank that does not answer is still there.",
+        "The watchdog does not check whether a silent rank still exists.",
         "LEDGER-18",
     ),
     Mutant(
@@ -284,7 +284,7 @@ MUTANTS = [
         "has_ended",
         'return state in "ZX"',
         "return False",
-        "A process that was killed is taken for one that goes on until its parent asks for its end.",
+        "A killed process counts as running until its parent reaps it.",
         "LEDGER-18",
     ),
     Mutant(
@@ -292,7 +292,7 @@ MUTANTS = [
         "has_ended",
         "if not machine or machine != this_process()[0]:",
         "if not machine:",
-        "A rank on another machine is declared dead because its number is free here.",
+        "A rank on another machine counts as dead if its process ID is unused on this machine.",
         "LEDGER-18",
     ),
     Mutant(
@@ -300,7 +300,7 @@ MUTANTS = [
         "read_all",
         "RankChecks.unread[0].read_now()",
         "RankChecks.unread.pop()",
-        "What the last iteration has done wrong on an accelerator is saved without a word.",
+        "A state dict is saved without reading the last comparison on an accelerator.",
         "ORDER-12",
         device="simulated",
     ),
@@ -309,7 +309,7 @@ MUTANTS = [
         "_sum_over",
         "    collectives.call(dist.all_reduce, group, power)\n",
         "",
-        "The norm is that of this rank's gradients.",
+        "The norm covers only this rank's gradients.",
         "CLIP-02",
     ),
     Mutant(
@@ -317,7 +317,7 @@ MUTANTS = [
         "_sum_over",
         "        collectives.call(dist.all_reduce, group, local, dist.ReduceOp.MAX)\n",
         "",
-        "The infinity norm is that of this rank's gradients.",
+        "The infinity norm covers only this rank's gradients.",
         "CLIP-02",
     ),
     Mutant(
@@ -341,7 +341,7 @@ MUTANTS = [
         "gradient_parts",
         "sharers = () if layout.mesh.shard is None else (layout.mesh.shard,)",
         "sharers = tuple(g for g in (layout.mesh.shard, layout.mesh.replicate) if g is not None)",
-        "What replicas have in common counts once for each of them.",
+        "The norm counts replicated gradients once for each replica.",
         "CLIP-08 HYB-09",
     ),
     Mutant(
@@ -349,7 +349,7 @@ MUTANTS = [
         "clip_grad_norm",
         "if parameter not in owned:",
         "if False:",
-        "Gradients of ignored parameters are left out of the norm.",
+        "The norm omits gradients of ignored parameters.",
         "CLIP-08",
     ),
     Mutant(
@@ -357,7 +357,7 @@ MUTANTS = [
         "clip_grad_norm",
         'wrapper._only_on_the_root("clip_grad_norm_()")',
         "pass",
-        "clip_grad_norm_() of an inner unit passes.",
+        "clip_grad_norm_() of an inner unit is accepted.",
         "CLIP-09",
     ),
     Mutant(
@@ -365,7 +365,7 @@ MUTANTS = [
         "_norm",
         "torch.zeros(1, dtype=torch.float32, device=device)",
         "torch.zeros(1, device=device)",
-        "A rank without gradients sends its norm in the default dtype, the others in float32.",
+        "A rank without gradients sends its norm in the default dtype instead of float32.",
         "CLIP-02 CLIP-10",
     ),
     Mutant(
@@ -373,7 +373,7 @@ MUTANTS = [
         "clip_gradients",
         "    if not every:\n        warn(",
         "    if not every:\n        str(",
-        "Clipping without gradients gets no warning.",
+        "Clipping without gradients causes no warning.",
         "CLIP-10",
     ),
     Mutant(
@@ -381,7 +381,7 @@ MUTANTS = [
         "RegisteredOrigParams.use_sharded_params",
         "assign_gradients(self.parameters, gradients)",
         "assign_gradients(self.parameters, [None] * len(gradients))",
-        "Gradients that were put aside for the time of summoning do not come back.",
+        "Gradients that were set aside during summon_full_params are not restored.",
         "SUMMON-15 SUMMON-20",
     ),
     Mutant(
@@ -389,7 +389,7 @@ MUTANTS = [
         "RegisteredOrigParams.use_full_params",
         "            original.grad = None\n",
         "",
-        "Sharded gradients are shown beside full parameters.",
+        "Summoned full parameters have sharded gradients.",
         "SUMMON-02 SUMMON-20",
     ),
     Mutant(
@@ -397,7 +397,7 @@ MUTANTS = [
         "RegisteredParams.overwrite",
         "            torch.autograd.graph.increment_version(parameter)",
         "            pass",
-        "What is gathered is not stale after values were written.",
+        "Writing values does not make the unsharded parameters stale.",
         "SD-FULL-08 SUMMON-07 SD-SHARD-03",
     ),
     Mutant(
@@ -405,7 +405,7 @@ MUTANTS = [
         "groups_of",
         "if placement.is_shard()",
         "if True",
-        "What tensor parallelism has replicated counts once for each rank.",
+        "The norm counts gradients replicated by tensor parallelism once for each rank.",
         "NEW-01",
     ),
     Mutant(
@@ -413,7 +413,7 @@ MUTANTS = [
         "RegisteredFlatParam.use_full_params",
         "        del self._module._parameters[FLAT_NAME]\n",
         "",
-        "The flat parameter is listed beside the full ones.",
+        "Summoning lists the flat parameter in addition to the full parameters.",
         "SUMMON-02",
     ),
     Mutant(
@@ -421,7 +421,7 @@ MUTANTS = [
         "RegisteredFlatParam.use_sharded_params",
         "self._module.register_parameter(FLAT_NAME, self._flat_param)",
         "pass",
-        "After summoning the flat parameter is not listed any more.",
+        "After summoning the flat parameter is no longer registered.",
         "SUMMON-06",
     ),
     Mutant(
@@ -429,7 +429,7 @@ MUTANTS = [
         "FlatGradients.reduced",
         "part.copy_(gradient)",
         "pass",
-        "with_grads=True shows zeros.",
+        "with_grads=True returns zero gradients.",
         "SUMMON-15",
     ),
     Mutant(
@@ -437,7 +437,7 @@ MUTANTS = [
         "FlatGradients.reduced",
         "next((gradient.dtype for gradient in gradients if gradient is not None), self._registered.shard.dtype)",
         "self._registered.shard.dtype",
-        "Summoned low-precision gradients are shown in full precision.",
+        "Summoned low-precision gradients are cast to full precision.",
         "SUMMON-15",
     ),
     Mutant(
@@ -445,7 +445,7 @@ MUTANTS = [
         "FlatGradients.overwrite_reduced",
         "if is_there and part.numel() else None",
         "if part.numel() else None",
-        "After summoning, parameters without a gradient have zeros.",
+        "After summoning, parameters without a gradient have zero gradients.",
         "SUMMON-15",
     ),
     Mutant(
@@ -453,7 +453,7 @@ MUTANTS = [
         "Root.recover_after_error",
         " and graph_task() == NOT_IN_BACKWARD",
         "",
-        "A look at parameters inside of a backward breaks it off.",
+        "Accessing parameters inside a backward aborts the backward.",
         "SUMMON-16",
     ),
 ]

@@ -24,7 +24,7 @@ BREAKS = [
         STREAMS,
         "        current_stream(self._device).wait_event(self._event)\n",
         "        pass\n",
-        "Waiting for a promise does nothing.",
+        "Waiting for a handle does nothing.",
         "flat_full",
     ),
     Break(
@@ -32,7 +32,7 @@ BREAKS = [
         STREAMS,
         "        if self.stream is None:\n            return work\n        work.wait()\n",
         "        if work is COMPLETED:\n            return work\n        work.wait()\n",
-        "Where the backend returns nothing, nothing is promised.",
+        "No event is recorded where the backend returns nothing.",
         "flat_full",
     ),
     Break(
@@ -41,7 +41,7 @@ BREAKS = [
         "        return _EventHandle(self._device, self.stream.record_event())\n",
         "        main = torch.get_device_module(self._device).default_stream(self._device)\n"
         "        return _EventHandle(self._device, main.record_event())\n",
-        "The event of a promise is recorded on the compute stream, which has nothing to do with the gather.",
+        "The handle's event is recorded on the compute stream instead of the all-gather stream.",
         "each_full",
     ),
     Break(
@@ -49,7 +49,7 @@ BREAKS = [
         STREAMS,
         "        work.wait()\n        return _EventHandle",
         "        return _EventHandle",
-        "The Work of a backend with threads of its own is not waited for.",
+        "The communication stream does not wait for the Work of a threaded backend.",
         "flat_over_a_backend_with_threads",
     ),
     Break(
@@ -66,7 +66,7 @@ BREAKS = [
         UNIT,
         "        if handle is not None:\n            handle.wait()\n",
         "",
-        "A unit is said to be unsharded without waiting for its gather.",
+        "A unit counts as unsharded before its all-gather is complete.",
         "flat_full",
     ),
     Break(
@@ -74,7 +74,7 @@ BREAKS = [
         HOOKS,
         "            ahead.unshard()\n        unit.wait()\n        unit.layout.use_unsharded_params()\n",
         "            ahead.unshard()\n        unit.layout.use_unsharded_params()\n",
-        "Forward computes on parameters whose gather was issued and not waited for.",
+        "Forward does not wait for the all-gather of its parameters.",
         "flat_full",
     ),
     Break(
@@ -82,7 +82,7 @@ BREAKS = [
         HOOKS,
         "            unit.wait()\n            unit.layout.use_unsharded_params_again()\n",
         "            unit.layout.use_unsharded_params_again()\n",
-        "Backward computes on parameters whose gather was issued and not waited for.",
+        "Backward does not wait for the all-gather of its parameters.",
         "flat_full",
     ),
     Break(
@@ -90,7 +90,7 @@ BREAKS = [
         "fsdp2/functions.py",
         "            self._unit.wait()\n            self._unit.layout.use_unsharded_params()\n",
         "            self._unit.layout.use_unsharded_params()\n",
-        "unshard() by hand shows parameters that have not arrived.",
+        "unshard() registers parameters before they have arrived.",
         "each_by_hand_and_read",
     ),
     Break(
@@ -100,7 +100,7 @@ BREAKS = [
         "        for bucket in self.buckets:\n            has_new_leaves |= bucket.copy_out()\n",
         "        has_new_leaves = False\n        for bucket in self.buckets:\n"
         "            has_new_leaves |= bucket.copy_out()\n        for handle in handles:\n            handle.wait()\n",
-        "The copy out runs before the gather was waited for.",
+        "The copy-out does not wait for the all-gather.",
         "each_full",
     ),
     Break(
@@ -108,7 +108,7 @@ BREAKS = [
         FLAT,
         "            return comm_stream.handle(work)\n",
         "            return comm_stream.handle(work) if group is not None else work\n",
-        "In a world of one rank nobody waits for the cast of the parameters. Race 4 of the list.",
+        "In a world of one rank the compute stream does not wait for the cast of the parameters.",
         "flat_alone_in_bf16",
     ),
     Break(
@@ -116,7 +116,7 @@ BREAKS = [
         BUCKET,
         "        return [comm_stream.handle(work)]\n",
         "        return [comm_stream.handle(work)] if group is not None else []\n",
-        "The same with a DTensor for each parameter.",
+        "The same defect exists in the layout with one DTensor per parameter.",
         "each_alone_in_bf16",
     ),
     Break(
@@ -124,7 +124,7 @@ BREAKS = [
         EXTENSION,
         "            handles.append(comm_stream.handle(work))\n",
         "            handles.append(work if self.group is None else comm_stream.handle(work))\n",
-        "The same for a parameter that decides what is sent.",
+        "The same defect exists for a parameter with an all-gather extension.",
         "each_extended_alone",
     ),
     # --- waits of an all-gather for other work ---
@@ -141,7 +141,7 @@ BREAKS = [
         STREAMS,
         "        self.stream.wait_event(compute_event(self._device) if event is None else event)\n",
         "        self.stream.wait_event(compute_event(self._device))\n",
-        "An event that is given is not waited for; 'all so far', asked inside of the lane, is the lane's own.",
+        "The communication stream ignores a given event and waits for its own current position.",
         "each_resting",
     ),
     Break(
@@ -149,7 +149,7 @@ BREAKS = [
         ROOT,
         "        self.comm_streams.all_gather.wait_compute(self.after_optimizer)\n",
         "",
-        "The first gathers of an iteration do not wait for the optimizer step.",
+        "The first all-gathers of an iteration do not wait for the optimizer step.",
         "flat_full",
     ),
     Break(
@@ -157,7 +157,7 @@ BREAKS = [
         ROOT,
         "        self.after_optimizer = None\n        log",
         "        log",
-        "The event after one optimizer step is taken for that after the next.",
+        "The event of one optimizer step is reused for the next step.",
         "each_after_an_event",
     ),
     Break(
@@ -165,7 +165,7 @@ BREAKS = [
         ROOT,
         "        self.comm_streams.all_gather.wait_compute(self.after_optimizer)\n",
         "        self.comm_streams.all_gather.wait_compute()\n",
-        "Gathers wait for all that came after the optimizer, too.",
+        "All-gathers also wait for work issued after the optimizer step.",
         "each_after_an_event",
         "overlap",
     ),
@@ -174,7 +174,7 @@ BREAKS = [
         "fsdp2/functions.py",
         "        tree.comm_streams.all_gather.wait_compute()\n",
         "",
-        "unshard() by hand gathers without waiting for the optimizer step.",
+        "unshard() issues the all-gather without waiting for the optimizer step.",
         "each_by_hand",
     ),
     Break(
@@ -186,7 +186,7 @@ BREAKS = [
             comm_streams.all_gather.wait_compute()
 """,
         "        self.registered.write_back()\n",
-        "What was given by p.data is copied after the gather stream has followed. Race 5 of the list.",
+        "The all-gather stream does not wait for the copy of values assigned by p.data.",
         "flat_new_data",
     ),
     Break(
@@ -194,7 +194,7 @@ BREAKS = [
         "engine/flat_params.py",
         "            has_copied = True\n",
         "",
-        "That something was copied is not told.",
+        "The copy of new values is not reported, so the all-gather stream does not wait for it.",
         "flat_new_data",
     ),
     Break(
@@ -204,7 +204,7 @@ BREAKS = [
         "            # Copied on the compute stream; the communication stream has not waited since.\n"
         "            comm_streams.all_gather.wait_compute()\n",
         "        if self._has_copied:\n",
-        "What was assigned is copied after the event for which the gathers wait.",
+        "The all-gather stream waits for an event from before the copy of assigned values.",
         "each_assigned_after_an_event",
     ),
     Break(
@@ -212,7 +212,7 @@ BREAKS = [
         PER_PARAMETER,
         "            self._update_buckets(is_edited=True)\n",
         "            self._update_buckets(is_edited=False)\n",
-        "That something was copied is not told.",
+        "The copy of new values is not reported, so the all-gather stream does not wait for it.",
         "each_assigned_after_an_event",
     ),
     Break(
@@ -220,7 +220,7 @@ BREAKS = [
         BUCKET,
         "            comm_stream.wait_compute(self._written_at)\n",
         "            pass\n",
-        "The gather of backward reads the larger piece before it was cut out.",
+        "The all-gather for backward does not wait until the larger shard is cut out.",
         "each_resting",
     ),
     Break(
@@ -228,7 +228,7 @@ BREAKS = [
         BUCKET,
         f"{CUT_OUT}        self._written_at = compute_event(self.device)\n",
         f"        self._written_at = compute_event(self.device)\n{CUT_OUT}",
-        "The event is recorded before the larger piece is cut out.",
+        "The event is recorded before the larger shard is cut out.",
         "each_resting",
     ),
     Break(
@@ -237,7 +237,7 @@ BREAKS = [
         "        self._handle = self.layout.all_gather(self.comm_streams)\n",
         "        self.comm_streams.all_gather.wait_compute()\n"
         "        self._handle = self.layout.all_gather(self.comm_streams)\n",
-        "Each gather waits for all that the compute stream was given: right, and nothing overlaps.",
+        "Each all-gather waits for all issued compute work: correct, but nothing overlaps.",
         "flat_full",
         "overlap",
     ),
@@ -247,7 +247,7 @@ BREAKS = [
         STREAMS,
         "            self._contexts.pop().__exit__(kind, error, trace)\n",
         "            pass\n",
-        "What comes after a gather runs on the communication stream, too.",
+        "Work after an all-gather also runs on the communication stream.",
         "flat_full",
     ),
     Break(
@@ -255,7 +255,7 @@ BREAKS = [
         STREAMS,
         "            self._contexts[-1].__enter__()\n",
         "",
-        "What is issued on a communication stream runs on the compute stream.",
+        "Work issued on a communication stream runs on the compute stream.",
         "each_full",
         "overlap",
     ),
@@ -264,7 +264,7 @@ BREAKS = [
         FLAT,
         "        with comm_streams.all_gather as comm_stream:\n            now.allocate()\n",
         "        now.allocate()\n        with comm_streams.all_gather as comm_stream:\n",
-        "A gather writes into memory that belongs to the compute stream, without having followed it.",
+        "An all-gather writes to memory of the compute stream without waiting for that stream.",
         "flat_full",
     ),
     Break(
@@ -273,7 +273,7 @@ BREAKS = [
         "        with comm_streams.all_gather as comm_stream:\n            now.allocate()\n",
         "        with comm_streams.all_gather:\n"
         "            now.allocate()\n        comm_stream = comm_streams.all_gather\n        if True:\n",
-        "Memory comes from the gather stream, and the gather runs on the compute stream.",
+        "The all-gather runs on the compute stream, but its memory belongs to the all-gather stream.",
         "flat_full",
         "overlap",
     ),
@@ -282,7 +282,7 @@ BREAKS = [
         STREAMS,
         "            self.stream = torch.get_device_module(device).Stream(device=device, priority=-1)\n",
         "            self.stream = torch.get_device_module(device).Stream(priority=-1)\n",
-        "Communication streams are made on the current device, not on the unit's. Race 7 of the list.",
+        "Communication streams are created on the current device instead of the unit's device.",
         "flat_on_another_device_than_the_current",
         "overlap",
     ),
@@ -291,7 +291,7 @@ BREAKS = [
         STREAMS,
         "    return torch.get_device_module(device).current_stream(device)\n",
         "    return torch.get_device_module(device).current_stream()\n",
-        "Whoever waits is taken to be the current device's stream. Race 7 of the list.",
+        "The current device's stream waits instead of the stream of the unit's device.",
         "flat_on_another_device_than_the_current",
     ),
     Break(
@@ -299,7 +299,7 @@ BREAKS = [
         STREAMS,
         "    return torch.get_device_module(device).current_stream(device)\n",
         "    return torch.get_device_module(device).default_stream(device)\n",
-        "Forward is taken to run on the default stream, whatever the user has chosen.",
+        "Forward is assumed to run on the default stream although the user chose another one.",
         "flat_evaluating_on_a_stream_of_the_user",
     ),
     Break(
@@ -308,7 +308,7 @@ BREAKS = [
         "        if next_one is not None and next_one.awaits_backward and next_one.policy.unshards_in_backward:\n"
         "            next_one.unshard()\n",
         "",
-        "Backward does not ask for the next unit.",
+        "Backward does not prefetch the next unit.",
         "flat_full",
         "overlap",
     ),
@@ -317,7 +317,7 @@ BREAKS = [
         RANK_CHECKS,
         "            question.wait()\n            with",
         "            with",
-        "The ranks' numbers are read before they have arrived, where the backend has threads.",
+        "The order check reads the ranks' numbers before they have arrived (threaded backend).",
         "flat_over_a_backend_with_threads",
     ),
     Break(
@@ -325,7 +325,7 @@ BREAKS = [
         "engine/collectives.py",
         "                self._work.wait()\n",
         "                pass\n",
-        "The promise of a collective is waited for, and does not wait for its Work.",
+        "The handle of a collective does not wait for its Work.",
         "flat_over_a_backend_with_threads",
     ),
     Break(
@@ -333,7 +333,7 @@ BREAKS = [
         RANK_CHECKS,
         "                self._asked[-1].wait()\n                self._answers =",
         "                self._answers =",
-        "What the ranks have sent is copied to the CPU before it has arrived, where the backend has threads.",
+        "The ranks' answers are copied to the CPU before they have arrived (threaded backend).",
         "flat_over_a_backend_with_threads",
     ),
     Break(
@@ -341,7 +341,7 @@ BREAKS = [
         RANK_CHECKS,
         "                    self._asked[-1].wait()\n                    mine[2]",
         "                    mine[2]",
-        "Replicas are told of an answer that has not arrived, where the backend has threads.",
+        "An answer is sent to the replicas before it has arrived (threaded backend).",
         "hybrid_over_a_backend_with_threads",
     ),
     Break(
@@ -358,7 +358,7 @@ BREAKS = [
         FULL_PARAMS,
         "    collectives.all_gather(group, flat, shard.to(layout.device)).wait()\n",
         "    collectives.all_gather(group, flat, shard.to(layout.device))\n",
-        "summon_full_params shows a row that has not arrived, where the backend has threads.",
+        "summon_full_params uses parameters before they have arrived (threaded backend).",
         "flat_over_a_backend_with_threads",
     ),
     Break(
@@ -366,7 +366,7 @@ BREAKS = [
         FULL_PARAMS,
         "    collectives.all_gather(group, flat, shard.to(layout.device)).wait()\n",
         "    collectives.all_gather(group, flat, shard.to(layout.device))\n",
-        "The same for full gradients.",
+        "summon_full_params uses full gradients before they have arrived (threaded backend).",
         "flat_gradients_over_a_backend_with_threads",
     ),
     Break(
@@ -374,7 +374,7 @@ BREAKS = [
         FULL_PARAMS,
         "    collectives.all_reduce(group, votes).wait()\n",
         "    collectives.all_reduce(group, votes)\n",
-        "Whether a gradient is there is read before all ranks have said so.",
+        "The presence of a gradient is read before all ranks have reported it.",
         "flat_gradients_over_a_backend_with_threads",
     ),
     Break(
@@ -382,7 +382,7 @@ BREAKS = [
         "fsdp2/initial.py",
         "            collectives.all_gather(group, everybody, mine).wait()\n",
         "            collectives.all_gather(group, everybody, mine)\n",
-        "Initial values are compared before they have arrived, where the backend has threads.",
+        "Initial values are compared before they have arrived (threaded backend).",
         "each_compared_over_a_backend_with_threads",
     ),
     Break(
@@ -408,7 +408,7 @@ BREAKS = [
         STREAMS,
         "    return current_stream(device).record_event()\n",
         "    return torch.get_device_module(device).Event()\n",
-        "The event for all so far is one that was never recorded.",
+        "The event for all work so far was never recorded.",
         "each_full",
     ),
     Break(
@@ -416,7 +416,7 @@ BREAKS = [
         FLAT,
         "            now.use_memory_of(shard)\n",
         "",
-        "A unit that nobody shares goes on computing on memory that its parameters have left.",
+        "A unit that is not sharded computes with memory that its parameters no longer use.",
         "flat_new_data_not_sharded",
         "wrong values",
     ),
@@ -426,7 +426,7 @@ BREAKS = [
         "engine/collectives.py",
         "            if self._work is not None:\n                self._work.wait()\n",
         "            self._work.wait()\n",
-        "What NCCL returns for a collective is waited for, and it is None. Race 1 of the list.",
+        "Waiting for a collective fails, because NCCL returns None.",
         "flat_full",
         "exception",
     ),
@@ -435,7 +435,7 @@ BREAKS = [
         "engine/collectives.py",
         "send, [tensor], options, on_cpu=tensor.is_cpu).wait()\n",
         "send, [tensor], options, on_cpu=tensor.is_cpu)\n",
-        "Initial values are used before they have arrived, where the backend has threads.",
+        "Initial values are used before they have arrived (threaded backend).",
         "flat_over_a_backend_with_threads",
     ),
     # --- stale values ---
@@ -444,7 +444,7 @@ BREAKS = [
         ROOT,
         "or unit.layout.is_stale()\n            ):\n                unit.reshard()\n",
         "or unit.layout.is_stale()\n            ):\n                pass\n",
-        "A root that is still gathered from before the optimizer step is computed on.",
+        "Forward uses a root that has been unsharded since before the optimizer step.",
         "flat_loss_abandoned",
         "wrong values",
     ),
@@ -453,7 +453,7 @@ BREAKS = [
         BUCKET,
         "        self._source, self.group = self._own, self._own.group\n",
         "        pass\n",
-        "The next forward gathers what the last one has left, and not the shards.",
+        "The next forward all-gathers the values of the smaller mesh instead of the shards.",
         "each_resting",
         "wrong values",
     ),

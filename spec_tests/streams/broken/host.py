@@ -20,7 +20,7 @@ BREAKS = [
         "engine/root.py",
         "            self.comm_streams.all_gather.synchronize()\n",
         "            pass\n",
-        "After an evaluation the CPU may write to offloaded shards that are still copied to the device.",
+        "After an evaluation the CPU can write to offloaded shards during their copy to the device.",
         "each_offload_evaluated_and_changed",
     ),
     Break(
@@ -28,7 +28,7 @@ BREAKS = [
         "engine/comm_streams.py",
         "            self.stream.synchronize()\n",
         "            pass\n",
-        "Stopping for a communication stream does not stop.",
+        "Synchronizing a communication stream does not stop the CPU.",
         "each_offload_evaluated_and_changed",
     ),
     # --- copies to the host ---
@@ -39,7 +39,7 @@ BREAKS = [
         "            # It is complete when the CPU has the result, so the watchdog sees a rank that waits for it.\n"
         "            work.wait_for(event.synchronize)\n",
         'answer = number.to("cpu", non_blocking=True)\n            work.wait_for(bool)\n',
-        "Nobody knows when the answer, whether all ranks have a batch, has been copied.",
+        "No event is recorded for the copy of the batch check's answer.",
         "each_in_batches_of_tokens",
     ),
     Break(
@@ -47,7 +47,7 @@ BREAKS = [
         "batches.py",
         "        wait()\n",
         "        pass\n",
-        "The CPU reads whether all ranks have a batch before that was copied.",
+        "The CPU reads the answer of the batch check before it is copied.",
         "each_in_batches_of_tokens",
     ),
     Break(
@@ -63,7 +63,7 @@ BREAKS = [
         "engine/root.py",
         "offloads=any(unit.layout.offloads for unit in self.units)",
         "offloads=False",
-        "Who reduces does not know that gradients go to the CPU.",
+        "The reducer assumes that no gradients go to the CPU.",
         "each_offload",
     ),
     Break(
@@ -71,7 +71,7 @@ BREAKS = [
         REDUCE,
         "            self._comm_streams.all_gather.join()\n",
         "",
-        "At the end of backward the CPU may write to a shard that was prefetched in vain.",
+        "At the end of backward the CPU can write to a shard that an unused prefetch reads.",
         "each_offload_prefetching_in_vain",
     ),
     Break(
@@ -79,7 +79,7 @@ BREAKS = [
         REDUCE,
         "            all_gather.synchronize()\n",
         "            all_gather.join()\n",
-        "A hook of the user's steps on the CPU while a gather that was prefetched reads the shard.",
+        "A user's hook steps on the CPU while a prefetched all-gather reads the shard.",
         "originals_offload_used_twice_with_the_optimizer_in_backward",
     ),
     Break(
@@ -87,7 +87,7 @@ BREAKS = [
         REDUCE,
         "        self._stop_cpu()\n        for",
         "        for",
-        "The end of backward completes the last reduction, and not the copies.",
+        "The end of backward waits for the last reduction but not for the copies.",
         "flat_offload",
     ),
     Break(
@@ -95,7 +95,7 @@ BREAKS = [
         REDUCE,
         "            last.ended.wait()\n        self._stop_cpu()\n",
         "            last.ended.wait()\n",
-        "After an error shards are written while they are still copied to the device.",
+        "After an error the CPU writes to shards during their copy to the device.",
         "originals_offload_after_an_error_in_backward",
     ),
     Break(
@@ -103,7 +103,7 @@ BREAKS = [
         REDUCE,
         "            current_stream(self._comm_streams.device).synchronize()\n",
         "            torch.get_device_module(self._comm_streams.device).current_stream().synchronize()\n",
-        "The CPU waits for the current device instead of the unit's. Race 7 of the list.",
+        "The CPU waits for the current device instead of the unit's device.",
         "originals_offload_on_another_device_after_an_error",
     ),
     Break(
@@ -111,7 +111,7 @@ BREAKS = [
         REDUCE,
         "            old.copied.synchronize()\n",
         "            pass\n",
-        "The CPU adds a gradient that is still being copied to the one that is there.",
+        "The CPU accumulates a gradient before its copy has finished.",
         "flat_offload_accumulating",
     ),
     Break(
@@ -119,7 +119,7 @@ BREAKS = [
         LAYOUT,
         f"{HOOKED} or {GIVEN}",
         HOOKED,
-        "That a gradient is there already is overlooked, so that two of them lie on the CPU until the end.",
+        "An existing gradient is not detected, so two gradients stay on the CPU until the end of backward.",
         "each_offload_accumulating",
         "stops",
     ),
@@ -128,7 +128,7 @@ BREAKS = [
         LAYOUT,
         f"{HOOKED} or {GIVEN}",
         GIVEN,
-        "That the user's hooks wait for the gradient is overlooked: they are called when all have arrived.",
+        "The user's hooks are called only after all gradients have arrived.",
         "each_offload_with_the_optimizer_in_backward",
         "stops",
     ),
@@ -147,7 +147,7 @@ BREAKS = [
         "                new.copied = comm_stream.stream.record_event()\n",
         "                new.copied = "
         "torch.get_device_module(self._comm_streams.device).default_stream().record_event()\n",
-        "The event for the CPU is recorded on the compute stream, which does not copy.",
+        "The CPU's event is recorded on the compute stream instead of the stream that copies.",
         "flat_offload_accumulating",
     ),
     Break(
@@ -174,7 +174,7 @@ BREAKS = [
         FLAT,
         FLAT_COPY,
         "        return local_shard.to(dtype).to(shard.device)\n",
-        "Each unit's gradient stops the CPU. Point 10 of the list.",
+        "The copy of each unit's gradient stops the CPU.",
         "flat_offload",
         "stops",
     ),
@@ -183,7 +183,7 @@ BREAKS = [
         PER_PARAMETER,
         EACH_COPY,
         "        return local_shard.to(dtypes.pop()).to(self.params[0].local_shard.device)\n",
-        "The same with a DTensor for each parameter.",
+        "The same defect exists in the layout with one DTensor per parameter.",
         "each_offload",
         "stops",
     ),
@@ -192,7 +192,7 @@ BREAKS = [
         FLAT,
         FLAT_COPY,
         "        return local_shard.to(shard.device, non_blocking=True).to(dtype)\n",
-        "The CPU casts a gradient that has not arrived.",
+        "The CPU casts a gradient before it has arrived.",
         "flat_offload_in_bf16",
     ),
     Break(
@@ -200,7 +200,7 @@ BREAKS = [
         PER_PARAMETER,
         EACH_COPY,
         "        return local_shard.to(self.params[0].local_shard.device, non_blocking=True).to(dtypes.pop())\n",
-        "The same with a DTensor for each parameter.",
+        "The same defect exists in the layout with one DTensor per parameter.",
         "each_offload_in_bf16",
     ),
     Break(
@@ -208,7 +208,7 @@ BREAKS = [
         PER_PARAMETER,
         "        local_shard = local_shard.to(self.params[0].local_shard.device)\n",
         "        local_shard = local_shard.to(self.params[0].local_shard.device, non_blocking=True)\n",
-        "Without pinned memory, too, the copy is not waited for.",
+        "Without pinned memory the CPU does not wait for the copy.",
         "each_offload_not_pinned_accumulating",
     ),
     Break(
@@ -228,7 +228,7 @@ BREAKS = [
             part = local_shard[start : start + param.local_shard.numel()].view(param.local_shard.shape)
             part = part.to(param.local_shard.device)
 """,
-        "Each parameter's gradient stops the CPU.",
+        "The copy of each parameter's gradient stops the CPU.",
         "each_offload_not_pinned",
         "stops",
     ),
@@ -237,7 +237,7 @@ BREAKS = [
         "engine/flat_params.py",
         " and gradient.device == parameter.device:\n",
         ":\n",
-        "A gradient of the device is assigned to a parameter of the CPU. Race 9 of the list.",
+        "A gradient on the device is assigned to a parameter on the CPU.",
         "flat_offload_no_sync",
         "exception",
     ),
@@ -246,7 +246,7 @@ BREAKS = [
         "fsdp1/training_aids.py",
         "    norms = [torch.stack(of_one).to(device) for of_one in of_devices.values()] or [\n",
         "    norms = [one.reshape(1).to(device) for of_one in of_devices.values() for one in of_one] or [\n",
-        "Clipping sends one norm at a time to the device.",
+        "Clipping copies one norm at a time to the device.",
         "flat_offload_clipping",
         "stops",
     ),
@@ -255,7 +255,7 @@ BREAKS = [
         "fsdp1/training_aids.py",
         "        gradient.mul_(factors[gradient.device, gradient.dtype])\n",
         "        gradient.mul_(factor.to(gradient.device, gradient.dtype))\n",
-        "Clipping fetches the factor once for each gradient.",
+        "Clipping copies the factor once for each gradient.",
         "flat_offload_clipping",
         "stops",
     ),
@@ -274,7 +274,7 @@ BREAKS = [
         BUCKET,
         "            in_buffer.copy_(local_shard, non_blocking=True)\n",
         "            in_buffer.copy_(local_shard)\n",
-        "The same with a DTensor for each parameter.",
+        "The same defect exists in the layout with one DTensor per parameter.",
         "each_offload",
         "stops",
     ),
@@ -283,7 +283,7 @@ BREAKS = [
         "engine/extension.py",
         "self._padded.to(self.device, non_blocking=True)\n",
         "self._padded.to(self.device)\n",
-        "The same for a parameter that decides what is sent.",
+        "The same defect exists for a parameter with an all-gather extension.",
         "each_extended_offload",
         "stops",
     ),
@@ -292,7 +292,7 @@ BREAKS = [
         "engine/precision.py",
         "    return map_tensors(lambda t: t.to(device), args)\n",
         "    return map_tensors(lambda t: t.to(device, non_blocking=True), args)\n",
-        "The caller fills his pinned batch anew while it is still being copied.",
+        "The caller overwrites a pinned batch during its copy to the device.",
         "flat_pinned_batch",
     ),
 ]

@@ -16,7 +16,7 @@ BREAKS = [
         LIFETIME,
         "        storage_owner.record_stream(compute_stream)\n",
         "",
-        "The allocator is not told that the compute stream still reads.",
+        "The allocator reuses memory that the compute stream still reads.",
         "flat_full",
     ),
     Break(
@@ -24,7 +24,7 @@ BREAKS = [
         LIFETIME,
         "        storage_owner.record_stream(compute_stream)\n",
         "        storage_owner.record_stream(torch.get_device_module(storage_owner.device).default_stream())\n",
-        "The allocator is told of the default stream, whichever reads.",
+        "record_stream receives the default stream instead of the stream that reads.",
         "flat_evaluating_on_a_stream_of_the_user",
     ),
     Break(
@@ -34,7 +34,7 @@ BREAKS = [
         "    storage_owner.untyped_storage().resize_(0)\n",
         "        event = compute_stream.record_event()\n    storage_owner.untyped_storage().resize_(0)\n"
         "    if event is not DONE:\n        storage_owner.record_stream(compute_stream)\n",
-        "The allocator is told when the memory was given back already.",
+        "record_stream is called after the memory was released.",
         "flat_full",
     ),
     Break(
@@ -42,7 +42,7 @@ BREAKS = [
         "engine/flat_tensor.py",
         "        return None if self.is_borrowed else lifetime.release(self.alias)\n",
         "        if not self.is_borrowed:\n            self.alias.untyped_storage().resize_(0)\n        return None\n",
-        "The flat parameter is freed past the one place that tells the allocator.",
+        "The flat parameter is freed without record_stream.",
         "flat_full",
     ),
     Break(
@@ -50,7 +50,7 @@ BREAKS = [
         HOOKS,
         "            unit.wait()\n            unit.layout.use_unsharded_params_again()\n",
         "            unit.wait()\n            unit.layout.use_unsharded_params_again()\n            unit.reshard()\n",
-        "A unit is freed before its backward has computed.",
+        "A unit is resharded before its backward computes.",
         "flat_full",
     ),
     Break(
@@ -58,7 +58,7 @@ BREAKS = [
         BUCKET,
         "            comm_stream.wait_compute()\n",
         "",
-        "What has arrived is given back as soon as its copy out was issued.",
+        "The all-gather buffer is released before the copy-out has finished.",
         "each_full",
     ),
     Break(
@@ -68,7 +68,7 @@ BREAKS = [
         "            # The buffer's memory returns to its stream, which must not reuse it before the copy is done.\n"
         "            comm_stream.wait_compute()\n",
         "                self._concatenate(sorted_by_rank, source)\n                comm_stream.wait_compute()\n",
-        "The communication stream waits only for rows with a parameter that is cut along another dim than the first.",
+        "The communication stream waits only for the copy-out of parameters sharded along another dimension.",
         "each_full",
     ),
     Break(
@@ -76,7 +76,7 @@ BREAKS = [
         BUCKET,
         '        self._copies = not is_sorted or self.device.type != "cpu"\n',
         "        self._copies = not is_sorted\n",
-        "A row of one parameter is gathered in place, into memory that nobody holds. Race 4 of the list.",
+        "A bucket of one parameter is all-gathered in place into memory that no stream holds.",
         "each_with_single_parameters",
     ),
     Break(
@@ -84,7 +84,7 @@ BREAKS = [
         PER_PARAMETER,
         "            has_new_leaves |= bucket.copy_out()\n",
         "            with bucket._in_flight[2]:\n                has_new_leaves |= bucket.copy_out()\n",
-        "Leaves get memory of the gather stream, are filled there, and are freed as if all were the compute stream's.",
+        "The copy-out runs on the all-gather stream, and its memory is freed like memory of the compute stream.",
         "each_full",
     ),
     Break(
@@ -92,7 +92,7 @@ BREAKS = [
         EXTENSION,
         "                lifetime.release(tensor)\n        self._freed_at = compute_event(self.device)\n",
         "                tensor.untyped_storage().resize_(0)\n",
-        "What has arrived for a parameter that decides what is sent is freed, and nobody waits for who reads it.",
+        "The buffers of an all-gather extension are freed while the compute stream reads them.",
         "each_extended_with_metadata",
     ),
     Break(
@@ -100,7 +100,7 @@ BREAKS = [
         EXTENSION,
         "            comm_stream.wait_compute(self._freed_at)\n",
         "            pass\n",
-        "What the class has given along is made anew while the compute stream reads it.",
+        "An extension's metadata is overwritten while the compute stream reads it.",
         "each_extended_with_metadata",
     ),
     # --- inputs of a reduction ---
@@ -109,7 +109,7 @@ BREAKS = [
         REDUCE,
         "        gradient.parts.clear()\n        new",
         "        new",
-        "Gradients lie in memory until their reduction is complete.",
+        "Gradients stay in memory until their reduction is complete.",
         "each_full",
         "peak",
     ),
@@ -119,7 +119,7 @@ BREAKS = [
         "        whole = layout.pack(gradient, plan.dtype, is_written=is_written)\n",
         "        self._comm_streams.reduce.wait_compute()\n        with self._comm_streams.reduce:\n"
         "            whole = layout.pack(gradient, plan.dtype, is_written=is_written)\n",
-        "Gradients of the compute stream are dropped while the reduce stream packs them.",
+        "Gradients of the compute stream are freed while the reduce stream packs them.",
         "each_full",
     ),
     Break(
@@ -144,7 +144,7 @@ BREAKS = [
         REDUCE,
         "(_, item.partial), item.plan.partial = item.plan.partial, None\n    item.local_shard.add_(item.partial)\n",
         "(_, row), item.plan.partial = item.plan.partial, None\n    item.local_shard.add_(row)\n",
-        "A partial sum is dropped while the all-reduce stream adds it. Race 6 of the list.",
+        "A partial sum is freed while the all-reduce stream adds it.",
         "each_hybrid_partial",
     ),
     Break(
@@ -152,7 +152,7 @@ BREAKS = [
         REDUCE,
         "                if not is_hybrid and mesh.shard is not None:\n",
         "                if mesh.shard is not None:\n",
-        "A piece of the reduce stream is dropped while the all-reduce stream copies it.",
+        "A local shard of the reduce stream is freed while the all-reduce stream copies it.",
         "each_hybrid_offload_in_bf16",
     ),
     Break(
@@ -168,7 +168,7 @@ BREAKS = [
         REDUCE,
         "                    new.local_shard = new.result\n",
         "                    pass\n",
-        "A piece stays on the device when its copy is on the way to the host.",
+        "A local shard stays on the device after its copy to the host was issued.",
         "each_offload",
         "peak",
     ),
@@ -177,7 +177,7 @@ BREAKS = [
         REDUCE,
         "        item.result = item.layout.copy_to_host(item.local_shard)\n",
         "        item.result = item.local_shard = item.layout.copy_to_host(item.local_shard)\n",
-        "A reduced gradient is dropped while its copy to the host reads it: what torch shipped until PR 180665.",
+        "A reduced gradient is freed while its copy to the host reads it, as in torch before PR 180665.",
         "each_hybrid_offload_in_bf16",
     ),
     Break(
@@ -185,7 +185,7 @@ BREAKS = [
         REDUCE,
         "        if last is not None:\n            last.scattered.wait()\n            last.ended.wait()\n",
         "",
-        "After an error a reduction in flight is forgotten while it runs.",
+        "After an error a running reduction is dropped.",
         "flat_after_an_error_in_backward",
     ),
     # --- the limiter ---
@@ -194,7 +194,7 @@ BREAKS = [
         UNIT,
         "            self.limiter.released(event)\n",
         "            pass\n",
-        "The limiter hears of no release, so the CPU never waits.",
+        "The limiter records no release, so the CPU never waits.",
         "flat_full_of_many_blocks",
         "peak",
     ),
@@ -203,7 +203,7 @@ BREAKS = [
         LIFETIME,
         "        oldest.synchronize()\n",
         "",
-        "The limiter takes the oldest release for over.",
+        "The limiter treats the oldest release as complete.",
         "flat_full_of_many_blocks",
         "peak",
     ),
@@ -212,7 +212,7 @@ BREAKS = [
         LIFETIME,
         "        event = compute_stream.record_event()\n",
         "        event = DONE\n",
-        "Each release is said to be over at once.",
+        "Each release counts as complete immediately.",
         "flat_full_of_many_blocks",
         "peak",
     ),
@@ -239,7 +239,7 @@ BREAKS = [
         HOOKS,
         "            unit.reshard(to_smaller_mesh=unit.awaits_backward and self.is_recorded)\n",
         "            pass\n",
-        "No unit is freed after its forward.",
+        "No unit is resharded after its forward.",
         "flat_full_of_many_blocks",
         "peak",
     ),

@@ -35,7 +35,7 @@ BREAKS = [
         "        try:\n            with self._comm_streams.reduce as comm_stream:\n",
         "        try:\n            with self._comm_streams.reduce as comm_stream:\n"
         "                comm_stream.wait_compute()\n",
-        "The reduce stream follows whoever is current when it is current itself: nobody.",
+        "The reduce stream waits for itself instead of the compute stream.",
         "flat_full",
     ),
     Break(
@@ -43,7 +43,7 @@ BREAKS = [
         REDUCE,
         "        (old.ended if is_ended else old.scattered).wait()\n",
         "",
-        "The compute stream gets a gradient that has not arrived.",
+        "The compute stream does not wait for the reduction of a gradient.",
         "flat_full",
     ),
     Break(
@@ -51,7 +51,7 @@ BREAKS = [
         REDUCE,
         ISSUED,
         ISSUED + "            if plan.hook is not None:\n                new.scattered = new.ended = COMPLETED\n",
-        "Nobody waits for a communication hook. Race 2 of the list.",
+        "The compute stream does not wait for a communication hook.",
         "flat_hook",
     ),
     Break(
@@ -59,7 +59,7 @@ BREAKS = [
         REDUCE,
         "        self._complete(last)\n",
         "        if last is not None:\n            last.ended = COMPLETED\n        self._complete(last)\n",
-        "At the end of backward the last reduction is taken for complete.",
+        "At the end of backward the last reduction counts as complete.",
         "flat_full",
     ),
     Break(
@@ -76,7 +76,7 @@ BREAKS = [
         REDUCE,
         "        all_gather.wait_compute()\n",
         "",
-        "A hook of the user's has stepped, and the unit is gathered once more in the same backward.",
+        "An all-gather in the same backward does not wait for the optimizer step of a user's hook.",
         "each_used_often_with_the_optimizer_in_backward",
     ),
     Break(
@@ -84,7 +84,7 @@ BREAKS = [
         REDUCE,
         "            all_gather.join()\n",
         "            pass\n",
-        "A hook of the user's steps while a gather that was prefetched reads the shard.",
+        "A user's hook runs the optimizer step while a prefetched all-gather reads the shard.",
         "originals_used_twice_with_the_optimizer_in_backward",
     ),
     Break(
@@ -92,7 +92,7 @@ BREAKS = [
         "engine/unit.py",
         "            return\n        if self.state is State.GATHERING:\n            self.wait()\n",
         "            return\n",
-        "After backward the optimizer writes to a shard that was prefetched in vain.",
+        "After backward the optimizer writes to a shard that an unused prefetch still reads.",
         "each_prefetching_in_vain",
     ),
     Break(
@@ -100,7 +100,7 @@ BREAKS = [
         "engine/root.py",
         "        self.comm_streams.all_gather.join()\n",
         "",
-        "The same after a forward that no backward follows.",
+        "After a forward without backward the optimizer writes to a shard that an unused prefetch still reads.",
         "flat_loss_abandoned_with_a_block_left_out",
     ),
     Break(
@@ -116,7 +116,7 @@ BREAKS = [
         REDUCE,
         "            new.ended = comm_stream.handle()\n",
         "",
-        "Division and copies come after what is waited for.",
+        "The handle completes before the division and the copies.",
         "flat_full",
     ),
     Break(
@@ -141,7 +141,7 @@ BREAKS = [
         REDUCE,
         "            collectives.all_reduce(replicas, item.local_shard, item.name, item.gradient.numbers).wait()\n",
         "            collectives.all_reduce(replicas, item.local_shard, item.name, item.gradient.numbers)\n",
-        "The division does not wait for the all-reduce, where the backend has threads.",
+        "The division does not wait for the all-reduce (threaded backend).",
         "hybrid_over_a_backend_with_threads",
     ),
     Break(
@@ -149,7 +149,7 @@ BREAKS = [
         REDUCE,
         "        is_hybrid = mesh.shard is not None and mesh.replicate is not None\n",
         "        is_hybrid = False\n",
-        "The all-reduce over replicas keeps the next reduce-scatter waiting.",
+        "The all-reduce over replicas delays the next reduce-scatter.",
         "each_hybrid",
         "overlap",
     ),
@@ -159,7 +159,7 @@ BREAKS = [
         "            if comm_stream.stream is not None:\n                self._issue_end(new)\n",
         "            if comm_stream.stream is not None:\n"
         "                new.scattered.wait()\n                _end(new)\n",
-        "The compute stream waits for each reduction, and divides on itself.",
+        "The compute stream waits for each reduction and runs the division itself.",
         "flat_full",
         "overlap",
     ),
@@ -177,7 +177,7 @@ BREAKS = [
         REDUCE,
         "    stream.wait_stream(here)\n",
         "",
-        "A hook on a stream of the user's reads the sum before it has arrived.",
+        "A hook on a user's stream reads the sum before it has arrived.",
         "each_with_a_hook_on_its_own_stream",
     ),
     Break(
@@ -185,7 +185,7 @@ BREAKS = [
         REDUCE,
         "    here.wait_stream(stream)\n",
         "    pass\n",
-        "Nobody waits for a hook on a stream of the user's.",
+        "The reduction does not wait for a hook on a user's stream.",
         "each_with_a_hook_on_its_own_stream",
     ),
 ]
