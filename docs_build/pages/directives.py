@@ -108,7 +108,7 @@ VERBS: dict[str, Verb] = {
     "follows": lambda rest, _: paste.quoted(rest, is_first=False),
     "growth": _pictured(plots.growth),
     "modules": lambda _, start: modulepage.module_list(start),
-    "mend": lambda name, _: failures.mend(name),
+    "fix": lambda name, _: failures.fix(name),
     "myths": lambda _, start: raw(myths.page()),
     "path": lambda _, start: raw(verbs.call_path(start)),
     "picture": _pictured(_map),

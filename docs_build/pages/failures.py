@@ -19,7 +19,7 @@ from docs_build.recording.failures import LAB, recorded
 
 PAGES = ROOT / "docs" / "lab"
 FAMILIES = {"silent": "silent wrong answer", "hang": "hang", "loud": "loud"}
-MEND = "# ---- one way to fix it; try your own first ----"
+FIX = "# ---- one way to fix it; try your own first ----"
 START = 'if __name__ == "__main__":'
 
 
@@ -64,7 +64,7 @@ def table() -> str:
 
 
 def what_happens(name: str) -> str:
-    """The script without its mended form, and the output of each rank, folded.
+    """The script without its fixed form, and the output of each rank, folded.
 
     Raises:
         KeyError: the script was never recorded.
@@ -72,7 +72,7 @@ def what_happens(name: str) -> str:
     run = recorded()[name]
     said = [indent(_fence("text", _folded(words)), "    ") for words in run["broken"]]
     parts = [
-        _fence("python", _script(name).partition(MEND)[0]),
+        _fence("python", _script(name).partition(FIX)[0]),
         "Guess the output before you unfold it. To run the script:",
         _fence("", _command(name)),
         *(f'??? failure "What rank {rank} says"\n\n{words}' for rank, words in enumerate(said)),
@@ -81,10 +81,10 @@ def what_happens(name: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def mend(name: str) -> str:
-    """The mended form, and the output of each rank with it."""
-    code = _script(name).partition(MEND)[2].partition(START)[0].strip()
-    words = "\n".join([f"$ {_command(name)} --mended\n", *recorded()[name]["mended"]])
+def fix(name: str) -> str:
+    """The fixed form, and the output of each rank with it."""
+    code = _script(name).partition(FIX)[2].partition(START)[0].strip()
+    words = "\n".join([f"$ {_command(name)} --fixed\n", *recorded()[name]["fixed"]])
     return f"{_fence('python', code)}\n\n{_fence('text', words)}\n"
 
 

@@ -1,6 +1,6 @@
 """Runs the scripts of the failure lab, and records the output of both ranks.
 
-``python -m docs_build.recording.failures`` runs all scripts with torchrun, both the broken and the mended form. It
+``python -m docs_build.recording.failures`` runs all scripts with torchrun, both the broken and the fixed form. It
 records the output of each rank, the date and the machine in ``docs/data/failure_lab.json``. With names (``slow_rank``)
 it only runs those.
 """
@@ -36,7 +36,7 @@ def record(names: list[str]) -> None:
         if path.stem == "lab" or (names and path.stem not in names):
             continue
         print(path.stem, flush=True)
-        outputs = {"broken": _run(path, fails=True), "mended": _run(path, "--mended", fails=False)}
+        outputs = {"broken": _run(path, fails=True), "fixed": _run(path, "--fixed", fails=False)}
         found[path.stem] = {**outputs, **records.stamp()}
         records.save(NAME, found)
 

@@ -238,7 +238,7 @@ class ParameterNames:
         self.of: dict[nn.Parameter, list[str]] = {}
         for path, wrapper in model.named_modules():
             if isinstance(wrapper, Wrapper) and wrapper._unit is not None:
-                wrapper._mend()
+                wrapper._recover_after_error()
                 check_idle(wrapper._unit)
                 self.units.append(UnitCodec(wrapper, dotted(path)))
         for unit in self.units:

@@ -92,7 +92,7 @@ def before_walk(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str, 
     If modules have full parameters, the values stay in the dict, and the walk loads them. For a sharded dict, all ranks
     of the unit's mesh must call it.
     """
-    wrapper._mend()
+    wrapper._recover_after_error()
     kept, form, unit = state_of(wrapper), state_of(wrapper).form, wrapper._unit
     if state_dict.is_outermost_here(wrapper, prefix):
         _drop_own_tensors(wrapper, state, prefix)

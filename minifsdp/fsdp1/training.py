@@ -64,7 +64,7 @@ def full_params(module: nn.Module, recurse: bool, **options: bool) -> Generator[
     if not recurse:
         wrappers = [wrapper for wrapper in wrappers if wrapper is module]
     for wrapper in wrappers:
-        wrapper._mend()
+        wrapper._recover_after_error()
         if wrapper._tree is not None:
             check_not_running(wrapper._tree)
     units = [wrapper._unit for wrapper in wrappers if wrapper._unit is not None]

@@ -233,7 +233,7 @@ class Wrapper(nn.Module):
         tree = self._tree
         return self._find_tree() if tree is None or tree.is_dissolved else tree
 
-    def _mend(self) -> None:
+    def _recover_after_error(self) -> None:
         """Cleans up after a backward that raised an exception. Called before the user reads parameters or gradients."""
         if self._tree is not None:
             self._tree.recover_after_error()

@@ -23,7 +23,7 @@ def test_each_script_has_page_and_index_entry() -> None:
         assert failures.table().count(f"[`{one.name}.py`]({one.name}.md) | {one.symptom} | ") == 1
         assert set(one.rows) <= set(all_rows())
         page = (failures.PAGES / f"{one.name}.md").read_text()
-        order = [f"{{{{ failure {one.name} }}}}", "## Why", "## Fix", f"{{{{ mend {one.name} }}}}"]
+        order = [f"{{{{ failure {one.name} }}}}", "## Why", "## Fix", f"{{{{ fix {one.name} }}}}"]
         assert sorted(order, key=page.index) == order
 
 
@@ -39,7 +39,7 @@ def test_the_record_is_that_of_the_script_as_it_is(name: str) -> None:
         quoted = re.findall(rf"^  {name}\.py:(\d+): (.*), in \w+$", words, re.MULTILINE)
         assert quoted
         assert all(lines[int(number) - 1].strip() == line for number, line in quoted)
-    assert [words.splitlines()[-1] for words in run["mended"]] == [f"rank {rank} has ended well" for rank in range(2)]
+    assert [words.splitlines()[-1] for words in run["fixed"]] == [f"rank {rank} has ended well" for rank in range(2)]
     assert str(ROOT) not in str(run)
 
 
@@ -48,7 +48,7 @@ def test_page_shows_broken_script_and_both_ranks_without_fix() -> None:
 
     shown = failures.what_happens("optimizer_too_early")
     assert "def broken" in shown
-    assert "def mended" not in shown
+    assert "def fixed" not in shown
     assert shown.count('??? failure "What rank') == 2
-    assert "def mended" in failures.mend("optimizer_too_early")
-    assert "two_ranks" not in failures.mend("optimizer_too_early")
+    assert "def fixed" in failures.fix("optimizer_too_early")
+    assert "two_ranks" not in failures.fix("optimizer_too_early")

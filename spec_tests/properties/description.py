@@ -205,7 +205,7 @@ def walk(node: Node, unit: Node | None = None) -> Iterator[tuple[Node, Node]]:
 def legal(description: Description) -> Description:
     """The description, or the nearest meaningful one."""
     d = _legal_options(description)
-    d = replace(d, model=_Rules(d).mended(d.model, None, "root"))
+    d = replace(d, model=_Rules(d).repaired(d.model, None, "root"))
     d = replace(d, ties=tuple(pair for pair in d.ties if _may_tie(d, *pair)))
     if num_uses(d) > 2:
         # Low precision rounds each use by about one percent, and the order of many uses matters; norms amplify this.
@@ -281,7 +281,7 @@ class _Rules:
         is_reentrant = any(node.checkpoint == "reentrant" for node, _ in walk(description.model))
         self.is_uniform = "fully_shard" not in description.door and (is_reentrant or not description.originals)
 
-    def mended(self, node: Node, unit: str | None, path: str) -> Node:
+    def repaired(self, node: Node, unit: str | None, path: str) -> Node:
         d = self.description
         changes: dict[str, Any] = {}
         unit = path if unit is None or node.unit else unit
@@ -290,7 +290,7 @@ class _Rules:
         if node.kind in LEAVES:
             return self._mended_leaf(replace(node, children=(), **changes), unit)
         changes["same_as"] = -1
-        children = tuple(self.mended(child, unit, f"{path}.{i}") for i, child in enumerate(node.children))
+        children = tuple(self.repaired(child, unit, f"{path}.{i}") for i, child in enumerate(node.children))
         return replace(node, **changes, children=children)
 
     def _mended_leaf(self, leaf: Node, unit: str) -> Node:

@@ -96,11 +96,11 @@ def test_script_has_question_one_broken_place_and_a_fix(name: str) -> None:
         "one way to fix it; try your own first",
     ]
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
-    names = [node.name for node in functions if node.name in ("broken", "experiment", "mended")]
-    assert names == ["broken", "experiment", "mended"]
+    names = [node.name for node in functions if node.name in ("broken", "experiment", "fixed")]
+    assert names == ["broken", "experiment", "fixed"]
     # The correction changes no arguments.
-    broken, mended = (next(node for node in functions if node.name == name) for name in ("broken", "mended"))
-    assert ast.dump(broken.args) == ast.dump(mended.args)
+    broken, fixed = (next(node for node in functions if node.name == name) for name in ("broken", "fixed"))
+    assert ast.dump(broken.args) == ast.dump(fixed.args)
 
 
 @pytest.mark.pure
@@ -123,7 +123,7 @@ def test_a_broken_script_ends_in_time_and_each_rank_names_the_cause(name: str) -
 @pytest.mark.spec("LAB-03")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_fixed_script_succeeds_on_both_ranks(name: str) -> None:
-    ranks, seconds = outcome(name, "--mended")
+    ranks, seconds = outcome(name, "--fixed")
     for rank, (status, words) in enumerate(ranks):
         assert status == 0, words
         assert words.rstrip().endswith(f"rank {rank} has ended well"), words

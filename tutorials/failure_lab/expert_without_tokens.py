@@ -46,7 +46,7 @@ def experiment(build, rank):
 # ---- one way to fix it; try your own first ----
 
 
-def mended():
+def fixed():
     model = fully_shard(Experts())
     # The gradient of an expert without tokens is zero, and is reduced like any other.
     model.set_reduce_scatter_unused_params(True)
@@ -54,4 +54,4 @@ def mended():
 
 
 if __name__ == "__main__":
-    on_two_ranks(experiment, broken, mended)
+    on_two_ranks(experiment, broken, fixed)

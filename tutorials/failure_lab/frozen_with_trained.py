@@ -35,10 +35,10 @@ def experiment(wrap, rank):
 # ---- one way to fix it; try your own first ----
 
 
-def mended(model):
+def fixed(model):
     model[0] = FSDP(model[0])  # The frozen layer becomes a unit of its own.
     return FSDP(model)
 
 
 if __name__ == "__main__":
-    on_two_ranks(experiment, broken, mended)
+    on_two_ranks(experiment, broken, fixed)

@@ -1,7 +1,7 @@
 """Start and end of the experiments of the failure lab, so that a script only shows its topic.
 
-A script passes three functions: the ``experiment``, the ``broken`` part of it, and the ``mended`` one. With
-``--mended`` the experiment uses the latter. Both ranks run it, on the CPU, with gloo.
+A script passes three functions: the ``experiment``, the ``broken`` part of it, and the ``fixed`` one. With
+``--fixed`` the experiment uses the latter. Both ranks run it, on the CPU, with gloo.
 
 The timeout of the ranks is only 3 seconds. A real job has 10 to 30 minutes; the error at the end is the same. A rank
 that has raised prints its error and the lines of the script that led to it, in rank order, and stays until the other
@@ -50,20 +50,20 @@ class WrongAnswerError(Exception):
 
 
 def on_two_ranks(
-    experiment: Callable[[Any, int], None], broken: Callable[..., Any], mended: Callable[..., Any]
+    experiment: Callable[[Any, int], None], broken: Callable[..., Any], fixed: Callable[..., Any]
 ) -> None:
     """Runs the experiment on two ranks, and ends the process with status 1 if it has failed on this rank.
 
     Args:
-        experiment: called with the broken or the mended part, and the rank.
+        experiment: called with the broken or the fixed part, and the rank.
         broken: the part that causes the failure.
-        mended: a part that works.
+        fixed: a part that works.
     """
     parser = argparse.ArgumentParser()
-    parser.add_argument("--mended", action="store_true", help="run the form at the end of the file, which works")
+    parser.add_argument("--fixed", action="store_true", help="run the form at the end of the file, which works")
     parser.add_argument("--debug", action="store_true", help="look for more, at a cost: minifsdp.debug()")
     options = parser.parse_args()
-    part = mended if options.mended else broken
+    part = fixed if options.fixed else broken
     if not started_by_torchrun():
         sys.exit(start_ranks(sys.argv[0], 2, sys.argv[1:]))
     store, rank, num_ranks = next(dist.rendezvous("env://", timeout=STARTING))

@@ -39,7 +39,7 @@ def experiment(loss, rank):
 # ---- one way to fix it; try your own first ----
 
 
-def mended(loss_of_tokens):
+def fixed(loss_of_tokens):
     num_tokens = torch.tensor(float(len(loss_of_tokens)))
     dist.all_reduce(num_tokens)
     # The reduction averages over 2 ranks, that is, divides by 2; the factor 2 compensates for it.
@@ -47,4 +47,4 @@ def mended(loss_of_tokens):
 
 
 if __name__ == "__main__":
-    on_two_ranks(experiment, broken, mended)
+    on_two_ranks(experiment, broken, fixed)

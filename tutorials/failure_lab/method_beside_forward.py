@@ -44,11 +44,11 @@ def experiment(build, rank):
 # ---- one way to fix it; try your own first ----
 
 
-def mended():
+def fixed():
     model = fully_shard(Coder())
     register_fsdp_forward_method(model, "encode")  # All-gathers before it and reshards after it, like forward.
     return model
 
 
 if __name__ == "__main__":
-    on_two_ranks(experiment, broken, mended)
+    on_two_ranks(experiment, broken, fixed)

@@ -40,10 +40,10 @@ def experiment(build, rank):
 # ---- one way to fix it; try your own first ----
 
 
-def mended():
+def fixed():
     model = FSDP(layers())
     return model, torch.optim.Adam(model.parameters(), lr=0.05)
 
 
 if __name__ == "__main__":
-    on_two_ranks(experiment, broken, mended)
+    on_two_ranks(experiment, broken, fixed)

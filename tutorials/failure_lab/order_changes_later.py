@@ -52,9 +52,9 @@ def experiment(generator_for, rank):
 # ---- one way to fix it; try your own first ----
 
 
-def mended(rank):
+def fixed(rank):
     return torch.Generator().manual_seed(0)  # The order must be the same on all ranks.
 
 
 if __name__ == "__main__":
-    on_two_ranks(experiment, broken, mended)
+    on_two_ranks(experiment, broken, fixed)

@@ -31,10 +31,10 @@ def experiment(features_of, rank):
 # ---- one way to fix it; try your own first ----
 
 
-def mended(model, x):
+def fixed(model, x):
     with FSDP.summon_full_params(model, writeback=False):
         return model.module[0](x)
 
 
 if __name__ == "__main__":
-    on_two_ranks(experiment, broken, mended)
+    on_two_ranks(experiment, broken, fixed)

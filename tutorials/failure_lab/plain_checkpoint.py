@@ -32,9 +32,9 @@ def experiment(load, rank):
 # ---- one way to fix it; try your own first ----
 
 
-def mended(model, checkpoint):
+def fixed(model, checkpoint):
     set_model_state_dict(model, checkpoint, options=StateDictOptions(full_state_dict=True))
 
 
 if __name__ == "__main__":
-    on_two_ranks(experiment, broken, mended)
+    on_two_ranks(experiment, broken, fixed)

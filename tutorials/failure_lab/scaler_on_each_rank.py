@@ -39,9 +39,9 @@ def experiment(make_scaler, rank):
 # ---- one way to fix it; try your own first ----
 
 
-def mended():
+def fixed():
     return ShardedGradScaler("cpu")
 
 
 if __name__ == "__main__":
-    on_two_ranks(experiment, broken, mended)
+    on_two_ranks(experiment, broken, fixed)

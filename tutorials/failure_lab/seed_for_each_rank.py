@@ -37,7 +37,7 @@ def experiment(build, rank):
 # ---- one way to fix it; try your own first ----
 
 
-def mended(rank):
+def fixed(rank):
     torch.manual_seed(0)
     model = nn.Linear(8, 8)
     torch.manual_seed(rank)  # Each rank draws different numbers from here on.
@@ -45,4 +45,4 @@ def mended(rank):
 
 
 if __name__ == "__main__":
-    on_two_ranks(experiment, broken, mended)
+    on_two_ranks(experiment, broken, fixed)

@@ -43,11 +43,11 @@ def experiment(prepare_data, rank):
 # ---- one way to fix it; try your own first ----
 
 
-def mended(rank):
+def fixed(rank):
     patient = dist.new_group(timeout=timedelta(seconds=30))
     prepare(rank)
     dist.barrier(patient)  # The faster rank waits here, with a longer timeout.
 
 
 if __name__ == "__main__":
-    on_two_ranks(experiment, broken, mended)
+    on_two_ranks(experiment, broken, fixed)

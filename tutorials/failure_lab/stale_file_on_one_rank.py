@@ -32,9 +32,9 @@ def experiment(renamed, rank):
 # ---- one way to fix it; try your own first ----
 
 
-def mended(checkpoint):
+def fixed(checkpoint):
     return {name.replace("head.", "1."): value for name, value in checkpoint.items()}
 
 
 if __name__ == "__main__":
-    on_two_ranks(experiment, broken, mended)
+    on_two_ranks(experiment, broken, fixed)

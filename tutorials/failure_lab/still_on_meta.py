@@ -44,10 +44,10 @@ def experiment(give_memory, rank):
 # ---- one way to fix it; try your own first ----
 
 
-def mended(model):
+def fixed(model):
     model.to_empty(device="cpu")
     give_values(model)
 
 
 if __name__ == "__main__":
-    on_two_ranks(experiment, broken, mended)
+    on_two_ranks(experiment, broken, fixed)

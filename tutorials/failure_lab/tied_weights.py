@@ -50,9 +50,9 @@ def experiment(shard_ends, rank):
 # ---- one way to fix it; try your own first ----
 
 
-def mended(model):
+def fixed(model):
     fully_shard([model.embed, model.head])  # Two modules, one unit.
 
 
 if __name__ == "__main__":
-    on_two_ranks(experiment, broken, mended)
+    on_two_ranks(experiment, broken, fixed)

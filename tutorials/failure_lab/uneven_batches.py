@@ -37,7 +37,7 @@ def experiment(as_long_as_all_have, rank):
 # ---- one way to fix it; try your own first ----
 
 
-def mended(batches):
+def fixed(batches):
     left = iter(batches)
     while True:
         x = next(left, None)
@@ -49,4 +49,4 @@ def mended(batches):
 
 
 if __name__ == "__main__":
-    on_two_ranks(experiment, broken, mended)
+    on_two_ranks(experiment, broken, fixed)

@@ -165,7 +165,7 @@
     if (link.hash !== location.hash) history.replaceState(null, "", link.hash || location.pathname + location.search);
     if (!wrong.length) return draw(read);
     facts.textContent = "";
-    verdict.textContent = "Nothing is computed before this is mended: " + wrong.map((name) => FIELDS[name].label).join(", ") + ".";
+    verdict.textContent = "Fix this first: " + wrong.map((name) => FIELDS[name].label).join(", ") + ".";
     result.replaceChildren();
   }
 

@@ -97,7 +97,7 @@ MUTANTS = [
     ),
     Mutant(
         "broken-off-and-not-mended",
-        "Wrapper._mend",
+        "Wrapper._recover_after_error",
         "self._tree.recover_after_error()",
         "pass",
         "After an error in backward, the model can be neither saved nor summoned.",
