@@ -544,7 +544,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
 
     @property
     def _is_root(self) -> bool | None:  # type: ignore[override]
-        return None if self._tree is None else self._is_tree_root
+        return None if self._root_state is None else self._is_outermost
 
     @property
     def _sync_gradients(self) -> bool:
@@ -566,7 +566,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
     @property
     def _exec_order_data(self) -> Any:
         # `recover_after_error` reshards all units, waits for issued reductions, and drops their results.
-        return SimpleNamespace(next_iter=self._current_tree().recover_after_error)
+        return SimpleNamespace(next_iter=self._current_root_state().recover_after_error)
 
     # Torch's checkpoint functions compare, set and restore these three.
     _state_dict_type = wrapper_names.setting("state_dict_type")

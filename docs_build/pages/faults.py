@@ -17,7 +17,7 @@ from docs_build.reading.text import table as markdown
 from docs_build.recording.records import of_record
 
 
-def _told(heads: Iterable[str], rows: Iterable[Iterable[object]], record: dict[str, Any], words: str = "") -> str:
+def _stated(heads: Iterable[str], rows: Iterable[Iterable[object]], record: dict[str, Any], words: str = "") -> str:
     """A table with the circumstances of its record below it."""
     return "\n".join([markdown(heads, rows, "lr"), "", *([words, ""] if words else []), *record["circumstances"]])
 
@@ -35,7 +35,7 @@ def table(record: Any) -> str:
     num_cells = sum(len(row) for of_kind in kinds for row in of_kind.values())
     words = f"{num_cells} cells, on CPUs with gloo, with 2 ranks (hybrid: 4)."
     words += f" The timeout of the groups is {record['timeout']:g} s."
-    return _told(["a rank ... at", *faults], rows, record, words)
+    return _stated(["a rank ... at", *faults], rows, record, words)
 
 
 @of_record("faults")
@@ -73,7 +73,7 @@ def restarts(record: Any) -> str:
 
     places, kinds = (list(dict.fromkeys(key[part] for key in jobs)) for part in (slice(2), slice(2, 4)))
     rows = [[" ".join(place), *(cell(jobs[place + kind]) for kind in kinds)] for place in places]
-    return _told(["a rank ...", *(f"`{api}`, `{strategy}`" for api, strategy in kinds)], rows, record)
+    return _stated(["a rank ...", *(f"`{api}`, `{strategy}`" for api, strategy in kinds)], rows, record)
 
 
 @of_record("kills")
@@ -90,7 +90,7 @@ def kills(record: Any) -> str:
     sums = (f"**{sum(counts[name, door] for name in moments)}, {lost[door]}**" for door in doors)
     rows.append(["**all, checkpoints lost**", *sums])
     heads = ["killed", *(f"`{door}`" for door in doors)]
-    return _told(heads, rows, record, f"Checkpoints lost: {lost.total()}.")
+    return _stated(heads, rows, record, f"Checkpoints lost: {lost.total()}.")
 
 
 # ---- long runs ----
@@ -120,7 +120,7 @@ def fuzz(record: Any) -> str:
         for run in record["runs"]
     ]
     total = sum(run["programs"] for run in record["runs"])
-    return _told(["through", *PROGRAMS], rows, record, f"{total:,} programs in all.")
+    return _stated(["through", *PROGRAMS], rows, record, f"{total:,} programs in all.")
 
 
 @of_record("soak")
@@ -131,4 +131,4 @@ def soak(record: Any) -> str:
         [words, *(f"{sample[name] / divisor:,.0f}{unit}" for _, sample in samples)]
         for name, (words, unit, divisor) in HELD.items()
     ]
-    return _told(["on rank 0", *(f"`{api}`, after step {one['step']:,}" for api, one in samples)], rows, record)
+    return _stated(["on rank 0", *(f"`{api}`, after step {one['step']:,}" for api, one in samples)], rows, record)

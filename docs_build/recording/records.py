@@ -69,5 +69,5 @@ def _processor() -> str:
 def torchrun(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs a script of this repository as a reader would, with one thread for each rank."""
     command = [sys.executable, "-m", "torch.distributed.run", *arguments]
-    told = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
-    return subprocess.run(command, cwd=ROOT, env=told, capture_output=True, text=True, check=False)
+    reported = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run(command, cwd=ROOT, env=reported, capture_output=True, text=True, check=False)

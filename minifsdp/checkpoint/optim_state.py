@@ -210,31 +210,31 @@ def _facts_of_all_ranks(names: ParameterNames, states: States) -> tuple[list[Fac
             # A rank without an element of the parameter may have an empty state or none, so it is not compared.
             holders = [rank for place, rank in enumerate(ranks) if unit.holds(number, place)]
             there = {rank: by_rank[rank][index] for rank in holders or ranks}
-            told = {rank: by_number[number] for rank, by_number in there.items() if number in by_number}
-            if told:
-                merged[index][number] = next(iter(told.values()))
-                problems.extend(_mismatches(unit, name, holders, told))
+            reported = {rank: by_number[number] for rank, by_number in there.items() if number in by_number}
+            if reported:
+                merged[index][number] = next(iter(reported.values()))
+                problems.extend(_mismatches(unit, name, holders, reported))
     return merged, problems
 
 
-def _mismatches(unit: UnitCodec, name: str, holders: list[int], told: dict[int, Any]) -> Iterator[str]:
+def _mismatches(unit: UnitCodec, name: str, holders: list[int], reported: dict[int, Any]) -> Iterator[str]:
     """Describes how the facts of one parameter differ between ranks. Only ranks with an element are compared."""
-    lacking = [rank for rank in holders if rank not in told]
+    lacking = [rank for rank in holders if rank not in reported]
     if lacking:
-        yield detail("state-on-some-ranks", name=name, having=list(told), lacking=lacking)
-    for key, first, rank in differences(told) if holders and not lacking else ():
-        expected, found = told[first].get(key), told[rank].get(key)
+        yield detail("state-on-some-ranks", name=name, having=list(reported), lacking=lacking)
+    for key, first, rank in differences(reported) if holders and not lacking else ():
+        expected, found = reported[first].get(key), reported[rank].get(key)
         yield detail("state-differs", key=key, name=name, expected=expected, first=first, found=found, rank=rank)
-    for key, fact in next(iter(told.values())).items():
+    for key, fact in next(iter(reported.values())).items():
         if isinstance(fact, PerElement) and fact.shape is not None and not unit.keeps_shapes:
             yield detail("state-unfit", key=key, name=name, shape=fact.shape)
 
 
-def differences(told: Mapping[Any, Mapping[str, Any]]) -> Iterator[tuple[str, Any, Any]]:
+def differences(reported: Mapping[Any, Mapping[str, Any]]) -> Iterator[tuple[str, Any, Any]]:
     """The states whose facts differ from the first ones: the state's name, and the keys of the two facts."""
-    first, *others = told or [None]
+    first, *others = reported or [None]
     for other in others:
-        expected, found = told[first], told[other]
+        expected, found = reported[first], reported[other]
         for key in sorted({*expected, *found}):
             if key not in expected or key not in found or not _same(expected[key], found[key]):
                 yield key, first, other

@@ -211,13 +211,13 @@ def _tensor_problems(state: Mapping[str, Any], target: Target) -> Iterator[str]:
 
 def _stored_once(unit: UnitCodec, facts: Facts) -> Iterator[str]:
     """A flat parameter has each state once, so all parameters in it must have the same states with equal values."""
-    told = {unit.names[number]: of_parameter for number, of_parameter in facts.items() if of_parameter}
-    for key, first, name in differences(told):
-        there, other = (first, name) if key in told[first] else (name, first)
-        if key not in told[other]:
+    reported = {unit.names[number]: of_parameter for number, of_parameter in facts.items() if of_parameter}
+    for key, first, name in differences(reported):
+        there, other = (first, name) if key in reported[first] else (name, first)
+        if key not in reported[other]:
             yield detail("state-lacking", key=key, lacking=other, there=there)
         else:
-            expected, found = told[first][key], told[name][key]
+            expected, found = reported[first][key], reported[name][key]
             yield detail("state-only-once", key=key, expected=expected, first=first, found=found, name=name)
 
 

@@ -94,12 +94,12 @@ def agree(wrapper: Wrapper, call: str, meshes: Iterable[MeshGroups], has_code: C
         for inner in wrappers
     ]
     groups = agreement.monitored_barrier(agreement.groups_of(meshes), call, has_facts=any(mine))
-    told = agreement.exchange(groups, mine)
+    reported = agreement.exchange(groups, mine)
     for number, inner in enumerate(wrappers):
         group = inner.mesh.shard
         ranks = [rank_of_this_process()] if group is None else group.ranks
         # In a simulation, one process runs all ranks, and only its own value exists.
-        state_of(inner).runs_custom_code = any(told[rank][number] for rank in ranks if rank in told)
+        state_of(inner).runs_custom_code = any(reported[rank][number] for rank in ranks if rank in reported)
 
 
 def is_outermost_here(wrapper: Wrapper, prefix: str) -> bool:

@@ -174,7 +174,7 @@ class _Expected:
     """The keys and shapes that a dict must have.
 
     Args:
-        tree: all modules to load, each with the prefix of its keys.
+        root_state: all modules to load, each with the prefix of its keys.
         codecs: of the units among them.
 
     Attributes:
@@ -184,12 +184,12 @@ class _Expected:
         elsewhere: prefixes of keys that a module loads with custom code.
     """
 
-    def __init__(self, tree: Sequence[tuple[str, nn.Module]], codecs: Sequence[UnitCodec]) -> None:
+    def __init__(self, root_state: Sequence[tuple[str, nn.Module]], codecs: Sequence[UnitCodec]) -> None:
         self.in_units = {key: (codec, number) for codec in codecs for number, key in codec.keys}
         self.shapes = {key: tuple(codec.shapes[number]) for key, (codec, number) in self.in_units.items()}
-        self.elsewhere = tuple(start for start, module in tree if state_dict.loads_itself(module))
-        self.optional = {start + "_extra_state" for start, _ in tree}
-        for start, module in tree:
+        self.elsewhere = tuple(start for start, module in root_state if state_dict.loads_itself(module))
+        self.optional = {start + "_extra_state" for start, _ in root_state}
+        for start, module in root_state:
             left_out = {FLAT_NAME, *module._non_persistent_buffers_set}
             for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
                 if tensor is not None and name not in left_out and not is_lazy(tensor):
@@ -205,11 +205,11 @@ class _Expected:
 
 def _refuse_misfit(wrapper: Wrapper, form: Form, state: Mapping[str, Any], prefix: str, *, strict: bool) -> None:
     """Raises on all ranks if the dict of any rank does not fit. All ranks of the units' groups must call it."""
-    tree = [(prefix + dotted(path), module) for path, module in wrapper.named_modules(remove_duplicate=False)]
-    wrappers = [(start, module) for start, module in tree if isinstance(module, Wrapper)]
+    root_state = [(prefix + dotted(path), module) for path, module in wrapper.named_modules(remove_duplicate=False)]
+    wrappers = [(start, module) for start, module in root_state if isinstance(module, Wrapper)]
     codecs = [UnitCodec(inner, start) for start, inner in wrappers if inner._unit is not None]
     groups = agreement.groups_of(inner.mesh for _, inner in wrappers)
-    expected = _Expected(tree, codecs)
+    expected = _Expected(root_state, codecs)
     if form.is_local:
         problems = [problem for codec in codecs for problem in _local_problems(codec, state, strict)]
     else:

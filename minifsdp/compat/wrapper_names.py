@@ -104,7 +104,7 @@ def flat_parameter(wrapper: Wrapper) -> Any:
 
 def reduces_gradients(wrapper: Wrapper) -> bool:
     """Whether backward reduces gradients: false in ``no_sync()``."""
-    units = [wrapper._unit] if wrapper._unit else wrapper._tree.units if wrapper._tree else []
+    units = [wrapper._unit] if wrapper._unit else wrapper._root_state.units if wrapper._root_state else []
     return all(unit.policy.reduces for unit in units)
 
 

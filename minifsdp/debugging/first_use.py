@@ -21,30 +21,30 @@ from torch import nn
 
 from minifsdp.debugging.attach import attached
 from minifsdp.engine.messages import message, warn
-from minifsdp.engine.root import Root
+from minifsdp.engine.root import RootState
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp1.wrapper import Wrapper
 from minifsdp.fsdp2.fsdp_state import FSDPState
 
 
 @contextmanager
-def at_first_use(look: Callable[[Sequence[nn.Module], Root], None]) -> Iterator[None]:
+def at_first_use(look: Callable[[Sequence[nn.Module], RootState], None]) -> Iterator[None]:
     """Calls ``look`` before the first forward of each root inside the block, with the outermost modules and the root.
 
     If ``look`` raises an error, it is called again before the next forward.
     """
-    known: weakref.WeakSet[Root] = weakref.WeakSet()
+    known: weakref.WeakSet[RootState] = weakref.WeakSet()
 
-    def seen(tree: Root, modules: Sequence[nn.Module]) -> None:
-        if tree not in known:
-            look(modules, tree)
-            known.add(tree)
+    def seen(root_state: RootState, modules: Sequence[nn.Module]) -> None:
+        if root_state not in known:
+            look(modules, root_state)
+            known.add(root_state)
 
-    def of_wrapper(tree: Root, wrapper: Any) -> None:
-        seen(tree, [wrapper])
+    def of_wrapper(root_state: RootState, wrapper: Any) -> None:
+        seen(root_state, [wrapper])
 
-    def of_state(tree: Root, state: Any) -> None:
-        seen(tree, state.modules)
+    def of_state(root_state: RootState, state: Any) -> None:
+        seen(root_state, state.modules)
 
     with attached(Wrapper, "_current_tree", after=of_wrapper), attached(FSDPState, "current_tree", after=of_state):
         yield
@@ -62,8 +62,8 @@ def late_units_named(check: str) -> Iterator[None]:
     def note(_: None, unit: Unit, *args: Any, **kwargs: Any) -> None:
         in_time.add(unit)
 
-    def tell(_: Sequence[nn.Module], tree: Root) -> None:
-        late = [unit.name or "the root" for unit in tree.units if unit not in in_time]
+    def tell(_: Sequence[nn.Module], root_state: RootState) -> None:
+        late = [unit.name or "the root" for unit in root_state.units if unit not in in_time]
         if late:
             warn(message("debug-too-late", check=check, units=late))
 

@@ -40,7 +40,7 @@ from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.flat_tensor import local_tensor
 from minifsdp.engine.layout import Layout, full_name
 from minifsdp.engine.messages import message, warn
-from minifsdp.engine.root import Root
+from minifsdp.engine.root import RootState
 from minifsdp.fsdp1.wrapper import Wrapper, clean_name
 
 Named = Iterable[tuple[str, torch.Tensor]]
@@ -111,10 +111,10 @@ def _after_initialize(_: None, wrapper: Wrapper, modules: list[tuple[str, nn.Mod
 # --- 3. before a model is used ---
 
 
-def _refuse_unset(modules: Sequence[nn.Module], tree: Root) -> None:
-    mine = [*_unset_in_units(tree), *_unset_outside(modules, tree)]
+def _refuse_unset(modules: Sequence[nn.Module], root_state: RootState) -> None:
+    mine = [*_unset_in_units(root_state), *_unset_outside(modules, root_state)]
     who: dict[str, list[str]] = {}
-    for rank, names in exchange(groups_of(plan.mesh for unit in tree.units for plan in unit.plans), mine).items():
+    for rank, names in exchange(groups_of(plan.mesh for unit in root_state.units for plan in unit.plans), mine).items():
         for name in names:
             who.setdefault(name, []).append(str(rank))
     if who:
@@ -122,8 +122,8 @@ def _refuse_unset(modules: Sequence[nn.Module], tree: Root) -> None:
         raise RuntimeError(message("used-unset", names=some(names)))
 
 
-def _unset_in_units(tree: Root) -> Iterator[str]:
-    for unit in tree.units:
+def _unset_in_units(root_state: RootState) -> Iterator[str]:
+    for unit in root_state.units:
         local_shards = zip(unit.layout.parameters, _local_shards(unit.layout), strict=True)
         for owned, local_shard in local_shards:
             if any(slot.module in _made for slot in owned.attributes) and _is_unset(local_shard):
@@ -138,9 +138,9 @@ def _local_shards(layout: Layout) -> list[torch.Tensor]:
     return list(layout.local_parameters())
 
 
-def _unset_outside(modules: Sequence[nn.Module], tree: Root) -> Iterator[str]:
+def _unset_outside(modules: Sequence[nn.Module], root_state: RootState) -> Iterator[str]:
     """Names of unset buffers, and of unset parameters that belong to no unit."""
-    owned = {parameter for unit in tree.units for parameter in unit.layout.local_parameters()}
+    owned = {parameter for unit in root_state.units for parameter in unit.layout.local_parameters()}
     for root in modules:
         for path, module in root.named_modules():
             if module in _made:

@@ -47,7 +47,7 @@ from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import detail, message
 from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.precision import tensors_in
-from minifsdp.engine.root import Root
+from minifsdp.engine.root import RootState
 from minifsdp.engine.unit import Phase, Unit
 
 
@@ -70,10 +70,10 @@ _found: weakref.WeakKeyDictionary[Layout, str] = weakref.WeakKeyDictionary()
 def looked_at() -> Iterator[None]:
     """Checks the values of all units inside the block."""
     places = (
-        (Root, "begin_forward", _after_begin),
+        (RootState, "begin_forward", _after_begin),
         (IterationState, "pre_forward", _after_gather),
         (IterationState, "watch_output", _after_module),
-        (Root, "end_forward", _after_forward),
+        (RootState, "end_forward", _after_forward),
         (FlatLayout, "take_gradient", _after_gradient),
         (PerParameterLayout, "take_gradient", _after_gradient),
         (IterationState, "end_backward", _after_backward),
@@ -88,10 +88,10 @@ def looked_at() -> Iterator[None]:
 # --- where values are created ---
 
 
-def _after_begin(is_outermost: bool, tree: Root, caller: Unit | None = None) -> None:
+def _after_begin(is_outermost: bool, root_state: RootState, caller: Unit | None = None) -> None:
     if is_outermost:
         # Removes records of an iteration that was aborted.
-        _forget(tree.units)
+        _forget(root_state.units)
 
 
 def _after_gather(_: None, iteration: IterationState, unit: Unit) -> None:
@@ -151,10 +151,10 @@ def _look(layout: Layout, tensors: Sequence[torch.Tensor], describe: Callable[[i
 # --- where ranks agree ---
 
 
-def _after_forward(_: None, tree: Root) -> None:
+def _after_forward(_: None, root_state: RootState) -> None:
     # In an evaluation without communication, ranks may reach this point at different times or not at all.
-    if tree.iteration.is_recorded or any(unit.plan.mesh.shard is not None for unit in tree.units):
-        _agree(tree.units, "forward", tree.fail_forward)
+    if root_state.iteration.is_recorded or any(unit.plan.mesh.shard is not None for unit in root_state.units):
+        _agree(root_state.units, "forward", root_state.fail_forward)
 
 
 def _after_backward(_: None, iteration: IterationState) -> None:

@@ -48,7 +48,7 @@ _OF_WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod
 _tree_numbers = itertools.count()
 
 
-class Tree:
+class RootId:
     """The units of one root, for the log.
 
     Attributes:
@@ -66,24 +66,24 @@ class UnitName(str):
     Args:
         name: full name of the unit's module inside the root.
         parameters: name inside the unit, and shape, of each parameter.
-        tree: the units of the same root.
+        root_id: the units of the same root.
 
     Attributes:
         identities: the identity of the unit in each sequence.
         digest: equal for units with equal parameter shapes and names, without the components that wrappers add.
-        tree: as given.
+        root_id: as given.
     """
 
     digest: int
-    tree: Tree
+    root_id: RootId
     identities: dict[CollectiveSequence, int]
 
-    def __new__(cls, name: str, parameters: Iterable[tuple[str, Sequence[int]]], tree: Tree) -> UnitName:
+    def __new__(cls, name: str, parameters: Iterable[tuple[str, Sequence[int]]], root_id: RootId) -> UnitName:
         """Computes the digest once, because it is part of every entry."""
         made = super().__new__(cls, name)
         paths = [(f"{name}.{path}".split("."), tuple(shape)) for path, shape in parameters]
         cleaned = [([part for part in parts if part not in _OF_WRAPPERS], shape) for parts, shape in paths]
-        made.digest, made.tree, made.identities = crc32(repr(cleaned).encode()), tree, {}
+        made.digest, made.root_id, made.identities = crc32(repr(cleaned).encode()), root_id, {}
         return made
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
@@ -114,7 +114,7 @@ class CollectiveSequence:
         self.last_epoch = (-1, 0, self.digest)
         self.transport: Any = None
         self.agreed: set[int] = set()
-        self._trees: dict[int, int] = {}
+        self._root_numbers: dict[int, int] = {}
 
     def begin_epoch(self) -> None:
         """Starts a new epoch, at the same position on all ranks."""
@@ -132,7 +132,7 @@ class CollectiveSequence:
 
     def identity_of(self, unit: UnitName) -> int:
         """Identifies a unit on this group: its parameters, and the number of its root among the roots that used it."""
-        number = self._trees.setdefault(unit.tree.number, len(self._trees))
+        number = self._root_numbers.setdefault(unit.root_id.number, len(self._root_numbers))
         unit.identities[self] = identity = crc32(b"%d" % number, unit.digest)
         return identity
 
@@ -247,7 +247,7 @@ class CollectiveLog:
         """
         of_unit: Any = unit
         if isinstance(unit, UnitName):
-            unit.tree.used.add(sequence)
+            unit.root_id.used.add(sequence)
             of_unit = unit.identities.get(sequence) or sequence.identity_of(unit)
             unit = str(unit)
         identity = f"{kind} {num_bytes} {dtype} {of_unit} {parts};".encode()

@@ -58,7 +58,7 @@ from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-d
 from torch.utils._python_dispatch import _disable_current_modes
 
 from minifsdp.engine import collectives
-from minifsdp.engine.collective_log import Tree, UnitName, log
+from minifsdp.engine.collective_log import RootId, UnitName, log
 from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import message, warn
@@ -71,7 +71,7 @@ class RankChecks:
         names: the names of all units of the root.
         meshes: their shard groups and replicate groups, in the same order on every rank.
         comm_streams: the communication streams of the root.
-        tree: the units in the collective log.
+        root_id: the units in the collective log.
 
     Attributes:
         always: whether every all-gather is checked, for all roots; for debugging. Must be equal on all ranks.
@@ -82,9 +82,9 @@ class RankChecks:
     unread: ClassVar[list[RankChecks]] = []
 
     def __init__(
-        self, names: Sequence[str], meshes: Sequence[MeshGroups], comm_streams: CommStreams, tree: Tree
+        self, names: Sequence[str], meshes: Sequence[MeshGroups], comm_streams: CommStreams, root_id: RootId
     ) -> None:
-        self._names, self._comm_streams, self._tree = names, comm_streams, tree
+        self._names, self._comm_streams, self._root_id = names, comm_streams, root_id
         groups = [mesh.shard for mesh in meshes] + [mesh.replicate for mesh in meshes]
         self._groups = {group.sequence: group for group in groups if group is not None}
         self._is_detailed = dist.is_initialized() and get_debug_level() == DebugLevel.DETAIL
@@ -147,11 +147,11 @@ class RankChecks:
 
     def begin_backward(self) -> None:
         """Called when a backward begins."""
-        self._tree.used.clear()
+        self._root_id.used.clear()
 
     def compare(self) -> None:
         """Called at the end of a backward: issues the question in each group that this backward used."""
-        groups = [(sequence, group) for sequence, group in self._groups.items() if sequence in self._tree.used]
+        groups = [(sequence, group) for sequence, group in self._groups.items() if sequence in self._root_id.used]
         if not groups:
             return
         if self._asked:

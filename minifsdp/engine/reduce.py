@@ -241,7 +241,7 @@ class Reducer:
             new.event = _noted("RS", new, shard, "reduce") if trace.recorder is not None else None
             if replicas is not None and new.all_reduces and isinstance(new.name, UnitName):
                 # The all-reduce is issued later, maybe after the ranks compare this backward.
-                new.name.tree.used.add(replicas.sequence)
+                new.name.root_id.used.add(replicas.sequence)
             return collectives.reduce_scatter(shard, new.local_shard, new.whole, new.name, new.gradient.numbers)
         if replicas is not None and new.all_reduces:
             # 4. Without a shard group the all-reduce is the only collective, so it can be issued immediately.

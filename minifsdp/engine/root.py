@@ -19,7 +19,7 @@ The beginning of an iteration does the following, in this order:
 5. At the end, if no backward can follow, register the sharded parameters on the modules, even where memory is kept. An
    optimizer that is created now, or a change of the parameters, must use the trainable parameters.
 
-A unit that ran forward on its own first was the root of its own small tree. If it turns out later that a larger root
+A unit that ran forward on its own first had a root state of its own. If it turns out later that a larger root
 contains it, the larger root takes it over.
 
 *In torch:* ``_lazy_init`` and ``_root_pre_forward``; there the same case fails an assertion about ``_is_root``.
@@ -34,7 +34,7 @@ import torch
 
 from minifsdp.engine import validation
 from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task
-from minifsdp.engine.collective_log import Tree, UnitName, log
+from minifsdp.engine.collective_log import RootId, UnitName, log
 from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.hooks import IterationState
 from minifsdp.engine.layout import Steps
@@ -45,7 +45,7 @@ from minifsdp.engine.schedule import BackwardPrefetch
 from minifsdp.engine.unit import Phase, State, Unit, not_while_summoned
 
 
-class Root:
+class RootState:
     """The state that the units of one root share.
 
     Args:
@@ -82,17 +82,17 @@ class Root:
         self._forward_is_open = self.is_dissolved = False
         self.after_optimizer: Any = None
         # A root state that is created again, for instance after a conversion, keeps its identity for other ranks.
-        tree = units[0][1].tree if units else Tree()
+        root_id = units[0][1].root_id if units else RootId()
         for name, unit in units:
-            unit.tree = tree
+            unit.root_id = root_id
             shapes = [(owned.path, owned.shape) for owned in unit.layout.parameters]
-            unit.name = unit.layout.name = UnitName(name, shapes, tree)
+            unit.name = unit.layout.name = UnitName(name, shapes, root_id)
             unit.choose(keep_unsharded_for_backward=unit is outermost and keeps_outermost)
             if unit.phase is not Phase.SUMMONED:
                 unit.layout.refresh_from_module()
             unit.plan_reductions()
         meshes = [plan.mesh for unit in self.units for plan in unit.plans]
-        rank_checks = RankChecks([unit.name for unit in self.units], meshes, self.comm_streams, tree)
+        rank_checks = RankChecks([unit.name for unit in self.units], meshes, self.comm_streams, root_id)
         for unit in self.units:
             unit.join(self.comm_streams, self.limiter, rank_checks)
         self.iteration = IterationState(

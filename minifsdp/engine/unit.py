@@ -41,7 +41,7 @@ from typing_extensions import TypeVar
 
 from minifsdp import trace
 from minifsdp.engine import optimizer_watch
-from minifsdp.engine.collective_log import Tree
+from minifsdp.engine.collective_log import RootId
 from minifsdp.engine.comm_streams import CommStreams, Handle
 from minifsdp.engine.layout import Layout, full_name
 from minifsdp.engine.lifetime import RateLimiter
@@ -126,7 +126,7 @@ class Unit(Generic[LayoutT]):
     Attributes:
         plan, plans: the first plan, and all of them, nearly always one.
         name: full name of the module inside the root; set by the root.
-        tree: the root's units, as the collective log sees them; set by the root.
+        root_id: the root's units, as the collective log sees them; set by the root.
         policy: when it is all-gathered, resharded and reduced.
         awaits_backward: autograd has recorded a forward whose backward has not begun.
         inner: the units inside this unit's module.
@@ -151,7 +151,7 @@ class Unit(Generic[LayoutT]):
         self.plans = plan if isinstance(plan, tuple) else (plan,)
         self.plan = self.plans[0]
         self.policy = policy
-        self.name, self.tree = type(module).__name__, Tree()
+        self.name, self.root_id = type(module).__name__, RootId()
         self.state, self.phase = State.SHARDED, Phase.IDLE
         self.planned_for: object = None
         self.awaits_backward = self.is_for_evaluation = False

@@ -34,7 +34,7 @@ from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.flat_tensor import local_tensor
 from minifsdp.engine.layout import replaced_parameter_error
 from minifsdp.engine.messages import message, warn
-from minifsdp.engine.root import Root
+from minifsdp.engine.root import RootState
 from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1.build import FlatUnit
 
@@ -84,13 +84,13 @@ class UnitIsBusyError(RuntimeError, AssertionError, ValueError):
     """A unit is in the wrong phase. Programs written for torch's FSDP catch any of the three base classes."""
 
 
-def check_not_running(tree: Root) -> None:
+def check_not_running(root_state: RootState) -> None:
     """Checks that no forward or backward of the tree is running.
 
     Raises:
         UnitIsBusyError: if one is running.
     """
-    if tree.is_busy:
+    if root_state.is_busy:
         raise UnitIsBusyError(message("summon-while-running", idle=Phase.IDLE))
 
 

@@ -34,7 +34,7 @@ def no_sync(wrapper: Wrapper) -> Generator[None]:
         RuntimeError: if ``wrapper`` is not the root.
     """
     wrapper._only_on_the_root("no_sync()")
-    units = wrapper._current_tree().units
+    units = wrapper._current_root_state().units
     before = [(unit.policy.reduces, unit.policy.reshard_after_backward) for unit in units]
     for unit in units:
         # A unit that stays unsharded between forward and backward stays unsharded until the backward that reduces.
@@ -65,8 +65,8 @@ def full_params(module: nn.Module, recurse: bool, **options: bool) -> Generator[
         wrappers = [wrapper for wrapper in wrappers if wrapper is module]
     for wrapper in wrappers:
         wrapper._recover_after_error()
-        if wrapper._tree is not None:
-            check_not_running(wrapper._tree)
+        if wrapper._root_state is not None:
+            check_not_running(wrapper._root_state)
     units = [wrapper._unit for wrapper in wrappers if wrapper._unit is not None]
     before = [wrapper._shows_clean_names for wrapper in wrappers]
     with summoned(units, **options):
@@ -100,7 +100,7 @@ def clip_grad_norm(wrapper: Wrapper, max_norm: float, norm_type: float) -> torch
             reduced.
     """
     wrapper._only_on_the_root("clip_grad_norm_()")
-    wrapper._current_tree()
+    wrapper._current_root_state()
     layouts = [w._unit.layout for w in Wrapper.fsdp_modules(wrapper) if w._unit is not None]
     optimizer_watch.check_reduced("clip_grad_norm_()", layouts)
     parts = [part for layout in layouts for part in gradient_parts(layout)]
@@ -121,7 +121,7 @@ def register_comm_hook(wrapper: Wrapper, state: object, hook: Callable[..., Any]
     """
     if wrapper._is_inner:
         raise AssertionError(message("hook-root-only"))
-    if wrapper._tree is not None:
+    if wrapper._root_state is not None:
         raise RuntimeError(message("hook-too-late"))
     wrappers = Wrapper.fsdp_modules(wrapper)
     # Also with a single replica: on several nodes the same program would raise this error.

@@ -1,4 +1,4 @@
-"""The wrapper module of ``FullyShardedDataParallel``: its construction, its forward and its tree.
+"""The wrapper module of ``FullyShardedDataParallel``: its construction, its forward and its root state.
 
 ::
 
@@ -12,12 +12,12 @@ forward and backward. Five lines of `forward` do this; each of them calls the en
 attributes:
 
 * ``_unit``: the parameters that no inner wrapper manages; ``None`` if there are none
-* ``_tree``: the units that run together. The outermost wrapper that runs creates it at the first forward
+* ``_root_state``: the units that run together. The outermost wrapper that runs creates it at the first forward
 * ``_is_inner``: whether another wrapper contains this one
 
 Worked example: ``root(block0, block1)`` with all three wrapped. Each wrapper has a unit. The first ``root(batch)``
-creates one tree of three units and stores it in all three wrappers. If ``block0(x)`` was called alone before that, it
-has a tree with one unit, which the tree of three then replaces. See ``engine/root.py``.
+creates one root state of three units and stores it in all three wrappers. If ``block0(x)`` was called alone before that,
+it has a root state with one unit, which the new one replaces. See ``engine/root.py``.
 
 ``parameters()`` returns one flat parameter for each unit instead of the original parameters. The class
 ``FullyShardedDataParallel`` in ``fully_sharded_data_parallel.py`` adds the constructor and the methods that users call.
@@ -43,7 +43,7 @@ from minifsdp.engine.layout import owned_parameters
 from minifsdp.engine.messages import message
 from minifsdp.engine.precision import Precision, cast_floating, move
 from minifsdp.engine.reduce import ReducePlan
-from minifsdp.engine.root import Root
+from minifsdp.engine.root import RootState
 from minifsdp.engine.unit import Phase, Unit, UnitPolicy, modules_of_unit
 from minifsdp.fsdp1 import build, initial, wrap
 from minifsdp.fsdp1.compiling import warn_if_compiled
@@ -96,8 +96,8 @@ class Wrapper(nn.Module):
         # An environment variable of older torch versions that programs still set.
         self._full_precision_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
         self._buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
-        self._tree: Root | None = None
-        self._is_inner = self._is_tree_root = self._shows_clean_names = False
+        self._root_state: RootState | None = None
+        self._is_inner = self._is_outermost = self._shows_clean_names = False
         if options.auto_wrap_policy is not None:
             inner = self._options_of_inner(options, groups)
             wrap.auto_wrap(module, options.auto_wrap_policy, inner_class, inner, *ignored)
@@ -179,26 +179,26 @@ class Wrapper(nn.Module):
         Returns:
             The output of the wrapped module, with the same structure.
         """
-        tree = self._current_tree()
-        is_outermost_call = tree.begin_forward(self._unit)
+        root_state = self._current_root_state()
+        is_outermost_call = root_state.begin_forward(self._unit)
         try:
             unit = self._unit
             if is_outermost_call and self._full_precision_in_eval:
                 self._choose_precision()
             args, kwargs = self._prepare_inputs(args, kwargs, is_outermost_call)
             if unit is not None:
-                tree.iteration.pre_forward(unit)
+                root_state.iteration.pre_forward(unit)
             output = self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]
             if unit is not None:
-                tree.iteration.post_forward(unit, (args, kwargs), output)
+                root_state.iteration.post_forward(unit, (args, kwargs), output)
             elif is_outermost_call:
-                tree.iteration.watch(output)
+                root_state.iteration.watch(output)
         except BaseException:
             if is_outermost_call:
-                tree.fail_forward()
+                root_state.fail_forward()
             raise
         if is_outermost_call:
-            tree.end_forward()
+            root_state.end_forward()
             if self._full_precision_in_eval and not torch.is_grad_enabled():
                 self._choose_precision(for_backward=True)
         return output
@@ -222,31 +222,31 @@ class Wrapper(nn.Module):
             args, kwargs = move(self.compute_device, (args, kwargs))
         chosen = self.mixed_precision
         if chosen.param_dtype is not None and (self.module.training or not self._full_precision_in_eval):
-            casts = chosen.cast_root_forward_inputs if self._is_tree_root else chosen.cast_forward_inputs
+            casts = chosen.cast_root_forward_inputs if self._is_outermost else chosen.cast_forward_inputs
             if casts:
                 args, kwargs = cast_floating(chosen.param_dtype, (args, kwargs))
         return args, kwargs
 
-    # --- the tree ---
+    # --- the root state ---
 
-    def _current_tree(self) -> Root:
-        tree = self._tree
-        return self._find_tree() if tree is None or tree.is_dissolved else tree
+    def _current_root_state(self) -> RootState:
+        root_state = self._root_state
+        return self._create_root_state() if root_state is None or root_state.is_dissolved else root_state
 
     def _recover_after_error(self) -> None:
         """Cleans up after a backward that raised an exception. Called before the user reads parameters or gradients."""
-        if self._tree is not None:
-            self._tree.recover_after_error()
+        if self._root_state is not None:
+            self._root_state.recover_after_error()
 
-    def _find_tree(self) -> Root:
-        """Creates the tree with this wrapper as its root: its forward runs outside of any other wrapper (CTOR-10)."""
+    def _create_root_state(self) -> RootState:
+        """Creates the root state of this wrapper: its forward runs outside of any other wrapper (CTOR-10)."""
         wrappers = [(clean_name(name), m) for name, m in self.named_modules() if isinstance(m, Wrapper)]
-        # Wrappers that were called alone before are roots of small trees. Their units move to this tree (CTOR-11).
+        # Wrappers that were called alone before have a root state of their own. Their units move to this one (CTOR-11).
         for _, wrapper in wrappers:
-            if wrapper._tree is not None and not wrapper._tree.is_dissolved:
-                wrapper._tree.dissolve()
+            if wrapper._root_state is not None and not wrapper._root_state.is_dissolved:
+                wrapper._root_state.dissolve()
         warn_if_compiled(self._use_orig_params)
-        tree = Root(
+        root_state = RootState(
             [(name, wrapper._unit) for name, wrapper in wrappers if wrapper._unit is not None],
             self._unit,
             self.compute_device,
@@ -255,10 +255,10 @@ class Wrapper(nn.Module):
             limit_all_gathers=self.limit_all_gathers,
         )
         for _, wrapper in wrappers:
-            wrapper._tree = tree
-            wrapper._is_tree_root = wrapper is self
+            wrapper._root_state = root_state
+            wrapper._is_outermost = wrapper is self
             wrapper._cast_buffers()
-        return tree
+        return root_state
 
     def _cast_buffers(self) -> None:
         dtype = self.mixed_precision.buffer_dtype
@@ -275,9 +275,9 @@ class Wrapper(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # Dtype or device may have changed: the layout adapts to it, and the next forward creates a new tree.
-        if self._tree is not None and not self._tree.is_dissolved:
-            self._tree.dissolve()
+        # Dtype or device may have changed: the layout adapts to it, and the next forward creates a new root state.
+        if self._root_state is not None and not self._root_state.is_dissolved:
+            self._root_state.dissolve()
         if self._unit is not None and self._unit.phase is Phase.IDLE:
             self._unit.layout.refresh_from_module()
         return self

@@ -8,7 +8,7 @@ before and one after its own forward, do what a wrapper's ``forward`` would do::
 
 Worked example: ``fully_shard(block0)``, ``fully_shard(block1)``, ``fully_shard(model)`` create three states. The first
 ``model(batch)`` runs the hook of the third state first, so this state becomes the root. It finds the other two states
-in its submodules and puts all three into one tree.
+in its submodules and creates one root state for all three.
 
 Three cases that a wrapper does not have to handle:
 
@@ -33,7 +33,7 @@ from torch.distributed._composable_state import _State
 from minifsdp.compat.composable import ParamGroup
 from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.precision import cast_floating, move
-from minifsdp.engine.root import Root
+from minifsdp.engine.root import RootState
 from minifsdp.engine.schedule import BackwardPrefetch
 from minifsdp.engine.unit import Phase, Unit
 from minifsdp.fsdp2.options import MixedPrecisionPolicy
@@ -81,7 +81,7 @@ class FSDPState(_State):
     ) -> None:
         self.modules, self.unit, self.device, self.policy = modules, unit, device, policy
         self.reshard_after_forward = reshard_after_forward
-        self.tree: Root | None = None
+        self.root_state: RootState | None = None
         # Libraries read this: ``None`` before the first forward.
         self._is_root: bool | None = None
         self.shared_comm_streams: CommStreams | None = None
@@ -91,7 +91,7 @@ class FSDPState(_State):
         self._waits_in = 0
         self.running: list[nn.Module] = []
         self._is_recorded = False
-        # States of the same tree that have several modules.
+        # States with the same root state that have several modules.
         self._grouped: list[FSDPState] = []
         for module in modules:
             module.__dict__[ATTRIBUTE] = self
@@ -102,22 +102,22 @@ class FSDPState(_State):
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The forward pre-hook. Returns the inputs to pass to the module."""
-        tree = self.current_tree()
+        root_state = self.current_root_state()
         is_inner = module in self.running
         self.running.append(module)
         if is_inner:
             # 3. The outer call has already all-gathered the parameters.
             return self._cast_inputs(args, kwargs)
-        if tree.begin_forward(self.unit):
+        if root_state.begin_forward(self.unit):
             self._has_begun = True
             if self.device.type != "cpu":
                 args, kwargs = move(self.device, (args, kwargs))
         if self.policy.param_dtype is not None:
             args, kwargs = self._cast_inputs(args, kwargs)
-        if self.unit is None or self._is_between(tree):
+        if self.unit is None or self._is_between(root_state):
             return args, kwargs
-        tree.iteration.pre_forward(self.unit)
-        watched: tuple[Any, Any] = tree.iteration.backward_hooks[self.unit].watch_inputs((args, kwargs))
+        root_state.iteration.pre_forward(self.unit)
+        watched: tuple[Any, Any] = root_state.iteration.backward_hooks[self.unit].watch_inputs((args, kwargs))
         return watched
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -127,19 +127,19 @@ class FSDPState(_State):
         cast: tuple[Any, Any] = cast_floating(dtype, (args, kwargs))
         return cast
 
-    def _is_between(self, tree: Root) -> bool:
+    def _is_between(self, root_state: RootState) -> bool:
         """1. Whether another module of this state has already run, and all-gathered the unit, in this forward."""
         if len(self.modules) == 1 or (self.unit is not None and self.unit.phase is Phase.PRE_BACKWARD):
             return False
-        if self._waiting and self._waits_in == tree.iteration.num_forwards:
+        if self._waiting and self._waits_in == root_state.iteration.num_forwards:
             return True
-        self._waiting, self._waits_in = set(self.modules), tree.iteration.num_forwards
+        self._waiting, self._waits_in = set(self.modules), root_state.iteration.num_forwards
         return False
 
     def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """The forward hook. Returns the output to pass to the caller."""
-        tree = self.tree
-        assert tree is not None
+        root_state = self.root_state
+        assert root_state is not None
         if self.policy.output_dtype is not None:
             output = cast_floating(self.policy.output_dtype, output)
         self.running.pop()
@@ -147,26 +147,26 @@ class FSDPState(_State):
             return output
         if self.unit is not None and self.unit.phase is not Phase.PRE_BACKWARD:
             # 1. Hook each module's output, because any of the modules can be the last to run.
-            self._leave(tree, self.unit, {module}, (args, kwargs), output)
+            self._leave(root_state, self.unit, {module}, (args, kwargs), output)
         elif self._has_begun:
-            tree.iteration.watch(output)
+            root_state.iteration.watch(output)
         if self._has_begun:
             self._has_begun = False
             for state in self._grouped:
-                if state.unit is not None and state._waiting and state._waits_in == tree.iteration.num_forwards:
+                if state.unit is not None and state._waiting and state._waits_in == root_state.iteration.num_forwards:
                     # Some of its modules were not called in this forward. Their parameters may be used anyway, and
                     # backward may reach them before it reaches an output of the other modules.
-                    state._leave(tree, state.unit, state._waiting, (args, kwargs), output)
-            tree.end_forward()
+                    state._leave(root_state, state.unit, state._waiting, (args, kwargs), output)
+            root_state.end_forward()
         return output
 
-    def _leave(self, tree: Root, unit: Unit, modules: set[nn.Module], inputs: Any, output: Any) -> None:
+    def _leave(self, root_state: RootState, unit: Unit, modules: set[nn.Module], inputs: Any, output: Any) -> None:
         """Called when ``modules`` have finished. If no others are left, ends the forward of the unit."""
-        self._is_recorded |= tree.iteration.watch_output(unit, inputs, output)
+        self._is_recorded |= root_state.iteration.watch_output(unit, inputs, output)
         self._waiting -= modules
         if not self._waiting:
             is_recorded, self._is_recorded = self._is_recorded, False
-            tree.iteration.leave_forward(unit, is_recorded=is_recorded)
+            root_state.iteration.leave_forward(unit, is_recorded=is_recorded)
 
     def fail_calls(self, num_running: int) -> None:
         """2. Called after an exception in a call of a module.
@@ -180,32 +180,32 @@ class FSDPState(_State):
             self.break_off()
 
     def break_off(self) -> None:
-        """Resets the tree after an exception, so that a new iteration can begin."""
+        """Resets the root state after an exception, so that a new iteration can begin."""
         self._has_begun = self._is_recorded = False
         self._waiting.clear()
-        if self.tree is not None:
-            self.tree.fail_forward()
+        if self.root_state is not None:
+            self.root_state.fail_forward()
 
-    # --- the tree ---
+    # --- the root state ---
 
-    def current_tree(self) -> Root:
-        """The tree that contains this state. If there is none, creates one with this state as its root."""
-        tree = self.tree
-        return self._find_tree() if tree is None or tree.is_dissolved else tree
+    def current_root_state(self) -> RootState:
+        """The root state of this state. If there is none, creates one with this state as its root."""
+        root_state = self.root_state
+        return self._create_root_state() if root_state is None or root_state.is_dissolved else root_state
 
-    def _find_tree(self) -> Root:
+    def _create_root_state(self) -> RootState:
         found: dict[FSDPState, str] = {}
         for module in self.modules:
             for name, state in states_in(module):
                 found.setdefault(state, "" if state is self else name)
         for state in found:
-            if state.tree is not None and not state.tree.is_dissolved:
+            if state.root_state is not None and not state.root_state.is_dissolved:
                 # Units that were unsharded manually before stay unsharded.
-                state.tree.dissolve(keeps_unsharded=True)
+                state.root_state.dissolve(keeps_unsharded=True)
             if state.unit is not None and state.reshard_after_forward is None:
                 # The root's backward directly follows its forward.
                 state.unit.choose(reshard_after_forward=state is not self)
-        tree = Root(
+        root_state = RootState(
             [(name, state.unit) for state, name in found.items() if state.unit is not None],
             self.unit,
             self.device,
@@ -217,9 +217,9 @@ class FSDPState(_State):
         )
         grouped = [state for state in found if len(state.modules) > 1]
         for state in found:
-            state.tree, state._grouped = tree, grouped
+            state.root_state, state._grouped = root_state, grouped
             state._is_root = state is self
-        return tree
+        return root_state
 
     # --- attributes that libraries read, see ``compat/composable.py`` ---
 

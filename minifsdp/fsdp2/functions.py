@@ -44,10 +44,10 @@ def issue_all_gather(state: FSDPState) -> UnshardHandle:
     """Issues the all-gather of the unit. The forward of the module, which issues it otherwise, then waits for it."""
     handle, unit = UnshardHandle(), state.unit
     if unit is not None:
-        tree = state.current_tree()
+        root_state = state.current_root_state()
         # As at the start of an iteration: the user may have replaced or modified the sharded parameters.
         unit.layout.accept_replacements()
-        tree.comm_streams.all_gather.wait_compute()
+        root_state.comm_streams.all_gather.wait_compute()
         if unit.layout.is_stale():
             unit.reshard()
         unit.unshard()

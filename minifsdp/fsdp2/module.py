@@ -90,14 +90,14 @@ class FSDPModule:
         if state._is_root is False:
             raise RuntimeError(message("reset-root-only"))
         state.break_off()
-        _discard_unreduced(state.current_tree().units)
+        _discard_unreduced(state.current_root_state().units)
 
     # --- reduction ---
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Sets whether the next backward ends the iteration. If not, it does not wait for its reductions (NEW-07)."""
         require(SWITCH, "set_is_last_backward", is_last_backward=is_last_backward)
-        _state(self).current_tree().iteration.is_last_backward = is_last_backward
+        _state(self).current_root_state().iteration.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Sets whether backward reduces gradients. If not, they stay unsharded and accumulate (FS2-SYNC-01)."""
@@ -194,7 +194,7 @@ class FSDPModule:
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Sets the event that the next iteration's all-gathers wait for, instead of the compute stream (NEW-12)."""
-        _state(self).current_tree().after_optimizer = event
+        _state(self).current_root_state().after_optimizer = event
 
     # --- for special hardware ---
 
@@ -232,10 +232,10 @@ class FSDPModule:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, also of sharded parameters that unsharded ones currently replace (FUZZ-04)."""
-        tree = _state(self).tree
-        if tree is not None and not tree.is_busy:
+        root_state = _state(self).root_state
+        if root_state is not None and not root_state.is_busy:
             # After `set_is_last_backward(False)` a reduction may still be in flight, and add to `.grad` later.
-            tree.iteration.reducer.refresh_from_module()
+            root_state.iteration.reducer.refresh_from_module()
         super().zero_grad(set_to_none)  # type: ignore[misc]
         units = _units(self, recurse=True)
         _discard_unreduced(units)

@@ -145,9 +145,9 @@ def _seconds(action: Callable[[], Any]) -> tuple[float, float]:
     dist.barrier()
     wall, cpu = time.perf_counter(), time.process_time()
     action()
-    told = time.perf_counter() - wall, time.process_time() - cpu
+    reported = time.perf_counter() - wall, time.process_time() - cpu
     gc.enable()
-    return told
+    return reported
 
 
 def _stepper(model: nn.Module, workload: Workload) -> Callable[[], None]:
@@ -225,8 +225,12 @@ def main() -> None:
         found = json.loads(Path(folder, "found.json").read_text())
     print("\n".join(table(found)))
     if asked.record:
-        told = circumstances(time.monotonic() - begin)
-        what = {"date": str(datetime.now(UTC).date()), "circumstances": told, "model": WORKLOADS[asked.workload].about}
+        reported = circumstances(time.monotonic() - begin)
+        what = {
+            "date": str(datetime.now(UTC).date()),
+            "circumstances": reported,
+            "model": WORKLOADS[asked.workload].about,
+        }
         pairs = {"steps": asked.steps, "starts": asked.starts}
         RECORD.write_text(json.dumps({**what, **pairs, "doors": found}, indent=1) + "\n", encoding="utf-8")
 

@@ -79,8 +79,8 @@ def _sent() -> int:
         with contextlib.suppress(OSError):  # closed, or not TCP
             if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(number))) as end:
-                    told = end.getsockopt(socket.IPPROTO_TCP, TCP_INFO, BYTES_SENT + 8)
-                    total += struct.unpack_from("Q", told, BYTES_SENT)[0]
+                    reported = end.getsockopt(socket.IPPROTO_TCP, TCP_INFO, BYTES_SENT + 8)
+                    total += struct.unpack_from("Q", reported, BYTES_SENT)[0]
     return total
 
 

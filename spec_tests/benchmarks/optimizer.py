@@ -137,8 +137,13 @@ def main() -> None:
         found = json.loads(Path(folder, "found.json").read_text())
     print("\n".join(table(found)))
     if asked.record:
-        told = circumstances(time.monotonic() - begin)
-        head = {"date": str(datetime.now(UTC).date()), "circumstances": told, "model": MODEL, "rounds": asked.rounds}
+        reported = circumstances(time.monotonic() - begin)
+        head = {
+            "date": str(datetime.now(UTC).date()),
+            "circumstances": reported,
+            "model": MODEL,
+            "rounds": asked.rounds,
+        }
         RECORD.write_text(json.dumps({**head, "contenders": found}, indent=1) + "\n", encoding="utf-8")
 
 

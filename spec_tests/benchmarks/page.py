@@ -112,7 +112,7 @@ def record(results: Mapping[str, Sequence[Outcome]], seconds: float, page: Path 
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"{page} has no lines {BEGIN.strip()!r} and {END.strip()!r} to write the figures between")
-    told = circumstances(seconds)
-    lines = [*told, "", *sections(results)]
+    reported = circumstances(seconds)
+    lines = [*reported, "", *sections(results)]
     page.write_text(before + begin + "\n" + "\n".join(lines) + "\n" + end + after)
-    data.write_text(json.dumps({"circumstances": told, **for_pictures(results)}) + "\n")
+    data.write_text(json.dumps({"circumstances": reported, **for_pictures(results)}) + "\n")

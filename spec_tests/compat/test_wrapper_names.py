@@ -310,7 +310,7 @@ def fail_in_backward(model: Any) -> None:
     for wrapper in FullyShardedDataParallel.fsdp_modules(model):
         if wrapper.check_is_root():
             _post_backward_final_callback(wrapper, wrapper)
-    assert all(unit.state is State.SHARDED for unit in model._tree.units)
+    assert all(unit.state is State.SHARDED for unit in model._root_state.units)
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

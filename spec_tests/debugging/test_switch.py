@@ -17,7 +17,7 @@ from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.hooks import IterationState
 from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.rank_checks import RankChecks
-from minifsdp.engine.root import Root
+from minifsdp.engine.root import RootState
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp1.wrapper import Wrapper
 from minifsdp.fsdp2 import fully_shard
@@ -30,7 +30,7 @@ from spec_tests.models.running import batch, iterate
 from spec_tests.models.values import assert_same, full_values
 
 ALL = {"weights", "values", "order", "meta"}
-CLASSES = (Root, IterationState, Unit, FlatLayout, PerParameterLayout, Wrapper, FSDPState, nn.Module)
+CLASSES = (RootState, IterationState, Unit, FlatLayout, PerParameterLayout, Wrapper, FSDPState, nn.Module)
 
 
 def on() -> set[str]:
@@ -90,8 +90,10 @@ def test_environment_selects_debug_checks(text: str, expected: set[str], monkeyp
 def test_the_environment_is_read_when_the_package_is_imported() -> None:
     program = "import minifsdp; from minifsdp.debugging import switch; print(*switch._running)"
     environment = {**os.environ, "MINIFSDP_DEBUG": "order,meta"}
-    told = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert told.stdout.split() == ["order", "meta"]
+    reported = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert reported.stdout.split() == ["order", "meta"]
 
 
 @pytest.mark.pure

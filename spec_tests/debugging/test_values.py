@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import minifsdp
-from minifsdp.engine.root import Root
+from minifsdp.engine.root import RootState
 from minifsdp.engine.unit import State
 from minifsdp.fsdp2.fsdp_state import state_of
 from spec_tests.debugging.faults import FLAT, FUNCTION, ORIGINALS, Spoiler, each_door, local_values, on_rank, through
@@ -184,8 +184,8 @@ def test_training_continues_after_fault(door: str, in_backward: bool) -> None:
     assert_same(full_values(model), full_values(untouched), bitwise=True)
 
 
-def tree_of(model: Any) -> Root:
-    tree = model._tree if isinstance(model, minifsdp.FullyShardedDataParallel) else state_of(model).tree
+def tree_of(model: Any) -> RootState:
+    tree = model._root_state if isinstance(model, minifsdp.FullyShardedDataParallel) else state_of(model).root_state
     assert tree is not None
     return tree
 

@@ -18,7 +18,7 @@ from spec_tests.soak import __main__ as soak
 from spec_tests.soak.watch import Sample
 from spec_tests.tutorials import kills
 
-TOLD = {"circumstances": ["* recorded today"]}
+REPORTED = {"circumstances": ["* recorded today"]}
 
 
 @pytest.fixture(autouse=True)
@@ -48,8 +48,8 @@ def test_the_matrix_is_shown_by_stage_and_by_kind_of_training(data: Path) -> Non
     ]
     outcomes = [Outcome(cell, 1.04 + number, "") for number, cell in enumerate(cells)]
     outcomes[1] = Outcome(cells[1], 9.0, "it hangs")
-    told = matrix.written({**TOLD, "timeout": 4.0}, matrix.rows_of(outcomes))
-    (data / "faults.json").write_text(told)
+    reported = matrix.written({**REPORTED, "timeout": 4.0}, matrix.rows_of(outcomes))
+    (data / "faults.json").write_text(reported)
     lines = faults.table().splitlines()
     assert "| a rank ... at | raises | is slow |" in lines
     assert "| save | 1.0 to 5.0 | **wrong** |" in lines
@@ -65,7 +65,7 @@ def test_the_matrix_is_shown_by_stage_and_by_kind_of_training(data: Path) -> Non
 def test_restart_table_groups_by_fault_and_api(data: Path) -> None:
     jobs = [{**vars(restart), "seconds": 12} for restart in restarts.every_restart()]
     jobs[0]["seconds"] = None
-    (data / "restarts.json").write_text(json.dumps({**TOLD, "jobs": jobs}))
+    (data / "restarts.json").write_text(json.dumps({**REPORTED, "jobs": jobs}))
     lines = faults.restarts().splitlines()
     assert len(lines) == 2 + 5 * 2 + 2
     assert lines[2].startswith("| raises in a step | **wrong** | rank ")
@@ -80,7 +80,7 @@ def test_kills_are_counted_by_moment(data: Path) -> None:
         for moment in kills.drawn_moments(50)
     ]
     rows[0] = {"door": "wrapper", "moment": rows[0]["moment"], "wrong": "lost"}
-    (data / "kills.json").write_text(json.dumps({**TOLD, "kills": rows}))
+    (data / "kills.json").write_text(json.dumps({**REPORTED, "kills": rows}))
     lines = faults.kills().splitlines()
     assert "| some milliseconds after it began | 10 | 10 |" in lines
     assert "| before any call | 10 | 10 |" in lines
@@ -91,13 +91,13 @@ def test_kills_are_counted_by_moment(data: Path) -> None:
 @pytest.mark.spec("FUZZ-01", "SOAK-01")
 def test_long_runs_are_shown_with_what_was_counted(data: Path) -> None:
     runs = [{"door": door, "apart": apart, **summary([])} for door, apart, _ in fuzz.RECORDED]
-    (data / "fuzz.json").write_text(json.dumps({**TOLD, "runs": [{**run, "programs": 1500} for run in runs]}))
+    (data / "fuzz.json").write_text(json.dumps({**REPORTED, "runs": [{**run, "programs": 1500} for run in runs]}))
     lines = faults.fuzz().splitlines()
     assert "| `fully_shard`, ranks do different things | 1,500 | 0 | 0 | 0 | 0 | 0 | 0 |" in lines
     assert "6,000 programs in all." in lines
     sample = Sample(500, 214, 381_532, 41, 14, 198, 0, 3000, 8, 912_344, 412 * 2**20, {})
-    told = {"api": "wrapper", "first": vars(sample), "last": {**vars(sample), "step": 2000}}
-    (data / "soak.json").write_text(json.dumps({**TOLD, "runs": [told]}))
+    reported = {"api": "wrapper", "first": vars(sample), "last": {**vars(sample), "step": 2000}}
+    (data / "soak.json").write_text(json.dumps({**REPORTED, "runs": [reported]}))
     lines = faults.soak().splitlines()
     assert lines[0] == "| on rank 0 | `wrapper`, after step 500 | `wrapper`, after step 2,000 |"
     assert "| memory of the process | 412 MiB | 412 MiB |" in lines

@@ -86,8 +86,8 @@ def test_note_for_missing_or_ambiguous_statement_raises_error() -> None:
 def test_a_note_is_read_with_its_function_and_its_statement(tmp_path: Path) -> None:
     text = "## C.f\n\n    x = 1\n\nOne,\nor two.\n\n    if x:\n\nElse.\n\n## g\n\n    pass\n\nNothing.\n"
     (tmp_path / "m.md").write_text(text)
-    told = [("C.f", "x = 1", "One,\nor two."), ("C.f", "if x:", "Else."), ("g", "pass", "Nothing.")]
-    assert notes_of("m.py", tmp_path) == told
+    reported = [("C.f", "x = 1", "One,\nor two."), ("C.f", "if x:", "Else."), ("g", "pass", "Nothing.")]
+    assert notes_of("m.py", tmp_path) == reported
     assert notes_of("n.py", tmp_path) == []
 
 

@@ -228,17 +228,17 @@ def test_while_a_rank_is_slow_no_file_is_written_and_no_list_sent_that_is_like_a
     model = FSDP(MLP(), device_id=device())
     model(torch.ones(2, 8)).sum().backward()
     dist.barrier()
-    told, listed, asked = [], [], []
+    reported, listed, asked = [], [], []
     publish_list, ask = StoreChannel.publish_list, StoreChannel.ask
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json, "dumps", lambda what, dumps=json.dumps: (told.append("parted" in what), dumps(what))[1])
+        patch.setattr(json, "dumps", lambda what, dumps=json.dumps: (reported.append("parted" in what), dumps(what))[1])
         patch.setattr(StoreChannel, "publish_list", lambda *args: (listed.append(args), publish_list(*args))[1])
         patch.setattr(StoreChannel, "ask", lambda self: (asked.append(self), ask(self))[1])
         if dist.get_rank() == 2:
             time.sleep(PATIENCE + 3 * LIMIT)
         model(torch.ones(2, 8)).sum().backward()
         dist.barrier()
-    assert not any(told)
+    assert not any(reported)
     # One of the two waiting ranks reports for both.
     assert bool(listed) == (dist.get_rank() != 1)
     if dist.get_rank() == 2:

@@ -199,11 +199,11 @@ def test_in_training_the_limiter_holds_two_units_in_flight_where_without_it_the_
     try:
         with trace.record() as recorder, torch.no_grad():
             model(draw(0))
-        assert model._tree is not None
+        assert model._root_state is not None
         if limit:
             assert gpu.peak == 2
             assert recorder.order("WAIT") == ["WAIT 2", "WAIT 3", "WAIT 4", "WAIT 5"]
-            assert len(model._tree.limiter) <= 2
+            assert len(model._root_state.limiter) <= 2
         else:
             assert gpu.peak == 6
             assert recorder.count("WAIT") == 0

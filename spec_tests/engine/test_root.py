@@ -60,8 +60,8 @@ def test_the_unit_whose_forward_runs_first_with_no_other_around_it_is_the_root()
     root, first, second = units_of(model)
     assert [unit.name for unit in (root, first, second)] == ["", "0", "1"]
     assert [unit.policy.keep_unsharded_for_backward for unit in (root, first, second)] == [True, False, False]
-    tree = model._tree
-    assert all(wrapper._tree is tree for wrapper in FSDP.fsdp_modules(model))
+    tree = model._root_state
+    assert all(wrapper._root_state is tree for wrapper in FSDP.fsdp_modules(model))
     assert tree.outermost is root
     assert root.inner == {first, second}
     assert first.inner == second.inner == frozenset()
@@ -72,10 +72,10 @@ def test_units_of_one_tree_share_comm_streams_and_limiter() -> None:
     one, other = sharded(), sharded()
     for model in (one, other):
         model(draw(0))
-        comm_streams, limiter = model._tree.comm_streams, model._tree.limiter
+        comm_streams, limiter = model._root_state.comm_streams, model._root_state.limiter
         assert all(unit.comm_streams is comm_streams for unit in units_of(model))
         assert all(unit.limiter is limiter for unit in units_of(model))
-    assert one._tree.limiter is not other._tree.limiter
+    assert one._root_state.limiter is not other._root_state.limiter
 
 
 @ranks(2)
@@ -127,7 +127,7 @@ def test_root_takes_over_submodule_that_ran_alone(strategy: ShardingStrategy, be
         assert_gradients(model, mean_gradients(plain, square_loss))
         assert recorder.count("RS" if strategy is not NONE else "AR") == 3, "each unit once, also the one taken over"
         assert_at_rest(model)
-    assert part._tree is model._tree
+    assert part._root_state is model._root_state
 
 
 @pytest.mark.spec("CTOR-11")

@@ -51,13 +51,13 @@ def cell_text(seconds: list[float | None]) -> str:
     return f"{min(known):.1f} - {max(known):.1f}" if len(known) == len(seconds) else "WRONG"
 
 
-def written(told: dict[str, Any], rows: Rows) -> str:
+def written(reported: dict[str, Any], rows: Rows) -> str:
     """The record as JSON, with one line for each kind and stage."""
     kinds = [
         f'"{kind}": {{\n' + ",\n".join(f"  {json.dumps(stage)}: {json.dumps(row)}" for stage, row in of_kind.items())
         for kind, of_kind in rows.items()
     ]
-    return json.dumps(told, indent=1)[:-2] + ',\n "rows": {\n ' + "\n },\n ".join(kinds) + "\n }\n }\n}\n"
+    return json.dumps(reported, indent=1)[:-2] + ',\n "rows": {\n ' + "\n },\n ".join(kinds) + "\n }\n }\n}\n"
 
 
 def keep(outcome: Outcome) -> None:
@@ -68,8 +68,8 @@ def keep(outcome: Outcome) -> None:
 
 def kept() -> dict[Cell, Outcome]:
     """The cells that passed before a recording was interrupted."""
-    told = [json.loads(line) for line in LINES.read_text().splitlines()] if LINES.exists() else []
-    outcomes = [Outcome(Cell(**each["cell"]), each["seconds"], each["complaint"]) for each in told]
+    reported = [json.loads(line) for line in LINES.read_text().splitlines()] if LINES.exists() else []
+    outcomes = [Outcome(Cell(**each["cell"]), each["seconds"], each["complaint"]) for each in reported]
     return {outcome.cell: outcome for outcome in outcomes if not outcome.complaint}
 
 
@@ -97,8 +97,8 @@ def main() -> int:
         print(f"\n{outcome.cell}: {outcome.complaint}")
     print(f"\n{len(outcomes)} cells, {len(wrong)} not as they should be, {time.monotonic() - begun:.0f} s")
     if options.record:
-        told = {"circumstances": circumstances(time.monotonic() - begun), "timeout": TIMEOUT}
-        RECORD.write_text(written(told, rows))
+        reported = {"circumstances": circumstances(time.monotonic() - begun), "timeout": TIMEOUT}
+        RECORD.write_text(written(reported, rows))
         if not wrong:
             LINES.unlink()
     return len(wrong)

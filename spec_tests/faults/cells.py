@@ -130,7 +130,7 @@ def run_all(cells: Iterable[Cell], at_once: int = 6, tell: Callable[[Outcome], o
 def undisturbed(door: str, sharding: str) -> list[float]:
     """The losses of a job without a fault."""
     with tempfile.TemporaryDirectory() as folder:
-        losses: list[float] = _told(Cell(door, sharding, "last rank", "none", ""), Path(folder))
+        losses: list[float] = _reported(Cell(door, sharding, "last rank", "none", ""), Path(folder))
         assert len({*losses}) == STEPS, losses
         return losses
 
@@ -150,8 +150,8 @@ def run(cell: Cell, losses: list[float], tell: Callable[[Outcome], object] | Non
             if not (folder / "struck").exists() and attempt < ATTEMPTS - 1:
                 continue
             complaint = complaint or complaint_about_disk(folder / "runs", STAGES[cell.stage])
-            if not complaint and (told := _told(cell, folder)) != losses:
-                complaint = f"the losses of the job that was started again are {told}, and should be {losses}"
+            if not complaint and (reported := _reported(cell, folder)) != losses:
+                complaint = f"the losses of the job that was started again are {reported}, and should be {losses}"
             break
     outcome = Outcome(cell, seconds, complaint)
     if tell is not None:
@@ -169,7 +169,7 @@ def _first_life(cell: Cell, folder: Path) -> tuple[float, str]:
         return time.time() - begun, _complaint(cell, [processes[rank].exitcode for rank in cell.survivors], folder)
 
 
-def _told(cell: Cell, folder: Path) -> Any:
+def _reported(cell: Cell, folder: Path) -> Any:
     """The losses of the job when it is restarted in ``folder`` without a fault, or the end of its error output."""
     again = folder / "again"
     again.mkdir()
@@ -231,16 +231,16 @@ def start_ranks(
 def _complaint(cell: Cell, codes: list[int | None], folder: Path) -> str:
     if not (folder / "struck").exists():
         return "the fault never came:\n" + said_by(folder, cell.faulty)
-    told = {rank: said_by(folder, rank) for rank in cell.survivors}
-    for (rank, said), code in zip(told.items(), codes, strict=True):
+    reported = {rank: said_by(folder, rank) for rank in cell.survivors}
+    for (rank, said), code in zip(reported.items(), codes, strict=True):
         if code is None:
             return f"rank {rank} has not ended:\n{said}"
         if code == 0:
             return f"rank {rank} has ended as if nothing had happened:\n{said}"
         if "Where every rank is" not in said and not _is_told_by_torch(cell, said):
             return f"rank {rank} does not tell where every rank is:\n{said}"
-    if not any(_says_what_has_become(cell, said) for said in told.values()):
-        return "no rank tells what has become of the faulty one:\n" + next(iter(told.values()))
+    if not any(_says_what_has_become(cell, said) for said in reported.values()):
+        return "no rank tells what has become of the faulty one:\n" + next(iter(reported.values()))
     return ""
 
 

@@ -82,8 +82,8 @@ def main() -> None:
     with train_gpt.joined_ranks("cpu") as place:
         losses = train_gpt.train(train_gpt.parse([*TINY, *how, *options]), corpus(train_gpt), place)
     if os.environ["RANK"] == "0":
-        told = {"losses": losses, "lives": life + 1, "begun at": begun_at}
-        (Path(folder) / "told").write_text(json.dumps(told))
+        reported = {"losses": losses, "lives": life + 1, "begun at": begun_at}
+        (Path(folder) / "told").write_text(json.dumps(reported))
 
 
 if __name__ == "__main__":

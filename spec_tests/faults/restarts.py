@@ -84,10 +84,10 @@ def run(restart: Restart, losses: list[float]) -> tuple[float, str]:
         seconds = time.monotonic() - begun
         if done.returncode:
             return seconds, f"torchrun has ended with {done.returncode}: {done.stderr[-3000:]}"
-        told = json.loads((Path(kept) / "told").read_text())
+        reported = json.loads((Path(kept) / "told").read_text())
         expected = {"losses": losses, "lives": 2, "begun at": [STRUCK_IN - EVERY]}
-        if told != expected:
-            return seconds, f"{told}, and should be {expected}"
+        if reported != expected:
+            return seconds, f"{reported}, and should be {expected}"
         return seconds, complaint_about_disk(Path(kept) / "runs", f"step-{STEPS:06}")
 
 
@@ -105,8 +105,8 @@ def main() -> int:
         num_wrong += bool(complaint)
     if options.record:
         lines = ",\n  ".join(map(json.dumps, rows))
-        told = json.dumps({"circumstances": circumstances(time.monotonic() - begun)}, indent=1)[:-2]
-        RECORD.write_text(f'{told},\n "jobs": [\n  {lines}\n ]\n}}\n')
+        reported = json.dumps({"circumstances": circumstances(time.monotonic() - begun)}, indent=1)[:-2]
+        RECORD.write_text(f'{reported},\n "jobs": [\n  {lines}\n ]\n}}\n')
     return num_wrong
 
 

@@ -136,10 +136,10 @@ def test_never_are_more_than_two_releases_queued(prefetch: BackwardPrefetch | No
     watch = Watch(plain)
     model = wrapped(plain, backward_prefetch=prefetch, forward_prefetch=forward_prefetch)
     lengths: list[int] = []
-    watch.in_forward = watch.in_backward = lambda unit: lengths.append(len(model._tree.limiter))
+    watch.in_forward = watch.in_backward = lambda unit: lengths.append(len(model._root_state.limiter))
     for step in range(3):
         iterate(model, step)
-        lengths.append(len(model._tree.limiter))
+        lengths.append(len(model._root_state.limiter))
     assert max(lengths) == 2, "it is in use, and never longer"
 
 

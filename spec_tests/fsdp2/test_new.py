@@ -557,7 +557,7 @@ def test_several_roots_share_comm_streams() -> None:
             assert iterate(mine, step) == iterate(other, step)
             assert_same(full_gradients(mine), full_gradients(other))
     comm_streams, usual_lanes = (
-        [stage._get_fsdp_state().tree.comm_streams for stage in each] for each in (stages, usual)
+        [stage._get_fsdp_state().root_state.comm_streams for stage in each] for each in (stages, usual)
     )
     assert comm_streams[0] is comm_streams[1]
     assert usual_lanes[0] is not usual_lanes[1]

@@ -273,10 +273,10 @@ def test_several_backwards_of_one_iteration_give_the_sum() -> None:
 def test_until_the_last_backward_the_prefetch_remembers_the_forwards_before() -> None:
     """Two forwards, then two backwards: the second backward also prefetches in the right order."""
     orders = []
-    for told in (True, False):
+    for reported in (True, False):
         model = sharded()
         losses = [loss_of(model(batch(step))) for step in range(2)]
-        if told:
+        if reported:
             model.set_is_last_backward(False)
         losses[1].backward()
         model.set_is_last_backward(True)

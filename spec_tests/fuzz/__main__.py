@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
     doors = chosen.door or list(DOORS)
     runs = RECORDED if chosen.record else [(door, chosen.apart, chosen.number // len(doors)) for door in doors]
     begun = time.monotonic()
-    verdicts, told = [], []
+    verdicts, reported = [], []
     for door, is_apart, number in runs:
         of_run = []
         for verdict in judged(drawn(number, door, chosen.seed, is_apart=is_apart)):
@@ -62,8 +62,8 @@ def main(arguments: list[str]) -> int:
                 print(verdict.found[:1500], replay_line(verdict.case), sep="\n", flush=True)
             if time.monotonic() > begun + 60 * chosen.minutes:
                 break
-        told.append({"door": door, "apart": is_apart, "seed": chosen.seed, **summary(of_run)})
-        print(told[-1], flush=True)
+        reported.append({"door": door, "apart": is_apart, "seed": chosen.seed, **summary(of_run)})
+        print(reported[-1], flush=True)
         verdicts += of_run
     found = [verdict for verdict in verdicts if verdict.found]
     kinds = Counter(kind_of(verdict.found or "") for verdict in found)
@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> int:
         print(kind, replay_line(simplest(case)), sep="\n", flush=True)
     pool.close_all()
     if chosen.record:
-        lines = ",\n  ".join(map(json.dumps, told))
+        lines = ",\n  ".join(map(json.dumps, reported))
         head = json.dumps({"circumstances": circumstances(time.monotonic() - begun)}, indent=1)[:-2]
         RECORD.write_text(f'{head},\n "runs": [\n  {lines}\n ]\n}}\n')
     if chosen.output:

@@ -103,9 +103,9 @@ def test_2000_recorded_fuzz_programs_have_no_findings() -> None:
 @pytest.mark.spec("FUZZ-08")
 def test_a_record_tells_of_what_was_found() -> None:
     case = Case("wrapped", {"mixed": True, "replicas": 2}, [])
-    told = summary([Verdict(case, "differs", ("forward: ok", "step: E-step-while-summoned")), Verdict(case, None)])
-    assert (told["programs"], told["findings"], told["calls"], told["refused"]) == (2, 1, 2, 1)
-    assert (told["hybrid"], told["mixed precision"], told["ended early"]) == (2, 2, 0)
+    reported = summary([Verdict(case, "differs", ("forward: ok", "step: E-step-while-summoned")), Verdict(case, None)])
+    assert (reported["programs"], reported["findings"], reported["calls"], reported["refused"]) == (2, 1, 2, 1)
+    assert (reported["hybrid"], reported["mixed precision"], reported["ended early"]) == (2, 2, 0)
 
 
 @pytest.mark.ranks

@@ -81,8 +81,8 @@ def work(
 
 def _joined(findings: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The findings of all ranks for one seed as one finding, with the text of the first rank that saw a difference."""
-    told = next((finding for finding in findings if finding["outcome"] == "failed"), findings[0])
-    return {**told, "delays": sum(finding["delays"] for finding in findings)}
+    stated = next((finding for finding in findings if finding["outcome"] == "failed"), findings[0])
+    return {**stated, "delays": sum(finding["delays"] for finding in findings)}
 
 
 # ---- on a rank ------------------------------------------------------------------------------------------------------

@@ -90,8 +90,8 @@ def _run_ranks(
             "LOCAL_WORLD_SIZE": len(outputs),
         }
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        told = {**environment, **{name: str(value) for name, value in place.items()}}
-        ranks.append(context.Process(target=_run, args=(script, arguments, told, output)))
+        reported = {**environment, **{name: str(value) for name, value in place.items()}}
+        ranks.append(context.Process(target=_run, args=(script, arguments, reported, output)))
     try:
         for process in ranks:
             process.start()
@@ -116,9 +116,9 @@ def _wait(ranks: list[Any], limit: float, grace: float) -> None:
                 end = min(end, time.monotonic() + grace)
 
 
-def _run(script: Path, arguments: tuple[str, ...], told: Mapping[str, str], output: Path) -> None:
+def _run(script: Path, arguments: tuple[str, ...], reported: Mapping[str, str], output: Path) -> None:
     """Runs on a rank."""
-    os.environ.update(told)
+    os.environ.update(reported)
     number = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(number, 1)
     os.dup2(number, 2)

@@ -133,7 +133,7 @@ def run_by_a_copy(chunk: Chunk, folder: Path) -> Outcome:
 @pytest.mark.spec("KIT-02")
 @pytest.mark.parametrize("how", BREAKS)
 def test_smoke_catches_a_broken_engine_and_shows_its_first_exception(how: str, tmp_path: Path) -> None:
-    file, right, wrong, told = BREAKS[how]
+    file, right, wrong, stated = BREAKS[how]
     package = shutil.copytree(ROOT / "minifsdp", tmp_path / "minifsdp")
     text = (package / "engine" / file).read_text()
     assert text.count(right) == 1
@@ -145,7 +145,7 @@ def test_smoke_catches_a_broken_engine_and_shows_its_first_exception(how: str, t
     run_it = run_chunk if how == "raises" else run_by_a_copy
     outcome = run_it(replace(chunk, environment=path), tmp_path / "run")
     assert outcome.word == "failed"
-    assert told in outcome.reason
+    assert stated in outcome.reason
     assert [finding["outcome"] for finding in outcome.findings] == ["failed", "failed"]
 
 

@@ -79,12 +79,18 @@ def after_the_last_restart(errors: str, launch: Launch) -> str:
 
 
 def started(command: list[str], folder: str, **place: object) -> Any:
-    told = {**os.environ, **{name: str(value) for name, value in place.items()}}
+    reported = {**os.environ, **{name: str(value) for name, value in place.items()}}
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    told |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HEALTHY_FOLDER": folder, "GLOO_SOCKET_IFNAME": "lo"}
-    told |= {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    reported |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HEALTHY_FOLDER": folder, "GLOO_SOCKET_IFNAME": "lo"}
+    reported |= {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     return subprocess.Popen(
-        command, env=told, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        env=reported,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
 
 

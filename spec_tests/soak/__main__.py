@@ -38,11 +38,16 @@ def main(arguments: list[str]) -> int:
     for api in chosen.api or ["wrapper", "fully_shard"]:
         begun = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            told = {"api": api, "strategy": chosen.strategy, "num_steps": chosen.steps}
-            told |= {"num_warm": chosen.steps // 4, "folder": folder, "leak": chosen.leak, "round_of": chosen.round_of}
+            reported = {"api": api, "strategy": chosen.strategy, "num_steps": chosen.steps}
+            reported |= {
+                "num_warm": chosen.steps // 4,
+                "folder": folder,
+                "leak": chosen.leak,
+                "round_of": chosen.round_of,
+            }
             pool = RankPool(2)
             try:
-                pool.run(Task(job.__name__, job.soak.__name__, pickle.dumps(told), 3600.0, ()))
+                pool.run(Task(job.__name__, job.soak.__name__, pickle.dumps(reported), 3600.0, ()))
                 said = "nothing has grown"
             except Failure as failure:
                 has_grown, said = True, str(failure)
@@ -62,8 +67,8 @@ def main(arguments: list[str]) -> int:
             runs.append({**head, "first": samples[0], "last": samples[-1]} if samples else head)
         print(f"{api}, {chosen.steps} steps in {time.monotonic() - begun:.0f} s: {said}", flush=True)
     if chosen.record:
-        told = {"circumstances": circumstances(time.monotonic() - begun_all), "runs": runs}
-        RECORD.write_text(json.dumps(told, indent=1) + "\n")
+        reported = {"circumstances": circumstances(time.monotonic() - begun_all), "runs": runs}
+        RECORD.write_text(json.dumps(reported, indent=1) + "\n")
     return int(has_grown)
 
 

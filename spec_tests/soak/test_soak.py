@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.ranks, pytest.mark.cpu]
 
 
 def run(folder: pathlib.Path, api: str, num_steps: int, num_warm: int, leak: str = "none") -> None:
-    told = {"api": api, "strategy": "FULL_SHARD", "num_steps": num_steps, "num_warm": num_warm}
-    pool.run(2, job.__name__, job.soak.__name__, {**told, "folder": str(folder), "leak": leak}, 120.0)
+    reported = {"api": api, "strategy": "FULL_SHARD", "num_steps": num_steps, "num_warm": num_warm}
+    pool.run(2, job.__name__, job.soak.__name__, {**reported, "folder": str(folder), "leak": leak}, 120.0)
 
 
 @pytest.mark.spec("SOAK-01", "SOAK-02")

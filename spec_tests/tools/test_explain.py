@@ -75,8 +75,8 @@ def test_asking_does_not_look_for_the_root() -> None:
     model, in_place = wrapped(seeded()), sharded(seeded())
     explain(model)
     explain(in_place)
-    assert all(wrapper._tree is None for wrapper in Wrapper.fsdp_modules(model))
-    assert all(state.tree is None for _, state in states_in(in_place))
+    assert all(wrapper._root_state is None for wrapper in Wrapper.fsdp_modules(model))
+    assert all(state.root_state is None for _, state in states_in(in_place))
     # Another module can therefore still become the root.
     outer = FullyShardedDataParallel(nn.Sequential(model))
     iterate(outer)
@@ -106,11 +106,11 @@ def local_sizes(model: nn.Module) -> list[int]:
 
 def assert_owned_as_told(model: nn.Module, originals: dict[str, int]) -> None:
     found = explain(model)
-    told = {parameter.name: parameter for unit in found.units for parameter in unit.parameters}
-    assert {name: parameter.numel for name, parameter in told.items()} == originals
-    assert all(sum(parameter.owned.values()) == parameter.numel for parameter in told.values())
+    reported = {parameter.name: parameter for unit in found.units for parameter in unit.parameters}
+    assert {name: parameter.numel for name, parameter in reported.items()} == originals
+    assert all(sum(parameter.owned.values()) == parameter.numel for parameter in reported.values())
     names = [name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_parameters()]
-    mine = [told[name].owned.get(dist.get_rank(), 0) for name in names]
+    mine = [reported[name].owned.get(dist.get_rank(), 0) for name in names]
     assert mine == local_sizes(model)
     width = torch.finfo(torch.float32).bits // 8
     assert sum(unit.owned_bytes.get(dist.get_rank(), 0) for unit in found.units) == width * sum(mine)
@@ -159,12 +159,12 @@ def test_units_have_their_names_their_sizes_and_their_dtypes(door: str) -> None:
 @ranks(2)
 def test_explain_shows_all_gather_bytes() -> None:
     for model in (wrapped(chain(), mixed_precision=MixedPrecision(torch.bfloat16)), sharded(seeded())):
-        told = {unit.name: unit.gathered_bytes for unit in explain(model).units}
+        reported = {unit.name: unit.gathered_bytes for unit in explain(model).units}
         with trace.record() as recorder:
-            model(torch.ones(1, 3 if "0" in told else 6, device=device()))
+            model(torch.ones(1, 3 if "0" in reported else 6, device=device()))
         gathered = {event.unit: event.num_bytes for event in recorder.events if event.kind == "AG"}
         assert gathered
-        assert gathered == told
+        assert gathered == reported
 
 
 @pytest.mark.spec("EXPLAIN-02", "EXPLAIN-03")
@@ -207,7 +207,7 @@ def test_a_unit_prints_who_owns_which_elements() -> None:
 # ---- planned units --------------------------------------------------------------------------------------------------
 
 
-def told(unit: UnitSummary) -> dict[str, Any]:
+def reported(unit: UnitSummary) -> dict[str, Any]:
     return {key: value for key, value in vars(unit).items() if key != "is_planned"}
 
 
@@ -219,7 +219,7 @@ def test_explain_predicts_units_of_plain_model(kind: str) -> None:
         model = Stack()
     planned = explain(model)
     made = explain(fully_shard(model))
-    assert [told(unit) for unit in planned.units] == [told(unit) for unit in made.units]
+    assert [reported(unit) for unit in planned.units] == [reported(unit) for unit in made.units]
     assert planned.cost == made.cost
     assert [unit.is_planned for unit in (*planned.units, *made.units)] == [True, False]
     assert "planned" in str(planned)
@@ -243,7 +243,7 @@ def test_explain_plans_remaining_params_like_existing_units(door: str) -> None:
     else:
         fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     made = explain(model)
-    assert [told(unit) for unit in planned.units] == [told(unit) for unit in made.units]
+    assert [reported(unit) for unit in planned.units] == [reported(unit) for unit in made.units]
     assert planned.cost == made.cost
 
 

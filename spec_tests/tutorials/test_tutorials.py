@@ -263,11 +263,11 @@ def test_options_have_documented_defaults_and_effects(capsys: pytest.CaptureFixt
     assert parse(["--no-cuda"]).no_cuda is True
     with pytest.raises(SystemExit):
         parse(["--help"])
-    told = " ".join(capsys.readouterr().out.split())
+    stated = " ".join(capsys.readouterr().out.split())
     for option, default in (("batch-size", 4), ("test-batch-size", 4), ("epochs", 2), ("seed", 1)):
-        assert f"--{option} N default: {default}" in told
-    assert "--lr LR default: 0.002" in told
-    assert re.search(r"--gamma GAMMA [^-]*default: 0.7", told)
+        assert f"--{option} N default: {default}" in stated
+    assert "--lr LR default: 0.002" in stated
+    assert re.search(r"--gamma GAMMA [^-]*default: 0.7", stated)
 
 
 @needs_transformers
@@ -366,8 +366,8 @@ def test_accumulation_ends_where_a_single_process_does_also_with_a_window_that_i
 def test_in_float16_an_infinity_on_one_rank_is_a_skipped_step_on_all() -> None:
     output = output_of("knobs.py")
 
-    told = re.findall(r"rank (\d) has taken (\[.*\]) steps, scale (\d+), then (\d+)", output)
-    assert told == [(rank, "[1, 2, 3, 3, 4, 5, 6]", "1024", "512") for rank in "01"]
+    stated = re.findall(r"rank (\d) has taken (\[.*\]) steps, scale (\d+), then (\d+)", output)
+    assert stated == [(rank, "[1, 2, 3, 3, 4, 5, 6]", "1024", "512") for rank in "01"]
 
 
 @pytest.mark.spec("TRAIN-06")
@@ -396,8 +396,8 @@ def test_method_clips_global_norm_and_function_local_norm() -> None:
 def test_activation_checkpointing_saves_memory_and_keeps_results() -> None:
     output = output_of("knobs.py")
 
-    told = re.search(r"([\d,]+) numbers kept for backward, then ([\d,]+);", output)
-    kept, then = (int(number.replace(",", "")) for number in told.groups())
+    stated = re.search(r"([\d,]+) numbers kept for backward, then ([\d,]+);", output)
+    kept, then = (int(number.replace(",", "")) for number in stated.groups())
     assert then < kept / 3
     assert "42 gathers, then 42; the same losses and names" in output
 

@@ -49,9 +49,7 @@ class WrongAnswerError(Exception):
     """No error and no hang, but the result is not the one of a single process."""
 
 
-def on_two_ranks(
-    experiment: Callable[[Any, int], None], broken: Callable[..., Any], fixed: Callable[..., Any]
-) -> None:
+def on_two_ranks(experiment: Callable[[Any, int], None], broken: Callable[..., Any], fixed: Callable[..., Any]) -> None:
     """Runs the experiment on two ranks, and ends the process with status 1 if it has failed on this rank.
 
     Args:

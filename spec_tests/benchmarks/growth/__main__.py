@@ -36,12 +36,12 @@ def run(parts: list[str], contenders: list[str]) -> dict[str, Any]:
     """The measurements by part and contender: one entry for each value of an axis, in its order."""
     with _fresh_processes() as pool:
         found: dict[str, Any] = {
-            axis: {name: [_told(pool, measure, name, point) for point in points_of(axis)] for name in contenders}
+            axis: {name: [_reported(pool, measure, name, point) for point in points_of(axis)] for name in contenders}
             for axis in AXES
             if axis in parts
         }
         if "large" in parts:
-            found["large"] = {name: _told(pool, large, name) for name in contenders}
+            found["large"] = {name: _reported(pool, large, name) for name in contenders}
     return found
 
 
@@ -51,7 +51,7 @@ def count_anew(record: dict[str, Any]) -> None:
         for axis in AXES:
             for name, points in record[axis].items():
                 for kept, point in zip(points, points_of(axis), strict=True):
-                    kept.update(_told(pool, count, name, point))
+                    kept.update(_reported(pool, count, name, point))
 
 
 def _fresh_processes() -> ProcessPoolExecutor:
@@ -60,7 +60,7 @@ def _fresh_processes() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1)
 
 
-def _told(pool: ProcessPoolExecutor, action: Callable[..., dict[str, float]], *given: Any) -> dict[str, float]:
+def _reported(pool: ProcessPoolExecutor, action: Callable[..., dict[str, float]], *given: Any) -> dict[str, float]:
     figures = {key: round(value, 3) for key, value in pool.submit(action, *given).result().items()}
     print(*given, figures, flush=True)
     return figures
@@ -108,8 +108,8 @@ def main() -> None:
     if asked.record:
         # The facts of the race about two ranks, their load and gloo do not apply here.
         when, machine, _, versions = circumstances(time.monotonic() - begin)
-        told = [when, machine, versions.replace("; gloo", "; fake backend")]
-        head = {"date": str(datetime.now(UTC).date()), "circumstances": told}
+        reported = [when, machine, versions.replace("; gloo", "; fake backend")]
+        head = {"date": str(datetime.now(UTC).date()), "circumstances": reported}
         RECORD.write_text(json.dumps({**head, "axes": AXES, **found}, indent=1) + "\n", encoding="utf-8")
 
 

@@ -49,8 +49,8 @@ class Race:
     def of(cls, world: World, kind: str, new: Access, old: Access | None, block: Block | None) -> Race:
         """Creates the report at the time of the collision, while the waits so far are known."""
         if old is None:
-            return cls(kind, f"FREED: {_told(world, new)} uses memory that was given back", new, None)
-        lines = [f"{kind.upper()}: {_told(world, new)}", f"  is not ordered after {_told(world, old)}"]
+            return cls(kind, f"FREED: {_reported(world, new)} uses memory that was given back", new, None)
+        lines = [f"{kind.upper()}: {_reported(world, new)}", f"  is not ordered after {_reported(world, old)}"]
         if kind == "reuse" and block is not None:
             owner = world.name_of(block.owner)
             lines.append(
@@ -64,7 +64,7 @@ class Race:
         return self.text
 
 
-def _told(world: World, access: Access) -> str:
+def _reported(world: World, access: Access) -> str:
     verb = "write" if access.is_write else "read"
     return (
         f"{verb} of bytes {access.low} to {access.high} on the {world.name_of(access.stream)} by "

@@ -202,7 +202,7 @@ MUTANTS = [
     Mutant(
         "hook-at-any-time",
         "register_comm_hook",
-        "if wrapper._tree is not None:",
+        "if wrapper._root_state is not None:",
         "if False:",
         "A hook can be registered after the first forward.",
         "HOOK-09",
@@ -450,7 +450,7 @@ MUTANTS = [
     ),
     Mutant(
         "nobody-is-in-backward",
-        "Root.begin_forward",
+        "RootState.begin_forward",
         " or graph_task() != NOT_IN_BACKWARD",
         "",
         "A recomputation in backward counts as a new forward.",
@@ -602,7 +602,7 @@ MUTANTS = [
     ),
     Mutant(
         "failed-forward-is-not-mended",
-        "Root.fail_forward",
+        "RootState.fail_forward",
         "        self.iteration.recover()\n",
         "        pass\n",
         "An error in forward does not reset the state of the units.",

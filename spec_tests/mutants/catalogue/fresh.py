@@ -9,7 +9,7 @@ __all__ = ["MUTANTS"]
 MUTANTS = [
     Mutant(
         "unsharded-parameters-after-an-evaluation",
-        "Root.end_forward",
+        "RootState.end_forward",
         "                unit.layout.use_sharded_params()\n",
         "                pass\n",
         "Modules that keep their memory still register unsharded parameters after an evaluation.",
@@ -25,7 +25,7 @@ MUTANTS = [
     ),
     Mutant(
         "evaluation-memory-serves-training",
-        "Root.begin_forward",
+        "RootState.begin_forward",
         "(unit.is_for_evaluation and (is_recorded or unit.policy.reshard_after_evaluation))\n                or ",
         "",
         "A recorded forward uses parameters that an evaluation has all-gathered.",

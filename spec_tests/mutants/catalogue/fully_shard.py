@@ -49,7 +49,7 @@ MUTANTS = [
     ),
     Mutant(
         "root-is-freed-after-forward-in-place",
-        "FSDPState._find_tree",
+        "FSDPState._create_root_state",
         "state.unit.choose(reshard_after_forward=state is not self)",
         "state.unit.choose(reshard_after_forward=True)",
         "The root is resharded after forward by default.",
@@ -162,7 +162,7 @@ MUTANTS = [
     ),
     Mutant(
         "fully-shard-has-a-limiter",
-        "FSDPState._find_tree",
+        "FSDPState._create_root_state",
         "limit_all_gathers=False",
         "limit_all_gathers=True",
         "The CPU waits for a resharded unit before it issues a third all-gather.",
@@ -589,7 +589,7 @@ MUTANTS = [
     ),
     Mutant(
         "gathered-parts-do-not-stay",
-        "Root.dissolve",
+        "RootState.dissolve",
         "if not keeps_unsharded or not is_idle or self.is_busy:",
         "if True:",
         "Units that were unsharded manually before the root's first forward are resharded.",

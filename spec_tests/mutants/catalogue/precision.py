@@ -66,7 +66,7 @@ MUTANTS = [
     Mutant(
         "inner-inputs-are-always-cast",
         "Wrapper._prepare_inputs",
-        "chosen.cast_root_forward_inputs if self._is_tree_root else chosen.cast_forward_inputs",
+        "chosen.cast_root_forward_inputs if self._is_outermost else chosen.cast_forward_inputs",
         "chosen.cast_root_forward_inputs",
         "cast_root_forward_inputs also controls the inputs of inner units.",
         "MP-13 MP-16",
@@ -74,8 +74,8 @@ MUTANTS = [
     Mutant(
         "either-switch-casts-root-inputs",
         "Wrapper._prepare_inputs",
-        "chosen.cast_root_forward_inputs if self._is_tree_root else",
-        "chosen.cast_root_forward_inputs or chosen.cast_forward_inputs if self._is_tree_root else",
+        "chosen.cast_root_forward_inputs if self._is_outermost else",
+        "chosen.cast_root_forward_inputs or chosen.cast_forward_inputs if self._is_outermost else",
         "cast_forward_inputs casts the root's inputs, too.",
         "MP-15",
     ),

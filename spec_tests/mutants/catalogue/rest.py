@@ -309,8 +309,8 @@ MUTANTS = [
     Mutant(
         "root-before-any-forward",
         "FullyShardedDataParallel._is_root",
-        "None if self._tree is None else self._is_tree_root",
-        "self._is_tree_root",
+        "None if self._root_state is None else self._is_outermost",
+        "self._is_outermost",
         "Before the first forward, _is_root of a wrapper is False instead of None.",
         "NAMES-11",
     ),

@@ -74,7 +74,7 @@ MUTANTS = [
     Mutant(
         "the-final-callback-does-nothing",
         "FullyShardedDataParallel._exec_order_data",
-        "self._current_tree().recover_after_error",
+        "self._current_root_state().recover_after_error",
         "lambda: None",
         "Torch's final callback leaves units unsharded after a backward that has failed.",
         "START-09",

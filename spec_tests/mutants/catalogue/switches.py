@@ -154,7 +154,7 @@ MUTANTS = [
     Mutant(
         "optimizer-event-is-forgotten",
         "FSDPModule.set_post_optim_event",
-        "_state(self).current_tree().after_optimizer = event",
+        "_state(self).current_root_state().after_optimizer = event",
         "pass",
         "The first all-gather does not wait for the given event.",
         "NEW-12",
@@ -227,7 +227,7 @@ MUTANTS = [
     Mutant(
         "reset-keeps-gradients",
         "FSDPModule.reset_iter_state",
-        "        _discard_unreduced(state.current_tree().units)\n",
+        "        _discard_unreduced(state.current_root_state().units)\n",
         "",
         "Gradients of an aborted iteration remain after reset_iter_state().",
         "NEW-15",
@@ -331,7 +331,7 @@ MUTANTS = [
     Mutant(
         "broken-off-and-nothing-done",
         "FSDPState.break_off",
-        "            self.tree.fail_forward()",
+        "            self.root_state.fail_forward()",
         "            pass",
         "reset_iter_state() does not reset the state of the units.",
         "NEW-15",

@@ -90,7 +90,7 @@ MUTANTS = [
     Mutant(
         "summoned-while-it-runs",
         "full_params",
-        "check_not_running(wrapper._tree)",
+        "check_not_running(wrapper._root_state)",
         "pass",
         "summon_full_params is accepted inside a forward.",
         "SUMMON-16",
@@ -98,14 +98,14 @@ MUTANTS = [
     Mutant(
         "broken-off-and-not-mended",
         "Wrapper._recover_after_error",
-        "self._tree.recover_after_error()",
+        "self._root_state.recover_after_error()",
         "pass",
         "After an error in backward, the model can be neither saved nor summoned.",
         "NEW-15",
     ),
     Mutant(
         "forward-while-summoned",
-        "Root.begin_forward",
+        "RootState.begin_forward",
         "            if unit.phase is Phase.SUMMONED:\n",
         "            if False:\n",
         "A forward inside summon_full_params is accepted.",
@@ -170,7 +170,7 @@ MUTANTS = [
     Mutant(
         "a-frozen-backward-asks",
         "RankChecks.compare",
-        "if sequence in self._tree.used",
+        "if sequence in self._root_id.used",
         "if True",
         "A backward through frozen parameters, which issues no collective, is compared.",
         "ORDER-08 HEALTHY-02",
@@ -450,7 +450,7 @@ MUTANTS = [
     ),
     Mutant(
         "mended-while-it-runs",
-        "Root.recover_after_error",
+        "RootState.recover_after_error",
         " and graph_task() == NOT_IN_BACKWARD",
         "",
         "Accessing parameters inside a backward aborts the backward.",

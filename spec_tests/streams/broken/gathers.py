@@ -172,7 +172,7 @@ BREAKS = [
     Break(
         "by-hand-does-not-follow",
         "fsdp2/functions.py",
-        "        tree.comm_streams.all_gather.wait_compute()\n",
+        "        root_state.comm_streams.all_gather.wait_compute()\n",
         "",
         "unshard() issues the all-gather without waiting for the optimizer step.",
         "each_by_hand",
