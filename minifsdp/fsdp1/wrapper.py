@@ -16,8 +16,8 @@ attributes:
 * ``_is_inner``: whether another wrapper contains this one
 
 Worked example: ``root(block0, block1)`` with all three wrapped. Each wrapper has a unit. The first ``root(batch)``
-creates one root state of three units and stores it in all three wrappers. If ``block0(x)`` was called alone before that,
-it has a root state with one unit, which the new one replaces. See ``engine/root.py``.
+creates one root state of three units and stores it in all three wrappers. If ``block0(x)`` was called alone before, it
+has a root state with one unit, which the new one replaces. See ``engine/root.py``.
 
 ``parameters()`` returns one flat parameter for each unit instead of the original parameters. The class
 ``FullyShardedDataParallel`` in ``fully_sharded_data_parallel.py`` adds the constructor and the methods that users call.
