@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllreduceOptions
+from torch.distributed.distributed_c10d import AllreduceOptions
 
 from minifsdp.engine import collectives
 from minifsdp.engine.collectives import Collective

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._distributed_c10d import DebugLevel, get_debug_level
+from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from minifsdp.checkpoint.agreement import some
@@ -35,12 +35,12 @@ from minifsdp.fsdp2.fsdp_state import FSDPState, states_in
 def register_hooks(state: FSDPState) -> None:
     """Registers hooks for ``state_dict`` and ``load_state_dict`` on the modules of ``state``."""
     for module in state.modules:
-        module._register_load_state_dict_pre_hook(check_before_load, with_module=True)
+        module.register_load_state_dict_pre_hook(check_before_load)
     if state.unit is not None:
         show_sharded = functools.partial(_show_sharded, state.unit)
         for module in {slot.module for owned in state.unit.layout.parameters for slot in owned.attributes}:
             module.register_state_dict_pre_hook(show_sharded)
-            module._register_load_state_dict_pre_hook(show_sharded)
+            module.register_load_state_dict_pre_hook(show_sharded)
 
 
 def _show_sharded(unit: Unit, *_: Any) -> None:

@@ -80,6 +80,7 @@ class RootState:
         self.limiter = RateLimiter(limit_all_gathers)
         self.units = [unit for _, unit in units]
         self._forward_is_open = self.is_dissolved = False
+        self._caller: Unit | None = None
         self.after_optimizer: Any = None
         # A root state that is created again, for instance after a conversion, keeps its identity for other ranks.
         root_id = units[0][1].root_id if units else RootId()

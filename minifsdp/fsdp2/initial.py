@@ -15,7 +15,7 @@ Spec: NEW-20.
 from collections.abc import Sequence
 
 import torch
-from torch._C._distributed_c10d import DebugLevel, get_debug_level
+from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
 from minifsdp.engine import collectives
 from minifsdp.engine.mesh import MeshGroups
