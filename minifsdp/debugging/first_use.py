@@ -46,7 +46,10 @@ def at_first_use(look: Callable[[Sequence[nn.Module], RootState], None]) -> Iter
     def of_state(root_state: RootState, state: Any) -> None:
         seen(root_state, state.modules)
 
-    with attached(Wrapper, "_current_root_state", after=of_wrapper), attached(FSDPState, "current_root_state", after=of_state):
+    with (
+        attached(Wrapper, "_current_root_state", after=of_wrapper),
+        attached(FSDPState, "current_root_state", after=of_state),
+    ):
         yield
 
 
