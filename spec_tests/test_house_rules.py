@@ -46,11 +46,11 @@ APART = (
 BUDGETS = {
     # Names of torch that other programs read: 34 lines. The state of a module after an evaluation, and a count of steps
     # per root: 44. Gradients that share memory, and their dtypes: 50. The order check of each unit: 12.
-    "house": 6237,
-    "story": 3079,
+    "house": 6244,
+    "story": 3081,
     # Messages of a new order have their own tags: 9 lines.
-    TRANSPORT: 200,
-    DEBUGGING: 376,
+    TRANSPORT: 201,
+    DEBUGGING: 379,
     ARGUMENTS: 69,
     "batches.py": 96,
     # Units are identified by their parameters, not by their names in a message: 35 lines.
@@ -73,7 +73,7 @@ LONGEST_FILE = 300  # including prose
 LONGER = {
     "engine/flat.py": 356,
     "engine/hooks.py": 309,
-    "engine/gloo.py": 351,
+    "engine/gloo.py": 352,
     "engine/per_param.py": 343,
     "engine/reduce.py": 372,
     # Lists every public method of the wrapper.
@@ -121,7 +121,7 @@ def code_lines(module: str) -> set[int]:
 
 # Code lines of all modules that `fully_shard` imports, without the parts that no training step needs.
 # `bucket` imports `extension` directly: 112 of these.
-FULLY_SHARD = 2729
+FULLY_SHARD = 2731
 NOT_FOR_A_STEP = (
     "checkpoint/",
     "compat/",

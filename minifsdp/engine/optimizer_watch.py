@@ -41,104 +41,109 @@ from minifsdp.engine.messages import message, warn
 from minifsdp.engine.rank_checks import read_all
 from minifsdp.engine.validation import replaced
 
-_unreduced: weakref.WeakSet[Layout] = weakref.WeakSet()
-# Layouts inside `summon_full_params`. A step there would be lost, or change values that are overwritten later.
-summoned: weakref.WeakSet[Layout] = weakref.WeakSet()
-# All layouts, and those of each optimizer that has taken a step, with the sizes that its groups had then.
-_layouts: weakref.WeakSet[Layout] = weakref.WeakSet()
-_held = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], list[weakref.ref[Layout]]]]()
-# The handle of the hook while it is installed.
-_installed: list[Any] = []
 
+class OptimizerWatch:
+    """Checks the steps of optimizers that hold parameters of units. The process has one, `watch`.
 
-def watch(layout: Layout) -> None:
-    """Called when a unit has taken parameters. From then on, the steps of optimizers are checked."""
-    # An optimizer that passed the check before may hold parameters that this unit has replaced.
-    _held.clear()
-    if not _installed:
-        _installed.append(torch_optimizer.register_optimizer_step_pre_hook(_before_step))
-    layout.steps = Steps()
-    _layouts.add(layout)
-    weakref.finalize(layout, _end).atexit = False
-
-
-def _end() -> None:
-    """Called when a layout was deleted. Removes the hook if it was the last one."""
-    if not _installed or any(True for _ in _layouts):
-        return
-    # While a step runs, PyTorch iterates over the hooks. Garbage collection during one leaves the hook there.
-    if all(frame.f_code.co_filename != torch_optimizer.__file__ for frame, _ in traceback.walk_stack(None)):
-        _installed.pop().remove()
-
-
-def note_unreduced(layout: Layout) -> None:
-    """Records that ``.grad`` of the parameters of ``layout`` holds an unreduced gradient."""
-    _unreduced.add(layout)
-
-
-def check_reduced(what: str, layouts: Iterable[Layout]) -> None:
-    """Checks that no sharded layout has an unreduced gradient, and that none is inside ``summon_full_params``.
-
-    A unit that is not sharded may be trained on each rank alone, as local SGD does between two averages.
-
-    Raises:
-        RuntimeError: if the check fails.
+    Attributes:
+        summoned: layouts inside `summon_full_params`. A step there would be lost, or change values that are overwritten
+            later.
     """
-    chosen = list(layouts)
-    if not summoned.isdisjoint(chosen):
-        raise RuntimeError(message("step-while-summoned", what=what))
-    if any(layout.has_unreduced and layout.all_gather_group is not None for layout in chosen):
-        raise RuntimeError(message("unreduced-gradients", what=what))
+
+    def __init__(self) -> None:
+        self.summoned: weakref.WeakSet[Layout] = weakref.WeakSet()
+        self._unreduced: weakref.WeakSet[Layout] = weakref.WeakSet()
+        # All layouts, and those of each optimizer that has taken a step, with the sizes that its groups had then.
+        self._layouts: weakref.WeakSet[Layout] = weakref.WeakSet()
+        self._held = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], list[weakref.ref[Layout]]]]()
+        # The hook while it is installed.
+        self._hook: Any = None
+
+    def add(self, layout: Layout) -> None:
+        """Called when a unit has taken parameters. From then on, the steps of optimizers are checked."""
+        # An optimizer that passed the check before may hold parameters that this unit has replaced.
+        self._held.clear()
+        if self._hook is None:
+            self._hook = torch_optimizer.register_optimizer_step_pre_hook(self._before_step)
+        layout.steps = Steps()
+        self._layouts.add(layout)
+        weakref.finalize(layout, self._end).atexit = False
+
+    def _end(self) -> None:
+        """Called when a layout was deleted. Removes the hook if it was the last one."""
+        if self._hook is None or any(True for _ in self._layouts):
+            return
+        # While a step runs, PyTorch iterates over the hooks. Garbage collection during one leaves the hook there.
+        if all(frame.f_code.co_filename != torch_optimizer.__file__ for frame, _ in traceback.walk_stack(None)):
+            self._hook.remove()
+            self._hook = None
+
+    def note_unreduced(self, layout: Layout) -> None:
+        """Records that ``.grad`` of the parameters of ``layout`` holds an unreduced gradient."""
+        self._unreduced.add(layout)
+
+    def check_reduced(self, what: str, layouts: Iterable[Layout]) -> None:
+        """Checks that no sharded layout has an unreduced gradient, and that none is inside ``summon_full_params``.
+
+        A unit that is not sharded may be trained on each rank alone, as local SGD does between two averages.
+
+        Raises:
+            RuntimeError: if the check fails.
+        """
+        chosen = list(layouts)
+        if not self.summoned.isdisjoint(chosen):
+            raise RuntimeError(message("step-while-summoned", what=what))
+        if any(layout.has_unreduced and layout.all_gather_group is not None for layout in chosen):
+            raise RuntimeError(message("unreduced-gradients", what=what))
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if self._count_step(optimizer):
+            log.num_steps += 1
+        _, *given = args
+        closure = given[0] if given else kwargs.get("closure")
+        if closure is None:
+            self._check_gradients_of(optimizer)
+            return None
+        checked = functools.partial(self._close_and_check, closure, optimizer)
+        return (args, {**kwargs, "closure": checked}) if not given else ((args[0], checked, *given[1:]), kwargs)
+
+    def _close_and_check(self, closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Any:
+        """Calls the closure of a step, and checks the gradients that it has computed."""
+        loss = closure()
+        self._check_gradients_of(optimizer)
+        # The closure may have all-gathered parameters, and the optimizer changes them next.
+        self._count_step(optimizer)
+        return loss
+
+    def _count_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Counts a step for each root of which ``optimizer`` holds parameters. Returns whether there are any."""
+        counts = {layout.steps for layout in self._layouts_of(optimizer)}
+        for steps in counts:
+            steps.count += 1
+        return bool(counts)
+
+    def _check_gradients_of(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._unreduced or self.summoned:
+            marked = self._unreduced | self.summoned
+            mine = [layout for layout in self._layouts_of(optimizer) if layout in marked]
+            self.check_reduced(f"{type(optimizer).__name__}.step()", mine)
+            self._unreduced.difference_update(mine)
+
+    def _layouts_of(self, optimizer: torch.optim.Optimizer) -> list[Layout]:
+        """The layouts of which ``optimizer`` holds parameters. The first call checks for replaced parameters."""
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        known = self._held.get(optimizer)
+        if known is None or known[0] != sizes:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            num_stale, kind = sum(parameter in replaced for parameter in parameters), type(optimizer).__name__
+            if num_stale:
+                warn(message("stale-optimizer", num_stale=num_stale, number=len(parameters), type=kind))
+            held = set(parameters)
+            mine = [weakref.ref(layout) for layout in self._layouts if not held.isdisjoint(layout.local_parameters())]
+            if mine and read_all not in optimizer._optimizer_state_dict_pre_hooks.values():
+                optimizer.register_state_dict_pre_hook(read_all)
+            known = self._held[optimizer] = sizes, mine
+        return [layout for reference in known[1] if (layout := reference()) is not None]
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    if _count_step(optimizer):
-        log.num_steps += 1
-    _, *given = args
-    closure = given[0] if given else kwargs.get("closure")
-    if closure is None:
-        _check_gradients_of(optimizer)
-        return None
-    checked = functools.partial(_close_and_check, closure, optimizer)
-    return (args, {**kwargs, "closure": checked}) if not given else ((args[0], checked, *given[1:]), kwargs)
-
-
-def _close_and_check(closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Any:
-    """Calls the closure of a step, and checks the gradients that it has computed."""
-    loss = closure()
-    _check_gradients_of(optimizer)
-    # The closure may have all-gathered parameters, and the optimizer changes them next.
-    _count_step(optimizer)
-    return loss
-
-
-def _count_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Counts a step for each root of which ``optimizer`` holds parameters. Returns whether there are any."""
-    counts = {layout.steps for layout in _layouts_of(optimizer)}
-    for steps in counts:
-        steps.count += 1
-    return bool(counts)
-
-
-def _check_gradients_of(optimizer: torch.optim.Optimizer) -> None:
-    if _unreduced or summoned:
-        mine = [layout for layout in _layouts_of(optimizer) if layout in _unreduced or layout in summoned]
-        check_reduced(f"{type(optimizer).__name__}.step()", mine)
-        _unreduced.difference_update(mine)
-
-
-def _layouts_of(optimizer: torch.optim.Optimizer) -> list[Layout]:
-    """The layouts of which ``optimizer`` holds parameters. The first call checks for replaced parameters."""
-    sizes = [len(group["params"]) for group in optimizer.param_groups]
-    known = _held.get(optimizer)
-    if known is None or known[0] != sizes:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        num_stale, kind = sum(parameter in replaced for parameter in parameters), type(optimizer).__name__
-        if num_stale:
-            warn(message("stale-optimizer", num_stale=num_stale, number=len(parameters), type=kind))
-        held = set(parameters)
-        mine = [weakref.ref(layout) for layout in _layouts if not held.isdisjoint(layout.local_parameters())]
-        if mine and read_all not in optimizer._optimizer_state_dict_pre_hooks.values():
-            optimizer.register_state_dict_pre_hook(read_all)
-        known = _held[optimizer] = sizes, mine
-    return [layout for reference in known[1] if (layout := reference()) is not None]
+watch = OptimizerWatch()

@@ -163,7 +163,7 @@ class Unit(Generic[LayoutT]):
         self.rank_checks: RankChecks | None = None
         self._handle: Handle | None = None
         self._event: trace.Event | None = None
-        optimizer_watch.watch(layout)
+        optimizer_watch.watch.add(layout)
 
     def choose(self, **changes: Any) -> None:
         """Replaces the policy with a copy that has these ``changes``."""

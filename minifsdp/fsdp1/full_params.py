@@ -73,7 +73,7 @@ def summoned(
         if with_grads and not unit.layout.use_orig_params:
             raise NotImplementedError(message("summon-no-grads", unit=unit.name))
     if with_grads:
-        optimizer_watch.check_reduced("summon_full_params(with_grads=True)", [unit.layout for unit in units])
+        optimizer_watch.watch.check_reduced("summon_full_params(with_grads=True)", [unit.layout for unit in units])
     with ExitStack() as stack:
         for unit in units:
             stack.enter_context(_one(unit, writeback, rank0_only, offload_to_cpu, with_grads))
@@ -117,14 +117,14 @@ def _one(unit: FlatUnit, writeback: bool, rank0_only: bool, offload_to_cpu: bool
     unit.phase = Phase.SUMMONED
     buffer = flat.cpu() if offload_to_cpu and mesh.shard is not None else flat
     full_params = _FullParams(layout, buffer, gradients) if sees else None
-    optimizer_watch.summoned.add(layout)
+    optimizer_watch.watch.summoned.add(layout)
     try:
         yield
         if full_params is not None and not with_grads:
             _check_no_gradients(unit)
     finally:
         unit.phase = Phase.IDLE
-        optimizer_watch.summoned.discard(layout)
+        optimizer_watch.watch.summoned.discard(layout)
         if full_params is not None:
             full_params.remove(keep_changes=writeback or mesh.shard is None)
 

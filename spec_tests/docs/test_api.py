@@ -14,9 +14,9 @@ import minifsdp
 from docs_build.reading.order import ROOT
 
 # The public modules are those of the first level, without ``arguments``, which only checks arguments of public calls,
-# and ``__main__``, which is a command.
+# and the commands ``__main__`` and ``ledger``.
 MODULES = ["minifsdp", *(f"minifsdp.{m.name}" for m in pkgutil.iter_modules(minifsdp.__path__) if not m.ispkg)]
-PUBLIC = [name for name in MODULES if name not in ("minifsdp.arguments", "minifsdp.__main__")]
+PUBLIC = [name for name in MODULES if name not in ("minifsdp.arguments", "minifsdp.__main__", "minifsdp.ledger")]
 
 
 def names_of(name: str) -> list[str]:

@@ -9,7 +9,7 @@ __all__ = ["MUTANTS"]
 MUTANTS = [
     Mutant(
         "stale-optimizer-is-silent",
-        "_layouts_of",
+        "OptimizerWatch._layouts_of",
         "if num_stale:",
         "if False:",
         "An optimizer that holds parameters replaced by sharding causes no warning.",
@@ -337,8 +337,8 @@ MUTANTS = [
     ),
     Mutant(
         "checked-once-for-good",
-        "watch",
-        "_held.clear()",
+        "OptimizerWatch.add",
+        "self._held.clear()",
         "pass",
         "An optimizer that stepped before sharding is not checked again.",
         "CTOR-05",
