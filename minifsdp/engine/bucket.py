@@ -275,11 +275,11 @@ def assign_to_buckets(
     """Assigns each parameter to a bucket of one dtype and mesh, and copies its new local shard into the bucket.
 
     Args:
-        params: the parameters of a unit.
-        local_shards: the values of each.
+        params, local_shards: the parameters of a unit, and the values of each.
         options: where to compute, and in which dtype.
         before: the unit's buckets until now. Those whose contents stay the same are kept.
     """
+    # One group for each dtype and mesh, and one for each parameter with a custom all-gather.
     sorted_by_kind: dict[Any, dict[ShardedParam, torch.Tensor]] = {}
     for param, local_shard in zip(params, local_shards, strict=True):
         alone = param if is_extended(local_shard, param.info.path) else None
@@ -288,6 +288,7 @@ def assign_to_buckets(
     for (alone, dtype, _), shards_by_param in sorted_by_kind.items():
         shards = list(shards_by_param.values())
         contents = Contents(alone is not None, dtype, options.storage_device(shards[0]), tuple(shards_by_param))
+        # The bucket from before, or a new one.
         bucket = before.get(contents)
         if bucket is None:
             bucket = contents.make(shards, options)

@@ -191,7 +191,7 @@ def called(code: CodeType | None) -> str:
     """The function that the program called: ``forward``, ``backward``, ``state_dict``, ``Linear()``."""
     if code is None:
         return "a thread"
-    if code.co_name.endswith("_call_impl"):
+    if code.co_name == "__call__" or code.co_name.endswith("_call_impl"):
         return "forward"
     return f"{code.co_qualname.split('.')[-2:][0]}()" if code.co_name == "__init__" else code.co_name
 

@@ -75,12 +75,11 @@ class RootState:
         keeps_outermost: bool = True,
         comm_streams: CommStreams | None = None,
     ) -> None:
-        self.device, self.outermost = device, outermost
+        self.device, self.outermost, self._caller = device, outermost, outermost
         self.comm_streams = comm_streams or CommStreams(device)
         self.limiter = RateLimiter(limit_all_gathers)
         self.units = [unit for _, unit in units]
         self._forward_is_open = self.is_dissolved = False
-        self._caller: Unit | None = None
         self.after_optimizer: Any = None
         # A root state that is created again, for instance after a conversion, keeps its identity for other ranks.
         root_id = units[0][1].root_id if units else RootId()

@@ -54,5 +54,6 @@ def with_own_storage(view: torch.Tensor) -> torch.Tensor:
     if storage.device.type == "meta":
         return view
     start = view.storage_offset() * view.itemsize
+    # A separate storage for the same bytes, without a copy.
     own = storage[start : start + view.numel() * view.itemsize]
     return torch.empty(0, dtype=view.dtype, device=view.device).set_(own, 0, view.shape, view.stride())

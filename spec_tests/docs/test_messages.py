@@ -58,6 +58,8 @@ def _speaking(path: Path) -> Iterator[ast.Call]:
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             # All warnings are issued in one place, which receives the complete text.
             is_the_place = ast.unparse(node).startswith("warnings.warn(text, category")
+            # The watchdog has stored a complete message.
+            is_the_place |= ast.unparse(node.args[0]) == "log.fatal_error"
             if (name == "warn" or name.endswith(("Error", "Warning"))) and not is_the_place:
                 yield node
 

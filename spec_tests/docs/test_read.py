@@ -19,7 +19,9 @@ from docs_build.reading.tracing import recording_lines
 from spec_tests.mutants.catalogue import MUTANTS
 from spec_tests.mutants.mutant import definitions
 
-CORE = [f"engine/{name}.py" for name in ("unit", "hooks", "schedule", "flat", "row", "comm_streams", "reduce", "root")]
+CORE = [
+    f"engine/{name}.py" for name in ("unit", "hooks", "schedule", "flat", "bucket", "comm_streams", "reduce", "root")
+]
 
 # --- notes ---
 

@@ -239,12 +239,12 @@ def test_large_parameters_are_all_gathered_directly_into_their_memory(
 ) -> None:
     monkeypatch.setenv("MINIFSDP_TRANSPORT", "messages")
     bucket, wholes = large_bucket(dtype)
-    chain = world().chain
-    chain.begin_epoch()
+    sequence = world().sequence
+    sequence.begin_epoch()
     gathered(bucket)  # the first time, all ranks check that they are about to send the same amount
     bucket.free()
     for _ in range(2):
-        chain.begin_epoch()
+        sequence.begin_epoch()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             gathered(bucket)
         names = {event.name for event in profiler.events() or ()}
