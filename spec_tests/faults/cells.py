@@ -103,7 +103,7 @@ def every_cell() -> Iterator[Cell]:
     """All cells with torchrun's store. With the store on rank 0, one per victim and stage; the other axes alternate."""
     for door, sharding, victim, stage, fault in itertools.product(DOORS, SHARDINGS, VICTIMS, STAGES, FAULTS):
         yield Cell(door, sharding, victim, fault, stage)
-    kinds = itertools.iteration(itertools.product(DOORS, SHARDINGS))
+    kinds = itertools.cycle(itertools.product(DOORS, SHARDINGS))
     for victim, (number, stage) in itertools.product(VICTIMS, enumerate(STAGES)):
         yield Cell(*next(kinds), victim, FAULTS[number % len(FAULTS)], stage, "of rank 0")
 

@@ -35,7 +35,7 @@ def hunt(generators: Mapping[str, Generator], minutes: float, seed: int, folder:
     tried: Counter[str] = Counter()
     files: list[Path] = []
     try:
-        for name in itertools.iteration(generators):
+        for name in itertools.cycle(generators):
             number = dice.getrandbits(32)
             cases = generators[name].draw(number)
             findings = generators[name].findings(cases)
