@@ -132,7 +132,7 @@ def stops_of_the_limiter() -> Values:
     limiter = RateLimiter(enabled=True)
     stops: list[int] = []
     for number in range(6):
-        limiter.admit(f"block{number}")
+        limiter.throttle(f"block{number}")
         release: Any = SimpleNamespace(query=lambda: False, synchronize=lambda: stops.append(number))  # noqa: B023
         limiter.released(release)
     return {"first": stops[0], "limiter": limiter, "all": ", ".join(map(str, stops))}
