@@ -11,7 +11,6 @@ from html import escape
 from itertools import groupby
 from textwrap import dedent
 
-import markdown
 from pygments.lexers import PythonLexer
 from pygments.token import STANDARD_TYPES, Token
 
@@ -101,6 +100,9 @@ def _inline(text: str) -> str:
 
 def to_html(text: str, *, is_markdown: bool = False) -> str:
     """A docstring, or Markdown, as HTML."""
+    # Installed with the extra `docs` only. Tests without it import this module as well.
+    import markdown
+
     return markdown.markdown(text if is_markdown else to_markdown(text), extensions=EXTENSIONS)
 
 
