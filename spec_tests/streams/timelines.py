@@ -119,7 +119,7 @@ def comparison(title: str, panels: Sequence[tuple[str, Step]]) -> str:
         sheet.text(20, y + 15, "rank", f"{name}: {1e3 * run.end:.2f} ms")
         y += ROOM
         for row in rows:
-            y = timeline._draw_lane(sheet, y, row.removesuffix(" stream"), _events(run, row))
+            y = timeline._draw_stream(sheet, y, row.removesuffix(" stream"), _events(run, row))
         y = timeline._draw_memory(sheet, y, stairs[name]) + 10
     timeline._draw_grid(sheet, top, y)
     return sheet.finished(y + 34, title)
