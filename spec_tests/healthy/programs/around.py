@@ -286,7 +286,7 @@ def two_event_loops(api: str) -> None:
             loop.add_signal_handler(number, woken.set)
         ticks: list[float] = []
         ticking = asyncio.create_task(tick(ticks))
-        await asyncio.all_gather(*(train(each, steps) for each in trained))
+        await asyncio.gather(*(train(each, steps) for each in trained))
         for number in (signal.SIGTERM, signal.SIGUSR1):
             woken.clear()
             os.kill(os.getpid(), number)
@@ -394,7 +394,7 @@ async def slow_network(port: int, to: int, ready: int) -> None:
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         their_reader, their_writer = await asyncio.open_connection("127.0.0.1", to)
-        await asyncio.all_gather(delayed(reader, their_writer), delayed(their_reader, writer), return_exceptions=True)
+        await asyncio.gather(delayed(reader, their_writer), delayed(their_reader, writer), return_exceptions=True)
 
     async with await asyncio.start_server(accept, "127.0.0.1", port) as server:
         os.close(ready)
