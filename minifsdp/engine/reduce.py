@@ -197,7 +197,7 @@ class Reducer:
             layout.accept_gradient(gradient, result)
         self._arriving.clear()
 
-    def refresh_from_module(self) -> None:
+    def finish_open(self) -> None:
         """Completes reductions that an earlier backward has left in flight, if any."""
         if self._in_flight is not None or self._arriving:
             self.finish()

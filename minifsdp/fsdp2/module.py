@@ -235,7 +235,7 @@ class FSDPModule:
         root_state = _state(self).root_state
         if root_state is not None and not root_state.is_busy:
             # After `set_is_last_backward(False)` a reduction may still be in flight, and add to `.grad` later.
-            root_state.iteration.reducer.refresh_from_module()
+            root_state.iteration.reducer.finish_open()
         super().zero_grad(set_to_none)  # type: ignore[misc]
         units = _units(self, recurse=True)
         _discard_unreduced(units)

@@ -67,7 +67,7 @@ MUTANTS = [
         "gradients-by-their-own-shard-only",
         "_all_gather_gradients",
         "    votes =",
-        "    row.zero_()[layout.partition.local_shard(layout.mesh.shard_index)] = local_shard\n    votes =",
+        "    row.zero_()[layout.sharding.shard_range(layout.mesh.shard_index)] = local_shard\n    votes =",
         "With with_grads=True each rank has only its own shard of the gradients.",
         "SUMMON-15",
     ),
