@@ -77,6 +77,8 @@ def at_exit() -> None:
     atexit.unregister(at_exit)
     if log.watchdog is not None:
         _leave_exit_record(log.watchdog)
+    # The callback needs modules, which Python clears before it deletes the store.
+    log.store = None
     _let_threads_finish()
 
 
