@@ -230,7 +230,7 @@ def test_memory_is_shown_over_time_with_each_ranks_peak(address: str, tab: Tab, 
     run = recordings.find(key)
     for rank, of_rank in enumerate(run["ranks"]):
         totals = [after(run, rank, n)["together"] for n in range(len(of_rank["moments"]))]
-        drawn = tab.look("[...document.querySelectorAll('.stream-peak')].map(e => e.textContent)")
+        drawn = tab.look("[...document.querySelectorAll('.track-peak')].map(e => e.textContent)")
         assert drawn[rank] == f"peak {size(max(totals))}"
         tab.look(f"document.querySelectorAll('.card')[{rank}].querySelector('.card-button:last-child').click()")
         assert card(tab, rank)["together"] == size(max(totals))
@@ -456,7 +456,7 @@ def test_collectives_differ_for_colour_blind_users(address: str, tab: Tab, kind:
     assert contrast_within(gather) < 10
     assert contrast_within(reduction) > 35
     # Each stream has a label.
-    names = tab.look("[...document.querySelectorAll('.stream-name:not(.stream-peak)')].map(e => e.textContent)")
+    names = tab.look("[...document.querySelectorAll('.track-name:not(.track-peak)')].map(e => e.textContent)")
     assert names == ["compute", "gather", "reduce", "memory"] * 2
 
 
@@ -517,7 +517,7 @@ def test_a_trace_is_dropped_and_plays(address: str, tab: Tab, steps: str) -> Non
     tab.press("1")
     assert re.fullmatch(r"Rank 1: all-gather of root is issued between ranks 0 and 1, [\d.]+ kB", tab.look(NOW))
     peak = max(num for _, num in timeline.gathered_bytes(events[1]))
-    assert tab.look("document.querySelectorAll('.stream-peak')[1].textContent") == f"peak {size(peak)}"
+    assert tab.look("document.querySelectorAll('.track-peak')[1].textContent") == f"peak {size(peak)}"
     assert set(card(tab, 1)) == {"gathered"}
     # The page says which data is missing, and does not draw it.
     assert "no source lines" in tab.look("document.querySelector('.source-title').textContent")

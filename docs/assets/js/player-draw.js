@@ -67,7 +67,7 @@
       }
     }
     function rankLanes(svg, rank, top, narrow) {
-      const label = (text, y, kind = "lane-name") => svg.append(shape("text", { class: kind, x: left - 6, y, "text-anchor": "end" }, text));
+      const label = (text, y, kind = "track-name") => svg.append(shape("text", { class: kind, x: left - 6, y, "text-anchor": "end" }, text));
       if (!narrow) svg.append(shape("text", { class: "rank-name", x: 4, y: top + 10 }, rankName(run, rank)));
       const names = narrow ? ["r" + rankName(run, rank).slice(5) + " F B", "AG", "RS"] : ["compute", "gather", "reduce"];
       names.forEach((name, lane) => label(name, top + lane * ROW + 10));
@@ -99,7 +99,7 @@
       const best = stairs[peak];
       svg.append(shape("path", { class: "peak", d: `M${x(best.ms) - 4},${top - 1} h8 l-4,5 z` }, shape("title", {}, `peak ${bytes(best.total)}`)));
       label(narrow ? "mem" : "memory", top + 11);
-      label((narrow ? "" : "peak ") + bytes(best.total), top + 24, "lane-name lane-peak");
+      label((narrow ? "" : "peak ") + bytes(best.total), top + 24, "track-name track-peak");
     }
     function outline(stairs, below, above, y) {
       const there = [], back = [];
