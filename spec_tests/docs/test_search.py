@@ -25,7 +25,7 @@ OURS = {
 
 # Types a text into the search field and waits until the theme has drawn the answer. Search for one text at a time:
 # otherwise a late answer could be taken for the answer to the next text.
-ASK = """((text) => new Handle((done) => {
+ASK = """((text) => new Promise((done) => {
     const field = document.querySelector(".md-search__input");
     const list = document.querySelector(".md-search-result__list");
     list.replaceChildren();
