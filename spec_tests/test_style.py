@@ -33,7 +33,6 @@ LEFT: dict[str, int] = {
     "docs/spec.md": 3,
     "minifsdp/fsdp1/wrap.py": 1,
     "minifsdp/messages.toml": 2,
-    "tutorials/failure_lab/lab.py": 2,
     "tutorials/naive_fsdp.py": 1,
 }
 
