@@ -28,6 +28,7 @@ import multiprocessing.connection
 import os
 import pathlib
 import pickle
+import random
 import shutil
 import signal
 import socket
@@ -255,11 +256,15 @@ def _pickled(arguments: Mapping[str, Any]) -> bytes:
 
 
 def free_port() -> int:
-    """A free port of this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A free port of this machine, below the range from which the system takes ports for outgoing connections.
+
+    A port of that range can be taken by any other process before a test listens on it.
+    """
+    for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("none of 100 ports between 10000 and 32000 is free")
 
 
 def _reason(exitcode: int | None) -> str:

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import socket
 import subprocess
 import sys
 import weakref
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spec_tests.harness import ranks
+from spec_tests.harness.pool import free_port
 from spec_tests.harness.programs import output_of_ranks
 from spec_tests.waiting import comes_true
 from tutorials.gpt import options
@@ -239,10 +239,7 @@ def test_a_gpu_is_chosen_by_the_local_rank_and_only_if_there_is_one_for_each(mon
 def test_process_group_exists_inside_and_ends_after_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", **address}.items():
         monkeypatch.setenv(name, value)
 

@@ -12,7 +12,6 @@ import code
 import io
 import os
 import signal
-import socket
 import sys
 import time
 from contextlib import redirect_stderr
@@ -24,6 +23,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from spec_tests.harness.pool import free_port
 from spec_tests.healthy.launch import SECOND_LIFE
 from spec_tests.healthy.programs import lives
 from spec_tests.healthy.programs.lives import PLACE, RANK, SECONDS, WORLD, join, leave, training
@@ -119,9 +119,7 @@ def spawned_with_results(api: str) -> None:
 
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    address = f"tcp://127.0.0.1:{free_port()}"
     results = torch.multiprocessing.get_context("spawn").Queue()
     ranks = torch.multiprocessing.spawn(train_in_a_child, (address, results), nprocs=2, join=False)
     torch.manual_seed(0)

@@ -27,6 +27,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, Dataset
 
+from spec_tests.harness.pool import free_port
+
 SECONDS = 3.0  # longer than the watchdog waits before it queries the other ranks
 PLACE = Path(os.environ.get("HEALTHY_FOLDER", "."))
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
@@ -266,10 +268,7 @@ def training_in_a_child(rank: int, api: str, port: int) -> None:
 def spawned(api: str) -> None:
     """`torch.multiprocessing.spawn` starts the ranks."""
     if RANK == 0:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        torch.multiprocessing.spawn(training_in_a_child, (api, port), nprocs=2)
+        torch.multiprocessing.spawn(training_in_a_child, (api, free_port()), nprocs=2)
 
 
 # ---- handlers ----
