@@ -33,14 +33,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from minifsdp import trace
 from minifsdp.checkpoint import agreement
 from minifsdp.checkpoint.codec import UnitCodec, dotted, rename
 from minifsdp.checkpoint.state_dict_options import Form, named_wrappers, state_of
-from minifsdp.checkpoint.tensors import copy_shared
+from minifsdp.checkpoint.tensors import copy_shared, memory_of
 from minifsdp.engine.layout import ParamInfo
 from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import message, rank_of_this_process
@@ -71,9 +71,25 @@ def save(wrapper: Wrapper, walk: Callable[..., dict[str, Any]], *args: Any, **kw
         state = walk(*args, **kwargs)
         if is_outermost and not given.get("keep_vars"):
             shards = [w._unit.layout.local_values() for w in inside if w._unit is not None]
-            copy_shared(state, prefix, [*shards, *wrapper.parameters(), *wrapper.buffers()], kept.before)
+            own = [*wrapper.parameters(), *wrapper.buffers()]
+            shared = copy_shared(state, prefix, [*shards, *own], kept.before, _unchanged_until_forward(inside, own))
+            wrapper._share_until_forward(shared)
     kept.before = {}
     return state
+
+
+def _unchanged_until_forward(wrappers: Iterable[Wrapper], tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The buffers and ignored parameters that neither a backward nor an optimizer changes before the next forward.
+
+    Between a forward and its backward there are none: a recomputed module changes its buffers in backward.
+    """
+    units = [wrapper._unit for wrapper in wrappers if wrapper._unit is not None]
+    if any(unit.phase is not Phase.IDLE or unit.awaits_backward for unit in units):
+        return []
+    managed = {None, *(memory_of(unit.layout.local_values()) for unit in units)}
+    free = [tensor for tensor in tensors if tensor.grad is None and memory_of(tensor) not in managed]
+    # Another process can write to memory on the CPU that is shared between processes.
+    return [tensor for tensor in free if tensor.device.type != "cpu" or not tensor.is_shared()]
 
 
 def agree(wrapper: Wrapper, call: str, meshes: Iterable[MeshGroups], has_code: Callable[[nn.Module], bool]) -> None:

@@ -93,6 +93,7 @@ def before_walk(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str, 
     of the unit's mesh must call it.
     """
     wrapper._recover_after_error()
+    wrapper._copy_shared_values()
     kept, form, unit = state_of(wrapper), state_of(wrapper).form, wrapper._unit
     if state_dict.is_outermost_here(wrapper, prefix):
         _drop_own_tensors(wrapper, state, prefix)

@@ -15,8 +15,8 @@ If tensor parallelism has already sharded a parameter, its local tensor on this 
 ``DTensor`` has the dimensions of both meshes.
 
 Buffers and ignored parameters belong to no unit, and ``nn.Module.state_dict()`` puts the model's own tensors into the
-dict. A dict must not change when training continues, so `copy_shared` copies these tensors. Cost: their bytes for as
-long as the dict exists.
+dict. A dict must not change when training continues, so `copy_shared` copies these tensors, or lists them to be copied
+before the next forward. Most dicts are written to a file and dropped before that, and nothing is copied.
 
 *In torch:* ``_shard_utils.py``. The dict shares buffers with the model, so they change with the next forward.
 
@@ -24,6 +24,7 @@ Spec: SD-SHARD-01, SD-SHARD-02, SD-CFG-18, SD-FULL-07, SAVE-01.
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, cast
@@ -39,7 +40,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.overrides import is_tensor_like
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from minifsdp.engine import collectives
 from minifsdp.engine.flat_tensor import local_tensor
@@ -216,7 +217,7 @@ def _shape_in_group(value: Any, group: Group | None) -> torch.Size:
 # ---- copies ---------------------------------------------------------------------------------------------------------
 
 
-def _memory_of(tensor: torch.Tensor) -> int | None:
+def memory_of(tensor: torch.Tensor) -> int | None:
     """The address of a tensor's storage; ``None`` for tensors without one, such as sparse tensors."""
     try:
         return on_this_rank(tensor).untyped_storage().data_ptr()
@@ -225,8 +226,12 @@ def _memory_of(tensor: torch.Tensor) -> int | None:
 
 
 def copy_shared(
-    state: MutableMapping[str, Any], prefix: str, own: Iterable[torch.Tensor], before: Mapping[str, Any]
-) -> None:
+    state: MutableMapping[str, Any],
+    prefix: str,
+    own: Iterable[torch.Tensor],
+    before: Mapping[str, Any],
+    unchanged: Iterable[torch.Tensor] = (),
+) -> list[torch.Tensor]:
     """Copies every tensor below ``prefix`` that uses the model's memory, including tensors in a list or a dict.
 
     If two keys refer to the same tensor, they share one copy. An expanded tensor is copied before it is expanded.
@@ -236,17 +241,28 @@ def copy_shared(
         prefix: the beginning of the keys to check.
         own: tensors of the model.
         before: entries that the dict had before the model was saved; they stay unchanged.
+        unchanged: those of ``own`` that nothing writes to before the next forward. An entry of the dict is not copied
+            if it consists of all elements of one of them, and no other entry uses this memory.
+
+    Returns:
+        The entries that still use the model's memory.
     """
     # The address of a storage without elements is 0.
-    memory = {_memory_of(tensor) for tensor in own} - {0}
+    memory = {memory_of(tensor) for tensor in own} - {0}
+    may_share = {memory_of(tensor) for tensor in unchanged} - {0, None}
+    num_uses = Counter(memory_of(leaf) for leaf in tree_leaves(dict(state)) if isinstance(leaf, torch.Tensor))
     copies: dict[Any, torch.Tensor] = {}
+    shared = []
 
     def unshared(tensor: torch.Tensor) -> torch.Tensor:
-        where = _memory_of(tensor)
+        where = memory_of(tensor)
         if where not in memory:
             return tensor
         if where is None or on_this_rank(tensor) is not tensor:
             return tensor.detach().clone()
+        if where in may_share and num_uses[where] == 1 and tensor.untyped_storage().nbytes() == tensor.nbytes:
+            shared.append(tensor)
+            return tensor
         same = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
         if same not in copies:
             once = tensor.detach()[tuple(slice(None) if stride else slice(1) for stride in tensor.stride())]
@@ -256,3 +272,4 @@ def copy_shared(
     for key in [key for key in state if key.startswith(prefix)]:
         if state[key] is not before.get(key):
             state[key] = tree_map_only(torch.Tensor, unshared, state[key])
+    return shared

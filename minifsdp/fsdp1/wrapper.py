@@ -31,6 +31,7 @@ Spec: CTOR, SHARD, HYB, FWD, NAMES-01, NAMES-06.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -97,6 +98,8 @@ class Wrapper(nn.Module):
         self._full_precision_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
         self._buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         self._root_state: RootState | None = None
+        # Values in state dicts that use the memory of a buffer or an ignored parameter.
+        self._shared_values: list[weakref.ref[torch.Tensor]] = []
         self._is_inner = self._is_outermost = self._shows_clean_names = False
         if options.auto_wrap_policy is not None:
             inner = self._options_of_inner(options, groups)
@@ -183,6 +186,8 @@ class Wrapper(nn.Module):
         is_outermost_call = root_state.begin_forward(self._unit)
         try:
             unit = self._unit
+            if is_outermost_call and self._shared_values:
+                self._copy_shared_values()
             if is_outermost_call and self._full_precision_in_eval:
                 self._choose_precision()
             args, kwargs = self._prepare_inputs(args, kwargs, is_outermost_call)
@@ -226,6 +231,24 @@ class Wrapper(nn.Module):
             if casts:
                 args, kwargs = cast_floating(chosen.param_dtype, (args, kwargs))
         return args, kwargs
+
+    # --- values in state dicts (SAVE-01) ---
+
+    def _share_until_forward(self, values: list[torch.Tensor]) -> None:
+        """Notes values of a state dict that use the model's memory. The wrappers inside share one list of them."""
+        for wrapper in Wrapper.fsdp_modules(self):
+            if wrapper._shared_values is not self._shared_values:
+                self._shared_values += wrapper._shared_values
+                wrapper._shared_values = self._shared_values
+        self._shared_values += map(weakref.ref, values)
+
+    def _copy_shared_values(self) -> None:
+        """Copies the noted values that still exist, before a forward or ``load_state_dict()`` changes the model."""
+        for reference in self._shared_values:
+            value = reference()
+            if value is not None:
+                value.data = value.clone()
+        self._shared_values.clear()
 
     # --- the root state ---
 

@@ -5,6 +5,7 @@ Each test saves, trains until everything has changed, and checks that the saved 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator
 from typing import Any
@@ -28,6 +29,7 @@ from minifsdp import (
     fully_shard,
 )
 from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp.checkpoint.tensors import memory_of
 from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.checkpoint.checkpoints import FULL, LOCAL, SHARDED, flat_or_original
 from spec_tests.harness import device, ranks
@@ -239,10 +241,55 @@ def test_the_model_keeps_its_memory_and_its_hooks_when_it_is_saved(form: str) ->
     with FSDP.state_dict_type(model, *FORMS[form]):
         saved = model.state_dict()
     before = picture(saved)
-    assert not {saved[name].untyped_storage().data_ptr() for name in NOT_OF_A_UNIT} & set(then)
     assert {len(wrapper._forward_pre_hooks) for wrapper in FSDP.fsdp_modules(model)} == {0}
     step(model, optimizer)
     assert places(model) == then
+    assert not {saved[name].untyped_storage().data_ptr() for name in NOT_OF_A_UNIT} & set(then)
+    assert_unchanged(saved, before)
+
+
+def shared_names(saved: dict[str, Tensor], model: nn.Module) -> list[str]:
+    """Names of the buffers and ignored parameters whose memory ``saved`` uses."""
+    return [name for name, place in zip(NOT_OF_A_UNIT, places(model), strict=True) if memory_of(saved[name]) == place]
+
+
+@pytest.mark.spec("SAVE-01")
+@pytest.mark.parametrize("change", ["forward", "forward of an inner unit", "load"])
+@ranks(2)
+def test_saved_values_share_the_memory_of_an_idle_model_until_it_changes(change: str) -> None:
+    model, _ = wrapped(made(), ShardingStrategy.FULL_SHARD, keep=False)
+    other, _ = wrapped(made(), ShardingStrategy.FULL_SHARD, keep=False)
+    saved, dropped, inner = model.state_dict(), model.state_dict(), model.module.inner.state_dict()
+    before = picture([saved, inner])
+    if device().type == "cpu":
+        assert shared_names(saved, model) == [*NOT_OF_A_UNIT]
+    del dropped
+    if change == "forward":
+        model(torch.ones(4, 3, device=device()))
+    elif change == "load":
+        model.load_state_dict({name: value + 1 for name, value in other.state_dict().items()})
+    else:
+        model.module.inner(torch.ones(4, 3, device=device()))
+    assert shared_names(saved, model) == []
+    assert_unchanged([saved, inner], before)
+
+
+@pytest.mark.spec("SAVE-01")
+@pytest.mark.parametrize("moment", ["before backward", "before step", "summoned"])
+@ranks(2)
+def test_saved_values_are_copied_at_once_if_a_change_can_come_before_the_next_forward(moment: str) -> None:
+    model, optimizer = wrapped(made(), ShardingStrategy.FULL_SHARD, keep=False)
+    loss = model(torch.ones(4, 3, device=device())).sum()
+    if moment == "before backward":
+        saved = model.state_dict()
+        loss.backward()
+    else:
+        loss.backward()
+        with FSDP.summon_full_params(model) if moment == "summoned" else contextlib.nullcontext():
+            saved = model.state_dict()
+    assert "plain.weight" not in shared_names(saved, model)
+    before = picture(saved)
+    optimizer.step()
     assert_unchanged(saved, before)
 
 
