@@ -14,7 +14,7 @@ Spec: DEBUG-09, DEBUG-10.
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -35,20 +35,14 @@ def at_first_use(look: Callable[[Sequence[nn.Module], RootState], None]) -> Iter
     """
     known: weakref.WeakSet[RootState] = weakref.WeakSet()
 
-    def seen(root_state: RootState, modules: Sequence[nn.Module]) -> None:
+    def before_forward(root_state: RootState, outermost: Wrapper | FSDPState) -> None:
         if root_state not in known:
-            look(modules, root_state)
+            look([outermost] if isinstance(outermost, Wrapper) else outermost.modules, root_state)
             known.add(root_state)
 
-    def of_wrapper(root_state: RootState, wrapper: Any) -> None:
-        seen(root_state, [wrapper])
-
-    def of_state(root_state: RootState, state: Any) -> None:
-        seen(root_state, state.modules)
-
     with (
-        attached(Wrapper, "_current_root_state", after=of_wrapper),
-        attached(FSDPState, "current_root_state", after=of_state),
+        attached(Wrapper, "_current_root_state", before_forward),
+        attached(FSDPState, "current_root_state", before_forward),
     ):
         yield
 
@@ -65,12 +59,10 @@ def late_units_named(check: str) -> Iterator[None]:
     def note(_: None, unit: Unit, *args: Any, **kwargs: Any) -> None:
         in_time.add(unit)
 
-    def tell(_: Sequence[nn.Module], root_state: RootState) -> None:
+    def name_late_units(_: Sequence[nn.Module], root_state: RootState) -> None:
         late = [unit.name or "the root" for unit in root_state.units if unit not in in_time]
         if late:
             warn(message("debug-too-late", check=check, units=late))
 
-    with ExitStack() as stack:
-        stack.enter_context(attached(Unit, "__init__", after=note))
-        stack.enter_context(at_first_use(tell))
+    with attached(Unit, "__init__", note), at_first_use(name_late_units):
         yield

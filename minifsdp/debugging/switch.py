@@ -35,7 +35,6 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import TracebackType
 
 from minifsdp.debugging.order import always_compared
 from minifsdp.debugging.unset import filled_and_named
@@ -54,7 +53,7 @@ _num_wanted: Counter[str] = Counter()
 _running: dict[str, AbstractContextManager[None]] = {}
 
 
-class Debugging:
+class Debugging(AbstractContextManager["Debugging"]):
     """Checks that one call of `debug` has turned on; a context manager that turns them off at its end.
 
     Attributes:
@@ -80,12 +79,7 @@ class Debugging:
             if not _num_wanted[check]:
                 _running.pop(check).__exit__(None, None, None)
 
-    def __enter__(self) -> "Debugging":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.off()
 
 
