@@ -34,8 +34,7 @@ import torch
 from torch import nn
 
 from minifsdp.checkpoint.agreement import exchange, groups_of, some
-from minifsdp.debugging.attach import attached
-from minifsdp.debugging.first_use import at_first_use, late_units_named
+from minifsdp.debugging.attach import at_first_use, attached, late_units_named
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.flat_tensor import local_tensor
 from minifsdp.engine.layout import Layout, full_name

@@ -30,8 +30,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from minifsdp.checkpoint.agreement import exchange, groups_of, some
-from minifsdp.debugging.attach import attached
-from minifsdp.debugging.first_use import late_units_named
+from minifsdp.debugging.attach import attached, late_units_named
 from minifsdp.engine.flat_tensor import local_tensor
 from minifsdp.engine.layout import ParamInfo, owned_parameters
 from minifsdp.engine.mesh import MeshGroups
