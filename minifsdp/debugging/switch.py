@@ -42,7 +42,6 @@ from minifsdp.debugging.values import looked_at
 from minifsdp.debugging.weights import compared
 from minifsdp.engine.messages import message
 
-VARIABLE = "MINIFSDP_DEBUG"
 CHECKS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "weights": compared,
     "values": looked_at,
@@ -106,6 +105,6 @@ def debug(*checks: str) -> Debugging:
 
 def from_environment() -> None:
     """Turns on the checks in ``MINIFSDP_DEBUG``: 1 for all checks, or names with commas between them."""
-    asked = os.environ.get(VARIABLE, "").strip()
+    asked = os.environ.get("MINIFSDP_DEBUG", "").strip()
     if asked not in ("", "0"):
         debug(*([] if asked == "1" else [name.strip() for name in asked.split(",")]))

@@ -272,9 +272,8 @@ class CollectiveLog:
         self.entries.pop()
 
     def diagnosis(self, position: Position) -> str:
-        """The watchdog's report about all ranks, on separate lines. Empty if it cannot help."""
-        report = self.watchdog.ask(position) if self.watchdog is not None else ""
-        return f"\n{report}" if report else ""
+        """The watchdog's report about all ranks, on separate lines. Empty if there is no watchdog."""
+        return "" if self.watchdog is None else f"\n{self.watchdog.ask(position)}"
 
     @property
     def last_position(self) -> Position | None:
