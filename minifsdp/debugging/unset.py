@@ -117,12 +117,12 @@ def _after_initialize(_: None, wrapper: Wrapper, modules: list[tuple[str, nn.Mod
 
 def _refuse_unset(modules: Sequence[nn.Module], root_state: RootState) -> None:
     mine = [*_unset_in_units(root_state), *_unset_outside(modules, root_state)]
-    who: dict[str, list[str]] = {}
+    ranks_of: dict[str, list[str]] = {}
     for rank, names in exchange(groups_of(plan.mesh for unit in root_state.units for plan in unit.plans), mine).items():
         for name in names:
-            who.setdefault(name, []).append(str(rank))
-    if who:
-        names = [f"{name!r} (rank {', '.join(ranks)})" for name, ranks in who.items()]
+            ranks_of.setdefault(name, []).append(str(rank))
+    if ranks_of:
+        names = [f"{name!r} (rank {', '.join(ranks)})" for name, ranks in ranks_of.items()]
         raise RuntimeError(message("used-unset", names=some(names)))
 
 
