@@ -74,7 +74,7 @@ MUTANTS = [
     Mutant(
         "a-child-wakes-its-parent",
         "_forget_in_child",
-        "_leave_signals(watchdog)",
+        "_leave_signals()",
         "pass",
         "A forked process keeps the signal handler of its parent.",
         "LEDGER-06",
