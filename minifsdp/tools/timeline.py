@@ -39,6 +39,7 @@ import jinja2
 
 from minifsdp.engine.messages import message
 from minifsdp.tools.events import STREAMS, EventsPerRank, from_zero, gathered_bytes, peak_gathered_bytes, rows_of
+from minifsdp.tools.formulas import size_of
 from minifsdp.trace import Event
 
 BOXES = ("F", "B", "AG", "RS", "AR")
@@ -200,17 +201,12 @@ def _label(event: Event, width: float) -> str:
 def _draw_memory(sheet: _Sheet, y: float, events: Sequence[Event]) -> float:
     """Draws the unsharded bytes as steps, with the same scale for all ranks."""
     peak, floor = peak_gathered_bytes(events), y + _MEMORY
-    sheet.stream(y, _MEMORY, "gathered", f"peak {_size(peak)}")
+    sheet.stream(y, _MEMORY, "gathered", f"peak {size_of(peak)}")
     if peak:
         scale = (_MEMORY - 4) / sheet.num_bytes
         stairs = [(sheet.x(seconds), floor - scale * num_bytes) for seconds, num_bytes in gathered_bytes(events)]
         sheet.shapes.append(_SHAPES.memory(stairs, floor, sheet.width - _RIGHT))
     return floor + _GAP
-
-
-def _size(num_bytes: int) -> str:
-    units = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1))
-    return next((f"{num_bytes / factor:.3g} {unit}" for unit, factor in units if num_bytes >= factor), "0 B")
 
 
 def _draw_grid(sheet: _Sheet, top: float, bottom: float) -> None:
