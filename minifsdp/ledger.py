@@ -44,7 +44,7 @@ def _write(text: str) -> str:
     Texts of exceptions may contain secrets.
     """
     folder = os.environ.get(FOLDER) or tempfile.mkdtemp(prefix="minifsdp-")
-    # Two jobs without an id, two lives of a job, and two reports of a process write to different files.
+    # Two jobs without an id, two starts of a job, and two reports of a process write to different files.
     run, life = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
     prefix = f"minifsdp-ledger-{run}-{life}-rank{rank_of_this_process()}-{os.getpid()}-"
     with tempfile.NamedTemporaryFile("w", dir=folder, prefix=prefix, suffix=".json", delete=False) as file:

@@ -43,7 +43,7 @@ from minifsdp.fsdp1.wrapper import Wrapper, clean_name, is_wrapper
 from minifsdp.fsdp2.fsdp_state import state_of, states_in
 from minifsdp.fsdp2.module import FSDPModule
 from minifsdp.tools.explain_records import ParameterSummary, UnitSummary
-from minifsdp.tools.formulas import padded_per_parameter, padded_row
+from minifsdp.tools.formulas import padded_per_parameter
 
 # The names of modules in the model.
 Names = dict[nn.Module, str]
@@ -138,12 +138,12 @@ def _buffer_bytes(model: nn.Module) -> int:
         for wrapper in Wrapper.fsdp_modules(model)
         for _, module in wrapper._own_modules()
     }
-    buffers = {buffer: chosen.get(module) for module in model.modules() for buffer in module._buffers.values()}
-    return sum(
-        buffer.numel() * ((dtype if buffer.is_floating_point() else None) or buffer.dtype).itemsize
-        for buffer, dtype in buffers.items()
-        if buffer is not None
-    )
+    num_bytes = {}
+    for module in model.modules():
+        for buffer in module.buffers(recurse=False):
+            dtype = chosen.get(module) if buffer.is_floating_point() else None
+            num_bytes[buffer] = buffer.numel() * (dtype or buffer.dtype).itemsize
+    return sum(num_bytes.values())
 
 
 # ---- units that exist -----------------------------------------------------------------------------------------------
@@ -255,8 +255,8 @@ def _planned(model: nn.Module, names: Names, like: UnitSummary | None, num_shard
     ranks = like.ranks if like else tuple(range(all_ranks))
     shapes = [tuple(parameter.shape) or (1,) for parameter in left]
     if like and not like.per_parameter:
-        numel = padded_row(shapes, len(ranks))
-        numbers = _elements_in_flat(FlatSharding(tuple(map(prod, shapes)), len(ranks)), ranks)
+        sharding = FlatSharding(tuple(map(prod, shapes)), len(ranks))
+        numel, numbers = sharding.padded_numel, _elements_in_flat(sharding, ranks)
     else:
         numel = padded_per_parameter(shapes, len(ranks))
         numbers = [_elements_by_rank(torch.Size(shape), 0, ranks) for shape in shapes]

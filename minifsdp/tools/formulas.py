@@ -3,7 +3,7 @@
 They are separate from the other modules, so that they can be compared with a paper. The peaks of a job are in
 ``peaks.py``, and ``cost.py`` explains the combined numbers.
 
-Worked example: of a unit of 9 elements each of 2 ranks stores 5 (`padded_row` returns 10). In the all-gather of its 40
+Worked example: of a unit of 9 elements each of 2 ranks stores 5 (`padded_flat` returns 10). In the all-gather of its 40
 bytes, each rank sends ``40 * 1 / 2 = 20`` (`gather_sends`).
 
 *In torch:* nothing comparable.
@@ -19,7 +19,7 @@ Shape = Sequence[int]
 # ---- stored ---------------------------------------------------------------------------------------------------------
 
 
-def padded_row(shapes: Sequence[Shape], num_shards: int) -> int:
+def padded_flat(shapes: Sequence[Shape], num_shards: int) -> int:
     """Elements of a unit whose parameters are concatenated and padded to a multiple of ``num_shards``."""
     numel = sum(prod(shape) for shape in shapes)
     return -(-numel // num_shards) * num_shards

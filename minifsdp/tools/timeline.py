@@ -94,10 +94,6 @@ class _Sheet:
         x = self.x(event.start)
         self.shapes.append(_SHAPES.mark(event.kind, x, y, _SHAPES.tip(event), self.x(event.end) - x))
 
-    def finished(self, height: float, title: str) -> str:
-        """The whole document."""
-        return str(_SHAPES.document(self.width, height, title, self.ground + self.shapes))
-
 
 def svg(
     events_per_rank: EventsPerRank,
@@ -138,7 +134,7 @@ def svg(
     for rank, events in enumerate(ranks):
         y = _draw_rank(sheet, y, f"rank {rank}", events, streams)
     _draw_grid(sheet, top, y)
-    return sheet.finished(y + 34, title)
+    return str(_SHAPES.document(width, y + 34, title, sheet.ground + sheet.shapes))
 
 
 def _draw_heading(sheet: _Sheet, events: Sequence[Event], title: str, *captions: str) -> float:

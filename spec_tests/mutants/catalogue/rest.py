@@ -140,7 +140,7 @@ MUTANTS = [
     ),
     Mutant(
         "rows-are-priced-without-padding",
-        "padded_row",
+        "padded_flat",
         "-(-numel // num_shards) * num_shards",
         "numel",
         "The calculator omits padding.",
