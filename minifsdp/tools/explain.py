@@ -26,8 +26,6 @@ To compute the cost of another choice, change the job: ``cost_of(replace(found.j
 Spec: EXPLAIN-01 to EXPLAIN-12.
 """
 
-from __future__ import annotations
-
 import itertools
 import textwrap
 from collections.abc import Iterator, Sequence

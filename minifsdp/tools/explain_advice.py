@@ -33,8 +33,6 @@ most bytes, and each unit with other choices is listed as an assumption. Worked 
 Spec: EXPLAIN-03, EXPLAIN-06 to EXPLAIN-11.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -12,8 +12,6 @@ Worked example, ``Linear(3, 5)`` on two ranks. Its 15 weights and 5 biases are s
 Spec: EXPLAIN-02.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
