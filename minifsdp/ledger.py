@@ -32,7 +32,8 @@ def written(found: Findings) -> str:
     if os.environ.get(FOLDER) == "off":
         return words
     try:
-        path = _write(json.dumps({"report": words, **found._asdict()}))
+        report = {"report": words, "states": found.states, "lines": found.lists, "diverging": found.diverging}
+        path = _write(json.dumps(report))
     except OSError as error:
         return f"{words}\n(could not be written to a file: {error})"
     return f"{words}\nTo draw it: python -m minifsdp.ledger {path}"
@@ -56,11 +57,11 @@ def drawn(report: dict[str, Any], most: int) -> str:
     """The drawing as text.
 
     Args:
-        report: the contents of the file: the text of the report, and the fields of `Findings`.
+        report: the contents of the file: the text of the report, and the fields of `Findings` by rank.
         most: how many positions to print, counted from the end.
     """
     text = [report["report"], ""]
-    columns = {rank: {tuple(line[:3]): line for line in lines} for rank, lines in report["lists"].items()}
+    columns = {rank: {tuple(line[:3]): line for line in lines} for rank, lines in report["lines"].items()}
     positions = sorted({position for column in columns.values() for position in column})[-most:]
     for index, (group, epoch, number) in enumerate(positions):
         if index == 0 or positions[index - 1][:2] != (group, epoch):

@@ -253,12 +253,8 @@ def _planned(model: nn.Module, names: Names, like: UnitSummary | None, num_shard
     all_ranks = num_shards or (dist.get_world_size() if dist.is_initialized() else 1)
     ranks = like.ranks if like else tuple(range(all_ranks))
     shapes = [tuple(parameter.shape) or (1,) for parameter in left]
-    if like and not like.per_parameter:
-        sharding = FlatSharding(tuple(map(prod, shapes)), len(ranks))
-        numel, numbers = sharding.padded_numel, _elements_in_flat(sharding, ranks)
-    else:
-        numel = padded_per_parameter(shapes, len(ranks))
-        numbers = [_elements_by_rank(torch.Size(shape), 0, ranks) for shape in shapes]
+    is_flat = like is not None and not like.per_parameter
+    numel, numbers = _elements_in_plan(shapes, ranks, is_flat)
     stored = max(left, key=lambda parameter: parameter.numel()).dtype
     compute = like.compute if like else stored
     yield UnitSummary(
@@ -270,7 +266,7 @@ def _planned(model: nn.Module, names: Names, like: UnitSummary | None, num_shard
         ),
         ranks=ranks,
         num_replicas=like.num_replicas if like else 1,
-        per_parameter=like is None or like.per_parameter,
+        per_parameter=not is_flat,
         frees=False,
         reshards_to=None,
         compute=compute,
@@ -281,3 +277,14 @@ def _planned(model: nn.Module, names: Names, like: UnitSummary | None, num_shard
         is_root=True,
         is_planned=True,
     )
+
+
+def _elements_in_plan(
+    shapes: Sequence[tuple[int, ...]], ranks: Sequence[int], is_flat: bool
+) -> tuple[int, list[dict[int, int]]]:
+    """The number of elements with padding, and for each parameter the number of elements that each rank will store."""
+    if is_flat:
+        sharding = FlatSharding(tuple(map(prod, shapes)), len(ranks))
+        return sharding.padded_numel, _elements_in_flat(sharding, ranks)
+    numbers = [_elements_by_rank(torch.Size(shape), 0, ranks) for shape in shapes]
+    return padded_per_parameter(shapes, len(ranks)), numbers
