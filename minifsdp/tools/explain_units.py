@@ -20,6 +20,7 @@ Spec: EXPLAIN-01, EXPLAIN-02, EXPLAIN-05.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -250,37 +251,32 @@ def _planned(model: nn.Module, names: Names, like: UnitSummary | None, num_shard
     left = owned_parameters(owners, set())
     if not left:
         return
-    all_ranks = num_shards or (dist.get_world_size() if dist.is_initialized() else 1)
-    ranks = like.ranks if like else tuple(range(all_ranks))
+    if like is None:
+        num_ranks = num_shards or (dist.get_world_size() if dist.is_initialized() else 1)
+        stored = max(left, key=lambda parameter: parameter.numel()).dtype
+        like = UnitSummary("", "", (), tuple(range(num_ranks)), stored, stored)
     shapes = [tuple(parameter.shape) or (1,) for parameter in left]
-    is_flat = like is not None and not like.per_parameter
-    numel, numbers = _elements_in_plan(shapes, ranks, is_flat)
-    stored = max(left, key=lambda parameter: parameter.numel()).dtype
-    compute = like.compute if like else stored
-    yield UnitSummary(
+    numel, numbers = _elements_in_plan(shapes, like.ranks, is_flat=not like.per_parameter)
+    parameters = [
+        ParameterSummary(*_places(info, names), shape, 0, parameter.dtype, parameter.requires_grad, owned)
+        for (parameter, info), shape, owned in zip(left.items(), shapes, numbers, strict=True)
+    ]
+    yield replace(
+        like,
         name="",
         type=type_of(model),
-        parameters=tuple(
-            ParameterSummary(*_places(info, names), shape, 0, parameter.dtype, parameter.requires_grad, owned)
-            for (parameter, info), shape, owned in zip(left.items(), shapes, numbers, strict=True)
-        ),
-        ranks=ranks,
-        num_replicas=like.num_replicas if like else 1,
-        per_parameter=not is_flat,
+        parameters=tuple(parameters),
         frees=False,
         reshards_to=None,
-        compute=compute,
-        reduce=like.reduce if like else stored,
-        offloads=like is not None and like.offloads,
-        gathered_bytes=numel * compute.itemsize,
-        low_batch_norms=_low_batch_norms((module for _, module in owners), compute, None, names),
+        gathered_bytes=numel * like.compute.itemsize,
+        low_batch_norms=_low_batch_norms((module for _, module in owners), like.compute, None, names),
         is_root=True,
         is_planned=True,
     )
 
 
 def _elements_in_plan(
-    shapes: Sequence[tuple[int, ...]], ranks: Sequence[int], is_flat: bool
+    shapes: Sequence[tuple[int, ...]], ranks: Sequence[int], *, is_flat: bool
 ) -> tuple[int, list[dict[int, int]]]:
     """The number of elements with padding, and for each parameter the number of elements that each rank will store."""
     if is_flat:
