@@ -110,31 +110,31 @@ def before_walk(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str, 
     codec = UnitCodec(wrapper, prefix + PREFIX)
     if unit.layout.is_summoned and not form.is_local:
         # Rows are all-gathered into full tensors, because a module's custom code expects full tensors.
-        for _, key in codec.keys:
+        for key in codec.keys:
             if tensors.local_rows(state.get(key)) is not None:
                 state[key] = codec.unsharded(state[key])
         return
     check_idle(unit)
-    kept.not_for_the_walk = {codec.flat_key, *(key for _, key in codec.keys)}
+    kept.not_for_the_walk = {codec.flat_key, *codec.keys}
     if form.is_local:
         shard = codec.given_shard(state)
         kept.missing = [codec.local_key] if shard is None else []
         for key in (codec.local_key, codec.flat_key):
             state.pop(key, None)
     else:
-        kept.missing = [key for _, key in codec.keys if key not in state]
-        shard = _shard_of(codec, {number: state.pop(key) for number, key in codec.keys if key in state}, form)
+        kept.missing = [key for key in codec.keys if key not in state]
+        shard = _shard_of(codec, {key: state.pop(key) for key in codec.keys if key in state}, form)
     if shard is not None:
         unit.layout.overwrite_local(shard)
 
 
-def _shard_of(codec: UnitCodec, given: Mapping[int, Any], form: Form) -> torch.Tensor:
+def _shard_of(codec: UnitCodec, given: Mapping[str, Any], form: Form) -> torch.Tensor:
     """This rank's shard with the given values."""
     # Checked again: custom code of an outer module may have changed a value.
-    keys = dict(codec.keys)
-    problems = [problem for n, value in given.items() for problem in codec.misfit(n, keys[n], value, form)]
+    problems = [problem for key, value in given.items() for problem in codec.misfit(key, value, form)]
     agreement.refuse_together([], problems, OPENING)
-    return codec.copy_into(codec.layout.local_values().clone(), given)
+    by_number = {codec.keys[key]: value for key, value in given.items()}
+    return codec.copy_into(codec.layout.local_values().clone(), by_number)
 
 
 def after_walk(wrapper: Wrapper, incompatible: Any) -> None:
@@ -174,22 +174,22 @@ class _Expected:
     """The keys and shapes that a dict must have.
 
     Args:
-        root_state: all modules to load, each with the prefix of its keys.
+        modules: all modules to load, each with the prefix of its keys.
         codecs: of the units among them.
 
     Attributes:
-        in_units: by key, the unit that the value belongs to, and the parameter's number in it.
+        codec_of: by key, the unit that the value belongs to.
         shapes: by key, the shape of every tensor.
         optional: keys that may be missing.
         elsewhere: prefixes of keys that a module loads with custom code.
     """
 
-    def __init__(self, root_state: Sequence[tuple[str, nn.Module]], codecs: Sequence[UnitCodec]) -> None:
-        self.in_units = {key: (codec, number) for codec in codecs for number, key in codec.keys}
-        self.shapes = {key: tuple(codec.shapes[number]) for key, (codec, number) in self.in_units.items()}
-        self.elsewhere = tuple(start for start, module in root_state if state_dict.loads_itself(module))
-        self.optional = {start + "_extra_state" for start, _ in root_state}
-        for start, module in root_state:
+    def __init__(self, modules: Sequence[tuple[str, nn.Module]], codecs: Sequence[UnitCodec]) -> None:
+        self.codec_of = {key: codec for codec in codecs for key in codec.keys}
+        self.shapes = {key: tuple(codec.shapes[codec.keys[key]]) for key, codec in self.codec_of.items()}
+        self.elsewhere = tuple(start for start, module in modules if state_dict.loads_itself(module))
+        self.optional = {start + "_extra_state" for start, _ in modules}
+        for start, module in modules:
             left_out = {FLAT_NAME, *module._non_persistent_buffers_set}
             for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
                 if tensor is not None and name not in left_out and not is_lazy(tensor):
@@ -205,11 +205,11 @@ class _Expected:
 
 def _refuse_misfit(wrapper: Wrapper, form: Form, state: Mapping[str, Any], prefix: str, *, strict: bool) -> None:
     """Raises on all ranks if the dict of any rank does not fit. All ranks of the units' groups must call it."""
-    root_state = [(prefix + dotted(path), module) for path, module in wrapper.named_modules(remove_duplicate=False)]
-    wrappers = [(start, module) for start, module in root_state if isinstance(module, Wrapper)]
+    modules = [(prefix + dotted(path), module) for path, module in wrapper.named_modules(remove_duplicate=False)]
+    wrappers = [(start, module) for start, module in modules if isinstance(module, Wrapper)]
     codecs = [UnitCodec(inner, start) for start, inner in wrappers if inner._unit is not None]
     groups = agreement.groups_of(inner.mesh for _, inner in wrappers)
-    expected = _Expected(root_state, codecs)
+    expected = _Expected(modules, codecs)
     if form.is_local:
         problems = [problem for codec in codecs for problem in _local_problems(codec, state, strict)]
     else:
@@ -220,7 +220,7 @@ def _refuse_misfit(wrapper: Wrapper, form: Form, state: Mapping[str, Any], prefi
     if not form.is_local:
         # Rows are all-gathered key by key, and a full value must be loaded on all ranks or on none.
         held = {key for key, value in state.items() if not form.is_sharded or tensors.local_rows(value) is not None}
-        rows = (key for key in expected.in_units if key in held)
+        rows = (key for key in expected.codec_of if key in held)
         agreement.refuse_lacking(groups, (detail("rows-lacking-of-unit", key=key) for key in rows), OPENING)
 
 
@@ -241,22 +241,22 @@ def _value_problems(state: Mapping[str, Any], expected: _Expected, form: Form) -
         is_elsewhere, found = key.startswith(expected.elsewhere), tuple(getattr(state[key], "shape", shape))
         # Old versions of torch saved a 0-d tensor as a tensor of one element, and nn.Module still reads it.
         is_old = (shape, found) == ((), (1,))
-        if key in expected.in_units:
-            codec, number = expected.in_units[key]
-            yield from codec.misfit(number, key, state[key], form, any_shape=is_elsewhere)
+        if key in expected.codec_of:
+            yield from expected.codec_of[key].misfit(key, state[key], form, any_shape=is_elsewhere)
         elif found != shape and not is_old and not is_elsewhere:
             yield detail("size-mismatch", key=key, shape=shape, found=found)
     if form.is_sharded:
-        sharded = [key for key, (codec, _) in expected.in_units.items() if codec.group is not None and key in state]
+        sharded = [key for key, codec in expected.codec_of.items() if codec.group is not None and key in state]
         yield from tensors.all_unsharded((key, state[key]) for key in sharded)
 
 
 def _local_problems(codec: UnitCodec, state: Mapping[str, Any], strict: bool) -> Iterator[str]:
     where, found, mine = codec.local_key, codec.given_shard(state), codec.layout.local_values()
-    if found is None and strict:
-        yield detail("local-missing", where=where, expected=mine.numel())
-    if found is not None and not isinstance(found, torch.Tensor):
+    if found is None:
+        if strict:
+            yield detail("local-missing", where=where, expected=mine.numel())
+    elif not isinstance(found, torch.Tensor):
         yield detail("no-tensor", key=where, type=type(found).__name__)
-    elif found is not None and (found.numel(), found.dtype) != (mine.numel(), mine.dtype):
+    elif (found.numel(), found.dtype) != (mine.numel(), mine.dtype):
         size, dtype = found.numel(), found.dtype
         yield detail("local-size", where=where, found=size, mine=mine.numel(), found_dtype=dtype, dtype=mine.dtype)

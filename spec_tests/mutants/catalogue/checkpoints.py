@@ -195,8 +195,8 @@ MUTANTS = [
     Mutant(
         "local-dict-of-another-layout",
         "_local_problems",
-        "elif found is not None and ",
-        "elif False and ",
+        "elif (found.numel(), found.dtype) != (mine.numel(), mine.dtype):",
+        "elif False:",
         "A local dict of another number of ranks raises no specific error.",
         "SD-LOCAL-04",
     ),
