@@ -207,8 +207,9 @@ def _facts_of_all_ranks(names: ParameterNames, states: States) -> tuple[list[Fac
         ranks = [rank_of_this_process()] if unit.group is None else list(unit.group.ranks)
         for number, name in enumerate(unit.names):
             # A rank without an element of the parameter may have an empty state or none, so it is not compared.
-            holders = [rank for place, rank in enumerate(ranks) if unit.holds(number, place)]
-            there = {rank: by_rank[rank][index] for rank in holders or ranks}
+            # In a simulation, one process runs all ranks, and only its own facts exist.
+            holders = [rank for place, rank in enumerate(ranks) if rank in by_rank and unit.holds(number, place)]
+            there = {rank: by_rank[rank][index] for rank in holders or ranks if rank in by_rank}
             reported = {rank: by_number[number] for rank, by_number in there.items() if number in by_number}
             if reported:
                 merged[index][number] = next(iter(reported.values()))
