@@ -169,15 +169,23 @@ class UnitCodec:
 
     # --- from values to shards ---
 
-    def misfit(self, key: str, value: Any, form: Form, *, any_shape: bool = False) -> Iterator[str]:
-        """Describes the problem of a value that a state dict has for a parameter. Nothing is communicated."""
+    def misfit(self, key: str, where: str, value: Any, form: Form, *, any_shape: bool = False) -> Iterator[str]:
+        """Describes the problem of a value that a state dict has for the parameter ``key``. Nothing is communicated.
+
+        Args:
+            key: one of `keys`.
+            where: the name of the value in the message.
+            value: the parameter's value, or an optimizer state with a value per element.
+            form: the form of the dict.
+            any_shape: whether the value may have another shape than the parameter.
+        """
         shape = tuple(self.shapes[self.keys[key]])
         if not is_tensor_like(value):
-            yield detail("no-tensor", key=key, type=type(value).__name__)
+            yield detail("no-tensor", key=where, type=type(value).__name__)
         elif tuple(value.size()) != shape and not any_shape:
-            yield detail("size-mismatch-of-unit", key=key, shape=shape, found=tuple(value.size()))
+            yield detail("size-mismatch-of-unit", key=where, shape=shape, found=tuple(value.size()))
         else:
-            yield from tensors.misplaced_rows(value, key, self.group, is_sharded=form.is_sharded)
+            yield from tensors.misplaced_rows(value, where, self.group, is_sharded=form.is_sharded)
 
     def given_shard(self, state: Mapping[str, Any]) -> torch.Tensor | None:
         """This rank's shard in a local state dict, under either of its keys; ``None`` if there is none."""
@@ -199,9 +207,8 @@ class UnitCodec:
     def copy_into(self, shard: torch.Tensor, values: Mapping[int, Any]) -> torch.Tensor:
         """Copies this rank's elements of values, given by number, into ``shard``. Rows are all-gathered one by one."""
         for number, value in values.items():
-            elements = local_values(
-                self.unsharded(value).detach(), self.layout.specs[number], self.layout.local_shapes[number]
-            ).reshape(-1)
+            spec, local_shape = self.layout.specs[number], self.layout.local_shapes[number]
+            elements = local_values(self.unsharded(value).detach(), spec, local_shape).reshape(-1)
             held = self._sharding.range_in_param(self.mesh.shard_index, number)
             shard[self.places[number]].copy_(elements[held])
         return shard
@@ -250,7 +257,7 @@ class ParameterNames:
         self.current_names = {parameter: name for name, parameter in current.items()}
         self.by_name = {**{plain_path(name): parameter for name, parameter in current.items()}, **current}
 
-    def behind(self, parameters: Iterable[nn.Parameter]) -> list[str]:
+    def originals_of(self, parameters: Iterable[nn.Parameter]) -> list[str]:
         """The original names of parameters of the optimizer."""
         return [name for parameter in parameters for name in self.of[parameter]]
 

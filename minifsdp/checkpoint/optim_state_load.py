@@ -174,14 +174,14 @@ def _name_problems(given: Mapping[str, Any], target: Target) -> Iterator[str]:
     listed = {name: n for n, group in enumerate(given.get("param_groups", ())) for name in group["params"]}
     optional = set(names.outside.values()) if target.is_lenient else set()
     for index, group in enumerate(target.optim.param_groups if "param_groups" in given else ()):
-        wanted = names.behind(group["params"])
+        wanted = names.originals_of(group["params"])
         yield from (detail("in-no-group", name=name) for name in wanted if name not in listed and name not in optional)
         instances = {listed[name]: name for name in reversed(wanted) if name in listed}
         if len(instances) > 1:
             sources = sorted(instances)
             yield detail("groups-differ", index=index, sources=sources, instances=[instances[s] for s in sources])
     # The optimizer's own state may have custom keys, and then the dict may have them, too.
-    owned = {*names.behind(target.keys), *target.optim.state}
+    owned = {*names.originals_of(target.keys), *target.optim.state}
     for name in dict.fromkeys([*listed, *state]):
         # Custom entries are allowed if they do not look like the states of a parameter.
         if name not in owned and (name in listed or name in names.owners or isinstance(state.get(name), Mapping)):
@@ -190,21 +190,19 @@ def _name_problems(given: Mapping[str, Any], target: Target) -> Iterator[str]:
 
 def _tensor_problems(state: Mapping[str, Any], target: Target) -> Iterator[str]:
     """Whether each tensor has the right form and, if the shape is fixed, the right shape."""
-    names, is_sharded = target.names, target.form.is_sharded
-    # Parameters outside of all units may have been in one when the dict was written.
-    places: dict[str, Any] = dict.fromkeys(names.owners, (None, names.units[0].group))
-    for unit in names.units:
-        shapes = [None if unit.keeps_shapes else tuple(shape) for shape in unit.shapes]
-        places.update({name: (shape, unit.group) for name, shape in zip(unit.names, shapes, strict=True)})
+    names, form = target.names, target.form
+    unit_of = {name: unit for unit in names.units for name in unit.names}
     found = [(f"optimizer state {key!r} of {name!r}", name, value) for name, key, value in _tensors_in(state, names)]
     for where, name, tensor in found:
-        (shape, group), size = places[name], tuple(tensor.size())
-        if shape is not None and size not in ((), shape):
-            yield detail("shape-differs", where=where, shape=shape, found=size)
+        unit = unit_of.get(name)
+        if unit is not None:
+            any_shape = unit.keeps_shapes or tensor.ndim == 0
+            yield from unit.misfit(name, where, tensor, form, any_shape=any_shape)
         else:
-            yield from tensors.misplaced_rows(tensor, where, group, is_sharded=is_sharded)
-    if is_sharded:
-        sharded = {name for unit in names.units if unit.group is not None for name in unit.names}
+            # The parameter may have been in a unit when the dict was written.
+            yield from tensors.misplaced_rows(tensor, where, names.units[0].group, is_sharded=form.is_sharded)
+    if form.is_sharded:
+        sharded = {name for name, unit in unit_of.items() if unit.group is not None}
         yield from tensors.all_unsharded((where, tensor) for where, name, tensor in found if name in sharded)
 
 
@@ -290,7 +288,7 @@ def _numbered_groups(given: Sequence[Mapping[str, Any]], target: Target) -> list
     groups = []
     for index, own in enumerate(target.optim.param_groups):
         known = [parameter for parameter in own["params"] if any(name in group_of for name in names.of[parameter])]
-        found = [name for name in names.behind(known) if name in group_of]
+        found = [name for name in names.originals_of(known) if name in group_of]
         source = group_of[found[0]] if found else given[index] if index < len(given) else own
         groups.append(regrouped(source, [target.keys[parameter] for parameter in known], own.get("param_names")))
     return groups

@@ -131,7 +131,7 @@ def before_walk(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str, 
 def _shard_of(codec: UnitCodec, given: Mapping[str, Any], form: Form) -> torch.Tensor:
     """This rank's shard with the given values."""
     # Checked again: custom code of an outer module may have changed a value.
-    problems = [problem for key, value in given.items() for problem in codec.misfit(key, value, form)]
+    problems = [problem for key, value in given.items() for problem in codec.misfit(key, key, value, form)]
     agreement.refuse_together([], problems, OPENING)
     by_number = {codec.keys[key]: value for key, value in given.items()}
     return codec.copy_into(codec.layout.local_values().clone(), by_number)
@@ -141,12 +141,11 @@ def after_walk(wrapper: Wrapper, incompatible: Any) -> None:
     """The hook after the walk. Corrects the lists of keys: removes loaded keys, and converts names to plain names."""
     kept = state_of(wrapper)
     kept.unsharded.close()
-    missing, unexpected = incompatible.missing_keys, incompatible.unexpected_keys
     # The lists are those of the whole tree, and inner wrappers have already converted names: compare plain names.
     loaded = set(map(plain_path, kept.not_for_the_walk))
-    missing[:] = [name for name in map(plain_path, missing) if name not in loaded]
-    missing.extend(map(plain_path, kept.missing))
-    unexpected[:] = map(plain_path, unexpected)
+    missing = [name for name in map(plain_path, incompatible.missing_keys) if name not in loaded]
+    incompatible.missing_keys[:] = [*missing, *map(plain_path, kept.missing)]
+    incompatible.unexpected_keys[:] = map(plain_path, incompatible.unexpected_keys)
 
 
 def _drop_own_tensors(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str) -> None:
@@ -180,7 +179,7 @@ class _Expected:
     Attributes:
         codec_of: by key, the unit that the value belongs to.
         shapes: by key, the shape of every tensor.
-        optional: keys that may be missing.
+        extra_states: keys that may be missing or unknown.
         elsewhere: prefixes of keys that a module loads with custom code.
     """
 
@@ -188,19 +187,16 @@ class _Expected:
         self.codec_of = {key: codec for codec in codecs for key in codec.keys}
         self.shapes = {key: tuple(codec.shapes[codec.keys[key]]) for key, codec in self.codec_of.items()}
         self.elsewhere = tuple(start for start, module in modules if state_dict.loads_itself(module))
-        self.optional = {start + "_extra_state" for start, _ in modules}
+        self.extra_states = {start + "_extra_state" for start, _ in modules}
         for start, module in modules:
             left_out = {FLAT_NAME, *module._non_persistent_buffers_set}
             for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
                 if tensor is not None and name not in left_out and not is_lazy(tensor):
                     self.shapes.setdefault(start + name, tuple(tensor.shape))
-                    if name == "num_batches_tracked":
-                        # Dicts of torch before 0.4.1 have no such counter, and the layer accepts that.
-                        self.optional.add(start + name)
 
     def is_free(self, key: str) -> bool:
         """Whether a key may be missing or unknown."""
-        return key in self.optional or key.startswith(self.elsewhere)
+        return key in self.extra_states or key.startswith(self.elsewhere)
 
 
 def _refuse_misfit(wrapper: Wrapper, form: Form, state: Mapping[str, Any], prefix: str, *, strict: bool) -> None:
@@ -226,7 +222,9 @@ def _refuse_misfit(wrapper: Wrapper, form: Form, state: Mapping[str, Any], prefi
 
 def _key_problems(state: Mapping[str, Any], prefix: str, expected: _Expected) -> Iterator[str]:
     for key, shape in expected.shapes.items():
-        if key not in state and not expected.is_free(key):
+        # Dicts of torch before 0.4.1 have no counter of batches, and batch norms accept that.
+        is_counter = key.rpartition(".")[2] == "num_batches_tracked"
+        if key not in state and not is_counter and not expected.is_free(key):
             yield detail("key-missing", key=key, shape=shape)
     for key in state:
         if key.startswith(prefix) and key not in expected.shapes and not expected.is_free(key):
@@ -242,7 +240,7 @@ def _value_problems(state: Mapping[str, Any], expected: _Expected, form: Form) -
         # Old versions of torch saved a 0-d tensor as a tensor of one element, and nn.Module still reads it.
         is_old = (shape, found) == ((), (1,))
         if key in expected.codec_of:
-            yield from expected.codec_of[key].misfit(key, state[key], form, any_shape=is_elsewhere)
+            yield from expected.codec_of[key].misfit(key, key, state[key], form, any_shape=is_elsewhere)
         elif found != shape and not is_old and not is_elsewhere:
             yield detail("size-mismatch", key=key, shape=shape, found=found)
     if form.is_sharded:

@@ -64,7 +64,7 @@ MUTANTS = [
         "SD-FULL-01 SD-FULL-02",
     ),
     Mutant(
-        "everybody-gets-the-full-dict",
+        "gathered-gets-the-full-dict",
         "_write_unit",
         "is_wanted = codec.mesh.is_first or not form.first_only",
         "is_wanted = True",
@@ -138,8 +138,8 @@ MUTANTS = [
     Mutant(
         "rows-are-not-gathered",
         "gathered_rows",
-        "    collectives.all_gather(group, everybody.view(-1), mine.view(-1)).wait()\n",
-        "    everybody.copy_(mine.repeat(group.size, *[1] * (mine.ndim - 1)))\n",
+        "    collectives.all_gather(group, gathered.view(-1), mine.view(-1)).wait()\n",
+        "    gathered.copy_(mine.repeat(group.size, *[1] * (mine.ndim - 1)))\n",
         "Loading a sharded dict uses this rank's rows as the rows of all ranks.",
         "SD-SHARD-03",
     ),
