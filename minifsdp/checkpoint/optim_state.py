@@ -97,8 +97,10 @@ def save(
     # values of a sharded dict iterates over it in order.
     result: dict[str, Any] = {"state": {**found, **_unknown(given["state"], keys)}}
     if "param_groups" in given:
-        originals = [(own, names.originals_of(keys[key] for key in own["params"])) for own in given["param_groups"]]
-        result["param_groups"] = [regrouped(own, new, new if "param_names" in own else None) for own, new in originals]
+        result["param_groups"] = []
+        for own in given["param_groups"]:
+            originals = names.originals_of(keys[key] for key in own["params"])
+            result["param_groups"].append(regrouped(own, originals, originals if "param_names" in own else None))
     return result
 
 

@@ -101,7 +101,11 @@ def load(target: Target, given: Any, *, communicates: bool = True) -> dict[str, 
     mesh = names.units[0].mesh
     # An empty dict fits any optimizer.
     source = given if not first_only or mesh.is_first else {"state": {}}
-    agreement.refuse_together(groups, names.unknown(target.keys) or _problems(source, target))
+    problems = names.unknown(target.keys) or _problems(source, target)
+    if first_only:
+        apart = [unit for unit in names.units if unit.mesh.is_first is not mesh.is_first]
+        problems += [detail("first-rank-apart", unit=unit.unit.name) for unit in apart]
+    agreement.refuse_together(groups, problems)
     state = source["state"]
     if target.form.is_sharded:
         # They are all-gathered one by one, so each rank must have them, with the same dtype.

@@ -18,8 +18,8 @@ MUTANTS = [
     Mutant(
         "groups-are-aliased",
         "save",
-        'regrouped(own, new, new if "param_names" in own else None)',
-        '{**own, "params": new}',
+        'regrouped(own, originals, originals if "param_names" in own else None)',
+        '{**own, "params": originals}',
         "Group settings in a saved dict share memory with the optimizer.",
         "OSD-03",
     ),
