@@ -209,8 +209,7 @@ def _refuse_misfit(wrapper: Wrapper, form: Form, state: Mapping[str, Any], prefi
     if form.is_local:
         problems = [problem for codec in codecs for problem in _local_problems(codec, state, strict)]
     else:
-        problems = [*(_key_problems(state, prefix, expected) if strict else ())]
-        problems.extend(_value_problems(state, expected, form))
+        problems = list(_problems(state, prefix, expected, form, strict=strict))
     problems.extend(detail("load-while-hidden", unit=start) for start, inner in wrappers if state_dict.is_hidden(inner))
     agreement.refuse_together(groups, problems, OPENING)
     if not form.is_local:
@@ -220,29 +219,24 @@ def _refuse_misfit(wrapper: Wrapper, form: Form, state: Mapping[str, Any], prefi
         agreement.refuse_lacking(groups, (detail("rows-lacking-of-unit", key=key) for key in rows), OPENING)
 
 
-def _key_problems(state: Mapping[str, Any], prefix: str, expected: _Expected) -> Iterator[str]:
+def _problems(state: Mapping[str, Any], prefix: str, expected: _Expected, form: Form, *, strict: bool) -> Iterator[str]:
+    """Missing and unexpected keys, values with a wrong shape, and values in another form than the chosen one."""
     for key, shape in expected.shapes.items():
-        # Dicts of torch before 0.4.1 have no counter of batches, and batch norms accept that.
-        is_counter = key.rpartition(".")[2] == "num_batches_tracked"
-        if key not in state and not is_counter and not expected.is_free(key):
-            yield detail("key-missing", key=key, shape=shape)
-    for key in state:
-        if key.startswith(prefix) and key not in expected.shapes and not expected.is_free(key):
-            yield detail("key-unexpected", key=key)
-
-
-def _value_problems(state: Mapping[str, Any], expected: _Expected, form: Form) -> Iterator[str]:
-    """Values with a wrong shape, or in another form than the chosen one."""
-    for key, shape in expected.shapes.items():
-        if key not in state:
-            continue
-        is_elsewhere, found = key.startswith(expected.elsewhere), tuple(getattr(state[key], "shape", shape))
+        is_elsewhere, found = key.startswith(expected.elsewhere), tuple(getattr(state.get(key), "shape", shape))
         # Old versions of torch saved a 0-d tensor as a tensor of one element, and nn.Module still reads it.
         is_old = (shape, found) == ((), (1,))
-        if key in expected.codec_of:
+        # Dicts of torch before 0.4.1 have no counter of batches, and batch norms accept that.
+        is_counter = key.rpartition(".")[2] == "num_batches_tracked"
+        if key not in state:
+            if strict and not is_counter and not expected.is_free(key):
+                yield detail("key-missing", key=key, shape=shape)
+        elif key in expected.codec_of:
             yield from expected.codec_of[key].misfit(key, key, state[key], form, any_shape=is_elsewhere)
         elif found != shape and not is_old and not is_elsewhere:
             yield detail("size-mismatch", key=key, shape=shape, found=found)
+    for key in state if strict else ():
+        if key.startswith(prefix) and key not in expected.shapes and not expected.is_free(key):
+            yield detail("key-unexpected", key=key)
     if form.is_sharded:
         sharded = [key for key, codec in expected.codec_of.items() if codec.group is not None and key in state]
         yield from tensors.all_unsharded((key, state[key]) for key in sharded)
