@@ -72,16 +72,6 @@ def _is_number(value: Any) -> bool:
         return False
 
 
-def _is_device(value: Any) -> bool:
-    if callable(value) or isinstance(value, bool):
-        # `build.compute_device` raises its own error for functions and bools.
-        return True
-    try:
-        return value is None or bool(torch.device(value))
-    except (TypeError, RuntimeError):
-        return False
-
-
 def _is_optimizer(value: Any) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "param_groups")
 
@@ -100,7 +90,6 @@ def _are_parameters(value: Any) -> bool:
 
 
 MODULE = Kind("a torch.nn.Module", is_a(nn.Module))
-DEVICE = Kind("an int, a torch.device or None", _is_device)
 MODULES = Kind("a list of modules", is_a(Iterable))
 NUMBER = Kind("a number", _is_number)
 FACTOR = Kind("a number other than 0", lambda value: _is_number(value) and float(value) != 0)

@@ -133,7 +133,6 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         *,
         fsdp_auto_wrap_policy: Any = None,
     ) -> None:
-        require(arguments.DEVICE, "FullyShardedDataParallel", device_id=device_id)
         require(arguments.MESH, "FullyShardedDataParallel", device_mesh=device_mesh)
         require(PREFETCH, "FullyShardedDataParallel", backward_prefetch=backward_prefetch)
         require(OFFLOAD, "FullyShardedDataParallel", cpu_offload=cpu_offload)

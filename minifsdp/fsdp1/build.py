@@ -25,12 +25,7 @@ from minifsdp.engine.mesh import Group, MeshGroups, default_group, node_groups
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp1 import policies
-from minifsdp.fsdp1.options import (
-    CPUOffload,
-    Options,
-    ProcessGroups,
-    ShardingStrategy,
-)
+from minifsdp.fsdp1.options import CPUOffload, Options, ProcessGroups, ShardingStrategy
 
 # All units of this API use the flat layout.
 FlatUnit = Unit[FlatLayout]
@@ -131,7 +126,7 @@ def compute_device(module: nn.Module, device_id: Any, ignored: Collection[nn.Par
     Parameters in ``ignored`` can be on any device.
 
     Raises:
-        TypeError: if ``device_id`` is neither an index nor a device.
+        TypeError: if ``device_id`` is neither an index nor a device of this machine.
         ValueError: if ``device_id`` is not the accelerator that the module is on.
         RuntimeError: if the module's parameters are on several devices.
     """
@@ -148,25 +143,25 @@ def compute_device(module: nn.Module, device_id: Any, ignored: Collection[nn.Par
 
 
 def _as_device(device_id: Any) -> torch.device:
-    if callable(device_id) or isinstance(device_id, bool):
-        raise TypeError(message("device-type", device_id=device_id))
-    device = torch.device(device_id)
+    try:
+        device = torch.device(device_id)
+    except (TypeError, RuntimeError) as error:
+        raise TypeError(message("device-type", device_id=device_id)) from error
     if device.type == "cpu":
         return torch.device("cpu")
     if device.index is None:
         warn(message("device-without-index", device_id=device_id))
-        return torch.device(device.type, torch.get_device_module(device).current_device())
+        return _with_current_index(device)
     return device
 
 
 def _current_device() -> torch.device:
-    kind = _accelerator()
-    return torch.device(kind, torch.get_device_module(kind).current_device()) if kind else torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if accelerator is None else _with_current_index(accelerator)
 
 
-def _accelerator() -> str | None:
-    current = torch.accelerator.current_accelerator(check_available=True)
-    return None if current is None else current.type
+def _with_current_index(device: torch.device) -> torch.device:
+    return torch.device(device.type, torch.get_device_module(device).current_device())
 
 
 def flattened_in(modules: list[tuple[str, nn.Module]]) -> set[nn.Parameter]:

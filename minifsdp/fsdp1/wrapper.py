@@ -77,12 +77,12 @@ class Wrapper(nn.Module):
 
     def __init__(self, module: nn.Module, options: Options, inner_class: type[Wrapper]) -> None:
         build.check_options(module, options)
-        validation.check_one_api(module, "FullyShardedDataParallel")
         super().__init__()
         strategy = options.sharding_strategy or ShardingStrategy.FULL_SHARD
         ignored = find_ignored(module, options.ignored_modules, options.ignored_states, is_wrapper)
         self._ignored_modules, self._ignored_parameters = ignored
         self.compute_device = build.compute_device(module, options.device_id, self._ignored_parameters)
+        validation.check_one_api(module, "FullyShardedDataParallel")
         self.mesh, groups = build.choose_mesh(options, strategy, self.compute_device)
         # With a hybrid strategy, this is the shard group.
         self.process_group = groups[0] if isinstance(groups, tuple) else groups
