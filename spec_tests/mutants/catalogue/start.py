@@ -65,7 +65,7 @@ MUTANTS = [
     ),
     Mutant(
         "gradients-are-always-synchronized",
-        "reduces_gradients",
+        "FullyShardedDataParallel._sync_gradients",
         "all(unit.policy.reduces for unit in units)",
         "True",
         "_sync_gradients is true in no_sync().",
