@@ -78,9 +78,9 @@ def _is_optimizer(value: Any) -> bool:
 
 def _is_optimizer_state(value: Any) -> bool:
     """Does not check that both keys exist: the loading code checks it and raises on all ranks."""
-    if not isinstance(value, Mapping):
-        return value is None or _is_optimizer(value)
-    is_list = isinstance(value.get("param_groups", ()), list | tuple)
+    if value is None:
+        return True
+    is_list = isinstance(value, Mapping) and isinstance(value.get("param_groups", ()), list | tuple)
     return is_list and isinstance(value.get("state", {}), Mapping)
 
 

@@ -74,9 +74,6 @@ PREFETCH = Kind(
 )
 OFFLOAD = Kind("a CPUOffload or None", is_a(CPUOffload, type(None)))
 SHARDED = Form(StateDictType.SHARDED_STATE_DICT)
-# In an older argument order, the dict is first and the optimizer is last.
-MODULE_OR_STATE = Kind("a torch.nn.Module", is_a(nn.Module, Mapping))
-OPTIMIZER_OR_MODULE = Kind("an optimizer", lambda value: isinstance(value, nn.Module) or OPTIMIZER.fits(value))
 
 
 class FullyShardedDataParallel(TrainingMethods, _FSDPState):  # type: ignore[misc]
@@ -324,10 +321,10 @@ class FullyShardedDataParallel(TrainingMethods, _FSDPState):  # type: ignore[mis
             RuntimeError: the dict does not fit, on all ranks, and nothing has changed; or some rank did not call.
             ValueError: the same; or there is no unit in the model.
         """
-        require(MODULE_OR_STATE, "optim_state_dict_to_load", model=model)
-        require(OPTIMIZER_OR_MODULE, "optim_state_dict_to_load", optim=optim)
-        require(arguments.OPTIMIZER_STATE, "optim_state_dict_to_load", optim_state_dict=optim_state_dict)
         model, optim, optim_state_dict = optim_state_legacy.in_todays_order(model, optim, optim_state_dict)
+        require(arguments.MODULE, "optim_state_dict_to_load", model=model)
+        require(OPTIMIZER, "optim_state_dict_to_load", optim=optim)
+        require(arguments.OPTIMIZER_STATE, "optim_state_dict_to_load", optim_state_dict=optim_state_dict)
         loadable = optim_state_load.load_for(model, optim, optim_state_dict, by_name=is_named_optimizer)
         if load_directly:
             optim.load_state_dict(loadable)

@@ -161,9 +161,7 @@ class Wrapper(nn.Module):
     @property
     def module(self) -> nn.Module:
         """The wrapped module (NAMES-01)."""
-        wrapped = self._modules[WRAPPED]
-        assert wrapped is not None
-        return wrapped
+        return self._modules[WRAPPED]  # type: ignore[return-value]
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Wrapper]:
@@ -221,10 +219,9 @@ class Wrapper(nn.Module):
         if is_outermost_call and self.compute_device.type != "cpu":
             args, kwargs = move(self.compute_device, (args, kwargs))
         chosen = self.mixed_precision
-        if chosen.param_dtype is not None and (self.module.training or not self._full_precision_in_eval):
-            casts = chosen.cast_root_forward_inputs if self._is_outermost else chosen.cast_forward_inputs
-            if casts:
-                args, kwargs = cast_floating(chosen.param_dtype, (args, kwargs))
+        casts = chosen.cast_root_forward_inputs if self._is_outermost else chosen.cast_forward_inputs
+        if casts and chosen.param_dtype is not None and (self.module.training or not self._full_precision_in_eval):
+            args, kwargs = cast_floating(chosen.param_dtype, (args, kwargs))
         return args, kwargs
 
     # --- the root state ---

@@ -114,8 +114,8 @@ MUTANTS = [
     Mutant(
         "buffers-are-not-sent",
         "synchronize",
-        "for tensor in _own_tensors(module, ignored):",
-        "for tensor in module.parameters(recurse=False):",
+        "for tensor in _own_tensors(module, ignored))",
+        "for tensor in module.parameters(recurse=False))",
         "sync_module_states does not broadcast buffers.",
         "SYNC-02",
     ),

@@ -234,7 +234,7 @@ MUTANTS = [
     Mutant(
         "no-word-about-compiling-flat-parameters",
         "warn_if_compiled",
-        "if callable(get_eval_frame_callback()):",
+        "if not use_orig_params and callable(get_eval_frame_callback()):",
         "if False:",
         "torch.compile of a model with flat parameters causes no warning.",
         "ORIG-07",
