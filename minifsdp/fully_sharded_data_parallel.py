@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 
 from minifsdp import api, arguments
 from minifsdp.api import *  # noqa: F403
-from minifsdp.arguments import OPTIMIZER, Kind, is_a, require
+from minifsdp.arguments import OPTIMIZER, Kind, is_a, or_none, require
 from minifsdp.checkpoint import optim_state, optim_state_load, state_dict, state_dict_load
 from minifsdp.checkpoint import state_dict_options as options
 from minifsdp.checkpoint.state_dict_options import Form, OptimStateKeyType, StateDictType
@@ -70,9 +70,9 @@ __all__ += api.__all__
 
 PREFETCH = Kind(
     f"one of {', '.join(f'BackwardPrefetch.{member.name}' for member in BackwardPrefetch)} or None",
-    is_a(BackwardPrefetch, type(None)),
+    or_none(is_a(BackwardPrefetch)),
 )
-OFFLOAD = Kind("a CPUOffload or None", is_a(CPUOffload, type(None)))
+OFFLOAD = Kind("a CPUOffload or None", or_none(is_a(CPUOffload)))
 SHARDED = Form(StateDictType.SHARDED_STATE_DICT)
 
 
@@ -394,6 +394,7 @@ class FullyShardedDataParallel(TrainingMethods, _FSDPState):  # type: ignore[mis
         Raises:
             ValueError: if ``optim`` and ``optim_input`` were both given, or, on all ranks, if the dict does not match.
         """
+        require(arguments.MODULE, "scatter_full_optim_state_dict", model=model)
         target = optim_state_legacy.target(model, optim_input, optim, Form(first_only=True))
         return optim_state_legacy.load("scatter_full_optim_state_dict", full_optim_state_dict, target)
 

@@ -166,9 +166,5 @@ def _with_current_index(device: torch.device) -> torch.device:
 
 def flattened_in(modules: list[tuple[str, nn.Module]]) -> set[nn.Parameter]:
     """The parameters registered on ``modules`` that units created earlier manage."""
-    return {
-        parameter
-        for _, module in modules
-        for name, parameter in module._parameters.items()
-        if parameter is not None and validation.is_flattened(module, name)
-    }
+    found = [(module, name, p) for _, module in modules for name, p in module._parameters.items() if p is not None]
+    return {parameter for module, name, parameter in found if validation.is_flattened(module, name)}

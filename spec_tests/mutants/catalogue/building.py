@@ -322,7 +322,7 @@ MUTANTS = [
     Mutant(
         "flattened-before-is-initialised",
         "flattened_in",
-        "if parameter is not None and validation.is_flattened(module, name)",
+        "if validation.is_flattened(module, name)",
         "if False",
         "A unit that is wrapped again is moved and broadcast like a parameter.",
         "CTOR-17",
