@@ -31,7 +31,7 @@ from minifsdp.fsdp1.options import CPUOffload, Options, ProcessGroups, ShardingS
 FlatUnit = Unit[FlatLayout]
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
-FREES_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+RESHARDS_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 
 def check_options(module: Any, options: Options) -> None:
@@ -87,8 +87,8 @@ def choose_mesh(options: Options, strategy: ShardingStrategy, device: torch.devi
     group = default_group() if given is None else given
     if not _is_group(group):
         raise TypeError(message("group-type", process_group=group))
-    sharers = Group.of(group)
-    return (MeshGroups.replicated if strategy is ShardingStrategy.NO_SHARD else MeshGroups.sharded)(sharers), group
+    mesh_of = MeshGroups.replicated if strategy is ShardingStrategy.NO_SHARD else MeshGroups.sharded
+    return mesh_of(Group.of(group)), group
 
 
 def _groups_of_mesh(options: Options, strategy: ShardingStrategy) -> Any:

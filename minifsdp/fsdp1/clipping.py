@@ -40,14 +40,14 @@ def gradient_parts(layout: FlatLayout) -> list[tuple[tuple[Group, ...], torch.Te
 
     The shard is ``None`` if this rank has none. The groups and their order are the same on every rank.
     """
-    sharers = () if layout.mesh.shard is None else (layout.mesh.shard,)
+    shard_groups = () if layout.mesh.shard is None else (layout.mesh.shard,)
     gradients = [parameter.grad for parameter in layout.local_parameters()]
     if not layout.is_distributed:
-        return [(sharers, gradient) for gradient in gradients]
+        return [(shard_groups, gradient) for gradient in gradients]
     if not layout.use_orig_params:
         flat, ranges = gradients[0], layout.sharding.param_ranges(layout.mesh.shard_index)
         gradients = [None if flat is None or part.start == part.stop else flat[part] for part in ranges]
-    return [((*sharers, *groups_of(spec)), part) for spec, part in zip(layout.specs, gradients, strict=True)]
+    return [((*shard_groups, *groups_of(spec)), part) for spec, part in zip(layout.specs, gradients, strict=True)]
 
 
 def groups_of(sharded: Any) -> tuple[Group, ...]:

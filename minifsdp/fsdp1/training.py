@@ -48,8 +48,8 @@ class TrainingMethods(Wrapper):
         try:
             yield
         finally:
-            for unit, (reduces, frees) in zip(units, before, strict=True):
-                unit.choose(reduces=reduces, reshard_after_backward=frees)
+            for unit, (reduces, reshards) in zip(units, before, strict=True):
+                unit.choose(reduces=reduces, reshard_after_backward=reshards)
 
     @staticmethod
     def summon_full_params(

@@ -152,8 +152,8 @@ class Wrapper(nn.Module):
             use_orig_params=self._use_orig_params,
         )
         plan = ReducePlan.mean(self.mesh, precision.reduces_in(layout.dtype))
-        frees = self.sharding_strategy in build.FREES_AFTER_FORWARD and self.mesh.shard is not None
-        policy = UnitPolicy(reshard_after_forward=frees, reshard_after_evaluation=frees or self.mesh.shard is None)
+        reshard = self.sharding_strategy in build.RESHARDS_AFTER_FORWARD and self.mesh.shard is not None
+        policy = UnitPolicy(reshard_after_forward=reshard, reshard_after_evaluation=reshard or self.mesh.shard is None)
         return Unit(module, layout, plan, precision, policy)
 
     # --- what it contains ---
