@@ -16,7 +16,6 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from minifsdp.engine import validation
@@ -25,7 +24,7 @@ from minifsdp.engine.mesh import Group, MeshGroups, default_group, node_groups
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp1 import policies
-from minifsdp.fsdp1.options import CPUOffload, Options, ProcessGroups, ShardingStrategy
+from minifsdp.fsdp1.options import CPUOffload, GroupPair, Options, ProcessGroups, ShardingStrategy
 
 # All units of this API use the flat layout.
 FlatUnit = Unit[FlatLayout]
@@ -80,7 +79,7 @@ def choose_mesh(options: Options, strategy: ShardingStrategy, device: torch.devi
     """
     given = options.process_group if options.device_mesh is None else _groups_of_mesh(options, strategy)
     if strategy in HYBRID:
-        pair = _hybrid_groups(given, strategy, has_policy=options.auto_wrap_policy is not None, device=device)
+        pair = _hybrid_groups(given, options, strategy, device)
         return MeshGroups.hybrid(Group.of(pair[0]), Group.of(pair[1])), pair
     if isinstance(given, (tuple, list)):
         raise ValueError(message("pair-of-groups", strategy=strategy.name))
@@ -101,17 +100,16 @@ def _groups_of_mesh(options: Options, strategy: ShardingStrategy) -> Any:
     return mesh.get_group() if num_axes == 1 else (mesh.get_group(1), mesh.get_group(0))
 
 
-def _hybrid_groups(
-    process_group: Any, strategy: ShardingStrategy, *, has_policy: bool, device: torch.device
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    if process_group is None:
+def _hybrid_groups(given: Any, options: Options, strategy: ShardingStrategy, device: torch.device) -> GroupPair:
+    """The given shard and replicate groups, or those of the nodes."""
+    if given is None:
         default_group()
-        if not has_policy:
+        if options.auto_wrap_policy is None:
             raise ValueError(message("hybrid-by-hand", strategy=strategy.name))
         return node_groups(device)
-    pair = tuple(process_group) if isinstance(process_group, (tuple, list)) else ()
+    pair = tuple(given) if isinstance(given, (tuple, list)) else ()
     if len(pair) != 2 or not all(map(_is_group, pair)):
-        raise ValueError(message("hybrid-groups", strategy=strategy.name, process_group=process_group))
+        raise ValueError(message("hybrid-groups", strategy=strategy.name, process_group=given))
     return pair[0], pair[1]
 
 

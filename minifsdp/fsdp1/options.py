@@ -77,7 +77,8 @@ class CPUOffload:
     offload_params: bool = False
 
 
-ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
+GroupPair = tuple[dist.ProcessGroup, dist.ProcessGroup]
+ProcessGroups = dist.ProcessGroup | GroupPair
 
 
 @dataclass(frozen=True)

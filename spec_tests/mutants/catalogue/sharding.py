@@ -138,7 +138,7 @@ MUTANTS = [
     Mutant(
         "hybrid-by-hand-without-groups",
         "_hybrid_groups",
-        "if not has_policy:",
+        "if options.auto_wrap_policy is None:",
         "if False:",
         "Hybrid units that are wrapped one by one create their groups and raise no error.",
         "HYB-08",
