@@ -29,10 +29,10 @@ immediately, while the model is being built. Each large layer is then sharded be
 
 *In torch:* ``_recursive_wrap`` and ``_auto_wrap`` call the policy and wrap in one step. There are four differences.
 Torch wraps each place of a shared module again, or misses it. It counts tied parameters of a unit again at their second
-place. With a `MixedPrecision`, torch also calls the policy for children of modules that the policy told it not to
-visit. For ``size_based_auto_wrap_policy`` these are the children of a ``MultiheadAttention``, whose forward is never
-called. minifsdp only searches these children for modules to set apart. Finally, `enable_wrap` can be nested and applies
-to one thread or task, but torch has one setting for the whole process.
+place. With a `MixedPrecision`, torch also calls the policy for the children of modules that the policy excludes with
+``recurse=True``. For ``size_based_auto_wrap_policy`` these are the children of a ``MultiheadAttention``, whose forward
+is never called. minifsdp only searches these children for modules to set apart. Finally, `enable_wrap` can be nested
+and applies to one thread or task, but torch has one setting for the whole process.
 
 Spec: WRAP-03, WRAP-10, WRAP-12, WRAP-13, MP-19, MP-20, MP-21, IGN-10.
 """
