@@ -1,9 +1,11 @@
-"""``FullyShardedDataParallel``: the wrapper with its constructor, names of parameters, and state dicts.
+"""``FullyShardedDataParallel``: the wrapper, with all methods that users call.
 
-Two base classes contain the rest: ``fsdp1/wrapper.py`` the forward and the tree of units, ``fsdp1/training.py`` the
-other methods for a training loop. The methods below check the types of their arguments and call functions:
+Each method calls a function of one of these files. ``fsdp1/wrapper.py`` contains the base class `Wrapper`: what the
+constructor does, the forward and the tree of units.
 
 =========================================  ===========================================================
+``fsdp1/names.py``                         names of parameters and buffers
+``fsdp1/training.py``                      ``no_sync``, ``summon_full_params``, ``clip_grad_norm_``, hooks
 ``checkpoint/``                            state dicts of the model and the optimizer
 ``compat/optim_state_legacy.py``           the same with the API up to torch 2.0
 ``compat/wrapper_names.py``                private names that frameworks read
@@ -11,15 +13,14 @@ other methods for a training loop. The methods below check the types of their ar
 ``arguments.py``                           argument type checks
 =========================================  ===========================================================
 
-Names of parameters and buffers contain the wrappers' prefixes, as in torch. Inside ``summon_full_params`` they are the
-names of the unwrapped model. Worked example: the weight of ``FSDP(Sequential(FSDP(Linear(2, 2))))`` is named
-``_fsdp_wrapped_module.0._fsdp_wrapped_module.weight``, and inside ``summon_full_params`` it is named ``0.weight``.
+Worked example: ``FullyShardedDataParallel(model).no_sync()`` calls ``training.no_sync``. It sets an option on each
+unit, which the engine reads; the wrapper's forward does not use it.
 
 Checkpoint scripts use the three constants in capitals to remove wrapper prefixes from names.
 
 *In torch:* one class of 2167 lines, at the same import path.
 
-Spec: CTOR-01, LEGACY-01, NAMES-02, NAMES-03, NAMES-08.
+Spec: CTOR-01, LEGACY-01.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -49,9 +50,9 @@ from minifsdp.engine.compiler import step_over_this_package
 from minifsdp.engine.flat_params import FLAT_NAME as FLAT_PARAM
 from minifsdp.engine.messages import message, warn_renamed
 from minifsdp.engine.schedule import BackwardPrefetch
+from minifsdp.fsdp1 import names, training
 from minifsdp.fsdp1.options import CPUOffload, MixedPrecision, Options, ProcessGroups, ShardingStrategy
 from minifsdp.fsdp1.policies import CustomPolicy, ModuleWrapPolicy
-from minifsdp.fsdp1.training import TrainingMethods
 from minifsdp.fsdp1.wrapper import PREFIX as FSDP_PREFIX
 from minifsdp.fsdp1.wrapper import WRAPPED as FSDP_WRAPPED_MODULE
 from minifsdp.fsdp1.wrapper import Wrapper
@@ -76,7 +77,7 @@ OFFLOAD = Kind("a CPUOffload or None", or_none(is_a(CPUOffload)))
 SHARDED = Form(StateDictType.SHARDED_STATE_DICT)
 
 
-class FullyShardedDataParallel(TrainingMethods, _FSDPState):  # type: ignore[misc]
+class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
     """Shards a module's parameters, gradients and optimizer state over the ranks of a group.
 
     Every rank of the group must construct it, with modules of the same structure and in the same order.
@@ -177,15 +178,11 @@ class FullyShardedDataParallel(TrainingMethods, _FSDPState):  # type: ignore[mis
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Same as ``nn.Module``, but without wrapper prefixes inside ``summon_full_params`` (NAMES-02)."""
         self._recover_after_error()
-        return self._shown(super().named_parameters(*args, **kwargs))
+        return names.shown(self, super().named_parameters(*args, **kwargs))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Same as ``nn.Module``, but without wrapper prefixes inside ``summon_full_params`` (NAMES-03)."""
-        return self._shown(super().named_buffers(*args, **kwargs))
-
-    def _shown(self, named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        for name, value in named:
-            yield (name.replace(FSDP_PREFIX, "") if self._shows_clean_names else name), value
+        return names.shown(self, super().named_buffers(*args, **kwargs))
 
     def __getattr__(self, name: str) -> Any:
         """Looks up attributes that the wrapper does not have in the wrapped module (NAMES-08)."""
@@ -203,6 +200,94 @@ class FullyShardedDataParallel(TrainingMethods, _FSDPState):  # type: ignore[mis
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Raises an error, because shards and hooks cannot be copied individually (NEW-22)."""
         raise RuntimeError(message("copy-of-wrapper"))
+
+    # --- training ---
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulates gradients without reduction; the first backward after it reduces the sum (NOSYNC-01 to 10).
+
+        Inside, ``.grad`` has the size of the unsharded unit. Every rank must enter and exit it at the same backward.
+
+        Raises:
+            RuntimeError: if this is not the root.
+        """
+        return training.no_sync(self)
+
+    @staticmethod
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Unshards all units in ``module`` inside the context, in the stored dtype (SUMMON-01 to 20).
+
+        All ranks must enter and exit it. Do not run a forward or a backward inside.
+
+        Args:
+            module: the module to search for units; it need not be a wrapper itself.
+            recurse: whether to include units inside ``module``'s own unit.
+            writeback: whether changes persist. Each rank writes back only its own shard.
+            rank0_only: whether only the first rank has full parameters.
+            offload_to_cpu: whether the full parameters are on the CPU; no effect on units that are not sharded.
+            with_grads: whether ``.grad`` is all-gathered too; needs ``use_orig_params=True``.
+
+        Raises:
+            NotImplementedError: if the options cannot be combined.
+            RuntimeError: if a unit is busy or already summoned.
+        """
+        require(arguments.MODULE, "summon_full_params", module=module)
+        choices = {"writeback": writeback, "rank0_only": rank0_only, "offload_to_cpu": offload_to_cpu}
+        return training.full_params(module, recurse, **choices, with_grads=with_grads)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Calls ``fn`` on every submodule and on itself, children first, with full parameters (APPLY-01).
+
+        All ranks must call it.
+
+        Raises:
+            RuntimeError: if called inside ``summon_full_params``.
+        """
+        require(arguments.FUNCTION, "apply", fn=fn)
+        with FullyShardedDataParallel.summon_full_params(self, recurse=False):
+            return super().apply(fn)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears all gradients, also of unsharded units whose modules have views instead of parameters (FWD-08)."""
+        super().zero_grad(set_to_none)
+        training.clear_gradients(self, set_to_none)
+
+    def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int | str = 2.0) -> torch.Tensor:
+        """Scales all gradients so that their total norm, as one vector, is at most ``max_norm`` (CLIP-01 to 10).
+
+        Every rank must call it, even a rank without gradients; otherwise the other ranks wait.
+
+        Returns:
+            The norm before clipping, the same on all ranks.
+
+        Raises:
+            RuntimeError: if this is not the root, full parameters are summoned, or there are gradients that were never
+                reduced.
+        """
+        require(arguments.NUMBER, "clip_grad_norm_", max_norm=max_norm, norm_type=norm_type)
+        return training.clip_grad_norm(self, float(max_norm), float(norm_type))
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Replaces the gradient reduction of all units of the tree (HOOK-01 to 10).
+
+        A sharded unit calls ``hook(state, grad, out)``: ``grad`` is its padded, unsharded flat gradient, and the hook
+        fills ``out``, this rank's shard. A unit that is not sharded calls ``hook(state, grad)``, and the hook modifies
+        ``grad`` in place. Call this once, on every rank, before the first forward.
+
+        Raises:
+            AssertionError: if this is not the root, the strategy is hybrid, or there is already a hook.
+            ValueError: if ``hook`` is not callable.
+            RuntimeError: if a forward has already run.
+        """
+        require(arguments.HOOK, "register_comm_hook", hook=hook)
+        training.register_comm_hook(self, state, hook)
 
     # --- the model's state ---
 
@@ -434,7 +519,7 @@ class FullyShardedDataParallel(TrainingMethods, _FSDPState):  # type: ignore[mis
         target = optim_state_legacy.target(model, optim_input, optim, Form())
         return optim_state_legacy.rekey(optim_state_dict, optim_state_key_type, target)
 
-    # --- private names of torch's wrapper that frameworks read, see ``compat/wrapper_names.py`` ---
+    # --- names of torch that frameworks read, see ``compat/wrapper_names.py`` ---
 
     @property
     def params(self) -> list[Any]:
@@ -446,18 +531,13 @@ class FullyShardedDataParallel(TrainingMethods, _FSDPState):  # type: ignore[mis
         return self._unit is not None
 
     @property
+    def _flat_param(self) -> Any:
+        return wrapper_names.flat_parameter(self)
+
+    @property
     def _handle(self) -> Any:  # type: ignore[override]
         # Attributes that are set on it are lost. The next forward reads the values from the parameters again.
         return None if self._unit is None else wrapper_names.Slice(self._unit)
-
-    @property
-    def _flat_param(self) -> Any:
-        handle = self._handle
-        if self._unit is None or self._use_orig_params:
-            return handle
-        (parameter,) = self._unit.layout.local_parameters()
-        parameter._fqns = handle._fqns  # type: ignore[attr-defined]
-        return parameter
 
     @property
     def _is_root(self) -> bool | None:  # type: ignore[override]
@@ -465,9 +545,7 @@ class FullyShardedDataParallel(TrainingMethods, _FSDPState):  # type: ignore[mis
 
     @property
     def _sync_gradients(self) -> bool:
-        """Whether backward reduces gradients: false in ``no_sync()``."""
-        units = [self._unit] if self._unit else self._root_state.units if self._root_state else []
-        return all(unit.policy.reduces for unit in units)
+        return wrapper_names.reduces_gradients(self)
 
     # Torch's `_post_backward_final_callback` reads these five from a root. Composer calls it when memory runs out.
     _all_fsdp_states = ()  # type: ignore[assignment]

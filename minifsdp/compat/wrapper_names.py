@@ -90,6 +90,24 @@ class Slice:
         layout.overwrite_local(values)
 
 
+def flat_parameter(wrapper: Wrapper) -> Any:
+    """The flat parameter of a wrapper, or its replacement; ``None`` if the wrapper has no parameters."""
+    if wrapper._unit is None:
+        return None
+    handle = Slice(wrapper._unit)
+    if wrapper._use_orig_params:
+        return handle
+    (parameter,) = wrapper._unit.layout.local_parameters()
+    parameter._fqns = handle._fqns  # type: ignore[attr-defined]
+    return parameter
+
+
+def reduces_gradients(wrapper: Wrapper) -> bool:
+    """Whether backward reduces gradients: false in ``no_sync()``."""
+    units = [wrapper._unit] if wrapper._unit else wrapper._root_state.units if wrapper._root_state else []
+    return all(unit.policy.reduces for unit in units)
+
+
 def setting(name: str) -> property:
     """A property for a field of the state dict settings, read and written as instances of torch's classes."""
 

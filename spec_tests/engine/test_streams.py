@@ -28,7 +28,7 @@ from minifsdp.engine.precision import Precision, move
 from minifsdp.engine.reduce import ReducePlan, Reducer
 from minifsdp.engine.sharded_param import Options
 from minifsdp.engine.shards import shard_of
-from minifsdp.fsdp1.clipping import clip_gradients
+from minifsdp.fsdp1.training_aids import clip_gradients
 from spec_tests.engine.small import draw, shard_each, train_once, units_of
 from spec_tests.engine.stand_in import DEVICE, StandIn, machine
 from spec_tests.fsdp2.int8_shards import Int8Shards

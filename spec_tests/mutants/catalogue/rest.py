@@ -65,8 +65,8 @@ MUTANTS = [
     ),
     Mutant(
         "apply-sees-slices",
-        "TrainingMethods.apply",
-        "with TrainingMethods.summon_full_params(self, recurse=False):",
+        "FullyShardedDataParallel.apply",
+        "with FullyShardedDataParallel.summon_full_params(self, recurse=False):",
         "if True:",
         "apply() calls its function on modules without full parameters.",
         "APPLY-01 APPLY-04",

@@ -57,7 +57,7 @@ MUTANTS = [
     ),
     Mutant(
         "kept-shard-is-freed",
-        "TrainingMethods.no_sync",
+        "no_sync",
         "unit.choose(reduces=False, reshard_after_backward=unit.policy.reshard_after_forward)",
         "unit.choose(reduces=False)",
         "SHARD_GRAD_OP reshards its parameters after each micro-batch in no_sync().",

@@ -65,7 +65,7 @@ MUTANTS = [
     ),
     Mutant(
         "gradients-are-always-synchronized",
-        "FullyShardedDataParallel._sync_gradients",
+        "reduces_gradients",
         "all(unit.policy.reduces for unit in units)",
         "True",
         "_sync_gradients is true in no_sync().",

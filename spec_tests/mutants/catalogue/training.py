@@ -9,7 +9,7 @@ __all__ = ["MUTANTS"]
 MUTANTS = [
     Mutant(
         "summon-goes-down-always",
-        "_full_params",
+        "full_params",
         "if not recurse:",
         "if False:",
         "summon_full_params(recurse=False) also summons nested units.",
@@ -89,7 +89,7 @@ MUTANTS = [
     ),
     Mutant(
         "summoned-while-it-runs",
-        "_full_params",
+        "full_params",
         "check_not_running(wrapper._root_state)",
         "pass",
         "summon_full_params is accepted inside a forward.",
@@ -346,7 +346,7 @@ MUTANTS = [
     ),
     Mutant(
         "ignored-gradients-do-not-count",
-        "TrainingMethods.clip_grad_norm_",
+        "clip_grad_norm",
         "if parameter not in owned:",
         "if False:",
         "The norm omits gradients of ignored parameters.",
@@ -354,8 +354,8 @@ MUTANTS = [
     ),
     Mutant(
         "clipping-an-inner-unit",
-        "TrainingMethods.clip_grad_norm_",
-        'self._only_on_the_root("clip_grad_norm_()")',
+        "clip_grad_norm",
+        'wrapper._only_on_the_root("clip_grad_norm_()")',
         "pass",
         "clip_grad_norm_() of an inner unit is accepted.",
         "CLIP-09",

@@ -243,7 +243,7 @@ BREAKS = [
     ),
     Break(
         "one-norm-at-a-time",
-        "fsdp1/clipping.py",
+        "fsdp1/training_aids.py",
         "    norms = [torch.stack(of_one).to(device) for of_one in of_devices.values()] or [\n",
         "    norms = [one.reshape(1).to(device) for of_one in of_devices.values() for one in of_one] or [\n",
         "Clipping copies one norm at a time to the device.",
@@ -252,7 +252,7 @@ BREAKS = [
     ),
     Break(
         "one-factor-at-a-time",
-        "fsdp1/clipping.py",
+        "fsdp1/training_aids.py",
         "        gradient.mul_(factors[gradient.device, gradient.dtype])\n",
         "        gradient.mul_(factor.to(gradient.device, gradient.dtype))\n",
         "Clipping copies the factor once for each gradient.",
