@@ -42,8 +42,8 @@ def no_sync(wrapper: Wrapper) -> Generator[None]:
     try:
         yield
     finally:
-        for unit, (reduces, frees) in zip(units, before, strict=True):
-            unit.choose(reduces=reduces, reshard_after_backward=frees)
+        for unit, (reduces, reshards) in zip(units, before, strict=True):
+            unit.choose(reduces=reduces, reshard_after_backward=reshards)
 
 
 @contextmanager

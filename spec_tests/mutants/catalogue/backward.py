@@ -146,7 +146,7 @@ MUTANTS = [
     Mutant(
         "no-sync-leaves-its-setting",
         "no_sync",
-        "unit.choose(reduces=reduces, reshard_after_backward=frees)",
+        "unit.choose(reduces=reduces, reshard_after_backward=reshards)",
         "unit.choose(reduces=True)",
         "The end of no_sync() does not restore the earlier setting.",
         "NOSYNC-06",

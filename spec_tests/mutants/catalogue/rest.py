@@ -292,7 +292,7 @@ MUTANTS = [
     ),
     Mutant(
         "every-tensor-is-a-flat-parameter",
-        "_KnownByItsMark.__instancecheck__",
+        "_MarkerCheck.__instancecheck__",
         'and getattr(instance, "_is_flat_param", False)',
         "",
         "Every tensor counts as a flat parameter.",

@@ -339,8 +339,8 @@ MUTANTS = [
     Mutant(
         "replicated-gradients-count-for-each-rank",
         "gradient_parts",
-        "sharers = () if layout.mesh.shard is None else (layout.mesh.shard,)",
-        "sharers = tuple(g for g in (layout.mesh.shard, layout.mesh.replicate) if g is not None)",
+        "shard_groups = () if layout.mesh.shard is None else (layout.mesh.shard,)",
+        "shard_groups = tuple(g for g in (layout.mesh.shard, layout.mesh.replicate) if g is not None)",
         "The norm counts replicated gradients once for each replica.",
         "CLIP-08 HYB-09",
     ),
