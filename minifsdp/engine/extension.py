@@ -28,11 +28,11 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from minifsdp.engine import collectives, lifetime
-from minifsdp.engine.comm_streams import COMPLETED, CommStream, Handle, compute_event
+from minifsdp.engine import lifetime
+from minifsdp.engine.comm_streams import CommStream, compute_event
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import message
-from minifsdp.engine.sharded_param import Options
+from minifsdp.engine.sharded_param import Options, ShardedParam
 from minifsdp.engine.shards import shard_shape
 
 BEFORE, AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -42,34 +42,27 @@ class ExtendedBucket:
     """The bucket of one parameter whose class has the two methods; see `Bucket` for its methods and attributes.
 
     Args:
-        split: the shape of the parameter, and the dim along which it is sharded.
-        local_shard: this rank's local shard.
-        group: the ranks that store the shards; ``None`` if the parameter is not sharded.
+        params: one parameter.
+        local_shards: its local shard.
         options: compute device and dtype.
-        mesh: the ranks of the all-gather, as a 1-D mesh; passed to the first method.
-        module: the module of the parameter; passed to the first method.
     """
 
-    def __init__(
-        self,
-        split: tuple[torch.Size, int],
-        local_shard: torch.Tensor,
-        group: Group | None,
-        options: Options,
-        mesh: Any,
-        module: nn.Module,
-    ) -> None:
-        (shape, self._dim), num = split, 1 if group is None else group.size
-        self.is_borrowed = False
-        self._shape, self._padded_shape = shape, shard_shape(*split, num, 0)
-        self.group, self.device, self.dtype = group, options.device, options.compute_dtype(local_shard.dtype)
-        self.num_bytes = num * self._padded_shape.numel() * self.dtype.itemsize
-        self._stride = torch.empty(shape, device="meta").stride()
-        self._mesh, self._module, self._policy = mesh, module, options.policy
+    is_borrowed = sends_each = False
+
+    def __init__(self, params: Sequence[ShardedParam], local_shards: Sequence[torch.Tensor], options: Options) -> None:
+        (param,), (local_shard,) = params, local_shards
+        self.params, self.group, self._shape, self._dim = params, param.mesh_groups.shard, param.shape, param.dim
+        self.kind: object = None
+        self._padded_shape = shard_shape(param.shape, param.dim, param.num_shards, 0)
+        self.device, self.dtype = options.device, options.compute_dtype(local_shard.dtype)
+        self.num_bytes = param.num_shards * param.chunk_numel * self.dtype.itemsize
+        self._stride = torch.empty(param.shape, device="meta").stride()
+        # The first method gets the ranks of the all-gather, as a 1-D mesh, and the module of the parameter.
+        self._mesh, self._module, self._policy = param.shard_axis, param.info.module, options.policy
         self._storage_device = options.storage_device(local_shard)
         self._is_patched, self._padded, self.local_shards = self._pad(local_shard)
         # A placeholder of the same shape, without memory, until the first all-gather creates the leaf.
-        self.leaves = [nn.Parameter(torch.empty(shape, dtype=self.dtype, device="meta"), requires_grad=False)]
+        self.leaves = [nn.Parameter(torch.empty(param.shape, dtype=self.dtype, device="meta"), requires_grad=False)]
         self._freed_at: Any = None
         self._metadata: Any = None
         self._outputs: list[torch.Tensor] = []
@@ -95,8 +88,8 @@ class ExtendedBucket:
         """Never equal to an earlier stamp, because a change inside a tensor subclass cannot be detected."""
         return object()
 
-    def all_gather(self, comm_stream: CommStream, name: str | None = None) -> list[Handle]:
-        """Calls the first method, and issues an all-gather for each tensor that it returns."""
+    def prepare_all_gather(self, comm_stream: CommStream) -> list[tuple[Any, Any]]:
+        """Calls the first method. Returns an output and an input of an all-gather for each tensor that it returns."""
         if self._freed_at is not None:
             # The metadata was created on the communication stream, and the compute stream read it until then.
             comm_stream.wait_compute(self._freed_at)
@@ -106,16 +99,11 @@ class ExtendedBucket:
         num = 1 if self.group is None else self.group.size
         if not self._outputs:
             self._outputs = [t.new_empty((num * t.shape[0], *t.shape[1:])) for t in inputs]
-        handles = []
         for tensor, output in zip(inputs, self._outputs, strict=True):
             output.untyped_storage().resize_(output.numel() * output.element_size())
-            work = COMPLETED
             if self.group is None:
                 output.copy_(tensor)
-            else:
-                work = collectives.all_gather(self.group, output.view(-1), tensor.view(-1), name)
-            handles.append(comm_stream.handle(work))
-        return handles
+        return [(output.view(-1), tensor.view(-1)) for output, tensor in zip(self._outputs, inputs, strict=True)]
 
     def _call_before(self, shard: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
         before = getattr(shard, BEFORE)

@@ -40,9 +40,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from minifsdp.engine import lifetime
-from minifsdp.engine.bucket import AnyBucket, assign_to_buckets
-from minifsdp.engine.comm_streams import CommStreams, Handle
+from minifsdp.engine import collectives, lifetime
+from minifsdp.engine.bucket import assign_to_buckets
+from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle
 from minifsdp.engine.layout import Gradient, Layout, replaced_parameter_error
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import Group, MeshGroups
@@ -73,11 +73,9 @@ class PerParameterLayout(Layout):
         self._gathered_at, self._has_copied = object(), False
         # The registered tensors while the unit is resharded to a smaller mesh.
         self._post_forward_params: list[torch.Tensor] | None = None
-        self.buckets: list[AnyBucket] = []
-        self._contents = assign_to_buckets(params, [param.local_shard for param in params], options, {})
+        self.buckets = assign_to_buckets(params, [param.local_shard for param in params], options, [])
         for param in params:
             param.replace_original()
-        self.dtype, self.num_bytes, self._is_borrowed = params[0].local_shard.dtype, 0, False
         self._sharded: list[torch.Tensor] = []
         self._leaves: list[torch.Tensor] = []
         self._registered: list[torch.Tensor] = []
@@ -93,20 +91,20 @@ class PerParameterLayout(Layout):
             raise RuntimeError(message("converted-apart", parameters=parameters))
         # From now on the values stay on the device that the user chose.
         self._options = replace(self._options, offload=False)
-        self._contents = assign_to_buckets(self.params, local_shards, self._options, self._contents)
+        buckets = assign_to_buckets(self.params, local_shards, self._options, self.buckets)
         for param in self.params:
             set_local_shard(param.parameter, param.local_shard)
         # The values were copied into the memory of an existing bucket, or of a new one.
-        self._has_copied |= is_edited or self.buckets != list(self._contents.values())
+        self._has_copied |= is_edited or self.buckets != buckets
+        self.buckets = buckets
         self._update_from_buckets()
 
     def _update_from_buckets(self) -> None:
         """Uses the leaves of the buckets, and caches properties of the buckets that are used often."""
-        for contents, bucket in self._contents.items():
-            for param, leaf in zip(contents.params, bucket.leaves, strict=True):
+        for bucket in self.buckets:
+            for param, leaf in zip(bucket.params, bucket.leaves, strict=True):
                 if param.plain_leaf is not leaf:
                     param.use_leaf(leaf, self._options.precision.reduces_in(leaf.dtype))
-        self.buckets = list(self._contents.values())
         self._choose_dtype()
         self.num_bytes = sum(bucket.num_bytes for bucket in self.buckets)
         self._is_borrowed = all(bucket.is_borrowed for bucket in self.buckets)
@@ -117,9 +115,7 @@ class PerParameterLayout(Layout):
 
     def _choose_dtype(self) -> None:
         """Gradients of several dtypes are reduced in a dtype that can represent them all."""
-        trained = [
-            bucket.dtype for key, bucket in self._contents.items() if any(p.parameter.requires_grad for p in key.params)
-        ]
+        trained = [bucket.dtype for bucket in self.buckets if any(p.parameter.requires_grad for p in bucket.params)]
         self.dtype = functools.reduce(torch.promote_types, trained or [self.buckets[0].dtype])
 
     def refresh_from_module(self) -> None:
@@ -152,7 +148,10 @@ class PerParameterLayout(Layout):
             self._has_copied = False
         with comm_streams.all_gather as comm_stream:
             for bucket in self.buckets:
-                self._handles += bucket.all_gather(comm_stream, self.name)
+                issue = collectives.all_gather_each if bucket.sends_each else collectives.all_gather
+                for output, local_shard in bucket.prepare_all_gather(comm_stream):
+                    work = COMPLETED if bucket.group is None else issue(bucket.group, output, local_shard, self.name)
+                    self._handles.append(comm_stream.handle(work))
         return self
 
     def wait(self) -> None:
@@ -175,9 +174,8 @@ class PerParameterLayout(Layout):
     def reshard_to_smaller_mesh(self, group: Group, mesh: DeviceMesh) -> None:
         """The next all-gather uses only ``group``, the last axis of ``mesh``. Call `free` afterwards."""
         made: dict[ShardedParam, torch.Tensor] = {}
-        for contents, bucket in self._contents.items():
-            local_shards = bucket.reshard_to_smaller_mesh(group)
-            for param, local_shard in zip(contents.params, local_shards, strict=True):
+        for bucket in self.buckets:
+            for param, local_shard in zip(bucket.params, bucket.reshard_to_smaller_mesh(group), strict=True):
                 made[param] = param.over_smaller_mesh(mesh, local_shard)
         self._post_forward_params = [made[param] for param in self.params]
 
