@@ -59,12 +59,10 @@ class PerParameterLayout(Layout):
 
     Attributes:
         buckets: the memory of the parameters; nearly always one bucket.
-        meshes: the meshes over which parameters are sharded; nearly always one.
     """
 
     def __init__(self, params: Sequence[ShardedParam], options: Options) -> None:
         self.params, self._options = params, options
-        self.meshes = list(dict.fromkeys(param.mesh_groups for param in params))
         self.device, self.offloads, self._pins = options.device, options.offload, options.pin
         self.parameters = [param.info for param in params]
         places = [(info, index) for index, first in enumerate(self.parameters) for info in first.attributes]

@@ -169,7 +169,7 @@ def _units_in_place(model: nn.Module, names: Names) -> Iterator[UnitSummary]:
         if unit is None:
             continue
         parameters = []
-        for param in unit.layout.params:  # type: ignore[attr-defined]
+        for param in unit.layout.params:
             owned = _elements_by_rank(param.shape, param.dim, _ranks(param.mesh_groups.shard))
             trained, dtype = param.parameter.requires_grad, param.local_shard.dtype
             places = _places(param.info.attributes, names)

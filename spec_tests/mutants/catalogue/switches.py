@@ -154,7 +154,7 @@ MUTANTS = [
     Mutant(
         "optimizer-event-is-forgotten",
         "FSDPModule.set_post_optim_event",
-        "_state(self).current_root_state().after_optimizer = event",
+        "self._get_fsdp_state().current_root_state().after_optimizer = event",
         "pass",
         "The first all-gather does not wait for the given event.",
         "NEW-12",
@@ -163,8 +163,8 @@ MUTANTS = [
     Mutant(
         "registered-methods-drop-cast-inputs",
         "register_fsdp_forward_method",
-        "args, kwargs = state.before_forward(self, args, kwargs)",
-        "state.before_forward(self, args, kwargs)",
+        "args, kwargs = state.pre_forward(self, args, kwargs)",
+        "state.pre_forward(self, args, kwargs)",
         "A registered forward method receives inputs that are not cast.",
         "NEW-13",
     ),
@@ -251,8 +251,8 @@ MUTANTS = [
     Mutant(
         "reshard-switch-keeps-small-group",
         "choose_reshard",
-        "reshard_after_evaluation=frees, post_forward_mesh=None)",
-        "reshard_after_evaluation=frees)",
+        "reshard_after_evaluation=frees, post_forward_mesh=post_forward_mesh)",
+        "reshard_after_evaluation=frees, post_forward_mesh=post_forward_mesh or unit.policy.post_forward_mesh)",
         "After set_reshard_after_forward(True) backward still all-gathers in the smaller group.",
         "NEW-05 NEW-06",
     ),
