@@ -113,11 +113,12 @@ class Bucket:
         num_bytes: of the unsharded parameters, without the gaps.
     """
 
+    kind: object = None
+
     def __init__(self, params: Sequence[ShardedParam], local_shards: Sequence[torch.Tensor], options: Options) -> None:
         group, num, sizes = params[0].mesh_groups.shard, params[0].num_shards, [param.chunk_numel for param in params]
         stored, place = local_shards[0].dtype, options.storage_device(local_shards[0])
         self.params, self.device, self.dtype = params, options.device, options.compute_dtype(stored)
-        self.kind: object = None
         self.num_bytes = num * sum(sizes) * self.dtype.itemsize
         if group is None:
             # 5. The data that is sent has no gaps. Without other ranks, nothing is sent.
@@ -270,12 +271,11 @@ def assign_to_buckets(
     buckets: list[AnyBucket] = []
     for (alone, dtype, _), shards_by_param in groups.items():
         inside, shards = list(shards_by_param), list(shards_by_param.values())
-        cls = Bucket if alone is None else ExtendedBucket
-        kind = cls, dtype, options.storage_device(shards[0])
+        kind = alone, dtype, options.storage_device(shards[0])
         # The bucket from before, or a new one.
         bucket = next((bucket for bucket in before if bucket.kind == kind and bucket.params == inside), None)
         if bucket is None:
-            bucket = cls(inside, shards, options)
+            bucket = Bucket(inside, shards, options) if alone is None else ExtendedBucket(alone, shards[0], options)
             bucket.kind = kind
         else:
             bucket.copy_in(shards)

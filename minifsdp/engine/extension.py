@@ -42,27 +42,27 @@ class ExtendedBucket:
     """The bucket of one parameter whose class has the two methods; see `Bucket` for its methods and attributes.
 
     Args:
-        params: one parameter.
-        local_shards: its local shard.
+        param: the parameter.
+        local_shard: this rank's local shard.
         options: compute device and dtype.
     """
 
-    is_borrowed = sends_each = False
+    sends_each = False
+    kind: object = None
 
-    def __init__(self, params: Sequence[ShardedParam], local_shards: Sequence[torch.Tensor], options: Options) -> None:
-        (param,), (local_shard,) = params, local_shards
-        self.params, self.group, self._shape, self._dim = params, param.mesh_groups.shard, param.shape, param.dim
-        self.kind: object = None
-        self._padded_shape = shard_shape(param.shape, param.dim, param.num_shards, 0)
+    def __init__(self, param: ShardedParam, local_shard: torch.Tensor, options: Options) -> None:
+        self.is_borrowed, self.group, self._num_shards = False, param.mesh_groups.shard, param.mesh_groups.num_shards
+        self.params, self._shape, self._dim = [param], param.shape, param.dim
+        self._padded_shape = shard_shape(self._shape, self._dim, self._num_shards, 0)
         self.device, self.dtype = options.device, options.compute_dtype(local_shard.dtype)
-        self.num_bytes = param.num_shards * param.chunk_numel * self.dtype.itemsize
-        self._stride = torch.empty(param.shape, device="meta").stride()
-        # The first method gets the ranks of the all-gather, as a 1-D mesh, and the module of the parameter.
-        self._mesh, self._module, self._policy = param.shard_axis, param.info.module, options.policy
+        self.num_bytes = self._num_shards * self._padded_shape.numel() * self.dtype.itemsize
         self._storage_device = options.storage_device(local_shard)
-        self._is_patched, self._padded, self.local_shards = self._pad(local_shard)
+        self._pad(local_shard)
         # A placeholder of the same shape, without memory, until the first all-gather creates the leaf.
-        self.leaves = [nn.Parameter(torch.empty(param.shape, dtype=self.dtype, device="meta"), requires_grad=False)]
+        self.leaves = [nn.Parameter(torch.empty(self._shape, dtype=self.dtype, device="meta"), requires_grad=False)]
+        self._stride = self.leaves[0].stride()
+        # The arguments of the first method.
+        self._arguments = [param.shard_axis, self._shape, self._stride, param.info.module, options.policy]
         self._freed_at: Any = None
         self._metadata: Any = None
         self._outputs: list[torch.Tensor] = []
@@ -71,18 +71,19 @@ class ExtendedBucket:
     def copy_in(self, local_shards: Sequence[torch.Tensor]) -> None:
         """Replaces the local shard by another one of the same dtype and device."""
         if local_shards[0] is not self.local_shards[0]:
-            self._is_patched, self._padded, self.local_shards = self._pad(local_shards[0])
+            self._pad(local_shards[0])
 
-    def _pad(self, part: torch.Tensor) -> tuple[bool, torch.Tensor, list[torch.Tensor]]:
-        if BEFORE in vars(part):
+    def _pad(self, part: torch.Tensor) -> None:
+        self._is_patched = BEFORE in vars(part)
+        if self._is_patched:
             # 4. The same tensor object, with memory of its own.
             part.data = part.clone()
-            return True, part, [part]
-        # 1. A tensor of the parameter's class, with memory of its own.
-        padded = part.new_zeros(self._padded_shape).to(self._storage_device)
-        local_shard = padded.narrow(self._dim, 0, part.shape[self._dim])
-        local_shard.copy_(part)
-        return False, padded, [local_shard]
+            self._padded, self.local_shards = part, [part]
+        else:
+            # 1. A tensor of the parameter's class, with memory of its own.
+            self._padded = part.new_zeros(self._padded_shape).to(self._storage_device)
+            self.local_shards = [self._padded.narrow(self._dim, 0, part.shape[self._dim])]
+            self.local_shards[0].copy_(part)
 
     def stamp(self) -> object:
         """Never equal to an earlier stamp, because a change inside a tensor subclass cannot be detected."""
@@ -96,23 +97,19 @@ class ExtendedBucket:
         shard = self._padded if self._is_patched else self._padded.to(self.device, non_blocking=True)
         tensors, self._metadata = self._call_before(shard)
         inputs = [self._fill_up(tensor).to(self.device).contiguous() for tensor in tensors]
-        num = 1 if self.group is None else self.group.size
         if not self._outputs:
-            self._outputs = [t.new_empty((num * t.shape[0], *t.shape[1:])) for t in inputs]
+            self._outputs = [t.new_empty((self._num_shards * t.shape[0], *t.shape[1:])) for t in inputs]
         for tensor, output in zip(inputs, self._outputs, strict=True):
-            output.untyped_storage().resize_(output.numel() * output.element_size())
+            output.untyped_storage().resize_(output.nbytes)
             if self.group is None:
                 output.copy_(tensor)
         return [(output.view(-1), tensor.view(-1)) for output, tensor in zip(self._outputs, inputs, strict=True)]
 
-    def _call_before(self, shard: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+    def _call_before(self, shard: Any) -> Any:
         before = getattr(shard, BEFORE)
-        arguments = [self._mesh, self._shape, self._stride, self._module, self._policy]
-        if len(inspect.signature(before).parameters) == 1:
-            # The signature in earlier versions of torch.
-            arguments = arguments[:1]
-        result: tuple[tuple[torch.Tensor, ...], Any] = before(*arguments)
-        return result
+        # In earlier versions of torch, the mesh is the only argument.
+        has_only_mesh = len(inspect.signature(before).parameters) == 1
+        return before(*(self._arguments[:1] if has_only_mesh else self._arguments))
 
     def _fill_up(self, tensor: torch.Tensor) -> torch.Tensor:
         """4. Pads a tensor that was computed from an unpadded shard."""

@@ -439,7 +439,7 @@ def test_all_gather_waits_for_copy_of_replaced_tensor() -> None:
 def test_all_gather_of_one_rank_is_awaited(machine: StandIn) -> None:
     params, value = [param(torch.Size([4, 2]), 0, None)], torch.ones(4, 2)
     cast = Bucket(params, [value], Options(torch.device("cpu"), Precision(BF16)))
-    extended = ExtendedBucket(params, [Int8Shards(value)], Options(torch.device("cpu")))
+    extended = ExtendedBucket(params[0], Int8Shards(value), Options(torch.device("cpu")))
     comm_streams = machine.comm_streams()
     buckets: list[tuple[AnyBucket, int]] = [(cast, 1), (extended, 2)]
     for bucket, num in buckets:

@@ -422,8 +422,8 @@ MUTANTS = [
     Mutant(
         "replaced-values-are-not-taken",
         "assign_to_buckets",
-        "cls(inside, shards, options)",
-        "cls(inside, [torch.zeros_like(one) for one in shards] if before else shards, options)",
+        "Bucket(inside, shards, options) if",
+        "Bucket(inside, [torch.zeros_like(one) for one in shards] if before else shards, options) if",
         "Values that a program assigns to a parameter are dropped.",
         "FS2-28",
     ),
@@ -717,9 +717,9 @@ MUTANTS = [
     ),
     Mutant(
         "extensions-do-not-know-the-module",
-        "ExtendedBucket._call_before",
-        "self._module, self._policy]",
-        "None, self._policy]",
+        "ExtendedBucket.__init__",
+        "param.info.module, options.policy]",
+        "None, options.policy]",
         "An extension does not receive the module of its parameter.",
         "FS2-EXT-02",
     ),
