@@ -327,10 +327,8 @@ class PerParameterLayout(Layout):
             else:
                 local_shard_of(before).add_(part)
             # Autograd did not set this gradient, so the post-accumulate-grad hooks must be called here.
-            hooks = param.parameter._post_accumulate_grad_hooks
-            if hooks:
-                for hook in list(hooks.values()):
-                    hook(param.parameter)
+            for hook in list((param.parameter._post_accumulate_grad_hooks or {}).values()):
+                hook(param.parameter)
 
     # --- the user ---
 

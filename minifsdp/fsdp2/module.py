@@ -38,12 +38,10 @@ RESHARD = Kind("a bool here; a number of ranks can be chosen when fully_shard() 
 class FSDPModule:
     """A module on which ``fully_shard`` was called. It cannot be constructed directly."""
 
-    # The index of the original class in the `__mro__` of the new class.
-    _original_class_index = 2
-
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Creates a module of the original class, so ``model[:2]`` of a sharded ``Sequential`` is not sharded."""
-        return cls.__mro__[cls._original_class_index](*args, **kwargs)
+        # The class itself is the first in this order, and `FSDPModule` the second.
+        return cls.__mro__[2](*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Raises an error, because shards and hooks cannot be copied individually (NEW-22)."""
