@@ -11,7 +11,7 @@ Worked example, ``weight`` of shape (3, 2) and ``bias`` of shape (3,), two ranks
     sorted    w w w w w w . .   b b b .          sorted by parameter: two leaves that autograd owns
 
 Each parameter is a `ShardedParam` with memory in a bucket (``bucket.py``), nearly always one for all parameters. The
-reduction of gradients uses one operator for all buckets:
+layout issues one all-gather for each bucket. The reduction of gradients uses one operator for all buckets:
 
 1. Only parameters that have a gradient take part in the reduction. Frozen ones cost nothing, unlike in a flat layout.
 2. Each gradient is split like its parameter and the shards are sorted by rank, in one operator for each mesh.
