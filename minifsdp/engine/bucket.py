@@ -263,15 +263,16 @@ def assign_to_buckets(
         options: where to compute, and in which dtype.
         before: the unit's buckets until now. Those whose parameters and kind stay the same are kept.
     """
-    # One group for each dtype and mesh, and one for each parameter with a custom all-gather.
+    # One group for each dtype, device and mesh, and one for each parameter with a custom all-gather. A unit can have
+    # some of its parameters on the meta device until they get values.
     groups: dict[Any, dict[ShardedParam, torch.Tensor]] = {}
     for param, local_shard in zip(params, local_shards, strict=True):
         alone = param if is_extended(local_shard, param.info.path) else None
-        groups.setdefault((alone, local_shard.dtype, param.mesh_groups), {})[param] = local_shard
+        kind = alone, local_shard.dtype, options.storage_device(local_shard), param.mesh_groups
+        groups.setdefault(kind, {})[param] = local_shard
     buckets: list[AnyBucket] = []
-    for (alone, dtype, _), shards_by_param in groups.items():
-        inside, shards = list(shards_by_param), list(shards_by_param.values())
-        kind = alone, dtype, options.storage_device(shards[0])
+    for kind, shards_by_param in groups.items():
+        alone, inside, shards = kind[0], list(shards_by_param), list(shards_by_param.values())
         # The bucket from before, or a new one.
         bucket = next((bucket for bucket in before if bucket.kind == kind and bucket.params == inside), None)
         if bucket is None:

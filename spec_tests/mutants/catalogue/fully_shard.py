@@ -438,7 +438,7 @@ MUTANTS = [
     Mutant(
         "late-values-bring-no-device",
         "assign_to_buckets",
-        "options.storage_device(shards[0])",
+        "options.storage_device(local_shard)",
         "options.device",
         "Values that are assigned later are copied into a bucket that stays on the meta device.",
         "FS2-META-02",

@@ -291,8 +291,8 @@ MUTANTS = [
     Mutant(
         "rows-are-sorted-by-dtype-alone",
         "assign_to_buckets",
-        "(alone, local_shard.dtype, param.mesh_groups)",
-        "(alone, local_shard.dtype, None)",
+        "options.storage_device(local_shard), param.mesh_groups",
+        "options.storage_device(local_shard), None",
         "Parameters with different meshes share a bucket.",
         "NEW-23",
     ),
