@@ -281,6 +281,7 @@ def assign_to_buckets(
         else:
             bucket.copy_in(shards)
         buckets.append(bucket)
+        # From now on the local shards are in the memory of the bucket.
         for param, local_shard in zip(inside, bucket.local_shards, strict=True):
             param.local_shard = local_shard
     return buckets

@@ -264,9 +264,8 @@ class PerParameterLayout(Layout):
 
     def part_over(self, mesh: MeshGroups, gradient: Gradient) -> Gradient:
         """The gradients of the parameters that are sharded over ``mesh``."""
-        both = zip(gradient.parts, gradient.numbers, strict=True)
-        over = [(part, number) for part, number in both if self.params[number].mesh_groups == mesh]
-        return Gradient([part for part, _ in over], [number for _, number in over])
+        over = [index for index, number in enumerate(gradient.numbers) if self.params[number].mesh_groups == mesh]
+        return Gradient([gradient.parts[index] for index in over], [gradient.numbers[index] for index in over])
 
     def keep_unreduced(self, gradient: Gradient) -> None:
         """Accumulates in the reduce dtype. A backward that fails does not change the accumulated gradients."""
