@@ -37,7 +37,7 @@ def bucket_of(group: Group | None, dims: tuple[int, ...] = (0, 0, 0), dtype: tor
 
 
 def gathered(bucket: AnyBucket) -> None:
-    comm_streams = CommStreams(device())
+    comm_streams = CommStreams(bucket.device)
     comm_streams.all_gather.wait_compute()  # like a root, once per iteration
     layout = OneBucket(bucket)
     layout.all_gather(comm_streams)
