@@ -272,8 +272,8 @@ BREAKS = [
     Break(
         "blocking-copy-of-the-shard-each",
         BUCKET,
-        "            in_buffer.copy_(local_shard, non_blocking=True)\n",
-        "            in_buffer.copy_(local_shard)\n",
+        "            local_shard.copy_(source.local, non_blocking=True)\n",
+        "            local_shard.copy_(source.local)\n",
         "The same defect exists in the layout with one DTensor per parameter.",
         "each_offload",
         "stops",
