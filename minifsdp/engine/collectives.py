@@ -233,12 +233,14 @@ def reduce_scatter(
     return Collective("reduce-scatter", group, whole.nbytes, method, local_shard, whole, _REDUCE_SCATTER, **what)
 
 
-def all_reduce(group: Group, tensor: torch.Tensor, unit: str | None = None, parts: Sequence[int] = ()) -> Collective:
+def all_reduce(
+    group: Group, tensor: torch.Tensor, unit: str | None = None, parts: Sequence[int] = (), kind: str = "all-reduce"
+) -> Collective:
     """All-reduce: sums ``tensor`` over the group, in place. Every rank of the group must call it."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     what: dict[str, Any] = {"on_cpu": tensor.is_cpu, "unit": unit, "parts": parts, "dtype": tensor.dtype}
-    return Collective("all-reduce", group, tensor.nbytes, group.process_group.allreduce, [tensor], _ALL_REDUCE, **what)
+    return Collective(kind, group, tensor.nbytes, group.process_group.allreduce, [tensor], _ALL_REDUCE, **what)
 
 
 def broadcast(group: Group, tensor: torch.Tensor, source: int = 0) -> None:
