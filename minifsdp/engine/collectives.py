@@ -262,29 +262,20 @@ def call(function: Callable[..., Any], group: Group, *arguments: Any, **options:
 
 @dataclass(frozen=True)
 class Scaling:
-    """The divisors of the gradient, before and after it is summed over ``before * after`` ranks."""
+    """The divisors of the gradient, before and after it is summed. Their product is usually the number of ranks."""
 
     before: float
     after: float
 
     @classmethod
-    def mean(cls, num_ranks: int, dtype: torch.dtype) -> Scaling:
-        """The mean over ``num_ranks``, split in two if the sum itself could overflow in ``dtype``."""
-        return cls.by(float(num_ranks), dtype)
-
-    @classmethod
-    def by(cls, factor: float, dtype: torch.dtype) -> Scaling:
-        """A factor chosen by the user, split in the same way."""
+    def of(cls, divisor: float, dtype: torch.dtype) -> Scaling:
+        """The division by ``divisor``, split in two if the sum itself could overflow in ``dtype``."""
         if dtype is not torch.float16:
-            return cls(1.0, float(factor))
+            return cls(1.0, float(divisor))
         before = 1.0
-        while factor % before == 0 and factor / before > before:
+        while divisor % before == 0 and divisor / before > before:
             before *= 2
-        return cls(before, factor / before)
-
-    def within(self, dtype: torch.dtype) -> Scaling:
-        """The same factor for sums in another dtype."""
-        return Scaling.by(self.before * self.after, dtype)
+        return cls(before, divisor / before)
 
     def prepare(self, whole: torch.Tensor) -> None:
         """Divides the input of the sum in place."""

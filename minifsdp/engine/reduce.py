@@ -94,12 +94,12 @@ class ReducePlan:
     @classmethod
     def mean(cls, mesh: MeshGroups, dtype: torch.dtype) -> ReducePlan:
         """The mean over all ranks of the mesh."""
-        return cls(mesh, dtype, Scaling.mean(mesh.num_ranks, dtype))
+        return cls(mesh, dtype, Scaling.of(mesh.num_ranks, dtype))
 
     def use(self, dtype: torch.dtype) -> None:
         """Changes the reduce dtype to ``dtype``."""
         if dtype is not self.dtype:
-            self.dtype, self.scaling = dtype, self.scaling.within(dtype)
+            self.dtype, self.scaling = dtype, Scaling.of(self.scaling.before * self.scaling.after, dtype)
 
 
 @dataclass(slots=True)

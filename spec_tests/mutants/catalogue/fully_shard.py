@@ -262,8 +262,8 @@ MUTANTS = [
     Mutant(
         "mean-in-place-over-the-shards-only",
         "ReducePlan.mean",
-        "Scaling.mean(mesh.num_ranks, dtype)",
-        "Scaling.mean(mesh.num_shards, dtype)",
+        "Scaling.of(mesh.num_ranks, dtype)",
+        "Scaling.of(mesh.num_shards, dtype)",
         "The mean omits the replicas of a mesh of two axes.",
         "FS2-18 MIG-04",
     ),

@@ -529,9 +529,9 @@ MUTANTS = [
     ),
     Mutant(
         "float16-mean-is-divided-after-the-sum",
-        "Scaling.mean",
-        "cls.by(float(num_ranks), dtype)",
-        "cls(1.0, float(num_ranks))",
+        "Scaling.of",
+        "while divisor % before == 0 and divisor / before > before:",
+        "while False:",
         "A float16 mean is divided after the sum has overflowed.",
         "SHARD-06",
     ),

@@ -137,7 +137,7 @@ MUTANTS = [
     ),
     Mutant(
         "float16-is-divided-after-the-sum",
-        "Scaling.by",
+        "Scaling.of",
         "if dtype is not torch.float16:",
         "if True:",
         "Float16 gradients are divided after their sum has overflowed.",
