@@ -31,7 +31,6 @@ Spec: FS2-13, FWD-06, ORIG-14, PAR-07.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -120,23 +119,6 @@ class InputsHooks(BackwardHooks):
             or unit.layout.has_gradient
             or (unit.policy.reduces and unit.layout.has_unreduced)
         )
-
-
-def backward_hooks_for(
-    unit: Unit,
-    pre_backward: UnitCallback,
-    post_backward: UnitCallback,
-    close: UnitCallback,
-    before_concat: Callable[..., None] | None,
-) -> BackwardHooks:
-    """The trigger of ``unit``, of the kind that its layout supports.
-
-    Args:
-        unit, pre_backward, post_backward, close: as for `BackwardHooks`.
-        before_concat: called before the parts of a flat gradient are concatenated, or ``None``.
-    """
-    has_leaf_hook = unit.layout.on_gradient(partial(post_backward, unit), before_concat)
-    return (LeafHooks if has_leaf_hook else InputsHooks)(unit, pre_backward, post_backward, close)
 
 
 def register_pre_backward_hook(output: Any, notify: Callable[[torch.Tensor], None], *, apart_from: Any = ()) -> bool:

@@ -31,14 +31,15 @@ running. Two things change:
 Spec: SHARD-04, SHARD-08, SHARD-10, SHARD-14, FWD-06, PREF-02 to PREF-06, NOSYNC-01, NOSYNC-07, PAR-07.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd import Variable
 
 from minifsdp import trace
-from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, backward_hooks_for, graph_task, register_pre_backward_hook
-from minifsdp.engine.layout import Gradient
+from minifsdp.engine import backward_hooks
+from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task, register_pre_backward_hook
 from minifsdp.engine.rank_checks import RankChecks
 from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.schedule import BackwardPrefetch, Schedule
@@ -79,14 +80,12 @@ class IterationState:
         self.is_last_backward, self.num_forwards = True, 0
         self._deferred: Unit | None = None
         self._spans: dict[Unit, trace.Event] = {}
-        # 2. Once, not in each forward.
-        tells = (self.pre_backward, self.post_backward, self._close, reducer.before_concat)
-        self.backward_hooks = {unit: backward_hooks_for(unit, *tells) for unit in units}
-
-    def dissolve(self) -> None:
-        """Unregisters the gradient callbacks, because the units are moving to another root."""
-        for unit in self.units:
-            unit.layout.on_gradient(None)
+        # 2. Once, not in each forward. The trigger depends on the layout.
+        self.backward_hooks: dict[Unit, backward_hooks.BackwardHooks] = {}
+        for unit in units:
+            has_leaf_hook = unit.layout.on_gradient(partial(self.post_backward, unit), reducer.before_concat)
+            kind = backward_hooks.LeafHooks if has_leaf_hook else backward_hooks.InputsHooks
+            self.backward_hooks[unit] = kind(unit, self.pre_backward, self.post_backward, self._close)
 
     # --- forward ---
 
@@ -96,7 +95,7 @@ class IterationState:
             # 4. Recomputation: the parameters are already unsharded.
             return
         if self._deferred is not None:
-            self._run_deferred_reshard(unit)
+            self._run_deferred_reshard(self._deferred, unit)
         unit.phase = Phase.FORWARD
         if unit.state is not State.UNSHARDED:
             unit.is_for_evaluation = not self.is_recorded
@@ -176,7 +175,7 @@ class IterationState:
         if trace.recorder is not None:
             self._spans[unit] = trace.recorder.begin("B", unit.name)
         if self._deferred is not None:
-            self._run_deferred_reshard(unit)
+            self._run_deferred_reshard(self._deferred, unit)
         unit.awaits_backward = False
         if unit.policy.unshards_in_backward and unit.state is State.SHARDED:
             unit.unshard()
@@ -206,16 +205,11 @@ class IterationState:
             return
         if not unit.policy.reduces:
             unit.layout.keep_unreduced(gradient)
-        elif len(unit.plans) == 1:
-            self.reducer.reduce(unit.name, unit.layout, unit.plan, gradient)
-        else:
-            self._reduce_by_mesh(unit, gradient)
-
-    def _reduce_by_mesh(self, unit: Unit, gradient: Gradient) -> None:
+            return
         for plan in unit.plans:
-            part = unit.layout.part_over(plan.mesh, gradient)
+            part = gradient if len(unit.plans) == 1 else unit.layout.part_over(plan.mesh, gradient)
             if part.parts:
-                self.reducer.reduce(unit.name, unit.layout, plan, part)
+                self.reducer.reduce(unit.layout, plan, part)
 
     def _prefetch_backward(self, unit: Unit) -> None:
         if unit.policy.prefetch_in_backward is not None:
@@ -226,10 +220,9 @@ class IterationState:
         if next_one is not None and next_one.awaits_backward and next_one.policy.unshards_in_backward:
             next_one.unshard()
 
-    def _run_deferred_reshard(self, arriving: Unit) -> None:
-        """5. If the next unit to run is not the lingering one or inside it, the deferred reshard happens now."""
-        deferred = self._deferred
-        if deferred is None or deferred is arriving or arriving in deferred.inner:
+    def _run_deferred_reshard(self, deferred: Unit, arriving: Unit) -> None:
+        """5. Reshards the unit ``deferred`` now, unless the next unit to run is the same or inside of it."""
+        if deferred is arriving or arriving in deferred.inner:
             return
         self._deferred = None
         if (
@@ -260,7 +253,10 @@ class IterationState:
                 self.post_backward(unit)
         if not self.is_last_backward:
             # This iteration has another backward, which waits for these reductions and uses the recorded order.
-            self._end_of_partial_backward()
+            for unit in self.units:
+                unit.num_pending = max(0, unit.num_pending - 1)
+                unit.awaits_backward = unit.num_pending > 0
+            self._leave_backward()
             return
         self.rank_checks.compare()
         self.reducer.finish()
@@ -270,12 +266,6 @@ class IterationState:
                 self._close(unit)
         self.schedule.end_iteration()
         self._forget_backward()
-
-    def _end_of_partial_backward(self) -> None:
-        for unit in self.units:
-            unit.num_pending = max(0, unit.num_pending - 1)
-            unit.awaits_backward = unit.num_pending > 0
-        self._leave_backward()
 
     def _forget_backward(self) -> None:
         for unit in self.units:

@@ -118,7 +118,6 @@ class _InFlight:
         handed: the memory that a hook received, kept alive even if the hook gives the tensor other memory.
     """
 
-    name: str
     layout: Layout
     plan: ReducePlan
     gradient: Gradient
@@ -142,19 +141,17 @@ class Reducer:
         offloads: whether a unit has its shard and gradient on the CPU.
     """
 
-    __slots__ = ("_arriving", "_comm_streams", "_in_flight", "_offloads")
-
     def __init__(self, comm_streams: CommStreams, offloads: bool = False) -> None:
         self._comm_streams, self._offloads = comm_streams, offloads
         self._in_flight: _InFlight | None = None
         # Being copied to the CPU. Readable after the CPU has waited; dropped if backward fails.
         self._arriving: list[tuple[Layout, Gradient, torch.Tensor]] = []
 
-    def reduce(self, name: str, layout: Layout, plan: ReducePlan, gradient: Gradient) -> None:
+    def reduce(self, layout: Layout, plan: ReducePlan, gradient: Gradient) -> None:
         """Issues a unit's reduction, then completes the previous one. All ranks must call it, in the same order."""
         if plan.partial is not None:
             # Check before the stream reads the gradient: after an error nothing would keep the gradient alive.
-            _check_partial(name, plan.partial[0], gradient.numbers)
+            _check_partial(layout.name, plan.partial[0], gradient.numbers)
         before = self._in_flight
         if before is not None and before.scattered is not COMPLETED:
             self.before_concat()
@@ -163,7 +160,7 @@ class Reducer:
         is_written = plan.overlaps or plan.mesh.shard is None or plan.hook is not None or plan.scaling.before != 1.0
         whole = layout.pack(gradient, plan.dtype, is_written=is_written)
         gradient.parts.clear()
-        new = _InFlight(name, layout, plan, gradient, whole, whole, plan.all_reduces)
+        new = _InFlight(layout, plan, gradient, whole, whole, plan.all_reduces)
         self._comm_streams.reduce.wait_compute()
         try:
             with self._comm_streams.reduce as comm_stream:
@@ -229,7 +226,7 @@ class Reducer:
             current_stream(self._comm_streams.device).synchronize()
 
     def _issue(self, new: _InFlight) -> Handle:
-        plan, shard, replicas = new.plan, new.plan.mesh.shard, new.plan.mesh.replicate
+        plan, shard, replicas, name = new.plan, new.plan.mesh.shard, new.plan.mesh.replicate, new.layout.name
         if plan.hook is not None:
             _run_hook(new, plan.hook)
             return COMPLETED
@@ -239,15 +236,15 @@ class Reducer:
             # 3. A sharded unit needs only this rank's shard of the sum.
             new.local_shard = new.whole.new_empty(new.whole.numel() // shard.size)
             new.event = _noted("RS", new, shard, "reduce") if trace.recorder is not None else None
-            if replicas is not None and new.all_reduces and isinstance(new.name, UnitName):
+            if replicas is not None and new.all_reduces and isinstance(name, UnitName):
                 # The all-reduce is issued later, maybe after the ranks compare this backward.
-                new.name.root_id.used.add(replicas.sequence)
-            return collectives.reduce_scatter(shard, new.local_shard, new.whole, new.name, new.gradient.numbers)
+                name.root_id.used.add(replicas.sequence)
+            return collectives.reduce_scatter(shard, new.local_shard, new.whole, name, new.gradient.numbers)
         if replicas is not None and new.all_reduces:
             # 4. Without a shard group the all-reduce is the only collective, so it can be issued immediately.
             _add_partial(new)
             new.event = _noted("AR", new, replicas, "reduce") if trace.recorder is not None else None
-            return collectives.all_reduce(replicas, new.local_shard, new.name, new.gradient.numbers)
+            return collectives.all_reduce(replicas, new.local_shard, name, new.gradient.numbers)
         return COMPLETED
 
     def _issue_end(self, new: _InFlight) -> None:
@@ -310,7 +307,7 @@ def _end(item: _InFlight) -> None:
                 return
             event = _noted("AR", item, replicas, "all_reduce")
             # 4. Over the replicas.
-            collectives.all_reduce(replicas, item.local_shard, item.name, item.gradient.numbers).wait()
+            collectives.all_reduce(replicas, item.local_shard, item.layout.name, item.gradient.numbers).wait()
             if trace.recorder is not None:
                 trace.recorder.finish(event)
         # 5. After the sum.
@@ -320,7 +317,7 @@ def _end(item: _InFlight) -> None:
     item.result = item.local_shard
     if item.layout.offloads:
         if trace.recorder is not None:
-            trace.recorder.begin("D2H", item.name, num_bytes=item.local_shard.nbytes)
+            trace.recorder.begin("D2H", item.layout.name, num_bytes=item.local_shard.nbytes)
         item.result = item.layout.copy_to_host(item.local_shard)
 
 
@@ -342,7 +339,7 @@ def _add_partial(item: _InFlight) -> None:
     """Adds the partial sum of earlier backwards."""
     if item.plan.partial is None:
         return
-    _check_partial(item.name, item.plan.partial[0], item.gradient.numbers)
+    _check_partial(item.layout.name, item.plan.partial[0], item.gradient.numbers)
     (_, item.partial), item.plan.partial = item.plan.partial, None
     item.local_shard.add_(item.partial)
 
@@ -368,5 +365,5 @@ def _noted(kind: str, item: _InFlight, group: Group, stream: str) -> trace.Event
         return None
     sent = item.whole if kind == "RS" else item.local_shard
     return trace.recorder.begin(
-        kind, item.name, num_bytes=sent.nbytes, ranks=group.ranks, dtype=sent.dtype, stream=stream
+        kind, item.layout.name, num_bytes=sent.nbytes, ranks=group.ranks, dtype=sent.dtype, stream=stream
     )

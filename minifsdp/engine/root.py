@@ -122,7 +122,8 @@ class RootState:
         is_idle = all(unit.phase is Phase.IDLE and not unit.awaits_backward for unit in self.units)
         if not keeps_unsharded or not is_idle or self.is_busy:
             self.iteration.recover()
-        self.iteration.dissolve()
+        for unit in self.units:
+            unit.layout.on_gradient(None)
         self.is_dissolved = True
 
     def begin_forward(self, caller: Unit | None = None) -> bool:

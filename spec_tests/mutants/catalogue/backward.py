@@ -530,9 +530,9 @@ MUTANTS = [
     ),
     Mutant(
         "frozen-units-are-taken-for-trained-ones",
-        "backward_hooks_for",
-        "LeafHooks if has_leaf_hook else InputsHooks",
-        "InputsHooks",
+        "IterationState.__init__",
+        "backward_hooks.LeafHooks if has_leaf_hook else backward_hooks.InputsHooks",
+        "backward_hooks.InputsHooks",
         "A unit with one leaf has the hooks for many leaves, which reshard a frozen unit only at the end of backward.",
         "ORIG-14",
     ),
@@ -546,8 +546,8 @@ MUTANTS = [
     ),
     Mutant(
         "leaves-are-not-listened-to",
-        "backward_hooks_for",
-        "unit.layout.on_gradient(partial(post_backward, unit), before_concat)",
+        "IterationState.__init__",
+        "unit.layout.on_gradient(partial(self.post_backward, unit), reducer.before_concat)",
         "unit.layout.on_gradient(lambda: None)",
         "A complete gradient of a flat unit causes neither reshard nor reduction.",
         "SHARD-06",
