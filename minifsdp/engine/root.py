@@ -39,10 +39,11 @@ from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.hooks import IterationState
 from minifsdp.engine.layout import Steps
 from minifsdp.engine.lifetime import RateLimiter
+from minifsdp.engine.messages import message
 from minifsdp.engine.rank_checks import RankChecks
 from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.schedule import BackwardPrefetch
-from minifsdp.engine.unit import Phase, State, Unit, not_while_summoned
+from minifsdp.engine.unit import Phase, State, Unit
 
 
 class RootState:
@@ -87,14 +88,20 @@ class RootState:
             unit.root_id = root_id
             shapes = [(owned.path, owned.shape) for owned in unit.layout.parameters]
             unit.name = unit.layout.name = UnitName(name, shapes, root_id)
-            unit.choose(keep_unsharded_for_backward=unit is outermost and keeps_outermost)
+            unit.update_policy(keep_unsharded_for_backward=unit is outermost and keeps_outermost)
             if unit.phase is not Phase.SUMMONED:
                 unit.layout.refresh_from_module()
             unit.plan_reductions()
         meshes = [plan.mesh for unit in self.units for plan in unit.plans]
         rank_checks = RankChecks([unit.name for unit in self.units], meshes, self.comm_streams, root_id)
+        by_module = {unit.module: unit for unit in self.units}
+        # Keep the steps that were counted before the units had a common root.
+        steps = max((unit.layout.steps for unit in self.units), key=lambda steps: steps.count, default=Steps())
         for unit in self.units:
             unit.join(self.comm_streams, self.limiter, rank_checks)
+            unit.layout.steps = steps
+            inside = (by_module.get(module) for module in unit.module.modules())
+            unit.inner = frozenset(other for other in inside if other is not None and other is not unit)
         self.iteration = IterationState(
             self.units,
             Reducer(self.comm_streams, offloads=any(unit.layout.offloads for unit in self.units)),
@@ -102,16 +109,6 @@ class RootState:
             backward_prefetch=backward_prefetch,
             forward_prefetch=forward_prefetch,
         )
-        self._connect_units()
-
-    def _connect_units(self) -> None:
-        by_module = {unit.module: unit for unit in self.units}
-        # Keep the steps that were counted before the units had a common root.
-        steps = max((unit.layout.steps for unit in self.units), key=lambda steps: steps.count, default=Steps())
-        for unit in self.units:
-            unit.layout.steps = steps
-            inside = (by_module.get(module) for module in unit.module.modules())
-            unit.inner = frozenset(other for other in inside if other is not None and other is not unit)
 
     def dissolve(self, *, keeps_unsharded: bool = False) -> None:
         """Releases the units. The next forward creates a root state again, perhaps with a larger root or another dtype.
@@ -145,7 +142,7 @@ class RootState:
         # 2. Before the first collective, so that a mistake raises an error on every rank.
         for unit in self.units if caller is None else (caller, *caller.inner):
             if unit.phase is Phase.SUMMONED:
-                raise not_while_summoned(unit, "forward")
+                raise RuntimeError(message("while-summoned", what="forward", unit=unit.name))
         validation.check_not_in_ddp((unit.layout.local_parameters(), unit.plan.mesh) for unit in self.units)
         for unit in self.units:
             if unit.phase is not Phase.SUMMONED:

@@ -232,7 +232,7 @@ def _make_unit(
     if num_ranks is not None:
         small = smaller_mesh(mesh, num_ranks)
         begin = functools.partial(layout.reshard_to_smaller_mesh, Group.of(small.get_group(1)), small)
-        unit.choose(post_forward_mesh=PostForwardMesh(begin, layout.unshard_from_full_mesh))
+        unit.update_policy(post_forward_mesh=PostForwardMesh(begin, layout.unshard_from_full_mesh))
     return unit
 
 

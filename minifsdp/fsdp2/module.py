@@ -278,7 +278,7 @@ def _plans(module: Any, recurse: bool) -> list[ReducePlan]:
 
 def _choose(module: Any, recurse: bool, **changes: Any) -> None:
     for unit in _units(module, recurse):
-        unit.choose(**changes)
+        unit.update_policy(**changes)
 
 
 def _discard_unreduced(units: Iterable[Unit]) -> None:

@@ -42,7 +42,7 @@ def choose_reshard(unit: Unit, choice: bool | int) -> int | None:
     if unit.policy.post_forward_mesh is not None:
         # Release shards on the smaller mesh that are left from this iteration. Nothing else would release them.
         unit.policy.post_forward_mesh.end()
-    unit.choose(reshard_after_forward=frees, reshard_after_evaluation=frees, post_forward_mesh=None)
+    unit.update_policy(reshard_after_forward=frees, reshard_after_evaluation=frees, post_forward_mesh=None)
     if isinstance(choice, bool) or choice in (1, num_shards):
         return None
     if len(unit.plans) > 1:

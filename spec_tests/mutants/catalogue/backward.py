@@ -114,8 +114,8 @@ MUTANTS = [
     Mutant(
         "no-sync-reduces",
         "no_sync",
-        "unit.choose(reduces=False, reshard_after_backward=unit.policy.reshard_after_forward)",
-        "unit.choose(reshard_after_backward=unit.policy.reshard_after_forward)",
+        "unit.update_policy(reduces=False, reshard_after_backward=unit.policy.reshard_after_forward)",
+        "unit.update_policy(reshard_after_backward=unit.policy.reshard_after_forward)",
         "no_sync() reduces the gradients of each micro-batch.",
         "NOSYNC-01 NOSYNC-05",
     ),
@@ -146,8 +146,8 @@ MUTANTS = [
     Mutant(
         "no-sync-leaves-its-setting",
         "no_sync",
-        "unit.choose(reduces=reduces, reshard_after_backward=frees)",
-        "unit.choose(reduces=True)",
+        "unit.update_policy(reduces=reduces, reshard_after_backward=frees)",
+        "unit.update_policy(reduces=True)",
         "The end of no_sync() does not restore the earlier setting.",
         "NOSYNC-06",
     ),

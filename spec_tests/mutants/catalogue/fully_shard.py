@@ -42,7 +42,7 @@ MUTANTS = [
     Mutant(
         "two-doors",
         "check_one_api",
-        "if other != door:",
+        "if other != api:",
         "if False:",
         "The wrapper and fully_shard are accepted in one model.",
         "FS2-12",
@@ -50,8 +50,8 @@ MUTANTS = [
     Mutant(
         "root-is-freed-after-forward-in-place",
         "FSDPState._create_root_state",
-        "state.unit.choose(reshard_after_forward=state is not self)",
-        "state.unit.choose(reshard_after_forward=True)",
+        "state.unit.update_policy(reshard_after_forward=state is not self)",
+        "state.unit.update_policy(reshard_after_forward=True)",
         "The root is resharded after forward by default.",
         "FS2-17 FS2-21",
     ),
@@ -270,8 +270,8 @@ MUTANTS = [
     Mutant(
         "always-freed-after-forward",
         "choose_reshard",
-        "unit.choose(reshard_after_forward=frees, ",
-        "unit.choose(reshard_after_forward=True, ",
+        "unit.update_policy(reshard_after_forward=frees, ",
+        "unit.update_policy(reshard_after_forward=True, ",
         "reshard_after_forward=False reshards after forward.",
         "FS2-17",
     ),

@@ -58,8 +58,8 @@ MUTANTS = [
     Mutant(
         "kept-shard-is-freed",
         "no_sync",
-        "unit.choose(reduces=False, reshard_after_backward=unit.policy.reshard_after_forward)",
-        "unit.choose(reduces=False)",
+        "unit.update_policy(reduces=False, reshard_after_backward=unit.policy.reshard_after_forward)",
+        "unit.update_policy(reduces=False)",
         "SHARD_GRAD_OP reshards its parameters after each micro-batch in no_sync().",
         "SHARD-10",
     ),
