@@ -149,10 +149,16 @@ class Reducer:
 
     def reduce(self, layout: Layout, plan: ReducePlan, gradient: Gradient) -> None:
         """Issues a unit's reduction, then completes the previous one. All ranks must call it, in the same order."""
-        if plan.partial is not None:
-            # Check before the stream reads the gradient: after an error nothing would keep the gradient alive.
-            _check_partial(layout.name, plan.partial[0], gradient.numbers)
         before = self._in_flight
+        if before is not None and before.plan is plan and not before.all_reduces:
+            # The partial sum of the previous reduction is included in this one, so it must be complete.
+            self._in_flight = None
+            self._complete(before)
+            before = None
+        if plan.partial is not None and plan.partial[0] != gradient.numbers:
+            # Before the stream reads the gradient: after an error nothing would keep the gradient alive.
+            counts = {"waiting": len(plan.partial[0]), "new": len(gradient.numbers)}
+            raise RuntimeError(message("uneven-partial", name=layout.name, **counts))
         if before is not None and before.scattered is not COMPLETED:
             self.before_concat()
         # 1. On the compute stream, which allocated the parts, so their memory can be reused immediately.
@@ -339,14 +345,8 @@ def _add_partial(item: _InFlight) -> None:
     """Adds the partial sum of earlier backwards."""
     if item.plan.partial is None:
         return
-    _check_partial(item.layout.name, item.plan.partial[0], item.gradient.numbers)
     (_, item.partial), item.plan.partial = item.plan.partial, None
     item.local_shard.add_(item.partial)
-
-
-def _check_partial(name: str, waiting: list[int], new: list[int]) -> None:
-    if waiting != new:
-        raise RuntimeError(message("uneven-partial", name=name, waiting=len(waiting), new=len(new)))
 
 
 def _run_hook(new: _InFlight, hook: CommHook) -> None:

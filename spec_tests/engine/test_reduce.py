@@ -187,6 +187,22 @@ def test_a_reduction_is_completed_by_the_next_and_the_last_one_by_finish() -> No
     assert len(second.local_shards) == 1, "a second finish has nothing to do"
 
 
+@pytest.mark.spec("NEW-08")
+@pytest.mark.parametrize("is_replicated", [True, False])
+@ranks(4)
+def test_a_partial_sum_in_flight_is_included_in_the_next_reduction(is_replicated: bool) -> None:
+    # As after `set_is_last_backward(False)`: nothing completes the first reduction before the second begins.
+    plan = ReducePlan.mean(MeshGroups.replicated(world()) if is_replicated else two_by_two(), F32)
+    kept, one = Kept(), reducer()
+    target: Any = kept
+    plan.all_reduces = False
+    one.reduce(target, plan, Gradient([full(dist.get_rank())]))
+    plan.all_reduces = True
+    one.reduce(target, plan, Gradient([full(10)]))
+    one.finish()
+    assert [local_shard.unique().tolist() for local_shard in kept.local_shards] == [[11.5]]
+
+
 class Work:
     def __init__(self, log: list[str], name: str) -> None:
         self.log, self.name = log, name

@@ -97,8 +97,8 @@ MUTANTS = [
     ),
     Mutant(
         "sums-of-other-parameters-are-added",
-        "_check_partial",
-        "if waiting != new:",
+        "Reducer.reduce",
+        "if plan.partial is not None and plan.partial[0] != gradient.numbers:",
         "if False:",
         "A partial sum is added to a partial sum of other parameters.",
         "NEW-08",
