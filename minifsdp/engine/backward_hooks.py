@@ -133,13 +133,12 @@ def register_pre_backward_hook(output: Any, notify: Callable[[torch.Tensor], Non
         tensors = [tensor for tensor in tensors_in(output) if id(tensor) not in left_out]
     is_registered = False
     for tensor in tensors:
-        if not tensor.requires_grad:
-            continue
-        is_registered = True
-        tensor.register_hook(notify)
-        if tensor._base is not None and tensor._base.grad_fn is not None:
-            # The caller may change a view in place. Autograd then bypasses the view and uses its base.
-            tensor._base.register_hook(notify)
+        if tensor.requires_grad:
+            is_registered = True
+            tensor.register_hook(notify)
+            if tensor._base is not None and tensor._base.grad_fn is not None:
+                # The caller may change a view in place. Autograd then bypasses the view and uses its base.
+                tensor._base.register_hook(notify)
     return is_registered
 
 

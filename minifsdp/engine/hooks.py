@@ -106,10 +106,8 @@ class IterationState:
                 unit.unshard(is_ahead=False)
         if torch.is_grad_enabled():
             self.schedule.enter(unit)
-            if self.forward_prefetch:
-                next_one = self.schedule.next_forward(unit)
-                if next_one is not None:
-                    next_one.unshard()
+            if self.forward_prefetch and (next_one := self.schedule.next_forward(unit)) is not None:
+                next_one.unshard()
         for ahead in unit.policy.prefetch_in_forward or ():
             ahead.unshard()
         unit.wait()

@@ -233,14 +233,21 @@ class Reducer:
 
     def _issue(self, new: _InFlight) -> Handle:
         plan, shard, replicas, name = new.plan, new.plan.mesh.shard, new.plan.mesh.replicate, new.layout.name
+        if shard is not None:
+            # A sharded unit needs only this rank's shard of the sum.
+            new.local_shard = new.whole.new_empty(new.whole.numel() // shard.size)
         if plan.hook is not None:
-            _run_hook(new, plan.hook)
+            # Hooks that compress give the tensor other memory while its previous memory is still read.
+            new.handed = new.whole.detach()
+            if shard is None:
+                plan.hook(new.whole)
+            else:
+                plan.hook(new.whole, new.local_shard)
             return COMPLETED
         # 2. Before the sum.
         plan.scaling.prepare(new.whole)
         if shard is not None:
-            # 3. A sharded unit needs only this rank's shard of the sum.
-            new.local_shard = new.whole.new_empty(new.whole.numel() // shard.size)
+            # 3. Over the shard group.
             new.event = _noted("RS", new, shard, "reduce") if trace.recorder is not None else None
             if replicas is not None and new.all_reduces and isinstance(name, UnitName):
                 # The all-reduce is issued later, maybe after the ranks compare this backward.
@@ -343,21 +350,9 @@ def _call_after(after: Callable[[torch.Tensor], None], stream: Any, local_shard:
 
 def _add_partial(item: _InFlight) -> None:
     """Adds the partial sum of earlier backwards."""
-    if item.plan.partial is None:
-        return
-    (_, item.partial), item.plan.partial = item.plan.partial, None
-    item.local_shard.add_(item.partial)
-
-
-def _run_hook(new: _InFlight, hook: CommHook) -> None:
-    shard = new.plan.mesh.shard
-    # Hooks that compress give the tensor other memory while its previous memory is still read.
-    new.handed = new.whole.detach()
-    if shard is None:
-        hook(new.whole)
-        return
-    new.local_shard = new.whole.new_empty(new.whole.numel() // shard.size)
-    hook(new.whole, new.local_shard)
+    if item.plan.partial is not None:
+        (_, item.partial), item.plan.partial = item.plan.partial, None
+        item.local_shard.add_(item.partial)
 
 
 def _noted(kind: str, item: _InFlight, group: Group, stream: str) -> trace.Event | None:

@@ -90,8 +90,8 @@ MUTANTS = [
     Mutant(
         "always-prefetched-in-forward",
         "IterationState.pre_forward",
-        "if self.forward_prefetch:",
-        "if True:",
+        "if self.forward_prefetch and (",
+        "if (",
         "Forward prefetches units although forward_prefetch is off.",
         "PREF-11",
     ),
@@ -177,9 +177,9 @@ MUTANTS = [
     ),
     Mutant(
         "hook-gets-a-chunk-only",
-        "_run_hook",
-        "hook(new.whole, new.local_shard)",
-        "hook(new.whole[: new.local_shard.numel()], new.local_shard)",
+        "Reducer._issue",
+        "plan.hook(new.whole, new.local_shard)",
+        "plan.hook(new.whole[: new.local_shard.numel()], new.local_shard)",
         "A hook receives one shard of the gradient instead of the unsharded gradient.",
         "HOOK-02",
     ),

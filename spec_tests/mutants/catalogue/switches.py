@@ -82,7 +82,7 @@ MUTANTS = [
     Mutant(
         "partial-sums-are-dropped",
         "_add_partial",
-        "    item.local_shard.add_(item.partial)\n",
+        "        item.local_shard.add_(item.partial)\n",
         "",
         "A partial sum that waits for its all-reduce is dropped.",
         "NEW-08",
