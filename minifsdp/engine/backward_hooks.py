@@ -3,11 +3,11 @@
 A unit's backward begins when the gradient of its output is computed. It ends when the gradients of its parameters are
 complete. How that can be detected depends on the layout, so there are two kinds of `BackwardHooks`:
 
-1. *Leaf trigger.* If all parameters are views of one leaf, autograd accumulates into that leaf after every use of every
+1. *Leaf hooks.* If all parameters are views of one leaf, autograd accumulates into that leaf after every use of every
    parameter has contributed, even if the module was called several times. The layout registers one hook there, once.
    A unit without trainable parameters has no gradient to wait for: its backward ends when the gradients of its inputs
    are computed, or, if no input needs a gradient, at the end of backward.
-2. *Inputs trigger.* With one leaf for each parameter, it is not known which of them get a gradient in this backward.
+2. *Inputs hooks.* With one leaf for each parameter, it is not known which of them get a gradient in this backward.
    So the inputs of the module pass through an autograd node. When autograd reaches this node, the backward of the unit
    is done. If no input needs a gradient, the end of backward handles the unit (`BackwardHooks.is_overdue`).
 

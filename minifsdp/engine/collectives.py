@@ -20,8 +20,8 @@ another transport can replace the group for the first two, see `Group.transport`
 
 A `Collective` is the handle. It hides a difference between backends: gloo returns a ``Work`` to wait for, NCCL returns
 nothing. An NCCL kernel runs on the stream on which it was issued, so work issued there later runs after it. Each
-collective is recorded in the collective log (``collective_log.py``). If it fails, the error contains what the watchdog
-(``minifsdp/watchdog``) knows about the other ranks.
+collective is recorded in the collective log (``collective_log.py``). If it fails, the error contains the report
+of the watchdog (``minifsdp/watchdog``) about the other ranks.
 
 *In torch:* FSDP1 calls the public functions in ``_flat_param.py`` and ``_runtime_utils.py``; FSDP2 has
 ``_fsdp_collectives.py`` with pluggable allocators. Both use the same division rule.

@@ -13,7 +13,7 @@
 How the backward hooks are called:
 
 1. *Pre-backward* is a hook on the output tensors of forward. Each forward has new ones, so each registers the hook.
-2. *Post-backward* is called by the unit's *trigger*, which uses its leaf or its inputs (``backward_hooks.py``).
+2. *Post-backward* is called by a hook on the unit's leaf, or by a node at its inputs (``backward_hooks.py``).
 3. *End of backward* is a callback that autograd runs after its last node. It can only be queued during a backward, so
    the first pre-backward hook queues it. It also handles units whose post-backward hook did not run.
 
@@ -22,7 +22,7 @@ running. Two things change:
 
 4. A forward in the phase PRE_BACKWARD does nothing: the unit is unsharded, and its backward waits for the result.
 5. A forward in another phase all-gathers as usual but does not reshard, because the unit's own backward runs next. The
-   unit *lingers* (deferred reshard) until then; if another unit runs instead, it is resharded. The same applies if a
+   reshard is *deferred* until then. If another unit runs instead, the unit is resharded. The same applies if a
    gradient is complete inside a nested backward (reentrant checkpointing of a part of the unit): another part may
    still need the same parameters for its recomputation.
 
@@ -58,7 +58,7 @@ class IterationState:
         forward_prefetch: whether to prefetch the next unit in forward.
 
     Attributes:
-        backward_hooks: the trigger of each unit, which calls its backward hooks.
+        backward_hooks: for each unit, the object that calls its backward hooks.
         in_backward: a backward of this root has begun and not ended.
         is_recorded: grad mode was on when the outermost of the running forwards began.
         num_forwards: number of outermost forwards that have begun.
@@ -81,7 +81,7 @@ class IterationState:
         self.is_last_backward, self.num_forwards = True, 0
         self._deferred: Unit | None = None
         self._spans: dict[Unit, trace.Event] = {}
-        # 2. Once, not in each forward. The trigger depends on the layout.
+        # 2. Once, not in each forward. The kind depends on the layout.
         self.backward_hooks: dict[Unit, backward_hooks.BackwardHooks] = {}
         for unit in units:
             has_leaf_hook = unit.layout.on_gradient(partial(self.post_backward, unit), reducer.before_concat)

@@ -72,8 +72,8 @@ class ReducePlan:
         mesh: the shard group and the replicate group.
         dtype: the reduce dtype.
         scaling: the divisors.
-        hook: the user's communication hook, which replaces stages 2 to 5. For a sharded unit ``hook(whole, piece)``
-            must fill ``local_shard``; otherwise ``hook(whole)`` must change ``whole`` in place.
+        hook: the user's communication hook, which replaces stages 2 to 5. For a sharded unit,
+            ``hook(whole, local_shard)`` must fill ``local_shard``; otherwise ``hook(whole)`` must change ``whole``.
         all_reduces: whether to all-reduce over replicas in this backward. If False, accumulate into `partial` instead.
         overlaps: whether the reduction runs while the next unit's backward computes.
         partial: sum of earlier backwards that was not all-reduced yet, with the numbers of its parameters.
@@ -115,7 +115,7 @@ class _InFlight:
         result: the shard for the layout; ``None`` for a partial sum.
         copied: an accelerator event after the copy to the host, if there is one.
         partial: the partial sum that was included.
-        handed: the memory that a hook received, kept alive even if the hook gives the tensor other memory.
+        hook_input: the memory that a hook received, kept alive even if the hook gives the tensor other memory.
     """
 
     layout: Layout
@@ -130,7 +130,7 @@ class _InFlight:
     result: torch.Tensor | None = None
     copied: Any = None
     partial: torch.Tensor | None = None
-    handed: torch.Tensor | None = None
+    hook_input: torch.Tensor | None = None
 
 
 class Reducer:
@@ -238,7 +238,7 @@ class Reducer:
             new.local_shard = new.whole.new_empty(new.whole.numel() // shard.size)
         if plan.hook is not None:
             # Hooks that compress give the tensor other memory while its previous memory is still read.
-            new.handed = new.whole.detach()
+            new.hook_input = new.whole.detach()
             if shard is None:
                 plan.hook(new.whole)
             else:

@@ -1,6 +1,6 @@
 """The root state: created lazily, shared by all units of a root module, and the beginning of an iteration.
 
-Units are created one by one, inner ones first, so a unit does not know at construction whether it is the outermost one.
+Units are created one by one, inner ones first. So it is not clear at construction whether a unit is the outermost one.
 This is decided in the first forward: the unit whose forward runs first, not inside another one, is the *root*, and all
 units inside its module share its root state. They share
 
@@ -86,7 +86,7 @@ class RootState:
         root_id = units[0][1].root_id if units else RootId()
         for name, unit in units:
             unit.root_id = root_id
-            shapes = [(owned.path, owned.shape) for owned in unit.layout.parameters]
+            shapes = [(info.path, info.shape) for info in unit.layout.parameters]
             unit.name = unit.layout.name = UnitName(name, shapes, root_id)
             unit.update_policy(keep_unsharded_for_backward=unit is outermost and keeps_outermost)
             if unit.phase is not Phase.SUMMONED:

@@ -29,7 +29,8 @@ from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import message
 
 # By identity: the name inside its unit of each parameter that a unit has taken, and the subset of these that no module
-# refers to any more. Optimizers must not hold parameters of this subset.
+# refers to any more. Optimizers must not hold parameters of this subset. Then, by module, the name of the API that has
+# sharded it, and the names of the attributes that belong to a unit.
 _taken = WeakTensorKeyDictionary()
 replaced = WeakTensorKeyDictionary()
 _apis: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
