@@ -94,14 +94,8 @@ class RootState:
             unit.plan_reductions()
         meshes = [plan.mesh for unit in self.units for plan in unit.plans]
         rank_checks = RankChecks([unit.name for unit in self.units], meshes, self.comm_streams, root_id)
-        by_module = {unit.module: unit for unit in self.units}
-        # Keep the steps that were counted before the units had a common root.
-        steps = max((unit.layout.steps for unit in self.units), key=lambda steps: steps.count, default=Steps())
         for unit in self.units:
             unit.join(self.comm_streams, self.limiter, rank_checks)
-            unit.layout.steps = steps
-            inside = (by_module.get(module) for module in unit.module.modules())
-            unit.inner = frozenset(other for other in inside if other is not None and other is not unit)
         self.iteration = IterationState(
             self.units,
             Reducer(self.comm_streams, offloads=any(unit.layout.offloads for unit in self.units)),
@@ -109,6 +103,16 @@ class RootState:
             backward_prefetch=backward_prefetch,
             forward_prefetch=forward_prefetch,
         )
+        self._connect_units()
+
+    def _connect_units(self) -> None:
+        by_module = {unit.module: unit for unit in self.units}
+        # Keep the steps that were counted before the units had a common root.
+        steps = max((unit.layout.steps for unit in self.units), key=lambda steps: steps.count, default=Steps())
+        for unit in self.units:
+            unit.layout.steps = steps
+            inside = (by_module.get(module) for module in unit.module.modules())
+            unit.inner = frozenset(other for other in inside if other is not None and other is not unit)
 
     def dissolve(self, *, keeps_unsharded: bool = False) -> None:
         """Releases the units. The next forward creates a root state again, perhaps with a larger root or another dtype.
