@@ -196,7 +196,7 @@ class FSDPState(_State):
                 state.root_state.dissolve(keeps_unsharded=True)
             if state.unit is not None and state.reshard_after_forward is None:
                 # The root's backward directly follows its forward.
-                state.unit.choose(reshard_after_forward=state is not self)
+                state.unit.update_policy(reshard_after_forward=state is not self)
         root_state = RootState(
             [(name, state.unit) for state, name in found.items() if state.unit is not None],
             self.unit,

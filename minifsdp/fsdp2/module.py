@@ -113,7 +113,7 @@ class FSDPModule:
         """Sets the factor by which this module's gradients are divided, instead of the number of ranks (NEW-10)."""
         require(FACTOR, "set_gradient_divide_factor", factor=factor)
         for plan in _plans(self, recurse=False):
-            plan.scaling = Scaling.by(factor, plan.dtype)
+            plan.scaling = Scaling.of(factor, plan.dtype)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor` (NEW-10)."""
@@ -272,7 +272,7 @@ def _plans(module: Any, recurse: bool) -> list[ReducePlan]:
 
 def _choose(module: Any, recurse: bool, **changes: Any) -> None:
     for unit in _units(module, recurse):
-        unit.choose(**changes)
+        unit.update_policy(**changes)
 
 
 def _discard_unreduced(units: Iterable[Unit]) -> None:

@@ -138,6 +138,7 @@ def test_every_stream_comes_from_its_device(machine: StandIn) -> None:
 class Kept:
     """The part of a layout that receives reduced gradients."""
 
+    name = "unit"
     offloads = reads_gradient = has_gradient_hooks = False
 
     def __init__(self, machine: StandIn) -> None:
@@ -181,7 +182,7 @@ def reduce_once(machine: StandIn, plan: ReducePlan, **facts: Any) -> list[str]:
     kept = Kept(machine)
     vars(kept).update(facts)
     one, target = Reducer(machine.comm_streams(), kept.offloads), cast(Any, kept)
-    one.reduce("unit", target, plan, Gradient([torch.ones(4)]))
+    one.reduce(target, plan, Gradient([torch.ones(4)]))
     one.finish()
     return machine.log
 
@@ -287,13 +288,13 @@ def test_a_partial_sum_lives_until_the_compute_stream_has_waited_for_the_all_red
     one, reducer, kept = plan(MeshGroups.hybrid(PAIR, PAIR)), Reducer(machine.comm_streams()), Kept(machine)
     target: Any = kept
     one.all_reduces = False
-    reducer.reduce("unit", target, one, Gradient([torch.ones(4)]))
+    reducer.reduce(target, one, Gradient([torch.ones(4)]))
     reducer.finish()
     assert one.partial is not None
     partial = weakref.ref(one.partial[1].untyped_storage())
     assert "compute: accept" not in machine.log
     one.all_reduces = True
-    reducer.reduce("unit", target, one, Gradient([torch.ones(4)]))
+    reducer.reduce(target, one, Gradient([torch.ones(4)]))
     assert one.partial is None
     assert partial() is not None, "the all-reduce stream may not have read it yet"
     reducer.finish()
@@ -310,7 +311,7 @@ def test_gradients_are_copied_to_the_host_on_the_stream_that_reduced_them_with_o
     kept.offloads = True
     target: Any = kept
     for mesh in (MeshGroups.sharded(PAIR), MeshGroups.hybrid(PAIR, PAIR), MeshGroups(None, None)):
-        reducer.reduce("unit", target, plan(mesh), Gradient([torch.ones(4)]))
+        reducer.reduce(target, plan(mesh), Gradient([torch.ones(4)]))
     assert [line for line in machine.log if "copy" in line] == [
         "reduce: copy to the host",
         "all_reduce: copy to the host",

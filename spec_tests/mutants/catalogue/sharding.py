@@ -58,8 +58,8 @@ MUTANTS = [
     Mutant(
         "kept-shard-is-freed",
         "no_sync",
-        "unit.choose(reduces=False, reshard_after_backward=unit.policy.reshard_after_forward)",
-        "unit.choose(reduces=False)",
+        "unit.update_policy(reduces=False, reshard_after_backward=unit.policy.reshard_after_forward)",
+        "unit.update_policy(reduces=False)",
         "SHARD_GRAD_OP reshards its parameters after each micro-batch in no_sync().",
         "SHARD-10",
     ),
@@ -529,9 +529,9 @@ MUTANTS = [
     ),
     Mutant(
         "float16-mean-is-divided-after-the-sum",
-        "Scaling.mean",
-        "cls.by(float(num_ranks), dtype)",
-        "cls(1.0, float(num_ranks))",
+        "Scaling.of",
+        "while divisor % before == 0 and divisor / before > before:",
+        "while False:",
         "A float16 mean is divided after the sum has overflowed.",
         "SHARD-06",
     ),

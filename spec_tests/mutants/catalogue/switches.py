@@ -82,7 +82,7 @@ MUTANTS = [
     Mutant(
         "partial-sums-are-dropped",
         "_add_partial",
-        "    item.local_shard.add_(item.partial)\n",
+        "        item.local_shard.add_(item.partial)\n",
         "",
         "A partial sum that waits for its all-reduce is dropped.",
         "NEW-08",
@@ -97,8 +97,8 @@ MUTANTS = [
     ),
     Mutant(
         "sums-of-other-parameters-are-added",
-        "_check_partial",
-        "if waiting != new:",
+        "Reducer.reduce",
+        "if plan.partial is not None and plan.partial[0] != gradient.numbers:",
         "if False:",
         "A partial sum is added to a partial sum of other parameters.",
         "NEW-08",
@@ -137,7 +137,7 @@ MUTANTS = [
     ),
     Mutant(
         "float16-is-divided-after-the-sum",
-        "Scaling.by",
+        "Scaling.of",
         "if dtype is not torch.float16:",
         "if True:",
         "Float16 gradients are divided after their sum has overflowed.",

@@ -246,7 +246,7 @@ BREAKS = [
     Break(
         "lanes-are-not-left",
         STREAMS,
-        "            self._contexts.pop().__exit__(kind, error, trace)\n",
+        "            self._contexts.pop().__exit__(*exception)\n",
         "            pass\n",
         "Work after an all-gather also runs on the communication stream.",
         "flat_full",
