@@ -47,6 +47,17 @@ from minifsdp.engine.schedule import BackwardPrefetch
 from minifsdp.engine.unit import Phase, State, Unit
 
 
+def _name_units(units: Sequence[tuple[str, Unit]], root_id: RootId) -> None:
+    """Sets the names of all units of a root, by which the ranks compare their collectives."""
+    num_equal = Counter[str]()
+    for name, unit in units:
+        unit.root_id = root_id
+        shapes = [(info.path, info.shape) for info in unit.layout.parameters]
+        groups = [group for plan in unit.plans for group in (plan.mesh.shard, plan.mesh.replicate)]
+        ranks = [group.ranks for group in groups if group is not None]
+        unit.name = unit.layout.name = UnitName(name, shapes, root_id, ranks, num_equal)
+
+
 class RootState:
     """The state that the units of one root share.
 
@@ -85,13 +96,8 @@ class RootState:
         self.after_optimizer: Any = None
         # A root state that is created again, for instance after a conversion, keeps its identity for other ranks.
         root_id = units[0][1].root_id if units else RootId()
-        num_equal = Counter[str]()
-        for name, unit in units:
-            unit.root_id = root_id
-            shapes = [(info.path, info.shape) for info in unit.layout.parameters]
-            groups = [group for plan in unit.plans for group in (plan.mesh.shard, plan.mesh.replicate)]
-            ranks = [group.ranks for group in groups if group is not None]
-            unit.name = unit.layout.name = UnitName(name, shapes, root_id, ranks, num_equal)
+        _name_units(units, root_id)
+        for unit in self.units:
             unit.update_policy(keep_unsharded_for_backward=unit is outermost and keeps_outermost)
             if unit.phase is not Phase.SUMMONED:
                 unit.layout.refresh_from_module()
