@@ -33,11 +33,11 @@ from minifsdp.checkpoint.agreement import exchange, groups_of, some
 from minifsdp.debugging.attach import attached
 from minifsdp.debugging.first_use import late_units_named
 from minifsdp.engine.flat import FlatLayout
-from minifsdp.engine.flat_tensor import local_tensor
 from minifsdp.engine.layout import ParamInfo
 from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import detail, message, warn
 from minifsdp.engine.sharded_param import ShardedParam
+from minifsdp.engine.shards import local_tensor
 from minifsdp.fsdp2 import fully_shard
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

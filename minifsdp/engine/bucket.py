@@ -259,11 +259,10 @@ class Contents(NamedTuple):
 
     def make(self, local_shards: list[torch.Tensor], options: Options) -> AnyBucket:
         """Creates the bucket."""
-        splits, first = [(param.shape, param.dim) for param in self.params], self.params[0]
-        group = first.mesh_groups.shard
         if self.is_extended:
-            return ExtendedBucket(splits[0], local_shards[0], group, options, first.shard_axis, first.info.module)
-        return Bucket(splits, local_shards, group, options)
+            return ExtendedBucket(self.params[0], local_shards[0], options)
+        splits = [(param.shape, param.dim) for param in self.params]
+        return Bucket(splits, local_shards, self.params[0].mesh_groups.shard, options)
 
 
 def assign_to_buckets(

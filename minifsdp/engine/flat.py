@@ -25,6 +25,7 @@ STREAM-12.
 """
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
@@ -36,12 +37,13 @@ from minifsdp.engine import collectives, optimizer_watch
 from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle
 from minifsdp.engine.flat_gradients import FlatGradients
 from minifsdp.engine.flat_params import RegisteredFlatParam, RegisteredOrigParams, RegisteredParams, check_uniform_dtype
-from minifsdp.engine.flat_tensor import FlatSharding, UnshardedTensor, distributed_tensor, local_tensor
+from minifsdp.engine.flat_tensor import FlatSharding, UnshardedTensor, distributed_tensor
 from minifsdp.engine.layout import Gradient, Layout, ParamInfo, replaced_parameter_error
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.placeholder import GUARD, guards_for
 from minifsdp.engine.precision import Precision
+from minifsdp.engine.shards import local_tensor
 
 
 class FlatLayout(Layout):
@@ -76,12 +78,12 @@ class FlatLayout(Layout):
         check_uniform_dtype(module, parameters)
         self.mesh, self.device, self.offloads, self.use_orig_params = mesh, device, offload, use_orig_params
         self.parameters = list(parameters.values())
-        self.shapes = [owned.shape for owned in self.parameters]
+        self.shapes = [info.shape for info in self.parameters]
         self.specs = [original._spec if isinstance(original, DTensor) else None for original in parameters]
         self.is_distributed = any(spec is not None for spec in self.specs)
         values = [local_tensor(original.detach()) for original in parameters]
         self.local_shapes = [value.shape for value in values]
-        self.sharding = FlatSharding(tuple(shape.numel() for shape in self.local_shapes), mesh.num_shards)
+        self.sharding = FlatSharding(tuple(value.numel() for value in values), mesh.num_shards)
         shard = self.sharding.make_shard(values, mesh.shard_index).to("cpu" if offload else device)
         if offload and device.type != "cpu":
             shard = shard.pin_memory()
@@ -93,15 +95,17 @@ class FlatLayout(Layout):
         self.gradients = FlatGradients(self.registered)
         self._keep_reduce_dtype, self._compute_dtype = precision.keep_reduce_dtype, precision.computes_in(shard.dtype)
         self._variants: dict[torch.dtype, UnshardedTensor] = {}
-        self._now = self._unsharded_in(self._compute_dtype or shard.dtype)
-        self.dtype, self.num_bytes = self._now.leaf.dtype, self._now.num_bytes
-        self.is_stored = self.is_recorded_stored = self.is_summoned = self._is_shared = False
+        self.use_stored_dtype(False)
+        self.is_recorded_stored = self.is_summoned = self._is_shared = False
         self._on_gradient: Callable[[], None] | None = None
         self._before_concat: Callable[..., None] | None = None
         self._last_all_gather: object = None
         # The views of the last forward that autograd recorded.
         self._recorded: Sequence[torch.Tensor] | None = None
-        self._attributes = self.registered.attributes(self.parameters)
+        # Modules have placeholders and views in their ``__dict__``: ``_parameters`` would list them as registered.
+        dict_of = operator.attrgetter("_parameters") if use_orig_params else vars
+        places = [(attribute, index) for index, info in enumerate(self.parameters) for attribute in info.attributes]
+        self._attributes = [(dict_of(attribute.module), attribute, index) for attribute, index in places]
         # A flat parameter whose memory is used directly is always unsharded.
         always = self._now.is_borrowed and not use_orig_params
         self._assigned = self.views_of(self._now.leaf) if always else self.registered.sharded_params
@@ -113,20 +117,16 @@ class FlatLayout(Layout):
 
     def use_stored_dtype(self, stored: bool) -> None:
         """Selects the stored dtype or the compute dtype for the next forwards. The unit must be sharded."""
-        stored_dtype = self.registered.shard.dtype
-        self._now = self._unsharded_in(stored_dtype if stored else self._compute_dtype or stored_dtype)
-        self.is_stored, self.dtype, self.num_bytes = stored, self._now.leaf.dtype, self._now.num_bytes
-
-    def _unsharded_in(self, dtype: torch.dtype) -> UnshardedTensor:
-        """The unsharded tensor in ``dtype``, created at the first use."""
+        shard = self.registered.shard
+        dtype = shard.dtype if stored else self._compute_dtype or shard.dtype
         if dtype not in self._variants:
-            shard = self.registered.shard
             # Neither sharded nor cast: computes in the memory of the shard.
             borrows = self.mesh.shard is None and dtype is shard.dtype and shard.device == self.device
             made = UnshardedTensor(self.sharding.padded_numel, dtype, self.device, shard if borrows else None)
             made.leaf.register_post_accumulate_grad_hook(functools.partial(_complete, weakref.ref(self)))
             self._variants[dtype] = made
-        return self._variants[dtype]
+        self._now = self._variants[dtype]
+        self.is_stored, self.dtype, self.num_bytes = stored, dtype, self._now.num_bytes
 
     def on_gradient(self, notify: Callable[[], None] | None, before_concat: Callable[..., None] | None = None) -> bool:
         """Sets the functions to call when the unsharded gradient is complete. A hook of the leaf detects that."""
@@ -187,9 +187,9 @@ class FlatLayout(Layout):
     def accept_replacements(self) -> None:
         """Raises an error if a module has another tensor than the one that was assigned last."""
         assigned = self._assigned
-        for dictionary, slot, index in self._attributes:
-            if dictionary.get(slot.name) is not assigned[index]:
-                raise replaced_parameter_error(slot, self.name)
+        for dictionary, attribute, index in self._attributes:
+            if dictionary.get(attribute.name) is not assigned[index]:
+                raise replaced_parameter_error(attribute, self.name)
 
     def use_unsharded_params(self) -> None:
         """Creates new views and assigns them to the modules."""
@@ -224,10 +224,10 @@ class FlatLayout(Layout):
 
     def _assign(self, tensors: Sequence[torch.Tensor]) -> None:
         self._assigned = tensors
-        for dictionary, slot, index in self._attributes:
-            dictionary[slot.name] = tensors[index]
-            if slot.second_list:
-                slot.update_second_list(tensors[index])
+        for dictionary, attribute, index in self._attributes:
+            dictionary[attribute.name] = tensors[index]
+            if attribute.second_list:
+                attribute.update_second_list(tensors[index])
         if self._guards:
             self._update_guards()
 
@@ -290,9 +290,8 @@ class FlatLayout(Layout):
 
     def accept_gradient(self, gradient: Gradient, local_shard: torch.Tensor) -> None:
         """Adds a reduced gradient shard to ``.grad``."""
-        stored_dtype = self.registered.shard.dtype
-        if local_shard.dtype is not stored_dtype and not self._keep_reduce_dtype:
-            local_shard = local_shard.to(stored_dtype)
+        if not self._keep_reduce_dtype:
+            local_shard = local_shard.to(self.registered.shard.dtype)
         self.gradients.add_reduced(local_shard)
 
     @property
@@ -328,21 +327,25 @@ class FlatLayout(Layout):
         """The registered parameters of this unit, which the optimizer updates."""
         return self.registered.parameters
 
-    def use_full_params(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Registers unsharded parameters on the modules for ``summon_full_params``, in the modules' original order."""
+    def use_full_params(self, flat: torch.Tensor) -> list[nn.Parameter]:
+        """Registers views of an unsharded flat tensor as parameters on the modules, for ``summon_full_params``."""
         self.is_summoned = True
-        for dictionary, slot, index in self._attributes:
-            dictionary.pop(slot.name)
-            slot.module._parameters[slot.name] = parameters[index]
-            slot.update_second_list(parameters[index])
+        full_params = self.registered.use_full_params(self.views_of(flat))
+        # In the modules' original order.
+        for dictionary, attribute, index in self._attributes:
+            dictionary.pop(attribute.name)
+            attribute.module._parameters[attribute.name] = full_params[index]
+            attribute.update_second_list(full_params[index])
         self._update_guards()
+        return full_params
 
-    def remove_full_params(self, parameters: Sequence[nn.Parameter]) -> list[ParamInfo]:
-        """Restores the attributes of the modules. Returns the slots that did not hold one of ``parameters``."""
+    def remove_full_params(self, full_params: Sequence[nn.Parameter]) -> list[ParamInfo]:
+        """Registers the sharded parameters again. Returns the attributes that referred to other tensors meanwhile."""
         self.is_summoned = False
-        found = [(slot, slot.module._parameters.pop(slot.name, None), index) for _, slot, index in self._attributes]
+        found = [(info, info.module._parameters.pop(info.name, None), index) for _, info, index in self._attributes]
         self._assign(self._assigned)
-        return [slot for slot, parameter, index in found if parameter is not parameters[index]]
+        self.registered.use_sharded_params()
+        return [info for info, parameter, index in found if parameter is not full_params[index]]
 
     def mark_stale(self) -> None:
         """Marks the unsharded tensor as stale. Called after a change that `stamp` does not detect."""

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from minifsdp.engine import optimizer_watch
-from minifsdp.engine.flat_tensor import local_tensor
 from minifsdp.engine.messages import message
+from minifsdp.engine.shards import local_tensor
 from minifsdp.fsdp1.build import HYBRID
 from minifsdp.fsdp1.full_params import check_not_running, check_summon_options, summoned
 from minifsdp.fsdp1.training_aids import clip_gradients, gradient_parts, groups_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
@@ -22,7 +23,7 @@ from minifsdp.engine.comm_streams import COMPLETED, CommStream, CommStreams
 from minifsdp.engine.extension import ExtendedBucket
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.flat_params import assign_gradient
-from minifsdp.engine.layout import Gradient, owned_parameters
+from minifsdp.engine.layout import Gradient, ParamInfo, owned_parameters
 from minifsdp.engine.mesh import Group, MeshGroups, default_group
 from minifsdp.engine.precision import Precision, move
 from minifsdp.engine.reduce import ReducePlan, Reducer
@@ -438,7 +439,11 @@ def test_all_gather_waits_for_copy_of_replaced_tensor() -> None:
 def test_all_gather_of_one_rank_is_awaited(machine: StandIn) -> None:
     split, value = (torch.Size([4, 2]), 0), torch.ones(4, 2)
     cast = Bucket([split], [value], None, Options(torch.device("cpu"), Precision(BF16)))
-    extended = ExtendedBucket(split, Int8Shards(value), None, Options(torch.device("cpu")), None, nn.Identity())
+    info = ParamInfo(nn.Identity(), "weight", "weight", split[0])
+    param: Any = SimpleNamespace(
+        shape=split[0], dim=split[1], mesh_groups=MeshGroups(None, None), shard_axis=None, info=info
+    )
+    extended = ExtendedBucket(param, Int8Shards(value), Options(torch.device("cpu")))
     comm_stream = machine.comm_streams().all_gather
     buckets: list[tuple[AnyBucket, int]] = [(cast, 1), (extended, 2)]
     for bucket, num in buckets:

@@ -717,9 +717,9 @@ MUTANTS = [
     ),
     Mutant(
         "extensions-do-not-know-the-module",
-        "ExtendedBucket._call_before",
-        "self._module, self._policy]",
-        "None, self._policy]",
+        "ExtendedBucket.__init__",
+        "param.info.module, options.policy]",
+        "None, options.policy]",
         "An extension does not receive the module of its parameter.",
         "FS2-EXT-02",
     ),
