@@ -60,6 +60,7 @@ class FlatLayout(Layout):
 
     Attributes:
         specs, local_shapes: for each parameter, its spec if it is a DTensor, and its shape in the flat tensor.
+        shard_range: the elements of the flat tensor that this rank stores.
         is_stored, is_recorded_stored: whether it computes in the stored dtype, now and in the last recorded forward.
         is_summoned: whether the modules have the unsharded parameters of ``summon_full_params``.
     """
@@ -84,6 +85,7 @@ class FlatLayout(Layout):
         values = [local_tensor(original.detach()) for original in parameters]
         self.local_shapes = [value.shape for value in values]
         self.sharding = FlatSharding(tuple(value.numel() for value in values), mesh.num_shards)
+        self.shard_range = self.sharding.shard_range(mesh.shard_index)
         shard = self.sharding.make_shard(values, mesh.shard_index).to("cpu" if offload else device)
         if offload and device.type != "cpu":
             shard = shard.pin_memory()
@@ -107,8 +109,8 @@ class FlatLayout(Layout):
         places = [(attribute, index) for index, info in enumerate(self.parameters) for attribute in info.attributes]
         self._attributes = [(dict_of(attribute.module), attribute, index) for attribute, index in places]
         # A flat parameter whose memory is used directly is always unsharded.
-        always = self._now.is_borrowed and not use_orig_params
-        self._assigned = self.views_of(self._now.leaf) if always else self.registered.sharded_params
+        always = self._unsharded.is_borrowed and not use_orig_params
+        self._assigned = self.views_of(self._unsharded.leaf) if always else self.registered.sharded_params
         # Placeholders raise an error themselves.
         self._guards = guards_for(self.parameters) if use_orig_params or always else []
         self._assign(self._assigned)
@@ -122,11 +124,11 @@ class FlatLayout(Layout):
         if dtype not in self._variants:
             # Neither sharded nor cast: computes in the memory of the shard.
             borrows = self.mesh.shard is None and dtype is shard.dtype and shard.device == self.device
-            made = UnshardedTensor(self.sharding.padded_numel, dtype, self.device, shard if borrows else None)
-            made.leaf.register_post_accumulate_grad_hook(functools.partial(_complete, weakref.ref(self)))
-            self._variants[dtype] = made
-        self._now = self._variants[dtype]
-        self.is_stored, self.dtype, self.num_bytes = stored, dtype, self._now.num_bytes
+            unsharded = UnshardedTensor(self.sharding.padded_numel, dtype, self.device, shard if borrows else None)
+            unsharded.leaf.register_post_accumulate_grad_hook(functools.partial(_complete, weakref.ref(self)))
+            self._variants[dtype] = unsharded
+        self._unsharded = self._variants[dtype]
+        self.is_stored, self.dtype, self.num_bytes = stored, dtype, self._unsharded.num_bytes
 
     def on_gradient(self, notify: Callable[[], None] | None, before_concat: Callable[..., None] | None = None) -> bool:
         """Sets the functions to call when the unsharded gradient is complete. A hook of the leaf detects that."""
@@ -144,7 +146,7 @@ class FlatLayout(Layout):
     @property
     def is_trained(self) -> bool:
         """Whether a backward computes a gradient for this unit."""
-        return self._now.leaf.requires_grad
+        return self._unsharded.leaf.requires_grad
 
     # --- memory ---
 
@@ -159,27 +161,27 @@ class FlatLayout(Layout):
             # Copied on the compute stream. The communication stream must wait for that.
             comm_streams.all_gather.wait_compute()
         self._last_all_gather = self.steps.count, self.registered.stamp()
-        now, shard, group = self._now, self.registered.shard.data, self.mesh.shard
-        if now.is_borrowed:
-            now.use_memory_of(shard)
+        output, shard, group = self._unsharded, self.registered.shard.data, self.mesh.shard
+        if output.is_borrowed:
+            output.use_memory_of(shard)
             return None
         with comm_streams.all_gather as comm_stream:
-            now.allocate()
+            output.allocate()
             local_shard = shard
             if shard.device != self.device or shard.dtype is not self.dtype:
                 # A cast, or a copy to the device, writes to this rank's part of the all-gather output.
-                local_shard = now.alias[self.sharding.shard_range(self.mesh.shard_index)]
+                local_shard = output.alias[self.shard_range]
                 local_shard.copy_(shard, non_blocking=True)
-            work = COMPLETED if group is None else collectives.all_gather(group, now.alias, local_shard, self.name)
+            work = COMPLETED if group is None else collectives.all_gather(group, output.alias, local_shard, self.name)
             return comm_stream.handle(work)
 
     def free(self) -> ReleaseEvent | None:
         """Releases the memory of the unsharded tensor."""
-        return self._now.release()
+        return self._unsharded.release()
 
     def is_stale(self) -> bool:
         """Whether the shard has changed since the last all-gather. A copy without an all-gather is always stale."""
-        is_copy = self.mesh.shard is None and not self._now.is_borrowed
+        is_copy = self.mesh.shard is None and not self._unsharded.is_borrowed
         return is_copy or self._last_all_gather != (self.steps.count, self.registered.stamp())
 
     # --- the attributes of modules ---
@@ -193,7 +195,7 @@ class FlatLayout(Layout):
 
     def use_unsharded_params(self) -> None:
         """Creates new views and assigns them to the modules."""
-        leaf = self._now.leaf
+        leaf = self._unsharded.leaf
         leaf.requires_grad_(self.registered.requires_grad)
         # 1. and 2. At the moment of use, and by one split.
         views = self.views_of(leaf)
@@ -219,7 +221,7 @@ class FlatLayout(Layout):
     def use_sharded_params(self) -> None:
         """Assigns the sharded tensors to the modules, unless the unsharded views are always valid."""
         sharded_params = self.registered.sharded_params
-        if self._assigned is not sharded_params and (self.use_orig_params or not self._now.is_borrowed):
+        if self._assigned is not sharded_params and (self.use_orig_params or not self._unsharded.is_borrowed):
             self._assign(sharded_params)
 
     def _assign(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -245,11 +247,11 @@ class FlatLayout(Layout):
     @property
     def has_gradient(self) -> bool:
         """Whether a leaf has a gradient."""
-        return self._now.leaf.grad is not None or any(v.leaf.grad is not None for v in self._variants.values())
+        return self._unsharded.leaf.grad is not None or any(v.leaf.grad is not None for v in self._variants.values())
 
     def take_gradient(self, *, with_unreduced: bool) -> Gradient | None:
         """Takes the flat gradient, summed over forwards in both precisions, and adds the unreduced one if requested."""
-        gradient, self._now.leaf.grad = self._now.leaf.grad, None
+        gradient, self._unsharded.leaf.grad = self._unsharded.leaf.grad, None
         for variant in self._variants.values() if len(self._variants) > 1 else ():
             if (other := variant.leaf.grad) is not None:
                 gradient, variant.leaf.grad = other if gradient is None else gradient + other, None
@@ -275,11 +277,7 @@ class FlatLayout(Layout):
         optimizer_watch.watch.note_unreduced(self)
 
     def pack(self, gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False) -> torch.Tensor:
-        """Returns the flat gradient in ``dtype``. It is packed already.
-
-        Args:
-            is_written: the caller, or other code while the result is sent, may write to its memory.
-        """
+        """Returns the flat gradient in ``dtype``. It is packed already."""
         return gradient.parts[0].to(dtype, copy=is_written and self._is_shared)
 
     def copy_to_host(self, local_shard: torch.Tensor) -> torch.Tensor:
@@ -328,10 +326,9 @@ class FlatLayout(Layout):
         return self.registered.parameters
 
     def use_full_params(self, flat: torch.Tensor) -> list[nn.Parameter]:
-        """Registers views of an unsharded flat tensor as parameters on the modules, for ``summon_full_params``."""
+        """Registers views of ``flat`` as parameters, in the modules' original order, for ``summon_full_params``."""
         self.is_summoned = True
         full_params = self.registered.use_full_params(self.views_of(flat))
-        # In the modules' original order.
         for dictionary, attribute, index in self._attributes:
             dictionary.pop(attribute.name)
             attribute.module._parameters[attribute.name] = full_params[index]

@@ -61,10 +61,7 @@ def distributed_tensor(view: torch.Tensor, spec: DTensorSpec | None) -> torch.Te
     """The ``DTensor`` of a view, for tensor parallelism, or the view itself; differentiable."""
     if spec is None:
         return view
-    distributed: torch.Tensor = DTensor.from_local(
-        view, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
-    )
-    return distributed
+    return DTensor.from_local(view, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
 
 
 def local_values(value: torch.Tensor, spec: DTensorSpec | None, local_shape: torch.Size) -> torch.Tensor:

@@ -33,28 +33,12 @@ from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.layout import replaced_parameter_error
 from minifsdp.engine.messages import message, warn
-from minifsdp.engine.root import RootState
 from minifsdp.engine.shards import local_tensor
 from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1.build import FlatUnit
 
 # The unsharded gradients in one flat tensor, and for each parameter whether it has a gradient.
 FullGradients = tuple[torch.Tensor, list[bool]]
-
-
-def check_summon_options(*, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> None:
-    """Checks that the options can be combined. Nothing is communicated.
-
-    Raises:
-        NotImplementedError: for ``writeback`` with ``rank0_only``, because the other ranks would keep their old shards,
-            and for ``with_grads`` with ``offload_to_cpu``.
-    """
-    if writeback and rank0_only:
-        raise NotImplementedError(message("summon-write-rank0"))
-    if with_grads and offload_to_cpu:
-        raise NotImplementedError(message("summon-grads-offload"))
-    if offload_to_cpu and not rank0_only:
-        warn(message("summon-copies"))
 
 
 @contextmanager
@@ -64,10 +48,17 @@ def summoned(
     """Registers unsharded parameters on the modules of ``units``. All ranks must enter it, even with ``rank0_only``.
 
     Raises:
+        NotImplementedError: for ``writeback`` with ``rank0_only``, because the other ranks would keep their old shards;
+            for ``with_grads`` with ``offload_to_cpu``, or if there are no gradients of individual parameters.
         UnitIsBusyError: if a unit is in forward or backward, or its full parameters are already summoned.
-        NotImplementedError: for ``with_grads``, if there are no gradients of individual parameters.
         RuntimeError: for ``with_grads``, if there are gradients that were never reduced.
     """
+    if writeback and rank0_only:
+        raise NotImplementedError(message("summon-write-rank0"))
+    if with_grads and offload_to_cpu:
+        raise NotImplementedError(message("summon-grads-offload"))
+    if offload_to_cpu and not rank0_only:
+        warn(message("summon-copies"))
     for unit in units:
         check_idle(unit)
         if with_grads and not unit.layout.use_orig_params:
@@ -82,16 +73,6 @@ def summoned(
 
 class UnitIsBusyError(RuntimeError, AssertionError, ValueError):
     """A unit is in the wrong phase. Programs written for torch's FSDP catch any of the three base classes."""
-
-
-def check_not_running(root_state: RootState) -> None:
-    """Checks that no forward or backward of the tree is running.
-
-    Raises:
-        UnitIsBusyError: if one is running.
-    """
-    if root_state.is_busy:
-        raise UnitIsBusyError(message("summon-while-running", idle=Phase.IDLE))
 
 
 def check_idle(unit: FlatUnit) -> None:
@@ -114,12 +95,12 @@ def _one(unit: FlatUnit, writeback: bool, rank0_only: bool, offload_to_cpu: bool
     if offload_to_cpu and mesh.shard is not None:
         flat = flat.cpu()
     gradients = _all_gather_gradients(layout) if with_grads else None
-    sees = mesh.is_first or not rank0_only
+    is_registered = mesh.is_first or not rank0_only
     # With `rank0_only`, the other ranks must not compute either, although they have no unsharded parameters.
     unit.phase = Phase.SUMMONED
     optimizer_watch.watch.summoned.add(layout)
     try:
-        with _full_params(unit, flat, gradients, writeback or mesh.shard is None) if sees else nullcontext():
+        with _full_params(unit, flat, gradients, writeback or mesh.shard is None) if is_registered else nullcontext():
             yield
     finally:
         unit.phase = Phase.IDLE
@@ -154,17 +135,16 @@ def _full_params(unit: FlatUnit, flat: torch.Tensor, gradients: FullGradients | 
         # Afterwards, original parameters have their sharded values and gradients again.
         new_values, new_gradients = [p.data for p in full_params], [p.grad for p in full_params]
         replaced = layout.remove_full_params(full_params)
-        shard_range = layout.sharding.shard_range(layout.mesh.shard_index)
         if keeps:
             _copy_replaced(layout.views_of(flat), new_values)
             if layout.mesh.shard is not None:
-                layout.registered.overwrite(flat[shard_range])
+                layout.registered.overwrite(flat[layout.shard_range])
             # Otherwise `flat` is the shard itself. A copy in another dtype may exist from an earlier all-gather.
             layout.mark_stale()
         if keeps and gradients is not None:
             _copy_replaced(layout.views_of(gradients[0]), new_gradients)
             present = [gradient is not None for gradient in new_gradients]
-            layout.gradients.overwrite_reduced(gradients[0][shard_range], present)
+            layout.gradients.overwrite_reduced(gradients[0][layout.shard_range], present)
         if replaced:
             raise replaced_parameter_error(replaced[0], layout.name)
 

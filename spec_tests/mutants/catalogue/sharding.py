@@ -458,7 +458,7 @@ MUTANTS = [
     Mutant(
         "frozen-units-wait-for-gradients",
         "FlatLayout.is_trained",
-        "return self._now.leaf.requires_grad",
+        "return self._unsharded.leaf.requires_grad",
         "return True",
         "The backward of a frozen unit ends only at the end of the whole backward.",
         "ORIG-14",
@@ -482,7 +482,7 @@ MUTANTS = [
     Mutant(
         "unshared-parameters-are-hidden",
         "FlatLayout.use_sharded_params",
-        "if self._assigned is not sharded_params and (self.use_orig_params or not self._now.is_borrowed):",
+        "if self._assigned is not sharded_params and (self.use_orig_params or not self._unsharded.is_borrowed):",
         "if self._assigned is not sharded_params:",
         "Parameters that are not sharded are hidden between computations.",
         "CTOR-14",

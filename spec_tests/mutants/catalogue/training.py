@@ -18,7 +18,7 @@ MUTANTS = [
     Mutant(
         "summoned-changes-are-lost",
         "_full_params",
-        "layout.registered.overwrite(flat[shard_range])",
+        "layout.registered.overwrite(flat[layout.shard_range])",
         "pass",
         "writeback=True writes nothing back.",
         "SUMMON-07",
@@ -42,14 +42,14 @@ MUTANTS = [
     Mutant(
         "every-rank-sees",
         "_one",
-        "sees = mesh.is_first or not rank0_only",
-        "sees = True",
+        "is_registered = mesh.is_first or not rank0_only",
+        "is_registered = True",
         "rank0_only=True gives full parameters to every rank.",
         "SUMMON-10",
     ),
     Mutant(
         "write-back-of-what-one-rank-saw",
-        "check_summon_options",
+        "summoned",
         "if writeback and rank0_only:",
         "if False:",
         "rank0_only=True is accepted together with writeback=True.",
@@ -57,7 +57,7 @@ MUTANTS = [
     ),
     Mutant(
         "copies-without-a-word",
-        "check_summon_options",
+        "summoned",
         "if offload_to_cpu and not rank0_only:",
         "if False:",
         "CPU copies on every rank cause no warning.",
@@ -74,7 +74,7 @@ MUTANTS = [
     Mutant(
         "changed-gradients-are-lost",
         "_full_params",
-        "layout.gradients.overwrite_reduced(gradients[0][shard_range], present)",
+        "layout.gradients.overwrite_reduced(gradients[0][layout.shard_range], present)",
         "pass",
         "A gradient that is changed in place inside summon_full_params is dropped.",
         "SUMMON-15",
@@ -90,8 +90,8 @@ MUTANTS = [
     Mutant(
         "summoned-while-it-runs",
         "full_params",
-        "check_not_running(wrapper._root_state)",
-        "pass",
+        "wrapper._root_state is not None and wrapper._root_state.is_busy",
+        "False",
         "summon_full_params is accepted inside a forward.",
         "SUMMON-16",
     ),
