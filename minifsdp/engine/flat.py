@@ -79,7 +79,6 @@ class FlatLayout(Layout):
         check_uniform_dtype(module, parameters)
         self.mesh, self.device, self.offloads, self.use_orig_params = mesh, device, offload, use_orig_params
         self.parameters = list(parameters.values())
-        self.shapes = [info.shape for info in self.parameters]
         self.specs = [original._spec if isinstance(original, DTensor) else None for original in parameters]
         self.is_distributed = any(spec is not None for spec in self.specs)
         values = [local_tensor(original.detach()) for original in parameters]
@@ -110,10 +109,9 @@ class FlatLayout(Layout):
         self._attributes = [(dict_of(attribute.module), attribute, index) for attribute, index in places]
         # A flat parameter whose memory is used directly is always unsharded.
         always = self._unsharded.is_borrowed and not use_orig_params
-        self._assigned = self.views_of(self._unsharded.leaf) if always else self.registered.sharded_params
         # Placeholders raise an error themselves.
         self._guards = guards_for(self.parameters) if use_orig_params or always else []
-        self._assign(self._assigned)
+        self._assign(self.views_of(self._unsharded.leaf) if always else self.registered.sharded_params)
 
     # --- the unsharded tensor ---
 
