@@ -48,7 +48,8 @@ class ExtendedBucket:
     """
 
     def __init__(self, param: ShardedParam, local_shard: torch.Tensor, options: Options) -> None:
-        self.is_borrowed, self.group, self._num_shards = False, param.mesh_groups.shard, param.mesh_groups.num_shards
+        self.is_borrowed = False
+        self.group, self._num_shards = param.mesh_groups.shard, param.mesh_groups.num_shards
         self._shape, self._dim = param.shape, param.dim
         self._padded_shape = shard_shape(self._shape, self._dim, self._num_shards, 0)
         self.device, self.dtype = options.device, options.compute_dtype(local_shard.dtype)
@@ -163,6 +164,7 @@ def is_extended(local_shard: torch.Tensor, path: str) -> bool:
     """
     has = [name for name in (BEFORE, AFTER) if hasattr(local_shard, name)]
     if len(has) == 1:
-        kind, missing = type(local_shard).__name__, AFTER if has == [BEFORE] else BEFORE
+        kind = type(local_shard).__name__
+        missing = AFTER if has == [BEFORE] else BEFORE
         raise AssertionError(message("half-extension", path=path, type=kind, method=has[0], missing=missing))
     return bool(has)

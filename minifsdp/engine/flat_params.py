@@ -115,7 +115,8 @@ class RegisteredFlatParam(RegisteredParams):
         # `isinstance` and other frameworks recognize torch's FlatParameter by these attributes.
         flat_param._is_flat_param = flat_param._fsdp_flattened = True  # type: ignore[attr-defined]
         placeholders = [PlaceholderParameter(p.shape, p.dtype, p.device, info.path) for p, info in parameters.items()]
-        self._module, self.shard, self.parameters, self.sharded_params = module, flat_param, [flat_param], placeholders
+        self._module, self.shard = module, flat_param
+        self.parameters, self.sharded_params = [flat_param], placeholders
         for original, info in parameters.items():
             validation.note_taken(original, info.path, is_replaced=True)
             for attribute in info.attributes:
