@@ -104,7 +104,7 @@ class WatchedUnit(Watched):
 
     def leaves(self) -> list[torch.Tensor]:
         """The leaf of the flat layout, or those of all parameters."""
-        return getattr(self.layout, "_leaves", None) or [self.layout._now.leaf]
+        return getattr(self.layout, "_leaves", None) or [self.layout._unsharded.leaf]
 
     def pieces(self) -> list[tuple[float, float]]:
         """For a flat layout, a single range of the flat parameter."""

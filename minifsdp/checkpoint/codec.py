@@ -89,7 +89,7 @@ class UnitCodec:
         self.unit, self.layout, self._wrapper = unit, unit.layout, wrapper
         self.mesh: MeshGroups = unit.plan.mesh
         self.group: Group | None = self.mesh.shard
-        self.shapes, self._sharding = self.layout.shapes, self.layout.sharding
+        self.shapes, self._sharding = [info.shape for info in self.layout.parameters], self.layout.sharding
         self.prefix, self.local_key, self.flat_key = prefix, prefix + "flat_param", prefix + FLAT_NAME
         self.is_flat = not self.layout.use_orig_params
         self.keeps_shapes = self.group is None and not self.is_flat

@@ -43,9 +43,9 @@ from torch.overrides import is_tensor_like
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from minifsdp.engine import collectives
-from minifsdp.engine.flat_tensor import local_tensor
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import detail
+from minifsdp.engine.shards import local_tensor
 
 # ---- from unsharded tensors to rows ---------------------------------------------------------------------------------
 

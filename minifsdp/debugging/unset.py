@@ -36,10 +36,10 @@ from torch import nn
 from minifsdp.checkpoint.agreement import exchange, groups_of, some
 from minifsdp.debugging.attach import at_first_use, attached, late_units_named
 from minifsdp.engine.flat import FlatLayout
-from minifsdp.engine.flat_tensor import local_tensor
 from minifsdp.engine.layout import Layout, full_name
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.root import RootState
+from minifsdp.engine.shards import local_tensor
 from minifsdp.fsdp1.wrapper import Wrapper, clean_name
 
 # Modules whose memory was allocated by `to_empty`.

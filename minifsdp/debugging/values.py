@@ -40,7 +40,6 @@ from minifsdp.checkpoint.agreement import exchange, groups_of
 from minifsdp.debugging.attach import attached
 from minifsdp.engine import collectives
 from minifsdp.engine.flat import FlatLayout
-from minifsdp.engine.flat_tensor import local_tensor
 from minifsdp.engine.hooks import IterationState
 from minifsdp.engine.layout import Gradient, Layout
 from minifsdp.engine.mesh import Group
@@ -48,6 +47,7 @@ from minifsdp.engine.messages import detail, message
 from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.precision import tensors_in
 from minifsdp.engine.root import RootState
+from minifsdp.engine.shards import local_tensor
 from minifsdp.engine.unit import Phase, Unit
 
 # The records of this rank since the last agreement, in the order in which they were found; one for each unit.

@@ -31,11 +31,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from minifsdp.checkpoint.agreement import exchange, groups_of, some
 from minifsdp.debugging.attach import attached, late_units_named
-from minifsdp.engine.flat_tensor import local_tensor
 from minifsdp.engine.layout import ParamInfo, owned_parameters
 from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import detail, message, warn
 from minifsdp.engine.sharded_param import ShardedParam
+from minifsdp.engine.shards import local_tensor
 from minifsdp.fsdp1.wrapper import Wrapper
 from minifsdp.fsdp2 import fully_shard
 

@@ -161,8 +161,7 @@ def is_extended(local_shard: torch.Tensor, path: str) -> bool:
     """
     has = [name for name in (BEFORE, AFTER) if hasattr(local_shard, name)]
     if len(has) == 1:
+        kind = type(local_shard).__name__
         missing = AFTER if has == [BEFORE] else BEFORE
-        raise AssertionError(
-            message("half-extension", path=path, type=type(local_shard).__name__, method=has[0], missing=missing)
-        )
+        raise AssertionError(message("half-extension", path=path, type=kind, method=has[0], missing=missing))
     return bool(has)

@@ -25,6 +25,7 @@ STREAM-12.
 """
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 
@@ -36,12 +37,13 @@ from minifsdp.engine import collectives, optimizer_watch
 from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle
 from minifsdp.engine.flat_gradients import FlatGradients
 from minifsdp.engine.flat_params import RegisteredFlatParam, RegisteredOrigParams, RegisteredParams, check_uniform_dtype
-from minifsdp.engine.flat_tensor import FlatSharding, UnshardedTensor, distributed_tensor, local_tensor
+from minifsdp.engine.flat_tensor import FlatSharding, UnshardedTensor, distributed_tensor
 from minifsdp.engine.layout import Gradient, Layout, ParamInfo, replaced_parameter_error
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.placeholder import GUARD, guards_for
 from minifsdp.engine.precision import Precision
+from minifsdp.engine.shards import local_tensor
 
 
 class FlatLayout(Layout):
@@ -58,6 +60,7 @@ class FlatLayout(Layout):
 
     Attributes:
         specs, local_shapes: for each parameter, its spec if it is a DTensor, and its shape in the flat tensor.
+        shard_range: the elements of the flat tensor that this rank stores.
         is_stored, is_recorded_stored: whether it computes in the stored dtype, now and in the last recorded forward.
         is_summoned: whether the modules have the unsharded parameters of ``summon_full_params``.
     """
@@ -76,12 +79,12 @@ class FlatLayout(Layout):
         check_uniform_dtype(module, parameters)
         self.mesh, self.device, self.offloads, self.use_orig_params = mesh, device, offload, use_orig_params
         self.parameters = list(parameters.values())
-        self.shapes = [owned.shape for owned in self.parameters]
         self.specs = [original._spec if isinstance(original, DTensor) else None for original in parameters]
         self.is_distributed = any(spec is not None for spec in self.specs)
         values = [local_tensor(original.detach()) for original in parameters]
         self.local_shapes = [value.shape for value in values]
-        self.sharding = FlatSharding(tuple(shape.numel() for shape in self.local_shapes), mesh.num_shards)
+        self.sharding = FlatSharding(tuple(value.numel() for value in values), mesh.num_shards)
+        self.shard_range = self.sharding.shard_range(mesh.shard_index)
         shard = self.sharding.make_shard(values, mesh.shard_index).to("cpu" if offload else device)
         if offload and device.type != "cpu":
             shard = shard.pin_memory()
@@ -93,40 +96,37 @@ class FlatLayout(Layout):
         self.gradients = FlatGradients(self.registered)
         self._keep_reduce_dtype, self._compute_dtype = precision.keep_reduce_dtype, precision.computes_in(shard.dtype)
         self._variants: dict[torch.dtype, UnshardedTensor] = {}
-        self._now = self._unsharded_in(self._compute_dtype or shard.dtype)
-        self.dtype, self.num_bytes = self._now.leaf.dtype, self._now.num_bytes
-        self.is_stored = self.is_recorded_stored = self.is_summoned = self._is_shared = False
+        self.use_stored_dtype(False)
+        self.is_recorded_stored = self.is_summoned = self._is_shared = False
         self._on_gradient: Callable[[], None] | None = None
         self._before_concat: Callable[..., None] | None = None
         self._last_all_gather: object = None
         # The views of the last forward that autograd recorded.
         self._recorded: Sequence[torch.Tensor] | None = None
-        self._attributes = self.registered.attributes(self.parameters)
+        # Modules have placeholders and views in their ``__dict__``: ``_parameters`` would list them as registered.
+        dict_of = operator.attrgetter("_parameters") if use_orig_params else vars
+        places = [(attribute, index) for index, info in enumerate(self.parameters) for attribute in info.attributes]
+        self._attributes = [(dict_of(attribute.module), attribute, index) for attribute, index in places]
         # A flat parameter whose memory is used directly is always unsharded.
-        always = self._now.is_borrowed and not use_orig_params
-        self._assigned = self.views_of(self._now.leaf) if always else self.registered.sharded_params
+        always = self._unsharded.is_borrowed and not use_orig_params
         # Placeholders raise an error themselves.
         self._guards = guards_for(self.parameters) if use_orig_params or always else []
-        self._assign(self._assigned)
+        self._assign(self.views_of(self._unsharded.leaf) if always else self.registered.sharded_params)
 
     # --- the unsharded tensor ---
 
     def use_stored_dtype(self, stored: bool) -> None:
         """Selects the stored dtype or the compute dtype for the next forwards. The unit must be sharded."""
-        stored_dtype = self.registered.shard.dtype
-        self._now = self._unsharded_in(stored_dtype if stored else self._compute_dtype or stored_dtype)
-        self.is_stored, self.dtype, self.num_bytes = stored, self._now.leaf.dtype, self._now.num_bytes
-
-    def _unsharded_in(self, dtype: torch.dtype) -> UnshardedTensor:
-        """The unsharded tensor in ``dtype``, created at the first use."""
+        shard = self.registered.shard
+        dtype = shard.dtype if stored else self._compute_dtype or shard.dtype
         if dtype not in self._variants:
-            shard = self.registered.shard
             # Neither sharded nor cast: computes in the memory of the shard.
             borrows = self.mesh.shard is None and dtype is shard.dtype and shard.device == self.device
-            made = UnshardedTensor(self.sharding.padded_numel, dtype, self.device, shard if borrows else None)
-            made.leaf.register_post_accumulate_grad_hook(functools.partial(_complete, weakref.ref(self)))
-            self._variants[dtype] = made
-        return self._variants[dtype]
+            unsharded = UnshardedTensor(self.sharding.padded_numel, dtype, self.device, shard if borrows else None)
+            unsharded.leaf.register_post_accumulate_grad_hook(functools.partial(_complete, weakref.ref(self)))
+            self._variants[dtype] = unsharded
+        self._unsharded = self._variants[dtype]
+        self.is_stored, self.dtype, self.num_bytes = stored, dtype, self._unsharded.num_bytes
 
     def on_gradient(self, notify: Callable[[], None] | None, before_concat: Callable[..., None] | None = None) -> bool:
         """Sets the functions to call when the unsharded gradient is complete. A hook of the leaf detects that."""
@@ -144,7 +144,7 @@ class FlatLayout(Layout):
     @property
     def is_trained(self) -> bool:
         """Whether a backward computes a gradient for this unit."""
-        return self._now.leaf.requires_grad
+        return self._unsharded.leaf.requires_grad
 
     # --- memory ---
 
@@ -159,27 +159,27 @@ class FlatLayout(Layout):
             # Copied on the compute stream. The communication stream must wait for that.
             comm_streams.all_gather.wait_compute()
         self._last_all_gather = self.steps.count, self.registered.stamp()
-        now, shard, group = self._now, self.registered.shard.data, self.mesh.shard
-        if now.is_borrowed:
-            now.use_memory_of(shard)
+        output, shard, group = self._unsharded, self.registered.shard.data, self.mesh.shard
+        if output.is_borrowed:
+            output.use_memory_of(shard)
             return None
         with comm_streams.all_gather as comm_stream:
-            now.allocate()
+            output.allocate()
             local_shard = shard
             if shard.device != self.device or shard.dtype is not self.dtype:
                 # A cast, or a copy to the device, writes to this rank's part of the all-gather output.
-                local_shard = now.alias[self.sharding.shard_range(self.mesh.shard_index)]
+                local_shard = output.alias[self.shard_range]
                 local_shard.copy_(shard, non_blocking=True)
-            work = COMPLETED if group is None else collectives.all_gather(group, now.alias, local_shard, self.name)
+            work = COMPLETED if group is None else collectives.all_gather(group, output.alias, local_shard, self.name)
             return comm_stream.handle(work)
 
     def free(self) -> ReleaseEvent | None:
         """Releases the memory of the unsharded tensor."""
-        return self._now.release()
+        return self._unsharded.release()
 
     def is_stale(self) -> bool:
         """Whether the shard has changed since the last all-gather. A copy without an all-gather is always stale."""
-        is_copy = self.mesh.shard is None and not self._now.is_borrowed
+        is_copy = self.mesh.shard is None and not self._unsharded.is_borrowed
         return is_copy or self._last_all_gather != (self.steps.count, self.registered.stamp())
 
     # --- the attributes of modules ---
@@ -187,13 +187,13 @@ class FlatLayout(Layout):
     def accept_replacements(self) -> None:
         """Raises an error if a module has another tensor than the one that was assigned last."""
         assigned = self._assigned
-        for dictionary, slot, index in self._attributes:
-            if dictionary.get(slot.name) is not assigned[index]:
-                raise replaced_parameter_error(slot, self.name)
+        for dictionary, attribute, index in self._attributes:
+            if dictionary.get(attribute.name) is not assigned[index]:
+                raise replaced_parameter_error(attribute, self.name)
 
     def use_unsharded_params(self) -> None:
         """Creates new views and assigns them to the modules."""
-        leaf = self._now.leaf
+        leaf = self._unsharded.leaf
         leaf.requires_grad_(self.registered.requires_grad)
         # 1. and 2. At the moment of use, and by one split.
         views = self.views_of(leaf)
@@ -219,15 +219,15 @@ class FlatLayout(Layout):
     def use_sharded_params(self) -> None:
         """Assigns the sharded tensors to the modules, unless the unsharded views are always valid."""
         sharded_params = self.registered.sharded_params
-        if self._assigned is not sharded_params and (self.use_orig_params or not self._now.is_borrowed):
+        if self._assigned is not sharded_params and (self.use_orig_params or not self._unsharded.is_borrowed):
             self._assign(sharded_params)
 
     def _assign(self, tensors: Sequence[torch.Tensor]) -> None:
         self._assigned = tensors
-        for dictionary, slot, index in self._attributes:
-            dictionary[slot.name] = tensors[index]
-            if slot.second_list:
-                slot.update_second_list(tensors[index])
+        for dictionary, attribute, index in self._attributes:
+            dictionary[attribute.name] = tensors[index]
+            if attribute.second_list:
+                attribute.update_second_list(tensors[index])
         if self._guards:
             self._update_guards()
 
@@ -245,11 +245,11 @@ class FlatLayout(Layout):
     @property
     def has_gradient(self) -> bool:
         """Whether a leaf has a gradient."""
-        return self._now.leaf.grad is not None or any(v.leaf.grad is not None for v in self._variants.values())
+        return self._unsharded.leaf.grad is not None or any(v.leaf.grad is not None for v in self._variants.values())
 
     def take_gradient(self, *, with_unreduced: bool) -> Gradient | None:
         """Takes the flat gradient, summed over forwards in both precisions, and adds the unreduced one if requested."""
-        gradient, self._now.leaf.grad = self._now.leaf.grad, None
+        gradient, self._unsharded.leaf.grad = self._unsharded.leaf.grad, None
         for variant in self._variants.values() if len(self._variants) > 1 else ():
             if (other := variant.leaf.grad) is not None:
                 gradient, variant.leaf.grad = other if gradient is None else gradient + other, None
@@ -275,11 +275,7 @@ class FlatLayout(Layout):
         optimizer_watch.watch.unreduced.add(self)
 
     def pack(self, gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False) -> torch.Tensor:
-        """Returns the flat gradient in ``dtype``. It is packed already.
-
-        Args:
-            is_written: the caller, or other code while the result is sent, may write to its memory.
-        """
+        """Returns the flat gradient in ``dtype``. It is packed already."""
         return gradient.parts[0].to(dtype, copy=is_written and self._is_shared)
 
     def copy_to_host(self, local_shard: torch.Tensor) -> torch.Tensor:
@@ -290,9 +286,8 @@ class FlatLayout(Layout):
 
     def accept_gradient(self, gradient: Gradient, local_shard: torch.Tensor) -> None:
         """Adds a reduced gradient shard to ``.grad``."""
-        stored_dtype = self.registered.shard.dtype
-        if local_shard.dtype is not stored_dtype and not self._keep_reduce_dtype:
-            local_shard = local_shard.to(stored_dtype)
+        if not self._keep_reduce_dtype:
+            local_shard = local_shard.to(self.registered.shard.dtype)
         self.gradients.add_reduced(local_shard)
 
     @property
@@ -328,21 +323,24 @@ class FlatLayout(Layout):
         """The registered parameters of this unit, which the optimizer updates."""
         return self.registered.parameters
 
-    def use_full_params(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Registers unsharded parameters on the modules for ``summon_full_params``, in the modules' original order."""
+    def use_full_params(self, flat: torch.Tensor) -> list[nn.Parameter]:
+        """Registers views of ``flat`` as parameters, in the modules' original order, for ``summon_full_params``."""
         self.is_summoned = True
-        for dictionary, slot, index in self._attributes:
-            dictionary.pop(slot.name)
-            slot.module._parameters[slot.name] = parameters[index]
-            slot.update_second_list(parameters[index])
+        full_params = self.registered.use_full_params(self.views_of(flat))
+        for dictionary, attribute, index in self._attributes:
+            dictionary.pop(attribute.name)
+            attribute.module._parameters[attribute.name] = full_params[index]
+            attribute.update_second_list(full_params[index])
         self._update_guards()
+        return full_params
 
-    def remove_full_params(self, parameters: Sequence[nn.Parameter]) -> list[ParamInfo]:
-        """Restores the attributes of the modules. Returns the slots that did not hold one of ``parameters``."""
+    def remove_full_params(self, full_params: Sequence[nn.Parameter]) -> list[ParamInfo]:
+        """Registers the sharded parameters again. Returns the attributes that referred to other tensors meanwhile."""
         self.is_summoned = False
-        found = [(slot, slot.module._parameters.pop(slot.name, None), index) for _, slot, index in self._attributes]
+        found = [(info, info.module._parameters.pop(info.name, None), index) for _, info, index in self._attributes]
         self._assign(self._assigned)
-        return [slot for slot, parameter, index in found if parameter is not parameters[index]]
+        self.registered.use_sharded_params()
+        return [info for info, parameter, index in found if parameter is not full_params[index]]
 
     def mark_stale(self) -> None:
         """Marks the unsharded tensor as stale. Called after a change that `stamp` does not detect."""

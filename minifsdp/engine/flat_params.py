@@ -23,17 +23,17 @@ Spec: ORIG-01 to ORIG-05, ORIG-08 to ORIG-10, ORIG-12 to ORIG-14, ORIG-17, SUMMO
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter, methodcaller
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from minifsdp.engine import validation
-from minifsdp.engine.flat_tensor import FlatSharding, local_tensor
+from minifsdp.engine.flat_tensor import FlatSharding
 from minifsdp.engine.layout import ParamInfo
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.placeholder import PlaceholderParameter
+from minifsdp.engine.shards import local_tensor
 
 FLAT_NAME = "_flat_param"
 _REQUIRES_GRAD, _VERSION, _ADDRESS = attrgetter("requires_grad"), attrgetter("_version"), methodcaller("data_ptr")
@@ -42,30 +42,20 @@ _REQUIRES_GRAD, _VERSION, _ADDRESS = attrgetter("requires_grad"), attrgetter("_v
 class RegisteredParams(ABC):
     """The registered parameters of one flat unit. Each has its part of the shard.
 
-    Args:
+    Attributes:
         shard: 1-D, this rank's shard in the stored dtype; a parameter itself, or the memory behind several.
         parameters: the parameters that the optimizer updates.
         sharded_params: for each original parameter, the tensor that modules have while the unit is sharded.
     """
 
-    def __init__(
-        self, shard: torch.Tensor, parameters: list[nn.Parameter], sharded_params: Sequence[torch.Tensor]
-    ) -> None:
-        self.shard, self.parameters, self.sharded_params = shard, parameters, sharded_params
+    shard: torch.Tensor
+    parameters: list[nn.Parameter]
+    sharded_params: Sequence[torch.Tensor]
 
     @property
     def requires_grad(self) -> bool:
         """Whether any parameter is trained. The user may change this at any time."""
         return any(map(_REQUIRES_GRAD, self.parameters))
-
-    def attributes(self, parameters: Iterable[ParamInfo]) -> list[tuple[dict[str, Any], ParamInfo, int]]:
-        """All attributes that refer to original parameters: the dict that contains each, and the parameter's index."""
-        pairs = enumerate(parameters)
-        return [(self._dict_of(slot.module), slot, index) for index, owned in pairs for slot in owned.attributes]
-
-    @abstractmethod
-    def _dict_of(self, module: nn.Module) -> dict[str, Any]:
-        """The dict of ``module`` that contains the tensors of its original parameters."""
 
     @abstractmethod
     def use_full_params(self, views: Sequence[torch.Tensor]) -> list[nn.Parameter]:
@@ -119,24 +109,20 @@ class RegisteredFlatParam(RegisteredParams):
     def __init__(self, module: nn.Module, parameters: Mapping[nn.Parameter, ParamInfo], shard: torch.Tensor) -> None:
         frozen = _frozen_among_trained(parameters)
         if frozen:
-            trained = [owned.path for original, owned in parameters.items() if original.requires_grad]
+            trained = [info.path for original, info in parameters.items() if original.requires_grad]
             raise ValueError(message("mixed-requires-grad", type=type(module).__name__, trained=trained, frozen=frozen))
-        self._module = module
-        self._flat_param = nn.Parameter(shard, requires_grad=next(iter(parameters)).requires_grad)
+        flat_param = nn.Parameter(shard, requires_grad=next(iter(parameters)).requires_grad)
         # `isinstance` and other frameworks recognize torch's FlatParameter by these attributes.
-        self._flat_param._is_flat_param = self._flat_param._fsdp_flattened = True  # type: ignore[attr-defined]
-        placeholders = [PlaceholderParameter(p.shape, p.dtype, p.device, owned.path) for p, owned in parameters.items()]
-        super().__init__(self._flat_param, [self._flat_param], placeholders)
-        for original, owned in parameters.items():
-            validation.note_taken(original, owned.path, is_replaced=True)
-            for slot in owned.attributes:
-                delattr(slot.module, slot.name)
+        flat_param._is_flat_param = flat_param._fsdp_flattened = True  # type: ignore[attr-defined]
+        placeholders = [PlaceholderParameter(p.shape, p.dtype, p.device, info.path) for p, info in parameters.items()]
+        self._module, self.shard = module, flat_param
+        self.parameters, self.sharded_params = [flat_param], placeholders
+        for original, info in parameters.items():
+            validation.note_taken(original, info.path, is_replaced=True)
+            for attribute in info.attributes:
+                delattr(attribute.module, attribute.name)
         validation.note_place(module, FLAT_NAME, None)
         self.use_sharded_params()
-
-    def _dict_of(self, module: nn.Module) -> dict[str, Any]:
-        """The ``__dict__`` of the module. ``_parameters`` would list the original parameters as registered."""
-        return vars(module)
 
     def use_full_params(self, views: Sequence[torch.Tensor]) -> list[nn.Parameter]:
         """Ordinary parameters for ``views``. Unregisters the flat parameter until `use_sharded_params`."""
@@ -145,7 +131,7 @@ class RegisteredFlatParam(RegisteredParams):
 
     def use_sharded_params(self) -> None:
         """Registers the flat parameter."""
-        self._module.register_parameter(FLAT_NAME, self._flat_param)
+        self._module.register_parameter(FLAT_NAME, self.parameters[0])
 
 
 class RegisteredOrigParams(RegisteredParams):
@@ -163,31 +149,23 @@ class RegisteredOrigParams(RegisteredParams):
     """
 
     def __init__(
-        self,
-        parameters: Mapping[nn.Parameter, ParamInfo],
-        shard: torch.Tensor,
-        sharding: FlatSharding,
-        index: int,
+        self, parameters: Mapping[nn.Parameter, ParamInfo], shard: torch.Tensor, sharding: FlatSharding, index: int
     ) -> None:
         registered = [_ordinary(original) if isinstance(original, DTensor) else original for original in parameters]
-        super().__init__(shard, registered, registered)
+        self.shard, self.parameters, self.sharded_params = shard, registered, registered
         self._sharding, self._shapes = sharding, [parameter.shape for parameter in registered]
         self._ranges = sharding.param_ranges(index)
         self._shard_views = self.parts(shard)
-        self._paths = [owned.path for owned in parameters.values()]
-        for original, owned in parameters.items():
-            validation.note_taken(original, owned.path, is_replaced=isinstance(original, DTensor))
-            for slot in owned.attributes:
-                validation.note_place(slot.module, slot.name, None)
+        self._paths = [info.path for info in parameters.values()]
+        for original, info in parameters.items():
+            validation.note_taken(original, info.path, is_replaced=isinstance(original, DTensor))
+            for attribute in info.attributes:
+                validation.note_place(attribute.module, attribute.name, None)
         frozen = _frozen_among_trained(parameters)
         if frozen:
             warn(message("frozen-among-trained", frozen=frozen))
         self._sharded_gradients = [parameter.grad for parameter in registered]
         self.use_sharded_params()
-
-    def _dict_of(self, module: nn.Module) -> dict[str, Any]:
-        """The registered parameters of the module."""
-        return module._parameters
 
     def use_full_params(self, views: Sequence[torch.Tensor]) -> list[nn.Parameter]:
         """The original parameters with ``views`` as their data; new ones for a ``DTensor``. Removes their gradients."""
@@ -282,7 +260,7 @@ def check_uniform_dtype(module: nn.Module, parameters: Mapping[nn.Parameter, Par
         raise ValueError(message("mixed-dtypes", type=kind, dtypes=", ".join(dtypes)))
     first = next(iter(parameters))
     if not (first.is_floating_point() or first.is_complex()):
-        paths = ", ".join(owned.path for owned in parameters.values())
+        paths = ", ".join(info.path for info in parameters.values())
         raise ValueError(message("integer-parameters", type=kind, dtype=dtypes[0], parameters=paths))
 
 
@@ -293,5 +271,5 @@ def _ordinary(original: nn.Parameter) -> nn.Parameter:
 
 def _frozen_among_trained(parameters: Mapping[nn.Parameter, ParamInfo]) -> list[str]:
     """The names of the frozen parameters if other parameters are trained; empty otherwise."""
-    frozen = [owned.path for original, owned in parameters.items() if not original.requires_grad]
+    frozen = [info.path for original, info in parameters.items() if not original.requires_grad]
     return frozen if len(frozen) < len(parameters) else []

@@ -45,6 +45,7 @@ Spec: SHARD-02, SHARD-03, SHARD-09, SHARD-13, ORIG-03, MP-02, MP-03, NEW-01.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -53,21 +54,14 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from minifsdp.engine import lifetime
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.messages import message
-
-
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a ``DTensor``, without autograd; other tensors are returned unchanged."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+from minifsdp.engine.shards import local_tensor
 
 
 def distributed_tensor(view: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
     """The ``DTensor`` of a view, for tensor parallelism, or the view itself; differentiable."""
     if spec is None:
         return view
-    distributed: torch.Tensor = DTensor.from_local(
-        view, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
-    )
-    return distributed
+    return DTensor.from_local(view, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
 
 
 def local_values(value: torch.Tensor, spec: DTensorSpec | None, local_shape: torch.Size) -> torch.Tensor:
@@ -132,13 +126,10 @@ class FlatSharding:
 
     def param_ranges(self, index: int) -> list[slice]:
         """For each parameter, its range inside the shard of rank ``index``. Can be empty."""
-        ranges, first = [], -index * self.shard_numel
-        for numel in self.numels:
-            # Clipped at both ends: elements before and after the shard belong to other ranks.
-            start = min(max(first, 0), self.shard_numel)
-            ranges.append(slice(start, min(max(first + numel, start), self.shard_numel)))
-            first += numel
-        return ranges
+        bounds = accumulate(self.numels, initial=-index * self.shard_numel)
+        # Clipped at both ends: elements before and after the shard belong to other ranks.
+        clipped = [min(max(bound, 0), self.shard_numel) for bound in bounds]
+        return [slice(start, stop) for start, stop in pairwise(clipped)]
 
     def range_in_param(self, index: int, number: int) -> slice:
         """The range of parameter ``number``, counted from its own start, that rank ``index`` stores. Can be empty."""

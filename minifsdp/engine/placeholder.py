@@ -56,7 +56,7 @@ class PlaceholderParameter(torch.Tensor):
         return f"PlaceholderParameter({self.path!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def _refuse(self, *args: Any, **options: Any) -> NoReturn:
-        raise _absent(self.path, self.shape)
+        _raise_absent(self.path, self.shape)
 
     # These do not go through the dispatcher: reading or setting values, and passing them to another library (which
     # would read memory that does not exist), to another process or to a file.
@@ -71,7 +71,7 @@ class PlaceholderParameter(torch.Tensor):
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> NoReturn:
         missing = next(t for t in tensors_in((args, kwargs or {})) if isinstance(t, PlaceholderParameter))
-        raise _absent(missing.path, missing.shape)
+        _raise_absent(missing.path, missing.shape)
 
 
 # The key of the guard in the forward pre-hooks of a module.
@@ -85,13 +85,9 @@ def guards_for(parameters: Iterable[ParamInfo]) -> list[tuple[dict[Any, Any], Ca
     computations, and most operations, but not all, reject such a shape. So a guard raises the error while the module
     has no weights. While the unit computes, there is no hook and no cost.
     """
-    modules = {slot.module: (slot.path, owned.shape) for owned in parameters for slot in owned.attributes}
-    return [(module._forward_pre_hooks, functools.partial(_refuse_to_run, *what)) for module, what in modules.items()]
+    modules = {info.module: (info.path, info.shape) for first in parameters for info in first.attributes}
+    return [(module._forward_pre_hooks, functools.partial(_raise_absent, *where)) for module, where in modules.items()]
 
 
-def _refuse_to_run(path: str, shape: torch.Size, module: Any, args: Any) -> NoReturn:
-    raise _absent(path, shape)
-
-
-def _absent(path: str, shape: torch.Size) -> RuntimeError:
-    return RuntimeError(message("absent", path=path, shape=tuple(shape)))
+def _raise_absent(path: str, shape: torch.Size, *hook_arguments: Any) -> NoReturn:
+    raise RuntimeError(message("absent", path=path, shape=tuple(shape)))

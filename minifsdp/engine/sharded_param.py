@@ -43,7 +43,7 @@ from minifsdp.engine.layout import ParamInfo
 from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import message
 from minifsdp.engine.precision import Precision
-from minifsdp.engine.shards import padded_shard_numel, shard_of
+from minifsdp.engine.shards import local_tensor, padded_shard_numel, shard_of
 
 # The number of in-place changes of a tensor.
 VERSION = operator.attrgetter("_version")
@@ -54,12 +54,6 @@ local_shard_of: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_l
 def set_local_shard(tensor: torch.Tensor, local_shard: torch.Tensor) -> None:
     """Replaces the local tensor of a DTensor."""
     tensor._local_tensor = local_shard  # type: ignore[attr-defined]
-
-
-def local_values(parameter: torch.Tensor) -> torch.Tensor:
-    """The tensor to shard: the parameter's values, or their local tensor if tensor parallelism has sharded them."""
-    values = parameter.detach()
-    return local_shard_of(values) if isinstance(values, DTensor) else values
 
 
 @dataclass(frozen=True)
@@ -125,7 +119,8 @@ class ShardedParam:
             raise ValueError(message("scalar-parameter", where=where))
         if not isinstance(placement, Shard | None):
             raise ValueError(message("placement-type", where=where, placement=placement))
-        local = local_values(original)
+        # Tensor parallelism may have sharded the parameter already.
+        local = local_tensor(original.detach())
         if not local.is_contiguous():
             raise NotImplementedError(
                 message("not-contiguous", where=where, shape=tuple(local.shape), stride=local.stride())

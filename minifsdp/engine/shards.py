@@ -24,6 +24,12 @@ Spec: FS2-05, FS2-06, FS2-08.
 """
 
 import torch
+from torch.distributed.tensor import DTensor
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a ``DTensor``, without autograd; other tensors are returned unchanged."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def shard_range(size: int, num_shards: int, index: int) -> range:

@@ -24,37 +24,21 @@ Spec: SUMMON-01 to SUMMON-20, APPLY-01 to APPLY-04, NAMES-02, NAMES-03, MP-18.
 """
 
 from collections.abc import Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 
 from minifsdp.engine import collectives, optimizer_watch
 from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task
 from minifsdp.engine.flat import FlatLayout
-from minifsdp.engine.flat_tensor import local_tensor
 from minifsdp.engine.layout import replaced_parameter_error
 from minifsdp.engine.messages import message, warn
-from minifsdp.engine.root import RootState
+from minifsdp.engine.shards import local_tensor
 from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1.build import FlatUnit
 
 # The unsharded gradients in one flat tensor, and for each parameter whether it has a gradient.
 FullGradients = tuple[torch.Tensor, list[bool]]
-
-
-def check_summon_options(*, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> None:
-    """Checks that the options can be combined. Nothing is communicated.
-
-    Raises:
-        NotImplementedError: for ``writeback`` with ``rank0_only``, because the other ranks would keep their old shards,
-            and for ``with_grads`` with ``offload_to_cpu``.
-    """
-    if writeback and rank0_only:
-        raise NotImplementedError(message("summon-write-rank0"))
-    if with_grads and offload_to_cpu:
-        raise NotImplementedError(message("summon-grads-offload"))
-    if offload_to_cpu and not rank0_only:
-        warn(message("summon-copies"))
 
 
 @contextmanager
@@ -64,10 +48,17 @@ def summoned(
     """Registers unsharded parameters on the modules of ``units``. All ranks must enter it, even with ``rank0_only``.
 
     Raises:
+        NotImplementedError: for ``writeback`` with ``rank0_only``, because the other ranks would keep their old shards;
+            for ``with_grads`` with ``offload_to_cpu``, or if there are no gradients of individual parameters.
         UnitIsBusyError: if a unit is in forward or backward, or its full parameters are already summoned.
-        NotImplementedError: for ``with_grads``, if there are no gradients of individual parameters.
         RuntimeError: for ``with_grads``, if there are gradients that were never reduced.
     """
+    if writeback and rank0_only:
+        raise NotImplementedError(message("summon-write-rank0"))
+    if with_grads and offload_to_cpu:
+        raise NotImplementedError(message("summon-grads-offload"))
+    if offload_to_cpu and not rank0_only:
+        warn(message("summon-copies"))
     for unit in units:
         check_idle(unit)
         if with_grads and not unit.layout.use_orig_params:
@@ -82,16 +73,6 @@ def summoned(
 
 class UnitIsBusyError(RuntimeError, AssertionError, ValueError):
     """A unit is in the wrong phase. Programs written for torch's FSDP catch any of the three base classes."""
-
-
-def check_not_running(root_state: RootState) -> None:
-    """Checks that no forward or backward of the tree is running.
-
-    Raises:
-        UnitIsBusyError: if one is running.
-    """
-    if root_state.is_busy:
-        raise UnitIsBusyError(message("summon-while-running", idle=Phase.IDLE))
 
 
 def check_idle(unit: FlatUnit) -> None:
@@ -111,32 +92,71 @@ def check_idle(unit: FlatUnit) -> None:
 def _one(unit: FlatUnit, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> Generator[None]:
     layout, mesh = unit.layout, unit.plan.mesh
     flat = all_gather_values(layout)
+    if offload_to_cpu and mesh.shard is not None:
+        flat = flat.cpu()
     gradients = _all_gather_gradients(layout) if with_grads else None
+    is_registered = mesh.is_first or not rank0_only
     # With `rank0_only`, the other ranks must not compute either, although they have no unsharded parameters.
-    sees = mesh.is_first or not rank0_only
     unit.phase = Phase.SUMMONED
-    buffer = flat.cpu() if offload_to_cpu and mesh.shard is not None else flat
-    full_params = _FullParams(layout, buffer, gradients) if sees else None
     optimizer_watch.watch.summoned.add(layout)
     try:
-        yield
-        if full_params is not None and not with_grads:
-            _check_no_gradients(unit)
+        with _full_params(unit, flat, gradients, writeback or mesh.shard is None) if is_registered else nullcontext():
+            yield
     finally:
         unit.phase = Phase.IDLE
         optimizer_watch.watch.summoned.discard(layout)
-        if full_params is not None:
-            full_params.remove(keep_changes=writeback or mesh.shard is None)
 
 
-def _check_no_gradients(unit: FlatUnit) -> None:
-    """Checks that the temporary parameters have no gradients before they are removed.
+@contextmanager
+def _full_params(unit: FlatUnit, flat: torch.Tensor, gradients: FullGradients | None, keeps: bool) -> Generator[None]:
+    """Registers unsharded parameters on the modules of a unit inside the context.
 
-    The wrapper's forward raises an error, but users can still call inner modules directly.
+    Args:
+        unit: the unit.
+        flat: the unsharded flat tensor.
+        gradients: for ``.grad`` of the parameters; ``None`` for no gradients.
+        keeps: whether to write this rank's changes to the shard at the end.
+
+    Raises:
+        RuntimeError: a module has another parameter at the end, or a parameter has a gradient and ``gradients`` is
+            ``None``.
     """
-    registered = (each.module._parameters.get(each.name) for info in unit.layout.parameters for each in info.attributes)
-    if any(parameter is not None and parameter.grad is not None for parameter in registered):
-        raise RuntimeError(message("backward-while-summoned", unit=unit.name))
+    layout = unit.layout
+    full_params = layout.use_full_params(flat)
+    if gradients is not None:
+        for parameter, view, is_there in zip(full_params, layout.views_of(gradients[0]), gradients[1], strict=True):
+            parameter.grad = view if is_there else None
+    try:
+        yield
+        # The wrapper's forward raises an error, but users can still call inner modules directly.
+        if gradients is None and any(parameter.grad is not None for parameter in full_params):
+            raise RuntimeError(message("backward-while-summoned", unit=unit.name))
+    finally:
+        # Afterwards, original parameters have their sharded values and gradients again.
+        new_values, new_gradients = [p.data for p in full_params], [p.grad for p in full_params]
+        replaced = layout.remove_full_params(full_params)
+        if keeps:
+            _copy_replaced(layout.views_of(flat), new_values)
+            if layout.mesh.shard is not None:
+                layout.registered.overwrite(flat[layout.shard_range])
+            # Otherwise `flat` is the shard itself. A copy in another dtype may exist from an earlier all-gather.
+            layout.mark_stale()
+        if keeps and gradients is not None:
+            _copy_replaced(layout.views_of(gradients[0]), new_gradients)
+            present = [gradient is not None for gradient in new_gradients]
+            layout.gradients.overwrite_reduced(gradients[0][layout.shard_range], present)
+        if replaced:
+            raise replaced_parameter_error(replaced[0], layout.name)
+
+
+def _copy_replaced(views: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None]) -> None:
+    """Copies values that have other memory into the views of the flat tensor."""
+    for view, value in zip(views, values, strict=True):
+        if value is None:
+            continue
+        target, source = local_tensor(view), local_tensor(value)
+        if target.data_ptr() != source.data_ptr():
+            target.copy_(source)
 
 
 def all_gather_values(layout: FlatLayout, shard: torch.Tensor | None = None) -> torch.Tensor:
@@ -168,55 +188,3 @@ def _all_gather_gradients(layout: FlatLayout) -> FullGradients:
     votes = torch.tensor(present, dtype=torch.int32, device=layout.device)
     collectives.all_reduce(group, votes).wait()
     return flat, [vote > 0 for vote in votes.tolist()]
-
-
-class _FullParams:
-    """Ordinary unsharded parameters on the modules of a unit, until `remove` is called.
-
-    Args:
-        layout: the unit's layout.
-        flat: the unsharded flat tensor.
-        gradients: for ``.grad`` of the parameters; ``None`` for no gradients.
-    """
-
-    def __init__(self, layout: FlatLayout, flat: torch.Tensor, gradients: FullGradients | None) -> None:
-        self._layout, self._flat, self._gradients = layout, flat, gradients
-        self._parameters = layout.registered.use_full_params(layout.views_of(flat))
-        if gradients is not None:
-            views = layout.views_of(gradients[0])
-            for parameter, view, is_there in zip(self._parameters, views, gradients[1], strict=True):
-                parameter.grad = view if is_there else None
-        layout.use_full_params(self._parameters)
-
-    def remove(self, *, keep_changes: bool) -> None:
-        """Restores the attributes of the modules. If ``keep_changes``, writes this rank's changes to the shard.
-
-        Raises:
-            RuntimeError: a module has another parameter than the one that was registered.
-        """
-        layout = self._layout
-        replaced = layout.remove_full_params(self._parameters)
-        shard_range = layout.sharding.shard_range(layout.mesh.shard_index)
-        gradients = [parameter.grad for parameter in self._parameters]
-        if keep_changes:
-            self._copy_replaced(self._flat, [parameter.data for parameter in self._parameters])
-            if layout.mesh.shard is not None:
-                layout.registered.overwrite(self._flat[shard_range])
-            # Otherwise `_flat` is the shard itself. A copy in another dtype may exist from an earlier all-gather.
-            layout.mark_stale()
-        layout.registered.use_sharded_params()
-        if keep_changes and self._gradients is not None:
-            self._copy_replaced(self._gradients[0], gradients)
-            present = [gradient is not None for gradient in gradients]
-            layout.gradients.overwrite_reduced(self._gradients[0][shard_range], present)
-        if replaced:
-            raise replaced_parameter_error(replaced[0], layout.name)
-
-    def _copy_replaced(self, flat: torch.Tensor, values: Sequence[torch.Tensor | None]) -> None:
-        """Copies values that have other memory into the flat tensor."""
-        for view, value in zip(self._layout.views_of(flat), values, strict=True):
-            if value is None:
-                continue
-            target, source = local_tensor(view), local_tensor(value)
-            if target.data_ptr() != source.data_ptr():
-                target.copy_(source)

@@ -27,9 +27,9 @@ from torch import nn
 
 from minifsdp import trace
 from minifsdp.engine import collectives
-from minifsdp.engine.flat_tensor import local_tensor
 from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import message, warn
+from minifsdp.engine.shards import local_tensor
 
 Modules = Sequence[tuple[str, nn.Module]]
 

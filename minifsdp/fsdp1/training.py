@@ -18,10 +18,11 @@ import torch
 from torch import nn
 
 from minifsdp.engine import optimizer_watch
-from minifsdp.engine.flat_tensor import local_tensor
 from minifsdp.engine.messages import message
+from minifsdp.engine.shards import local_tensor
+from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1.build import HYBRID
-from minifsdp.fsdp1.full_params import check_not_running, check_summon_options, summoned
+from minifsdp.fsdp1.full_params import UnitIsBusyError, summoned
 from minifsdp.fsdp1.training_aids import clip_gradients, gradient_parts, groups_of
 from minifsdp.fsdp1.wrapper import Wrapper
 
@@ -59,14 +60,13 @@ def full_params(module: nn.Module, recurse: bool, **options: bool) -> Generator[
         NotImplementedError: if the options cannot be combined.
         RuntimeError: if a unit is busy or already summoned.
     """
-    check_summon_options(**options)
     wrappers = Wrapper.fsdp_modules(module)
     if not recurse:
         wrappers = [wrapper for wrapper in wrappers if wrapper is module]
     for wrapper in wrappers:
         wrapper._recover_after_error()
-        if wrapper._root_state is not None:
-            check_not_running(wrapper._root_state)
+        if wrapper._root_state is not None and wrapper._root_state.is_busy:
+            raise UnitIsBusyError(message("summon-while-running", idle=Phase.IDLE))
     units = [wrapper._unit for wrapper in wrappers if wrapper._unit is not None]
     before = [wrapper._shows_clean_names for wrapper in wrappers]
     with summoned(units, **options):

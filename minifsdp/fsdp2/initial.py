@@ -20,7 +20,8 @@ from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 from minifsdp.engine import collectives
 from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import message, warn
-from minifsdp.engine.sharded_param import ShardedParam, local_values
+from minifsdp.engine.sharded_param import ShardedParam
+from minifsdp.engine.shards import local_tensor
 
 
 def warn_if_different(params: Sequence[ShardedParam], device: torch.device) -> None:
@@ -34,7 +35,7 @@ def warn_if_different(params: Sequence[ShardedParam], device: torch.device) -> N
         return
     for groups in dict.fromkeys(param.mesh_groups for param in params):
         real = {
-            param.info.path: local_values(param.parameter)
+            param.info.path: local_tensor(param.parameter.detach())
             for param in params
             if param.mesh_groups == groups and not param.parameter.is_meta and param.parameter.is_floating_point()
         }

@@ -47,7 +47,7 @@ def units_of(model: FSDP) -> list[Unit]:
 def is_open(unit: Unit) -> bool:
     """Whether the unsharded parameters of the unit have memory, independently of the unit's own state."""
     layout: Any = unit.layout
-    size: int = layout._now.leaf.untyped_storage().size()
+    size: int = layout._unsharded.leaf.untyped_storage().size()
     return size > 0
 
 
@@ -100,7 +100,7 @@ def _put_together(layout: Any, local_shard: Tensor) -> list[Tensor]:
         row = torch.cat(local_shards)
     padding = row[layout.sharding.numel :]
     assert padding.eq(0).all(), f"rank {dist.get_rank()}: the padding of a gradient is {padding}"
-    return layout.sharding.views(row, layout.shapes)
+    return layout.sharding.views(row, [info.shape for info in layout.parameters])
 
 
 def mean_gradients(plain: nn.Module, loss: Loss, ranks: range | None = None) -> dict[str, Tensor | None]:

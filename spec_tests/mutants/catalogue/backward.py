@@ -9,7 +9,7 @@ __all__ = ["MUTANTS"]
 MUTANTS = [
     Mutant(
         "submodules-compute-on-nothing",
-        "_absent",
+        "_raise_absent",
         'message("absent"',
         'message("copy-of-absent"',
         "A submodule that is called without its unit raises no helpful error.",

@@ -50,7 +50,7 @@ MUTANTS = [
     Mutant(
         "edited-slots-go-unnoticed",
         "FlatLayout.accept_replacements",
-        "if dictionary.get(slot.name) is not assigned[index]:",
+        "if dictionary.get(attribute.name) is not assigned[index]:",
         "if False:",
         "A parameter that was removed or replaced after wrapping is silently overwritten.",
         "CTOR-12",

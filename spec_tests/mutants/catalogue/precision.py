@@ -50,8 +50,8 @@ MUTANTS = [
     Mutant(
         "low-precision-gradients-are-kept",
         "FlatLayout.accept_gradient",
-        "local_shard.dtype is not stored_dtype and not self._keep_reduce_dtype",
-        "False",
+        "if not self._keep_reduce_dtype:",
+        "if False:",
         "Gradients stay in the reduce dtype although keep_low_precision_grads is off.",
         "MP-11",
     ),

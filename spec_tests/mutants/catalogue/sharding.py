@@ -10,8 +10,8 @@ MUTANTS = [
     Mutant(
         "last-shard-is-cut-short",
         "FlatSharding.param_ranges",
-        "min(max(first + numel, start), self.shard_numel)",
-        "min(max(first + numel, start), self.shard_numel - (first + numel > self.shard_numel))",
+        "min(max(bound, 0), self.shard_numel)",
+        "min(max(bound, 0), self.shard_numel - (bound > self.shard_numel))",
         "A parameter that continues in the next shard loses its last element in this shard.",
         "SHARD-03",
     ),
@@ -426,8 +426,8 @@ MUTANTS = [
     Mutant(
         "ties-show-the-former-parameter",
         "RegisteredFlatParam.__init__",
-        "for slot in owned.attributes:",
-        "for slot in owned.attributes[:1]:",
+        "for attribute in info.attributes:",
+        "for attribute in info.attributes[:1]:",
         "The second module of a tied parameter keeps the user's parameter.",
         "ORIG-15",
     ),
@@ -458,7 +458,7 @@ MUTANTS = [
     Mutant(
         "frozen-units-wait-for-gradients",
         "FlatLayout.is_trained",
-        "return self._now.leaf.requires_grad",
+        "return self._unsharded.leaf.requires_grad",
         "return True",
         "The backward of a frozen unit ends only at the end of the whole backward.",
         "ORIG-14",
@@ -482,7 +482,7 @@ MUTANTS = [
     Mutant(
         "unshared-parameters-are-hidden",
         "FlatLayout.use_sharded_params",
-        "if self._assigned is not sharded_params and (self.use_orig_params or not self._now.is_borrowed):",
+        "if self._assigned is not sharded_params and (self.use_orig_params or not self._unsharded.is_borrowed):",
         "if self._assigned is not sharded_params:",
         "Parameters that are not sharded are hidden between computations.",
         "CTOR-14",

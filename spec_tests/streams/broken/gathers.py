@@ -263,17 +263,17 @@ BREAKS = [
     Break(
         "memory-of-the-compute-stream",
         FLAT,
-        "        with comm_streams.all_gather as comm_stream:\n            now.allocate()\n",
-        "        now.allocate()\n        with comm_streams.all_gather as comm_stream:\n",
+        "        with comm_streams.all_gather as comm_stream:\n            output.allocate()\n",
+        "        output.allocate()\n        with comm_streams.all_gather as comm_stream:\n",
         "An all-gather writes to memory of the compute stream without waiting for that stream.",
         "flat_full",
     ),
     Break(
         "gather-on-the-compute-stream-flat",
         FLAT,
-        "        with comm_streams.all_gather as comm_stream:\n            now.allocate()\n",
+        "        with comm_streams.all_gather as comm_stream:\n            output.allocate()\n",
         "        with comm_streams.all_gather:\n"
-        "            now.allocate()\n        comm_stream = comm_streams.all_gather\n        if True:\n",
+        "            output.allocate()\n        comm_stream = comm_streams.all_gather\n        if True:\n",
         "The all-gather runs on the compute stream, but its memory belongs to the all-gather stream.",
         "flat_full",
         "overlap",
@@ -415,7 +415,7 @@ BREAKS = [
     Break(
         "old-memory-borrowed",
         FLAT,
-        "            now.use_memory_of(shard)\n",
+        "            output.use_memory_of(shard)\n",
         "",
         "A unit that is not sharded computes with memory that its parameters no longer use.",
         "flat_new_data_not_sharded",
