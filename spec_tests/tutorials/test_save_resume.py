@@ -405,11 +405,11 @@ def test_a_truncated_one_is_refused_on_every_rank_and_changes_nothing(tmp_path: 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--compare", "--save=x"], "--compare trains several models and saves none"),
-        (["--compare", "--resume=x"], "--compare trains several models and saves none"),
-        (["--save-every=5"], "--save-every says how to save, and there is no --save"),
-        (["--resume=x", "--keep=5"], "--keep says how to save, and there is no --save"),
-        (["--full"], "--full says how to save, and there is no --save"),
+        (["--compare", "--save=x"], "--compare does not save models"),
+        (["--compare", "--resume=x"], "--compare does not save models"),
+        (["--save-every=5"], "--save-every needs --save with a folder"),
+        (["--resume=x", "--keep=5"], "--keep needs --save with a folder"),
+        (["--full"], "--full needs --save with a folder"),
         (["--save=x", "--keep=0"], "0 is not at least 1"),
         ([f"--save={__file__}"], "is a file, not a folder"),
     ],

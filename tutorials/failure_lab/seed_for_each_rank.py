@@ -1,4 +1,4 @@
-"""Every rank has a seed of its own, so that dropout differs between them. Then the model is built and sharded.
+"""Every rank sets a different seed, so that dropout differs between ranks. Then it builds and shards the model.
 
 What will happen? Which rank's weights does the sharded model start with?
 
@@ -31,7 +31,7 @@ def experiment(build, rank):
     for number, rows in enumerate(same):
         if not all(rows):
             what = f"{sum(rows)} of the 8 rows"
-            raise WrongAnswerError(f"the model has {what} that rank {number} has drawn, and the others from elsewhere")
+            raise WrongAnswerError(f"only {what} of the weight are the initial values of rank {number}")
 
 
 # ---- one way to fix it; try your own first ----
