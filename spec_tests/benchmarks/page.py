@@ -71,7 +71,7 @@ def sections(results: Mapping[str, Sequence[Outcome]]) -> list[str]:
         lines += [
             f"### `{name}`: {workload.about}; {', '.join(extras)}",
             "",
-            f"{len(outcomes[0].laps)} rounds. Largest relative difference between a loss and that of one process: {distance:.0e}.",
+            f"{len(outcomes[0].laps)} rounds. Largest relative difference of a loss to one process: {distance:.0e}.",
             "",
             *table(name, outcomes),
             "",
