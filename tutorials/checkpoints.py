@@ -185,7 +185,7 @@ def lesson_full(place: Place, folder: Path, expected: list[float]) -> None:
         f"   resumed  {' '.join(f'{loss:.6f}' for loss in resumed_losses)}, epoch {again.epoch}, step {again.step}",
     )
     names = from_all_ranks((len(state["model"]), len(state["optimizer"].get("state", {}))))
-    say(place, f"   weights and averages in hand: {', '.join(f'rank {r} {n}' for r, n in enumerate(names))}")
+    say(place, f"   number of weights and averages: {', '.join(f'rank {r} {n}' for r, n in enumerate(names))}")
     assert resumed_losses == went_on, "equal to the last bit"
     assert all(abs(one - other) < 1e-5 * other for one, other in zip(run.losses, expected, strict=False))
     assert names == [(14, 14)] + [(0, 0)] * (place.num_ranks - 1)
@@ -266,7 +266,7 @@ def lesson_sharded(place: Place, folder: Path, expected: list[float]) -> None:
 
 
 @dataclass
-class Baton:
+class PassedState:
     """The state that one library passes to the next: the full state on rank 0, the step number on all ranks."""
 
     step: int
@@ -278,64 +278,64 @@ OPTIONS = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
-def leg_of_ddp(baton: Baton, until: int, place: Place) -> tuple[Baton, list[float]]:
+def train_with_ddp(state: PassedState, until: int, place: Place) -> tuple[PassedState, list[float]]:
     model = plain(100, place)
     by_number = [None]
     if place.rank == 0:
-        model.load_state_dict(baton.weights)
-        by_number = [FSDP.rekey_optim_state_dict(baton.optimizer, OptimStateKeyType.PARAM_ID, model)]
+        model.load_state_dict(state.weights)
+        by_number = [FSDP.rekey_optim_state_dict(state.optimizer, OptimStateKeyType.PARAM_ID, model)]
     # DDP broadcasts the weights. The script must broadcast the state of the optimizer.
-    run = Run(DDP(model), place, step=baton.step)
+    run = Run(DDP(model), place, step=state.step)
     dist.broadcast_object_list(by_number, src=0)
     if by_number[0]["state"]:
         run.optimizer.load_state_dict(by_number[0])
     losses = run.train(until)
     by_name = FSDP.rekey_optim_state_dict(run.optimizer.state_dict(), OptimStateKeyType.PARAM_NAME, model)
-    return Baton(until, model.state_dict(), by_name), losses
+    return PassedState(until, model.state_dict(), by_name), losses
 
 
-def leg_of_fsdp(baton: Baton, until: int, place: Place) -> tuple[Baton, list[float]]:
+def train_with_fsdp(state: PassedState, until: int, place: Place) -> tuple[PassedState, list[float]]:
     model = plain(100 + place.rank, place)
     if place.rank == 0:
-        model.load_state_dict(baton.weights)
-    run = Run(sharded(model, place, sync_module_states=True), place, step=baton.step)
+        model.load_state_dict(state.weights)
+    run = Run(sharded(model, place, sync_module_states=True), place, step=state.step)
     with FSDP.state_dict_type(run.model, *FULL):
-        run.optimizer.load_state_dict(FSDP.optim_state_dict_to_load(run.model, run.optimizer, baton.optimizer))
+        run.optimizer.load_state_dict(FSDP.optim_state_dict_to_load(run.model, run.optimizer, state.optimizer))
     losses = run.train(until)
-    state = full_state(run)
-    return Baton(until, state["model"], state["optimizer"]), losses
+    full = full_state(run)
+    return PassedState(until, full["model"], full["optimizer"]), losses
 
 
-def leg_of_fully_shard(baton: Baton, until: int, place: Place) -> tuple[Baton, list[float]]:
+def train_with_fully_shard(state: PassedState, until: int, place: Place) -> tuple[PassedState, list[float]]:
     model = plain(100, place)
     for block in model.blocks:
         fully_shard(block)
-    run = Run(fully_shard(model), place, step=baton.step)
-    set_model_state_dict(run.model, baton.weights, options=FROM_RANK_0)
-    set_optimizer_state_dict(run.model, run.optimizer, baton.optimizer, options=FROM_RANK_0)
+    run = Run(fully_shard(model), place, step=state.step)
+    set_model_state_dict(run.model, state.weights, options=FROM_RANK_0)
+    set_optimizer_state_dict(run.model, run.optimizer, state.optimizer, options=FROM_RANK_0)
     losses = run.train(until)
     weights = get_model_state_dict(run.model, options=OPTIONS)
     optimizer = get_optimizer_state_dict(run.model, run.optimizer, options=OPTIONS)
-    return Baton(until, weights, optimizer), losses
+    return PassedState(until, weights, optimizer), losses
 
 
-def lesson_relay(place: Place) -> None:
-    legs = (leg_of_ddp, leg_of_fsdp, leg_of_fully_shard, leg_of_fsdp, leg_of_ddp)
+def lesson_libraries(place: Place) -> None:
+    parts = (train_with_ddp, train_with_fsdp, train_with_fully_shard, train_with_fsdp, train_with_ddp)
     first = Run(plain(0, place), place)
-    baton = Baton(0, first.model.state_dict(), first.optimizer.state_dict())
+    state = PassedState(0, first.model.state_dict(), first.optimizer.state_dict())
     losses: list[float] = []
-    for number, leg in enumerate(legs, start=1):
-        baton, of_leg = leg(baton, 2 * number, place)
-        losses += of_leg
-    names = " ".join(leg.__name__.removeprefix("leg_of_") for leg in legs)
+    for number, part in enumerate(parts, start=1):
+        state, of_part = part(state, 2 * number, place)
+        losses += of_part
+    names = " ".join(part.__name__.removeprefix("train_with_") for part in parts)
     say(place, f"4. {names}: {' '.join(f'{loss:.4f}' for loss in losses)}")
     # Each part starts a new schedule, so the single process does the same.
     single: list[float] = []
     run = Run(plain(0, place), place, alone=True)
-    for number in range(1, len(legs) + 1):
+    for number in range(1, len(parts) + 1):
         run.scheduler = StepLR(run.optimizer, step_size=STEPS_PER_EPOCH, gamma=0.5)
         single += run.train(2 * number)
-    say(place, f"      a single process: {' '.join(f'{loss:.4f}' for loss in single)}")
+    say(place, f"   a single process: {' '.join(f'{loss:.4f}' for loss in single)}")
     assert all(abs(one - other) < 1e-4 * other for one, other in zip(losses, single, strict=True))
 
 
@@ -345,7 +345,7 @@ def lesson(place: Place) -> None:
         lesson_full(place, folder, expected)
         lesson_untranslated(place)
         lesson_sharded(place, folder, expected)
-    lesson_relay(place)
+    lesson_libraries(place)
 
 
 if __name__ == "__main__":

@@ -139,50 +139,50 @@ class Log:
 
 
 @dataclass
-class ByHand:
+class ManualCalls:
     """The calls that the training loop makes for every unit, before forward and after backward."""
 
     before_forward: tuple[Callable[[Unit], None], ...] = ()
     after_backward: tuple[Callable[[Unit], None], ...] = ()
 
 
-def shard(units: list[Unit]) -> ByHand:
+def shard(units: list[Unit]) -> ManualCalls:
     # 1. There are no hooks yet.
-    return ByHand(before_forward=(Unit.gather, Unit.show), after_backward=(Unit.all_reduce, Unit.free))
+    return ManualCalls(before_forward=(Unit.gather, Unit.show), after_backward=(Unit.all_reduce, Unit.free))
 
 
-def gather_before_forward(units: list[Unit]) -> ByHand:
+def gather_before_forward(units: list[Unit]) -> ManualCalls:
     # 2. The forward of a unit all-gathers it.
     for unit in units:
         on_forward(unit)
-    return ByHand(after_backward=(Unit.all_reduce, Unit.free))
+    return ManualCalls(after_backward=(Unit.all_reduce, Unit.free))
 
 
-def free_and_gather_again(units: list[Unit]) -> ByHand:
+def free_and_gather_again(units: list[Unit]) -> ManualCalls:
     # 3. Forward also frees the unit. Backward all-gathers it, and frees it when its gradient is complete.
     for unit in units:
         on_forward(unit)
         on_output(unit)
         on_gradient(unit, Unit.free)
-    return ByHand(after_backward=(Unit.all_reduce,))
+    return ManualCalls(after_backward=(Unit.all_reduce,))
 
 
-def reduce_and_scatter(units: list[Unit]) -> ByHand:
+def reduce_and_scatter(units: list[Unit]) -> ManualCalls:
     # 4. A hook reduces each complete gradient immediately, so the training loop makes no calls.
     for unit in units:
         on_forward(unit)
         on_output(unit)
         on_gradient(unit, Unit.free, Unit.reduce_scatter)
-    return ByHand()
+    return ManualCalls()
 
 
-def prefetch(units: list[Unit]) -> ByHand:
+def prefetch(units: list[Unit]) -> ManualCalls:
     # 5. Backward runs the units from the last to the first, so the next unit is the previous one in this list.
     for unit, next_one in zip(units, [None, *units[:-1]], strict=True):
         on_forward(unit)
         on_output(unit, next_one)
         on_gradient(unit, Unit.free, Unit.reduce_scatter)
-    return ByHand()
+    return ManualCalls()
 
 
 def on_forward(unit: Unit) -> None:
@@ -211,12 +211,12 @@ def on_output(unit: Unit, next_one: Unit | None = None) -> None:
     unit.module.register_forward_hook(after_forward)
 
 
-def on_gradient(unit: Unit, *verbs: Callable[[Unit], None]) -> None:
+def on_gradient(unit: Unit, *calls: Callable[[Unit], None]) -> None:
     """C. The hook of a leaf runs after *all* uses have contributed, so the gradient of the unit is complete."""
 
     def after_backward(_: Tensor) -> None:
-        for verb in verbs:
-            verb(unit)
+        for call in calls:
+            call(unit)
 
     unit.flat.register_post_accumulate_grad_hook(after_backward)
 
@@ -248,20 +248,20 @@ def plain_losses(place: Place) -> list[float]:
     return losses
 
 
-def sharded_losses(set_up: Callable[[list[Unit]], ByHand], place: Place, log: Log) -> list[float]:
+def sharded_losses(set_up: Callable[[list[Unit]], ManualCalls], place: Place, log: Log) -> list[float]:
     model, losses = build(place), []
     units = [Unit(name, block, log) for name, block in model.named_children()]
-    by_hand = set_up(units)
+    manual = set_up(units)
     optimizer = torch.optim.Adam([unit.shard for unit in units], lr=1e-2)
     for step in range(NUM_STEPS):
         log.events.clear()
         x, y = (whole.chunk(place.num_ranks)[place.rank] for whole in batch(step, place))
-        for verb, unit in product(by_hand.before_forward, units):
-            verb(unit)
+        for call, unit in product(manual.before_forward, units):
+            call(unit)
         loss = nn.functional.mse_loss(model(x), y)
         loss.backward()
-        for verb, unit in product(by_hand.after_backward, units):
-            verb(unit)
+        for call, unit in product(manual.after_backward, units):
+            call(unit)
         optimizer.step()
         losses.append(mean_over_ranks(loss))
     return losses
@@ -282,7 +282,7 @@ def lesson(place: Place) -> None:
     plain = plain_losses(place)
     block = sum(p.numel() for p in build(place)[0].parameters()) * 4
     say(place, f"{NUM_BLOCKS} blocks of {block:,} bytes; plain losses " + " ".join(f"{loss:.5f}" for loss in plain))
-    say(place, f"\n{'step':<24}{'last loss':>10}{'whole at once':>16}{'AG':>5}{'AR':>4}{'RS':>4}")
+    say(place, f"\n{'step':<24}{'last loss':>10}{'peak unsharded':>16}{'AG':>5}{'AR':>4}{'RS':>4}")
     peaks = []
     for set_up in (shard, gather_before_forward, free_and_gather_again, reduce_and_scatter, prefetch):
         log = Log()

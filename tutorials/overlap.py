@@ -137,8 +137,8 @@ def lesson_backward(place: Place) -> dict[str, Seen]:
     for name, one in seen.items():
         events = one.recorder.events
         say(place, f"backward prefetch {name:<5} {' '.join(backward_of(one.recorder)[:9])} ...")
-        say(place, f"    whole at once {timeline.peak_gathered_bytes(events):,} bytes")
-        say(place, f"    gathers hidden behind computation {1000 * hidden_seconds(events):.2f} ms")
+        say(place, f"    peak unsharded {timeline.peak_gathered_bytes(events):,} bytes")
+        say(place, f"    all-gather time hidden behind computation {1000 * hidden_seconds(events):.2f} ms")
 
     orders = {name: backward_of(one.recorder)[:6] for name, one in seen.items()}
     assert orders["none"] == ["B3", "AG3", "FREE3", "RS3", "B2", "AG2"]

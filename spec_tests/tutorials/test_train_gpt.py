@@ -412,7 +412,7 @@ def test_the_comparison_finds_equal_losses_half_the_memory_and_the_same_traffic_
     assert max(final) - min(final) < 1e-5
     assert rows["parameters"] == rows["gradients"] == [whole, whole, half, half, half, half]
     # In backward the root, a block and the prefetched block are unsharded at once: with two blocks, the whole model.
-    assert rows["whole at once, bytes"] == [whole, whole, most, most, "-", "-"]
+    assert rows["peak unsharded, bytes"] == [whole, whole, most, most, "-", "-"]
     assert rows["all-gathers"] == ["0", "0", "5", "5", "5", "5"]
     assert rows["reduce-scatters"] == ["0", "0", "3", "3", "3", "3"]
     assert rows["all-reduces"] == ["0", "1", "0", "0", "0", "0"]

@@ -468,7 +468,7 @@ def test_a_training_that_was_resumed_loses_not_a_bit() -> None:
 
     went_on, resumed = re.search(r"went on  ([\d. ]+)\n   resumed  ([\d. ]+), epoch 3, step 6", output).groups()
     assert went_on == resumed
-    assert "weights and averages in hand: rank 0 (14, 14), rank 1 (0, 0)" in output
+    assert "number of weights and averages: rank 0 (14, 14), rank 1 (0, 0)" in output
 
 
 @pytest.mark.spec("MYTH-24", "OSD-LOAD-09")

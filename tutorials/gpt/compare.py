@@ -145,7 +145,7 @@ def _print_table(outcomes: dict[str, Outcome]) -> None:
         ("  optimizer", [f"{outcome.stored.optimizer:,}" for outcome in column]),
         ("  together", [f"{outcome.stored.together:,}" for outcome in column]),
         (
-            "whole at once, bytes",
+            "peak unsharded, bytes",
             ["-" if outcome.peak_whole is None else f"{outcome.peak_whole:,}" for outcome in column],
         ),
         ("in each step", []),
