@@ -104,7 +104,7 @@ def test_a_good_checkpoint_is_read_by_the_restricted_reader(tmp_path: Path) -> N
 def test_the_help_of_resume_speaks_of_trust(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["--help"])
-    assert "only a checkpoint that you trust" in " ".join(capsys.readouterr().out.split())
+    assert "use only checkpoints that you trust" in " ".join(capsys.readouterr().out.split())
 
 
 def write(folder: Path) -> None:
