@@ -13,8 +13,8 @@ place (``collectives.py``):
    A position is an epoch and a number in it. Ranks in different epochs are not compared.
 
 The ranks compare the `identity` of each collective: kind, number of bytes, dtype, and unit. The unit is identified by
-its parameters' names and shapes, without the name components that wrappers add, and by the number of its root on this
-group. The line in the program is never compared: healthy ranks may issue the same collective from different lines.
+its parameters' shapes and names (see `UnitName`), and by the number of its root on this group. The line in the program
+is never compared: healthy ranks may issue the same collective from different lines.
 
 Worked example, two ranks, group ``0``, each with one unit that the other one lacks::
 
@@ -63,14 +63,23 @@ class RootId:
 class UnitName(str):
     """The full name of a unit, and how the ranks identify it.
 
+    Ranks may have different numbers of modules that belong to no unit, for instance ignored ones in a ``Sequential``.
+    Then equal units have different indices. So an index in a path does not identify a unit. Units that are equal except
+    for indices are counted: ``layers.4`` and ``layers.7`` of one rank are numbers 0 and 1, and so are ``layers.5`` and
+    ``layers.8`` of another rank.
+
     Args:
         name: full name of the unit's module inside the root.
         parameters: name inside the unit, and shape, of each parameter.
         root_id: the units of the same root.
+        ranks: the ranks of the unit's process groups.
+        num_equal: how many units of this root have had the same ranks and equal parameters, by `repr`. The unit counts
+            itself here.
 
     Attributes:
         identities: the identity of the unit in each sequence.
-        digest: equal for units with equal parameter shapes and names, without the components that wrappers add.
+        digest: equal on all ranks: of the parameters' shapes, of their names without indices and without the components
+            that wrappers add, and of the number among equal units.
         root_id: as given.
     """
 
@@ -78,17 +87,33 @@ class UnitName(str):
     root_id: RootId
     identities: dict[CollectiveSequence, int]
 
-    def __new__(cls, name: str, parameters: Iterable[tuple[str, Sequence[int]]], root_id: RootId) -> UnitName:
+    def __new__(
+        cls,
+        name: str,
+        parameters: Iterable[tuple[str, Sequence[int]]],
+        root_id: RootId,
+        ranks: Sequence[Sequence[int]],
+        num_equal: Counter[str],
+    ) -> UnitName:
         """Computes the digest once, because it is part of every entry."""
         made = super().__new__(cls, name)
         paths = [(f"{name}.{path}".split("."), tuple(shape)) for path, shape in parameters]
-        cleaned = [([part for part in parts if part not in _OF_WRAPPERS], shape) for parts, shape in paths]
-        made.digest, made.root_id, made.identities = crc32(repr(cleaned).encode()), root_id, {}
+        cleaned = [([part for part in parts if not _is_local(part)], shape) for parts, shape in paths]
+        # Ranks of different shard groups compare their replicas, so the group is not a part of the digest.
+        equal = repr((cleaned, ranks))
+        made.digest = crc32(repr((cleaned, num_equal[equal])).encode())
+        num_equal[equal] += 1
+        made.root_id, made.identities = root_id, {}
         return made
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         """A copy is an ordinary string: it belongs to no root of this process."""
         return str, (str(self),)
+
+
+def _is_local(component: str) -> bool:
+    """Whether a component of a path can be different on each rank."""
+    return component.isdigit() or component in _OF_WRAPPERS
 
 
 class CollectiveSequence:

@@ -27,6 +27,7 @@ contains it, the larger root takes it over.
 Spec: CTOR-10, CTOR-11, SHARD-05, NEW-15, FRESH-01 to FRESH-05.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -83,10 +84,13 @@ class RootState:
         self.after_optimizer: Any = None
         # A root state that is created again, for instance after a conversion, keeps its identity for other ranks.
         root_id = units[0][1].root_id if units else RootId()
+        num_equal = Counter[str]()
         for name, unit in units:
             unit.root_id = root_id
             shapes = [(owned.path, owned.shape) for owned in unit.layout.parameters]
-            unit.name = unit.layout.name = UnitName(name, shapes, root_id)
+            groups = [group for plan in unit.plans for group in (plan.mesh.shard, plan.mesh.replicate)]
+            ranks = [group.ranks for group in groups if group is not None]
+            unit.name = unit.layout.name = UnitName(name, shapes, root_id, ranks, num_equal)
             unit.choose(keep_unsharded_for_backward=unit is outermost and keeps_outermost)
             if unit.phase is not Phase.SUMMONED:
                 unit.layout.refresh_from_module()

@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from spec_tests.healthy.programs.support import Net, Training, late, rank
+from spec_tests.healthy.programs.support import Net, Training, batch, fully_shard, late, rank, wrap
 
 SECONDS = 2.6  # longer than the watchdog waits before it queries the other ranks
 
@@ -153,7 +155,63 @@ def units_inside_module_on_one_rank(api: str) -> None:
     train_with_layers_inside(api, Replicated, of_rank=0)
 
 
+class Around(nn.Module):
+    """Layers in a `Sequential` with modules between them that are ignored, more of them on rank 1."""
+
+    def __init__(self, num_ignored: int) -> None:
+        super().__init__()
+        middle = [Half() for _ in range(num_ignored)]
+        self.layers = nn.Sequential(nn.Linear(8, 8), *middle, nn.Linear(8, 8), nn.Sequential(*middle, nn.Linear(8, 8)))
+        self.tail = nn.Sequential(nn.Linear(8, 8), *middle, nn.Linear(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.tail(self.layers(x))
+
+
+class Half(nn.Module):
+    """Has a parameter that no API shards, and no effect on the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(1), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def more_ignored_modules_on_one_rank(api: str) -> None:
+    """Rank 1 has two ignored modules where rank 0 has one, so that indices of layers and of units differ."""
+    torch.manual_seed(0)
+    net: Any = Around(1 + rank())
+    for parameter in net.parameters():
+        if parameter.requires_grad:
+            nn.init.constant_(parameter, 0.1)
+    ignored = [module for module in net.modules() if isinstance(module, Half)]
+    units = [net.layers[0], net.layers[-2], net.layers[-1], net.tail]
+    if api == "wrapper":
+        for index in (0, len(net.layers) - 2, len(net.layers) - 1):
+            net.layers[index] = wrap(net.layers[index], ignored_modules=ignored)
+        net.tail = wrap(net.tail, ignored_modules=ignored)
+        net = wrap(net, ignored_modules=ignored)
+    else:
+        for unit in [*units, net]:
+            fully_shard(unit, ignored_params={module.factor for module in ignored})
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+    losses = []
+    for step in range(3):
+        loss = net(batch(0, step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    assert losses[2] != losses[0]
+    everybody: list[Any] = [None, None]
+    dist.all_gather_object(everybody, losses)
+    assert everybody[0] == everybody[1]
+
+
 BOTH = [
+    more_ignored_modules_on_one_rank,
     checkpoint_on_one_rank,
     checkpoint_wrapper_on_one_rank,
     checkpoint_wrapper_around_units_on_one_rank,

@@ -9,11 +9,27 @@ __all__ = ["MUTANTS"]
 MUTANTS = [
     Mutant(
         "names-of-wrappers-count",
-        "UnitName.__new__",
-        "if part not in _OF_WRAPPERS",
-        "if True",
+        "_is_local",
+        " or component in _OF_WRAPPERS",
+        "",
         "Ranks that wrap their modules differently count as issuing different collectives.",
         "HEALTHY-04",
+    ),
+    Mutant(
+        "indices-of-modules-count",
+        "_is_local",
+        "component.isdigit() or ",
+        "",
+        "Ranks with different numbers of ignored modules count as issuing different collectives.",
+        "HEALTHY-04",
+    ),
+    Mutant(
+        "equal-units-are-one-unit",
+        "UnitName.__new__",
+        "        num_equal[equal] += 1\n",
+        "",
+        "Ranks can run equal units in different order without an error.",
+        "ORDER-01",
     ),
     Mutant(
         "all-gathers-wait-when-they-are-issued",
