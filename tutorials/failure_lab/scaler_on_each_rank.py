@@ -33,7 +33,7 @@ def experiment(make_scaler, rank):
     scales = from_all_ranks(scaler.get_scale())
     print(f"rank {rank}: the scale is {scales[rank]:.0f}", flush=True)
     if len(set(scales)) > 1:
-        raise WrongAnswerError(f"one rank has taken a step and the other has not; their scales are now {scales}")
+        raise WrongAnswerError(f"one rank has made a step and the other has not; their scales are now {scales}")
 
 
 # ---- one way to fix it; try your own first ----

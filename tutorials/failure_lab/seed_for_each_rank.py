@@ -31,7 +31,7 @@ def experiment(build, rank):
     for number, rows in enumerate(same):
         if not all(rows):
             what = f"{sum(rows)} of the 8 rows"
-            raise WrongAnswerError(f"only {what} of the weight are the initial values of rank {number}")
+            raise WrongAnswerError(f"the model has {what} that rank {number} has drawn, and the others from elsewhere")
 
 
 # ---- one way to fix it; try your own first ----
