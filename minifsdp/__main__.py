@@ -21,23 +21,7 @@ from string import Formatter
 from minifsdp.engine.messages import MORE, PAGE, texts
 
 WRAPPER = textwrap.TextWrapper(100, break_on_hyphens=False, break_long_words=False)
-TOOLS = """
-python -m minifsdp explain-error E-...   explain an error or a warning of minifsdp
-python -m minifsdp.ledger FILE           draw the collective log that a rank wrote at a failure
-
-In a program:
-  minifsdp.explain(model)                memory and traffic of a model, its units, and warnings
-  minifsdp.cost                          the same from numbers, without a model
-  minifsdp.trace, minifsdp.timeline      record a training step; draw it as SVG or as a Chrome trace
-  minifsdp.debug()                       check weights, values and order on all ranks
-
-In a checkout:
-  torchrun --standalone --nproc-per-node 2 tutorials/train_gpt.py   train a small GPT
-  python -m pytest                       run the tests
-  python -m spec_tests.gpu               run the checks that need a GPU
-  python -m spec_tests.benchmarks        compare the speed with torch's FSDPs
-  mkdocs build --strict                  build the documentation
-"""
+TOOLS = texts()["help"]["tools"]
 
 
 def explanation(entry: str) -> str:

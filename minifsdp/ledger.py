@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,39 +32,36 @@ def written(found: Findings) -> str:
     if os.environ.get(FOLDER) == "off":
         return words
     try:
-        path = _write(json.dumps({"states": found.states, "lines": found.lists, "diverging": found.diverging}))
+        report = {"report": words, "states": found.states, "lines": found.lists, "diverging": found.diverging}
+        path = _write(json.dumps(report))
     except OSError as error:
         return f"{words}\n(could not be written to a file: {error})"
     return f"{words}\nTo draw it: python -m minifsdp.ledger {path}"
 
 
-def _write(text: str) -> Path:
-    """A new file that only this user can read, in `FOLDER` or in a new folder. Texts of exceptions may hold secrets."""
-    folder = Path(os.environ.get(FOLDER) or tempfile.mkdtemp(prefix="minifsdp-"))
-    # Two jobs without an id, two lives of a job, and two reports of a process write to different files.
+def _write(text: str) -> str:
+    """Writes a new file that only this user can read, in `FOLDER` or in a new folder, and returns its path.
+
+    Texts of exceptions may contain secrets.
+    """
+    folder = os.environ.get(FOLDER) or tempfile.mkdtemp(prefix="minifsdp-")
+    # Two jobs without an id, two starts of a job, and two reports of a process write to different files.
     run, life = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-    stem = f"minifsdp-ledger-{run}-{life}-rank{rank_of_this_process()}-{os.getpid()}"
-    names = (f"{stem}{f'-{number}' if number else ''}.json" for number in range(100))
-    for path in map(folder.joinpath, names):
-        with suppress(FileExistsError):
-            end = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-            with os.fdopen(end, "w", encoding="utf-8") as file:
-                file.write(text)
-            return path
-    raise FileExistsError
+    prefix = f"minifsdp-ledger-{run}-{life}-rank{rank_of_this_process()}-{os.getpid()}-"
+    with tempfile.NamedTemporaryFile("w", dir=folder, prefix=prefix, suffix=".json", delete=False) as file:
+        file.write(text)
+    return file.name
 
 
 def drawn(report: dict[str, Any], most: int) -> str:
     """The drawing as text.
 
     Args:
-        report: the contents of the file: ``states``, ``lines`` and ``diverging``, by rank.
+        report: the contents of the file: the text of the report, and the fields of `Findings` by rank.
         most: how many positions to print, counted from the end.
     """
-    states = {int(rank): state for rank, state in report["states"].items()}
-    diverging = {int(rank): line for rank, line in report["diverging"].items()}
-    columns = {int(rank): {tuple(line[:3]): line for line in lines} for rank, lines in report["lines"].items()}
-    text = [Findings(states, {}, diverging).in_words(), ""]
+    text = [report["report"], ""]
+    columns = {rank: {tuple(line[:3]): line for line in lines} for rank, lines in report["lines"].items()}
     positions = sorted({position for column in columns.values() for position in column})[-most:]
     for index, (group, epoch, number) in enumerate(positions):
         if index == 0 or positions[index - 1][:2] != (group, epoch):

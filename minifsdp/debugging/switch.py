@@ -35,7 +35,6 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import TracebackType
 
 from minifsdp.debugging.order import always_compared
 from minifsdp.debugging.unset import filled_and_named
@@ -43,7 +42,6 @@ from minifsdp.debugging.values import looked_at
 from minifsdp.debugging.weights import compared
 from minifsdp.engine.messages import message
 
-VARIABLE = "MINIFSDP_DEBUG"
 CHECKS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "weights": compared,
     "values": looked_at,
@@ -54,7 +52,7 @@ _num_wanted: Counter[str] = Counter()
 _running: dict[str, AbstractContextManager[None]] = {}
 
 
-class Debugging:
+class Debugging(AbstractContextManager["Debugging"]):
     """Checks that one call of `debug` has turned on; a context manager that turns them off at its end.
 
     Attributes:
@@ -80,12 +78,7 @@ class Debugging:
             if not _num_wanted[check]:
                 _running.pop(check).__exit__(None, None, None)
 
-    def __enter__(self) -> "Debugging":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.off()
 
 
@@ -112,6 +105,6 @@ def debug(*checks: str) -> Debugging:
 
 def from_environment() -> None:
     """Turns on the checks in ``MINIFSDP_DEBUG``: 1 for all checks, or names with commas between them."""
-    asked = os.environ.get(VARIABLE, "").strip()
+    asked = os.environ.get("MINIFSDP_DEBUG", "").strip()
     if asked not in ("", "0"):
         debug(*([] if asked == "1" else [name.strip() for name in asked.split(",")]))

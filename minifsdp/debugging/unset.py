@@ -27,15 +27,14 @@ Spec: DEBUG-08, DEBUG-09.
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
 from minifsdp.checkpoint.agreement import exchange, groups_of, some
-from minifsdp.debugging.attach import attached
-from minifsdp.debugging.first_use import at_first_use, late_units_named
+from minifsdp.debugging.attach import at_first_use, attached, late_units_named
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.flat_tensor import local_tensor
 from minifsdp.engine.layout import Layout, full_name
@@ -43,7 +42,6 @@ from minifsdp.engine.messages import message, warn
 from minifsdp.engine.root import RootState
 from minifsdp.fsdp1.wrapper import Wrapper, clean_name
 
-Named = Iterable[tuple[str, torch.Tensor]]
 # Modules whose memory was allocated by `to_empty`.
 _made: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -51,11 +49,12 @@ _made: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 @contextmanager
 def filled_and_named() -> Iterator[None]:
     """Inside the block, fills new memory, and reports tensors that are not set later."""
-    with ExitStack() as stack:
-        stack.enter_context(late_units_named("meta"))
-        stack.enter_context(attached(nn.Module, "to_empty", after=_after_to_empty))
-        stack.enter_context(attached(Wrapper, "_initialize", after=_after_initialize))
-        stack.enter_context(at_first_use(_refuse_unset))
+    with (
+        late_units_named("meta"),
+        attached(nn.Module, "to_empty", _after_to_empty),
+        attached(Wrapper, "_initialize", _after_initialize),
+        at_first_use(_refuse_unset),
+    ):
         yield
 
 
@@ -69,7 +68,7 @@ def _after_to_empty(_: nn.Module, module: nn.Module, *, device: Any, recurse: bo
             _fill(tensor)
 
 
-def _own(module: nn.Module) -> Named:
+def _own(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     both = [*module._parameters.items(), *module._buffers.items()]
     return [(name, tensor) for name, tensor in both if tensor is not None]
 
@@ -93,17 +92,22 @@ def _is_unset(tensor: torch.Tensor) -> bool:
     return bool((values == torch.iinfo(values.dtype).max).all())
 
 
+def _unset_in(
+    modules: Iterable[tuple[str, nn.Module]], of_units: frozenset[torch.Tensor] = frozenset()
+) -> Iterator[str]:
+    """Names of the unset tensors that the modules own directly, except those in ``of_units``."""
+    for path, module in modules:
+        if module in _made:
+            for name, tensor in _own(module):
+                if tensor not in of_units and _is_unset(tensor):
+                    yield full_name(clean_name(path), name)
+
+
 # --- 2. after a unit was materialized ---
 
 
 def _after_initialize(_: None, wrapper: Wrapper, modules: list[tuple[str, nn.Module]], options: Any) -> None:
-    names = [
-        full_name(path, name)
-        for path, module in modules
-        if module in _made
-        for name, tensor in _own(module)
-        if _is_unset(tensor)
-    ]
+    names = list(_unset_in(modules))
     if names:
         warn(message("left-unset", names=some(names), type=type(wrapper.module).__name__))
 
@@ -113,21 +117,20 @@ def _after_initialize(_: None, wrapper: Wrapper, modules: list[tuple[str, nn.Mod
 
 def _refuse_unset(modules: Sequence[nn.Module], root_state: RootState) -> None:
     mine = [*_unset_in_units(root_state), *_unset_outside(modules, root_state)]
-    who: dict[str, list[str]] = {}
+    ranks_of: dict[str, list[str]] = {}
     for rank, names in exchange(groups_of(plan.mesh for unit in root_state.units for plan in unit.plans), mine).items():
         for name in names:
-            who.setdefault(name, []).append(str(rank))
-    if who:
-        names = [f"{name!r} (rank {', '.join(ranks)})" for name, ranks in who.items()]
+            ranks_of.setdefault(name, []).append(str(rank))
+    if ranks_of:
+        names = [f"{name!r} (rank {', '.join(ranks)})" for name, ranks in ranks_of.items()]
         raise RuntimeError(message("used-unset", names=some(names)))
 
 
 def _unset_in_units(root_state: RootState) -> Iterator[str]:
     for unit in root_state.units:
-        local_shards = zip(unit.layout.parameters, _local_shards(unit.layout), strict=True)
-        for owned, local_shard in local_shards:
-            if any(slot.module in _made for slot in owned.attributes) and _is_unset(local_shard):
-                yield unit.layout.full_name(owned.path)
+        for info, local_shard in zip(unit.layout.parameters, _local_shards(unit.layout), strict=True):
+            if any(attribute.module in _made for attribute in info.attributes) and _is_unset(local_shard):
+                yield unit.layout.full_name(info.path)
 
 
 def _local_shards(layout: Layout) -> list[torch.Tensor]:
@@ -140,10 +143,6 @@ def _local_shards(layout: Layout) -> list[torch.Tensor]:
 
 def _unset_outside(modules: Sequence[nn.Module], root_state: RootState) -> Iterator[str]:
     """Names of unset buffers, and of unset parameters that belong to no unit."""
-    owned = {parameter for unit in root_state.units for parameter in unit.layout.local_parameters()}
+    of_units = frozenset(parameter for unit in root_state.units for parameter in unit.layout.local_parameters())
     for root in modules:
-        for path, module in root.named_modules():
-            if module in _made:
-                for name, tensor in _own(module):
-                    if tensor not in owned and _is_unset(tensor):
-                        yield full_name(clean_name(path), name)
+        yield from _unset_in(root.named_modules(), of_units)

@@ -30,8 +30,8 @@ Spec: DEBUG-05, DEBUG-06.
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -50,18 +50,6 @@ from minifsdp.engine.precision import tensors_in
 from minifsdp.engine.root import RootState
 from minifsdp.engine.unit import Phase, Unit
 
-
-class Counts(NamedTuple):
-    """How many values of a tensor are not finite."""
-
-    nan: int
-    inf: int
-    numel: int
-
-    def __str__(self) -> str:
-        return f"{self.nan} nan and {self.inf} inf among {self.numel} values"
-
-
 # The records of this rank since the last agreement, in the order in which they were found; one for each unit.
 _found: weakref.WeakKeyDictionary[Layout, str] = weakref.WeakKeyDictionary()
 
@@ -69,20 +57,17 @@ _found: weakref.WeakKeyDictionary[Layout, str] = weakref.WeakKeyDictionary()
 @contextmanager
 def looked_at() -> Iterator[None]:
     """Checks the values of all units inside the block."""
-    places = (
-        (RootState, "begin_forward", _after_begin),
-        (IterationState, "pre_forward", _after_gather),
-        (IterationState, "watch_output", _after_module),
-        (RootState, "end_forward", _after_forward),
-        (FlatLayout, "take_gradient", _after_gradient),
-        (PerParameterLayout, "take_gradient", _after_gradient),
-        (IterationState, "end_backward", _after_backward),
-    )
-    with ExitStack() as stack:
-        for owner, name, look in places:
-            stack.enter_context(attached(owner, name, after=look))
-        stack.callback(_found.clear)
+    with (
+        attached(RootState, "begin_forward", _after_begin),
+        attached(IterationState, "pre_forward", _after_gather),
+        attached(IterationState, "watch_output", _after_module),
+        attached(RootState, "end_forward", _after_forward),
+        attached(FlatLayout, "take_gradient", _after_gradient),
+        attached(PerParameterLayout, "take_gradient", _after_gradient),
+        attached(IterationState, "end_backward", _after_backward),
+    ):
         yield
+    _found.clear()
 
 
 # --- where values are created ---
@@ -100,7 +85,7 @@ def _after_gather(_: None, iteration: IterationState, unit: Unit) -> None:
     layout = unit.layout
     infos = layout.parameters
 
-    def describe(number: int, counts: Counts) -> str:
+    def describe(number: int, counts: str) -> str:
         return detail("parameter-not-finite", name=layout.full_name(infos[number].path), counts=counts)
 
     _look(layout, [getattr(info.module, info.name) for info in infos], describe)
@@ -109,7 +94,7 @@ def _after_gather(_: None, iteration: IterationState, unit: Unit) -> None:
 def _after_module(_: bool, iteration: IterationState, unit: Unit, inputs: Any, output: Any) -> None:
     outputs = list(tensors_in(output))
 
-    def describe(number: int, counts: Counts) -> str:
+    def describe(number: int, counts: str) -> str:
         which = f", tensor {number + 1} of {len(outputs)}," if len(outputs) > 1 else ""
         return detail("output-not-finite", which=which, unit=unit.name, counts=counts)
 
@@ -124,7 +109,7 @@ def _after_gradient(gradient: Gradient | None, layout: Layout, *, with_unreduced
         # One flat tensor, with padding after the last parameter.
         parts, numbers = list(parts[0].split(layout.sharding.split_sizes)), list(range(len(layout.parameters)))
 
-    def describe(number: int, counts: Counts) -> str:
+    def describe(number: int, counts: str) -> str:
         path = layout.parameters[numbers[number]].path
         return detail("gradient-not-finite", name=layout.full_name(path), counts=counts)
 
@@ -132,7 +117,7 @@ def _after_gradient(gradient: Gradient | None, layout: Layout, *, with_unreduced
 
 
 @torch.no_grad()
-def _look(layout: Layout, tensors: Sequence[torch.Tensor], describe: Callable[[int, Counts], str]) -> None:
+def _look(layout: Layout, tensors: Sequence[torch.Tensor], describe: Callable[[int, str], str]) -> None:
     if layout in _found:
         return
     values = [local_tensor(tensor.detach()) for tensor in tensors]
@@ -141,10 +126,10 @@ def _look(layout: Layout, tensors: Sequence[torch.Tensor], describe: Callable[[i
     if not sums or bool(sum(sums[1:], sums[0]).isfinite()):
         return
     for number, value in enumerate(values):
-        counts = Counts(int(value.isnan().sum()), int(value.isinf().sum()), value.numel())
+        num_nan, num_inf = int(value.isnan().sum()), int(value.isinf().sum())
         # There may be none, because a sum of finite values can overflow.
-        if counts.nan or counts.inf:
-            _found[layout] = describe(number, counts)
+        if num_nan or num_inf:
+            _found[layout] = describe(number, f"{num_nan} nan and {num_inf} inf among {value.numel()} values")
             return
 
 

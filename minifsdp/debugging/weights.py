@@ -21,8 +21,8 @@ Cost: three tensors of 64-bit integers of the parameter's size, one parameter at
 Spec: DEBUG-04; NEW-20 is the older switch of ``fully_shard``.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,14 +30,13 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from minifsdp.checkpoint.agreement import exchange, groups_of, some
-from minifsdp.debugging.attach import attached
-from minifsdp.debugging.first_use import late_units_named
-from minifsdp.engine.flat import FlatLayout
+from minifsdp.debugging.attach import attached, late_units_named
 from minifsdp.engine.flat_tensor import local_tensor
-from minifsdp.engine.layout import ParamInfo
+from minifsdp.engine.layout import ParamInfo, owned_parameters
 from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import detail, message, warn
 from minifsdp.engine.sharded_param import ShardedParam
+from minifsdp.fsdp1.wrapper import Wrapper
 from minifsdp.fsdp2 import fully_shard
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -46,25 +45,21 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 @contextmanager
 def compared() -> Iterator[None]:
     """Inside the block, compares the parameters of each new unit between ranks."""
-    with ExitStack() as stack:
-        stack.enter_context(late_units_named("weights"))
-        stack.enter_context(attached(FlatLayout, "__init__", before=_before_flat))
-        stack.enter_context(attached(fully_shard, "warn_if_different", before=_before_sharding))
+    with (
+        late_units_named("weights"),
+        attached(Wrapper, "_initialize", _compare_in_wrapper),
+        attached(fully_shard, "warn_if_different", _compare_in_fully_shard),
+    ):
         yield
 
 
-def _before_flat(
-    layout: FlatLayout,
-    home: nn.Module,
-    owned: Mapping[nn.Parameter, ParamInfo],
-    mesh: MeshGroups,
-    *_: Any,
-    **__: Any,
-) -> None:
-    compare(type(home).__name__, owned.items(), mesh)
+def _compare_in_wrapper(_: None, wrapper: Wrapper, modules: list[tuple[str, nn.Module]], options: Any) -> None:
+    parameters = owned_parameters(modules, wrapper._ignored_parameters)
+    if parameters:
+        compare(type(wrapper.module).__name__, parameters.items(), wrapper.mesh)
 
 
-def _before_sharding(params: Sequence[ShardedParam], device: torch.device) -> None:
+def _compare_in_fully_shard(_: None, params: Sequence[ShardedParam], device: torch.device) -> None:
     for mesh in dict.fromkeys(param.mesh_groups for param in params):
         compare("the module", [(param.parameter, param.info) for param in params if param.mesh_groups == mesh], mesh)
 
@@ -77,7 +72,7 @@ def compare(unit: str, parameters: Iterable[tuple[nn.Parameter, ParamInfo]], mes
         parameters: the original parameters. For a DTensor, its local tensors are compared.
         mesh: the ranks that must have equal values.
     """
-    mine = {owned.path: _number(local_tensor(p.detach())) for p, owned in parameters if not p.is_meta}
+    mine = {info.path: _checksum_of_bits(local_tensor(p.detach())) for p, info in parameters if not p.is_meta}
     everybody = exchange(groups_of([mesh]), mine)
     first = min(everybody)
     lines = []
@@ -89,7 +84,7 @@ def compare(unit: str, parameters: Iterable[tuple[nn.Parameter, ParamInfo]], mes
         warn(message("initial-weights-differ", unit=unit, lines="; ".join(lines)))
 
 
-def _number(values: torch.Tensor) -> int:
+def _checksum_of_bits(values: torch.Tensor) -> int:
     if is_traceable_wrapper_subclass(values) or values.element_size() not in _INTEGERS:
         # The bits are in inner tensors, or there is no integer dtype of that size.
         return 0

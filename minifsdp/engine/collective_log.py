@@ -201,10 +201,9 @@ class Entry(NamedTuple):
     @property
     def what(self) -> str:
         """In words, "all-gather of 'a' in forward"."""
-        if self.unit is None:
-            return f"{self.kind} in {called(self.inside)}"
-        some = f", its parameters {list(self.parts)}" if self.parts else ""
-        return f"{self.kind} of {self.unit!r}{some} in {called(self.inside)}"
+        unit = "" if self.unit is None else f" of {self.unit!r}"
+        parts = f", its parameters {list(self.parts)}" if self.parts else ""
+        return f"{self.kind}{unit}{parts} in {called(self.inside)}"
 
 
 def where(code: CodeType | None, line: int | None) -> str:
@@ -281,12 +280,12 @@ class CollectiveLog:
         inside = frame = sys._getframe(1)
         while frame and frame.f_globals.get("__name__", "").partition(".")[0] in NOT_THE_PROGRAM:
             inside, frame = frame, frame.f_back  # type: ignore[assignment]
-        where = (inside and inside.f_code, frame and frame.f_code, frame and frame.f_lineno)
+        place = (inside and inside.f_code, frame and frame.f_code, frame and frame.f_lineno)
         if frame is None:
             # An autograd thread, on an accelerator. The program waits for it in the main thread.
-            where = way_out_of_main_thread()
+            place = way_out_of_main_thread()
         position = (sequence.key, sequence.epoch, sequence.number)
-        self.entries.append((kind, unit, parts, num_bytes, self.iteration, crc32(identity), *position, *where))
+        self.entries.append((kind, unit, parts, num_bytes, self.iteration, crc32(identity), *position, *place))
         self.latest = (sequence, sequence.epoch, sequence.number)
         sequence.number += 1
         return self.latest, identity
@@ -298,15 +297,15 @@ class CollectiveLog:
         self.entries.pop()
 
     def diagnosis(self, position: Position) -> str:
-        """The watchdog's report about all ranks, on separate lines. Empty if it cannot help."""
-        report = self.watchdog.ask(position) if self.watchdog is not None else ""
-        return f"\n{report}" if report else ""
+        """The watchdog's report about all ranks, on separate lines. Empty if there is no watchdog."""
+        return "" if self.watchdog is None else f"\n{self.watchdog.ask(position)}"
 
     @property
     def last_position(self) -> Position | None:
         """The position for which the main thread waits, or the last one that it issued."""
-        waiting: Position | None = None if self.waiting is None else self.waiting.position
-        return waiting or self.latest
+        # Read once, because the watchdog thread calls this while the main thread changes it.
+        waiting = self.waiting
+        return self.latest if waiting is None else waiting.position
 
     def clear(self) -> None:
         """Called when the default process group was destroyed, and with it all other groups."""

@@ -272,7 +272,7 @@ class FlatLayout(Layout):
     def keep_unreduced(self, gradient: Gradient) -> None:
         """Adds ``gradient`` to the unreduced gradient in ``.grad``."""
         self.gradients.keep_unreduced(gradient.parts[0].clone() if self._is_shared else gradient.parts[0])
-        optimizer_watch.watch.note_unreduced(self)
+        optimizer_watch.watch.unreduced.add(self)
 
     def pack(self, gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False) -> torch.Tensor:
         """Returns the flat gradient in ``dtype``. It is packed already.

@@ -16,7 +16,7 @@ line for each error, and the page "Troubleshoot" is generated from the same text
 
 *In torch:* a message is plain text; it contains the rank only if the launcher adds it.
 
-Spec: START-05, and every row that asks for a clear error.
+Spec: START-05, and every requirement of a clear error.
 """
 
 import sys

@@ -26,10 +26,9 @@ The hook is installed with the first unit and removed with the last one.
 Spec: CTOR-05, NOSYNC-10, FUZZ-06, FRESH-04, FRESH-06.
 """
 
-import functools
 import traceback
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,11 +47,12 @@ class OptimizerWatch:
     Attributes:
         summoned: layouts inside `summon_full_params`. A step there would be lost, or change values that are overwritten
             later.
+        unreduced: layouts for whose parameters ``.grad`` holds an unreduced gradient.
     """
 
     def __init__(self) -> None:
         self.summoned: weakref.WeakSet[Layout] = weakref.WeakSet()
-        self._unreduced: weakref.WeakSet[Layout] = weakref.WeakSet()
+        self.unreduced: weakref.WeakSet[Layout] = weakref.WeakSet()
         # All layouts, and those of each optimizer that has taken a step, with the sizes that its groups had then.
         self._layouts: weakref.WeakSet[Layout] = weakref.WeakSet()
         self._held = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], list[weakref.ref[Layout]]]]()
@@ -78,11 +78,7 @@ class OptimizerWatch:
             self._hook.remove()
             self._hook = None
 
-    def note_unreduced(self, layout: Layout) -> None:
-        """Records that ``.grad`` of the parameters of ``layout`` holds an unreduced gradient."""
-        self._unreduced.add(layout)
-
-    def check_reduced(self, what: str, layouts: Iterable[Layout]) -> None:
+    def check_reduced(self, what: str, layouts: Sequence[Layout]) -> None:
         """Checks that no sharded layout has an unreduced gradient, and that none is inside ``summon_full_params``.
 
         A unit that is not sharded may be trained on each rank alone, as local SGD does between two averages.
@@ -90,10 +86,9 @@ class OptimizerWatch:
         Raises:
             RuntimeError: if the check fails.
         """
-        chosen = list(layouts)
-        if not self.summoned.isdisjoint(chosen):
+        if not self.summoned.isdisjoint(layouts):
             raise RuntimeError(message("step-while-summoned", what=what))
-        if any(layout.has_unreduced and layout.all_gather_group is not None for layout in chosen):
+        if any(layout.has_unreduced and layout.all_gather_group is not None for layout in layouts):
             raise RuntimeError(message("unreduced-gradients", what=what))
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -104,16 +99,17 @@ class OptimizerWatch:
         if closure is None:
             self._check_gradients_of(optimizer)
             return None
-        checked = functools.partial(self._close_and_check, closure, optimizer)
-        return (args, {**kwargs, "closure": checked}) if not given else ((args[0], checked, *given[1:]), kwargs)
 
-    def _close_and_check(self, closure: Callable[[], Any], optimizer: torch.optim.Optimizer) -> Any:
-        """Calls the closure of a step, and checks the gradients that it has computed."""
-        loss = closure()
-        self._check_gradients_of(optimizer)
-        # The closure may have all-gathered parameters, and the optimizer changes them next.
-        self._count_step(optimizer)
-        return loss
+        def checked_closure() -> Any:
+            loss = closure()
+            self._check_gradients_of(optimizer)
+            # The closure may have all-gathered parameters, and the optimizer changes them next.
+            self._count_step(optimizer)
+            return loss
+
+        if given:
+            return (args[0], checked_closure, *given[1:]), kwargs
+        return args, {**kwargs, "closure": checked_closure}
 
     def _count_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Counts a step for each root of which ``optimizer`` holds parameters. Returns whether there are any."""
@@ -123,11 +119,11 @@ class OptimizerWatch:
         return bool(counts)
 
     def _check_gradients_of(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._unreduced or self.summoned:
-            marked = self._unreduced | self.summoned
+        if self.unreduced or self.summoned:
+            marked = self.unreduced | self.summoned
             mine = [layout for layout in self._layouts_of(optimizer) if layout in marked]
             self.check_reduced(f"{type(optimizer).__name__}.step()", mine)
-            self._unreduced.difference_update(mine)
+            self.unreduced.difference_update(mine)
 
     def _layouts_of(self, optimizer: torch.optim.Optimizer) -> list[Layout]:
         """The layouts of which ``optimizer`` holds parameters. The first call checks for replaced parameters."""

@@ -100,20 +100,20 @@ def cost_of(job: Job) -> Cost:
     elements = sum(job.sizes) / job.width / job.shards
     trained = job.num_trained / job.shards
     states = elements * job.stored.itemsize + trained * job.optimizer
-    here, host = (0.0, states) if job.offload else (states, 0.0)
-    post_forward_mesh = here + job.buffers * (job.buffer or job.stored).itemsize
+    on_device, host = (0.0, states) if job.offload else (states, 0.0)
+    stored = on_device + job.buffers * (job.buffer or job.stored).itemsize
     gradients = job.settled(sum(job.gradients))
     # From the second micro-batch on, the gradients of the first exist in forward as well.
     earlier = sum(job.gradients) if job.no_sync else gradients
     # The peak is in the first backward of the step, in a middle one, or in the last.
     backwards = {0, job.micro_batches // 2, job.micro_batches - 1}
     return Cost(
-        stored=post_forward_mesh,
+        stored=stored,
         host=host,
-        after_backward=post_forward_mesh + gradients,
-        peak_forward=post_forward_mesh + (earlier if job.micro_batches > 1 else 0.0) + peak_of_forward(job),
-        peak_backward=post_forward_mesh + max(peak_of_backward(job, number) for number in backwards),
-        peak_optimizer=post_forward_mesh + (0.0 if job.offload else gradients + trained * job.scratch),
+        after_backward=stored + gradients,
+        peak_forward=stored + (earlier if job.micro_batches > 1 else 0.0) + peak_of_forward(job),
+        peak_backward=stored + max(peak_of_backward(job, number) for number in backwards),
+        peak_optimizer=stored + (0.0 if job.offload else gradients + trained * job.scratch),
         sent=sent_bytes(job),
         num_collectives=num_collectives(job),
     )
@@ -147,22 +147,23 @@ def sent_bytes(job: Job) -> dict[str, float]:
     """Bytes that each rank sends in a step, by kind of collective (COST-06 to COST-08)."""
     root, units = job.sizes[0], sum(job.sizes[1:])
     times, of_root = _gathers(job)
+    gathered = times * units + of_root * root - _in_smaller_mesh(job)
     reduced = _reductions(job) * sum(job.gradients) * job.reduce_width / job.width
     return {
-        "AG": gather_sends(times * units + of_root * root - _rested(job), job.shards) + sent_for_rested(job),
+        "AG": gather_sends(gathered, job.shards) + sent_in_smaller_mesh(job),
         "RS": ring_reduce_scatter_sends(reduced, job.shards),
         "AR": ring_all_reduce_sends(reduced / job.shards, job.num_replicas),
     }
 
 
-def _rested(job: Job) -> float:
-    """Bytes of the units that are kept on ``reshards_to`` ranks and all-gathered among these for backward."""
+def _in_smaller_mesh(job: Job) -> float:
+    """Unsharded bytes of the units that ``reshards_to`` ranks keep and all-gather for backward."""
     return job.micro_batches * sum(job.sizes[1:]) if job.reshards_to and not job.keeps else 0.0
 
 
-def sent_for_rested(job: Job) -> float:
+def sent_in_smaller_mesh(job: Job) -> float:
     """The bytes that each rank sends in all-gathers among ``reshards_to`` ranks."""
-    return gather_sends(_rested(job), job.reshards_to or 1)
+    return gather_sends(_in_smaller_mesh(job), job.reshards_to or 1)
 
 
 def num_collectives(job: Job) -> dict[str, int]:

@@ -17,7 +17,7 @@ Adam::
     Job(units=[[(100, 100), (100,)]] * 2, num_shards=2, optimizer=8)
     stored   (4 + 8) bytes * 20 200 / 2 = 121 200
 
-`Explanation.assumptions` lists where the model differs from what a job can express (``explain_job.py``).
+`Explanation.assumptions` lists where the model differs from what a job can express (``explain_advice.py``).
 
 To compute the cost of another choice, change the job: ``cost_of(replace(found.job, num_shards=64))``.
 
@@ -26,38 +26,28 @@ To compute the cost of another choice, change the job: ``cost_of(replace(found.j
 Spec: EXPLAIN-01 to EXPLAIN-12.
 """
 
-from __future__ import annotations
-
 import itertools
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 from torch import nn
 
 from minifsdp.engine.messages import detail, message, rank_of_this_process
 from minifsdp.tools.cost import Cost, Job, cost_of
-from minifsdp.tools.explain_advice import Advice, advice_for, size_of, some
-from minifsdp.tools.explain_job import assumptions, job_for, most_common
+from minifsdp.tools.explain_advice import Advice, advice_for, assumptions, most_common, some
 from minifsdp.tools.explain_records import UnitSummary
-from minifsdp.tools.explain_units import type_of, units_of
+from minifsdp.tools.explain_units import choices_of, type_of, units_of
+from minifsdp.tools.formulas import size_of
 
 # Line width of sentences in the text.
 _WIDTH = 100
 # Numbers that an optimizer keeps for each element, in the stored dtype, without step counters.
 STATES = {
-    "Adadelta": 2,
-    "Adagrad": 1,
-    "Adam": 2,
-    "AdamW": 2,
-    "Adamax": 2,
-    "NAdam": 2,
-    "RAdam": 2,
-    "RMSprop": 1,
+    **dict.fromkeys(("Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam"), 2),
+    **dict.fromkeys(("Adagrad", "RMSprop", "SGD with momentum"), 1),
     "SGD": 0,
-    "SGD with momentum": 1,
 }
 
 
@@ -95,13 +85,13 @@ class Explanation:
         """The unit with the most unsharded bytes."""
         return max(self.units, key=lambda unit: unit.gathered_bytes)
 
-    @cached_property
+    @property
     def parameter_bytes(self) -> float:
         """Bytes of parameters that a rank stores, padding included, on the device or the host."""
         alone = cost_of(replace(self.job, optimizer=0, buffers=0))
         return alone.stored + alone.host
 
-    @cached_property
+    @property
     def optimizer_bytes(self) -> float:
         """Bytes of optimizer states that a rank stores."""
         both = cost_of(replace(self.job, buffers=0))
@@ -151,12 +141,12 @@ def explain(
     if not isinstance(model, nn.Module):
         raise TypeError(message("explain-type", type=type(model).__name__))
     if optimizer not in STATES:
-        raise ValueError(message("explain-optimizer", optimizer=optimizer, known=", ".join(STATES)))
+        raise ValueError(message("explain-optimizer", optimizer=optimizer, known=", ".join(sorted(STATES))))
     units = units_of(model, num_shards)
     if not units:
         raise ValueError(message("explain-nothing", type=type(model).__name__))
     like = most_common(units)
-    job = job_for(model, units, like, states=STATES[optimizer], activations=activations)
+    job = _job_for(model, units, like, STATES[optimizer], activations)
     return Explanation(
         model=type_of(model),
         rank=rank_of_this_process(),
@@ -166,6 +156,38 @@ def explain(
         cost=cost_of(job),
         warnings=tuple(advice_for(units)),
         assumptions=tuple(assumptions(model, units, like)),
+    )
+
+
+def _job_for(
+    model: nn.Module, units: Sequence[UnitSummary], like: UnitSummary, num_states: int, activations: float
+) -> Job:
+    """The input of the calculator, with the choices of the unit ``like``."""
+    root = next((unit for unit in units if unit.is_root), None)
+    others = [unit for unit in units if not unit.is_root]
+    frees = like.frees or like.is_root
+    strategy = "FULL_SHARD" if frees else "SHARD_GRAD_OP"
+    if len(like.ranks) == 1:
+        strategy = "NO_SHARD"
+    elif like.num_replicas > 1:
+        strategy = "HYBRID_SHARD" if frees else "_HYBRID_SHARD_ZERO2"
+    return Job(
+        units=[unit.shapes for unit in others],
+        root=root.shapes if root else (),
+        trained=[root.trained_shapes if root else [], *(unit.trained_shapes for unit in others)],
+        strategy=strategy,
+        num_shards=len(like.ranks),
+        num_replicas=like.num_replicas,
+        per_parameter=like.per_parameter,
+        root_frees=root is not None and root.frees,
+        reshards_to=like.reshards_to,
+        stored=like.stored,
+        compute=like.compute,
+        reduce=like.reduce,
+        optimizer=num_states * like.stored.itemsize,
+        offload=like.offloads,
+        activations=activations,
+        **choices_of(model),
     )
 
 
@@ -205,21 +227,16 @@ def _memory(found: Explanation) -> list[tuple[str, float, str]]:
 
 
 def _as_text(found: Explanation) -> Iterator[str]:
-    lines = list(_lines_of_units(found.units))
-    width = max(len("unit"), *(len(line[0]) for line in lines))
-    yield _headline(found)
-    yield ""
-    for name, numel, gathered, owned, dtypes in [
-        ("unit", "parameters", "gathered", "each rank owns", "dtypes"),
-        *lines,
-    ]:
+    table = [("unit", "parameters", "gathered", "each rank owns", "dtypes"), *_lines_of_units(found.units)]
+    width = max(len(line[0]) for line in table)
+    yield from [_headline(found), ""]
+    for name, numel, gathered, owned, dtypes in table:
         yield f"{name:{width}}  {numel:>14}  {gathered:>9}  {owned:>20}  {dtypes}"
     share = 100 * found.largest.numel / found.numel
     yield from ["", f"largest unit: {found.largest.label}, {share:.0f} % of the parameters", "", "on each rank"]
     for what, num, words in _memory(found):
         yield f"  {what:33}{size_of(num):>9}  {words}".rstrip()
-    yield ""
-    yield from textwrap.wrap(detail("explain-not-in-it"), _WIDTH)
+    yield from ["", *textwrap.wrap(detail("explain-not-in-it"), _WIDTH)]
     for text in found.assumptions:
         yield from textwrap.wrap(f"Assumed: {text}.", _WIDTH, subsequent_indent="  ")
     for advice in found.warnings:
@@ -228,20 +245,17 @@ def _as_text(found: Explanation) -> Iterator[str]:
             yield from textwrap.wrap(f"{words}.", _WIDTH, initial_indent="  ", subsequent_indent="  ")
 
 
-def _lines_of_units(units: tuple[UnitSummary, ...]) -> Iterator[tuple[str, str, str, str, str]]:
+def _lines_of_units(units: Sequence[UnitSummary]) -> Iterator[tuple[str, str, str, str, str]]:
     """A line of the table for each unit, or for a series of equal units."""
 
-    def look(unit: UnitSummary) -> tuple[str, str, str, str]:
+    def columns(unit: UnitSummary) -> tuple[str, str, str, str]:
+        # Bytes that a rank stores: one number, or the smallest and the largest.
+        least, most = min(unit.owned_bytes.values()), max(unit.owned_bytes.values())
+        owned = size_of(most) if least == most else f"{size_of(least)} to {size_of(most)}"
         planned = ", planned" if unit.is_planned else ""
-        return f"{unit.numel:,}", size_of(unit.gathered_bytes), _owned(unit), _dtypes(unit) + planned
+        return f"{unit.numel:,}", size_of(unit.gathered_bytes), owned, _dtypes(unit) + planned
 
-    for alike, group in itertools.groupby(units, look):
+    for alike, group in itertools.groupby(units, columns):
         first, *others = group
         label = f"{first.label} to {others[-1].label} ({len(others) + 1})" if others else first.label
         yield label, *alike
-
-
-def _owned(unit: UnitSummary) -> str:
-    """Bytes that a rank stores of the unit: one number, or the smallest and the largest."""
-    least, most = min(unit.owned_bytes.values()), max(unit.owned_bytes.values())
-    return size_of(most) if least == most else f"{size_of(least)} to {size_of(most)}"

@@ -1,8 +1,9 @@
-"""Warnings about how a model is divided into units: five kinds, each with its cause and a remedy.
+"""Warnings about how a model is divided into units, and the assumptions of the calculation.
 
-The size of units is a trade-off. A unit is unsharded as a whole while it computes, so a large unit costs memory. Each
-unit needs two all-gathers and a reduction in a step, each with a start-up latency, so small units cost time. Worked
-example, a model of 100 million parameters in float32 on 8 ranks::
+Five kinds of warnings, each with its cause and a remedy. The size of units is a trade-off. A unit is unsharded as a
+whole while it computes, so a large unit costs memory. Each unit needs two all-gathers and a reduction in a step, each
+with a start-up latency, so small units cost time. Worked example, a model of 100 million parameters in float32 on 8
+ranks::
 
     one unit                    400 MB unsharded, 400 MB of gradients, on each rank, for any number of ranks
     100 units of a million       8 MB unsharded at a time, and 300 collectives of 4 MB
@@ -19,20 +20,30 @@ example, a model of 100 million parameters in float32 on 8 ranks::
    planned unit gets it, because it can still be sharded with either API;
 5. *batch-norm*: one that computes, or keeps its running statistics, in less than 4 bytes.
 
+A `Job`, the input of the calculator, has one choice of each kind: one compute dtype, one number of ranks. A model can
+have several, for instance batch norms in units of their own without mixed precision. Then the job has the choices of
+most bytes, and each unit with other choices is listed as an assumption. Worked example, in bytes when unsharded::
+
+    blocks.0     bfloat16    8 000 000
+    blocks.1     bfloat16    8 000 000        the job computes in bfloat16
+    blocks.norm  float32         4 000        is counted as 2 000, and listed as different
+
 *In torch:* FSDP1 warns of the fourth, and of the fifth while it makes it a unit of its own.
 
-Spec: EXPLAIN-06 to EXPLAIN-10.
+Spec: EXPLAIN-03, EXPLAIN-06 to EXPLAIN-11.
 """
-
-from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
 from minifsdp.engine.messages import detail
 from minifsdp.tools.explain_records import UnitSummary
+from minifsdp.tools.explain_units import is_sharded, left_out, type_of
+from minifsdp.tools.formulas import size_of
 
 # Fraction of all parameters.
 DOMINANT = 0.6
@@ -57,90 +68,111 @@ class Advice:
     remedy: str
 
 
-def advice_for(units: Sequence[UnitSummary]) -> list[Advice]:
+def advice_for(units: Sequence[UnitSummary]) -> Iterator[Advice]:
     """All warnings about these units, in the order of the list above."""
-    found = [*_dominant(units), *_small(units)]
-    for unit in units:
-        found += [*_tied(unit), *_frozen(unit), *_batch_norm(unit)]
-    kinds = ("dominant", "small", "tied", "frozen", "batch-norm")
-    return sorted(found, key=lambda advice: kinds.index(advice.kind))
-
-
-def size_of(num_bytes: float) -> str:
-    """A number of bytes as text: ``"4.2 MB"``; a MB is 10**6 bytes."""
-    units = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
-    return next(
-        (f"{num_bytes / factor:.3g} {unit}" for unit, factor in units if num_bytes >= factor), f"{num_bytes:g} B"
-    )
-
-
-def some(names: Sequence[str], most: int = 4) -> str:
-    """The names as a list in text, at most ``most`` of them."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
-
-
-def _dominant(units: Sequence[UnitSummary]) -> Iterator[Advice]:
-    total = sum(unit.numel for unit in units)
-    for unit in units:
+    total, largest = sum(unit.numel for unit in units), max(unit.numel for unit in units)
+    for unit in units:  # 1.
         # A unit that is stored on one rank is never all-gathered.
         if unit.numel > DOMINANT * total and (len(unit.ranks) > 1 or unit.is_planned):
-            cause = detail(
-                "explain-dominant", percent=round(100 * unit.numel / total), size=size_of(unit.gathered_bytes)
-            )
+            percent, size = round(100 * unit.numel / total), size_of(unit.gathered_bytes)
+            cause = detail("explain-dominant", percent=percent, size=size)
             remedy = detail("explain-dominant-remedy", candidates=_candidates(unit))
             yield Advice("dominant", (unit.label,), cause, remedy)
+    # 2. One warning for all small units.
+    limit = min(KNEE, max(largest / 10, total / 100))
+    apart = [unit for unit in units if not unit.is_root and len(unit.ranks) * unit.num_replicas > 1]
+    small = [unit for unit in apart if unit.numel < limit]
+    if small:
+        numel = max(unit.numel for unit in small)
+        cause = detail("explain-small", num=len(small), numel=f"{numel:,}", knee=KNEE // 10**6)
+        yield Advice("small", tuple(unit.label for unit in small), cause, detail("explain-small-remedy"))
+    for unit in units:  # 3.
+        for parameter in unit.parameters:
+            if parameter.ties:
+                cause = detail("explain-tied", name=parameter.name, ties=some(parameter.ties))
+                yield Advice("tied", (unit.label,), cause, detail("explain-tied-remedy"))
+    for unit in units:  # 4.
+        frozen = [parameter for parameter in unit.parameters if not parameter.trained]
+        if (unit.is_planned or not unit.per_parameter) and 0 < len(frozen) < len(unit.parameters):
+            size = size_of(sum(parameter.numel for parameter in frozen) * unit.compute.itemsize)
+            names = some([parameter.name for parameter in frozen])
+            cause = detail("explain-frozen", num=len(frozen), names=names, size=size)
+            yield Advice("frozen", (unit.label,), cause, detail("explain-frozen-remedy"))
+    for unit in units:  # 5.
+        if unit.low_batch_norms:
+            cause = detail("explain-batch-norm", names=some(unit.low_batch_norms))
+            yield Advice("batch-norm", (unit.label,), cause, detail("explain-batch-norm-remedy"))
+
+
+def some(names: Sequence[str]) -> str:
+    """The first four names as a list in text, and the number of the others."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _candidates(unit: UnitSummary) -> str:
     """The series of names like ``blocks.3.linear.weight`` with the most elements, as text in parentheses."""
-    elements: Counter[str] = Counter()
-    members: dict[str, set[str]] = {}
+    # For each series, the number of elements in each of its modules.
+    elements: dict[str, Counter[str]] = {}
     for parameter in unit.parameters:
         found = re.match(r"(.*?\.)?(\d+)\.", parameter.name)
         if found:
-            series = f"{found[1] or ''}*"
-            elements[series] += parameter.numel
-            members.setdefault(series, set()).add(found[2])
+            elements.setdefault(f"{found[1] or ''}*", Counter())[found[2]] += parameter.numel
     if not elements:
         return ""
-    series = elements.most_common(1)[0][0]
-    return f" (here: the {len(members[series])} modules {series})"
+    series, modules = max(elements.items(), key=lambda item: item[1].total())
+    return f" (here: the {len(modules)} modules {series})"
 
 
-def _small(units: Sequence[UnitSummary]) -> Iterator[Advice]:
-    total, largest = sum(unit.numel for unit in units), max((unit.numel for unit in units), default=0)
-    small = [
-        unit
-        for unit in units
-        if unit.numel < min(KNEE, max(largest / 10, total / 100))
-        and not unit.is_root
-        and len(unit.ranks) * unit.num_replicas > 1
-    ]
-    if small:
-        labels = tuple(unit.label for unit in small)
-        numel = max(unit.numel for unit in small)
-        cause = detail("explain-small", num=len(small), numel=f"{numel:,}", knee=KNEE // 10**6)
-        yield Advice("small", labels, cause, detail("explain-small-remedy"))
+# ---- assumptions ----------------------------------------------------------------------------------------------------
 
 
-def _tied(unit: UnitSummary) -> Iterator[Advice]:
-    for parameter in unit.parameters:
-        if parameter.ties:
-            cause = detail("explain-tied", name=parameter.name, ties=some(parameter.ties))
-            yield Advice("tied", (unit.label,), cause, detail("explain-tied-remedy"))
+def _choices(unit: UnitSummary) -> dict[str, object]:
+    """The choices of which a job has one each, and units may have several."""
+    return {
+        "kind of sharding": "by parameter" if unit.per_parameter else "flat",
+        "number of ranks": (len(unit.ranks), unit.num_replicas),
+        "mesh": len({tuple(parameter.owned) for parameter in unit.parameters}),
+        "stored dtype": unit.stored,
+        "compute dtype": unit.compute,
+        "reduce dtype": unit.reduce,
+        "offload": "host" if unit.offloads else "device",
+        # The root's own has another rule, which the job includes.
+        "resharding after forward": None if unit.is_root else (unit.frees, unit.reshards_to),
+    }
 
 
-def _frozen(unit: UnitSummary) -> Iterator[Advice]:
-    frozen = [parameter for parameter in unit.parameters if not parameter.trained]
-    is_flat = unit.is_planned or not unit.per_parameter
-    if is_flat and 0 < len(frozen) < len(unit.parameters):
-        num_bytes = sum(parameter.numel for parameter in frozen) * unit.compute.itemsize
-        names = some([parameter.name for parameter in frozen])
-        cause = detail("explain-frozen", num=len(frozen), names=names, size=size_of(num_bytes))
-        yield Advice("frozen", (unit.label,), cause, detail("explain-frozen-remedy"))
+def most_common(units: Sequence[UnitSummary]) -> UnitSummary:
+    """A unit with the choices of the most unsharded bytes; not the root's own, if there are others."""
+    candidates = [unit for unit in units if not unit.is_root] or units
+    num_bytes: Counter[tuple[object, ...]] = Counter()
+    for unit in candidates:
+        num_bytes[tuple(_choices(unit).values())] += unit.gathered_bytes
+    return max(candidates, key=lambda unit: num_bytes[tuple(_choices(unit).values())])
 
 
-def _batch_norm(unit: UnitSummary) -> Iterator[Advice]:
-    if unit.low_batch_norms:
-        cause = detail("explain-batch-norm", names=some(unit.low_batch_norms))
-        yield Advice("batch-norm", (unit.label,), cause, detail("explain-batch-norm-remedy"))
+def assumptions(model: nn.Module, units: Sequence[UnitSummary], like: UnitSummary) -> list[str]:
+    """Descriptions of the differences between this model and the job."""
+    found, usual = [], _choices(like)
+    for unit in units:
+        differs = [what for what, choice in _choices(unit).items() if choice and usual[what] and choice != usual[what]]
+        if differs:
+            found.append(detail("explain-differs", unit=unit.label, what=", ".join(differs)))
+    if any(unit.is_planned for unit in units):
+        found.append(detail("explain-planned", type=type_of(model)))
+    nested = [unit.label for unit in units if _is_around_others(unit, units)]
+    if nested:
+        found.append(detail("explain-nested", names=some(nested)))
+    if any(not unit.trained_shapes for unit in units) and any(unit.trained_shapes for unit in units):
+        found.append(detail("explain-frozen-first"))
+    mixed = [unit.label for unit in units if not unit.per_parameter and 0 < len(unit.trained_shapes) < len(unit.shapes)]
+    if mixed:
+        found.append(detail("explain-mixed", names=some(mixed)))
+    left = left_out(model) if is_sharded(model) else []
+    if left:
+        num_bytes = sum(parameter.nbytes for _, parameter in left)
+        found.append(detail("explain-left-out", names=some([name for name, _ in left]), size=size_of(num_bytes)))
+    return found
+
+
+def _is_around_others(unit: UnitSummary, units: Sequence[UnitSummary]) -> bool:
+    return not unit.is_root and any(other.name.startswith(f"{unit.name}.") for other in units)

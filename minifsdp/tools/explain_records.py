@@ -12,8 +12,6 @@ Worked example, ``Linear(3, 5)`` on two ranks. Its 15 weights and 5 biases are s
 Spec: EXPLAIN-02.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -61,17 +59,19 @@ class ParameterSummary:
 class UnitSummary:
     """One unit: the parameters that are all-gathered, resharded and reduced together.
 
+    The default choices are those of ``fully_shard`` for the whole model.
+
     Attributes:
         name: of its module in the model; empty for the model itself.
         type: class of the module.
         parameters: in the order in which they lie in the unit.
         ranks: the global ranks of the shard group.
+        compute: dtype of the unsharded parameters.
+        reduce: dtype in which gradients are reduced.
         num_replicas: number of replicas.
         per_parameter: made by ``fully_shard``, with each parameter sharded separately; otherwise a flat parameter.
         frees: whether it is resharded after forward and all-gathered again for backward.
         reshards_to: ranks that share the parameters between forward and backward, if an integer was chosen.
-        compute: dtype of the unsharded parameters.
-        reduce: dtype in which gradients are reduced.
         offloads: whether the shards are on the host.
         gathered_bytes: of the unsharded parameters, including padding.
         low_batch_norms: names of batch norms in it that compute, or keep statistics, in elements of less than 4 bytes.
@@ -83,16 +83,16 @@ class UnitSummary:
     type: str
     parameters: tuple[ParameterSummary, ...]
     ranks: tuple[int, ...]
-    num_replicas: int
-    per_parameter: bool
-    frees: bool
-    reshards_to: int | None
     compute: torch.dtype
     reduce: torch.dtype
-    offloads: bool
-    gathered_bytes: int
-    low_batch_norms: tuple[str, ...]
-    is_root: bool
+    num_replicas: int = 1
+    per_parameter: bool = True
+    frees: bool = False
+    reshards_to: int | None = None
+    offloads: bool = False
+    gathered_bytes: int = 0
+    low_batch_norms: tuple[str, ...] = ()
+    is_root: bool = True
     is_planned: bool = False
 
     @property

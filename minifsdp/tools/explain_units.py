@@ -19,11 +19,10 @@ remaining parameters were ignored on purpose.
 Spec: EXPLAIN-01, EXPLAIN-02, EXPLAIN-05.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,9 +31,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.flat_tensor import FlatSharding
-from minifsdp.engine.layout import ParamInfo, full_name, owned_parameters
+from minifsdp.engine.layout import Layout, ParamInfo, full_name, owned_parameters
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import rank_of_this_process
+from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.shards import shard_shape
 from minifsdp.engine.unit import Unit, modules_of_unit
 from minifsdp.fsdp1.options import BackwardPrefetch
@@ -42,7 +42,7 @@ from minifsdp.fsdp1.wrapper import Wrapper, clean_name, is_wrapper
 from minifsdp.fsdp2.fsdp_state import state_of, states_in
 from minifsdp.fsdp2.module import FSDPModule
 from minifsdp.tools.explain_records import ParameterSummary, UnitSummary
-from minifsdp.tools.formulas import padded_per_parameter, padded_row
+from minifsdp.tools.formulas import padded_per_parameter
 
 # The names of modules in the model.
 Names = dict[nn.Module, str]
@@ -56,31 +56,27 @@ def units_of(model: nn.Module, num_shards: int | None = None) -> list[UnitSummar
         num_shards: ranks for a planned unit that is the only unit; by default all.
     """
     names: Names = {module: clean_name(name) for name, module in model.named_modules()}
-    units = [*_flat_units(model, names), *_units_in_place(model, names)]
+    units = []
+    for wrapper in Wrapper.fsdp_modules(model):
+        if wrapper._unit is not None:
+            is_root, buffers = wrapper is model, wrapper.mixed_precision.buffer_dtype
+            # The root stays unsharded until its backward, with any strategy.
+            found = _existing(wrapper._unit, names[wrapper], names, is_root=is_root, stays=is_root, buffers=buffers)
+            units.append(found)
+    for name, state in states_in(model):
+        if state.unit is not None:
+            is_root = state is state_of(model)
+            # If not set, the first forward decides: the root stays unsharded.
+            stays = is_root and state.reshard_after_forward is None
+            units.append(_existing(state.unit, "" if is_root else name, names, is_root=is_root, stays=stays))
     if not is_sharded(model):
-        units[:0] = _planned(model, names, units[0] if units else None, num_shards)
+        units += _planned(model, names, units[0] if units else None, num_shards)
     return sorted(units, key=lambda unit: not unit.is_root)
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Whether the outermost module itself is sharded."""
-    return is_wrapper(model) or state_of(model) is not None
-
-
-def left_out(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Parameters that belong to no unit, with their names."""
-    layouts = [unit.layout for unit in _sharded(model)]
-    # Compares places, because the registered tensor changes. The place of a flat parameter is not among them.
-    places = {
-        (slot.module, slot.name) for layout in layouts for owned in layout.parameters for slot in owned.attributes
-    }
-    flat = {parameter for layout in layouts for parameter in layout.local_parameters()}
-    return [
-        (clean_name(full_name(prefix, name)), parameter)
-        for prefix, module in model.named_modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None and (module, name) not in places and parameter not in flat
-    ]
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ``module`` itself is sharded; not whether it contains a sharded module."""
+    return is_wrapper(module) or state_of(module) is not None
 
 
 def type_of(module: nn.Module) -> str:
@@ -91,23 +87,42 @@ def type_of(module: nn.Module) -> str:
     return (made.__bases__[-1] if made.__bases__[0] is FSDPModule else made).__name__
 
 
-def prefetches(model: nn.Module) -> tuple[bool, bool]:
-    """Whether forward, and whether backward, prefetches the next unit before this one has computed."""
-    if isinstance(model, Wrapper):
-        return model.forward_prefetch, model.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+def left_out(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Parameters that belong to no unit, with their names."""
+    layouts = [unit.layout for unit in _sharded(model)]
+    # Compares places, because the registered tensor changes. The place of a flat parameter is not among them.
+    places = {
+        (place.module, place.name) for layout in layouts for info in layout.parameters for place in info.attributes
+    }
+    flat = {parameter for layout in layouts for parameter in layout.local_parameters()}
+    return [
+        (clean_name(full_name(prefix, name)), parameter)
+        for prefix, module in model.named_modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and (module, name) not in places and parameter not in flat
+    ]
+
+
+def choices_of(model: nn.Module) -> dict[str, Any]:
+    """The fields of a `Job` that concern the whole model and not single units."""
+    units = _sharded(model)
     # The defaults of `fully_shard`, unless prefetching was set manually.
-    return False, True
-
-
-def sends_by_itself(model: nn.Module) -> bool:
-    """Whether shards are sent between CPUs by ``engine/gloo.py``; not for a planned unit."""
-    groups = [unit.plan.mesh.shard for unit in _sharded(model) if unit.layout.device.type == "cpu"]
-    return any(group is not None and group.transport is not None for group in groups)
-
-
-def overlaps(model: nn.Module) -> bool:
-    """Whether some reduction overlaps with the next unit's computation; `set_reduction_overlap` can change it."""
-    return not is_sharded(model) or any(unit.plan.overlaps for unit in _sharded(model))
+    forward_prefetch, backward_prefetch = False, True
+    if isinstance(model, Wrapper):
+        forward_prefetch = model.forward_prefetch
+        backward_prefetch = model.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+    groups = [unit.plan.mesh.shard for unit in units if unit.layout.device.type == "cpu"]
+    return {
+        "forward_prefetch": forward_prefetch,
+        "backward_prefetch": backward_prefetch,
+        # Whether some reduction overlaps with the next unit's computation; `set_reduction_overlap` can change it.
+        "overlaps": not is_sharded(model) or any(unit.plan.overlaps for unit in units),
+        # Whether shards are sent between CPUs by ``engine/gloo.py``; not for a planned unit.
+        "by_messages": any(group is not None and group.transport is not None for group in groups),
+        # They may have several dtypes, so they are counted in bytes.
+        "buffers": _buffer_bytes(model),
+        "buffer": torch.uint8,
+    }
 
 
 def _sharded(model: nn.Module) -> list[Unit]:
@@ -116,113 +131,95 @@ def _sharded(model: nn.Module) -> list[Unit]:
     return [unit for unit in units if unit is not None]
 
 
-def buffer_bytes(model: nn.Module) -> int:
+def _buffer_bytes(model: nn.Module) -> int:
     """Bytes of all buffers, in the dtypes that they have from the first forward on. They are not sharded."""
     chosen = {
         module: wrapper.mixed_precision.buffer_dtype
         for wrapper in Wrapper.fsdp_modules(model)
         for _, module in wrapper._own_modules()
     }
-    buffers = {buffer: chosen.get(module) for module in model.modules() for buffer in module._buffers.values()}
-    return sum(
-        buffer.numel() * ((dtype if buffer.is_floating_point() else None) or buffer.dtype).itemsize
-        for buffer, dtype in buffers.items()
-        if buffer is not None
+    num_bytes = {}
+    for module in model.modules():
+        for buffer in module.buffers(recurse=False):
+            dtype = chosen.get(module) if buffer.is_floating_point() else None
+            num_bytes[buffer] = buffer.numel() * (dtype or buffer.dtype).itemsize
+    return sum(num_bytes.values())
+
+
+# ---- units that exist -----------------------------------------------------------------------------------------------
+
+
+def _existing(
+    unit: Unit, name: str, names: Names, *, is_root: bool, stays: bool, buffers: torch.dtype | None = None
+) -> UnitSummary:
+    """Describes a unit.
+
+    Args:
+        unit: of either API.
+        name: of its module in the model.
+        names: those of all modules.
+        is_root: whether it is the unit of the model itself.
+        stays: whether it stays unsharded after forward because it is the root.
+        buffers: the dtype of its buffers, if one was chosen.
+    """
+    layout, mesh, post_forward_mesh = unit.layout, unit.plan.mesh, unit.policy.post_forward_mesh
+    modules = [place.module for info in layout.parameters for place in info.attributes]
+    return UnitSummary(
+        name=name,
+        type=type_of(unit.module),
+        parameters=tuple(_parameters(layout, names)),
+        ranks=_ranks(mesh.shard),
+        num_replicas=mesh.num_ranks // mesh.num_shards,
+        per_parameter=isinstance(layout, PerParameterLayout),
+        frees=unit.policy.reshard_after_forward and not stays,
+        reshards_to=None if post_forward_mesh is None else post_forward_mesh.begin.args[0].size,  # type: ignore[attr-defined]
+        compute=layout.dtype,
+        reduce=unit.precision.reduce or layout.dtype,
+        offloads=layout.offloads,
+        gathered_bytes=layout.num_bytes,
+        low_batch_norms=_low_batch_norms(modules, layout.dtype, buffers, names),
+        is_root=is_root,
     )
 
 
-# ---- the two APIs ---------------------------------------------------------------------------------------------------
-
-
-def _flat_units(model: nn.Module, names: Names) -> Iterator[UnitSummary]:
-    for wrapper in Wrapper.fsdp_modules(model):
-        unit = wrapper._unit
-        if unit is None:
-            continue
-        layout, is_root = unit.layout, wrapper is model
-        trained = [parameter.requires_grad for parameter in layout.local_parameters()]
+def _parameters(layout: Layout, names: Names) -> Iterator[ParameterSummary]:
+    if isinstance(layout, PerParameterLayout):
+        for param in layout.params:
+            places, dtype, trained = _places(param.info, names), param.local_shard.dtype, param.parameter.requires_grad
+            owned = _elements_by_rank(param.shape, param.dim, _ranks(param.mesh_groups.shard))
+            yield ParameterSummary(*places, tuple(param.shape), param.dim, dtype, trained, owned)
+    elif isinstance(layout, FlatLayout):
+        trained_flags = [parameter.requires_grad for parameter in layout.local_parameters()]
         if not layout.use_orig_params:
             # One flat parameter for all.
-            trained *= len(layout.parameters)
-        shapes, numbers = layout.local_shapes, _elements_in_flat(layout.sharding)
-        dtype, ranks = layout.registered.shard.dtype, _ranks(layout.mesh.shard)
-        parameters = [
-            ParameterSummary(
-                *_places(owned.attributes, names),
-                tuple(shape),
-                0,
-                dtype,
-                is_trained,
-                dict(zip(ranks, each, strict=True)),
-            )
-            for owned, shape, is_trained, each in zip(layout.parameters, shapes, trained, numbers, strict=True)
-        ]
-        # The root stays unsharded until its backward, with any strategy.
-        frees = unit.policy.reshard_after_forward and not is_root
-        found = _summary(unit, parameters, names, wrapper.mixed_precision.buffer_dtype)
-        yield replace(found, name=names[wrapper], frees=frees, is_root=is_root)
-
-
-def _units_in_place(model: nn.Module, names: Names) -> Iterator[UnitSummary]:
-    for name, state in states_in(model):
-        unit = state.unit
-        if unit is None:
-            continue
-        parameters = []
-        for param in unit.layout.params:  # type: ignore[attr-defined]
-            owned = _elements_by_rank(param.shape, param.dim, _ranks(param.mesh_groups.shard))
-            trained, dtype = param.parameter.requires_grad, param.local_shard.dtype
-            places = _places(param.info.attributes, names)
-            parameters.append(ParameterSummary(*places, tuple(param.shape), param.dim, dtype, trained, owned))
-        is_root = state is state_of(model)
-        # If not set, the first forward decides: the root stays unsharded.
-        frees = unit.policy.reshard_after_forward and not (is_root and state.reshard_after_forward is None)
-        yield replace(_summary(unit, parameters, names), name="" if is_root else name, frees=frees, is_root=is_root)
+            trained_flags *= len(layout.parameters)
+        dtype = layout.registered.shard.dtype
+        numbers = _elements_in_flat(layout.sharding, _ranks(layout.mesh.shard))
+        each = zip(layout.parameters, layout.local_shapes, trained_flags, numbers, strict=True)
+        for info, shape, trained, owned in each:
+            yield ParameterSummary(*_places(info, names), tuple(shape), 0, dtype, trained, owned)
 
 
 def _ranks(group: Group | None) -> tuple[int, ...]:
     return (rank_of_this_process(),) if group is None else group.ranks
 
 
-def _places(slots: Sequence[ParamInfo], names: Names) -> tuple[str, tuple[str, ...]]:
+def _places(info: ParamInfo, names: Names) -> tuple[str, tuple[str, ...]]:
     """The name of a parameter, and the names of its ties."""
-    first, *ties = [full_name(names[slot.module], slot.name) for slot in slots]
+    first, *ties = [full_name(names[place.module], place.name) for place in info.attributes]
     return first, tuple(ties)
 
 
-def _elements_in_flat(sharding: FlatSharding) -> list[tuple[int, ...]]:
+def _elements_in_flat(sharding: FlatSharding, ranks: Sequence[int]) -> list[dict[int, int]]:
     """The number of elements that each rank stores, for each parameter in a flat parameter."""
-    ranges = [sharding.param_ranges(index) for index in range(sharding.num_shards)]
-    return [tuple(part.stop - part.start for part in parts) for parts in zip(*ranges, strict=True)]
+    ranges = {rank: sharding.param_ranges(index) for index, rank in enumerate(ranks)}
+    numbers = range(len(sharding.numels))
+    return [{rank: parts[number].stop - parts[number].start for rank, parts in ranges.items()} for number in numbers]
 
 
 def _elements_by_rank(shape: torch.Size, dim: int, ranks: Sequence[int]) -> dict[int, int]:
     """The number of elements that each rank stores, for a parameter that is sharded separately."""
     return {rank: shard_shape(shape, dim, len(ranks), index).numel() for index, rank in enumerate(ranks)}
-
-
-def _summary(
-    unit: Unit, parameters: Sequence[ParameterSummary], names: Names, buffers: torch.dtype | None = None
-) -> UnitSummary:
-    """The fields that are read in the same way for both APIs."""
-    layout, mesh, post_forward_mesh = unit.layout, unit.plan.mesh, unit.policy.post_forward_mesh
-    inside = [slot.module for owned in layout.parameters for slot in owned.attributes]
-    return UnitSummary(
-        name="",
-        type=type_of(unit.module),
-        parameters=tuple(parameters),
-        ranks=_ranks(mesh.shard),
-        num_replicas=mesh.num_ranks // mesh.num_shards,
-        per_parameter=not isinstance(layout, FlatLayout),
-        frees=unit.policy.reshard_after_forward,
-        reshards_to=None if post_forward_mesh is None else post_forward_mesh.begin.args[0].size,  # type: ignore[attr-defined]
-        compute=layout.dtype,
-        reduce=unit.precision.reduce or layout.dtype,
-        offloads=layout.offloads,
-        gathered_bytes=layout.num_bytes,
-        low_batch_norms=_low_batch_norms(inside, layout.dtype, buffers, names),
-        is_root=False,
-    )
 
 
 def _low_batch_norms(
@@ -242,44 +239,48 @@ def _low_batch_norms(
 
 
 def _planned(model: nn.Module, names: Names, like: UnitSummary | None, num_shards: int | None) -> Iterator[UnitSummary]:
-    """The remaining parameters as the unit that sharding the whole model would make; nothing if there are none."""
-    owners = modules_of_unit([model], lambda module: is_wrapper(module) or state_of(module) is not None)
+    """The remaining parameters as the unit that sharding the whole model would make; nothing if there are none.
+
+    Args:
+        model: not sharded itself.
+        names: those of all modules.
+        like: an existing unit, whose choices the planned one has as well.
+        num_shards: see `units_of`.
+    """
+    owners = modules_of_unit([model], is_sharded)
     left = owned_parameters(owners, set())
     if not left:
         return
-    all_ranks = num_shards or (dist.get_world_size() if dist.is_initialized() else 1)
-    ranks = like.ranks if like else tuple(range(all_ranks))
-    is_flat = like is not None and not like.per_parameter
+    if like is None:
+        num_ranks = num_shards or (dist.get_world_size() if dist.is_initialized() else 1)
+        stored = max(left, key=lambda parameter: parameter.numel()).dtype
+        like = UnitSummary("", "", (), tuple(range(num_ranks)), stored, stored)
     shapes = [tuple(parameter.shape) or (1,) for parameter in left]
-    stored = max(left, key=lambda parameter: parameter.numel()).dtype
-    compute = like.compute if like else stored
-    numel = (padded_row if is_flat else padded_per_parameter)(shapes, len(ranks))
-    parameters = tuple(
-        ParameterSummary(*_places(owned.attributes, names), shape, 0, parameter.dtype, parameter.requires_grad, each)
-        for (parameter, owned), shape, each in zip(left.items(), shapes, _cut(shapes, ranks, is_flat), strict=True)
-    )
-    yield UnitSummary(
+    numel, numbers = _elements_in_plan(shapes, like.ranks, is_flat=not like.per_parameter)
+    parameters = [
+        ParameterSummary(*_places(info, names), shape, 0, parameter.dtype, parameter.requires_grad, owned)
+        for (parameter, info), shape, owned in zip(left.items(), shapes, numbers, strict=True)
+    ]
+    yield replace(
+        like,
         name="",
         type=type_of(model),
-        parameters=parameters,
-        ranks=ranks,
-        num_replicas=like.num_replicas if like else 1,
-        per_parameter=not is_flat,
+        parameters=tuple(parameters),
         frees=False,
         reshards_to=None,
-        compute=compute,
-        reduce=like.reduce if like else stored,
-        offloads=like is not None and like.offloads,
-        gathered_bytes=numel * compute.itemsize,
-        low_batch_norms=_low_batch_norms((module for _, module in owners), compute, None, names),
+        gathered_bytes=numel * like.compute.itemsize,
+        low_batch_norms=_low_batch_norms((module for _, module in owners), like.compute, None, names),
         is_root=True,
         is_planned=True,
     )
 
 
-def _cut(shapes: Sequence[tuple[int, ...]], ranks: Sequence[int], is_flat: bool) -> list[dict[int, int]]:
-    """The number of elements that each rank will store, for parameters that are not sharded yet."""
-    if not is_flat:
-        return [_elements_by_rank(torch.Size(shape), 0, ranks) for shape in shapes]
-    numbers = _elements_in_flat(FlatSharding(tuple(map(prod, shapes)), len(ranks)))
-    return [dict(zip(ranks, each, strict=True)) for each in numbers]
+def _elements_in_plan(
+    shapes: Sequence[tuple[int, ...]], ranks: Sequence[int], *, is_flat: bool
+) -> tuple[int, list[dict[int, int]]]:
+    """The number of elements with padding, and for each parameter the number of elements that each rank will store."""
+    if is_flat:
+        sharding = FlatSharding(tuple(map(prod, shapes)), len(ranks))
+        return sharding.padded_numel, _elements_in_flat(sharding, ranks)
+    numbers = [_elements_by_rank(torch.Size(shape), 0, ranks) for shape in shapes]
+    return padded_per_parameter(shapes, len(ranks)), numbers

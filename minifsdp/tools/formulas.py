@@ -1,9 +1,9 @@
-"""Formulas from papers, one function for each quantity, on plain numbers.
+"""Formulas from papers, one function for each quantity, on plain numbers; and numbers of bytes as text.
 
 They are separate from the other modules, so that they can be compared with a paper. The peaks of a job are in
 ``peaks.py``, and ``cost.py`` explains the combined numbers.
 
-Worked example: of a unit of 9 elements each of 2 ranks stores 5 (`padded_row` returns 10). In the all-gather of its 40
+Worked example: of a unit of 9 elements each of 2 ranks stores 5 (`padded_flat` returns 10). In the all-gather of its 40
 bytes, each rank sends ``40 * 1 / 2 = 20`` (`gather_sends`).
 
 *In torch:* nothing comparable.
@@ -19,7 +19,7 @@ Shape = Sequence[int]
 # ---- stored ---------------------------------------------------------------------------------------------------------
 
 
-def padded_row(shapes: Sequence[Shape], num_shards: int) -> int:
+def padded_flat(shapes: Sequence[Shape], num_shards: int) -> int:
     """Elements of a unit whose parameters are concatenated and padded to a multiple of ``num_shards``."""
     numel = sum(prod(shape) for shape in shapes)
     return -(-numel // num_shards) * num_shards
@@ -92,3 +92,13 @@ def hybrid_cross_host_as_printed(num_bytes: float, num_ranks: int, per_host: int
     has W / G ranks. With W = 16, G = 8, M = 1 the printed formula gives 0.234; exactly 0.125 is sent.
     """
     return 2 * num_bytes * (num_ranks - 1) / (per_host * num_ranks)
+
+
+# ---- as text --------------------------------------------------------------------------------------------------------
+
+
+def size_of(num_bytes: float) -> str:
+    """A number of bytes as text: ``"4.2 MB"``; a MB is 10**6 bytes."""
+    units = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+    large = (f"{num_bytes / factor:.3g} {unit}" for unit, factor in units if num_bytes >= factor)
+    return next(large, f"{num_bytes:g} B")

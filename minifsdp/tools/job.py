@@ -21,7 +21,7 @@ from functools import cached_property
 
 import torch
 
-from minifsdp.tools.formulas import Shape, padded_per_parameter, padded_row
+from minifsdp.tools.formulas import Shape, padded_flat, padded_per_parameter
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Job:
 
     def numel(self, shapes: Sequence[Shape]) -> int:
         """Elements of a unit with these parameters, including padding."""
-        return (padded_per_parameter if self.per_parameter else padded_row)(shapes, self.shards)
+        return (padded_per_parameter if self.per_parameter else padded_flat)(shapes, self.shards)
 
     @cached_property
     def sizes(self) -> list[float]:

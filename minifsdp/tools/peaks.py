@@ -25,8 +25,6 @@ in the output buffer. The same unit of 4000 bytes on four ranks, with shards of 
 Spec: COST-03, COST-07, COST-08, COST-19 to COST-21.
 """
 
-from collections.abc import Sequence
-
 from minifsdp.tools.job import Job
 
 
@@ -46,80 +44,80 @@ def peak_of_forward(job: Job) -> float:
 
 def peak_of_backward(job: Job, number: int) -> float:
     """Peak bytes, without the stored ones, in the backward of micro-batch ``number`` (COST-03, COST-07, COST-08)."""
-    units = job.sizes
     # The root's unit is the last one, if it has parameters of its own.
-    at_work = range(0 if units[0] else 1, len(units))
-    return job.to_smaller_mesh + max((_moment(job, units, i, number) for i in at_work), default=job.kept(0))
+    indices = range(0 if job.sizes[0] else 1, len(job.sizes))
+    return job.to_smaller_mesh + max((_peak_of_unit(job, i, number) for i in indices), default=job.kept(0))
 
 
-def _moment(job: Job, units: Sequence[float], i: int, number: int) -> float:
+def _peak_of_unit(job: Job, i: int, number: int) -> float:
     """Peak bytes while the gradient of unit ``i`` is computed and its reduction is issued."""
-    gradients, last = job.gradients, _reduced_last(job, i)
-    here, after = gradients[i], sum(gradients[last : last + 1]) if job.overlaps else 0.0
-    beside = _gathered_elsewhere(job, units, i) + _gradients_elsewhere(job, i, number) + job.kept(i)
-    gathered = 0.0 if job.is_borrowed else units[i]
-    twice = gathered + 2 * here if job.puts_together(i) else 0.0
+    others = _other_unsharded(job, i) + _other_gradients(job, i, number) + job.kept(i)
+    unsharded = 0.0 if job.is_borrowed else job.sizes[i]
+    gradient = job.gradients[i]
+    computing = unsharded + max(gradient, _deferred(job, i))
+    concatenating = unsharded + 2 * gradient if job.puts_together(i) else 0.0
     if not job.reduces(number):
-        return beside + max(gathered + here, twice, gathered + _deferred(job, units, i))
+        return others + max(computing, concatenating)
     # While gradients are computed, the reduction of the previous unit runs. Only its output is left when this unit's
     # gradients are concatenated or packed, which needs them twice. It is completed when the reduction of this unit has
     # been issued, and cast if the stored dtype differs from the reduce dtype.
-    left = _local_shard(job, after)
-    cast = job.settled(after) if job.stored.itemsize != job.reduce_width else 0.0
+    last = _reduced_last(job, i)
+    previous = sum(job.gradients[last : last + 1]) if job.overlaps else 0.0
+    output = _reduced(job, previous) / job.shards
+    cast = job.settled(previous) if job.stored.itemsize != job.reduce_width else 0.0
     stages = [
-        _reduction(job, after) + gathered + max(here, _deferred(job, units, i)),
-        left + twice,
-        left + _reduction(job, here) + cast,
+        _reduction(job, previous) + computing,
+        output + concatenating,
+        output + _reduction(job, gradient) + cast,
     ]
     if job.sorts or job.reduce_width != job.width:
         # Sorted by rank, or cast, into a separate buffer.
-        stages.append(left + here + here * job.reduce_width / job.width)
-    return beside + max(stages)
+        stages.append(output + gradient + _reduced(job, gradient))
+    return others + max(stages)
 
 
-def _deferred(job: Job, units: Sequence[float], i: int) -> float:
+def _deferred(job: Job, i: int) -> float:
     """Bytes of the previous unit if it is frozen and flat: its backward ends only with its input gradients."""
-    if job.per_parameter or job.keeps or i + 1 == len(units) or job.gradients[i + 1]:
+    if job.per_parameter or job.keeps or i + 1 == len(job.sizes) or job.gradients[i + 1]:
         return 0.0
-    return units[i + 1]
+    return job.sizes[i + 1]
 
 
 def _reduced_last(job: Job, i: int) -> int:
     """The unit that was reduced before unit ``i``: the next one in the order of forward that has a gradient."""
-    gradients = job.gradients
-    return next((j for j in range(i + 1, len(gradients)) if gradients[j]), len(gradients))
+    return next((j for j in range(i + 1, len(job.gradients)) if job.gradients[j]), len(job.gradients))
+
+
+def _reduced(job: Job, size: float) -> float:
+    """Bytes in the reduce dtype of a gradient that has ``size`` bytes in the compute dtype."""
+    return size * job.reduce_width / job.width
 
 
 def _reduction(job: Job, size: float) -> float:
     """Bytes of the reduction of a unit of ``size`` bytes: its input, its output, and received shards."""
-    whole = size * job.reduce_width / job.width
+    unsharded = _reduced(job, size)
     if job.shards == 1:
-        return whole  # an unsharded gradient is summed in place
-    return whole + _local_shard(job, size) * (job.shards - 1 if job.by_messages else 1)
+        return unsharded  # an unsharded gradient is summed in place
+    return unsharded + unsharded / job.shards * (job.shards - 1 if job.by_messages else 1)
 
 
-def _local_shard(job: Job, size: float) -> float:
-    """Bytes of the output of a reduction."""
-    return size * job.reduce_width / job.width / job.shards
-
-
-def _gathered_elsewhere(job: Job, units: Sequence[float], i: int) -> float:
+def _other_unsharded(job: Job, i: int) -> float:
     """Bytes of the unsharded units other than number ``i``; the root's own parameters stay until the end."""
     if job.is_borrowed or i == 0:
         return 0.0
     if job.keeps:
-        return sum(units[:i])
-    return units[0] + (units[i - 1] if job.backward_prefetch and i > 1 else 0.0)
+        return sum(job.sizes[:i])
+    return job.sizes[0] + (job.sizes[i - 1] if job.backward_prefetch and i > 1 else 0.0)
 
 
-def _gradients_elsewhere(job: Job, i: int, number: int) -> float:
+def _other_gradients(job: Job, i: int, number: int) -> float:
     """Bytes of gradients that are neither being computed nor being reduced, in the backward of unit ``i``."""
-    units = job.gradients
+    gradients = job.gradients
     # The gradient of the root is complete only at the end, because some of its parameters are used first in forward.
-    waiting = units[0] if i else 0.0
+    root = gradients[0] if i else 0.0
     if number and not job.no_sync:
-        return waiting + job.settled(sum(units))
+        return root + job.settled(sum(gradients))
     if not job.reduces(number):
-        return waiting + sum(units if number else units[i + 1 :])
-    unreduced = sum(units[: i + 1]) if number else 0.0
-    return waiting + unreduced + job.settled(sum(units[_reduced_last(job, i) + job.overlaps :]))
+        return root + sum(gradients if number else gradients[i + 1 :])
+    unreduced = sum(gradients[: i + 1]) if number else 0.0
+    return root + unreduced + job.settled(sum(gradients[_reduced_last(job, i) + job.overlaps :]))

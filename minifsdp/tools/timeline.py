@@ -39,6 +39,7 @@ import jinja2
 
 from minifsdp.engine.messages import message
 from minifsdp.tools.events import STREAMS, EventsPerRank, from_zero, gathered_bytes, peak_gathered_bytes, rows_of
+from minifsdp.tools.formulas import size_of
 from minifsdp.trace import Event
 
 BOXES = ("F", "B", "AG", "RS", "AR")
@@ -93,10 +94,6 @@ class _Sheet:
         x = self.x(event.start)
         self.shapes.append(_SHAPES.mark(event.kind, x, y, _SHAPES.tip(event), self.x(event.end) - x))
 
-    def finished(self, height: float, title: str) -> str:
-        """The whole document."""
-        return str(_SHAPES.document(self.width, height, title, self.ground + self.shapes))
-
 
 def svg(
     events_per_rank: EventsPerRank,
@@ -137,7 +134,7 @@ def svg(
     for rank, events in enumerate(ranks):
         y = _draw_rank(sheet, y, f"rank {rank}", events, streams)
     _draw_grid(sheet, top, y)
-    return sheet.finished(y + 34, title)
+    return str(_SHAPES.document(width, y + 34, title, sheet.ground + sheet.shapes))
 
 
 def _draw_heading(sheet: _Sheet, events: Sequence[Event], title: str, *captions: str) -> float:
@@ -200,17 +197,12 @@ def _label(event: Event, width: float) -> str:
 def _draw_memory(sheet: _Sheet, y: float, events: Sequence[Event]) -> float:
     """Draws the unsharded bytes as steps, with the same scale for all ranks."""
     peak, floor = peak_gathered_bytes(events), y + _MEMORY
-    sheet.stream(y, _MEMORY, "gathered", f"peak {_size(peak)}")
+    sheet.stream(y, _MEMORY, "gathered", f"peak {size_of(peak)}")
     if peak:
         scale = (_MEMORY - 4) / sheet.num_bytes
         stairs = [(sheet.x(seconds), floor - scale * num_bytes) for seconds, num_bytes in gathered_bytes(events)]
         sheet.shapes.append(_SHAPES.memory(stairs, floor, sheet.width - _RIGHT))
     return floor + _GAP
-
-
-def _size(num_bytes: int) -> str:
-    units = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1))
-    return next((f"{num_bytes / factor:.3g} {unit}" for unit, factor in units if num_bytes >= factor), "0 B")
 
 
 def _draw_grid(sheet: _Sheet, top: float, bottom: float) -> None:

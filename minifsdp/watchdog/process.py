@@ -27,6 +27,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import weakref
 from types import FrameType, TracebackType
 from typing import Any
@@ -56,18 +57,18 @@ def start() -> None:
         return
     is_host = isinstance(own, TCPStore) and dist.get_rank() == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
     log.watchdog = Watchdog(store, is_host, handles_sigterm)
-    _watch_signals(log.watchdog)
+    _watch_signals()
 
 
 def _stop(_: Any) -> None:
     """The default process group was destroyed."""
     if sys.is_finalizing():
         return
+    _leave_signals()
     watchdog, log.watchdog = log.watchdog, None
     log.clear()
     atexit.unregister(at_exit)
     if watchdog is not None:
-        _leave_signals(watchdog)
         watchdog.stop()
     _let_threads_finish()
 
@@ -94,7 +95,7 @@ def _let_threads_finish() -> None:
 
 
 def _leave_exit_record(watchdog: Watchdog) -> None:
-    ended, is_wrong = report.IN_ORDER, False
+    ended = report.IN_ORDER
     # Python keeps an uncaught exception here, whichever hook prints it. A shell keeps there what it has shown: such an
     # exception did not pass through the first frame of the program.
     trace = getattr(sys, "last_traceback", None)
@@ -106,24 +107,22 @@ def _leave_exit_record(watchdog: Watchdog) -> None:
         read_all()
     except RuntimeError as differs:
         print(differs, file=sys.stderr, flush=True)
-        ended, is_wrong = "by RuntimeError: the ranks issued different collectives", True
-    if error is not None and _is_of_backend(error):
-        print(message("sent-by-others", report=watchdog.ask(None)), file=sys.stderr, flush=True)
-    watchdog.leave(ended, is_failure=error is not None or is_wrong)
-    if is_wrong:
+        ended = "by RuntimeError: the ranks issued different collectives"
         # The status shows that the results of the program are wrong.
         log.exit_status = _ExitStatus(1)
+    if error is not None and _is_of_backend(error):
+        print(message("sent-by-others", report=watchdog.ask(None)), file=sys.stderr, flush=True)
+    watchdog.leave(ended)
 
 
 def _line_of(trace: TracebackType | None) -> str:
     """The line of the program that raised an error, and the function that it called."""
     place, inside = "outside of the program", None
-    while trace is not None:
-        if trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] not in NOT_THE_PROGRAM:
-            place, inside = where(trace.tb_frame.f_code, trace.tb_lineno), None
+    for frame, line in traceback.walk_tb(trace):
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in NOT_THE_PROGRAM:
+            place, inside = where(frame.f_code, line), None
         elif inside is None:
-            inside = trace.tb_frame.f_code
-        trace = trace.tb_next
+            inside = frame.f_code
     return f"in {called(inside)}, {place}" if inside else place
 
 
@@ -143,26 +142,26 @@ class _ExitStatus:
         self._end()
 
 
-def _watch_signals(watchdog: Watchdog) -> None:
+def _watch_signals() -> None:
     """Lets SIGTERM wake the watchdog, unless the program handles the signal, or wake-ups, itself."""
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    if log.watchdog is None or not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         return
     signal.signal(signal.SIGTERM, _wait_for_report)
-    before = signal.set_wakeup_fd(watchdog.wake_up_end, warn_on_full_buffer=False)
+    before = signal.set_wakeup_fd(log.watchdog.wake_up_end, warn_on_full_buffer=False)
     if before != -1:
         signal.set_wakeup_fd(before)
     _watch_forks()
 
 
-def _leave_signals(watchdog: Watchdog) -> None:
+def _leave_signals() -> None:
     """Removes what `_watch_signals` installed, and nothing else."""
-    if threading.current_thread() is not threading.main_thread():
+    if log.watchdog is None or threading.current_thread() is not threading.main_thread():
         return
-    if signal.getsignal(signal.SIGTERM) is _wait_for_report:
+    if handles_sigterm():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     before = signal.set_wakeup_fd(-1)
-    if before not in (-1, watchdog.wake_up_end):
+    if before not in (-1, log.watchdog.wake_up_end):
         signal.set_wakeup_fd(before)
 
 
@@ -182,23 +181,13 @@ def _wait_for_report(number: int, frame: FrameType | None) -> None:
 
 @functools.cache
 def _watch_forks() -> None:
-    # Once, because Python cannot remove them.
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_forget_in_child)
-
-
-def _before_fork() -> None:
-    """A signal that a new child gets at once must not wake its parent's watchdog."""
-    if log.watchdog is not None:
-        _leave_signals(log.watchdog)
-
-
-def _after_fork() -> None:
-    if log.watchdog is not None:
-        _watch_signals(log.watchdog)
+    """Registers functions that run at each fork. Called once, because Python cannot remove them."""
+    # `before`, so that a signal that a new child gets at once does not wake its parent's watchdog.
+    os.register_at_fork(before=_leave_signals, after_in_parent=_watch_signals, after_in_child=_forget_in_child)
 
 
 def _forget_in_child() -> None:
     """A forked process, such as a worker of a data loader, is no rank."""
-    watchdog, log.watchdog = log.watchdog, None
-    if watchdog is not None:
-        _leave_signals(watchdog)
+    # A fork in another thread than the main thread has left the handler in place until now.
+    _leave_signals()
+    log.watchdog = None

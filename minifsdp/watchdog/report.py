@@ -54,7 +54,6 @@ from minifsdp.engine.messages import rank_of_this_process, way_out_of_main_threa
 
 State = dict[str, Any]
 Line = list[Any]  # sequence, epoch, number, what, where, iteration, bytes, identity
-Process = list[str]  # machine and number
 EXIT_RECORD = 1 << 60  # the number of an answer to all questions
 HASTE = 0.05  # seconds between two reads while answers are expected
 _HOST = 0  # the rank that hosts the store, if no launcher does
@@ -213,7 +212,7 @@ class Findings(NamedTuple):
 # --- processes of this machine ---
 
 
-def this_process() -> Process:
+def this_process() -> list[str]:
     """Machine and number of this process; the machine is empty if unknown, as on systems other than Linux.
 
     The machine is its boot ID and the PID namespace, which differs between two containers on one machine.
@@ -225,8 +224,8 @@ def this_process() -> Process:
         return ["", str(os.getpid())]
 
 
-def has_ended(process: Process) -> bool:
-    """Whether a process of this machine has ended, including a process that its parent has not reaped yet."""
+def has_ended(process: list[str]) -> bool:
+    """Whether a process of this machine (see `this_process`) has ended, even if its parent has not reaped it yet."""
     machine, number = process
     if not machine or machine != this_process()[0]:
         return False

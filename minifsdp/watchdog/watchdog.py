@@ -72,8 +72,8 @@ class Watchdog:
         self._is_host, self._handles_sigterm = is_host, handles_sigterm
         self._channel = StoreChannel(store, self._answer)
         self._pipe_end, self.wake_up_end = os.pipe()
-        for end in (self._pipe_end, self.wake_up_end):
-            os.set_blocking(end, False)
+        # As `signal.set_wakeup_fd` requires.
+        os.set_blocking(self.wake_up_end, False)
         self._answered, self._answered_at, self._listed = 0, 0.0, 0
         self._asking = threading.Lock()
         self._wanted: list[Position | None] = []
@@ -81,7 +81,7 @@ class Watchdog:
         self._stuck_at: Any = None
         self._stuck_since, self._patience = 0.0, PATIENCE
         self._has_printed = self._has_sigterm = False
-        self._ended, self._has_left, self._stopped = "", threading.Event(), threading.Event()
+        self._ended, self._stopped = "", threading.Event()
         self.failed_at = ""
         # The first look is immediate: from then on other ranks can see whether this process has ended.
         self._wake()
@@ -108,19 +108,20 @@ class Watchdog:
             os.close(self._pipe_end)
             os.close(self.wake_up_end)
 
-    def leave(self, ended: str, *, is_failure: bool) -> None:
+    def leave(self, ended: str) -> None:
         """Publishes an exit record, because the program ends.
 
         If this process hosts the store, it stays for two ticks, in which the other watchdogs copy the record. After a
         failure it stays until all ranks have ended, for a few seconds at most, so that they can still ask each other.
         """
+        is_failure = ended != report.IN_ORDER
         if is_failure and self._is_host:
             # Ends the waits of all other ranks at once.
             for sequence in list(log.sequences.values()):
                 close(sequence.process_group())
         self._ended = ended
         self._wake()
-        self._has_left.wait(LIMIT)
+        self.thread.join(LIMIT)
         if self._is_host:
             with suppress(Exception):
                 self._channel.states(EXIT_RECORD, 2 * LIMIT if is_failure else 2 * TICK)
@@ -139,23 +140,21 @@ class Watchdog:
     def _run(self) -> None:
         while not (self._ended or self._stopped.is_set()):
             try:
-                self._look(self._signals())
+                self._look()
             except Exception:
                 # The store's host has ended, or anything else. The next look may not need it.
                 self._stopped.wait(TICK)
         if self._ended:
             with suppress(Exception):
                 self._publish_exit(self._ended)
-        self._has_left.set()
         self._is_found.set()
 
-    def _signals(self) -> bytes:
-        """Waits for the next look. Returns the numbers of signals, and zeros of `_wake`."""
+    def _look(self) -> None:
+        """Sleeps for a moment or until it is woken, and then does what is due."""
         was_asked = time.monotonic() - self._answered_at < PATIENCE
         ready, _, _ = select.select([self._pipe_end], [], [], HASTE if was_asked else TICK)
-        return os.read(self._pipe_end, 64) if ready else b""
-
-    def _look(self, signals: bytes) -> None:
+        # The numbers of signals, and zeros of `_wake`.
+        signals = os.read(self._pipe_end, 64) if ready else b""
         if self._has_sigterm or (signal.SIGTERM in signals and self._handles_sigterm()):
             self._end_by_sigterm()
         if self._wanted:

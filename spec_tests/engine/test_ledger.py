@@ -195,7 +195,7 @@ def test_a_handler_of_the_programs_own_is_left_alone_and_a_forked_process_has_no
 
     signal.signal(signal.SIGTERM, mine)
     try:
-        process._watch_signals(log.watchdog)
+        process._watch_signals()
         assert signal.getsignal(signal.SIGTERM) is mine
         # The watchdog does not report a signal that the program handles.
         assert not process.handles_sigterm()

@@ -202,7 +202,7 @@ def test_a_sigterm_is_reported_though_the_main_thread_is_stuck(tmp_path: Path) -
     assert "this process got SIGTERM" in said
     # Rank 1 has answered, although its main thread waits in C++.
     assert re.search(r"rank 1: .*deviate.py:\d+, iteration \d+; last sent", said)
-    [file] = tmp_path.glob(f"minifsdp-ledger-*-rank0-{processes[0].pid}.json")
+    [file] = tmp_path.glob(f"minifsdp-ledger-*-rank0-{processes[0].pid}-*.json")
     done = run_module("minifsdp.ledger", str(file), "--last", "6", folder=ROOT, environment=os.environ)
     assert done.returncode == 0, done.stderr
     assert "Where every rank is:" in done.stdout

@@ -151,13 +151,13 @@ def test_peak_parameter_memory_is_that_of_the_fsdp_paper() -> None:
     ("numel", "num_shards", "padded"), [(15, 16, 16), (16, 16, 16), (1, 8, 8), (0, 4, 0), (9, 2, 10)]
 )
 def test_bucket_padding_is_smaller_than_number_of_ranks(numel: int, num_shards: int, padded: int) -> None:
-    assert formulas.padded_row([(numel,)], num_shards) == padded
+    assert formulas.padded_flat([(numel,)], num_shards) == padded
     assert 0 <= padded - numel < num_shards
 
 
 def test_bucket_is_padded_once_and_parameters_individually() -> None:
     shapes = [(3, 4), (3,), (5,)]
-    assert formulas.padded_row(shapes, 2) == 20
+    assert formulas.padded_flat(shapes, 2) == 20
     assert formulas.padded_per_parameter(shapes, 2) == 16 + 4 + 6
 
 

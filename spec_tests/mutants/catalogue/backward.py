@@ -154,7 +154,7 @@ MUTANTS = [
     Mutant(
         "step-while-summoned",
         "OptimizerWatch.check_reduced",
-        "if not self.summoned.isdisjoint(chosen):",
+        "if not self.summoned.isdisjoint(layouts):",
         "if False:",
         "An optimizer steps on summoned parameters that are overwritten later.",
         "FUZZ-06",
@@ -610,8 +610,8 @@ MUTANTS = [
     ),
     Mutant(
         "closures-leave-sums",
-        "OptimizerWatch._close_and_check",
-        "        self._check_gradients_of(optimizer)\n",
+        "OptimizerWatch._before_step.checked_closure",
+        "            self._check_gradients_of(optimizer)\n",
         "",
         "A closure can leave gradients that were never reduced.",
         "NOSYNC-10",
@@ -620,7 +620,7 @@ MUTANTS = [
         "every-optimizer-answers-for-all",
         "OptimizerWatch._check_gradients_of",
         "[layout for layout in self._layouts_of(optimizer) if layout in marked]",
-        "list(self._unreduced)",
+        "list(self.unreduced)",
         "The step of an optimizer with other parameters is also refused.",
         "NOSYNC-10",
     ),

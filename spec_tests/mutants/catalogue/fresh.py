@@ -57,9 +57,9 @@ MUTANTS = [
     ),
     Mutant(
         "a-closure-is-no-part-of-the-step",
-        "OptimizerWatch._close_and_check",
-        "        self._count_step(optimizer)\n        return loss",
-        "        return loss",
+        "OptimizerWatch._before_step.checked_closure",
+        "            self._count_step(optimizer)\n            return loss",
+        "            return loss",
         "Parameters all-gathered in a closure count as newer than the step that follows.",
         "FRESH-04",
     ),

@@ -74,7 +74,7 @@ MUTANTS = [
     Mutant(
         "a-child-wakes-its-parent",
         "_forget_in_child",
-        "_leave_signals(watchdog)",
+        "_leave_signals()",
         "pass",
         "A forked process keeps the signal handler of its parent.",
         "LEDGER-06",
@@ -82,8 +82,8 @@ MUTANTS = [
     Mutant(
         "reports-follow-links",
         "_write",
-        "os.O_EXCL | os.O_NOFOLLOW",
-        "os.O_TRUNC",
+        'tempfile.NamedTemporaryFile("w", dir=folder, prefix=prefix, suffix=".json", delete=False)',
+        'Path(folder, f"{prefix}.json").open("w")',
         "A report is written through a symbolic link of another user.",
         "LEDGER-20",
     ),

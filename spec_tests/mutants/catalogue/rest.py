@@ -140,7 +140,7 @@ MUTANTS = [
     ),
     Mutant(
         "rows-are-priced-without-padding",
-        "padded_row",
+        "padded_flat",
         "-(-numel // num_shards) * num_shards",
         "numel",
         "The calculator omits padding.",
@@ -332,7 +332,7 @@ MUTANTS = [
     ),
     Mutant(
         "a-hundred-percent-are-the-border",
-        "_dominant",
+        "advice_for",
         "unit.numel > DOMINANT * total",
         "unit.numel > total",
         "explain() does not warn of a unit that contains nearly the whole model.",
@@ -340,7 +340,7 @@ MUTANTS = [
     ),
     Mutant(
         "small-beside-a-small-one",
-        "_small",
+        "advice_for",
         "min(KNEE, max(largest / 10, total / 100))",
         "KNEE",
         "explain() warns of small units although every unit is small.",
@@ -356,7 +356,7 @@ MUTANTS = [
     ),
     Mutant(
         "frozen-parts-have-states",
-        "job_for",
+        "_job_for",
         "[root.trained_shapes if root else [], *(unit.trained_shapes for unit in others)]",
         "[root.shapes if root else [], *(unit.shapes for unit in others)]",
         "explain() counts optimizer states for frozen parameters.",
