@@ -45,4 +45,4 @@ def test_docs_mark_wrapper_mixed_precision_as_experimental() -> None:
 @pytest.mark.pure
 @pytest.mark.spec("ORIG-06")
 def test_docs_do_not_guarantee_shard_of_param_on_rank() -> None:
-    assert says(r"`use_orig_params=True`.*[Ww]hich part is not guaranteed.*`summon_full_params`")
+    assert says(r"`use_orig_params=True`.*part is not guaranteed.*`summon_full_params`")
