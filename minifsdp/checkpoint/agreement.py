@@ -93,13 +93,13 @@ def refuse_together(groups: Sequence[Group], problems: Sequence[str], opening: s
     Raises:
         StateDictMismatchError: some rank has a problem. The message lists the ranks of each problem.
     """
-    who: dict[str, list[str]] = {}
+    ranks_with: dict[str, list[str]] = {}
     for rank, found in exchange(groups, list(problems)).items():
         for problem in found:
-            who.setdefault(problem, []).append(f"rank {rank}")
-    if not who:
+            ranks_with.setdefault(problem, []).append(f"rank {rank}")
+    if not ranks_with:
         return
-    lines = [f"{some(ranks)}: {problem}" for problem, ranks in who.items()]
+    lines = [f"{some(ranks)}: {problem}" for problem, ranks in ranks_with.items()]
     if len(lines) > MOST_LINES:
         lines[MOST_LINES:] = [f"and {len(lines) - MOST_LINES} more"]
     where = " on every rank" if groups else ""

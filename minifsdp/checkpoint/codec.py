@@ -76,7 +76,7 @@ class UnitCodec:
         prefix: the prefix of the wrapped module's names in the dict, with a dot, or ``""``.
 
     Attributes:
-        keys: number and key of each parameter, once for each place in the tree.
+        keys: the keys of the parameters, one for each place in the tree, with the parameter's number.
         local_key: the key of the local shard in a local state dict.
         flat_key: the name of the flat parameter, if there is one; also the key of the shard in local dicts of torch.
         is_flat: whether the optimizer has one flat parameter for all.
@@ -98,12 +98,12 @@ class UnitCodec:
             for slot in owned.attributes:
                 places.setdefault(slot.module, []).append((number, slot.name))
         paths = wrapper.module.named_modules(remove_duplicate=False)
-        self.keys = [(n, prefix + dotted(path) + name) for path, m in paths for n, name in places.get(m, [])]
+        self.keys = {prefix + dotted(path) + name: n for path, m in paths for n, name in places.get(m, [])}
 
     @cached_property
     def names(self) -> list[str]:
         """By number, the key under which each parameter is found first, as in ``named_parameters()``."""
-        first = dict(reversed(self.keys))
+        first = {number: key for key, number in reversed(self.keys.items())}
         return [first[number] for number in range(len(self.shapes))]
 
     @cached_property
@@ -124,25 +124,22 @@ class UnitCodec:
 
     # --- from shards to values ---
 
-    def empty_bucket(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """An uninitialized bucket on the compute device, and this rank's shard as a view of it, filled with zeros."""
-        bucket = torch.empty(self._sharding.padded_numel, dtype=dtype, device=self.layout.device)
-        return bucket, bucket[self._sharding.shard_range(self.mesh.shard_index)].zero_()
-
-    def all_gather(self, bucket: torch.Tensor, shard: torch.Tensor) -> list[torch.Tensor]:
-        """All-gathers the local shards into a bucket. All ranks of the shard group must call it.
+    def all_gathered(self, values: Mapping[int, torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Every parameter's full value on the compute device. All ranks of the shard group must call it.
 
         Args:
-            bucket: from `empty_bucket`.
-            shard: this rank's shard; it may be a view of the bucket.
-
-        Returns:
-            The parameters as views of the bucket, in their shapes.
+            values: by number, this rank's values; the rest of its shard is zero.
+            dtype: the dtype of the values.
         """
-        if self.group is None:
-            bucket.copy_(shard)
-        else:
-            collectives.all_gather(self.group, bucket, shard.to(bucket.device)).wait()
+        # This rank's shard is filled in place in the bucket, so that the all-gather needs no memory for it.
+        bucket = torch.empty(self._sharding.padded_numel, dtype=dtype, device=self.layout.device)
+        shard = bucket[self._sharding.shard_range(self.mesh.shard_index)].zero_()
+        for number, value in values.items():
+            place = self.places[number]
+            # The state of a flat parameter already has the layout of the local shard.
+            shard[place].copy_(value[place] if self.is_flat else value)
+        if self.group is not None:
+            collectives.all_gather(self.group, bucket, shard).wait()
         return self.layout.views_of(bucket)
 
     def in_form(self, full: torch.Tensor, form: Form, device: torch.device) -> Any:
@@ -172,15 +169,23 @@ class UnitCodec:
 
     # --- from values to shards ---
 
-    def misfit(self, number: int, key: str, value: Any, form: Form, *, any_shape: bool = False) -> Iterator[str]:
-        """Describes the problem of a value that a state dict has for a parameter. Nothing is communicated."""
-        shape = tuple(self.shapes[number])
+    def misfit(self, key: str, where: str, value: Any, form: Form, *, any_shape: bool = False) -> Iterator[str]:
+        """Describes the problem of a value that a state dict has for the parameter ``key``. Nothing is communicated.
+
+        Args:
+            key: one of `keys`.
+            where: the name of the value in the message.
+            value: the parameter's value, or an optimizer state with a value per element.
+            form: the form of the dict.
+            any_shape: whether the value may have another shape than the parameter.
+        """
+        shape = tuple(self.shapes[self.keys[key]])
         if not is_tensor_like(value):
-            yield detail("no-tensor", key=key, type=type(value).__name__)
+            yield detail("no-tensor", key=where, type=type(value).__name__)
         elif tuple(value.size()) != shape and not any_shape:
-            yield detail("size-mismatch-of-unit", key=key, shape=shape, found=tuple(value.size()))
+            yield detail("size-mismatch-of-unit", key=where, shape=shape, found=tuple(value.size()))
         else:
-            yield from tensors.misplaced_rows(value, key, self.group, is_sharded=form.is_sharded)
+            yield from tensors.misplaced_rows(value, where, self.group, is_sharded=form.is_sharded)
 
     def given_shard(self, state: Mapping[str, Any]) -> torch.Tensor | None:
         """This rank's shard in a local state dict, under either of its keys; ``None`` if there is none."""
@@ -202,9 +207,8 @@ class UnitCodec:
     def copy_into(self, shard: torch.Tensor, values: Mapping[int, Any]) -> torch.Tensor:
         """Copies this rank's elements of values, given by number, into ``shard``. Rows are all-gathered one by one."""
         for number, value in values.items():
-            elements = local_values(
-                self.unsharded(value).detach(), self.layout.specs[number], self.layout.local_shapes[number]
-            ).reshape(-1)
+            spec, local_shape = self.layout.specs[number], self.layout.local_shapes[number]
+            elements = local_values(self.unsharded(value).detach(), spec, local_shape).reshape(-1)
             held = self._sharding.range_in_param(self.mesh.shard_index, number)
             shard[self.places[number]].copy_(elements[held])
         return shard
@@ -240,12 +244,12 @@ class ParameterNames:
             if isinstance(wrapper, Wrapper) and wrapper._unit is not None:
                 wrapper._recover_after_error()
                 check_idle(wrapper._unit)
-                self.units.append(UnitCodec(wrapper, dotted(path)))
-        for unit in self.units:
-            for owner, name in zip(unit.owners, unit.names, strict=True):
-                self.of.setdefault(owner, []).append(name)
+                unit = UnitCodec(wrapper, dotted(path))
+                self.units.append(unit)
+                for owner, name in zip(unit.owners, unit.names, strict=True):
+                    self.of.setdefault(owner, []).append(name)
         # After a forward with SHARD_GRAD_OP, modules have other objects than the optimizer, so names are compared.
-        owned = {key: unit.owners[number] for unit in self.units for number, key in unit.keys}
+        owned = {key: unit.owners[number] for unit in self.units for key, number in unit.keys.items()}
         current = {name: owned.get(plain_path(name), parameter) for name, parameter in model.named_parameters()}
         self.outside = {parameter: plain_path(name) for name, parameter in current.items() if parameter not in self.of}
         self.of.update({parameter: [name] for parameter, name in self.outside.items()})
@@ -253,7 +257,7 @@ class ParameterNames:
         self.current_names = {parameter: name for name, parameter in current.items()}
         self.by_name = {**{plain_path(name): parameter for name, parameter in current.items()}, **current}
 
-    def behind(self, parameters: Iterable[nn.Parameter]) -> list[str]:
+    def originals_of(self, parameters: Iterable[nn.Parameter]) -> list[str]:
         """The original names of parameters of the optimizer."""
         return [name for parameter in parameters for name in self.of[parameter]]
 

@@ -78,7 +78,7 @@ def check_before_load(module: nn.Module, state: dict[str, Any], prefix: str, met
         raise RuntimeError(message("load-whole", tensors=some(refused, 3)))
     for key in unsharded:
         parameter = sharded[key]
-        value = state[key].to(parameter.device)
+        value = state[key] if parameter.is_meta else state[key].to(parameter.device)
         # Every rank has the full tensor, so no communication is needed.
         state[key] = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 

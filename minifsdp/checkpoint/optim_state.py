@@ -51,6 +51,8 @@ from minifsdp.engine.messages import detail, message, rank_of_this_process, warn
 States = Mapping[nn.Parameter, Mapping[str, Any]]
 # For one unit: by number of the parameter and name of the state, its fact or its converted value.
 Facts = dict[int, dict[str, Any]]
+# For one state of one unit: by number of the parameter, the state's shape if it is not the parameter's.
+Shapes = dict[int, tuple[int, ...] | None]
 
 
 @torch.no_grad()
@@ -93,14 +95,13 @@ def save(
             found[name] = {key: copied(value, offload=form.offload) for key, value in states[parameter].items()}
     # In the order of the model, which is the same on all ranks, and not of the optimizer: code that all-gathers the
     # values of a sharded dict iterates over it in order.
-    state = {**found, **_unknown(given["state"], keys)}
-    if "param_groups" not in given:
-        return {"state": state}
-    named_groups = []
-    for own in given["param_groups"]:
-        originals = names.behind(keys[key] for key in own["params"])
-        named_groups.append(regrouped(own, originals, originals if "param_names" in own else None))
-    return {"state": state, "param_groups": named_groups}
+    result: dict[str, Any] = {"state": {**found, **_unknown(given["state"], keys)}}
+    if "param_groups" in given:
+        result["param_groups"] = []
+        for own in given["param_groups"]:
+            originals = names.originals_of(keys[key] for key in own["params"])
+            result["param_groups"].append(regrouped(own, originals, originals if "param_names" in own else None))
+    return result
 
 
 def _is_first(names: ParameterNames, group: dist.ProcessGroup | None) -> bool:
@@ -208,8 +209,9 @@ def _facts_of_all_ranks(names: ParameterNames, states: States) -> tuple[list[Fac
         ranks = [rank_of_this_process()] if unit.group is None else list(unit.group.ranks)
         for number, name in enumerate(unit.names):
             # A rank without an element of the parameter may have an empty state or none, so it is not compared.
-            holders = [rank for place, rank in enumerate(ranks) if unit.holds(number, place)]
-            there = {rank: by_rank[rank][index] for rank in holders or ranks}
+            # In a simulation, one process runs all ranks, and only its own facts exist.
+            holders = [rank for place, rank in enumerate(ranks) if rank in by_rank and unit.holds(number, place)]
+            there = {rank: by_rank[rank][index] for rank in holders or ranks if rank in by_rank}
             reported = {rank: by_number[number] for rank, by_number in there.items() if number in by_number}
             if reported:
                 merged[index][number] = next(iter(reported.values()))
@@ -255,43 +257,37 @@ def _equal(one: Any, other: Any) -> bool:
 # ---- 3. unit by unit, one state at a time ---------------------------------------------------------------------------
 
 
-def each_state(facts: Facts, values_of: Callable[[str, torch.dtype, list[int]], Mapping[int, Any]]) -> Facts:
+def each_state(facts: Facts, values_of: Callable[[str, torch.dtype, Shapes], Mapping[int, Any]]) -> Facts:
     """Converts the states of a unit, by number and name. A state that applies to a whole parameter is copied.
 
     Args:
         facts: the facts of the unit.
         values_of: converts one state with a value per element; called for one state after the other. Gets the name, the
-            dtype and the numbers of the parameters that share one bucket, and returns a result for each number. Usually
-            a state has one dtype, but an optimizer may use another dtype for the biases than for the weights.
+            dtype, and the parameters that share one bucket, and returns a result for each of their numbers. Usually a
+            state has one dtype, but an optimizer may use another dtype for the biases than for the weights.
     """
     result = {number: {key: copied(fact) for key, fact in of.items()} for number, of in facts.items()}
-    buckets: dict[tuple[str, torch.dtype], list[int]] = {}
+    buckets: dict[tuple[str, torch.dtype], Shapes] = {}
     for number, of_parameter in facts.items():
         for key, fact in of_parameter.items():
             if isinstance(fact, PerElement):
-                buckets.setdefault((key, fact.dtype), []).append(number)
-    for (key, dtype), numbers in buckets.items():
-        for number, value in values_of(key, dtype, numbers).items():
+                buckets.setdefault((key, fact.dtype), {})[number] = fact.shape
+    for (key, dtype), shapes in buckets.items():
+        for number, value in values_of(key, dtype, shapes).items():
             result[number][key] = value
     return result
 
 
 def _in_form(
-    unit: UnitCodec, states: States, form: Form | None, key: str, dtype: torch.dtype, numbers: list[int]
+    unit: UnitCodec, states: States, form: Form | None, key: str, dtype: torch.dtype, shapes: Shapes
 ) -> dict[int, Any]:
     """The values of one state. Issues an all-gather: all ranks of the unit's shard group must call it.
 
     With ``form=None``, this rank takes part and gets no values.
     """
-    here = [number for number in numbers if unit.keeps_shapes or unit.holds(number)]
-    full: Any = {number: states[unit.owners[number]][key] for number in here}
+    held = [number for number in shapes if unit.keeps_shapes or unit.holds(number)]
+    full: Any = {number: states[unit.owners[number]][key] for number in held}
     if not unit.keeps_shapes:
-        # Filled in place in the bucket, so that the all-gather needs no additional memory for the shard.
-        bucket, shard = unit.empty_bucket(dtype)
-        for number, own in full.items():
-            place = unit.places[number]
-            # The state of a flat parameter already has the layout of the local shard.
-            shard[place].copy_(own[place] if unit.is_flat else own)
-        full = unit.all_gather(bucket, shard)
+        full = unit.all_gathered(full, dtype)
     device = unit.layout.local_values().device
-    return {} if form is None else {number: unit.in_form(full[number], form, device) for number in numbers}
+    return {} if form is None else {number: unit.in_form(full[number], form, device) for number in shapes}

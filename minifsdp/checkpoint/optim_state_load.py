@@ -32,6 +32,8 @@ Spec: OSD-LOAD-01 to OSD-LOAD-08.
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,46 +41,41 @@ from torch import nn
 
 from minifsdp.checkpoint import agreement, tensors
 from minifsdp.checkpoint.codec import ParameterNames, UnitCodec, parameters_of, regrouped
-from minifsdp.checkpoint.optim_state import Facts, copied, differences, each_state, facts_of
+from minifsdp.checkpoint.optim_state import Facts, Shapes, copied, differences, each_state, facts_of
 from minifsdp.checkpoint.state_dict_options import Form, form_for_optimizer
 from minifsdp.engine.messages import detail, message
 
 
+@dataclass
 class Target:
     """The optimizer and the model that a dict is loaded for.
 
-    Args:
-        model, groups: the model, and the optimizer's own groups, with parameters under ``"params"``.
+    Attributes:
+        model: a wrapper, or a module that contains wrappers.
+        optim: an optimizer of the model's parameters.
         form: the form of the dict; with ``form.first_only`` only the first rank's dict is read.
         by_name: whether the optimizer keys its state by the names that parameters have in the wrapped model.
-        own_keys: custom keys in the optimizer's state; the dict may contain them, too.
         is_lenient: accept a dict that lacks parameters outside of all units.
-
-    Attributes:
         names: the parameter names of the model.
         keys: the keys of the parameters in the optimizer's own state dict: numbers, counted over its groups, or names.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        groups: Sequence[Mapping[str, Any]],
-        form: Form,
-        by_name: bool = False,
-        own_keys: Sequence[Any] = (),
-        is_lenient: bool = False,
-    ) -> None:
-        self.model, self.groups, self.form = model, groups, form
-        self.by_name, self.own_keys, self.is_lenient = by_name, own_keys, is_lenient
-        self.names = ParameterNames(model)
-        names = self.names.current_names if by_name else {}
-        self.keys: dict[nn.Parameter, Any] = {p: names.get(p, n) for n, p in enumerate(parameters_of(groups))}
+    model: nn.Module
+    optim: Any
+    form: Form
+    by_name: bool = False
+    is_lenient: bool = False
+
+    def __post_init__(self) -> None:
+        self.names = ParameterNames(self.model)
+        names = self.names.current_names if self.by_name else {}
+        parameters: list[nn.Parameter] = parameters_of(self.optim.param_groups)
+        self.keys = {parameter: names.get(parameter, number) for number, parameter in enumerate(parameters)}
 
 
 def load_for(model: nn.Module, optim: Any, given: Any, *, by_name: bool) -> dict[str, Any]:
     """The dict for ``optim.load_state_dict``, from one in the form that is chosen for the model's optimizers."""
-    own_keys = [key for key in optim.state if not isinstance(key, nn.Parameter)]
-    return load(Target(model, optim.param_groups, form_for_optimizer(model), by_name, own_keys), given)
+    return load(Target(model, optim, form_for_optimizer(model), by_name), given)
 
 
 @torch.no_grad()
@@ -104,7 +101,11 @@ def load(target: Target, given: Any, *, communicates: bool = True) -> dict[str, 
     mesh = names.units[0].mesh
     # An empty dict fits any optimizer.
     source = given if not first_only or mesh.is_first else {"state": {}}
-    agreement.refuse_together(groups, names.unknown(parameters_of(target.groups)) or _problems(source, target))
+    problems = names.unknown(target.keys) or _problems(source, target)
+    if first_only:
+        apart = [unit for unit in names.units if unit.mesh.is_first is not mesh.is_first]
+        problems += [detail("first-rank-apart", unit=unit.unit.name) for unit in apart]
+    agreement.refuse_together(groups, problems)
     state = source["state"]
     if target.form.is_sharded:
         # They are all-gathered one by one, so each rank must have them, with the same dtype.
@@ -116,10 +117,11 @@ def load(target: Target, given: Any, *, communicates: bool = True) -> dict[str, 
     by_unit, rest, given_groups = agreement.value_of_first_rank(outline, mesh) if first_only else outline
     loaded: dict[Any, Any] = {}
     for unit, facts in zip(names.units, by_unit, strict=True):
-        loaded.update(_Loading(unit, facts, state, target).states())
-    loaded.update(_rest(rest, target))
-    groups_too = {} if given_groups is None else {"param_groups": _numbered_groups(given_groups, target)}
-    return {"state": loaded, **groups_too}
+        loaded.update(_states_of(unit, facts, state, target))
+    result: dict[str, Any] = {"state": {**loaded, **_rest(rest, target)}}
+    if given_groups is not None:
+        result["param_groups"] = _numbered_groups(given_groups, target)
+    return result
 
 
 # ---- 1. the check ---------------------------------------------------------------------------------------------------
@@ -175,14 +177,15 @@ def _name_problems(given: Mapping[str, Any], target: Target) -> Iterator[str]:
     state, names = given["state"], target.names
     listed = {name: n for n, group in enumerate(given.get("param_groups", ())) for name in group["params"]}
     optional = set(names.outside.values()) if target.is_lenient else set()
-    for index, group in enumerate(target.groups if "param_groups" in given else ()):
-        wanted = names.behind(group["params"])
+    for index, group in enumerate(target.optim.param_groups if "param_groups" in given else ()):
+        wanted = names.originals_of(group["params"])
         yield from (detail("in-no-group", name=name) for name in wanted if name not in listed and name not in optional)
         instances = {listed[name]: name for name in reversed(wanted) if name in listed}
         if len(instances) > 1:
             sources = sorted(instances)
             yield detail("groups-differ", index=index, sources=sources, instances=[instances[s] for s in sources])
-    owned = {*names.behind(target.keys), *target.own_keys}
+    # The optimizer's own state may have custom keys, and then the dict may have them, too.
+    owned = {*names.originals_of(target.keys), *target.optim.state}
     for name in dict.fromkeys([*listed, *state]):
         # Custom entries are allowed if they do not look like the states of a parameter.
         if name not in owned and (name in listed or name in names.owners or isinstance(state.get(name), Mapping)):
@@ -191,21 +194,19 @@ def _name_problems(given: Mapping[str, Any], target: Target) -> Iterator[str]:
 
 def _tensor_problems(state: Mapping[str, Any], target: Target) -> Iterator[str]:
     """Whether each tensor has the right form and, if the shape is fixed, the right shape."""
-    names, is_sharded = target.names, target.form.is_sharded
-    # Parameters outside of all units may have been in one when the dict was written.
-    places: dict[str, Any] = dict.fromkeys(names.owners, (None, names.units[0].group))
-    for unit in names.units:
-        shapes = [None if unit.keeps_shapes else tuple(shape) for shape in unit.shapes]
-        places.update({name: (shape, unit.group) for name, shape in zip(unit.names, shapes, strict=True)})
+    names, form = target.names, target.form
+    unit_of = {name: unit for unit in names.units for name in unit.names}
     found = [(f"optimizer state {key!r} of {name!r}", name, value) for name, key, value in _tensors_in(state, names)]
     for where, name, tensor in found:
-        (shape, group), size = places[name], tuple(tensor.size())
-        if shape is not None and size not in ((), shape):
-            yield detail("shape-differs", where=where, shape=shape, found=size)
+        unit = unit_of.get(name)
+        if unit is not None:
+            any_shape = unit.keeps_shapes or tensor.ndim == 0
+            yield from unit.misfit(name, where, tensor, form, any_shape=any_shape)
         else:
-            yield from tensors.misplaced_rows(tensor, where, group, is_sharded=is_sharded)
-    if is_sharded:
-        sharded = {name for unit in names.units if unit.group is not None for name in unit.names}
+            # The parameter may have been in a unit when the dict was written.
+            yield from tensors.misplaced_rows(tensor, where, names.units[0].group, is_sharded=form.is_sharded)
+    if form.is_sharded:
+        sharded = {name for name, unit in unit_of.items() if unit.group is not None}
         yield from tensors.all_unsharded((where, tensor) for where, name, tensor in found if name in sharded)
 
 
@@ -224,49 +225,46 @@ def _stored_once(unit: UnitCodec, facts: Facts) -> Iterator[str]:
 # ---- 2. local shards ------------------------------------------------------------------------------------------------
 
 
-class _Loading:
-    """Converts one unit's states of a checked dict. The facts are the same on all ranks that exchange tensors.
+def _states_of(unit: UnitCodec, facts: Facts, given: Mapping[str, Any], target: Target) -> dict[Any, dict[str, Any]]:
+    """One unit's states by the optimizer's keys. Communicates: all ranks of the unit's mesh must call it.
 
     Args:
+        unit: the unit.
+        facts: its states in the checked dict; the same on all ranks that exchange tensors.
         given: entries by name; empty on a rank whose dict is not read.
+        target: the optimizer.
     """
+    result: dict[Any, dict[str, Any]] = {}
+    # An optimizer creates no state for an empty shard. One that is keyed by names expects an entry for every name.
+    keeps_all = unit.is_flat or unit.keeps_shapes or target.by_name
+    for number, entries in each_state(facts, partial(_local_shards, unit, given, target.form)).items():
+        owner = unit.owners[number]
+        if entries and owner in target.keys and (keeps_all or unit.holds(number)):
+            # All parameters in a flat one have the same entries.
+            result.setdefault(target.keys[owner], entries)
+    return result
 
-    def __init__(self, unit: UnitCodec, facts: Facts, given: Mapping[str, Any], target: Target) -> None:
-        self.unit, self.facts, self.given, self.target = unit, facts, given, target
 
-    def states(self) -> dict[Any, dict[str, Any]]:
-        """The states to load, by the optimizer's keys. Communicates: all ranks of the unit's mesh must call it."""
-        unit, keys = self.unit, self.target.keys
-        result: dict[Any, dict[str, Any]] = {}
-        # An optimizer creates no state for an empty shard. One that is keyed by names expects an entry for every name.
-        keeps_all = unit.is_flat or unit.keeps_shapes or self.target.by_name
-        for number, entries in each_state(self.facts, self._values).items():
-            owner = unit.owners[number]
-            if entries and owner in keys and (keeps_all or unit.holds(number)):
-                # All parameters in a flat one have the same entries.
-                result.setdefault(keys[owner], entries)
-        return result
-
-    def _values(self, key: str, dtype: torch.dtype, numbers: Sequence[int]) -> dict[int, torch.Tensor]:
-        unit, first_only, local = self.unit, self.target.form.first_only, self.unit.layout.local_values()
-        values = {n: self.given[unit.names[n]][key] for n in numbers if key in self.given.get(unit.names[n], {})}
-        if unit.keeps_shapes:
-            for n in numbers if first_only else ():
-                values[n] = self._from_first(values.get(n), dtype, self.facts[n][key].shape or unit.shapes[n])
-            return {n: unit.unsharded(values[n]).to(local.device, copy=True) for n in numbers}
-        if first_only:
-            bucket = unit.empty_bucket(dtype)[0].zero_() if unit.mesh.is_first else None
-            views = [] if bucket is None else unit.layout.views_of(bucket)
-            for n, value in values.items():
-                views[n].copy_(value)
-            shard = self._from_first(bucket, dtype, local.shape).to(local.device)
-        else:
-            shard = unit.copy_into(torch.zeros_like(local, dtype=dtype), values)
-        return {n: shard if unit.is_flat else shard[unit.places[n]].clone() for n in numbers}
-
-    def _from_first(self, bucket: torch.Tensor | None, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-        mine = torch.empty(shape, dtype=dtype, device=self.unit.layout.device)
-        return agreement.shard_of_first_rank(self.unit.mesh, bucket, mine)
+def _local_shards(
+    unit: UnitCodec, given: Mapping[str, Any], form: Form, key: str, dtype: torch.dtype, shapes: Shapes
+) -> dict[int, torch.Tensor]:
+    """The values of one state, by number. Communicates: all ranks of the unit's mesh must call it."""
+    values = {n: given[unit.names[n]][key] for n in shapes if key in given.get(unit.names[n], {})}
+    local, empty = unit.layout.local_values(), partial(torch.empty, dtype=dtype, device=unit.layout.device)
+    if unit.keeps_shapes:
+        if form.first_only:
+            mine = {n: empty(unit.shapes[n] if shape is None else shape) for n, shape in shapes.items()}
+            values = {n: agreement.shard_of_first_rank(unit.mesh, values.get(n), mine[n]) for n in shapes}
+        return {n: unit.unsharded(values[n]).to(local.device, copy=True) for n in shapes}
+    if form.first_only:
+        bucket = empty(unit.layout.sharding.padded_numel).zero_() if unit.mesh.is_first else None
+        views = [] if bucket is None else unit.layout.views_of(bucket)
+        for n, value in values.items():
+            views[n].copy_(value)
+        shard = agreement.shard_of_first_rank(unit.mesh, bucket, empty(local.shape)).to(local.device)
+    else:
+        shard = unit.copy_into(torch.zeros_like(local, dtype=dtype), values)
+    return {n: shard if unit.is_flat else shard[unit.places[n]].clone() for n in shapes}
 
 
 # ---- 3. keys --------------------------------------------------------------------------------------------------------
@@ -292,9 +290,9 @@ def _numbered_groups(given: Sequence[Mapping[str, Any]], target: Target) -> list
     names = target.names
     group_of = {name: group for group in given for name in group["params"]}
     groups = []
-    for index, own in enumerate(target.groups):
+    for index, own in enumerate(target.optim.param_groups):
         known = [parameter for parameter in own["params"] if any(name in group_of for name in names.of[parameter])]
-        found = [name for name in names.behind(known) if name in group_of]
+        found = [name for name in names.originals_of(known) if name in group_of]
         source = group_of[found[0]] if found else given[index] if index < len(given) else own
         groups.append(regrouped(source, [target.keys[parameter] for parameter in known], own.get("param_names")))
     return groups

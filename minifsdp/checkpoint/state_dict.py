@@ -29,7 +29,7 @@ Spec: SD-FULL, SD-SHARD, SD-LOCAL, MP-04, MP-10, IGN-08, NAMES-10, SUMMON-02, SU
 """
 
 from collections.abc import Callable, Generator, Iterable, MutableMapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -139,27 +139,25 @@ def is_summoned(wrapper: Wrapper) -> bool:
 # ---- during the walk ------------------------------------------------------------------------------------------------
 
 
-def _registered_during_walk(unit: FlatUnit | None, *, runs_custom_code: bool) -> AbstractContextManager[None]:
+@contextmanager
+def _registered_during_walk(unit: FlatUnit | None, *, runs_custom_code: bool) -> Generator[None]:
     """Registers a tensor under each original name. All ranks of the unit's mesh must enter and exit."""
     if unit is None or unit.layout.is_summoned:
-        return nullcontext()
-    if runs_custom_code:
-        return full_parameters(unit, writeback=False)
-    check_idle(unit)
-    return nullcontext() if unit.layout.use_orig_params else _placeholders(unit)
-
-
-@contextmanager
-def _placeholders(unit: FlatUnit) -> Generator[None]:
-    """Registers empty tensors for hidden original parameters, so that the walk writes keys in their order."""
-    slots = _slots_of(unit)
-    for slot in slots:
-        slot.module._parameters[slot.name] = nn.Parameter(torch.empty(0), requires_grad=False)
-    try:
         yield
-    finally:
-        for slot in slots:
-            del slot.module._parameters[slot.name]
+    elif runs_custom_code:
+        with full_parameters(unit, writeback=False):
+            yield
+    else:
+        check_idle(unit)
+        # Empty tensors for hidden original parameters, so that the walk writes keys in their order.
+        hidden = [] if unit.layout.use_orig_params else _slots_of(unit)
+        for slot in hidden:
+            slot.module._parameters[slot.name] = nn.Parameter(torch.empty(0), requires_grad=False)
+        try:
+            yield
+        finally:
+            for slot in hidden:
+                del slot.module._parameters[slot.name]
 
 
 @contextmanager
@@ -216,17 +214,17 @@ def _write_unit(codec: UnitCodec, form: Form, state: MutableMapping[str, Any]) -
     state.pop(codec.flat_key, None)
     is_wanted = codec.mesh.is_first or not form.first_only
     if form.is_local:
-        for _, key in codec.keys:
+        for key in codec.keys:
             state.pop(key, None)
         state[codec.local_key] = codec.local_shard(form)
     elif not codec.layout.is_summoned:
         with _gathered(codec.unit) as full_values:
             if is_wanted:
                 values = [codec.in_form(full, form, full.device) for full in full_values]
-                state.update({key: values[number] for number, key in codec.keys})
+                state.update({key: values[number] for key, number in codec.keys.items()})
     elif is_wanted:
         # The walk has written real values, and custom code may have changed them.
-        for key in {key for _, key in codec.keys if isinstance(state.get(key), torch.Tensor)}:
+        for key in [key for key in codec.keys if isinstance(state.get(key), torch.Tensor)]:
             state[key] = codec.in_form(state[key].detach(), form, state[key].device)
         # Also entries under other names: a view of one element would keep, and save, the whole bucket.
         shown = [slot.module._parameters.get(slot.name) for slot in _slots_of(codec.unit)]

@@ -111,43 +111,42 @@ def before_walk(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str, 
     codec = UnitCodec(wrapper, prefix + PREFIX)
     if unit.layout.is_summoned and not form.is_local:
         # Rows are all-gathered into full tensors, because a module's custom code expects full tensors.
-        for _, key in codec.keys:
+        for key in codec.keys:
             if tensors.local_rows(state.get(key)) is not None:
                 state[key] = codec.unsharded(state[key])
         return
     check_idle(unit)
-    kept.not_for_the_walk = {codec.flat_key, *(key for _, key in codec.keys)}
+    kept.not_for_the_walk = {codec.flat_key, *codec.keys}
     if form.is_local:
         shard = codec.given_shard(state)
         kept.missing = [codec.local_key] if shard is None else []
         for key in (codec.local_key, codec.flat_key):
             state.pop(key, None)
     else:
-        kept.missing = [key for _, key in codec.keys if key not in state]
-        shard = _shard_of(codec, {number: state.pop(key) for number, key in codec.keys if key in state}, form)
+        kept.missing = [key for key in codec.keys if key not in state]
+        shard = _shard_of(codec, {key: state.pop(key) for key in codec.keys if key in state}, form)
     if shard is not None:
         unit.layout.overwrite_local(shard)
 
 
-def _shard_of(codec: UnitCodec, given: Mapping[int, Any], form: Form) -> torch.Tensor:
+def _shard_of(codec: UnitCodec, given: Mapping[str, Any], form: Form) -> torch.Tensor:
     """This rank's shard with the given values."""
     # Checked again: custom code of an outer module may have changed a value.
-    keys = dict(codec.keys)
-    problems = [problem for n, value in given.items() for problem in codec.misfit(n, keys[n], value, form)]
+    problems = [problem for key, value in given.items() for problem in codec.misfit(key, key, value, form)]
     agreement.refuse_together([], problems, OPENING)
-    return codec.copy_into(codec.layout.local_values().clone(), given)
+    by_number = {codec.keys[key]: value for key, value in given.items()}
+    return codec.copy_into(codec.layout.local_values().clone(), by_number)
 
 
 def after_walk(wrapper: Wrapper, incompatible: Any) -> None:
     """The hook after the walk. Corrects the lists of keys: removes loaded keys, and converts names to plain names."""
     kept = state_of(wrapper)
     kept.unsharded.close()
-    missing, unexpected = incompatible.missing_keys, incompatible.unexpected_keys
     # The lists are those of the whole tree, and inner wrappers have already converted names: compare plain names.
     loaded = set(map(plain_path, kept.not_for_the_walk))
-    missing[:] = [name for name in map(plain_path, missing) if name not in loaded]
-    missing.extend(map(plain_path, kept.missing))
-    unexpected[:] = map(plain_path, unexpected)
+    missing = [name for name in map(plain_path, incompatible.missing_keys) if name not in loaded]
+    incompatible.missing_keys[:] = [*missing, *map(plain_path, kept.missing)]
+    incompatible.unexpected_keys[:] = map(plain_path, incompatible.unexpected_keys)
 
 
 def _drop_own_tensors(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str) -> None:
@@ -175,89 +174,82 @@ class _Expected:
     """The keys and shapes that a dict must have.
 
     Args:
-        root_state: all modules to load, each with the prefix of its keys.
+        modules: all modules to load, each with the prefix of its keys.
         codecs: of the units among them.
 
     Attributes:
-        in_units: by key, the unit that the value belongs to, and the parameter's number in it.
+        codec_of: by key, the unit that the value belongs to.
         shapes: by key, the shape of every tensor.
-        optional: keys that may be missing.
+        extra_states: keys that may be missing or unknown.
         elsewhere: prefixes of keys that a module loads with custom code.
     """
 
-    def __init__(self, root_state: Sequence[tuple[str, nn.Module]], codecs: Sequence[UnitCodec]) -> None:
-        self.in_units = {key: (codec, number) for codec in codecs for number, key in codec.keys}
-        self.shapes = {key: tuple(codec.shapes[number]) for key, (codec, number) in self.in_units.items()}
-        self.elsewhere = tuple(start for start, module in root_state if state_dict.loads_itself(module))
-        self.optional = {start + "_extra_state" for start, _ in root_state}
-        for start, module in root_state:
+    def __init__(self, modules: Sequence[tuple[str, nn.Module]], codecs: Sequence[UnitCodec]) -> None:
+        self.codec_of = {key: codec for codec in codecs for key in codec.keys}
+        self.shapes = {key: tuple(codec.shapes[codec.keys[key]]) for key, codec in self.codec_of.items()}
+        self.elsewhere = tuple(start for start, module in modules if state_dict.loads_itself(module))
+        self.extra_states = {start + "_extra_state" for start, _ in modules}
+        for start, module in modules:
             left_out = {FLAT_NAME, *module._non_persistent_buffers_set}
             for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
                 if tensor is not None and name not in left_out and not is_lazy(tensor):
                     self.shapes.setdefault(start + name, tuple(tensor.shape))
-                    if name == "num_batches_tracked":
-                        # Dicts of torch before 0.4.1 have no such counter, and the layer accepts that.
-                        self.optional.add(start + name)
 
     def is_free(self, key: str) -> bool:
         """Whether a key may be missing or unknown."""
-        return key in self.optional or key.startswith(self.elsewhere)
+        return key in self.extra_states or key.startswith(self.elsewhere)
 
 
 def _refuse_misfit(wrapper: Wrapper, form: Form, state: Mapping[str, Any], prefix: str, *, strict: bool) -> None:
     """Raises on all ranks if the dict of any rank does not fit. All ranks of the units' groups must call it."""
-    root_state = [(prefix + dotted(path), module) for path, module in wrapper.named_modules(remove_duplicate=False)]
-    wrappers = [(start, module) for start, module in root_state if isinstance(module, Wrapper)]
+    modules = [(prefix + dotted(path), module) for path, module in wrapper.named_modules(remove_duplicate=False)]
+    wrappers = [(start, module) for start, module in modules if isinstance(module, Wrapper)]
     codecs = [UnitCodec(inner, start) for start, inner in wrappers if inner._unit is not None]
     groups = agreement.groups_of(inner.mesh for _, inner in wrappers)
-    expected = _Expected(root_state, codecs)
+    expected = _Expected(modules, codecs)
     if form.is_local:
         problems = [problem for codec in codecs for problem in _local_problems(codec, state, strict)]
     else:
-        problems = [*(_key_problems(state, prefix, expected) if strict else ())]
-        problems.extend(_value_problems(state, expected, form))
+        problems = list(_problems(state, prefix, expected, form, strict=strict))
     problems.extend(detail("load-while-hidden", unit=start) for start, inner in wrappers if state_dict.is_hidden(inner))
     agreement.refuse_together(groups, problems, OPENING)
     if not form.is_local:
         # Rows are all-gathered key by key, and a full value must be loaded on all ranks or on none.
         held = {key for key, value in state.items() if not form.is_sharded or tensors.local_rows(value) is not None}
-        rows = (key for key in expected.in_units if key in held)
+        rows = (key for key in expected.codec_of if key in held)
         agreement.refuse_lacking(groups, (detail("rows-lacking-of-unit", key=key) for key in rows), OPENING)
 
 
-def _key_problems(state: Mapping[str, Any], prefix: str, expected: _Expected) -> Iterator[str]:
+def _problems(state: Mapping[str, Any], prefix: str, expected: _Expected, form: Form, *, strict: bool) -> Iterator[str]:
+    """Missing and unexpected keys, values with a wrong shape, and values in another form than the chosen one."""
     for key, shape in expected.shapes.items():
-        if key not in state and not expected.is_free(key):
-            yield detail("key-missing", key=key, shape=shape)
-    for key in state:
-        if key.startswith(prefix) and key not in expected.shapes and not expected.is_free(key):
-            yield detail("key-unexpected", key=key)
-
-
-def _value_problems(state: Mapping[str, Any], expected: _Expected, form: Form) -> Iterator[str]:
-    """Values with a wrong shape, or in another form than the chosen one."""
-    for key, shape in expected.shapes.items():
-        if key not in state:
-            continue
-        is_elsewhere, found = key.startswith(expected.elsewhere), tuple(getattr(state[key], "shape", shape))
+        is_elsewhere, found = key.startswith(expected.elsewhere), tuple(getattr(state.get(key), "shape", shape))
         # Old versions of torch saved a 0-d tensor as a tensor of one element, and nn.Module still reads it.
         is_old = (shape, found) == ((), (1,))
-        if key in expected.in_units:
-            codec, number = expected.in_units[key]
-            yield from codec.misfit(number, key, state[key], form, any_shape=is_elsewhere)
+        # Dicts of torch before 0.4.1 have no counter of batches, and batch norms accept that.
+        is_counter = key.rpartition(".")[2] == "num_batches_tracked"
+        if key not in state:
+            if strict and not is_counter and not expected.is_free(key):
+                yield detail("key-missing", key=key, shape=shape)
+        elif key in expected.codec_of:
+            yield from expected.codec_of[key].misfit(key, key, state[key], form, any_shape=is_elsewhere)
         elif found != shape and not is_old and not is_elsewhere:
             yield detail("size-mismatch", key=key, shape=shape, found=found)
+    for key in state if strict else ():
+        if key.startswith(prefix) and key not in expected.shapes and not expected.is_free(key):
+            yield detail("key-unexpected", key=key)
     if form.is_sharded:
-        sharded = [key for key, (codec, _) in expected.in_units.items() if codec.group is not None and key in state]
+        sharded = [key for key, codec in expected.codec_of.items() if codec.group is not None and key in state]
         yield from tensors.all_unsharded((key, state[key]) for key in sharded)
 
 
 def _local_problems(codec: UnitCodec, state: Mapping[str, Any], strict: bool) -> Iterator[str]:
     where, found, mine = codec.local_key, codec.given_shard(state), codec.layout.local_values()
-    if found is None and strict:
-        yield detail("local-missing", where=where, expected=mine.numel())
-    if found is not None and not isinstance(found, torch.Tensor):
+    if found is None:
+        if strict:
+            yield detail("local-missing", where=where, expected=mine.numel())
+    elif not isinstance(found, torch.Tensor):
         yield detail("no-tensor", key=where, type=type(found).__name__)
-    elif found is not None and (found.numel(), found.dtype) != (mine.numel(), mine.dtype):
+    elif (found.numel(), found.dtype) != (mine.numel(), mine.dtype):
         size, dtype = found.numel(), found.dtype
         yield detail("local-size", where=where, found=size, mine=mine.numel(), found_dtype=dtype, dtype=mine.dtype)

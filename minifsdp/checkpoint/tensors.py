@@ -197,9 +197,9 @@ def gathered_rows(value: Any, group: Group | None, device: torch.device) -> torc
     size = len(rows_at(0, shape[0], group.size))
     mine = torch.zeros((size, *shape[1:]), dtype=rows.dtype, device=device)
     mine[: rows.shape[0]].copy_(rows)
-    everybody = torch.empty((size * group.size, *shape[1:]), dtype=rows.dtype, device=device)
-    collectives.all_gather(group, everybody.view(-1), mine.view(-1)).wait()
-    return everybody[: shape[0]]
+    gathered = torch.empty((size * group.size, *shape[1:]), dtype=rows.dtype, device=device)
+    collectives.all_gather(group, gathered.view(-1), mine.view(-1)).wait()
+    return gathered[: shape[0]]
 
 
 def _shape_in_group(value: Any, group: Group | None) -> torch.Size:

@@ -38,20 +38,21 @@ from minifsdp.checkpoint.state_dict_options import Form, OptimStateKeyType
 from minifsdp.engine.messages import message, warn, warn_renamed
 
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter]
+WRAPPER = "FullyShardedDataParallel"
 
 
 def save(
     name: str, model: nn.Module, optim: Optimizer, form: Form, group: Any, optim_input: OptimInput | None = None
 ) -> dict[str, Any]:
     """The state by original names, for the older method ``name``."""
-    _warn(name, "optim_state_dict")
+    warn_renamed(f"{WRAPPER}.{name}", f"{WRAPPER}.optim_state_dict")
     _warn_of(optim_input)
     return optim_state.save(model, optim, optim.state_dict(), form, group)
 
 
 def load(name: str, given: Any, target: Target, *, communicates: bool = True) -> dict[str, Any]:
     """A dict for the optimizer of ``target``, for the older method ``name``."""
-    _warn(name, "optim_state_dict_to_load")
+    warn_renamed(f"{WRAPPER}.{name}", f"{WRAPPER}.optim_state_dict_to_load")
     return optim_state_load.load(target, given, communicates=communicates)
 
 
@@ -62,11 +63,6 @@ def in_todays_order(model: Any, optim: Any, optim_state_dict: Any) -> tuple[Any,
         warn_renamed(f"{name}(optim_state_dict, model, optim)", f"{name}(model, optim, optim_state_dict)")
         return optim, optim_state_dict, model
     return model, optim, optim_state_dict
-
-
-def _warn(old: str, new: str) -> None:
-    name = "FullyShardedDataParallel"
-    warn_renamed(f"{name}.{old}", f"{name}.{new}")
 
 
 def _warn_of(optim_input: OptimInput | None) -> None:
@@ -81,7 +77,7 @@ def target(model: nn.Module, optim_input: OptimInput | None, optim: Optimizer | 
         raise ValueError(message("optim-input-and-optim"))
     if optim is None:
         optim = Optimizer(model.parameters() if optim_input is None else optim_input, {})
-    return Target(model, optim.param_groups, form, is_lenient=True)
+    return Target(model, optim, form, is_lenient=True)
 
 
 def rekey(given: dict[str, Any], key_type: OptimStateKeyType, target: Target) -> dict[str, Any]:

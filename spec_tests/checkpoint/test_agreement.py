@@ -145,4 +145,11 @@ model = FullyShardedDataParallel(torch.nn.Linear(4, 4))
 assert list(model.state_dict()) == ["weight", "bias"]
 model.load_state_dict({"weight": torch.ones(4, 4), "bias": torch.ones(4)})
 assert torch.equal(next(model.parameters()).detach(), torch.ones(5))
+optimizer = torch.optim.Adam(model.parameters())
+model(torch.ones(2, 4)).sum().backward()
+optimizer.step()
+state = FullyShardedDataParallel.optim_state_dict(model, optimizer)
+assert list(state["state"]) == ["weight", "bias"]
+loadable = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, state)
+assert list(loadable["state"][0]) == ["step", "exp_avg", "exp_avg_sq"]
 """

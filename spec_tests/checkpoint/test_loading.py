@@ -258,6 +258,19 @@ def test_while_debugging_plain_tensors_are_sharded_instead() -> None:
     assert_same(full_values(model), named(seeded()))
 
 
+@pytest.mark.spec("NEW-21")
+@ranks(2)
+def test_while_debugging_plain_tensors_replace_parameters_on_the_meta_device() -> None:
+    model = on_meta()
+    before = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        model.load_state_dict(seeded().state_dict(), assign=True)
+    finally:
+        dist.set_debug_level(before)
+    assert_same(full_values(model), named(seeded()))
+
+
 # --- with torch's functions ---
 
 

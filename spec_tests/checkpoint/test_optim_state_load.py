@@ -172,6 +172,23 @@ def test_with_rank0_only_the_first_ranks_dict_is_enough(keep: bool, nothing: Any
     assert sent <= 2 * 4 * 2 * sum(local_shards), "no more than each rank's own pieces"
 
 
+@pytest.mark.spec("OSD-LOAD-05")
+@flat_or_original
+@ranks(4)
+def test_with_rank0_only_a_unit_of_other_ranks_is_refused(keep: bool) -> None:
+    """Ranks 2 and 3 have a unit that rank 0 does not belong to. So they cannot get its states from rank 0."""
+    shared: dict[str, Any] = {"use_orig_params": keep, "device_id": device()}
+    inner = FSDP(nn.Linear(4, 2), process_group=grid()[0], **shared)
+    model = FSDP(nn.Sequential(nn.Linear(3, 4), inner), **shared)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 3, device=device())).sum().backward()
+    optimizer.step()
+    states = FSDP.optim_state_dict(model, optimizer)
+    FSDP.set_state_dict_type(model, FULL, FullStateDictConfig(), FullOptimStateDictConfig(rank0_only=True))
+    with pytest.raises(ValueError, match=r"unit '1': .* because the units have different process groups"):
+        FSDP.optim_state_dict_to_load(model, optimizer, states)
+
+
 @pytest.mark.spec("OSD-LOAD-05", "HYB-10")
 @flat_or_original
 @ranks(4)

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,6 +96,48 @@ def test_another_order_in_the_third_iteration_is_noticed_on_every_rank(door: str
     # All ranks have reset their state and can continue.
     model.zero_grad()
     step(model)
+
+
+class Layers(nn.Module):
+    """Equal layers in a list: only the index in their names differs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, order: Sequence[int]) -> Tensor:
+        for index in order:
+            x = self.layers[index](x)
+        return x
+
+
+@pytest.mark.spec("ORDER-01", "ORDER-03")
+@pytest.mark.parametrize("door", DOORS)
+@ranks(2)
+def test_another_order_of_the_layers_in_a_list_is_noticed(door: str) -> None:
+    model: Any = Layers().to(device())
+    if door == "wrapper":
+        model.layers = nn.ModuleList(FSDP(layer, device_id=device()) for layer in model.layers)
+        model = FSDP(model, device_id=device())
+    else:
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+
+    def run(order: Sequence[int]) -> None:
+        model(torch.ones(2, WIDTH, device=device()), order).sum().backward()
+
+    for _ in range(2):
+        run([0, 1, 2])
+        model.zero_grad()
+    with pytest.raises(
+        RuntimeError, match=rf"rank {dist.get_rank()}: the ranks issued different collectives"
+    ) as caught:
+        run([0, 2, 1] if dist.get_rank() else [0, 1, 2])
+        # An accelerator reports the difference in the next iteration.
+        run([0, 1, 2])
+    for rank, index in enumerate((1, 2)):
+        assert f"rank {rank}: all-gather of 'layers.{index}' in forward" in str(caught.value)
 
 
 SAVES: dict[str, Callable[[Any, Any], Any]] = {

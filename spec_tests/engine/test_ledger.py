@@ -231,7 +231,8 @@ def test_while_a_rank_is_slow_no_file_is_written_and_no_list_sent_that_is_like_a
     reported, listed, asked = [], [], []
     publish_list, ask = StoreChannel.publish_list, StoreChannel.ask
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json, "dumps", lambda what, dumps=json.dumps: (reported.append("parted" in what), dumps(what))[1])
+        dumps = json.dumps
+        patch.setattr(json, "dumps", lambda what: (reported.append("diverging" in what), dumps(what))[1])
         patch.setattr(StoreChannel, "publish_list", lambda *args: (listed.append(args), publish_list(*args))[1])
         patch.setattr(StoreChannel, "ask", lambda self: (asked.append(self), ask(self))[1])
         if dist.get_rank() == 2:
