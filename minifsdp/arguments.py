@@ -61,8 +61,14 @@ def is_a(*types: Any) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, types)
 
 
-def _has_dtypes(value: Any, *names: str) -> bool:
-    return all(isinstance(getattr(value, name, 3), torch.dtype | None) for name in names)
+def or_none(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """A function that returns whether a value is ``None`` or fits."""
+    return lambda value: value is None or fits(value)
+
+
+def has_dtypes(*names: str) -> Callable[[Any], bool]:
+    """A function that returns whether a value has the attributes ``names``, each a dtype or ``None``."""
+    return lambda value: all(isinstance(getattr(value, name, 3), torch.dtype | None) for name in names)
 
 
 def _is_number(value: Any) -> bool:
@@ -72,35 +78,22 @@ def _is_number(value: Any) -> bool:
         return False
 
 
-def _is_device(value: Any) -> bool:
-    if callable(value) or isinstance(value, bool):
-        # `build.compute_device` raises its own error for functions and bools.
-        return True
-    try:
-        return value is None or bool(torch.device(value))
-    except (TypeError, RuntimeError):
-        return False
-
-
 def _is_optimizer(value: Any) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "param_groups")
 
 
 def _is_optimizer_state(value: Any) -> bool:
     """Does not check that both keys exist: the loading code checks it and raises on all ranks."""
-    if not isinstance(value, Mapping):
-        return value is None or _is_optimizer(value)
-    is_list = isinstance(value.get("param_groups", ()), list | tuple)
+    is_list = isinstance(value, Mapping) and isinstance(value.get("param_groups", ()), list | tuple)
     return is_list and isinstance(value.get("state", {}), Mapping)
 
 
 def _are_parameters(value: Any) -> bool:
     # Not an iterator, because checking it would consume it.
-    return value is None or (isinstance(value, Collection) and all(isinstance(one, torch.Tensor) for one in value))
+    return isinstance(value, Collection) and all(isinstance(one, torch.Tensor) for one in value)
 
 
 MODULE = Kind("a torch.nn.Module", is_a(nn.Module))
-DEVICE = Kind("an int, a torch.device or None", _is_device)
 MODULES = Kind("a list of modules", is_a(Iterable))
 NUMBER = Kind("a number", _is_number)
 FACTOR = Kind("a number other than 0", lambda value: _is_number(value) and float(value) != 0)
@@ -108,21 +101,18 @@ SWITCH = Kind("True or False", is_a(int))
 OPTIMIZER = Kind("an optimizer", _is_optimizer)
 FUNCTION = Kind("callable", callable)
 HOOK = Kind("callable", callable, ValueError)
-FUNCTION_OR_NONE = Kind("callable or None", lambda value: value is None or callable(value))
+FUNCTION_OR_NONE = Kind("callable or None", or_none(callable))
 METHOD_NAME = Kind("the name of a method", is_a(str))
 PRECISION = Kind(
-    "a MixedPrecision of torch.dtypes, or None",
-    lambda value: value is None or _has_dtypes(value, "param_dtype", "reduce_dtype", "buffer_dtype"),
+    "a MixedPrecision of torch.dtypes, or None", or_none(has_dtypes("param_dtype", "reduce_dtype", "buffer_dtype"))
 )
 PRECISION_POLICY = Kind(
-    "a MixedPrecisionPolicy of torch.dtypes",
-    lambda value: _has_dtypes(value, "param_dtype", "reduce_dtype", "output_dtype"),
+    "a MixedPrecisionPolicy of torch.dtypes", has_dtypes("param_dtype", "reduce_dtype", "output_dtype")
 )
-MESH = Kind("a torch DeviceMesh or None", is_a(DeviceMesh, type(None)))
-PARAMETERS = Kind("a set of parameters or None", _are_parameters)
+MESH = Kind("a torch DeviceMesh or None", or_none(is_a(DeviceMesh)))
+PARAMETERS = Kind("a set of parameters or None", or_none(_are_parameters))
 STATE = Kind("a dict with names as keys", lambda value: isinstance(value, Mapping) and all(map(is_a(str), value)))
-OPTIMIZER_STATE = Kind("a dict with 'state' and 'param_groups'", _is_optimizer_state)
+OPTIMIZER_STATE = Kind("a dict with 'state' and 'param_groups'", or_none(_is_optimizer_state))
 WHOLE_OPTIMIZER_STATE = Kind(
-    "a dict with 'state' and 'param_groups'",
-    lambda value: _is_optimizer_state(value) and (value is None or "state" in value),
+    OPTIMIZER_STATE.words, or_none(lambda value: _is_optimizer_state(value) and "state" in value)
 )

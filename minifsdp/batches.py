@@ -27,15 +27,14 @@ Spec: BATCH-01 to BATCH-08.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import AllreduceOptions
 
 from minifsdp.engine import collectives
-from minifsdp.engine.collectives import Collective
 from minifsdp.engine.comm_streams import CommStream
 from minifsdp.engine.mesh import Group, default_group
 from minifsdp.engine.messages import message, warn
@@ -43,7 +42,6 @@ from minifsdp.engine.messages import message, warn
 __all__ = ["token_scale", "token_weighted", "while_all_have_data"]
 
 T = TypeVar("T")
-_FAILED, _HAS_NONE, _HAS_ONE = 0, 1, 2
 
 
 def while_all_have_data(
@@ -65,89 +63,82 @@ def while_all_have_data(
     Raises:
         RuntimeError: if a loader raises on any rank; raised on every rank, with the failed rank and its error.
     """
-    talk = _Talk(Group.of(group or default_group("group")))
-    loader = iter(batches)
-    batch, asked = _next_and_ask(loader, talk)
+    loader = _Loader(batches, Group.of(group or default_group("group")))
+    batch, all_have_one = loader.fetch()
     try:
-        while talk.least(asked) == _HAS_ONE:
-            following, asked = _next_and_ask(loader, talk)
+        while all_have_one():
+            following, all_have_one = loader.fetch()
             yield batch[0]
             batch = following
     except GeneratorExit:
         # All ranks have left the loop while an all-reduce is in flight. Wait for it.
-        talk.least(asked)
+        all_have_one()
         raise
-    _end(batch, loader, talk, count_left)
+    loader.finish(batch, count_left)
 
 
-def _next_and_ask(loader: Iterator[T], talk: _Talk) -> tuple[list[Any], Any]:
-    """Fetches a batch and issues the all-reduce. Returns ``[batch]``, ``[error, True]`` or ``[]``, and its handle."""
-    try:
-        batch: list[Any] = [next(loader)]
-    except StopIteration:
-        return [], talk.ask(_HAS_NONE)
-    except Exception as error:
-        return [error, True], talk.ask(_FAILED)
-    return batch, talk.ask(_HAS_ONE)
+class _Loader:
+    """This rank's loader, and the communication with the ranks that stop together."""
 
-
-def _end(batch: list[Any], loader: Iterator[Any], talk: _Talk, count_left: bool) -> None:
-    error = batch[0] if len(batch) == 2 else None
-    left = 0
-    if count_left and error is None:
-        left = len(batch) + sum(1 for _ in loader)
-    said = talk.everybody(f"{type(error).__name__}: {error}" if error is not None else left)
-    failed = [f"rank {rank}: {text}" for rank, text in said.items() if isinstance(text, str)]
-    if failed:
-        raise RuntimeError(message("loader-failed", failed="; ".join(failed))) from error
-    counts = {rank: number for rank, number in said.items() if number}
-    if counts:
-        warn(message("batches-left", counts=", ".join(f"{number} on rank {rank}" for rank, number in counts.items())))
-
-
-class _Talk:
-    """Communication between the ranks about their loaders."""
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        kinds = [torch.device(kind) for kind in group.process_group._device_types]
-        self._device = next((kind for kind in kinds if kind.type == "cpu"), None) or _current(kinds[0])
+    def __init__(self, batches: Iterable[Any], group: Group) -> None:
+        self._batches, self._group = iter(batches), group
+        self._device = _device_to_send_from(group, torch.device("cpu"))
         # A separate communication stream, so that reading the result does not wait for the compute stream.
         self._comm_stream = CommStream("batches", self._device)
-        self._options = AllreduceOptions()
-        self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
-        self._options.asyncOp = False
 
-    def ask(self, mine: int) -> tuple[torch.Tensor, Any]:
-        """Issues the all-reduce of ``mine``. Pass the returned value to `least`."""
+    def fetch(self) -> tuple[Any, Callable[[], bool]]:
+        """Fetches a batch and issues the all-reduce.
+
+        Returns:
+            The result of `_next_of`, and a function that waits for the all-reduce and returns whether every rank has a
+            batch.
+        """
+        batch = _next_of(self._batches)
+        has_one = isinstance(batch, list) and len(batch) == 1
         with self._comm_stream as comm_stream:
-            number = torch.full((1,), mine, device=self._device)
-            send = self._group.process_group.allreduce
-            how = (send, [number], self._options)
-            work = Collective("while_all_have_data", self._group, 8, *how, on_cpu=number.is_cpu)
-            if comm_stream.stream is None:
-                return number, work.wait
+            num_without = torch.full((1,), 0 if has_one else 1, device=self._device)
+            work = collectives.all_reduce(self._group, num_without, kind="while_all_have_data")
+            if comm_stream.stream is not None:
+                work.wait()
+                num_without, event = num_without.to("cpu", non_blocking=True), comm_stream.stream.record_event()
+                # It is complete when the CPU has the result, so the watchdog sees a rank that waits for it.
+                work.wait_for(event.synchronize)
+
+        def all_have_one() -> bool:
             work.wait()
-            answer, event = number.to("cpu", non_blocking=True), comm_stream.stream.record_event()
-            # It is complete when the CPU has the result, so the watchdog sees a rank that waits for it.
-            work.wait_for(event.synchronize)
-            return answer, work.wait
+            return num_without.item() == 0
 
-    def least(self, asked: tuple[torch.Tensor, Any]) -> int:
-        """Waits for the all-reduce and returns the minimum over all ranks."""
-        number, wait = asked
-        wait()
-        return int(number.item())
+        return batch, all_have_one
 
-    def everybody(self, mine: Any) -> dict[int, Any]:
-        """All-gathers ``mine`` and returns the values by rank."""
-        said: list[Any] = [None] * self._group.size
-        collectives.call(dist.all_gather_object, self._group, said, mine)
-        return dict(zip(self._group.ranks, said, strict=True))
+    def finish(self, batch: Any, count_left: bool) -> None:
+        """Raises an error if a loader has raised one on any rank. Otherwise counts the remaining batches on request."""
+        error = batch if isinstance(batch, Exception) else None
+        mine: int | str = f"{type(error).__name__}: {error}"
+        if error is None:
+            mine = len(batch) + sum(1 for _ in self._batches) if count_left else 0
+        by_position: list[Any] = [None] * self._group.size
+        collectives.call(dist.all_gather_object, self._group, by_position, mine)
+        by_rank = dict(zip(self._group.ranks, by_position, strict=True))
+        if failed := [f"rank {rank}: {text}" for rank, text in by_rank.items() if isinstance(text, str)]:
+            raise RuntimeError(message("loader-failed", failed="; ".join(failed))) from error
+        if counts := [f"{number} on rank {rank}" for rank, number in by_rank.items() if number]:
+            warn(message("batches-left", counts=", ".join(counts)))
 
 
-def _current(device: torch.device) -> torch.device:
-    return torch.device(device.type, torch.get_device_module(device).current_device())
+def _next_of(batches: Iterator[Any]) -> list[Any] | Exception:
+    """A list of the next batch, empty if there is none; or the error of the loader."""
+    try:
+        return list(islice(batches, 1))
+    except Exception as error:
+        return error
+
+
+def _device_to_send_from(group: Group, preferred: torch.device) -> torch.device:
+    """``preferred``, if the process group can send from a device of its type; otherwise the current accelerator."""
+    kinds = [torch.device(kind).type for kind in group.process_group._device_types]
+    if preferred.type in kinds:
+        return preferred
+    return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
 
 
 def token_scale(num_tokens: int | torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -163,17 +154,12 @@ def token_scale(num_tokens: int | torch.Tensor, group: dist.ProcessGroup | None 
     Returns:
         Number of ranks / tokens of all ranks, a float32 scalar on the device of ``num_tokens``; 0 if there are none.
     """
-    shared = Group.of(group or default_group("group"))
-    kinds = [torch.device(kind) for kind in shared.process_group._device_types]
-    device = num_tokens.device if isinstance(num_tokens, torch.Tensor) else torch.device("cpu")
-    if device.type not in {kind.type for kind in kinds}:
-        device = _current(kinds[0])
+    ranks = Group.of(group or default_group("group"))
+    given = num_tokens.device if isinstance(num_tokens, torch.Tensor) else torch.device("cpu")
+    device = _device_to_send_from(ranks, given)
     total = torch.as_tensor(num_tokens, device=device).detach().clone().to(torch.float64).reshape(1)
-    options = AllreduceOptions()
-    options.asyncOp = False
-    send = shared.process_group.allreduce
-    Collective("token_scale", shared, 8, send, [total], options, on_cpu=total.is_cpu).wait()
-    return torch.where(total > 0, shared.size / total, 0.0).float().squeeze(0)
+    collectives.all_reduce(ranks, total, kind="token_scale").wait()
+    return torch.where(total > 0, ranks.size / total, 0.0).float().squeeze(0)
 
 
 def token_weighted(

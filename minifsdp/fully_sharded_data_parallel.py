@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 
 from minifsdp import api, arguments
 from minifsdp.api import *  # noqa: F403
-from minifsdp.arguments import OPTIMIZER, Kind, is_a, require
+from minifsdp.arguments import OPTIMIZER, Kind, is_a, or_none, require
 from minifsdp.checkpoint import optim_state, optim_state_load, state_dict, state_dict_load
 from minifsdp.checkpoint import state_dict_options as options
 from minifsdp.checkpoint.state_dict_options import Form, OptimStateKeyType, StateDictType
@@ -71,13 +71,10 @@ __all__ += api.__all__
 
 PREFETCH = Kind(
     f"one of {', '.join(f'BackwardPrefetch.{member.name}' for member in BackwardPrefetch)} or None",
-    is_a(BackwardPrefetch, type(None)),
+    or_none(is_a(BackwardPrefetch)),
 )
-OFFLOAD = Kind("a CPUOffload or None", is_a(CPUOffload, type(None)))
+OFFLOAD = Kind("a CPUOffload or None", or_none(is_a(CPUOffload)))
 SHARDED = Form(StateDictType.SHARDED_STATE_DICT)
-# In an older argument order, the dict is first and the optimizer is last.
-MODULE_OR_STATE = Kind("a torch.nn.Module", is_a(nn.Module, Mapping))
-OPTIMIZER_OR_MODULE = Kind("an optimizer", lambda value: isinstance(value, nn.Module) or OPTIMIZER.fits(value))
 
 
 class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
@@ -133,7 +130,6 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         *,
         fsdp_auto_wrap_policy: Any = None,
     ) -> None:
-        require(arguments.DEVICE, "FullyShardedDataParallel", device_id=device_id)
         require(arguments.MESH, "FullyShardedDataParallel", device_mesh=device_mesh)
         require(PREFETCH, "FullyShardedDataParallel", backward_prefetch=backward_prefetch)
         require(OFFLOAD, "FullyShardedDataParallel", cpu_offload=cpu_offload)
@@ -410,10 +406,10 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
             RuntimeError: the dict does not fit, on all ranks, and nothing has changed; or some rank did not call.
             ValueError: the same; or there is no unit in the model.
         """
-        require(MODULE_OR_STATE, "optim_state_dict_to_load", model=model)
-        require(OPTIMIZER_OR_MODULE, "optim_state_dict_to_load", optim=optim)
-        require(arguments.OPTIMIZER_STATE, "optim_state_dict_to_load", optim_state_dict=optim_state_dict)
         model, optim, optim_state_dict = optim_state_legacy.in_todays_order(model, optim, optim_state_dict)
+        require(arguments.MODULE, "optim_state_dict_to_load", model=model)
+        require(OPTIMIZER, "optim_state_dict_to_load", optim=optim)
+        require(arguments.OPTIMIZER_STATE, "optim_state_dict_to_load", optim_state_dict=optim_state_dict)
         loadable = optim_state_load.load_for(model, optim, optim_state_dict, by_name=is_named_optimizer)
         if load_directly:
             optim.load_state_dict(loadable)
@@ -483,6 +479,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         Raises:
             ValueError: if ``optim`` and ``optim_input`` were both given, or, on all ranks, if the dict does not match.
         """
+        require(arguments.MODULE, "scatter_full_optim_state_dict", model=model)
         target = optim_state_legacy.target(model, optim_input, optim, Form(first_only=True))
         return optim_state_legacy.load("scatter_full_optim_state_dict", full_optim_state_dict, target)
 

@@ -92,7 +92,7 @@ def two_by_two() -> Values:
     rows = [whole[0] + whole[1], whole[0] + whole[1], whole[2] + whole[3], whole[2] + whole[3]]
     scattered = [rows[rank].chunk(2)[rank % 2] for rank in range(4)]
     reduced = [scattered[rank % 2] + scattered[rank % 2 + 2] for rank in range(4)]
-    scaling = Scaling.mean(4, torch.float32)
+    scaling = Scaling.of(4, torch.float32)
     for piece in reduced:
         scaling.complete(piece)
     listed = ", ".join(str(piece.tolist()) for piece in scattered)
@@ -101,7 +101,7 @@ def two_by_two() -> Values:
 
 def overflow() -> Values:
     numbers = torch.full((8,), 16000.0, dtype=torch.float16)
-    scaling = Scaling.mean(8, torch.float16)
+    scaling = Scaling.of(8, torch.float16)
     late, early = torch.zeros((2,), dtype=torch.float16)
     for number in numbers:
         late, early = late + number, early + number / scaling.before

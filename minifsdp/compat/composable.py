@@ -27,7 +27,6 @@ Spec: FS2-09, FS2-11, FS2-29, START-07.
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import nn
@@ -51,14 +50,14 @@ class ParamGroup:
         mp_policy: the user's mixed-precision policy.
     """
 
-    _unit: Unit
+    _unit: Unit[PerParameterLayout]
     mp_policy: MixedPrecisionPolicy
     _reshard_to: bool | int | None
 
     @property
     def mesh_info(self) -> FSDPMeshInfo:
         """The mesh that the parameters are sharded over."""
-        return _info(cast(PerParameterLayout, self._unit.layout).params[0].mesh)
+        return _info(self._unit.layout.params[0].mesh)
 
     @property
     def post_forward_mesh_info(self) -> FSDPMeshInfo | None:

@@ -19,14 +19,14 @@ import torch
 from torch import nn
 
 
-class _KnownByItsMark(type(nn.Parameter)):  # type: ignore[misc]
+class _MarkerCheck(type(nn.Parameter)):  # type: ignore[misc]
     """Metaclass that makes ``isinstance`` check the marker attribute."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, torch.Tensor) and getattr(instance, "_is_flat_param", False)
 
 
-class FlatParameter(nn.Parameter, metaclass=_KnownByItsMark):
+class FlatParameter(nn.Parameter, metaclass=_MarkerCheck):
     """A unit's local shard with ``use_orig_params=False``. Use the class only for ``isinstance`` checks.
 
     Args:

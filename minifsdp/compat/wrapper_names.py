@@ -41,7 +41,7 @@ from minifsdp.fsdp1.build import FlatUnit
 from minifsdp.fsdp1.wrapper import Wrapper
 
 # The attributes of a handle that torch's functions for optimizer states read first.
-_ASKED_BY_OPTIMIZER_STATES = ("_use_orig_params", "flat_param")
+_READ_BY_OPTIMIZER_STATES = ("_use_orig_params", "flat_param")
 
 
 class Slice:
@@ -68,7 +68,7 @@ class Slice:
         Raises:
             AttributeError: always; the message names the function to call instead.
         """
-        if name in _ASKED_BY_OPTIMIZER_STATES:
+        if name in _READ_BY_OPTIMIZER_STATES:
             raise AttributeError(message("foreign-optimizer-state", name=name))
         raise AttributeError(message("flat-parameter-name", name=name))
 

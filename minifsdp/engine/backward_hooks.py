@@ -3,11 +3,11 @@
 A unit's backward begins when the gradient of its output is computed. It ends when the gradients of its parameters are
 complete. How that can be detected depends on the layout, so there are two kinds of `BackwardHooks`:
 
-1. *Leaf trigger.* If all parameters are views of one leaf, autograd accumulates into that leaf after every use of every
+1. *Leaf hooks.* If all parameters are views of one leaf, autograd accumulates into that leaf after every use of every
    parameter has contributed, even if the module was called several times. The layout registers one hook there, once.
    A unit without trainable parameters has no gradient to wait for: its backward ends when the gradients of its inputs
    are computed, or, if no input needs a gradient, at the end of backward.
-2. *Inputs trigger.* With one leaf for each parameter, it is not known which of them get a gradient in this backward.
+2. *Inputs hooks.* With one leaf for each parameter, it is not known which of them get a gradient in this backward.
    So the inputs of the module pass through an autograd node. When autograd reaches this node, the backward of the unit
    is done. If no input needs a gradient, the end of backward handles the unit (`BackwardHooks.is_overdue`).
 
@@ -31,7 +31,6 @@ Spec: FS2-13, FWD-06, ORIG-14, PAR-07.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -122,23 +121,6 @@ class InputsHooks(BackwardHooks):
         )
 
 
-def backward_hooks_for(
-    unit: Unit,
-    pre_backward: UnitCallback,
-    post_backward: UnitCallback,
-    close: UnitCallback,
-    before_concat: Callable[..., None] | None,
-) -> BackwardHooks:
-    """The trigger of ``unit``, of the kind that its layout supports.
-
-    Args:
-        unit, pre_backward, post_backward, close: as for `BackwardHooks`.
-        before_concat: called before the parts of a flat gradient are concatenated, or ``None``.
-    """
-    has_leaf_hook = unit.layout.on_gradient(partial(post_backward, unit), before_concat)
-    return (LeafHooks if has_leaf_hook else InputsHooks)(unit, pre_backward, post_backward, close)
-
-
 def register_pre_backward_hook(output: Any, notify: Callable[[torch.Tensor], None], *, apart_from: Any = ()) -> bool:
     """Calls ``notify`` when the gradient of any tensor in ``output`` is computed, except those in ``apart_from``.
 
@@ -151,13 +133,12 @@ def register_pre_backward_hook(output: Any, notify: Callable[[torch.Tensor], Non
         tensors = [tensor for tensor in tensors_in(output) if id(tensor) not in left_out]
     is_registered = False
     for tensor in tensors:
-        if not tensor.requires_grad:
-            continue
-        is_registered = True
-        tensor.register_hook(notify)
-        if tensor._base is not None and tensor._base.grad_fn is not None:
-            # The caller may change a view in place. Autograd then bypasses the view and uses its base.
-            tensor._base.register_hook(notify)
+        if tensor.requires_grad:
+            is_registered = True
+            tensor.register_hook(notify)
+            if tensor._base is not None and tensor._base.grad_fn is not None:
+                # The caller may change a view in place. Autograd then bypasses the view and uses its base.
+                tensor._base.register_hook(notify)
     return is_registered
 
 

@@ -35,28 +35,26 @@ parameters of the same kind as before is kept, with its memory and its leaves.
 Spec: FS2-04 to FS2-08, FS2-26, FS2-28, FS2-29, NEW-05, NEW-23, STREAM-04, STREAM-12.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from minifsdp.engine import collectives
-from minifsdp.engine.comm_streams import COMPLETED, CommStream, Handle, compute_event
+from minifsdp.engine.comm_streams import CommStream, compute_event
 from minifsdp.engine.extension import ExtendedBucket, is_extended
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.sharded_param import VERSION, Options, ShardedParam
 from minifsdp.engine.shards import padded_shard_numel, shard_of, shard_shape, with_own_storage
 
-# The shape of each parameter, and the dim along which it is sharded.
-Splits = Sequence[tuple[torch.Size, int]]
-
 
 class _Source:
-    """This rank's shards of some parameters, contiguous, in the order in which an all-gather sends them.
+    """This rank's shards of the parameters of a bucket, contiguous, in the order in which an all-gather sends them.
 
     Args:
-        splits, group: as for `Bucket`.
+        params: the parameters.
+        group: the ranks of the all-gather; ``None`` if there are no other ranks.
         sizes: elements of each shard, including padding.
         local: 1-D, zeros; the memory of all shards.
         spaces: the memory of each leaf; must be allocated.
@@ -67,20 +65,25 @@ class _Source:
         num_shards, rank: size of the group, and this rank's position in it.
         is_split_only: whether every parameter is sharded along its first dim.
         targets: the memory into which each parameter is all-gathered, with one row for each rank.
-        goes_straight: whether each parameter is sent separately, directly into its target.
+        sends_each: whether each parameter is sent separately, directly into its target.
     """
 
     def __init__(
-        self, splits: Splits, group: Group | None, sizes: list[int], local: torch.Tensor, spaces: list[torch.Tensor]
+        self,
+        params: Sequence[ShardedParam],
+        group: Group | None,
+        sizes: list[int],
+        local: torch.Tensor,
+        spaces: list[torch.Tensor],
     ) -> None:
         self.group, self.sizes, self.local = group, sizes, local
         num, rank = self.num_shards, self.rank = (1, 0) if group is None else (group.size, group.rank)
-        self.shapes = [shard_shape(*split, num, rank) for split in splits]
+        self.shapes = [shard_shape(param.shape, param.dim, num, rank) for param in params]
         parts = zip(local.split(sizes), self.shapes, strict=True)
         self.local_shards = [with_own_storage(part[: shape.numel()].view(shape)) for part, shape in parts]
         self.targets = [space[: num * size].view(num, size) for space, size in zip(spaces, sizes, strict=True)]
-        self.is_split_only = group is None or not any(dim for _, dim in splits)
-        self.goes_straight = self.is_split_only and collectives.all_gathers_each(group, self.targets)
+        self.is_split_only = group is None or not any(param.dim for param in params)
+        self.sends_each = self.is_split_only and collectives.all_gathers_each(group, self.targets)
 
     def copy_in(self, values: Sequence[torch.Tensor]) -> None:
         """Copies the values of each shard, unless they are already in its memory."""
@@ -93,13 +96,14 @@ class Bucket:
     """A bucket: parameters of one dtype, sharded and stored contiguously.
 
     Args:
-        splits: the shape of each parameter, and the dim along which it is sharded.
+        params: the parameters; also an attribute.
         local_shards: the local shard of each.
-        group: the shard group; ``None`` if there are no other ranks.
         options: where to compute, and in which dtype.
 
     Attributes:
+        kind: which parameters and shards it can store, see `assign_to_buckets`.
         group: the ranks of the next all-gather; ``None`` if there are no other ranks.
+        sends_each: whether the next all-gather sends each parameter separately.
         device: the compute device.
         dtype: of the leaves.
         local: 1-D, the local shards, including padding.
@@ -109,13 +113,12 @@ class Bucket:
         num_bytes: of the unsharded parameters, without the gaps.
     """
 
-    def __init__(
-        self, splits: Splits, local_shards: Sequence[torch.Tensor], group: Group | None, options: Options
-    ) -> None:
-        num = 1 if group is None else group.size
-        sizes = [padded_shard_numel(*split, num) for split in splits]
+    kind: object = None
+
+    def __init__(self, params: Sequence[ShardedParam], local_shards: Sequence[torch.Tensor], options: Options) -> None:
+        group, num, sizes = params[0].mesh_groups.shard, params[0].num_shards, [param.chunk_numel for param in params]
         stored, place = local_shards[0].dtype, options.storage_device(local_shards[0])
-        self.group, self.device, self.dtype = group, options.device, options.compute_dtype(stored)
+        self.params, self.device, self.dtype = params, options.device, options.compute_dtype(stored)
         self.num_bytes = num * sum(sizes) * self.dtype.itemsize
         if group is None:
             # 5. The data that is sent has no gaps. Without other ranks, nothing is sent.
@@ -131,16 +134,15 @@ class Bucket:
         self._spaces = list(self._unsharded.split(numels))
         # 3. `.data` gives each leaf its own version counter: an all-gather must not look like an in-place change.
         self.leaves = [
-            nn.Parameter(space.data[: shape.numel()].view(shape), requires_grad=False)
-            for space, (shape, _) in zip(self._spaces, splits, strict=True)
+            nn.Parameter(space.data[: param.shape.numel()].view(param.shape), requires_grad=False)
+            for space, param in zip(self._spaces, params, strict=True)
         ]
         # Without other ranks, or with one parameter, the data is sorted. But on an accelerator the leaves' memory would
         # then come from the communication stream, and only the copy-out makes it safe to reuse that memory.
-        is_sorted = group is None or (len(splits) == 1 and splits[0][1] == 0)
+        is_sorted = group is None or (len(params) == 1 and params[0].dim == 0)
         self._copies = not is_sorted or self.device.type != "cpu"
-        self._splits = splits
-        self._own = self._source = _Source(splits, group, sizes, self.local, self._spaces)
-        self.local_shards = self._own.local_shards
+        self._own = self._source = _Source(params, group, sizes, self.local, self._spaces)
+        self.group, self.sends_each, self.local_shards = group, self._own.sends_each, self._own.local_shards
         self.copy_in(local_shards)
         # The buffer and the source of the all-gather in flight, and its stream.
         self._in_flight: tuple[torch.Tensor, _Source, CommStream] | None = None
@@ -162,35 +164,34 @@ class Bucket:
 
     # --- all-gather ---
 
-    def all_gather(self, comm_stream: CommStream, name: str | None = None) -> list[Handle]:
-        """Issues the all-gather of the unit ``name`` on ``comm_stream``. Call `copy_out` after the wait."""
+    def prepare_all_gather(self, comm_stream: CommStream) -> list[tuple[Any, Any]]:
+        """Allocates memory for an all-gather on ``comm_stream``. Call `copy_out` when it is complete.
+
+        Returns:
+            The output and the input of the all-gather; nothing if it needs none. With `sends_each`, both are lists.
+        """
         if self.is_borrowed:
             return []
         source = self._source
         if source is not self._own:
             # The compute stream wrote this source after the communication stream last waited for it.
             comm_stream.wait_compute(self._written_at)
-        local_shard, num = source.local, source.num_shards
-        if source.goes_straight:
-            # 2. Nothing to sort.
-            assert source.group is not None
-            self._storage.resize_(self._unsharded.nbytes)
-            return [collectives.all_gather_each(source.group, source.targets, local_shard.split(source.sizes), name)]
-        if not self._copies:
+        if source.sends_each or not self._copies:
             # 2. Nothing to sort.
             self._storage.resize_(self._unsharded.nbytes)
-            buffer = self._unsharded[: num * local_shard.numel()]
+        if source.sends_each:
+            return [(source.targets, source.local.split(source.sizes))]
+        local_shard, num, numel = source.local, source.num_shards, source.local.numel()
+        if self._copies:
+            buffer = torch.empty(num * numel, dtype=self.dtype, device=self.device)
         else:
-            buffer = torch.empty(num * local_shard.numel(), dtype=self.dtype, device=self.device)
+            buffer = self._unsharded[: num * numel]
         self._in_flight = buffer, source, comm_stream
         if local_shard.dtype is not self.dtype or local_shard.device != self.device or source.group is None:
             # 1. Memory for the cast.
-            in_buffer = buffer[source.rank * local_shard.numel() : (source.rank + 1) * local_shard.numel()]
-            in_buffer.copy_(local_shard, non_blocking=True)
-            local_shard = in_buffer
-        group = source.group
-        work = COMPLETED if group is None else collectives.all_gather(group, buffer, local_shard, name)
-        return [comm_stream.handle(work)]
+            local_shard = buffer[source.rank * numel : (source.rank + 1) * numel]
+            local_shard.copy_(source.local, non_blocking=True)
+        return [(buffer, local_shard)]
 
     def copy_out(self) -> bool:
         """2. Sorts the all-gathered data by parameter. Returns whether `leaves` has new tensors: never."""
@@ -210,13 +211,13 @@ class Bucket:
     def _concatenate(self, sorted_by_rank: torch.Tensor, source: _Source) -> None:
         """The copy-out for parameters that are sharded along another dim than the first."""
         parts = sorted_by_rank.split(source.sizes, dim=1)
-        each = zip(self._splits, source.shapes, parts, source.targets, self.leaves, strict=True)
-        for (_, dim), shape, part, target, leaf in each:
-            if dim == 0:
+        each = zip(self.params, source.shapes, parts, source.targets, self.leaves, strict=True)
+        for param, shape, part, target, leaf in each:
+            if param.dim == 0:
                 target.copy_(part)
             else:
                 # Every shard has this shape, because the dim is divisible.
-                torch.cat([local_shard.view(shape) for local_shard in part], dim=dim, out=leaf.data)
+                torch.cat([local_shard.view(shape) for local_shard in part], dim=param.dim, out=leaf.data)
 
     def free(self) -> None:
         """Frees the memory of `leaves`. It was allocated and read on the compute stream, so no wait is needed."""
@@ -232,69 +233,55 @@ class Bucket:
         Returns:
             This rank's shard of each parameter over the ranks of ``group``.
         """
-        sizes = [padded_shard_numel(*split, group.size) for split in self._splits]
+        sizes = [padded_shard_numel(param.shape, param.dim, group.size) for param in self.params]
         local = torch.zeros(sum(sizes), dtype=self.dtype, device=self.device)
-        source = _Source(self._splits, group, sizes, local, self._spaces)
-        leaves = zip(self.leaves, self._splits, strict=True)
-        source.copy_in([shard_of(leaf.data, dim, group.size, group.rank) for leaf, (_, dim) in leaves])
+        source = _Source(self.params, group, sizes, local, self._spaces)
+        leaves = zip(self.leaves, self.params, strict=True)
+        source.copy_in([shard_of(leaf.data, param.dim, group.size, group.rank) for leaf, param in leaves])
         self._written_at = compute_event(self.device)
-        self._source, self.group = source, group
+        self._source, self.group, self.sends_each = source, group, source.sends_each
         return source.local_shards
 
     def unshard_from_full_mesh(self) -> None:
         """The next all-gather reads the optimizer's shards again, whose values may have changed."""
-        self._source, self.group = self._own, self._own.group
+        self._source, self.group, self.sends_each = self._own, self._own.group, self._own.sends_each
 
 
 AnyBucket: TypeAlias = Bucket | ExtendedBucket
-
-
-class Contents(NamedTuple):
-    """The parameters of a bucket, and the kind of their shards."""
-
-    is_extended: bool
-    dtype: torch.dtype
-    device: torch.device
-    params: tuple[ShardedParam, ...]
-
-    def make(self, local_shards: list[torch.Tensor], options: Options) -> AnyBucket:
-        """Creates the bucket."""
-        splits, first = [(param.shape, param.dim) for param in self.params], self.params[0]
-        group = first.mesh_groups.shard
-        if self.is_extended:
-            return ExtendedBucket(splits[0], local_shards[0], group, options, first.shard_axis, first.info.module)
-        return Bucket(splits, local_shards, group, options)
 
 
 def assign_to_buckets(
     params: Sequence[ShardedParam],
     local_shards: Sequence[torch.Tensor],
     options: Options,
-    before: Mapping[Contents, AnyBucket],
-) -> dict[Contents, AnyBucket]:
+    before: Sequence[AnyBucket],
+) -> list[AnyBucket]:
     """Assigns each parameter to a bucket of one dtype and mesh, and copies its new local shard into the bucket.
 
     Args:
         params, local_shards: the parameters of a unit, and the values of each.
         options: where to compute, and in which dtype.
-        before: the unit's buckets until now. Those whose contents stay the same are kept.
+        before: the unit's buckets until now. Those whose parameters and kind stay the same are kept.
     """
-    # One group for each dtype and mesh, and one for each parameter with a custom all-gather.
-    sorted_by_kind: dict[Any, dict[ShardedParam, torch.Tensor]] = {}
+    # One group for each dtype, device and mesh, and one for each parameter with a custom all-gather. A unit can have
+    # some of its parameters on the meta device until they get values.
+    groups: dict[Any, dict[ShardedParam, torch.Tensor]] = {}
     for param, local_shard in zip(params, local_shards, strict=True):
         alone = param if is_extended(local_shard, param.info.path) else None
-        sorted_by_kind.setdefault((alone, local_shard.dtype, param.mesh_groups), {})[param] = local_shard
-    buckets: dict[Contents, AnyBucket] = {}
-    for (alone, dtype, _), shards_by_param in sorted_by_kind.items():
-        shards = list(shards_by_param.values())
-        contents = Contents(alone is not None, dtype, options.storage_device(shards[0]), tuple(shards_by_param))
+        kind = alone, local_shard.dtype, options.storage_device(local_shard), param.mesh_groups
+        groups.setdefault(kind, {})[param] = local_shard
+    buckets: list[AnyBucket] = []
+    for kind, shards_by_param in groups.items():
+        alone, inside, shards = kind[0], list(shards_by_param), list(shards_by_param.values())
         # The bucket from before, or a new one.
-        bucket = before.get(contents)
+        bucket = next((bucket for bucket in before if bucket.kind == kind and bucket.params == inside), None)
         if bucket is None:
-            bucket = contents.make(shards, options)
+            bucket = Bucket(inside, shards, options) if alone is None else ExtendedBucket(alone, shards[0], options)
+            bucket.kind = kind
         else:
             bucket.copy_in(shards)
-        buckets[contents] = bucket
-        for param, local_shard in zip(contents.params, bucket.local_shards, strict=True):
+        buckets.append(bucket)
+        # From now on the local shards are in the memory of the bucket.
+        for param, local_shard in zip(inside, bucket.local_shards, strict=True):
             param.local_shard = local_shard
     return buckets

@@ -20,8 +20,8 @@ another transport can replace the group for the first two, see `Group.transport`
 
 A `Collective` is the handle. It hides a difference between backends: gloo returns a ``Work`` to wait for, NCCL returns
 nothing. An NCCL kernel runs on the stream on which it was issued, so work issued there later runs after it. Each
-collective is recorded in the collective log (``collective_log.py``). If it fails, the error contains what the watchdog
-(``minifsdp/watchdog``) knows about the other ranks.
+collective is recorded in the collective log (``collective_log.py``). If it fails, the error contains the report
+of the watchdog (``minifsdp/watchdog``) about the other ranks.
 
 *In torch:* FSDP1 calls the public functions in ``_flat_param.py`` and ``_runtime_utils.py``; FSDP2 has
 ``_fsdp_collectives.py`` with pluggable allocators. Both use the same division rule.
@@ -233,12 +233,14 @@ def reduce_scatter(
     return Collective("reduce-scatter", group, whole.nbytes, method, local_shard, whole, _REDUCE_SCATTER, **what)
 
 
-def all_reduce(group: Group, tensor: torch.Tensor, unit: str | None = None, parts: Sequence[int] = ()) -> Collective:
+def all_reduce(
+    group: Group, tensor: torch.Tensor, unit: str | None = None, parts: Sequence[int] = (), kind: str = "all-reduce"
+) -> Collective:
     """All-reduce: sums ``tensor`` over the group, in place. Every rank of the group must call it."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     what: dict[str, Any] = {"on_cpu": tensor.is_cpu, "unit": unit, "parts": parts, "dtype": tensor.dtype}
-    return Collective("all-reduce", group, tensor.nbytes, group.process_group.allreduce, [tensor], _ALL_REDUCE, **what)
+    return Collective(kind, group, tensor.nbytes, group.process_group.allreduce, [tensor], _ALL_REDUCE, **what)
 
 
 def broadcast(group: Group, tensor: torch.Tensor, source: int = 0) -> None:
@@ -260,29 +262,20 @@ def call(function: Callable[..., Any], group: Group, *arguments: Any, **options:
 
 @dataclass(frozen=True)
 class Scaling:
-    """The divisors of the gradient, before and after it is summed over ``before * after`` ranks."""
+    """The divisors of the gradient, before and after it is summed. Their product is usually the number of ranks."""
 
     before: float
     after: float
 
     @classmethod
-    def mean(cls, num_ranks: int, dtype: torch.dtype) -> Scaling:
-        """The mean over ``num_ranks``, split in two if the sum itself could overflow in ``dtype``."""
-        return cls.by(float(num_ranks), dtype)
-
-    @classmethod
-    def by(cls, factor: float, dtype: torch.dtype) -> Scaling:
-        """A factor chosen by the user, split in the same way."""
+    def of(cls, divisor: float, dtype: torch.dtype) -> Scaling:
+        """The division by ``divisor``, split in two if the sum itself could overflow in ``dtype``."""
         if dtype is not torch.float16:
-            return cls(1.0, float(factor))
+            return cls(1.0, float(divisor))
         before = 1.0
-        while factor % before == 0 and factor / before > before:
+        while divisor % before == 0 and divisor / before > before:
             before *= 2
-        return cls(before, factor / before)
-
-    def within(self, dtype: torch.dtype) -> Scaling:
-        """The same factor for sums in another dtype."""
-        return Scaling.by(self.before * self.after, dtype)
+        return cls(before, divisor / before)
 
     def prepare(self, whole: torch.Tensor) -> None:
         """Divides the input of the sum in place."""

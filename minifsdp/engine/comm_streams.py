@@ -34,7 +34,6 @@ Spec: PREF-10, PREF-14, HYB-04, STREAM-02, STREAM-03, STREAM-07.
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -47,19 +46,10 @@ class Handle(Protocol):
 
     def wait(self) -> Any:
         """Call this before the compute stream uses the result."""
-        ...
 
 
-class _Completed:
-    """A completed handle: nothing was issued, or the work is already ordered on the waiting stream."""
-
-    __slots__ = ()
-
-    def wait(self) -> None:
-        return None
-
-
-COMPLETED: Handle = _Completed()
+# A completed handle: nothing was issued, or the work is already ordered on the waiting stream.
+COMPLETED: Handle = torch.cpu.Event()
 
 
 class _EventHandle:
@@ -96,8 +86,6 @@ class CommStream:
         device: the compute device.
     """
 
-    __slots__ = ("_contexts", "_device", "name", "stream")
-
     def __init__(self, name: str, device: torch.device) -> None:
         self.name, self._device = name, device
         # A list, because a hook of the user may enter it again.
@@ -113,11 +101,9 @@ class CommStream:
             self._contexts[-1].__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: Any) -> None:
         if self.stream is not None:
-            self._contexts.pop().__exit__(kind, error, trace)
+            self._contexts.pop().__exit__(*exception)
 
     def wait_compute(self, event: Any = None) -> None:
         """Rule 1: work issued on this stream from now on runs after all work issued on the compute stream.
@@ -154,8 +140,6 @@ class CommStream:
 
 class CommStreams:
     """The three communication streams of one root, on one device."""
-
-    __slots__ = ("all_gather", "all_reduce", "device", "reduce")
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

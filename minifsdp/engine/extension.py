@@ -28,11 +28,11 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from minifsdp.engine import collectives, lifetime
-from minifsdp.engine.comm_streams import COMPLETED, CommStream, Handle, compute_event
+from minifsdp.engine import lifetime
+from minifsdp.engine.comm_streams import CommStream, compute_event
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import message
-from minifsdp.engine.sharded_param import Options
+from minifsdp.engine.sharded_param import Options, ShardedParam
 from minifsdp.engine.shards import shard_shape
 
 BEFORE, AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -42,34 +42,27 @@ class ExtendedBucket:
     """The bucket of one parameter whose class has the two methods; see `Bucket` for its methods and attributes.
 
     Args:
-        split: the shape of the parameter, and the dim along which it is sharded.
+        param: the parameter.
         local_shard: this rank's local shard.
-        group: the ranks that store the shards; ``None`` if the parameter is not sharded.
         options: compute device and dtype.
-        mesh: the ranks of the all-gather, as a 1-D mesh; passed to the first method.
-        module: the module of the parameter; passed to the first method.
     """
 
-    def __init__(
-        self,
-        split: tuple[torch.Size, int],
-        local_shard: torch.Tensor,
-        group: Group | None,
-        options: Options,
-        mesh: Any,
-        module: nn.Module,
-    ) -> None:
-        (shape, self._dim), num = split, 1 if group is None else group.size
-        self.is_borrowed = False
-        self._shape, self._padded_shape = shape, shard_shape(*split, num, 0)
-        self.group, self.device, self.dtype = group, options.device, options.compute_dtype(local_shard.dtype)
-        self.num_bytes = num * self._padded_shape.numel() * self.dtype.itemsize
-        self._stride = torch.empty(shape, device="meta").stride()
-        self._mesh, self._module, self._policy = mesh, module, options.policy
+    sends_each = False
+    kind: object = None
+
+    def __init__(self, param: ShardedParam, local_shard: torch.Tensor, options: Options) -> None:
+        self.is_borrowed, self.group, self._num_shards = False, param.mesh_groups.shard, param.mesh_groups.num_shards
+        self.params, self._shape, self._dim = [param], param.shape, param.dim
+        self._padded_shape = shard_shape(self._shape, self._dim, self._num_shards, 0)
+        self.device, self.dtype = options.device, options.compute_dtype(local_shard.dtype)
+        self.num_bytes = self._num_shards * self._padded_shape.numel() * self.dtype.itemsize
         self._storage_device = options.storage_device(local_shard)
-        self._is_patched, self._padded, self.local_shards = self._pad(local_shard)
+        self._pad(local_shard)
         # A placeholder of the same shape, without memory, until the first all-gather creates the leaf.
-        self.leaves = [nn.Parameter(torch.empty(shape, dtype=self.dtype, device="meta"), requires_grad=False)]
+        self.leaves = [nn.Parameter(torch.empty(self._shape, dtype=self.dtype, device="meta"), requires_grad=False)]
+        self._stride = self.leaves[0].stride()
+        # The arguments of the first method.
+        self._arguments = [param.shard_axis, self._shape, self._stride, param.info.module, options.policy]
         self._freed_at: Any = None
         self._metadata: Any = None
         self._outputs: list[torch.Tensor] = []
@@ -78,53 +71,45 @@ class ExtendedBucket:
     def copy_in(self, local_shards: Sequence[torch.Tensor]) -> None:
         """Replaces the local shard by another one of the same dtype and device."""
         if local_shards[0] is not self.local_shards[0]:
-            self._is_patched, self._padded, self.local_shards = self._pad(local_shards[0])
+            self._pad(local_shards[0])
 
-    def _pad(self, part: torch.Tensor) -> tuple[bool, torch.Tensor, list[torch.Tensor]]:
-        if BEFORE in vars(part):
+    def _pad(self, part: torch.Tensor) -> None:
+        self._is_patched = BEFORE in vars(part)
+        if self._is_patched:
             # 4. The same tensor object, with memory of its own.
             part.data = part.clone()
-            return True, part, [part]
-        # 1. A tensor of the parameter's class, with memory of its own.
-        padded = part.new_zeros(self._padded_shape).to(self._storage_device)
-        local_shard = padded.narrow(self._dim, 0, part.shape[self._dim])
-        local_shard.copy_(part)
-        return False, padded, [local_shard]
+            self._padded, self.local_shards = part, [part]
+        else:
+            # 1. A tensor of the parameter's class, with memory of its own.
+            self._padded = part.new_zeros(self._padded_shape).to(self._storage_device)
+            self.local_shards = [self._padded.narrow(self._dim, 0, part.shape[self._dim])]
+            self.local_shards[0].copy_(part)
 
     def stamp(self) -> object:
         """Never equal to an earlier stamp, because a change inside a tensor subclass cannot be detected."""
         return object()
 
-    def all_gather(self, comm_stream: CommStream, name: str | None = None) -> list[Handle]:
-        """Calls the first method, and issues an all-gather for each tensor that it returns."""
+    def prepare_all_gather(self, comm_stream: CommStream) -> list[tuple[Any, Any]]:
+        """Calls the first method. Returns an output and an input of an all-gather for each tensor that it returns."""
         if self._freed_at is not None:
             # The metadata was created on the communication stream, and the compute stream read it until then.
             comm_stream.wait_compute(self._freed_at)
         shard = self._padded if self._is_patched else self._padded.to(self.device, non_blocking=True)
         tensors, self._metadata = self._call_before(shard)
         inputs = [self._fill_up(tensor).to(self.device).contiguous() for tensor in tensors]
-        num = 1 if self.group is None else self.group.size
         if not self._outputs:
-            self._outputs = [t.new_empty((num * t.shape[0], *t.shape[1:])) for t in inputs]
-        handles = []
+            self._outputs = [t.new_empty((self._num_shards * t.shape[0], *t.shape[1:])) for t in inputs]
         for tensor, output in zip(inputs, self._outputs, strict=True):
-            output.untyped_storage().resize_(output.numel() * output.element_size())
-            work = COMPLETED
+            output.untyped_storage().resize_(output.nbytes)
             if self.group is None:
                 output.copy_(tensor)
-            else:
-                work = collectives.all_gather(self.group, output.view(-1), tensor.view(-1), name)
-            handles.append(comm_stream.handle(work))
-        return handles
+        return [(output.view(-1), tensor.view(-1)) for output, tensor in zip(self._outputs, inputs, strict=True)]
 
-    def _call_before(self, shard: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+    def _call_before(self, shard: Any) -> Any:
         before = getattr(shard, BEFORE)
-        arguments = [self._mesh, self._shape, self._stride, self._module, self._policy]
-        if len(inspect.signature(before).parameters) == 1:
-            # The signature in earlier versions of torch.
-            arguments = arguments[:1]
-        result: tuple[tuple[torch.Tensor, ...], Any] = before(*arguments)
-        return result
+        # In earlier versions of torch, the mesh is the only argument.
+        has_only_mesh = len(inspect.signature(before).parameters) == 1
+        return before(*(self._arguments[:1] if has_only_mesh else self._arguments))
 
     def _fill_up(self, tensor: torch.Tensor) -> torch.Tensor:
         """4. Pads a tensor that was computed from an unpadded shard."""

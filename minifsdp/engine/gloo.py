@@ -81,6 +81,9 @@ _NUM_RECENT, _BASE, _PRIME = 16, 1_000_003, 2**61 - 1
 _OLDEST = pow(_BASE, _NUM_RECENT, _PRIME)
 _MOST_KNOWN = 8192
 
+# The ``Work`` of each message of an exchange.
+_Messages = list[Any]
+
 
 class Transport:
     """Replaces a process group of gloo for all-gather and reduce-scatter between CPUs.
@@ -100,7 +103,8 @@ class Transport:
         shown._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, sends_nothing)
         self._show_gather, self._show_reduce_scatter = _collectives_of(shown)
         self._gather_in_thread, _ = _collectives_of(backend)
-        self._gathers, self._reductions, self._questions = _Queue(), _Queue(), _Queue()
+        # 6. The incomplete exchanges of each kind, as lists of messages.
+        self._gathers, self._reductions, self._questions = deque[_Messages](), deque[_Messages](), deque[_Messages]()
         self._is_known, self._gather_tag = True, _GATHER_TAGS
         # The size of the next collective, for each order that the ranks have compared.
         self._known: dict[int, int] = {}
@@ -156,7 +160,8 @@ class Transport:
         if torch._C._len_torch_dispatch_stack():
             self._show_gather(output, local_shard, options)
         if local_shard.nbytes >= self._least_bytes or not self._is_known:
-            return self._send_to_all([output.view(self._size, *local_shard.shape)], [local_shard])
+            outputs = [output.view(self._size, *local_shard.shape)]
+            return self._send_to_all(outputs, [local_shard], self._gather_tag, self._gathers)
         if self._size > 2:
             return _PollingWork(self._gather_in_thread(output, local_shard, options))
         places = output.tensor_split(2)
@@ -173,7 +178,7 @@ class Transport:
         """
         outputs = [output.view(self._size, *local_shard.shape)]
         # All-gathers of different sizes must not pair up either.
-        return self._send_to_all(outputs, [local_shard], tag + local_shard.nbytes, self._questions)
+        return self._send_to_all(outputs, [local_shard], tag + local_shard.nbytes + self._salt, self._questions)
 
     def all_gathers_each(self, outputs: Sequence[torch.Tensor]) -> bool:
         """Whether one all-gather for each tensor is faster than one for all of them (5)."""
@@ -186,29 +191,20 @@ class Transport:
         """
         if torch._C._len_torch_dispatch_stack():
             numel = sum(output[0].numel() for output in outputs)
-            whole, local_shard = (
-                outputs[0].as_strided((self._size * numel,), (1,)),
-                local_shards[0].as_strided((numel,), (1,)),
-            )
-            self._show_gather(whole, local_shard, AllgatherOptions())
-        return self._send_to_all(outputs, local_shards)
+            whole = outputs[0].as_strided((self._size * numel,), (1,))
+            self._show_gather(whole, local_shards[0].as_strided((numel,), (1,)), AllgatherOptions())
+        return self._send_to_all(outputs, local_shards, self._gather_tag, self._gathers)
 
     def _send_to_all(
-        self,
-        outputs: Sequence[torch.Tensor],
-        local_shards: Sequence[torch.Tensor],
-        tag: int | None = None,
-        queue: _Queue | None = None,
+        self, outputs: Sequence[torch.Tensor], local_shards: Sequence[torch.Tensor], tag: int, queue: deque[_Messages]
     ) -> Handle:
-        works, tag = [], (self._gather_tag if tag is None else tag + self._salt)
-        for output in outputs:
-            works += [self._backend.recv([output[other]], other, tag) for other in self._others]
+        messages = [self._backend.recv([output[other]], other, tag) for output in outputs for other in self._others]
         for output, local_shard in zip(outputs, local_shards, strict=True):
             own = output[self._rank]
             if own.data_ptr() != local_shard.data_ptr():
                 own.copy_(local_shard)
-            works += [self._backend.send([own], other, tag) for other in self._others]
-        return _Exchange(works, queue or self._gathers)
+            messages += [self._backend.send([own], other, tag) for other in self._others]
+        return _Exchange(messages, queue)
 
     def reduce_scatter_single(self, local_shard: torch.Tensor, whole: torch.Tensor, options: Any) -> Handle:
         """Issues a reduce-scatter, with the signature of the process group's method."""
@@ -226,9 +222,9 @@ class Transport:
             parts[other] = local_shard if other == first else torch.empty_like(local_shard)
         if is_small:
             return _Sum(self._swap_in_thread(local_shard, own[first]), parts, local_shard)
-        works = [self._backend.recv([parts[other]], other, _REDUCE_TAG + self._salt) for other in self._others]
-        works += [self._backend.send([own[other]], other, _REDUCE_TAG + self._salt) for other in self._others]
-        return _Sum(_Exchange(works, self._reductions), parts, local_shard)
+        messages = [self._backend.recv([parts[other]], other, _REDUCE_TAG + self._salt) for other in self._others]
+        messages += [self._backend.send([own[other]], other, _REDUCE_TAG + self._salt) for other in self._others]
+        return _Sum(_Exchange(messages, self._reductions), parts, local_shard)
 
     def _swap_in_thread(self, received: torch.Tensor, sent: torch.Tensor) -> Handle:
         """5. Exchanges tensors between two ranks: an all-to-all in which no rank sends to itself."""
@@ -247,38 +243,22 @@ def _collectives_of(group: Any) -> tuple[Callable[..., Handle], Callable[..., Ha
     return group._allgather_base, group._reduce_scatter_base
 
 
-class _Queue:
-    """6. The incomplete exchanges of one kind. Each keeps the tensors that it reads and writes."""
-
-    def __init__(self) -> None:
-        self._num_issued = 0
-        self._waiting: deque[tuple[int, list[Any]]] = deque()
-
-    def add(self, works: list[Any]) -> int:
-        """Keeps ``works``; returns their number."""
-        self._num_issued += 1
-        self._waiting.append((self._num_issued, works))
-        return self._num_issued
-
-    def drop_until(self, number: int) -> None:
-        """Removes exchange ``number``, which is complete, and all before it."""
-        while self._waiting and self._waiting[0][0] <= number:
-            self._waiting.popleft()
-
-
 class _Exchange:
-    """The handle of all messages of one collective."""
+    """6. The handle of all messages of one collective. ``queue`` keeps them, and so their tensors, until `wait`."""
 
-    __slots__ = ("_number", "_queue", "_works")
+    __slots__ = ("_messages", "_queue")
 
-    def __init__(self, works: list[Any], queue: _Queue) -> None:
-        self._works, self._queue = works, queue
-        self._number = queue.add(works)
+    def __init__(self, messages: _Messages, queue: deque[_Messages]) -> None:
+        self._messages, self._queue = messages, queue
+        queue.append(messages)
 
     def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._queue.drop_until(self._number)
+        for message in self._messages:
+            message.wait()
+        # Removes it and all before it, which are complete, too. A later exchange may have removed it already.
+        if any(messages is self._messages for messages in self._queue):
+            while self._queue.popleft() is not self._messages:
+                continue
 
 
 class _PollingWork:

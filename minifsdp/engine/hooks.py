@@ -13,7 +13,7 @@
 How the backward hooks are called:
 
 1. *Pre-backward* is a hook on the output tensors of forward. Each forward has new ones, so each registers the hook.
-2. *Post-backward* is called by the unit's *trigger*, which uses its leaf or its inputs (``backward_hooks.py``).
+2. *Post-backward* is called by a hook on the unit's leaf, or by a node at its inputs (``backward_hooks.py``).
 3. *End of backward* is a callback that autograd runs after its last node. It can only be queued during a backward, so
    the first pre-backward hook queues it. It also handles units whose post-backward hook did not run.
 
@@ -22,7 +22,7 @@ running. Two things change:
 
 4. A forward in the phase PRE_BACKWARD does nothing: the unit is unsharded, and its backward waits for the result.
 5. A forward in another phase all-gathers as usual but does not reshard, because the unit's own backward runs next. The
-   unit *lingers* (deferred reshard) until then; if another unit runs instead, it is resharded. The same applies if a
+   reshard is *deferred* until then. If another unit runs instead, the unit is resharded. The same applies if a
    gradient is complete inside a nested backward (reentrant checkpointing of a part of the unit): another part may
    still need the same parameters for its recomputation.
 
@@ -31,18 +31,20 @@ running. Two things change:
 Spec: SHARD-04, SHARD-08, SHARD-10, SHARD-14, FWD-06, PREF-02 to PREF-06, NOSYNC-01, NOSYNC-07, PAR-07.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd import Variable
 
 from minifsdp import trace
-from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, backward_hooks_for, graph_task, register_pre_backward_hook
-from minifsdp.engine.layout import Gradient
+from minifsdp.engine import backward_hooks
+from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task, register_pre_backward_hook
+from minifsdp.engine.messages import message
 from minifsdp.engine.rank_checks import RankChecks
 from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.schedule import BackwardPrefetch, Schedule
-from minifsdp.engine.unit import Phase, State, Unit, not_while_summoned
+from minifsdp.engine.unit import Phase, State, Unit
 
 
 class IterationState:
@@ -56,7 +58,7 @@ class IterationState:
         forward_prefetch: whether to prefetch the next unit in forward.
 
     Attributes:
-        backward_hooks: the trigger of each unit, which calls its backward hooks.
+        backward_hooks: for each unit, the object that calls its backward hooks.
         in_backward: a backward of this root has begun and not ended.
         is_recorded: grad mode was on when the outermost of the running forwards began.
         num_forwards: number of outermost forwards that have begun.
@@ -79,14 +81,12 @@ class IterationState:
         self.is_last_backward, self.num_forwards = True, 0
         self._deferred: Unit | None = None
         self._spans: dict[Unit, trace.Event] = {}
-        # 2. Once, not in each forward.
-        tells = (self.pre_backward, self.post_backward, self._close, reducer.before_concat)
-        self.backward_hooks = {unit: backward_hooks_for(unit, *tells) for unit in units}
-
-    def dissolve(self) -> None:
-        """Unregisters the gradient callbacks, because the units are moving to another root."""
-        for unit in self.units:
-            unit.layout.on_gradient(None)
+        # 2. Once, not in each forward. The kind depends on the layout.
+        self.backward_hooks: dict[Unit, backward_hooks.BackwardHooks] = {}
+        for unit in units:
+            has_leaf_hook = unit.layout.on_gradient(partial(self.post_backward, unit), reducer.before_concat)
+            kind = backward_hooks.LeafHooks if has_leaf_hook else backward_hooks.InputsHooks
+            self.backward_hooks[unit] = kind(unit, self.pre_backward, self.post_backward, self._close)
 
     # --- forward ---
 
@@ -96,7 +96,7 @@ class IterationState:
             # 4. Recomputation: the parameters are already unsharded.
             return
         if self._deferred is not None:
-            self._run_deferred_reshard(unit)
+            self._run_deferred_reshard(self._deferred, unit)
         unit.phase = Phase.FORWARD
         if unit.state is not State.UNSHARDED:
             unit.is_for_evaluation = not self.is_recorded
@@ -106,10 +106,8 @@ class IterationState:
                 unit.unshard(is_ahead=False)
         if torch.is_grad_enabled():
             self.schedule.enter(unit)
-            if self.forward_prefetch:
-                next_one = self.schedule.next_forward(unit)
-                if next_one is not None:
-                    next_one.unshard()
+            if self.forward_prefetch and (next_one := self.schedule.next_forward(unit)) is not None:
+                next_one.unshard()
         for ahead in unit.policy.prefetch_in_forward or ():
             ahead.unshard()
         unit.wait()
@@ -168,7 +166,7 @@ class IterationState:
         if unit.phase is Phase.PRE_BACKWARD:
             return
         if unit.phase is Phase.SUMMONED:
-            raise not_while_summoned(unit, "backward")
+            raise RuntimeError(message("while-summoned", what="backward", unit=unit.name))
         if not self.in_backward:
             self.begin_backward()
         unit.phase = Phase.PRE_BACKWARD
@@ -176,7 +174,7 @@ class IterationState:
         if trace.recorder is not None:
             self._spans[unit] = trace.recorder.begin("B", unit.name)
         if self._deferred is not None:
-            self._run_deferred_reshard(unit)
+            self._run_deferred_reshard(self._deferred, unit)
         unit.awaits_backward = False
         if unit.policy.unshards_in_backward and unit.state is State.SHARDED:
             unit.unshard()
@@ -206,16 +204,11 @@ class IterationState:
             return
         if not unit.policy.reduces:
             unit.layout.keep_unreduced(gradient)
-        elif len(unit.plans) == 1:
-            self.reducer.reduce(unit.name, unit.layout, unit.plan, gradient)
-        else:
-            self._reduce_by_mesh(unit, gradient)
-
-    def _reduce_by_mesh(self, unit: Unit, gradient: Gradient) -> None:
+            return
         for plan in unit.plans:
-            part = unit.layout.part_over(plan.mesh, gradient)
+            part = gradient if len(unit.plans) == 1 else unit.layout.part_over(plan.mesh, gradient)
             if part.parts:
-                self.reducer.reduce(unit.name, unit.layout, plan, part)
+                self.reducer.reduce(unit.layout, plan, part)
 
     def _prefetch_backward(self, unit: Unit) -> None:
         if unit.policy.prefetch_in_backward is not None:
@@ -226,10 +219,9 @@ class IterationState:
         if next_one is not None and next_one.awaits_backward and next_one.policy.unshards_in_backward:
             next_one.unshard()
 
-    def _run_deferred_reshard(self, arriving: Unit) -> None:
-        """5. If the next unit to run is not the lingering one or inside it, the deferred reshard happens now."""
-        deferred = self._deferred
-        if deferred is None or deferred is arriving or arriving in deferred.inner:
+    def _run_deferred_reshard(self, deferred: Unit, arriving: Unit) -> None:
+        """5. Reshards the unit ``deferred`` now, unless the next unit to run is the same or inside of it."""
+        if deferred is arriving or arriving in deferred.inner:
             return
         self._deferred = None
         if (
@@ -260,7 +252,10 @@ class IterationState:
                 self.post_backward(unit)
         if not self.is_last_backward:
             # This iteration has another backward, which waits for these reductions and uses the recorded order.
-            self._end_of_partial_backward()
+            for unit in self.units:
+                unit.num_pending = max(0, unit.num_pending - 1)
+                unit.awaits_backward = unit.num_pending > 0
+            self._leave_backward()
             return
         self.rank_checks.compare()
         self.reducer.finish()
@@ -270,12 +265,6 @@ class IterationState:
                 self._close(unit)
         self.schedule.end_iteration()
         self._forget_backward()
-
-    def _end_of_partial_backward(self) -> None:
-        for unit in self.units:
-            unit.num_pending = max(0, unit.num_pending - 1)
-            unit.awaits_backward = unit.num_pending > 0
-        self._leave_backward()
 
     def _forget_backward(self) -> None:
         for unit in self.units:

@@ -40,24 +40,13 @@ class ReleaseEvent(Protocol):
 
     def query(self) -> bool:
         """Whether the event is complete."""
-        ...
 
     def synchronize(self) -> Any:
         """Blocks the CPU until the event is complete."""
-        ...
 
 
-class _Done:
-    """A completed event. On the CPU all release events are complete."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        return None
-
-
-DONE = _Done()
+# A completed event. On the CPU all release events are complete.
+DONE: ReleaseEvent = torch.cpu.Event()
 
 
 def release(storage_owner: torch.Tensor) -> ReleaseEvent:
@@ -66,7 +55,7 @@ def release(storage_owner: torch.Tensor) -> ReleaseEvent:
     The tensor and all its views stay; their common storage has 0 bytes afterwards. Returns the event that is complete
     when the compute stream no longer uses the memory.
     """
-    event: ReleaseEvent = DONE
+    event = DONE
     if storage_owner.device.type != "cpu":
         compute_stream = current_stream(storage_owner.device)
         # The allocator must not reuse the block before the compute stream has passed this point.
@@ -83,8 +72,6 @@ class RateLimiter:
         enabled: ``limit_all_gathers``; if False, nothing is queued and nothing waits.
         num_in_flight: number of units that may be unsharded or still in use at once.
     """
-
-    __slots__ = ("_events", "enabled", "num_in_flight")
 
     def __init__(self, enabled: bool, num_in_flight: int = 2) -> None:
         self.enabled = enabled

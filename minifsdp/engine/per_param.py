@@ -11,7 +11,7 @@ Worked example, ``weight`` of shape (3, 2) and ``bias`` of shape (3,), two ranks
     sorted    w w w w w w . .   b b b .          sorted by parameter: two leaves that autograd owns
 
 Each parameter is a `ShardedParam` with memory in a bucket (``bucket.py``), nearly always one for all parameters. The
-reduction of gradients uses one operator for all buckets:
+layout issues one all-gather for each bucket. The reduction of gradients uses one operator for all buckets:
 
 1. Only parameters that have a gradient take part in the reduction. Frozen ones cost nothing, unlike in a flat layout.
 2. Each gradient is split like its parameter and the shards are sorted by rank, in one operator for each mesh.
@@ -40,9 +40,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from minifsdp.engine import lifetime
-from minifsdp.engine.bucket import AnyBucket, assign_to_buckets
-from minifsdp.engine.comm_streams import CommStreams, Handle
+from minifsdp.engine import collectives, lifetime
+from minifsdp.engine.bucket import assign_to_buckets
+from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle
 from minifsdp.engine.layout import Gradient, Layout, replaced_parameter_error
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import Group, MeshGroups
@@ -59,12 +59,10 @@ class PerParameterLayout(Layout):
 
     Attributes:
         buckets: the memory of the parameters; nearly always one bucket.
-        meshes: the meshes over which parameters are sharded; nearly always one.
     """
 
     def __init__(self, params: Sequence[ShardedParam], options: Options) -> None:
         self.params, self._options = params, options
-        self.meshes = list(dict.fromkeys(param.mesh_groups for param in params))
         self.device, self.offloads, self._pins = options.device, options.offload, options.pin
         self.parameters = [param.info for param in params]
         places = [(info, index) for index, first in enumerate(self.parameters) for info in first.attributes]
@@ -73,11 +71,9 @@ class PerParameterLayout(Layout):
         self._gathered_at, self._has_copied = object(), False
         # The registered tensors while the unit is resharded to a smaller mesh.
         self._post_forward_params: list[torch.Tensor] | None = None
-        self.buckets: list[AnyBucket] = []
-        self._contents = assign_to_buckets(params, [param.local_shard for param in params], options, {})
+        self.buckets = assign_to_buckets(params, [param.local_shard for param in params], options, [])
         for param in params:
             param.replace_original()
-        self.dtype, self.num_bytes, self._is_borrowed = params[0].local_shard.dtype, 0, False
         self._sharded: list[torch.Tensor] = []
         self._leaves: list[torch.Tensor] = []
         self._registered: list[torch.Tensor] = []
@@ -93,20 +89,20 @@ class PerParameterLayout(Layout):
             raise RuntimeError(message("converted-apart", parameters=parameters))
         # From now on the values stay on the device that the user chose.
         self._options = replace(self._options, offload=False)
-        self._contents = assign_to_buckets(self.params, local_shards, self._options, self._contents)
+        buckets = assign_to_buckets(self.params, local_shards, self._options, self.buckets)
         for param in self.params:
             set_local_shard(param.parameter, param.local_shard)
         # The values were copied into the memory of an existing bucket, or of a new one.
-        self._has_copied |= is_edited or self.buckets != list(self._contents.values())
+        self._has_copied |= is_edited or self.buckets != buckets
+        self.buckets = buckets
         self._update_from_buckets()
 
     def _update_from_buckets(self) -> None:
         """Uses the leaves of the buckets, and caches properties of the buckets that are used often."""
-        for contents, bucket in self._contents.items():
-            for param, leaf in zip(contents.params, bucket.leaves, strict=True):
+        for bucket in self.buckets:
+            for param, leaf in zip(bucket.params, bucket.leaves, strict=True):
                 if param.plain_leaf is not leaf:
                     param.use_leaf(leaf, self._options.precision.reduces_in(leaf.dtype))
-        self.buckets = list(self._contents.values())
         self._choose_dtype()
         self.num_bytes = sum(bucket.num_bytes for bucket in self.buckets)
         self._is_borrowed = all(bucket.is_borrowed for bucket in self.buckets)
@@ -117,9 +113,7 @@ class PerParameterLayout(Layout):
 
     def _choose_dtype(self) -> None:
         """Gradients of several dtypes are reduced in a dtype that can represent them all."""
-        trained = [
-            bucket.dtype for key, bucket in self._contents.items() if any(p.parameter.requires_grad for p in key.params)
-        ]
+        trained = [bucket.dtype for bucket in self.buckets if any(p.parameter.requires_grad for p in bucket.params)]
         self.dtype = functools.reduce(torch.promote_types, trained or [self.buckets[0].dtype])
 
     def refresh_from_module(self) -> None:
@@ -152,7 +146,10 @@ class PerParameterLayout(Layout):
             self._has_copied = False
         with comm_streams.all_gather as comm_stream:
             for bucket in self.buckets:
-                self._handles += bucket.all_gather(comm_stream, self.name)
+                issue = collectives.all_gather_each if bucket.sends_each else collectives.all_gather
+                for output, local_shard in bucket.prepare_all_gather(comm_stream):
+                    work = COMPLETED if bucket.group is None else issue(bucket.group, output, local_shard, self.name)
+                    self._handles.append(comm_stream.handle(work))
         return self
 
     def wait(self) -> None:
@@ -175,9 +172,8 @@ class PerParameterLayout(Layout):
     def reshard_to_smaller_mesh(self, group: Group, mesh: DeviceMesh) -> None:
         """The next all-gather uses only ``group``, the last axis of ``mesh``. Call `free` afterwards."""
         made: dict[ShardedParam, torch.Tensor] = {}
-        for contents, bucket in self._contents.items():
-            local_shards = bucket.reshard_to_smaller_mesh(group)
-            for param, local_shard in zip(contents.params, local_shards, strict=True):
+        for bucket in self.buckets:
+            for param, local_shard in zip(bucket.params, bucket.reshard_to_smaller_mesh(group), strict=True):
                 made[param] = param.over_smaller_mesh(mesh, local_shard)
         self._post_forward_params = [made[param] for param in self.params]
 
@@ -268,9 +264,8 @@ class PerParameterLayout(Layout):
 
     def part_over(self, mesh: MeshGroups, gradient: Gradient) -> Gradient:
         """The gradients of the parameters that are sharded over ``mesh``."""
-        both = zip(gradient.parts, gradient.numbers, strict=True)
-        over = [(part, number) for part, number in both if self.params[number].mesh_groups == mesh]
-        return Gradient([part for part, _ in over], [number for _, number in over])
+        over = [index for index, number in enumerate(gradient.numbers) if self.params[number].mesh_groups == mesh]
+        return Gradient([gradient.parts[index] for index in over], [gradient.numbers[index] for index in over])
 
     def keep_unreduced(self, gradient: Gradient) -> None:
         """Accumulates in the reduce dtype. A backward that fails does not change the accumulated gradients."""
@@ -331,10 +326,8 @@ class PerParameterLayout(Layout):
             else:
                 local_shard_of(before).add_(part)
             # Autograd did not set this gradient, so the post-accumulate-grad hooks must be called here.
-            hooks = param.parameter._post_accumulate_grad_hooks
-            if hooks:
-                for hook in list(hooks.values()):
-                    hook(param.parameter)
+            for hook in list((param.parameter._post_accumulate_grad_hooks or {}).values()):
+                hook(param.parameter)
 
     # --- the user ---
 

@@ -66,7 +66,9 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, PackedSequence):
-        return value.__class__(*(map_tensors(function, item) for item in value))
+        # `batch_sizes` must stay on the CPU.
+        data, order, inverse = (map_tensors(function, value[index]) for index in (0, 2, 3))
+        return type(value)(data, value.batch_sizes, order, inverse)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(function, item) for item in value))
     if type(value) in (tuple, list):

@@ -72,8 +72,8 @@ class ReducePlan:
         mesh: the shard group and the replicate group.
         dtype: the reduce dtype.
         scaling: the divisors.
-        hook: the user's communication hook, which replaces stages 2 to 5. For a sharded unit ``hook(whole, piece)``
-            must fill ``local_shard``; otherwise ``hook(whole)`` must change ``whole`` in place.
+        hook: the user's communication hook, which replaces stages 2 to 5. For a sharded unit,
+            ``hook(whole, local_shard)`` must fill ``local_shard``; otherwise ``hook(whole)`` must change ``whole``.
         all_reduces: whether to all-reduce over replicas in this backward. If False, accumulate into `partial` instead.
         overlaps: whether the reduction runs while the next unit's backward computes.
         partial: sum of earlier backwards that was not all-reduced yet, with the numbers of its parameters.
@@ -94,12 +94,12 @@ class ReducePlan:
     @classmethod
     def mean(cls, mesh: MeshGroups, dtype: torch.dtype) -> ReducePlan:
         """The mean over all ranks of the mesh."""
-        return cls(mesh, dtype, Scaling.mean(mesh.num_ranks, dtype))
+        return cls(mesh, dtype, Scaling.of(mesh.num_ranks, dtype))
 
     def use(self, dtype: torch.dtype) -> None:
         """Changes the reduce dtype to ``dtype``."""
         if dtype is not self.dtype:
-            self.dtype, self.scaling = dtype, self.scaling.within(dtype)
+            self.dtype, self.scaling = dtype, Scaling.of(self.scaling.before * self.scaling.after, dtype)
 
 
 @dataclass(slots=True)
@@ -115,10 +115,9 @@ class _InFlight:
         result: the shard for the layout; ``None`` for a partial sum.
         copied: an accelerator event after the copy to the host, if there is one.
         partial: the partial sum that was included.
-        handed: the memory that a hook received, kept alive even if the hook gives the tensor other memory.
+        hook_input: the memory that a hook received, kept alive even if the hook gives the tensor other memory.
     """
 
-    name: str
     layout: Layout
     plan: ReducePlan
     gradient: Gradient
@@ -131,7 +130,7 @@ class _InFlight:
     result: torch.Tensor | None = None
     copied: Any = None
     partial: torch.Tensor | None = None
-    handed: torch.Tensor | None = None
+    hook_input: torch.Tensor | None = None
 
 
 class Reducer:
@@ -142,20 +141,24 @@ class Reducer:
         offloads: whether a unit has its shard and gradient on the CPU.
     """
 
-    __slots__ = ("_arriving", "_comm_streams", "_in_flight", "_offloads")
-
     def __init__(self, comm_streams: CommStreams, offloads: bool = False) -> None:
         self._comm_streams, self._offloads = comm_streams, offloads
         self._in_flight: _InFlight | None = None
         # Being copied to the CPU. Readable after the CPU has waited; dropped if backward fails.
         self._arriving: list[tuple[Layout, Gradient, torch.Tensor]] = []
 
-    def reduce(self, name: str, layout: Layout, plan: ReducePlan, gradient: Gradient) -> None:
+    def reduce(self, layout: Layout, plan: ReducePlan, gradient: Gradient) -> None:
         """Issues a unit's reduction, then completes the previous one. All ranks must call it, in the same order."""
-        if plan.partial is not None:
-            # Check before the stream reads the gradient: after an error nothing would keep the gradient alive.
-            _check_partial(name, plan.partial[0], gradient.numbers)
         before = self._in_flight
+        if before is not None and before.plan is plan and not before.all_reduces:
+            # The partial sum of the previous reduction is included in this one, so it must be complete.
+            self._in_flight = None
+            self._complete(before)
+            before = None
+        if plan.partial is not None and plan.partial[0] != gradient.numbers:
+            # Before the stream reads the gradient: after an error nothing would keep the gradient alive.
+            counts = {"waiting": len(plan.partial[0]), "new": len(gradient.numbers)}
+            raise RuntimeError(message("uneven-partial", name=layout.name, **counts))
         if before is not None and before.scattered is not COMPLETED:
             self.before_concat()
         # 1. On the compute stream, which allocated the parts, so their memory can be reused immediately.
@@ -163,7 +166,7 @@ class Reducer:
         is_written = plan.overlaps or plan.mesh.shard is None or plan.hook is not None or plan.scaling.before != 1.0
         whole = layout.pack(gradient, plan.dtype, is_written=is_written)
         gradient.parts.clear()
-        new = _InFlight(name, layout, plan, gradient, whole, whole, plan.all_reduces)
+        new = _InFlight(layout, plan, gradient, whole, whole, plan.all_reduces)
         self._comm_streams.reduce.wait_compute()
         try:
             with self._comm_streams.reduce as comm_stream:
@@ -229,25 +232,32 @@ class Reducer:
             current_stream(self._comm_streams.device).synchronize()
 
     def _issue(self, new: _InFlight) -> Handle:
-        plan, shard, replicas = new.plan, new.plan.mesh.shard, new.plan.mesh.replicate
+        plan, shard, replicas, name = new.plan, new.plan.mesh.shard, new.plan.mesh.replicate, new.layout.name
+        if shard is not None:
+            # A sharded unit needs only this rank's shard of the sum.
+            new.local_shard = new.whole.new_empty(new.whole.numel() // shard.size)
         if plan.hook is not None:
-            _run_hook(new, plan.hook)
+            # Hooks that compress give the tensor other memory while its previous memory is still read.
+            new.hook_input = new.whole.detach()
+            if shard is None:
+                plan.hook(new.whole)
+            else:
+                plan.hook(new.whole, new.local_shard)
             return COMPLETED
         # 2. Before the sum.
         plan.scaling.prepare(new.whole)
         if shard is not None:
-            # 3. A sharded unit needs only this rank's shard of the sum.
-            new.local_shard = new.whole.new_empty(new.whole.numel() // shard.size)
+            # 3. Over the shard group.
             new.event = _noted("RS", new, shard, "reduce") if trace.recorder is not None else None
-            if replicas is not None and new.all_reduces and isinstance(new.name, UnitName):
+            if replicas is not None and new.all_reduces and isinstance(name, UnitName):
                 # The all-reduce is issued later, maybe after the ranks compare this backward.
-                new.name.root_id.used.add(replicas.sequence)
-            return collectives.reduce_scatter(shard, new.local_shard, new.whole, new.name, new.gradient.numbers)
+                name.root_id.used.add(replicas.sequence)
+            return collectives.reduce_scatter(shard, new.local_shard, new.whole, name, new.gradient.numbers)
         if replicas is not None and new.all_reduces:
             # 4. Without a shard group the all-reduce is the only collective, so it can be issued immediately.
             _add_partial(new)
             new.event = _noted("AR", new, replicas, "reduce") if trace.recorder is not None else None
-            return collectives.all_reduce(replicas, new.local_shard, new.name, new.gradient.numbers)
+            return collectives.all_reduce(replicas, new.local_shard, name, new.gradient.numbers)
         return COMPLETED
 
     def _issue_end(self, new: _InFlight) -> None:
@@ -310,7 +320,7 @@ def _end(item: _InFlight) -> None:
                 return
             event = _noted("AR", item, replicas, "all_reduce")
             # 4. Over the replicas.
-            collectives.all_reduce(replicas, item.local_shard, item.name, item.gradient.numbers).wait()
+            collectives.all_reduce(replicas, item.local_shard, item.layout.name, item.gradient.numbers).wait()
             if trace.recorder is not None:
                 trace.recorder.finish(event)
         # 5. After the sum.
@@ -320,7 +330,7 @@ def _end(item: _InFlight) -> None:
     item.result = item.local_shard
     if item.layout.offloads:
         if trace.recorder is not None:
-            trace.recorder.begin("D2H", item.name, num_bytes=item.local_shard.nbytes)
+            trace.recorder.begin("D2H", item.layout.name, num_bytes=item.local_shard.nbytes)
         item.result = item.layout.copy_to_host(item.local_shard)
 
 
@@ -340,27 +350,9 @@ def _call_after(after: Callable[[torch.Tensor], None], stream: Any, local_shard:
 
 def _add_partial(item: _InFlight) -> None:
     """Adds the partial sum of earlier backwards."""
-    if item.plan.partial is None:
-        return
-    _check_partial(item.name, item.plan.partial[0], item.gradient.numbers)
-    (_, item.partial), item.plan.partial = item.plan.partial, None
-    item.local_shard.add_(item.partial)
-
-
-def _check_partial(name: str, waiting: list[int], new: list[int]) -> None:
-    if waiting != new:
-        raise RuntimeError(message("uneven-partial", name=name, waiting=len(waiting), new=len(new)))
-
-
-def _run_hook(new: _InFlight, hook: CommHook) -> None:
-    shard = new.plan.mesh.shard
-    # Hooks that compress give the tensor other memory while its previous memory is still read.
-    new.handed = new.whole.detach()
-    if shard is None:
-        hook(new.whole)
-        return
-    new.local_shard = new.whole.new_empty(new.whole.numel() // shard.size)
-    hook(new.whole, new.local_shard)
+    if item.plan.partial is not None:
+        (_, item.partial), item.plan.partial = item.plan.partial, None
+        item.local_shard.add_(item.partial)
 
 
 def _noted(kind: str, item: _InFlight, group: Group, stream: str) -> trace.Event | None:
@@ -368,5 +360,5 @@ def _noted(kind: str, item: _InFlight, group: Group, stream: str) -> trace.Event
         return None
     sent = item.whole if kind == "RS" else item.local_shard
     return trace.recorder.begin(
-        kind, item.name, num_bytes=sent.nbytes, ranks=group.ranks, dtype=sent.dtype, stream=stream
+        kind, item.layout.name, num_bytes=sent.nbytes, ranks=group.ranks, dtype=sent.dtype, stream=stream
     )

@@ -1,6 +1,6 @@
 """The root state: created lazily, shared by all units of a root module, and the beginning of an iteration.
 
-Units are created one by one, inner ones first, so a unit does not know at construction whether it is the outermost one.
+Units are created one by one, inner ones first. So it is not clear at construction whether a unit is the outermost one.
 This is decided in the first forward: the unit whose forward runs first, not inside another one, is the *root*, and all
 units inside its module share its root state. They share
 
@@ -40,10 +40,11 @@ from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.hooks import IterationState
 from minifsdp.engine.layout import Steps
 from minifsdp.engine.lifetime import RateLimiter
+from minifsdp.engine.messages import message
 from minifsdp.engine.rank_checks import RankChecks
 from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.schedule import BackwardPrefetch
-from minifsdp.engine.unit import Phase, State, Unit, not_while_summoned
+from minifsdp.engine.unit import Phase, State, Unit
 
 
 class RootState:
@@ -87,11 +88,11 @@ class RootState:
         num_equal = Counter[str]()
         for name, unit in units:
             unit.root_id = root_id
-            shapes = [(owned.path, owned.shape) for owned in unit.layout.parameters]
+            shapes = [(info.path, info.shape) for info in unit.layout.parameters]
             groups = [group for plan in unit.plans for group in (plan.mesh.shard, plan.mesh.replicate)]
             ranks = [group.ranks for group in groups if group is not None]
             unit.name = unit.layout.name = UnitName(name, shapes, root_id, ranks, num_equal)
-            unit.choose(keep_unsharded_for_backward=unit is outermost and keeps_outermost)
+            unit.update_policy(keep_unsharded_for_backward=unit is outermost and keeps_outermost)
             if unit.phase is not Phase.SUMMONED:
                 unit.layout.refresh_from_module()
             unit.plan_reductions()
@@ -126,7 +127,8 @@ class RootState:
         is_idle = all(unit.phase is Phase.IDLE and not unit.awaits_backward for unit in self.units)
         if not keeps_unsharded or not is_idle or self.is_busy:
             self.iteration.recover()
-        self.iteration.dissolve()
+        for unit in self.units:
+            unit.layout.on_gradient(None)
         self.is_dissolved = True
 
     def begin_forward(self, caller: Unit | None = None) -> bool:
@@ -148,7 +150,7 @@ class RootState:
         # 2. Before the first collective, so that a mistake raises an error on every rank.
         for unit in self.units if caller is None else (caller, *caller.inner):
             if unit.phase is Phase.SUMMONED:
-                raise not_while_summoned(unit, "forward")
+                raise RuntimeError(message("while-summoned", what="forward", unit=unit.name))
         validation.check_not_in_ddp((unit.layout.local_parameters(), unit.plan.mesh) for unit in self.units)
         for unit in self.units:
             if unit.phase is not Phase.SUMMONED:

@@ -45,8 +45,6 @@ class BackwardPrefetch(Enum):
 class Schedule:
     """The order in which the units of one root enter and leave forward."""
 
-    __slots__ = ("_entered", "_first_order", "_is_first_iteration", "_left", "_left_at", "_position", "_warned")
-
     def __init__(self) -> None:
         self._first_order: list[Unit] = []
         self._entered: dict[Unit, int] = {}

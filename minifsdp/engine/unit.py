@@ -165,7 +165,7 @@ class Unit(Generic[LayoutT]):
         self._event: trace.Event | None = None
         optimizer_watch.watch.add(layout)
 
-    def choose(self, **changes: Any) -> None:
+    def update_policy(self, **changes: Any) -> None:
         """Replaces the policy with a copy that has these ``changes``."""
         self.policy = replace(self.policy, **changes)
 
@@ -246,11 +246,6 @@ class Unit(Generic[LayoutT]):
             if trace.recorder is not None:
                 trace.recorder.begin("FREE", self.name, num_bytes=self.layout.num_bytes)
             self.limiter.released(event)
-
-
-def not_while_summoned(unit: Unit, what: str) -> RuntimeError:
-    """The error for computing while the full parameters are summoned."""
-    return RuntimeError(message("while-summoned", what=what, unit=unit.name))
 
 
 def modules_of_unit(roots: Iterable[nn.Module], is_apart: Callable[[nn.Module], bool]) -> list[tuple[str, nn.Module]]:

@@ -29,10 +29,11 @@ from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import message
 
 # By identity: the name inside its unit of each parameter that a unit has taken, and the subset of these that no module
-# refers to any more. Optimizers must not hold parameters of this subset.
+# refers to any more. Optimizers must not hold parameters of this subset. Then, by module, the name of the API that has
+# sharded it, and the names of the attributes that belong to a unit.
 _taken = WeakTensorKeyDictionary()
 replaced = WeakTensorKeyDictionary()
-_doors: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+_apis: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _places: weakref.WeakKeyDictionary[nn.Module, dict[str, str | None]] = weakref.WeakKeyDictionary()
 
 
@@ -79,17 +80,17 @@ def is_flattened(module: nn.Module, name: str) -> bool:
     return _places.get(module, {}).get(name, "") is None
 
 
-def check_one_api(module: nn.Module, door: str) -> None:
-    """Checks that no submodule of ``module`` was sharded through another API, and records the API ``door``.
+def check_one_api(module: nn.Module, api: str) -> None:
+    """Checks that no submodule of ``module`` was sharded through another API, and records the API ``api``.
 
     Raises:
         ValueError: a submodule was sharded through another API.
     """
     for name, inner in module.named_modules():
-        other = _doors.get(inner, door)
-        if other != door:
-            raise ValueError(message("two-doors", door=door, type=type(module).__name__, name=name, other=other))
-    _doors[module] = door
+        other = _apis.get(inner, api)
+        if other != api:
+            raise ValueError(message("two-apis", api=api, type=type(module).__name__, name=name, other=other))
+    _apis[module] = api
 
 
 def is_only_called_in_parts(module: nn.Module) -> bool:

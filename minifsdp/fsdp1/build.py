@@ -16,7 +16,6 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from minifsdp.engine import validation
@@ -25,18 +24,13 @@ from minifsdp.engine.mesh import Group, MeshGroups, default_group, node_groups
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp1 import policies
-from minifsdp.fsdp1.options import (
-    CPUOffload,
-    Options,
-    ProcessGroups,
-    ShardingStrategy,
-)
+from minifsdp.fsdp1.options import CPUOffload, GroupPair, Options, ProcessGroups, ShardingStrategy
 
 # All units of this API use the flat layout.
 FlatUnit = Unit[FlatLayout]
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
-FREES_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+RESHARDS_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 
 def check_options(module: Any, options: Options) -> None:
@@ -85,15 +79,15 @@ def choose_mesh(options: Options, strategy: ShardingStrategy, device: torch.devi
     """
     given = options.process_group if options.device_mesh is None else _groups_of_mesh(options, strategy)
     if strategy in HYBRID:
-        pair = _hybrid_groups(given, strategy, has_policy=options.auto_wrap_policy is not None, device=device)
+        pair = _hybrid_groups(given, options, strategy, device)
         return MeshGroups.hybrid(Group.of(pair[0]), Group.of(pair[1])), pair
     if isinstance(given, (tuple, list)):
         raise ValueError(message("pair-of-groups", strategy=strategy.name))
     group = default_group() if given is None else given
     if not _is_group(group):
         raise TypeError(message("group-type", process_group=group))
-    sharers = Group.of(group)
-    return (MeshGroups.replicated if strategy is ShardingStrategy.NO_SHARD else MeshGroups.sharded)(sharers), group
+    mesh_of = MeshGroups.replicated if strategy is ShardingStrategy.NO_SHARD else MeshGroups.sharded
+    return mesh_of(Group.of(group)), group
 
 
 def _groups_of_mesh(options: Options, strategy: ShardingStrategy) -> Any:
@@ -106,17 +100,16 @@ def _groups_of_mesh(options: Options, strategy: ShardingStrategy) -> Any:
     return mesh.get_group() if num_axes == 1 else (mesh.get_group(1), mesh.get_group(0))
 
 
-def _hybrid_groups(
-    process_group: Any, strategy: ShardingStrategy, *, has_policy: bool, device: torch.device
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    if process_group is None:
+def _hybrid_groups(given: Any, options: Options, strategy: ShardingStrategy, device: torch.device) -> GroupPair:
+    """The given shard and replicate groups, or those of the nodes."""
+    if given is None:
         default_group()
-        if not has_policy:
+        if options.auto_wrap_policy is None:
             raise ValueError(message("hybrid-by-hand", strategy=strategy.name))
         return node_groups(device)
-    pair = tuple(process_group) if isinstance(process_group, (tuple, list)) else ()
+    pair = tuple(given) if isinstance(given, (tuple, list)) else ()
     if len(pair) != 2 or not all(map(_is_group, pair)):
-        raise ValueError(message("hybrid-groups", strategy=strategy.name, process_group=process_group))
+        raise ValueError(message("hybrid-groups", strategy=strategy.name, process_group=given))
     return pair[0], pair[1]
 
 
@@ -131,7 +124,7 @@ def compute_device(module: nn.Module, device_id: Any, ignored: Collection[nn.Par
     Parameters in ``ignored`` can be on any device.
 
     Raises:
-        TypeError: if ``device_id`` is neither an index nor a device.
+        TypeError: if ``device_id`` is neither an index nor a device of this machine.
         ValueError: if ``device_id`` is not the accelerator that the module is on.
         RuntimeError: if the module's parameters are on several devices.
     """
@@ -148,32 +141,28 @@ def compute_device(module: nn.Module, device_id: Any, ignored: Collection[nn.Par
 
 
 def _as_device(device_id: Any) -> torch.device:
-    if callable(device_id) or isinstance(device_id, bool):
-        raise TypeError(message("device-type", device_id=device_id))
-    device = torch.device(device_id)
+    try:
+        device = torch.device(device_id)
+    except (TypeError, RuntimeError) as error:
+        raise TypeError(message("device-type", device_id=device_id)) from error
     if device.type == "cpu":
         return torch.device("cpu")
     if device.index is None:
         warn(message("device-without-index", device_id=device_id))
-        return torch.device(device.type, torch.get_device_module(device).current_device())
+        return _with_current_index(device)
     return device
 
 
 def _current_device() -> torch.device:
-    kind = _accelerator()
-    return torch.device(kind, torch.get_device_module(kind).current_device()) if kind else torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return torch.device("cpu") if accelerator is None else _with_current_index(accelerator)
 
 
-def _accelerator() -> str | None:
-    current = torch.accelerator.current_accelerator(check_available=True)
-    return None if current is None else current.type
+def _with_current_index(device: torch.device) -> torch.device:
+    return torch.device(device.type, torch.get_device_module(device).current_device())
 
 
 def flattened_in(modules: list[tuple[str, nn.Module]]) -> set[nn.Parameter]:
     """The parameters registered on ``modules`` that units created earlier manage."""
-    return {
-        parameter
-        for _, module in modules
-        for name, parameter in module._parameters.items()
-        if parameter is not None and validation.is_flattened(module, name)
-    }
+    found = [(module, name, p) for _, module in modules for name, p in module._parameters.items() if p is not None]
+    return {parameter for module, name, parameter in found if validation.is_flattened(module, name)}

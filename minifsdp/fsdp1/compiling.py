@@ -15,8 +15,6 @@ forward.
 Spec: ORIG-07.
 """
 
-import sys
-
 from torch import nn
 
 from minifsdp.engine.messages import message, warn
@@ -24,18 +22,14 @@ from minifsdp.engine.messages import message, warn
 
 def warn_if_compiled(use_orig_params: bool) -> None:
     """Called at the first forward. Warns if the model is compiled and uses flat parameters."""
-    if use_orig_params or "torch._dynamo" not in sys.modules:
-        return
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-    if callable(get_eval_frame_callback()):
+    if not use_orig_params and callable(get_eval_frame_callback()):
         warn(message("compiled-flat"))
 
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether ``module`` is the result of ``torch.compile`` on another module."""
-    if "torch._dynamo" not in sys.modules:
-        return False
     from torch._dynamo.eval_frame import OptimizedModule
 
     return isinstance(module, OptimizedModule)

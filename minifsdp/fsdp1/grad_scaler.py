@@ -47,34 +47,28 @@ class ShardedGradScaler(GradScaler):
         enabled: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(
-            device,
-            init_scale=init_scale,
-            backoff_factor=backoff_factor,
-            growth_factor=growth_factor,
-            growth_interval=growth_interval,
-            enabled=enabled,
-        )
+        # The base class takes `growth_factor` before `backoff_factor`.
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self.process_group = process_group
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        # Allow float16 gradients: with keep_low_precision_grads, an optimizer can get gradients in low precision.
-        wanted, none_found = inv_scale, found_inf
+        scale, flag = inv_scale, found_inf
         if _has_gradients_on_the_cpu(optimizer):
             # The base class would copy both to the CPU asynchronously and use them before the copies have finished.
-            wanted, none_found = inv_scale.cpu(), found_inf.cpu()
-        found: dict[torch.device, torch.Tensor] = super()._unscale_grads_(optimizer, wanted, none_found, True)
-        return self._agreed(found, found_inf)
+            scale, flag = inv_scale.cpu(), found_inf.cpu()
+        # Allow float16 gradients: with keep_low_precision_grads, an optimizer can get gradients in low precision.
+        flags: dict[torch.device, torch.Tensor] = super()._unscale_grads_(optimizer, scale, flag, True)
+        return self._agreed(flags, found_inf)
 
-    def _agreed(self, found: dict[torch.device, torch.Tensor], none_found: torch.Tensor) -> dict[torch.device, Any]:
+    def _agreed(self, flags: dict[torch.device, torch.Tensor], found_inf: torch.Tensor) -> dict[torch.device, Any]:
         """The maximum of all ranks' flags, on each device of this rank. Without gradients, a rank's flag is 0."""
-        flags = [flag.to(none_found.device) for flag in found.values()] or [none_found]
-        anywhere = torch.stack(flags).amax(dim=0)
+        local_flags = [flag.to(found_inf.device) for flag in flags.values()] or [found_inf]
+        any_inf = torch.stack(local_flags).amax(dim=0)
         group = Group.of(self.process_group or default_group())
-        collectives.call(dist.all_reduce, group, anywhere, dist.ReduceOp.MAX)
-        return {device: anywhere.to(device) for device in found} or {anywhere.device: anywhere}
+        collectives.call(dist.all_reduce, group, any_inf, dist.ReduceOp.MAX)
+        return {device: any_inf.to(device) for device in flags} or {any_inf.device: any_inf}
 
 
 def _has_gradients_on_the_cpu(optimizer: torch.optim.Optimizer) -> bool:

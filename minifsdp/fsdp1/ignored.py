@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from minifsdp.engine.messages import message, warn
+from minifsdp.engine.unit import modules_of_unit
 
 
 class WrongElementsError(TypeError, ValueError):
@@ -25,10 +26,7 @@ class WrongElementsError(TypeError, ValueError):
 
 
 def find_ignored(
-    module: nn.Module,
-    ignored_modules: Any,
-    ignored_states: Any,
-    is_wrapper: Callable[[nn.Module], bool],
+    module: nn.Module, ignored_modules: Any, ignored_states: Any, is_wrapper: Callable[[nn.Module], bool]
 ) -> tuple[set[nn.Module], set[nn.Parameter]]:
     """Returns the modules and parameters that the wrapper around ``module`` ignores. Nothing is communicated.
 
@@ -38,36 +36,22 @@ def find_ignored(
     """
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError(message("ignored-both"))
-    roots, parameters = _sort_out(ignored_modules, ignored_states)
-    for root in roots:
-        if is_wrapper(root):
-            raise ValueError(message("ignored-wrapper"))
-    modules = {inner for root in roots for inner in _below(root, is_wrapper)}
+    roots, states = _as_list(ignored_modules, "ignored_modules"), _as_list(ignored_states, "ignored_states")
+    if not _all_are(nn.Module, roots):
+        raise WrongElementsError(message("ignored-modules-type", types=_types(roots)))
+    if _all_are(nn.Module, states):
+        roots, states = [*roots, *states], []
+    elif not _all_are(nn.Parameter, states):
+        raise WrongElementsError(message("ignored-states-type", types=_types(states)))
+    if any(map(is_wrapper, roots)):
+        raise ValueError(message("ignored-wrapper"))
+    modules = {inner for _, inner in modules_of_unit(roots, is_wrapper)}
     if module in modules:
         warn(message("ignored-all", type=type(module).__name__))
-    parameters |= {parameter for inner in modules for parameter in inner.parameters(recurse=False)}
-    return modules, parameters
+    return modules, {*states, *(parameter for inner in modules for parameter in inner.parameters(recurse=False))}
 
 
-def _sort_out(ignored_modules: Any, ignored_states: Any) -> tuple[list[nn.Module], set[nn.Parameter]]:
-    if ignored_states is None:
-        given = _as_list(ignored_modules, "ignored_modules")
-        if not all(isinstance(item, nn.Module) for item in given):
-            raise WrongElementsError(message("ignored-modules-type", types=_types(given)))
-        return given, set()
-    given = _as_list(ignored_states, "ignored_states")
-    if all(isinstance(item, nn.Parameter) for item in given):
-        return [], set(given)
-    if all(isinstance(item, nn.Module) for item in given):
-        return given, set()
-    raise WrongElementsError(message("ignored-states-type", types=_types(given)))
-
-
-def _types(given: list[Any]) -> list[type]:
-    return sorted({type(item) for item in given}, key=repr)
-
-
-def _as_list(given: Iterable[Any] | None, argument: str) -> list[Any]:
+def _as_list(given: Any, argument: str) -> list[Any]:
     if given is None:
         return []
     if not isinstance(given, Iterable):
@@ -75,9 +59,9 @@ def _as_list(given: Iterable[Any] | None, argument: str) -> list[Any]:
     return list(given)
 
 
-def _below(module: nn.Module, is_wrapper: Callable[[nn.Module], bool]) -> Iterable[nn.Module]:
-    if is_wrapper(module):
-        return
-    yield module
-    for child in module.children():
-        yield from _below(child, is_wrapper)
+def _all_are(cls: type, given: list[Any]) -> bool:
+    return all(isinstance(item, cls) for item in given)
+
+
+def _types(given: list[Any]) -> list[type]:
+    return sorted({type(item) for item in given}, key=repr)

@@ -55,9 +55,7 @@ def materialize(modules: Modules, param_init_fn: Any, device: torch.device, igno
             param_init_fn(module)
         else:
             _reset(path, module, device)
-        left = [
-            name for name, t in [*module._parameters.items(), *module._buffers.items()] if t is not None and t.is_meta
-        ]
+        left = [name for name, t in {**module._parameters, **module._buffers}.items() if t is not None and t.is_meta]
         if left:
             raise RuntimeError(message("init-fn-left-meta", left=left, path=path, type=type(module).__name__))
 
@@ -114,9 +112,9 @@ def shard_in_place(modules: Modules, device: torch.device, ignored: set[nn.Param
     if sends:
         raise ValueError(message("sync-on-cpu", where=where))
     warn(message("slow-on-cpu", where=where))
-    for buffer in left:
-        if not isinstance(buffer, nn.Parameter):
-            _move(buffer, device)
+    for tensor in left:
+        if not isinstance(tensor, nn.Parameter):
+            _move(tensor, device)
 
 
 def synchronize(modules: Modules, mesh: MeshGroups, ignored: set[nn.Parameter], unit_name: str) -> None:
@@ -124,26 +122,23 @@ def synchronize(modules: Modules, mesh: MeshGroups, ignored: set[nn.Parameter], 
 
     One broadcast sends all tensors of one dtype. A buffer that several units share is sent only with the first unit.
     """
-    tensors: dict[int, torch.Tensor] = {}
-    for _, module in modules:
-        for tensor in _own_tensors(module, ignored):
-            if not getattr(tensor, "_is_synchronized", False):
-                tensors[id(tensor)] = tensor
-    for dtype in dict.fromkeys(t.dtype for t in tensors.values()):
-        _broadcast([local_tensor(t.detach()) for t in tensors.values() if t.dtype is dtype], mesh, unit_name)
-    for tensor in tensors.values():
+    # Each tensor once, in order.
+    owned = dict.fromkeys(tensor for _, module in modules for tensor in _own_tensors(module, ignored))
+    tensors = [tensor for tensor in owned if not getattr(tensor, "_is_synchronized", False)]
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        _broadcast([local_tensor(t.detach()) for t in tensors if t.dtype is dtype], mesh, unit_name)
+    for tensor in tensors:
         if not isinstance(tensor, nn.Parameter):
             tensor._is_synchronized = True  # type: ignore[attr-defined]
 
 
 def _broadcast(tensors: list[torch.Tensor], mesh: MeshGroups, unit_name: str) -> None:
-    row = torch.cat([t.reshape(-1) for t in tensors])
+    flat = torch.cat([t.reshape(-1) for t in tensors])
     # First over the replicate group, then over each shard group: all values come from the first rank.
     for group in (mesh.replicate, mesh.shard):
         if group is not None:
             if trace.recorder is not None:
-                num_bytes = row.numel() * row.element_size()
-                trace.recorder.begin("BCAST", unit_name, num_bytes=num_bytes, ranks=group.ranks, dtype=row.dtype)
-            collectives.broadcast(group, row)
-    for tensor, values in zip(tensors, row.split([t.numel() for t in tensors]), strict=True):
+                trace.recorder.begin("BCAST", unit_name, num_bytes=flat.nbytes, ranks=group.ranks, dtype=flat.dtype)
+            collectives.broadcast(group, flat)
+    for tensor, values in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(values.view_as(tensor))

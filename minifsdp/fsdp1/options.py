@@ -5,17 +5,17 @@ All names, members, fields and defaults are those of ``torch.distributed.fsdp``,
 only needs a new import line.
 
 The main idea: *a strategy is a mesh and one flag*. The mesh says which ranks share one sharded copy and which ranks
-hold the same shard. The flag says whether forward frees the unsharded parameters. With W ranks in total, L per node:
+hold the same shard. The flag says whether parameters are resharded after forward. With W ranks in total, L per node:
 
-=======================  ===========  ===============  ==================  =============
-strategy                 shard group  replicate group  free after forward  also known as
-=======================  ===========  ===============  ==================  =============
-``FULL_SHARD``           W            1                yes                 ZeRO-3
-``SHARD_GRAD_OP``        W            1                no                  ZeRO-2
-``NO_SHARD``             1            W                nothing to free     DDP
+=======================  ===========  ===============  =====================  =============
+strategy                 shard group  replicate group  reshard after forward  also known as
+=======================  ===========  ===============  =====================  =============
+``FULL_SHARD``           W            1                yes                    ZeRO-3
+``SHARD_GRAD_OP``        W            1                no                     ZeRO-2
+``NO_SHARD``             1            W                nothing to reshard     DDP
 ``HYBRID_SHARD``         L            W / L            yes
 ``_HYBRID_SHARD_ZERO2``  L            W / L            no
-=======================  ===========  ===============  ==================  =============
+=======================  ===========  ===============  =====================  =============
 
 *In torch:* ``torch/distributed/fsdp/api.py``.
 
@@ -77,7 +77,8 @@ class CPUOffload:
     offload_params: bool = False
 
 
-ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
+GroupPair = tuple[dist.ProcessGroup, dist.ProcessGroup]
+ProcessGroups = dist.ProcessGroup | GroupPair
 
 
 @dataclass(frozen=True)

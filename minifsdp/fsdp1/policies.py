@@ -50,7 +50,9 @@ from minifsdp.engine.messages import message, warn_renamed
 P = ParamSpec("P")
 Overrides = dict[str, Any]
 """Constructor arguments of one unit that differ from those of the outermost one."""
-Question = Callable[[nn.Module, bool, int], Overrides | None]
+Chosen = dict[nn.Module, Overrides]
+"""The modules that become units, each with constructor arguments."""
+Decision = Callable[[nn.Module, bool, int], Overrides | None]
 """A policy of any kind as (module, recurse, nonwrapped_numel) -> ``None`` for no, overrides (often ``{}``) for yes."""
 
 
@@ -176,9 +178,7 @@ class _Policy(ABC):
     """Base class of policies that get the whole module tree in one call. Torch's policies have the same method."""
 
     @abstractmethod
-    def _run_policy(
-        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
-    ) -> dict[nn.Module, dict[str, Any]]:
+    def _run_policy(self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Overrides) -> Chosen:
         """Returns the chosen modules, each with the arguments of its unit: ``root_kwargs`` plus overrides.
 
         Programs that wrap modules themselves call this, so the result can include the outermost module (WRAP-18).
@@ -198,11 +198,9 @@ class ModuleWrapPolicy(_Policy):
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
         self._module_classes = frozenset(require_classes(module_classes, "module_classes"))
 
-    def _run_policy(
-        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
-    ) -> dict[nn.Module, dict[str, Any]]:
-        asked = (module for module in root_module.modules() if module not in ignored_modules)
-        return {module: dict(root_kwargs) for module in asked if self(module, recurse=False)}
+    def _run_policy(self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Overrides) -> Chosen:
+        candidates = (module for module in root_module.modules() if module not in ignored_modules)
+        return {module: dict(root_kwargs) for module in candidates if self(module, recurse=False)}
 
     def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
         """The same decision as a policy function, so that it can be combined with other functions."""
@@ -224,10 +222,8 @@ class CustomPolicy(_Policy):
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
         self._lambda_fn = lambda_fn
 
-    def _run_policy(
-        self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
-    ) -> dict[nn.Module, dict[str, Any]]:
-        chosen: dict[nn.Module, dict[str, Any]] = {}
+    def _run_policy(self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Overrides) -> Chosen:
+        chosen: Chosen = {}
         for module in root_module.modules():
             if module in ignored_modules:
                 continue
@@ -263,14 +259,7 @@ def _name_of_numel(policy: Callable[..., object]) -> str:
     return "unwrapped_params" if "unwrapped_params" in names else "nonwrapped_numel"
 
 
-def _under_new_name(policy: Callable[..., object]) -> Callable[..., object]:
-    bound = policy if isinstance(policy, functools.partial) else functools.partial(policy)
-    if bound.func is not default_auto_wrap_policy:
-        return policy
-    return functools.partial(size_based_auto_wrap_policy, *bound.args, **bound.keywords)
-
-
-def question(policy: Any, root_module: nn.Module, ignored_modules: set[nn.Module]) -> Question:
+def decision_of(policy: Any, root_module: nn.Module, ignored_modules: set[nn.Module]) -> Decision:
     """Converts a policy of any kind to the form that ``wrap.py`` uses.
 
     Deprecated names cause a warning here, once for the whole tree, not once for each module (LEGACY-02, LEGACY-03).
@@ -286,12 +275,13 @@ def question(policy: Any, root_module: nn.Module, ignored_modules: set[nn.Module
     require_policy(policy)
     if hasattr(policy, "_run_policy"):
         # Exclude the outermost module: it always becomes a unit, independent of the policy (WRAP-10).
-        picked: dict[nn.Module, Overrides] = policy._run_policy(root_module, {root_module, *ignored_modules}, {})
-        return lambda module, recurse, numel: {} if recurse else picked.get(module)
-    function = _under_new_name(policy)
-    if function is not policy:
+        chosen: Chosen = policy._run_policy(root_module, {root_module, *ignored_modules}, {})
+        return lambda module, recurse, numel: {} if recurse else chosen.get(module)
+    bound = policy if isinstance(policy, functools.partial) else functools.partial(policy)
+    if bound.func is default_auto_wrap_policy:
         warn_renamed("default_auto_wrap_policy", "size_based_auto_wrap_policy")
-    name = _name_of_numel(function)
+        bound = functools.partial(size_based_auto_wrap_policy, *bound.args, **bound.keywords)
+    name = _name_of_numel(bound)
     if name == "unwrapped_params":
         warn_renamed("the parameter unwrapped_params of a wrapping policy", "nonwrapped_numel")
-    return lambda module, recurse, numel: {} if function(module=module, recurse=recurse, **{name: numel}) else None
+    return lambda module, recurse, numel: {} if bound(module=module, recurse=recurse, **{name: numel}) else None

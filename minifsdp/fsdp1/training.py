@@ -38,12 +38,12 @@ def no_sync(wrapper: Wrapper) -> Generator[None]:
     before = [(unit.policy.reduces, unit.policy.reshard_after_backward) for unit in units]
     for unit in units:
         # A unit that stays unsharded between forward and backward stays unsharded until the backward that reduces.
-        unit.choose(reduces=False, reshard_after_backward=unit.policy.reshard_after_forward)
+        unit.update_policy(reduces=False, reshard_after_backward=unit.policy.reshard_after_forward)
     try:
         yield
     finally:
-        for unit, (reduces, frees) in zip(units, before, strict=True):
-            unit.choose(reduces=reduces, reshard_after_backward=frees)
+        for unit, (reduces, reshards) in zip(units, before, strict=True):
+            unit.update_policy(reduces=reduces, reshard_after_backward=reshards)
 
 
 @contextmanager

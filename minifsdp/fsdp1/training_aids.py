@@ -34,20 +34,23 @@ from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import message, rank_of_this_process, warn
 
+Part = tuple[tuple[Group, ...], torch.Tensor | None]
+"""The groups whose ranks have the other shards of a gradient (empty if unsharded), and the local shard, if any."""
 
-def gradient_parts(layout: FlatLayout) -> list[tuple[tuple[Group, ...], torch.Tensor | None]]:
-    """For each gradient, or each parameter's part of a flat one: the groups with its other shards, and its local shard.
 
-    The shard is ``None`` if this rank has none. The groups and their order are the same on every rank.
+def gradient_parts(layout: FlatLayout) -> list[Part]:
+    """One part for each gradient, or for each parameter in a flat gradient if the parameters are DTensors.
+
+    The groups and their order are the same on every rank.
     """
-    sharers = () if layout.mesh.shard is None else (layout.mesh.shard,)
+    shard_groups = () if layout.mesh.shard is None else (layout.mesh.shard,)
     gradients = [parameter.grad for parameter in layout.local_parameters()]
     if not layout.is_distributed:
-        return [(sharers, gradient) for gradient in gradients]
+        return [(shard_groups, gradient) for gradient in gradients]
     if not layout.use_orig_params:
         flat, ranges = gradients[0], layout.sharding.param_ranges(layout.mesh.shard_index)
         gradients = [None if flat is None or part.start == part.stop else flat[part] for part in ranges]
-    return [((*sharers, *groups_of(spec)), part) for spec, part in zip(layout.specs, gradients, strict=True)]
+    return [((*shard_groups, *groups_of(spec)), part) for spec, part in zip(layout.specs, gradients, strict=True)]
 
 
 def groups_of(sharded: Any) -> tuple[Group, ...]:
@@ -57,17 +60,11 @@ def groups_of(sharded: Any) -> tuple[Group, ...]:
 
 
 @torch.no_grad()
-def clip_gradients(
-    parts: Iterable[tuple[tuple[Group, ...], torch.Tensor | None]],
-    max_norm: float,
-    norm_type: float,
-    device: torch.device,
-) -> torch.Tensor:
+def clip_gradients(parts: Iterable[Part], max_norm: float, norm_type: float, device: torch.device) -> torch.Tensor:
     """Scales all gradients in place so that their common norm is at most ``max_norm``. All ranks must call it.
 
     Args:
-        parts: for each gradient, the groups whose ranks have its other shards (empty if it is unsharded), and this
-            rank's shard or ``None``. The groups and their order must be the same on every rank.
+        parts: all gradients. The groups and their order must be the same on every rank.
         max_norm: the maximum norm.
         norm_type: p of the p-norm; ``math.inf`` for the maximum norm.
         device: the device to compute the norm on.

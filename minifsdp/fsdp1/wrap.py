@@ -29,10 +29,10 @@ immediately, while the model is being built. Each large layer is then sharded be
 
 *In torch:* ``_recursive_wrap`` and ``_auto_wrap`` call the policy and wrap in one step. There are four differences.
 Torch wraps each place of a shared module again, or misses it. It counts tied parameters of a unit again at their second
-place. With a `MixedPrecision`, torch also calls the policy for children of modules that the policy told it not to
-visit. For ``size_based_auto_wrap_policy`` these are the children of a ``MultiheadAttention``, whose forward is never
-called. minifsdp only searches these children for modules to set apart. Finally, `enable_wrap` can be nested and applies
-to one thread or task, but torch has one setting for the whole process.
+place. With a `MixedPrecision`, torch also calls the policy for the children of modules that the policy excludes with
+``recurse=True``. For ``size_based_auto_wrap_policy`` these are the children of a ``MultiheadAttention``, whose forward
+is never called. minifsdp only searches these children for modules to set apart. Finally, `enable_wrap` can be nested
+and applies to one thread or task, but torch has one setting for the whole process.
 
 Spec: WRAP-03, WRAP-10, WRAP-12, WRAP-13, MP-19, MP-20, MP-21, IGN-10.
 """
@@ -48,7 +48,7 @@ from torch import nn
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.precision import cast_floating, tensors_in
 from minifsdp.fsdp1.compiling import is_compiled
-from minifsdp.fsdp1.policies import Overrides, question, require_classes
+from minifsdp.fsdp1.policies import Chosen, Overrides, decision_of, require_classes
 
 
 def choose(
@@ -57,7 +57,7 @@ def choose(
     ignored_modules: Iterable[nn.Module] = (),
     ignored_params: Iterable[nn.Parameter] = (),
     set_apart: tuple[type[nn.Module], ...] = (),
-) -> dict[nn.Module, Overrides]:
+) -> Chosen:
     """Returns the modules that become units, children before parents, each with overrides of the outer arguments.
 
     It changes nothing. The result must be the same on every rank, so a policy must not depend on the rank.
@@ -75,24 +75,24 @@ def choose(
     ignored = {inner for module in ignored_modules for inner in module.modules()}
     taken = {*ignored_params, *(p for module in ignored for p in module.parameters())}
     decided = set(ignored)
-    chosen: dict[nn.Module, Overrides] = {}
-    asked = question(policy, root_module, ignored)
+    chosen: Chosen = {}
+    decision = decision_of(policy, root_module, ignored)
 
-    def ask(module: nn.Module, recurse: bool) -> Overrides | None:
-        return asked(module, recurse, sum(p.numel() for p in module.parameters() if p not in taken))
+    def decide(module: nn.Module, recurse: bool) -> Overrides | None:
+        return decision(module, recurse, sum(p.numel() for p in module.parameters() if p not in taken))
 
-    def visit(module: nn.Module, may_ask: bool) -> None:
+    def visit(module: nn.Module, calls_policy: bool) -> None:
         if module in decided:
             return
-        if may_ask:
+        if calls_policy:
             decided.add(module)
-        descend = may_ask and ask(module, recurse=True) is not None
+        descend = calls_policy and decide(module, recurse=True) is not None
         if descend or set_apart:
             for child in module.children():
                 visit(child, descend)
         if module is root_module:
             return
-        overrides = ask(module, recurse=False) if descend else None
+        overrides = decide(module, recurse=False) if descend else None
         if isinstance(module, set_apart):
             overrides = {**(overrides or {}), "mixed_precision": None}
         if overrides is not None:
@@ -101,13 +101,13 @@ def choose(
             # A descendant can also be elsewhere in the tree. This unit has its parameters, so do not visit it again.
             decided.update(module.modules())
 
-    visit(root_module, may_ask=True)
+    visit(root_module, calls_policy=True)
     return chosen
 
 
 def apply(
     root_module: nn.Module,
-    chosen: Mapping[nn.Module, Overrides],
+    chosen: Chosen,
     wrapper_cls: Callable[..., nn.Module],
     kwargs: Mapping[str, Any],
 ) -> None:
@@ -140,14 +140,11 @@ def refuse_wrapped(root_module: nn.Module, wrapper_cls: type[nn.Module]) -> None
     for path, module in root_module.named_modules():
         if isinstance(module, wrapper_cls):
             # Programs written for torch's FSDP match the wording up to "in".
-            raise ValueError(
-                message("already-wrapped", module=path or "the module itself", type=type(root_module).__name__)
-            )
+            where = path or "the module itself"
+            raise ValueError(message("already-wrapped", module=where, type=type(root_module).__name__))
 
 
-def refuse_ties(
-    root_module: nn.Module, chosen: Mapping[nn.Module, Overrides], ignored_params: set[nn.Parameter]
-) -> None:
+def refuse_ties(root_module: nn.Module, chosen: Chosen, ignored_params: set[nn.Parameter]) -> None:
     """Checks that each parameter belongs to only one unit, because two copies would diverge.
 
     Raises:
@@ -170,7 +167,7 @@ def refuse_ties(
     visit(root_module, "", root_module)
 
 
-def refuse_compiled(root_module: nn.Module, chosen: Mapping[nn.Module, Overrides]) -> None:
+def refuse_compiled(root_module: nn.Module, chosen: Chosen) -> None:
     """Checks that no chosen module is inside a compiled module, where its wrapper would never be called.
 
     Raises:

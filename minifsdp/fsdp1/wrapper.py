@@ -78,12 +78,12 @@ class Wrapper(nn.Module):
 
     def __init__(self, module: nn.Module, options: Options, inner_class: type[Wrapper]) -> None:
         build.check_options(module, options)
-        validation.check_one_api(module, "FullyShardedDataParallel")
         super().__init__()
         strategy = options.sharding_strategy or ShardingStrategy.FULL_SHARD
         ignored = find_ignored(module, options.ignored_modules, options.ignored_states, is_wrapper)
         self._ignored_modules, self._ignored_parameters = ignored
         self.compute_device = build.compute_device(module, options.device_id, self._ignored_parameters)
+        validation.check_one_api(module, "FullyShardedDataParallel")
         self.mesh, groups = build.choose_mesh(options, strategy, self.compute_device)
         # With a hybrid strategy, this is the shard group.
         self.process_group = groups[0] if isinstance(groups, tuple) else groups
@@ -155,8 +155,8 @@ class Wrapper(nn.Module):
             use_orig_params=self._use_orig_params,
         )
         plan = ReducePlan.mean(self.mesh, precision.reduces_in(layout.dtype))
-        frees = self.sharding_strategy in build.FREES_AFTER_FORWARD and self.mesh.shard is not None
-        policy = UnitPolicy(reshard_after_forward=frees, reshard_after_evaluation=frees or self.mesh.shard is None)
+        reshard = self.sharding_strategy in build.RESHARDS_AFTER_FORWARD and self.mesh.shard is not None
+        policy = UnitPolicy(reshard_after_forward=reshard, reshard_after_evaluation=reshard or self.mesh.shard is None)
         return Unit(module, layout, plan, precision, policy)
 
     # --- what it contains ---
@@ -164,9 +164,7 @@ class Wrapper(nn.Module):
     @property
     def module(self) -> nn.Module:
         """The wrapped module (NAMES-01)."""
-        wrapped = self._modules[WRAPPED]
-        assert wrapped is not None
-        return wrapped
+        return self._modules[WRAPPED]  # type: ignore[return-value]
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Wrapper]:
@@ -226,10 +224,9 @@ class Wrapper(nn.Module):
         if is_outermost_call and self.compute_device.type != "cpu":
             args, kwargs = move(self.compute_device, (args, kwargs))
         chosen = self.mixed_precision
-        if chosen.param_dtype is not None and (self.module.training or not self._full_precision_in_eval):
-            casts = chosen.cast_root_forward_inputs if self._is_outermost else chosen.cast_forward_inputs
-            if casts:
-                args, kwargs = cast_floating(chosen.param_dtype, (args, kwargs))
+        casts = chosen.cast_root_forward_inputs if self._is_outermost else chosen.cast_forward_inputs
+        if casts and chosen.param_dtype is not None and (self.module.training or not self._full_precision_in_eval):
+            args, kwargs = cast_floating(chosen.param_dtype, (args, kwargs))
         return args, kwargs
 
     # --- values in state dicts (SAVE-01) ---

@@ -32,6 +32,7 @@ from torch.distributed._composable_state import _State
 
 from minifsdp.compat.composable import ParamGroup
 from minifsdp.engine.comm_streams import CommStreams
+from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.precision import cast_floating, move
 from minifsdp.engine.root import RootState
 from minifsdp.engine.schedule import BackwardPrefetch
@@ -74,12 +75,13 @@ class FSDPState(_State):
     def __init__(
         self,
         modules: list[nn.Module],
-        unit: Unit | None,
+        unit: Unit[PerParameterLayout] | None,
         device: torch.device,
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | int | None,
     ) -> None:
-        self.modules, self.unit, self.device, self.policy = modules, unit, device, policy
+        # Libraries read `_mp_policy`, and the attributes at the end of this class, see ``compat/composable.py``.
+        self.modules, self.unit, self.device, self._mp_policy = modules, unit, device, policy
         self.reshard_after_forward = reshard_after_forward
         self.root_state: RootState | None = None
         # Libraries read this: ``None`` before the first forward.
@@ -95,53 +97,43 @@ class FSDPState(_State):
         self._grouped: list[FSDPState] = []
         for module in modules:
             module.__dict__[ATTRIBUTE] = self
-            module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.after_forward, prepend=False, with_kwargs=True)
+            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.post_forward, prepend=False, with_kwargs=True)
 
     # --- forward ---
 
-    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The forward pre-hook. Returns the inputs to pass to the module."""
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The forward pre-hook. Returns the inputs to pass to the module: arguments and keyword arguments."""
         root_state = self.current_root_state()
         is_inner = module in self.running
         self.running.append(module)
-        if is_inner:
-            # 3. The outer call has already all-gathered the parameters.
-            return self._cast_inputs(args, kwargs)
-        if root_state.begin_forward(self.unit):
+        if not is_inner and root_state.begin_forward(self.unit):
             self._has_begun = True
             if self.device.type != "cpu":
                 args, kwargs = move(self.device, (args, kwargs))
-        if self.policy.param_dtype is not None:
-            args, kwargs = self._cast_inputs(args, kwargs)
-        if self.unit is None or self._is_between(root_state):
+        if self._mp_policy.param_dtype is not None and self._mp_policy.cast_forward_inputs:
+            args, kwargs = cast_floating(self._mp_policy.param_dtype, (args, kwargs))
+        # 3. An inner call uses the parameters that the outer call has all-gathered.
+        if is_inner or self.unit is None or self._is_between(root_state, self.unit):
             return args, kwargs
         root_state.iteration.pre_forward(self.unit)
-        watched: tuple[Any, Any] = root_state.iteration.backward_hooks[self.unit].watch_inputs((args, kwargs))
-        return watched
+        return root_state.iteration.backward_hooks[self.unit].watch_inputs((args, kwargs))
 
-    def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        dtype = self.policy.param_dtype
-        if dtype is None or not self.policy.cast_forward_inputs:
-            return args, kwargs
-        cast: tuple[Any, Any] = cast_floating(dtype, (args, kwargs))
-        return cast
-
-    def _is_between(self, root_state: RootState) -> bool:
+    def _is_between(self, root_state: RootState, unit: Unit) -> bool:
         """1. Whether another module of this state has already run, and all-gathered the unit, in this forward."""
-        if len(self.modules) == 1 or (self.unit is not None and self.unit.phase is Phase.PRE_BACKWARD):
+        if len(self.modules) == 1 or unit.phase is Phase.PRE_BACKWARD:
             return False
         if self._waiting and self._waits_in == root_state.iteration.num_forwards:
             return True
         self._waiting, self._waits_in = set(self.modules), root_state.iteration.num_forwards
         return False
 
-    def after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """The forward hook. Returns the output to pass to the caller."""
         root_state = self.root_state
         assert root_state is not None
-        if self.policy.output_dtype is not None:
-            output = cast_floating(self.policy.output_dtype, output)
+        if self._mp_policy.output_dtype is not None:
+            output = cast_floating(self._mp_policy.output_dtype, output)
         self.running.pop()
         if module in self.running:
             return output
@@ -204,7 +196,7 @@ class FSDPState(_State):
                 state.root_state.dissolve(keeps_unsharded=True)
             if state.unit is not None and state.reshard_after_forward is None:
                 # The root's backward directly follows its forward.
-                state.unit.choose(reshard_after_forward=state is not self)
+                state.unit.update_policy(reshard_after_forward=state is not self)
         root_state = RootState(
             [(name, state.unit) for state, name in found.items() if state.unit is not None],
             self.unit,
@@ -221,16 +213,13 @@ class FSDPState(_State):
             state._is_root = state is self
         return root_state
 
-    # --- attributes that libraries read, see ``compat/composable.py`` ---
-
-    @property
-    def _mp_policy(self) -> MixedPrecisionPolicy:
-        return self.policy
-
-    @property
-    def _fsdp_param_groups(self) -> list[ParamGroup]:
-        return [] if self.unit is None else [ParamGroup(self.unit, self.policy, self.reshard_after_forward)]
+    # --- attributes that libraries read ---
 
     @property
     def _fsdp_param_group(self) -> ParamGroup | None:
-        return next(iter(self._fsdp_param_groups), None)
+        return None if self.unit is None else ParamGroup(self.unit, self._mp_policy, self.reshard_after_forward)
+
+    @property
+    def _fsdp_param_groups(self) -> list[ParamGroup]:
+        group = self._fsdp_param_group
+        return [] if group is None else [group]

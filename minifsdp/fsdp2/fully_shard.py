@@ -21,7 +21,6 @@ Shard inner modules first and the root last: a unit consists of the parameters t
 Spec: FS2-01 to FS2-25, NEW-04, NEW-05, NEW-16, NEW-23.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -41,12 +40,12 @@ from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.sharded_param import Options, ShardedParam
-from minifsdp.engine.unit import PostForwardMesh, Unit, UnitPolicy, modules_of_unit
+from minifsdp.engine.unit import Unit, UnitPolicy, modules_of_unit
 from minifsdp.fsdp2.fsdp_state import FSDPState, state_of
 from minifsdp.fsdp2.initial import warn_if_different
 from minifsdp.fsdp2.module import add_methods
 from minifsdp.fsdp2.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from minifsdp.fsdp2.reshard import choose_reshard, smaller_mesh
+from minifsdp.fsdp2.reshard import choose_reshard
 
 _NO_POLICY = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
@@ -112,10 +111,8 @@ def fully_shard(
     _move_to(device, owners, parameters)
     params = _sharded_params(parameters, mesh, shard_placement_fn)
     warn_if_different(params, device)
-    # 2. The layout takes over the values and registers DTensors on the modules.
     options = _options(device, mp_policy, offload_policy)
-    layout = PerParameterLayout(params, options) if params else None
-    unit = None if layout is None else _make_unit(modules[0], layout, options, params[0].mesh, reshard_after_forward)
+    unit = _make_unit(modules[0], params, options, reshard_after_forward) if params else None
     # 3. The state registers the hooks.
     state = FSDPState(modules, unit, device, mp_policy, reshard_after_forward)
     # 4. The methods of a sharded module, its checkpoints, and the registration that libraries read.
@@ -156,7 +153,7 @@ def _default_mesh() -> DeviceMesh:
     return init_device_mesh(device.type if device is not None else "cpu", (torch.distributed.get_world_size(),))
 
 
-def _table(mesh: DeviceMesh) -> MeshGroups:
+def _groups_of(mesh: DeviceMesh) -> MeshGroups:
     """This rank's shard group and replicate group on the user's mesh, see ``mesh.py``."""
     if mesh.ndim == 1:
         return MeshGroups.sharded(Group.of(mesh.get_group()))
@@ -182,8 +179,7 @@ def _move_to(
     """Moves parameters and buffers to the compute device, unless they are on the meta device (FS2-15)."""
     for parameter in parameters:
         if parameter.device != device and parameter.device.type != "meta":
-            with torch.no_grad():
-                parameter.data = parameter.data.to(device)
+            parameter.data = parameter.data.to(device)
     for _, module in owners:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device and buffer.device.type != "meta":
@@ -196,16 +192,16 @@ def _sharded_params(
     placement_fn: Callable[[nn.Parameter], Any] | None,
 ) -> list[ShardedParam]:
     """Chooses for each parameter how it is sharded, and over which mesh."""
-    tables = {mesh: _table(mesh)}
+    mesh_groups = {mesh: _groups_of(mesh)}
     found = []
     for parameter, info in parameters.items():
         placement: Any = placement_fn(parameter) if placement_fn else None
         own_mesh = mesh
         if hasattr(placement, "mesh_info"):
             placement, own_mesh = placement.placement, _mesh_of(placement.mesh_info, info.path)
-        if own_mesh not in tables:
-            tables[own_mesh] = _table(own_mesh)
-        found.append(ShardedParam(info, parameter, own_mesh, tables[own_mesh], placement))
+        if own_mesh not in mesh_groups:
+            mesh_groups[own_mesh] = _groups_of(own_mesh)
+        found.append(ShardedParam(info, parameter, own_mesh, mesh_groups[own_mesh], placement))
     return found
 
 
@@ -224,15 +220,14 @@ def _options(device: torch.device, mp_policy: MixedPrecisionPolicy, offload_poli
 
 
 def _make_unit(
-    module: nn.Module, layout: PerParameterLayout, options: Options, mesh: DeviceMesh, reshard: bool | int | None
-) -> Unit:
-    plans = tuple(ReducePlan.mean(table, options.precision.reduces_in(layout.dtype)) for table in layout.meshes)
+    module: nn.Module, params: list[ShardedParam], options: Options, reshard: bool | int | None
+) -> Unit[PerParameterLayout]:
+    # 2. The layout takes over the values and registers DTensors on the modules.
+    layout = PerParameterLayout(params, options)
+    dtype = options.precision.reduces_in(layout.dtype)
+    plans = tuple(ReducePlan.mean(groups, dtype) for groups in dict.fromkeys(param.mesh_groups for param in params))
     unit = Unit(module, layout, plans, options.precision, UnitPolicy(reshard_after_forward=True))
-    num_ranks = choose_reshard(unit, True if reshard is None else reshard)
-    if num_ranks is not None:
-        small = smaller_mesh(mesh, num_ranks)
-        begin = functools.partial(layout.reshard_to_smaller_mesh, Group.of(small.get_group(1)), small)
-        unit.choose(post_forward_mesh=PostForwardMesh(begin, layout.unshard_from_full_mesh))
+    choose_reshard(unit, True if reshard is None else reshard)
     return unit
 
 

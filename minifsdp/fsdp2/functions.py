@@ -86,9 +86,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     def call_as_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         num_running = len(state.running)
         try:
-            args, kwargs = state.before_forward(self, args, kwargs)
+            args, kwargs = state.pre_forward(self, args, kwargs)
             output = method(*args, **kwargs)
-            return state.after_forward(self, args, kwargs, output)
+            return state.post_forward(self, args, kwargs, output)
         except BaseException:
             state.fail_calls(num_running)
             raise

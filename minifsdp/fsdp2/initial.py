@@ -32,22 +32,22 @@ def warn_if_different(params: Sequence[ShardedParam], device: torch.device) -> N
     """
     if get_debug_level() != DebugLevel.DETAIL:
         return
-    for table in dict.fromkeys(param.mesh_groups for param in params):
+    for groups in dict.fromkeys(param.mesh_groups for param in params):
         real = {
             param.info.path: local_values(param.parameter)
             for param in params
-            if param.mesh_groups == table and not param.parameter.is_meta and param.parameter.is_floating_point()
+            if param.mesh_groups == groups and not param.parameter.is_meta and param.parameter.is_floating_point()
         }
         if real:
-            _compare(real, table, device)
+            _compare(real, groups, device)
 
 
-def _compare(values: dict[str, torch.Tensor], table: MeshGroups, device: torch.device) -> None:
+def _compare(values: dict[str, torch.Tensor], groups: MeshGroups, device: torch.device) -> None:
     # Tensor-parallel shards differ between ranks by design. Only ranks that hold the same shard are compared.
     sums = [_checksum(value) for value in values.values()]
     mine = torch.tensor(sums, dtype=torch.float64, device=device)
     different = torch.zeros(len(sums), dtype=torch.bool, device=device)
-    for group in (table.shard, table.replicate):
+    for group in (groups.shard, groups.replicate):
         if group is not None:
             everybody = mine.new_empty(group.size * len(sums))
             collectives.all_gather(group, everybody, mine).wait()

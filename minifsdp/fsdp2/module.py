@@ -38,12 +38,10 @@ RESHARD = Kind("a bool here; a number of ranks can be chosen when fully_shard() 
 class FSDPModule:
     """A module on which ``fully_shard`` was called. It cannot be constructed directly."""
 
-    # The index of the original class in the `__mro__` of the new class.
-    _original_class_index = 2
-
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Creates a module of the original class, so ``model[:2]`` of a sharded ``Sequential`` is not sharded."""
-        return cls.__mro__[cls._original_class_index](*args, **kwargs)
+        # The class itself is the first in this order, and `FSDPModule` the second.
+        return cls.__mro__[2](*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Raises an error, because shards and hooks cannot be copied individually (NEW-22)."""
@@ -67,7 +65,7 @@ class FSDPModule:
         Args:
             async_op: return immediately with a handle. The module's forward waits for the all-gather automatically.
         """
-        handle = issue_all_gather(_state(self))
+        handle = issue_all_gather(self._get_fsdp_state())
         if async_op:
             return handle
         handle.wait()
@@ -75,7 +73,7 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Frees the unsharded parameters of this module's unit, without inner units (FS2-19)."""
-        if (unit := _state(self).unit) is not None:
+        if (unit := self._get_fsdp_state().unit) is not None:
             unit.reshard()
 
     def reset_iter_state(self) -> None:
@@ -86,7 +84,7 @@ class FSDPModule:
         Raises:
             RuntimeError: if the module is not the root of its tree.
         """
-        state = _state(self)
+        state = self._get_fsdp_state()
         if state._is_root is False:
             raise RuntimeError(message("reset-root-only"))
         state.break_off()
@@ -97,7 +95,7 @@ class FSDPModule:
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Sets whether the next backward ends the iteration. If not, it does not wait for its reductions (NEW-07)."""
         require(SWITCH, "set_is_last_backward", is_last_backward=is_last_backward)
-        _state(self).current_root_state().iteration.is_last_backward = is_last_backward
+        self._get_fsdp_state().current_root_state().iteration.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Sets whether backward reduces gradients. If not, they stay unsharded and accumulate (FS2-SYNC-01)."""
@@ -115,7 +113,7 @@ class FSDPModule:
         """Sets the factor by which this module's gradients are divided, instead of the number of ranks (NEW-10)."""
         require(FACTOR, "set_gradient_divide_factor", factor=factor)
         for plan in _plans(self, recurse=False):
-            plan.scaling = Scaling.by(factor, plan.dtype)
+            plan.scaling = Scaling.of(factor, plan.dtype)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor` (NEW-10)."""
@@ -194,7 +192,7 @@ class FSDPModule:
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Sets the event that the next iteration's all-gathers wait for, instead of the compute stream (NEW-12)."""
-        _state(self).current_root_state().after_optimizer = event
+        self._get_fsdp_state().current_root_state().after_optimizer = event
 
     # --- for special hardware ---
 
@@ -232,7 +230,7 @@ class FSDPModule:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients, also of sharded parameters that unsharded ones currently replace (FUZZ-04)."""
-        root_state = _state(self).root_state
+        root_state = self._get_fsdp_state().root_state
         if root_state is not None and not root_state.is_busy:
             # After `set_is_last_backward(False)` a reduction may still be in flight, and add to `.grad` later.
             root_state.iteration.reducer.finish_open()
@@ -243,7 +241,10 @@ class FSDPModule:
             parameter.grad = None if set_to_none or parameter.grad is None else torch.zeros_like(parameter.grad)
 
     def _get_fsdp_state(self) -> FSDPState:
-        return _state(self)
+        state = state_of(self)  # type: ignore[arg-type]
+        if state is None:
+            raise AssertionError(message("not-sharded", type=type(self).__name__))
+        return state
 
 
 _classes: dict[type, type] = {}
@@ -257,15 +258,8 @@ def add_methods(module: nn.Module) -> None:
     module.__class__ = _classes[original]
 
 
-def _state(module: Any) -> FSDPState:
-    state = state_of(module)
-    if state is None:
-        raise AssertionError(message("not-sharded", type=type(module).__name__))
-    return state
-
-
 def _states(module: Any, recurse: bool) -> list[FSDPState]:
-    return [state for _, state in states_in(module)] if recurse else [_state(module)]
+    return [state for _, state in states_in(module)] if recurse else [module._get_fsdp_state()]
 
 
 def _units(module: Any, recurse: bool) -> list[Unit]:
@@ -278,7 +272,7 @@ def _plans(module: Any, recurse: bool) -> list[ReducePlan]:
 
 def _choose(module: Any, recurse: bool, **changes: Any) -> None:
     for unit in _units(module, recurse):
-        unit.choose(**changes)
+        unit.update_policy(**changes)
 
 
 def _discard_unreduced(units: Iterable[Unit]) -> None:

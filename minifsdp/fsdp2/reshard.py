@@ -14,27 +14,28 @@ Creating process groups is a collective and slow, so all units share the mesh.
 Spec: NEW-05, NEW-06, FS2-13.
 """
 
+import functools
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import message
-from minifsdp.engine.unit import Unit
+from minifsdp.engine.per_param import PerParameterLayout
+from minifsdp.engine.unit import PostForwardMesh, Unit
 
 
-def choose_reshard(unit: Unit, choice: bool | int) -> int | None:
-    """Sets what happens to the unsharded parameters after forward.
-
-    Returns:
-        The size of the smaller mesh to reshard to, which the caller must set up; ``None`` if there is none.
+def choose_reshard(unit: Unit[PerParameterLayout], choice: bool | int) -> None:
+    """Sets what happens to the unsharded parameters after forward. With an integer, every rank must call it.
 
     Raises:
         ValueError: if ``choice`` is an integer that does not divide the number of ranks in the shard dimension.
+        NotImplementedError: if ``choice`` is an integer and the parameters are sharded over different meshes.
     """
     if not isinstance(choice, bool | int):
         raise ValueError(message("reshard-type", choice=choice))
-    num_shards = unit.plan.mesh.num_shards
+    layout, num_shards, post_forward_mesh = unit.layout, unit.plan.mesh.num_shards, None
     if not isinstance(choice, bool) and (choice < 1 or num_shards % choice):
         raise ValueError(message("reshard-factor", choice=choice, num_shards=num_shards))
     # In a group of one rank, every rank keeps all parameters unsharded.
@@ -42,12 +43,13 @@ def choose_reshard(unit: Unit, choice: bool | int) -> int | None:
     if unit.policy.post_forward_mesh is not None:
         # Release shards on the smaller mesh that are left from this iteration. Nothing else would release them.
         unit.policy.post_forward_mesh.end()
-    unit.choose(reshard_after_forward=frees, reshard_after_evaluation=frees, post_forward_mesh=None)
-    if isinstance(choice, bool) or choice in (1, num_shards):
-        return None
-    if len(unit.plans) > 1:
-        raise NotImplementedError(message("reshard-number-and-meshes", choice=choice))
-    return choice
+    if not isinstance(choice, bool) and 1 < choice < num_shards:
+        if len(unit.plans) > 1:
+            raise NotImplementedError(message("reshard-number-and-meshes", choice=choice))
+        mesh = smaller_mesh(layout.params[0].mesh, choice)
+        begin = functools.partial(layout.reshard_to_smaller_mesh, Group.of(mesh.get_group(1)), mesh)
+        post_forward_mesh = PostForwardMesh(begin, layout.unshard_from_full_mesh)
+    unit.update_policy(reshard_after_forward=frees, reshard_after_evaluation=frees, post_forward_mesh=post_forward_mesh)
 
 
 _made: dict[tuple[Any, ...], tuple[dist.ProcessGroup, DeviceMesh]] = {}
@@ -69,14 +71,10 @@ def _make(mesh: DeviceMesh, size: int) -> DeviceMesh:
     # including groups that they are not in.
     everybody: list[list[list[int]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everybody, table.tolist())
-    replicate = _group_of({tuple(ranks) for copies in everybody for ranks in zip(*copies, strict=True)})
-    shard = _group_of({tuple(ranks) for copies in everybody for ranks in copies})
+    columns = sorted({tuple(ranks) for copies in everybody for ranks in zip(*copies, strict=True)})
+    rows = sorted({tuple(ranks) for copies in everybody for ranks in copies})
+    replicate, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in columns])
+    shard, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in rows])
     return DeviceMesh.from_group(
         [replicate, shard], mesh.device_type, mesh=table, mesh_dim_names=("replicate", "shard")
     )
-
-
-def _group_of(groups: set[tuple[int, ...]]) -> dist.ProcessGroup:
-    """Creates all ``groups`` and returns the one that contains this rank."""
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {ranks: dist.new_group(list(ranks)) for ranks in sorted(groups)}
-    return next(group for ranks, group in made.items() if dist.get_rank() in ranks)

@@ -68,14 +68,15 @@ def test_next_batch_is_fetched_before_current_one_is_yielded() -> None:
 @pytest.mark.accelerator
 @ranks(2)
 def test_watchdog_detects_wait_for_accelerator() -> None:
-    talk, seen = batches._Talk(Group.of(dist.group.WORLD)), []
+    loader, seen = batches._Loader([1], Group.of(dist.group.WORLD)), []
     # As if the group had no CPU backend.
-    talk._device, talk._comm_stream = device(), CommStream("batches", device())
-    event = type(talk._comm_stream.stream.record_event())
+    loader._device, loader._comm_stream = device(), CommStream("batches", device())
+    event = type(loader._comm_stream.stream.record_event())
     with pytest.MonkeyPatch.context() as patch:
         wait = event.synchronize
         patch.setattr(event, "synchronize", lambda self: (seen.append(log.waiting), wait(self))[1])
-        assert talk.least(talk.ask(1)) == 1
+        batch, all_have_one = loader.fetch()
+        assert (batch, all_have_one()) == ([1], True)
     assert [waiting.about for waiting in seen] == ["while_all_have_data"]
     assert log.waiting is None
 

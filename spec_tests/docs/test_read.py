@@ -230,7 +230,7 @@ def test_requirements_recorded_for_function_are_linked_there() -> None:
 
 def test_function_links_to_its_learn_page() -> None:
     assert pages_on_function("engine/unit.py", "Unit.wait") == [("learn/unit.html", "Units and their states")]
-    assert pages_on_function("engine/unit.py", "Unit.choose") == []
+    assert pages_on_function("engine/unit.py", "Unit.update_policy") == []
     assert ("learn/schedule.html", "Prefetching") in pages_on_module("engine/schedule.py")
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from minifsdp import MixedPrecisionPolicy, fully_shard
-from minifsdp.engine.bucket import Bucket
+from minifsdp.engine.bucket import AnyBucket, Bucket
 from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.mesh import Group, default_group
 from minifsdp.engine.per_param import PerParameterLayout
@@ -16,6 +16,7 @@ from minifsdp.engine.precision import Precision
 from minifsdp.engine.sharded_param import Options
 from minifsdp.engine.shards import shard_of
 from minifsdp.fsdp2.fsdp_state import state_of
+from spec_tests.engine.buckets import OneBucket, param
 from spec_tests.harness import device, ranks
 from tutorials.gpt.counting import CollectiveCounter
 
@@ -31,15 +32,16 @@ def values() -> list[torch.Tensor]:
 def bucket_of(group: Group | None, dims: tuple[int, ...] = (0, 0, 0), dtype: torch.dtype | None = None) -> Bucket:
     num, index = (1, 0) if group is None else (group.size, group.rank)
     local_shards = [shard_of(value, dim, num, index) for value, dim in zip(values(), dims, strict=True)]
-    return Bucket([*zip(SHAPES, dims, strict=True)], local_shards, group, Options(device(), Precision(dtype)))
+    params = [param(shape, dim, group) for shape, dim in zip(SHAPES, dims, strict=True)]
+    return Bucket(params, local_shards, Options(device(), Precision(dtype)))
 
 
-def gathered(bucket: Bucket) -> None:
-    comm_stream = CommStreams(device()).all_gather
-    comm_stream.wait_compute()  # like a root, once per iteration
-    for handle in bucket.all_gather(comm_stream):
-        handle.wait()
-    bucket.copy_out()
+def gathered(bucket: AnyBucket) -> None:
+    comm_streams = CommStreams(bucket.device)
+    comm_streams.all_gather.wait_compute()  # like a root, once per iteration
+    layout = OneBucket(bucket)
+    layout.all_gather(comm_streams)
+    layout.wait()
 
 
 def world() -> Group:
@@ -198,7 +200,7 @@ def test_new_values_of_another_dtype_have_new_leaves() -> None:
 @ranks(2)
 def test_a_single_parameter_sharded_along_another_dim_is_concatenated_along_it() -> None:
     group, value = world(), values()[0]
-    bucket = Bucket([(value.shape, 1)], [shard_of(value, 1, 2, group.rank)], group, Options(device()))
+    bucket = Bucket([param(value.shape, 1, group)], [shard_of(value, 1, 2, group.rank)], Options(device()))
     gathered(bucket)
     assert torch.equal(bucket.leaves[0], value)
 
@@ -224,11 +226,9 @@ def large_bucket(dtype: torch.dtype | None = None, first_dim: int = 0) -> tuple[
     """A bucket whose shards are larger than 256 KiB on average, one uneven and one empty; and the unsharded values."""
     group = world()
     wholes = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, shape in enumerate(LARGE)]
-    splits = [*zip(LARGE, (first_dim, 0, 0, 0), strict=True)]
-    local_shards = [
-        shard_of(whole, dim, group.size, group.rank) for whole, (_, dim) in zip(wholes, splits, strict=True)
-    ]
-    return Bucket(splits, local_shards, group, Options(torch.device("cpu"), Precision(dtype))), wholes
+    params = [param(shape, dim, group) for shape, dim in zip(LARGE, (first_dim, 0, 0, 0), strict=True)]
+    local_shards = [shard_of(whole, p.dim, group.size, group.rank) for whole, p in zip(wholes, params, strict=True)]
+    return Bucket(params, local_shards, Options(torch.device("cpu"), Precision(dtype))), wholes
 
 
 @pytest.mark.spec("WIRE-10")

@@ -36,7 +36,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_ranks", range(1, 65))
 def test_factors_before_and_after_multiply_to_world_size(num_ranks: int, dtype: torch.dtype) -> None:
-    scaling = Scaling.mean(num_ranks, dtype)
+    scaling = Scaling.of(num_ranks, dtype)
     assert scaling.before * scaling.after == num_ranks
 
 
@@ -44,7 +44,7 @@ def test_factors_before_and_after_multiply_to_world_size(num_ranks: int, dtype: 
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d is not torch.float16], ids=str)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 64])
 def test_a_wide_dtype_is_divided_only_after_the_sum_where_least_is_left(num_ranks: int, dtype: torch.dtype) -> None:
-    assert Scaling.mean(num_ranks, dtype) == Scaling(1.0, float(num_ranks))
+    assert Scaling.of(num_ranks, dtype) == Scaling(1.0, float(num_ranks))
 
 
 @pytest.mark.pure
@@ -55,7 +55,7 @@ def test_a_wide_dtype_is_divided_only_after_the_sum_where_least_is_left(num_rank
 def test_float16_is_divided_in_two_parts_as_near_to_the_root_as_powers_of_two_allow(
     num_ranks: int, before: float, after: float
 ) -> None:
-    assert Scaling.mean(num_ranks, torch.float16) == Scaling(before, after)
+    assert Scaling.of(num_ranks, torch.float16) == Scaling(before, after)
 
 
 @pytest.mark.pure
@@ -63,7 +63,7 @@ def test_float16_is_divided_in_two_parts_as_near_to_the_root_as_powers_of_two_al
 def test_the_two_parts_in_float16_are_within_a_factor_of_two_where_the_number_of_ranks_is_a_power_of_two(
     num_ranks: int,
 ) -> None:
-    scaling = Scaling.mean(num_ranks, torch.float16)
+    scaling = Scaling.of(num_ranks, torch.float16)
     assert scaling.before * scaling.after == num_ranks
     if num_ranks & (num_ranks - 1) == 0:
         assert scaling.after <= scaling.before <= 2 * scaling.after
@@ -75,14 +75,14 @@ def test_the_rule_for_float16_is_that_of_torch() -> None:
 
     for num_ranks in range(1, 65):
         theirs = DefaultState._get_gradient_predivide_factor(num_ranks)
-        assert Scaling.mean(num_ranks, torch.float16).before == theirs
+        assert Scaling.of(num_ranks, torch.float16).before == theirs
 
 
 @pytest.mark.pure
 def test_a_sum_that_would_overflow_in_float16_does_not() -> None:
     gradients = [torch.full((3,), 16384.0, dtype=torch.float16) for _ in range(8)]
     assert torch.isinf(torch.stack(gradients).sum(0)).all()
-    scaling = Scaling.mean(8, torch.float16)
+    scaling = Scaling.of(8, torch.float16)
     total = torch.zeros(3, dtype=torch.float16)
     for gradient in gradients:
         scaling.prepare(gradient)

@@ -169,5 +169,13 @@ def test_move_takes_every_tensor_to_the_device() -> None:
 
 
 @pytest.mark.pure
+@pytest.mark.spec("DEV-08")
+def test_the_batch_sizes_of_a_packed_sequence_stay_on_the_cpu() -> None:
+    moved = move(torch.device("meta"), pack_sequence([torch.ones(2), torch.ones(3)], enforce_sorted=False))
+    assert [moved.data.device.type, moved.sorted_indices.device.type] == ["meta", "meta"]
+    assert moved.batch_sizes.tolist() == [2, 2, 1]
+
+
+@pytest.mark.pure
 def test_default_precision_changes_nothing() -> None:
     assert Precision() == Precision(None, None, False)

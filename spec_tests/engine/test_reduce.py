@@ -23,6 +23,7 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 class Kept:
     """The part of a layout that receives reduced gradients."""
 
+    name = "unit"
     offloads = has_gradient_hooks = False
 
     def __init__(self) -> None:
@@ -46,7 +47,7 @@ def reduced(plan: ReducePlan, whole: torch.Tensor) -> torch.Tensor:
     """The gradient that the layout of one unit receives."""
     kept: Any = Kept()
     one = reducer()
-    one.reduce("unit", kept, plan, Gradient([whole]))
+    one.reduce(kept, plan, Gradient([whole]))
     one.finish()
     (local_shard,) = kept.local_shards
     return local_shard
@@ -172,9 +173,9 @@ def test_a_reduction_is_completed_by_the_next_and_the_last_one_by_finish() -> No
     plan = ReducePlan.mean(MeshGroups.sharded(world()), F32)
     first, second, one = Kept(), Kept(), reducer()
     issued: Any = [first, second]
-    one.reduce("first", issued[0], plan, Gradient([full(1)]))
+    one.reduce(issued[0], plan, Gradient([full(1)]))
     assert first.local_shards == [], "nobody needs it yet"
-    one.reduce("second", issued[1], plan, Gradient([full(2)]))
+    one.reduce(issued[1], plan, Gradient([full(2)]))
     assert len(first.local_shards) == 1
     assert second.local_shards == []
     one.finish()
@@ -184,6 +185,22 @@ def test_a_reduction_is_completed_by_the_next_and_the_last_one_by_finish() -> No
     ]
     one.finish()
     assert len(second.local_shards) == 1, "a second finish has nothing to do"
+
+
+@pytest.mark.spec("NEW-08")
+@pytest.mark.parametrize("is_replicated", [True, False])
+@ranks(4)
+def test_a_partial_sum_in_flight_is_included_in_the_next_reduction(is_replicated: bool) -> None:
+    # As after `set_is_last_backward(False)`: nothing completes the first reduction before the second begins.
+    plan = ReducePlan.mean(MeshGroups.replicated(world()) if is_replicated else two_by_two(), F32)
+    kept, one = Kept(), reducer()
+    target: Any = kept
+    plan.all_reduces = False
+    one.reduce(target, plan, Gradient([full(dist.get_rank())]))
+    plan.all_reduces = True
+    one.reduce(target, plan, Gradient([full(10)]))
+    one.finish()
+    assert [local_shard.unique().tolist() for local_shard in kept.local_shards] == [[11.5]]
 
 
 class Work:
@@ -212,7 +229,7 @@ def test_on_the_cpu_a_reduction_is_waited_for_before_the_next_gradient_is_packed
     one, kept = Reducer(CommStreams(torch.device("cpu"))), Kept()
     target: Any = kept
     for number in (1, 2, 3):
-        one.reduce("unit", target, plan, Gradient([torch.full((4,), float(number))]))
+        one.reduce(target, plan, Gradient([torch.full((4,), float(number))]))
     one.finish()
     assert log == ["issue 1", "wait 1", "issue 2", "wait 2", "issue 3", "wait 3"]
     assert [local_shard.tolist() for local_shard in kept.local_shards] == [[0.5, 0.5], [1.0, 1.0], [1.5, 1.5]]
@@ -225,7 +242,7 @@ def test_a_gradient_that_goes_to_the_cpu_is_recorded_after_its_reduction() -> No
     target: Any = kept
     one = reducer()
     with trace.record() as recorder:
-        one.reduce("unit", target, ReducePlan.mean(MeshGroups.sharded(world()), F32), Gradient([full(1)]))
+        one.reduce(target, ReducePlan.mean(MeshGroups.sharded(world()), F32), Gradient([full(1)]))
         one.finish()
     assert recorder.order() == ["RS unit", "D2H unit"]
     assert recorder.events[1].num_bytes == 8
@@ -237,7 +254,7 @@ def test_the_span_of_a_reduction_ends_when_it_was_waited_for() -> None:
     target: Any = Kept()
     one = reducer()
     with trace.record() as recorder:
-        one.reduce("unit", target, plan, Gradient([full(1)]))
+        one.reduce(target, plan, Gradient([full(1)]))
         (event,) = recorder.events
         assert event.end == event.start
         one.finish()

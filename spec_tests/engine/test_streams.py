@@ -29,6 +29,7 @@ from minifsdp.engine.reduce import ReducePlan, Reducer
 from minifsdp.engine.sharded_param import Options
 from minifsdp.engine.shards import shard_of
 from minifsdp.fsdp1.training_aids import clip_gradients
+from spec_tests.engine.buckets import OneBucket, param
 from spec_tests.engine.small import draw, shard_each, train_once, units_of
 from spec_tests.engine.stand_in import DEVICE, StandIn, machine
 from spec_tests.fsdp2.int8_shards import Int8Shards
@@ -137,6 +138,7 @@ def test_every_stream_comes_from_its_device(machine: StandIn) -> None:
 class Kept:
     """The part of a layout that receives reduced gradients."""
 
+    name = "unit"
     offloads = reads_gradient = has_gradient_hooks = False
 
     def __init__(self, machine: StandIn) -> None:
@@ -180,7 +182,7 @@ def reduce_once(machine: StandIn, plan: ReducePlan, **facts: Any) -> list[str]:
     kept = Kept(machine)
     vars(kept).update(facts)
     one, target = Reducer(machine.comm_streams(), kept.offloads), cast(Any, kept)
-    one.reduce("unit", target, plan, Gradient([torch.ones(4)]))
+    one.reduce(target, plan, Gradient([torch.ones(4)]))
     one.finish()
     return machine.log
 
@@ -286,13 +288,13 @@ def test_a_partial_sum_lives_until_the_compute_stream_has_waited_for_the_all_red
     one, reducer, kept = plan(MeshGroups.hybrid(PAIR, PAIR)), Reducer(machine.comm_streams()), Kept(machine)
     target: Any = kept
     one.all_reduces = False
-    reducer.reduce("unit", target, one, Gradient([torch.ones(4)]))
+    reducer.reduce(target, one, Gradient([torch.ones(4)]))
     reducer.finish()
     assert one.partial is not None
     partial = weakref.ref(one.partial[1].untyped_storage())
     assert "compute: accept" not in machine.log
     one.all_reduces = True
-    reducer.reduce("unit", target, one, Gradient([torch.ones(4)]))
+    reducer.reduce(target, one, Gradient([torch.ones(4)]))
     assert one.partial is None
     assert partial() is not None, "the all-reduce stream may not have read it yet"
     reducer.finish()
@@ -309,7 +311,7 @@ def test_gradients_are_copied_to_the_host_on_the_stream_that_reduced_them_with_o
     kept.offloads = True
     target: Any = kept
     for mesh in (MeshGroups.sharded(PAIR), MeshGroups.hybrid(PAIR, PAIR), MeshGroups(None, None)):
-        reducer.reduce("unit", target, plan(mesh), Gradient([torch.ones(4)]))
+        reducer.reduce(target, plan(mesh), Gradient([torch.ones(4)]))
     assert [line for line in machine.log if "copy" in line] == [
         "reduce: copy to the host",
         "all_reduce: copy to the host",
@@ -436,18 +438,16 @@ def test_all_gather_waits_for_copy_of_replaced_tensor() -> None:
 @pytest.mark.spec("STREAM-04")
 @pytest.mark.proof("order only")
 def test_all_gather_of_one_rank_is_awaited(machine: StandIn) -> None:
-    split, value = (torch.Size([4, 2]), 0), torch.ones(4, 2)
-    cast = Bucket([split], [value], None, Options(torch.device("cpu"), Precision(BF16)))
-    extended = ExtendedBucket(split, Int8Shards(value), None, Options(torch.device("cpu")), None, nn.Identity())
-    comm_stream = machine.comm_streams().all_gather
+    params, value = [param(torch.Size([4, 2]), 0, None)], torch.ones(4, 2)
+    cast = Bucket(params, [value], Options(torch.device("cpu"), Precision(BF16)))
+    extended = ExtendedBucket(params[0], Int8Shards(value), Options(torch.device("cpu")))
+    comm_streams = machine.comm_streams()
     buckets: list[tuple[AnyBucket, int]] = [(cast, 1), (extended, 2)]
     for bucket, num in buckets:
         machine.log.clear()
-        with comm_stream:
-            handles = bucket.all_gather(comm_stream)
-        for handle in handles:
-            handle.wait()
-        bucket.copy_out()
+        layout = OneBucket(bucket)
+        layout.all_gather(comm_streams)
+        layout.wait()
         assert machine.log == ["compute waits for gather"] * num
 
 
@@ -456,7 +456,7 @@ def aligned(group: Group | None, dtype: torch.dtype | None) -> Bucket:
     shapes = [torch.Size([3, 1]), torch.Size([5]), torch.Size([1, 7])]
     values = [torch.empty(shape, device=meta) for shape in shapes]
     local_shards = [shard_of(value, 0, 1 if group is None else group.size, 0) for value in values]
-    return Bucket([(shape, 0) for shape in shapes], local_shards, group, Options(meta, Precision(dtype)))
+    return Bucket([param(shape, 0, group) for shape in shapes], local_shards, Options(meta, Precision(dtype)))
 
 
 @pytest.mark.pure
@@ -482,10 +482,11 @@ def test_gaps_between_the_leaves_of_one_rank_stay_where_they_are_when_values_are
 ) -> None:
     monkeypatch.setattr(Bucket, "_aligned", lambda self, numel: -(-numel // 16) * 16)
     values = [torch.arange(3.0), torch.arange(3.0, 8.0).view(5, 1)]
-    splits = [(value.shape, 0) for value in values]
-    bucket = Bucket(splits, values, None, Options(torch.device("cpu"), Precision(dtype)))
-    bucket.all_gather(CommStreams(torch.device("cpu")).all_gather)
-    bucket.copy_out()
+    params = [param(value.shape, 0, None) for value in values]
+    bucket = Bucket(params, values, Options(torch.device("cpu"), Precision(dtype)))
+    layout = OneBucket(bucket)
+    layout.all_gather(CommStreams(torch.device("cpu")))
+    layout.wait()
     for leaf, value in zip(bucket.leaves, values, strict=True):
         assert torch.equal(leaf, value.to(leaf.dtype))
 

@@ -162,3 +162,21 @@ def test_a_container_offers_no_reset_parameters_of_its_own() -> None:
     for layer in model:
         layer.reset_parameters()
     loss_of(model(torch.ones(3, 4, device=device()))).backward()
+
+
+@pytest.mark.spec("FS2-META-01", "FS2-META-02")
+@pytest.mark.parametrize("is_first", [False, True])
+@ranks(2)
+def test_a_unit_can_have_some_of_its_parameters_on_meta(is_first: bool) -> None:
+    kept, late = nn.Linear(4, 4, bias=False, device=device()), nn.Linear(4, 4, bias=False, device="meta")
+    values = torch.arange(16.0, device=device()).view(4, 4) / 16
+    with torch.no_grad():
+        kept.weight.copy_(values)
+    model = fully_shard(nn.Sequential(*((late, kept) if is_first else (kept, late))))
+    late.to_empty(device=device())
+    with torch.no_grad():
+        late.weight.fill_(0.25)
+    weights = [parameter.full_tensor() for parameter in model.parameters()]
+    assert torch.equal(weights[is_first], values)
+    x = torch.ones(1, 4, device=device())
+    assert torch.equal(model(x), x @ weights[0].t() @ weights[1].t())

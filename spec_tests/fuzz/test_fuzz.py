@@ -23,7 +23,7 @@ from spec_tests.fuzz.known import KNOWN
 from spec_tests.fuzz.machine import FLAT_KINDS, drawn
 from spec_tests.fuzz.net import KINDS
 from spec_tests.fuzz.wrong import WRONG_COMPOSED, WRONG_WRAPPED
-from spec_tests.harness import ranks
+from spec_tests.harness import device, ranks
 from spec_tests.models.modules import WIDTH, Block, seeded
 from spec_tests.models.sharding import sharded, wrapped
 
@@ -259,6 +259,19 @@ def test_summoned_unit_stays_unsharded_during_other_calls() -> None:
             first(x)
     model.zero_grad()
     torch.testing.assert_close(model(x), seeded()(x))
+
+
+@pytest.mark.spec("FUZZ-02")
+@ranks(2)
+def test_a_model_or_optimizer_in_the_wrong_position_is_refused() -> None:
+    model = FSDP(nn.Linear(2, 2, device=device()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"rank .: optim_state_dict\(\): optim_state_dict should be a dict"):
+        FSDP.optim_state_dict(model, optimizer, optimizer)
+    with pytest.raises(TypeError, match=r"rank .: optim_state_dict_to_load\(\): optim should be an optimizer"):
+        FSDP.optim_state_dict_to_load(model, model, {})
+    with pytest.raises(TypeError, match=r"rank .: scatter_full_optim_state_dict\(\): model should be a torch.nn.Mod"):
+        FSDP.scatter_full_optim_state_dict(None, optimizer, optim=model)
 
 
 @pytest.mark.spec("FUZZ-02")

@@ -75,7 +75,7 @@ def soak(
     tracemalloc.start()
     if leak == "queued":
         os.environ["MINIFSDP_TRANSPORT"] = "messages"
-        mock.patch.object(gloo._Queue, "drop_until").start()
+        mock.patch.object(gloo._Exchange, "wait", _wait_without_removal).start()
     # A short log is full before the first count. A log without a limit grows.
     mock.patch.object(log, "entries", deque(maxlen=None if leak == "ledger" else 64)).start()
     try:
@@ -98,6 +98,11 @@ def soak(
 
 # The pool uses this name for the undecorated body of a test.
 soak.body_on_a_rank = soak  # type: ignore[attr-defined]
+
+
+def _wait_without_removal(exchange: Any) -> None:
+    for message in exchange._messages:
+        message.wait()
 
 
 def _train(

@@ -92,7 +92,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _num_queued() -> int:
     queues = [queue for one in gloo._transports.values() for queue in (one._gathers, one._reductions, one._questions)]
-    return sum(len(queue._waiting) for queue in queues)
+    return sum(len(queue) for queue in queues)
 
 
 def _resident() -> int:

@@ -95,10 +95,10 @@ ORDERS = re.compile(
 # Lines without a break, and the reasons.
 LEFT_OUT = {
     "batches.py: work.wait(": "an accelerator sends on a stream of its own, and only CPUs have something to wait for",
-    'batches.py: Collective("token_scale"': "an accelerator sends on the stream that reads",
+    "batches.py: collectives.all_reduce(ranks, total": "an accelerator sends on the stream that reads",
     "checkpoint/tensors.py: collectives.all_gather(": "loading a sharded state dict begins with a barrier of all ranks",
     "checkpoint/codec.py: collectives.all_gather(": "the optimizer's state begins with a barrier of all ranks",
-    "engine/gloo.py: work.wait(": "between CPUs alone",
+    "engine/gloo.py: message.wait(": "between CPUs alone",
     "engine/gloo.py: self._work.wait(": "between CPUs alone",
     "engine/gloo.py: exchange.wait(": "between CPUs alone",
     "engine/gloo.py: backend.recv(": "between CPUs alone, when all waits in a group end",

@@ -90,8 +90,8 @@ MUTANTS = [
     Mutant(
         "uncalled-function-as-device",
         "_as_device",
-        "if callable(device_id) or isinstance(device_id, bool):",
-        "if isinstance(device_id, bool):",
+        'raise TypeError(message("device-type", device_id=device_id)) from error',
+        "raise",
         "An uncalled torch.cuda.current_device as device_id raises no specific error.",
         "DEV-07",
     ),
@@ -114,8 +114,8 @@ MUTANTS = [
     Mutant(
         "buffers-are-not-sent",
         "synchronize",
-        "for tensor in _own_tensors(module, ignored):",
-        "for tensor in module.parameters(recurse=False):",
+        "for tensor in _own_tensors(module, ignored))",
+        "for tensor in module.parameters(recurse=False))",
         "sync_module_states does not broadcast buffers.",
         "SYNC-02",
     ),
@@ -177,9 +177,9 @@ MUTANTS = [
     ),
     Mutant(
         "children-of-ignored-modules-are-sharded",
-        "_below",
-        "    for child in module.children():\n        yield from _below(child, is_wrapper)",
-        "",
+        "find_ignored",
+        "modules = {inner for _, inner in modules_of_unit(roots, is_wrapper)}",
+        "modules = set(roots)",
         "Only the ignored module's own parameters are ignored; those of its children are sharded.",
         "IGN-01",
     ),
@@ -202,7 +202,7 @@ MUTANTS = [
     Mutant(
         "ignored-wrapper-is-accepted",
         "find_ignored",
-        "if is_wrapper(root):",
+        "if any(map(is_wrapper, roots)):",
         "if False:",
         "A unit in ignored_modules is accepted.",
         "IGN-02",
@@ -322,7 +322,7 @@ MUTANTS = [
     Mutant(
         "flattened-before-is-initialised",
         "flattened_in",
-        "if parameter is not None and validation.is_flattened(module, name)",
+        "if validation.is_flattened(module, name)",
         "if False",
         "A unit that is wrapped again is moved and broadcast like a parameter.",
         "CTOR-17",

@@ -122,7 +122,7 @@ MUTANTS = [
     Mutant(
         "each-rank-decides-about-inf",
         "ShardedGradScaler._agreed",
-        "collectives.call(dist.all_reduce, group, anywhere, dist.ReduceOp.MAX)",
+        "collectives.call(dist.all_reduce, group, any_inf, dist.ReduceOp.MAX)",
         "pass",
         "One rank skips an optimizer step that the other ranks take.",
         "MP-29",

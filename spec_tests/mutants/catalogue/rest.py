@@ -98,8 +98,8 @@ MUTANTS = [
     Mutant(
         "hooks-of-the-first-sum-alone-per-parameter",
         "PerParameterLayout.accept_gradient",
-        "            if hooks:",
-        "            if hooks and before is None:",
+        "(param.parameter._post_accumulate_grad_hooks or {})",
+        "(before is None and param.parameter._post_accumulate_grad_hooks or {})",
         "With fully_shard, a hook is not called when a gradient is added to an earlier gradient.",
         "PAR-08",
     ),
@@ -292,7 +292,7 @@ MUTANTS = [
     ),
     Mutant(
         "every-tensor-is-a-flat-parameter",
-        "_KnownByItsMark.__instancecheck__",
+        "_MarkerCheck.__instancecheck__",
         'and getattr(instance, "_is_flat_param", False)',
         "",
         "Every tensor counts as a flat parameter.",

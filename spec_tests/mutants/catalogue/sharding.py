@@ -26,7 +26,7 @@ MUTANTS = [
     Mutant(
         "never-freed-after-forward",
         "Wrapper._make_unit",
-        "self.sharding_strategy in build.FREES_AFTER_FORWARD and self.mesh.shard is not None",
+        "self.sharding_strategy in build.RESHARDS_AFTER_FORWARD and self.mesh.shard is not None",
         "False",
         "FULL_SHARD keeps its parameters unsharded between forward and backward.",
         "SHARD-04 SHARD-16",
@@ -58,8 +58,8 @@ MUTANTS = [
     Mutant(
         "kept-shard-is-freed",
         "no_sync",
-        "unit.choose(reduces=False, reshard_after_backward=unit.policy.reshard_after_forward)",
-        "unit.choose(reduces=False)",
+        "unit.update_policy(reduces=False, reshard_after_backward=unit.policy.reshard_after_forward)",
+        "unit.update_policy(reduces=False)",
         "SHARD_GRAD_OP reshards its parameters after each micro-batch in no_sync().",
         "SHARD-10",
     ),
@@ -82,7 +82,7 @@ MUTANTS = [
     Mutant(
         "evaluation-keeps-what-it-gathered",
         "Wrapper._make_unit",
-        "reshard_after_forward=frees, ",
+        "reshard_after_forward=reshard, ",
         "reshard_after_forward=False, ",
         "FULL_SHARD keeps all parameters unsharded between forward and backward.",
         "SHARD-14",
@@ -122,7 +122,7 @@ MUTANTS = [
     Mutant(
         "hybrid-zero2-frees",
         "Wrapper._make_unit",
-        "self.sharding_strategy in build.FREES_AFTER_FORWARD",
+        "self.sharding_strategy in build.RESHARDS_AFTER_FORWARD",
         'self.sharding_strategy.name not in ("SHARD_GRAD_OP", "NO_SHARD")',
         "_HYBRID_SHARD_ZERO2 reshards after forward and issues an all-gather for backward.",
         "HYB-06",
@@ -138,7 +138,7 @@ MUTANTS = [
     Mutant(
         "hybrid-by-hand-without-groups",
         "_hybrid_groups",
-        "if not has_policy:",
+        "if options.auto_wrap_policy is None:",
         "if False:",
         "Hybrid units that are wrapped one by one create their groups and raise no error.",
         "HYB-08",
@@ -234,7 +234,7 @@ MUTANTS = [
     Mutant(
         "no-word-about-compiling-flat-parameters",
         "warn_if_compiled",
-        "if callable(get_eval_frame_callback()):",
+        "if not use_orig_params and callable(get_eval_frame_callback()):",
         "if False:",
         "torch.compile of a model with flat parameters causes no warning.",
         "ORIG-07",
@@ -529,9 +529,9 @@ MUTANTS = [
     ),
     Mutant(
         "float16-mean-is-divided-after-the-sum",
-        "Scaling.mean",
-        "cls.by(float(num_ranks), dtype)",
-        "cls(1.0, float(num_ranks))",
+        "Scaling.of",
+        "while divisor % before == 0 and divisor / before > before:",
+        "while False:",
         "A float16 mean is divided after the sum has overflowed.",
         "SHARD-06",
     ),

@@ -130,8 +130,8 @@ MUTANTS = [
     Mutant(
         "tokens-of-this-rank",
         "token_scale",
-        "send, [total], options",
-        "lambda *_: None, [total], options",
+        'collectives.all_reduce(ranks, total, kind="token_scale").wait()',
+        "pass",
         "The weight of a token depends on the number of tokens on its rank.",
         "BATCH-06",
     ),
@@ -339,8 +339,8 @@ MUTANTS = [
     Mutant(
         "replicated-gradients-count-for-each-rank",
         "gradient_parts",
-        "sharers = () if layout.mesh.shard is None else (layout.mesh.shard,)",
-        "sharers = tuple(g for g in (layout.mesh.shard, layout.mesh.replicate) if g is not None)",
+        "shard_groups = () if layout.mesh.shard is None else (layout.mesh.shard,)",
+        "shard_groups = tuple(g for g in (layout.mesh.shard, layout.mesh.replicate) if g is not None)",
         "The norm counts replicated gradients once for each replica.",
         "CLIP-08 HYB-09",
     ),

@@ -15,7 +15,8 @@ STREAMS, FLAT, BUCKET, PER_PARAMETER = (
 EXTENSION, UNIT, HOOKS, ROOT = "engine/extension.py", "engine/unit.py", "engine/hooks.py", "engine/root.py"
 FULL_PARAMS = "fsdp1/full_params.py"
 RANK_CHECKS = "engine/rank_checks.py"
-CUT_OUT = "        source.copy_in([shard_of(leaf.data, dim, group.size, group.rank) for leaf, (_, dim) in leaves])\n"
+EACH_HANDLE = "                    self._handles.append(comm_stream.handle(work))\n"
+CUT_OUT = "        source.copy_in([shard_of(leaf.data, param.dim, group.size, group.rank) for leaf, param in leaves])\n"
 
 BREAKS = [
     # --- waiting for an all-gather ---
@@ -113,17 +114,17 @@ BREAKS = [
     ),
     Break(
         "only-groups-promise-row",
-        BUCKET,
-        "        return [comm_stream.handle(work)]\n",
-        "        return [comm_stream.handle(work)] if group is not None else []\n",
+        PER_PARAMETER,
+        EACH_HANDLE,
+        f"                    if bucket.group is not None:\n    {EACH_HANDLE}",
         "The same defect exists in the layout with one DTensor per parameter.",
         "each_alone_in_bf16",
     ),
     Break(
         "only-groups-promise-extension",
-        EXTENSION,
-        "            handles.append(comm_stream.handle(work))\n",
-        "            handles.append(work if self.group is None else comm_stream.handle(work))\n",
+        PER_PARAMETER,
+        EACH_HANDLE,
+        f"                    if bucket.group is not None or type(bucket).__name__ == 'Bucket':\n    {EACH_HANDLE}",
         "The same defect exists for a parameter with an all-gather extension.",
         "each_extended_alone",
     ),
@@ -245,7 +246,7 @@ BREAKS = [
     Break(
         "lanes-are-not-left",
         STREAMS,
-        "            self._contexts.pop().__exit__(kind, error, trace)\n",
+        "            self._contexts.pop().__exit__(*exception)\n",
         "            pass\n",
         "Work after an all-gather also runs on the communication stream.",
         "flat_full",
@@ -451,7 +452,7 @@ BREAKS = [
     Break(
         "rests-for-good",
         BUCKET,
-        "        self._source, self.group = self._own, self._own.group\n",
+        "        self._source, self.group, self.sends_each = self._own, self._own.group, self._own.sends_each\n",
         "        pass\n",
         "The next forward all-gathers the values of the smaller mesh instead of the shards.",
         "each_resting",

@@ -35,18 +35,18 @@ BREAKS = [
     Break(
         "batches-answered-without-an-event",
         "batches.py",
-        'answer, event = number.to("cpu", non_blocking=True), comm_stream.stream.record_event()\n'
-        "            # It is complete when the CPU has the result, so the watchdog sees a rank that waits for it.\n"
-        "            work.wait_for(event.synchronize)\n",
-        'answer = number.to("cpu", non_blocking=True)\n            work.wait_for(bool)\n',
+        'num_without, event = num_without.to("cpu", non_blocking=True), comm_stream.stream.record_event()\n'
+        "                # It is complete when the CPU has the result, so the watchdog sees a rank that waits for it.\n"
+        "                work.wait_for(event.synchronize)\n",
+        'num_without = num_without.to("cpu", non_blocking=True)\n                work.wait_for(bool)\n',
         "No event is recorded for the copy of the batch check's answer.",
         "each_in_batches_of_tokens",
     ),
     Break(
         "batches-given-before-the-answer",
         "batches.py",
-        "        wait()\n",
-        "        pass\n",
+        "            work.wait()\n            return",
+        "            return",
         "The CPU reads the answer of the batch check before it is copied.",
         "each_in_batches_of_tokens",
     ),
@@ -272,8 +272,8 @@ BREAKS = [
     Break(
         "blocking-copy-of-the-shard-each",
         BUCKET,
-        "            in_buffer.copy_(local_shard, non_blocking=True)\n",
-        "            in_buffer.copy_(local_shard)\n",
+        "            local_shard.copy_(source.local, non_blocking=True)\n",
+        "            local_shard.copy_(source.local)\n",
         "The same defect exists in the layout with one DTensor per parameter.",
         "each_offload",
         "stops",

@@ -142,8 +142,8 @@ BREAKS = [
     Break(
         "partial-sum-dropped",
         REDUCE,
-        "(_, item.partial), item.plan.partial = item.plan.partial, None\n    item.local_shard.add_(item.partial)\n",
-        "(_, row), item.plan.partial = item.plan.partial, None\n    item.local_shard.add_(row)\n",
+        "(_, item.partial), item.plan.partial = item.plan.partial, None\n        item.local_shard.add_(item.partial)\n",
+        "(_, row), item.plan.partial = item.plan.partial, None\n        item.local_shard.add_(row)\n",
         "A partial sum is freed while the all-reduce stream adds it.",
         "each_hybrid_partial",
     ),

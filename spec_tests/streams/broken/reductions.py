@@ -139,8 +139,8 @@ BREAKS = [
     Break(
         "all-reduce-not-waited-for",
         REDUCE,
-        "            collectives.all_reduce(replicas, item.local_shard, item.name, item.gradient.numbers).wait()\n",
-        "            collectives.all_reduce(replicas, item.local_shard, item.name, item.gradient.numbers)\n",
+        "item.local_shard, item.layout.name, item.gradient.numbers).wait()\n",
+        "item.local_shard, item.layout.name, item.gradient.numbers)\n",
         "The division does not wait for the all-reduce (threaded backend).",
         "hybrid_over_a_backend_with_threads",
     ),

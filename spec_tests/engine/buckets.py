@@ -1,0 +1,37 @@
+"""Buckets for the tests of the per-parameter layout, and a layout of one bucket."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from minifsdp.engine.bucket import AnyBucket
+from minifsdp.engine.mesh import Group, MeshGroups
+from minifsdp.engine.per_param import PerParameterLayout
+from minifsdp.engine.shards import padded_shard_numel
+
+
+def param(shape: torch.Size, dim: int, group: Group | None) -> Any:
+    """Those attributes of a `ShardedParam` that a bucket uses. ``None`` for a group of one."""
+    num = 1 if group is None else group.size
+    return SimpleNamespace(
+        shape=shape,
+        dim=dim,
+        num_shards=num,
+        chunk_numel=padded_shard_numel(shape, dim, num),
+        mesh_groups=MeshGroups(group, None),
+        shard_axis=None,
+        info=SimpleNamespace(module=None),
+    )
+
+
+class OneBucket(PerParameterLayout):
+    """A layout that can only all-gather a bucket and wait for it."""
+
+    def __init__(self, bucket: AnyBucket) -> None:
+        self.buckets, self._handles, self._sharded, self._has_copied = [bucket], [], [], False
+
+    def _update_from_buckets(self) -> None:
+        pass
