@@ -1,31 +1,32 @@
-"""Checkpoints: save and resume, with other ranks, in another library.
+"""Checkpoints: save and resume a training, also on fewer ranks and with another library.
 
     torchrun --standalone --nproc-per-node 2 tutorials/checkpoints.py
 
-Output: losses of resumed trainings, equal to those of a training that was never interrupted.
+Output: the losses of resumed trainings, which are equal to those of a training without interruption.
 
-It takes some seconds on two CPU cores. A training is interrupted and resumed in several ways. Each is compared with a
-training that was never interrupted.
+It takes some seconds on two CPU cores. The script interrupts a training, resumes it in several ways, and compares each
+result with a training without interruption.
 
-1. **Resume from a full checkpoint.** One file, with the names and shapes of the plain model, written by rank 0. But
-   *all* ranks must call ``state_dict()``: each has a part, and a rank that does not call it leaves the others waiting.
-   A checkpoint must hold more than the weights: also the optimizer's averages, the state of the learning rate schedule,
-   the scale of float16 and the step number. Otherwise the losses differ from those of the original training.
-   To read it, rank 0 loads the weights into the plain model *before* wrapping, and ``sync_module_states`` broadcasts
-   them unit by unit. Small values that are not tensors use ``broadcast_object_list(list, src=0)``, which *fills* the
-   list, of equal length on all ranks, and returns nothing.
-2. **The optimizer's own state dict holds slices.** ``optimizer.state_dict()`` has flat slices under numbers, and
-   different slices on each rank. ``FSDP.optim_state_dict`` converts it to the state that an optimizer of the plain
-   model would have, by name. ``FSDP.optim_state_dict_to_load`` does the reverse. Loading rank 0's dict directly on all
-   ranks raises no error, but gives all other ranks the averages of other weights.
-3. **Resume on fewer ranks from a sharded checkpoint.** For a large model one file is too slow and one host too small.
-   With ``torch.distributed.checkpoint`` each rank writes its rows and reads the rows that it needs, from any rank's
-   file. It reads *into* existing tensors. The averages of an optimizer that never stepped do not exist, so a step with
-   a learning rate of 0 creates them first.
-4. **A relay race.** DDP, FullyShardedDataParallel and fully_shard train one after the other. They pass on the full
-   state by name, on rank 0: the one form that all three can save and load.
+1. **Resume from a full checkpoint.** Rank 0 writes one file with the names and shapes of the plain model. But *all*
+   ranks must call ``state_dict()``, because each rank stores a shard. If one rank does not call it, the other ranks
+   hang. A checkpoint must contain more than the weights: the averages of the optimizer, the state of the learning rate
+   schedule, the scale of float16 and the step number. Otherwise the losses differ from those of the original training.
+   To resume, rank 0 loads the weights into the plain model *before* wrapping, and
+   ``sync_module_states`` broadcasts them unit by unit. ``broadcast_object_list(list, src=0)`` broadcasts small values
+   that are not tensors. It *fills* the list, which must have the same length on all ranks, and returns nothing.
+2. **The optimizer's own state dict contains local shards.** ``optimizer.state_dict()`` stores flat shards under
+   numbers, and each rank has different shards. ``FSDP.optim_state_dict`` converts it to the state of an optimizer of
+   the plain model, with names as keys. ``FSDP.optim_state_dict_to_load`` does the reverse. If all ranks load the dict
+   of rank 0 directly, there is no error, but all other ranks get the averages of wrong weights.
+3. **Resume on fewer ranks from a sharded checkpoint.** For a large model, writing one file is too slow, and the memory
+   of one host is too small. With ``torch.distributed.checkpoint``, each rank writes its rows, and reads the rows that
+   it needs from the files of all ranks. It reads *into* existing tensors. A new optimizer has no averages yet, so a
+   step with a learning rate of 0 creates them first.
+4. **Continue with a different library.** DDP, FullyShardedDataParallel and fully_shard train one after the other. Each
+   continues from the full state of the previous one. The full state on rank 0, with names as keys, is the only form
+   that all three can save and load.
 
-Checkpoints that survive a kill during writing need more; see `gpt/checkpoint.py`.
+See `gpt/checkpoint.py` for checkpoints that stay valid if a process is killed while it writes.
 
 Spec: TRAIN-09 to TRAIN-13, TRAIN-27, MIG-20, MYTH-24, OSD-01, OSD-LOAD-01.
 """
@@ -73,11 +74,11 @@ def plain(seed: int, place: Place) -> Net:
 
 @dataclass
 class Run:
-    """A training and its progress.
+    """A training run and its progress.
 
     Args:
         group: the ranks that train together; ``None`` for all.
-        alone: trains like a single process, on whole batches; every rank does the same.
+        alone: every rank trains like a single process, on whole batches.
     """
 
     model: nn.Module
@@ -90,7 +91,7 @@ class Run:
     def __post_init__(self) -> None:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = StepLR(self.optimizer, step_size=STEPS_PER_EPOCH, gamma=0.5)
-        # In float32 a scale that is a power of two changes nothing, but the checkpoint must contain it.
+        # In float32, a scale that is a power of two does not change the result. The checkpoint must contain it.
         self.scaler = ShardedGradScaler(
             self.place.device.type, init_scale=4.0, growth_interval=3, process_group=self.group
         )
@@ -105,7 +106,7 @@ class Run:
         rank, size = (0, 1) if self.alone else (dist.get_rank(self.group), dist.get_world_size(self.group))
         begun = len(self.losses)
         for step in range(self.step, until):
-            # All ranks together see the same batch, for any number of ranks.
+            # The global batch is the same for any number of ranks.
             x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step)).to(self.place.device)
             mine = x.chunk(size)[rank]
             loss = nn.functional.mse_loss(self.model(mine), mine.roll(1, dims=1))
@@ -136,7 +137,7 @@ FULL = (
 
 
 def full_state(run: Run) -> State:
-    """The whole state, on rank 0; on the other ranks the same without tensors. Every rank must call it."""
+    """The full state on rank 0, and the same dict without tensors on the other ranks. Every rank must call it."""
     with FSDP.state_dict_type(run.model, *FULL):
         return {
             "model": run.model.state_dict(),
@@ -150,7 +151,7 @@ def full_state(run: Run) -> State:
 
 def resumed(file: Path, place: Place) -> Run:
     """A training resumed from a file that only rank 0 reads. Every rank must call it."""
-    # Each rank uses another seed, so correct weights can only come from the file.
+    # Each rank uses a different seed, so correct weights can only come from the file.
     model = plain(100 + place.rank, place)
     state: State = torch.load(file, map_location="cpu") if place.rank == 0 else {}
     if place.rank == 0:
@@ -184,8 +185,8 @@ def lesson_full(place: Place, folder: Path, expected: list[float]) -> None:
         f"   resumed  {' '.join(f'{loss:.6f}' for loss in resumed_losses)}, epoch {again.epoch}, step {again.step}",
     )
     names = from_all_ranks((len(state["model"]), len(state["optimizer"].get("state", {}))))
-    say(place, f"   weights and averages in hand: {', '.join(f'rank {r} {n}' for r, n in enumerate(names))}")
-    assert resumed_losses == went_on, "not a bit is lost"
+    say(place, f"   number of weights and averages: {', '.join(f'rank {r} {n}' for r, n in enumerate(names))}")
+    assert resumed_losses == went_on, "equal to the last bit"
     assert all(abs(one - other) < 1e-5 * other for one, other in zip(run.losses, expected, strict=False))
     assert names == [(14, 14)] + [(0, 0)] * (place.num_ranks - 1)
     assert again.scaler.get_scale() == run.scaler.get_scale() == 16.0
@@ -204,7 +205,7 @@ def lesson_untranslated(place: Place) -> None:
     run.optimizer.load_state_dict(box[0])
     after = from_all_ranks([state["exp_avg"].cpu() for state in run.optimizer.state.values()])
     shapes = [tuple(value.shape) for value in before[0]]
-    say(place, f"2. optimizer.state_dict() has pieces of shapes {', '.join(map(str, shapes))}, without a name")
+    say(place, f"2. optimizer.state_dict() has shards of shapes {', '.join(map(str, shapes))}, without a name")
     say(place, "   rank 0's dict loaded on all ranks: no error, and rank 1 has the averages of rank 0's weights")
     assert all(map(torch.equal, after[1], before[0]))
     assert not any(map(torch.equal, after[1], before[1]))
@@ -261,12 +262,12 @@ def lesson_sharded(place: Place, folder: Path, expected: list[float]) -> None:
     assert all(abs(one - other) < 1e-5 * other for one, other in zip(losses, expected[3:6], strict=True))
 
 
-# ---- 4. the relay race ----
+# ---- 4. continue with a different library ----
 
 
 @dataclass
-class Baton:
-    """The full state by name, on rank 0; on the others only the step number."""
+class PassedState:
+    """The state that one library passes to the next: the full state on rank 0, the step number on all ranks."""
 
     step: int
     weights: State = field(default_factory=dict)
@@ -277,64 +278,64 @@ OPTIONS = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
-def leg_of_ddp(baton: Baton, until: int, place: Place) -> tuple[Baton, list[float]]:
+def train_with_ddp(state: PassedState, until: int, place: Place) -> tuple[PassedState, list[float]]:
     model = plain(100, place)
     by_number = [None]
     if place.rank == 0:
-        model.load_state_dict(baton.weights)
-        by_number = [FSDP.rekey_optim_state_dict(baton.optimizer, OptimStateKeyType.PARAM_ID, model)]
-    # DDP broadcasts the weights. The optimizer's state must be broadcast manually.
-    run = Run(DDP(model), place, step=baton.step)
+        model.load_state_dict(state.weights)
+        by_number = [FSDP.rekey_optim_state_dict(state.optimizer, OptimStateKeyType.PARAM_ID, model)]
+    # DDP broadcasts the weights. The script must broadcast the state of the optimizer.
+    run = Run(DDP(model), place, step=state.step)
     dist.broadcast_object_list(by_number, src=0)
     if by_number[0]["state"]:
         run.optimizer.load_state_dict(by_number[0])
     losses = run.train(until)
     by_name = FSDP.rekey_optim_state_dict(run.optimizer.state_dict(), OptimStateKeyType.PARAM_NAME, model)
-    return Baton(until, model.state_dict(), by_name), losses
+    return PassedState(until, model.state_dict(), by_name), losses
 
 
-def leg_of_fsdp(baton: Baton, until: int, place: Place) -> tuple[Baton, list[float]]:
+def train_with_fsdp(state: PassedState, until: int, place: Place) -> tuple[PassedState, list[float]]:
     model = plain(100 + place.rank, place)
     if place.rank == 0:
-        model.load_state_dict(baton.weights)
-    run = Run(sharded(model, place, sync_module_states=True), place, step=baton.step)
+        model.load_state_dict(state.weights)
+    run = Run(sharded(model, place, sync_module_states=True), place, step=state.step)
     with FSDP.state_dict_type(run.model, *FULL):
-        run.optimizer.load_state_dict(FSDP.optim_state_dict_to_load(run.model, run.optimizer, baton.optimizer))
+        run.optimizer.load_state_dict(FSDP.optim_state_dict_to_load(run.model, run.optimizer, state.optimizer))
     losses = run.train(until)
-    state = full_state(run)
-    return Baton(until, state["model"], state["optimizer"]), losses
+    full = full_state(run)
+    return PassedState(until, full["model"], full["optimizer"]), losses
 
 
-def leg_of_fully_shard(baton: Baton, until: int, place: Place) -> tuple[Baton, list[float]]:
+def train_with_fully_shard(state: PassedState, until: int, place: Place) -> tuple[PassedState, list[float]]:
     model = plain(100, place)
     for block in model.blocks:
         fully_shard(block)
-    run = Run(fully_shard(model), place, step=baton.step)
-    set_model_state_dict(run.model, baton.weights, options=FROM_RANK_0)
-    set_optimizer_state_dict(run.model, run.optimizer, baton.optimizer, options=FROM_RANK_0)
+    run = Run(fully_shard(model), place, step=state.step)
+    set_model_state_dict(run.model, state.weights, options=FROM_RANK_0)
+    set_optimizer_state_dict(run.model, run.optimizer, state.optimizer, options=FROM_RANK_0)
     losses = run.train(until)
     weights = get_model_state_dict(run.model, options=OPTIONS)
     optimizer = get_optimizer_state_dict(run.model, run.optimizer, options=OPTIONS)
-    return Baton(until, weights, optimizer), losses
+    return PassedState(until, weights, optimizer), losses
 
 
-def lesson_relay(place: Place) -> None:
-    legs = (leg_of_ddp, leg_of_fsdp, leg_of_fully_shard, leg_of_fsdp, leg_of_ddp)
+def lesson_libraries(place: Place) -> None:
+    parts = (train_with_ddp, train_with_fsdp, train_with_fully_shard, train_with_fsdp, train_with_ddp)
     first = Run(plain(0, place), place)
-    baton = Baton(0, first.model.state_dict(), first.optimizer.state_dict())
+    state = PassedState(0, first.model.state_dict(), first.optimizer.state_dict())
     losses: list[float] = []
-    for number, leg in enumerate(legs, start=1):
-        baton, of_leg = leg(baton, 2 * number, place)
-        losses += of_leg
-    names = " ".join(leg.__name__.removeprefix("leg_of_") for leg in legs)
+    for number, part in enumerate(parts, start=1):
+        state, of_part = part(state, 2 * number, place)
+        losses += of_part
+    names = " ".join(part.__name__.removeprefix("train_with_") for part in parts)
     say(place, f"4. {names}: {' '.join(f'{loss:.4f}' for loss in losses)}")
-    # Each leg starts a new schedule, so the single process used for comparison does the same.
+    # Each part starts a new schedule, so the single process does the same.
     single: list[float] = []
     run = Run(plain(0, place), place, alone=True)
-    for number in range(1, len(legs) + 1):
+    for number in range(1, len(parts) + 1):
         run.scheduler = StepLR(run.optimizer, step_size=STEPS_PER_EPOCH, gamma=0.5)
         single += run.train(2 * number)
-    say(place, f"   one who runs alone: {' '.join(f'{loss:.4f}' for loss in single)}")
+    say(place, f"   a single process: {' '.join(f'{loss:.4f}' for loss in single)}")
     assert all(abs(one - other) < 1e-4 * other for one, other in zip(losses, single, strict=True))
 
 
@@ -344,7 +345,7 @@ def lesson(place: Place) -> None:
         lesson_full(place, folder, expected)
         lesson_untranslated(place)
         lesson_sharded(place, folder, expected)
-    lesson_relay(place)
+    lesson_libraries(place)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""Starting, joining and leaving the ranks of a lesson.
+"""Helpers of the tutorials: start the ranks, print on one rank, and exchange values.
 
-A lesson is a function of a `Place`: the rank, the number of ranks and the device. It runs on every rank::
+A *lesson* is the main function of a tutorial. It runs on every rank, and gets a `Place`: the rank, the number of ranks
+and the device::
 
     def lesson(place: Place) -> None:
         ...
@@ -8,9 +9,9 @@ A lesson is a function of a `Place`: the rank, the number of ranks and the devic
     if __name__ == "__main__":
         on_ranks(lesson)
 
-``torchrun`` starts the ranks. If a script is started as ``python tutorials/NAME.py``, it runs the same ``torchrun`` on
-itself, with 2 ranks. If there is a GPU for each rank, the device is a GPU and the backend is NCCL; otherwise they are
-the CPU and gloo. The lessons only use ``place.device``.
+``torchrun`` starts the ranks. If you start a script with ``python tutorials/NAME.py``, it runs ``torchrun`` on itself,
+with 2 ranks. If there is a GPU for each rank, the device is a GPU and the backend is NCCL; otherwise they are the CPU
+and gloo. The lessons only use ``place.device``.
 
 `gpt/ranks.py` explains each of these steps.
 """
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import gpt  # noqa: F401  (first, since it silences a warning that torch's import gives without NumPy)
+import gpt  # noqa: F401  (first, because it silences a warning of torch's import without NumPy)
 import torch
 import torch.distributed as dist
 from gpt.ranks import Place, from_all_ranks, joined_ranks, on_first_rank, start_ranks, started_by_torchrun
@@ -47,10 +48,10 @@ def on_ranks(lesson: Callable[[Place], None], num_ranks: int = 2, *, at_least: i
     """Runs ``lesson`` on every rank, and ends the process with status 1 if it fails on any rank.
 
     Args:
-        lesson: the lesson; its assertions must hold on each rank.
+        lesson: the main function; its assertions must hold on each rank.
         num_ranks: how many ranks to start if the script was not started by ``torchrun``.
-        at_least: the smallest number of ranks with which the lesson shows something.
-        device: ``"auto"``, or ``"cpu"`` to use no GPU.
+        at_least: the smallest number of ranks for which the lesson is meaningful.
+        device: ``"auto"``, or ``"cpu"`` to use only the CPU.
 
     Raises:
         SystemExit: there are too few ranks, or one of the started ranks has failed.
@@ -77,7 +78,7 @@ def shared_folder() -> Iterator[Path]:
     """A temporary folder for a ``with`` block, the same on all ranks of this machine. Every rank must enter it."""
     folder = Path(on_first_rank(tempfile.mkdtemp))
     yield folder
-    dist.barrier()  # All ranks must have finished reading. After an error they do not come here, and the folder stays.
+    dist.barrier()  # Wait until all ranks have finished reading. After an error, the folder stays.
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
 

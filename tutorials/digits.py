@@ -9,21 +9,23 @@ It takes about a quarter of a minute on two CPU cores. The data, 1797 images of 
 
 What you learn:
 
-1. **Three dtypes, three places.** All-gathers and computation use ``param_dtype``, and gradients are reduced in
-   ``reduce_dtype``. The slices that the optimizer owns stay float32 in any case. The reason: a step of Adam changes a
-   weight by perhaps a thousandth of it, and bfloat16 has 8 bits of precision. ``1 + 1/1000`` in bfloat16 is 1. Weights
-   that are *kept* in bfloat16 stop learning; weights that are only *computed with* in it do not.
-2. **Batch norm stays in full precision.** It divides by a deviation averaged over many batches, and such averages
-   suffer from 8 bits as the weights do. So with an auto-wrap policy every batch norm becomes a small unit of its own in
-   full precision, and one warning reports it. The price is a small all-gather for each, negligible for three of them.
-   The layers around it need no change: the unit casts its input to float32 and its output back to bfloat16.
-3. **Batch norm's averages are not parameters.** They are buffers, and FSDP neither shards nor synchronises buffers.
-   Each rank averages over its own images, so the ranks disagree slightly, and a checkpoint would hold rank 0's
-   averages. DDP hides this by broadcasting rank 0's buffers before every forward. One all-reduce before evaluation is
-   better than either: the mean over all ranks covers all images.
-4. **All ranks evaluate.** Each forward all-gathers, so all ranks must take part. Each tests its own part of the images,
-   and two numbers are summed at the end: correct predictions and images. A mean of accuracies would be wrong for parts
-   of different sizes.
+1. **Three dtypes, three places.** All-gathers and computation use
+   ``param_dtype``, and gradients are reduced in ``reduce_dtype``. The local shards that the optimizer updates always
+   stay in float32, because a step of Adam changes a weight by perhaps a thousandth, and bfloat16 has only 8 bits of
+   precision. In bfloat16, ``1 + 1/1000`` is 1. So a model whose weights are *stored* in bfloat16 stops learning. A
+   model that only *computes* in bfloat16 does not.
+2. **Batch norm stays in full precision.** It divides by a standard deviation that is averaged over many batches, and 8
+   bits are too few for such averages. So with an auto-wrap policy, every batch norm becomes a small unit of its own in
+   full precision, and a warning reports this. Each of these units needs a small all-gather, which is negligible for
+   three of them. The layers around it need no change, because the unit casts its input to float32 and its output back
+   to bfloat16.
+3. **The averages of batch norm are not parameters.** They are buffers, and FSDP neither shards nor synchronizes
+   buffers. Each rank averages over its own images, so the averages differ slightly between ranks, and a checkpoint
+   would contain those of rank 0. DDP hides this difference: it broadcasts the buffers of rank 0 before every forward.
+   One all-reduce before evaluation is better, because the mean over all ranks covers all images.
+4. **All ranks evaluate.** Each forward all-gathers, so all ranks must take part. Each rank tests its own part of the
+   images. At the end, the ranks sum two numbers: the correct predictions and the images. A mean of accuracies would be
+   wrong if the parts have different sizes.
 
 Spec: MP-02, MP-03, MP-04, MP-19, TRAIN-04, TRAIN-15, TRAIN-16.
 """
@@ -67,8 +69,8 @@ def build(place: Place) -> nn.Module:
 
 
 def shard(model: nn.Module, place: Place) -> tuple[FSDP, list[str]]:
-    """The sharded model, and the warnings that the wrapper raised."""
-    # 1. Compute in bfloat16, but reduce gradients in float32: a reduction adds the gradients of all ranks.
+    """The sharded model, and the warnings of the wrapper."""
+    # 1. Compute in bfloat16. Reduce gradients in float32, because a reduction adds the gradients of all ranks.
     policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -115,7 +117,7 @@ def accuracy(model: nn.Module, loader: DataLoader, place: Place) -> tuple[float,
     """4. The accuracy on all test images, and their number. Every rank must call it."""
     model.eval()
     counts = torch.zeros(2, device=place.device)
-    # All ranks must run the same number of forwards; the last batch of a rank may be smaller.
+    # All ranks must run the same number of forwards. The last batch of a rank can be smaller.
     for images, labels in loader:
         guesses = model(images.to(place.device)).argmax(dim=1)
         counts += torch.tensor([(guesses == labels.to(place.device)).sum(), len(labels)], device=place.device)
@@ -151,7 +153,7 @@ def lesson(options: argparse.Namespace, place: Place) -> None:
     for rank, values in enumerate(means):
         say(place, f"first running mean of each norm, rank {rank}: " + " ".join(f"{value:.5f}" for value in values))
     say(place, f"after averaging:                         {' '.join(f'{value:.5f}' for value in together[0])}")
-    say(place, f"{100 * right:.1f} % of {num_images} test images are read right")
+    say(place, f"{100 * right:.1f} % of {num_images} test images are classified correctly")
 
     assert seen == {"Conv2d": torch.bfloat16, "BatchNorm2d": torch.float32, "Linear": torch.bfloat16}
     assert kept == {torch.float32}

@@ -1,8 +1,8 @@
-"""Training texts that every Python has installed: the docstrings of its own standard library.
+"""Training texts that every Python installation contains: the docstrings of the standard library.
 
-There are some 10,000 of them, each with the package it comes from. Two lessons use them. One predicts the package of a
-docstring, the other writes its first line from the rest. The library differs a little between Python releases, and
-with it the texts and all losses, even with the same seed.
+There are about 10,000 docstrings, each with the name of its package. Two tutorials use them. One predicts the package
+of a docstring. The other generates its first line from the rest. The library differs a little between Python releases,
+so the texts and all losses also differ, even with the same seed.
 """
 
 from __future__ import annotations

@@ -5,30 +5,33 @@
 
 Output: the difference between the two scripts, their losses side by side, and checkpoints with the same names.
 
-It takes about a minute on two CPU cores. The model is all-MiniLM-L6-v2, a BERT of 22.7 million parameters. Its real
-weights come in a package, so nothing is downloaded from a hub. The task: from which package of Python's standard
-library is this docstring? There are eight packages and some 1700 docstrings, all of them already installed.
+It takes about a minute on two CPU cores. The model is all-MiniLM-L6-v2, a BERT with 22.7 million parameters. Its
+pre-trained weights are in a Python package, so the script downloads nothing from a hub. The model predicts from which
+package of Python's standard library a docstring comes. There are eight packages with about 1700 docstrings. Every
+Python installation contains them.
 
-`train_with_ddp` and `train_with_fsdp` below are complete scripts. Read the first one, then the difference, which the
-program prints. There are five changes, each for a reason:
+`train_with_ddp` and `train_with_fsdp` below are complete scripts. Read the first one, and then the difference between
+the two, which the program prints. There are five changes:
 
 1. **The wrap call.** DDP keeps the whole model on every rank. FSDP takes a policy that makes each ``BertLayer`` a unit;
    the embedding and the classifier stay with the root.
 2. **Initial weights.** DDP always broadcasts rank 0's values to the others. FSDP only does so with
-   ``sync_module_states=True``. With it, only rank 0 reads the file; the others' random weights have no effect.
-3. **The optimizer comes after the wrap call.** Under DDP the order does not matter. Here the optimizer must own the
-   slices, which the wrap call creates. An optimizer created earlier steps on tensors that are no longer trained.
-4. **Clipping is a method of the model.** The norm of all gradients is the root of a sum of squares, and under FSDP a
-   rank has only some of the squares. ``torch.nn.utils.clip_grad_norm_`` would compute another norm on each rank, and
-   each would scale its slices by another factor.
-5. **All ranks save.** Under DDP rank 0 may save alone. Here its state dict needs the slices of all ranks: all ranks
-   call ``state_dict()``, and only rank 0 receives and writes it.
+   ``sync_module_states=True``. With this option, only rank 0 reads the file, and the random weights of the other ranks
+   have no effect.
+3. **The optimizer comes after the wrap call.** With DDP, the order does not matter. With FSDP, the wrap call replaces
+   the parameters by local shards, and the optimizer must update these. An optimizer that was created earlier updates
+   tensors that the model no longer uses.
+4. **Clipping is a method of the model.** The norm of all gradients is the root of a sum of squares, and with FSDP a
+   rank has only some of the squares. ``torch.nn.utils.clip_grad_norm_`` would compute a different norm on each rank,
+   and each rank would scale its shards by a different factor.
+5. **All ranks save.** With DDP, rank 0 can save alone. With FSDP, a state dict needs the shards of all ranks. So all
+   ranks call ``state_dict()``. Only rank 0 receives the result and writes it.
 
-The training loop does *not* change, and neither do the losses: they are compared step by step.
+The training loop does *not* change. The losses do not change either; the script compares them step by step.
 
 The learning rate does not change either. A common claim is that it must be multiplied by the number of ranks. That is
-one recipe among others for large batches and has nothing to do with FSDP: both libraries average the gradient over the
-ranks, so the value that was right for DDP is right for FSDP.
+an option for large batches, and has nothing to do with FSDP. DDP and FSDP both average the gradient over the ranks, so
+use the same learning rate for both.
 
 Spec: TRAIN-03, TRAIN-04, TRAIN-26, TRAIN-27, PAR-02.
 """
@@ -158,7 +161,7 @@ def epochs(loader: DataLoader, sampler: DistributedSampler, num_steps: int, plac
     """Yields ``num_steps`` batches of this rank, over as many epochs as needed."""
     epoch = 0
     while True:
-        sampler.set_epoch(epoch)  # Another order in each epoch, the same on all ranks.
+        sampler.set_epoch(epoch)  # The order differs between epochs, and is the same on all ranks.
         for batch in loader:
             if num_steps == 0:
                 return
@@ -187,7 +190,7 @@ def difference() -> list[str]:
 def compare_files(ddp: Path, fsdp: Path) -> None:
     by_ddp, by_fsdp = (torch.load(file, map_location="cpu") for file in (ddp, fsdp))
     furthest = max((by_ddp[name] - by_fsdp[name]).abs().max().item() for name in by_ddp)
-    print(f"the two checkpoints hold the same {len(by_ddp)} names; furthest apart: {furthest:.1e}")
+    print(f"the two checkpoints hold the same {len(by_ddp)} names; largest difference: {furthest:.1e}")
     assert list(by_ddp) == list(by_fsdp), "either file loads into the plain model, or into the other script"
     assert furthest < 1e-3
 
@@ -220,7 +223,7 @@ def lesson(options: argparse.Namespace, place: Place) -> None:
     say(place, f"each rank stores {stored_by_ddp:,} parameters with DDP, {stored_by_fsdp:,} with FSDP")
     say(
         place,
-        f"{100 * right:.1f} % of {len(test)} other docstrings are told right; always the same: {100 * most:.1f} %",
+        f"{100 * right:.1f} % of {len(test)} test docstrings are correct; a constant guess: {100 * most:.1f} %",
     )
 
     assert all(abs(one - other) < 1e-3 * one for one, other in pairs)

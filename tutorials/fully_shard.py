@@ -3,30 +3,32 @@
     torchrun --standalone --nproc-per-node 2 tutorials/fully_shard.py
     torchrun --standalone --nproc-per-node 2 tutorials/fully_shard.py --explicit-prefetch --mixed-precision --dcp folder
 
-Output: the rows that each rank holds, losses next to those of a single process, and the prefetched units.
+Output: the rows that each rank stores, losses next to those of a single process, and the prefetched units.
 
-It takes a few seconds on two CPU cores; the options can be combined. With ``--dcp`` the first run saves to the folder
-and the second one resumes from it, also with another number of ranks. ``--library torch`` runs the same script on
-torch's own ``fully_shard``, which has the same names, arguments and losses.
+It takes a few seconds on two CPU cores; the options can be combined. With ``--dcp``, the first run saves a checkpoint
+to the folder, and the second run resumes from it, also with a different number of ranks.
+``--library torch`` runs the script with torch's own ``fully_shard``. Names, arguments and losses are the same.
 
 What you learn, with the numbers of the comments below:
 
-1. **Nothing is wrapped.** ``fully_shard`` changes a module in place: its class gains methods, and its parameters become
-   ``DTensor``s, which have the whole shape and hold this rank's rows. Shard the blocks first and the model last: a unit
-   consists of the parameters that earlier calls have not taken.
-2. **Values come last.** On the meta device a model has shapes and no memory. It is sharded on meta, then each rank
-   allocates only its own rows, and rank 0 sends the values. No rank ever needs memory for the whole model. Without this
-   broadcast the values are not compared: models built from different seeds stay different.
-3. **The optimizer comes after the sharding.** It owns DTensors, so torch's own tools work unchanged:
-   ``clip_grad_norm_``, the stock ``GradScaler``, state dicts. This is the other great difference to
-   ``FullyShardedDataParallel``, which needs a method of its own for each of these.
-4. **Explicit prefetch.** Backward all-gathers one unit ahead by default. Lists of modules configure more: two ahead, in
-   both directions. ``unshard()`` issues the first all-gather before the forward, while the batch is still being read.
-   Each unit prefetched earlier costs its memory.
-5. **Mixed precision.** Rows are kept in float32, all-gathered and computed with in bfloat16, and gradients are reduced
-   in float32. Always set ``reduce_dtype``: its default differs between releases of torch.
-6. **Accumulation** is a switch here instead of a context: ``set_requires_gradient_sync(False)``.
-7. **Distributed checkpoints.** A state dict of DTensors costs no communication. Each rank writes its rows, and reads
+1. **Nothing is wrapped.** ``fully_shard`` changes a module in place: it adds methods to the class of the module, and
+   replaces its parameters by ``DTensor``s. A DTensor has the unsharded shape and stores the rows of this rank. Shard
+   the blocks first and the model last, because a unit consists of the parameters that do not belong to another unit
+   yet.
+2. **Set the values last.** On the meta device, a model has shapes and no memory. The script shards the model on the
+   meta device. Then each rank allocates only its own rows, and rank 0 broadcasts the values. No rank needs memory for
+   the whole model. ``fully_shard`` itself does not broadcast or compare values, so models that were built with
+   different seeds stay different.
+3. **Create the optimizer after sharding.** It updates DTensors, so torch's own tools work unchanged:
+   ``clip_grad_norm_``, ``GradScaler``, and state dicts. ``FullyShardedDataParallel`` needs its own method for each of
+   these.
+4. **Explicit prefetch.** By default, backward prefetches one unit. You can pass lists of modules to prefetch more
+   units, for example two units in forward and in backward. ``unshard()`` issues the first all-gather before the
+   forward, while the batch is being read. Each additional prefetched unit needs memory.
+5. **Mixed precision.** Rows are stored in float32. All-gathers and computation use bfloat16, and gradients are reduced
+   in float32. Always set ``reduce_dtype``, because its default differs between versions of torch.
+6. **Accumulation.** ``set_requires_gradient_sync(False)`` replaces the context manager ``no_sync()``.
+7. **Distributed checkpoints.** A state dict of DTensors needs no communication. Each rank writes its rows, and reads
    the rows that it needs.
 
 Spec: TRAIN-23, FS2-01 to FS2-05, FS2-PREF, FS2-MP, FS2-SD, MIG-12, MIG-18, MIG-19.
@@ -82,7 +84,7 @@ def shard(options: argparse.Namespace, library: ModuleType, place: Place) -> nn.
 
 
 def prefetch_two_ahead(model: nn.Module) -> None:
-    """4. Each block all-gathers the next blocks together with itself."""
+    """4. Each block prefetches the next two blocks."""
     blocks = list(model.blocks)
     for number, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 3])
@@ -90,7 +92,7 @@ def prefetch_two_ahead(model: nn.Module) -> None:
 
 
 def batch(step: int, place: Place) -> Tensor:
-    """The batch of all ranks together."""
+    """The global batch of all ranks."""
     return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step)).to(place.device)
 
 
@@ -192,7 +194,7 @@ def show_order(model: nn.Module, place: Place, options: argparse.Namespace) -> N
 
 
 def lesson_accumulation(model: nn.Module, place: Place) -> None:
-    """6. Two batches and one reduction; the gradient is that of both."""
+    """6. Two batches with one reduction give the same gradient as with two reductions."""
     gradients = []
     for sync_at_first in (True, False):
         model.zero_grad()
@@ -219,13 +221,13 @@ def lesson(options: argparse.Namespace, place: Place) -> None:
     first, last = 0, NUM_STEPS
     if options.dcp is not None and is_saved(options.dcp):
         first = load(model, optimizer, options.dcp)
-        say(place, f"goes on from step {first}, saved in {options.dcp}")
+        say(place, f"resumes from step {first}, saved in {options.dcp}")
     elif options.dcp is not None:
         last = NUM_STEPS // 2
     losses = train(model, optimizer, range(first, last), place, options)
     if last < NUM_STEPS:
         save(model, optimizer, last, options.dcp)
-        say(place, f"saved after step {last}; start it once more, with as many ranks as you like")
+        say(place, f"saved after step {last}; run the command again, with any number of ranks")
     say(place, f"losses {' '.join(f'{loss:.6f}' for loss in losses)}")
     expected = train_plain(place)[first:last]
     say(place, f"plain  {' '.join(f'{loss:.6f}' for loss in expected)}")
@@ -239,9 +241,9 @@ def lesson(options: argparse.Namespace, place: Place) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train with fully_shard, in several variants.")
-    parser.add_argument("--explicit-prefetch", action="store_true", help="gather two blocks ahead")
+    parser.add_argument("--explicit-prefetch", action="store_true", help="prefetch two blocks")
     parser.add_argument("--mixed-precision", action="store_true", help="compute in bfloat16")
-    parser.add_argument("--dcp", type=Path, metavar="FOLDER", help="save half-way into it, or go on from it")
+    parser.add_argument("--dcp", type=Path, metavar="FOLDER", help="save to it half-way, or resume from it")
     parser.add_argument("--library", choices=["minifsdp", "torch"], default="minifsdp", help="default: %(default)s")
     return parser.parse_args()
 

@@ -1,8 +1,9 @@
-"""Hybrid sharding: which ranks share a model, if some are near and others far away.
+"""Hybrid sharding: shard within a machine, and replicate between machines.
 
     torchrun --standalone --nproc-per-node 4 tutorials/hybrid.py
 
-Output: a table of bytes for each strategy: stored, within a machine, between machines, and on every link.
+Output: for each strategy, the bytes that a rank stores, and the bytes within machines, between machines and on every
+link.
 
 It takes some seconds on two CPU cores. Four ranks simulate two machines with two GPUs each::
 
@@ -12,12 +13,13 @@ It takes some seconds on two CPU cores. Four ranks simulate two machines with tw
     machine 1        rank 2  rank 3        v   far: replicate
 
 Links between GPUs of one machine carry hundreds of gigabytes per second; the network between machines carries a tenth
-of that. ``FULL_SHARD`` treats all ranks alike. Its all-gathers and reductions use all links, so most of the data
-crosses the network: three times the model in each step. ``HYBRID_SHARD`` shards within a machine, a *row* of the
+of that. ``FULL_SHARD`` does not distinguish the two. Its all-gathers and reductions use all links, so the network is
+the bottleneck: three times the model crosses it in each step. ``HYBRID_SHARD`` shards within a machine, a *row* of the
 picture, and keeps one replica in each row. Its all-gathers then stay inside the machine. Only gradients cross the
 network, once for each step, and each rank only sends its own shard of them.
 
-The cost for a model of M bytes, with N = 4 ranks in rows of G = 2, for each rank, with ring collectives:
+The table shows the bytes for each rank and a model of M bytes. There are N = 4 ranks in rows of G = 2, and collectives
+are rings:
 
 =====================  ============  =============================  ======================
 strategy               stored        sent, to the next in the row   sent, across
@@ -28,12 +30,13 @@ strategy               stored        sent, to the next in the row   sent, across
 ``NO_SHARD``           M             2 * (3 / 4) M, over each link  the same: it is a ring
 =====================  ============  =============================  ======================
 
-So hybrid sharding reduces network traffic and costs memory: a rank stores a half instead of a quarter. Choose it if the
-model fits into the GPUs of one machine together; it saves more in larger clusters. The ZeRO-2 form also saves the
-all-gathers of backward, but keeps unsharded parameters in memory from forward to backward. Replicas that span machines
-may gain from ``NCCL_CROSS_NIC=1``. NCCL reads this variable, minifsdp does not.
+So hybrid sharding reduces network traffic and needs more memory: a rank stores a half of the model instead of a
+quarter. Choose it if the model fits into the GPUs of one machine together. It saves more in larger clusters. The ZeRO-2
+form also saves the all-gathers in backward, but keeps unsharded parameters in memory from forward to backward. If
+replicas span machines, try ``NCCL_CROSS_NIC=1``. NCCL reads this variable; minifsdp does not.
 
-The losses of all four are the same: the mean over the rows and then over the columns is the mean over all ranks.
+The losses of all four strategies are the same, because the mean over rows and then over columns is the mean over all
+ranks.
 
 Spec: HYB-01 to HYB-06, HYB-09, HYB-11, HYB-12, COST-06.
 """
@@ -118,7 +121,7 @@ def is_far(link: Link) -> bool:
 
 def lesson(place: Place) -> None:
     if place.num_ranks % PER_MACHINE:
-        raise SystemExit(f"machines of {PER_MACHINE} ranks cannot be made of {place.num_ranks} ranks; start 4")
+        raise SystemExit(f"the number of ranks must be a multiple of {PER_MACHINE}, got {place.num_ranks}; start 4")
     whole = 4 * sum(p.numel() for block in [Block(WIDTH)] * NUM_BLOCKS for p in block.parameters())
     say(place, f"a model of {whole:,} bytes; machine 0 is ranks 0 and 1, machine 1 is ranks 2 and 3")
     say(place, f"\n{'bytes':<21}{'stored':>10}{'near, in all':>14}{'far, in all':>14}   last loss   each link")
@@ -145,7 +148,7 @@ def lesson(place: Place) -> None:
     for one in strategies:
         assert all(abs(a - b) < 1e-5 * b for a, b in zip(losses[one], losses[none], strict=True)), one
     assert [stored[one] for one in strategies] == [whole // num_ranks, whole // size, whole // size, whole]
-    # The ring through all ranks has two far links. In a hybrid every rank has a far link, which carries one shard.
+    # The ring through all ranks has two far links. With hybrid sharding, every rank has a far link for its shard.
     assert far[full] == num_ranks // size * 3 * whole * (num_ranks - 1) // num_ranks
     num_rows = num_ranks // size
     assert far[hybrid] == far[zero2] == num_ranks * 2 * (whole // size) * (num_rows - 1) // num_rows

@@ -1,36 +1,41 @@
-"""Seven knobs of a training loop: what each costs, and that none of them changes the training.
+"""Seven knobs of a training loop: the cost of each, and a check that none of them changes the result.
 
     torchrun --standalone --nproc-per-node 2 tutorials/knobs.py
 
-Output: what each knob saves and costs, in numbers, and the losses, which equal those of a single process.
+Output: the savings and costs of each option in numbers, and the losses, which equal those of a single process.
 
-It takes about a quarter of a minute on two CPU cores. The model is three blocks, each a unit, trained for a few steps.
-Every result is compared with a single process that trains on the whole batches.
+It takes about a quarter of a minute on two CPU cores. A *knob* is an option of a training loop. The model has three
+blocks, each of them a unit. The script trains it for a few steps with each option, and compares the result with a
+single process that trains on the whole batches.
 
-1. **Accumulation.** Several small batches for one optimizer step. Inside ``no_sync()`` a backward does not reduce; the
-   first one outside reduces the sum. This saves reduce-scatters and costs memory: until the reduction every rank keeps
-   *unsharded* gradients. ``no_sync`` is optional: without it the sharded gradients add up, to the same result. Two
-   things are required: divide each loss by the number of batches in its window, and step for the last window even if it
-   is not full. Otherwise its batches are added to the next epoch's first window, or lost.
+1. **Accumulation.** Several small batches are used for one optimizer step. Inside ``no_sync()``, a backward does not
+   reduce gradients. The first backward outside of it reduces the sum. This saves reduce-scatters and needs more memory,
+   because every rank keeps *unsharded* gradients until the reduction. ``no_sync`` is optional: without it, the sharded
+   gradients are accumulated, with the same result. Two rules are important. Divide each loss by the number of batches
+   in its window. Take an optimizer step for the last window even if it is not full; otherwise its gradients are added
+   to the first window of the next epoch, or lost.
 2. **Clipping.** The norm of a model is the root of the sum of *all* squares, and each rank has some of them. The method
-   ``model.clip_grad_norm_`` adds them up over the ranks. torch's function of the same name does not: it sees slices,
-   computes a different norm on each rank, and each rank scales its slices by another factor.
-3. **float16 and its scaler.** Gradients below 6e-8 are zero in float16, so the loss is multiplied by a large scale
-   first, and the gradients are divided by it afterwards. If one still becomes infinite, the step is skipped and the
-   scale is halved. An infinity on one rank must make all ranks skip: ``ShardedGradScaler`` adds this. The order is
-   ``unscale_``, then clip, then ``step``, then ``update``; clipping earlier uses the norm of scaled gradients.
-4. **Activation checkpointing.** The inputs of a block are kept, and its activations are computed again in backward.
-   This costs one more forward and saves most of the memory for activations. Applied *after* FSDP it is inside the unit.
-   Backward all-gathers the parameters anyway, so no all-gather is added, and all names stay the same.
-5. **Compilation.** ``torch.compile`` after wrapping, with ``use_orig_params=True``: the compiler must find parameters
-   under their names.
-6. **Loaders.** Workers, persistent or not, pinned memory, and ``zero_grad(set_to_none=True)`` change the speed and the
+   ``model.clip_grad_norm_`` adds them up over the ranks. torch's function of the same name does not. It gets local
+   shards and computes a different norm on each rank, so each rank scales its shards by a different factor.
+3. **float16 and its scaler.** Gradients below 6e-8 are zero in float16. So a scaler multiplies the loss by a large
+   scale, and divides the gradients by it afterwards. If a gradient becomes infinite, the scaler skips the step and
+   halves the scale. If a gradient is infinite on one rank, all ranks must skip the step;
+   ``ShardedGradScaler`` does this. Call ``unscale_``, then clip, then ``step``, then ``update``. If you clip earlier,
+   the norm is that of scaled gradients.
+4. **Activation checkpointing.** Only the inputs of a block are kept, and its activations are recomputed in backward.
+   This needs one more forward and saves most of the memory for activations. Apply it *after* FSDP, so that the
+   recomputation runs inside the unit. Backward all-gathers the parameters anyway, so the number of all-gathers does not
+   change. All names stay the same.
+5. **Compilation.** Call ``torch.compile`` after wrapping, and use ``use_orig_params=True``, because the compiler looks
+   up parameters by name.
+6. **Data loaders.** Worker processes, pinned memory, and ``zero_grad(set_to_none=True)`` change the speed and the
    memory, but not the result.
-7. **Evaluation by one rank** is a mistake, not a knob. A forward all-gathers, so this rank waits for the others: here
-   for four seconds, with a default process group for half an hour.
+7. **Evaluation on one rank** is a mistake, and the script shows its error. A forward issues all-gathers, so this rank
+   waits for the other ranks. In this script it waits for four seconds; with a default process group it waits for half
+   an hour.
 
-One knob is missing on purpose: a learning rate multiplied by the number of ranks. It belongs to one recipe for large
-batches. FSDP averages gradients as DDP does, and needs the same learning rate as DDP.
+The script does not use a learning rate multiplied by the number of ranks. That is an option for large batches. FSDP
+averages gradients as DDP does, so use the same learning rate as with DDP.
 
 Spec: TRAIN-05, TRAIN-06, TRAIN-22, TRAIN-24, TRAIN-25, TRAIN-26, TRAIN-30, TRAIN-31, NOSYNC-03, NOSYNC-05, CLIP-06,
 MP-29.
@@ -168,7 +173,7 @@ def lesson_clipping(place: Place, max_norm: float = 0.5) -> None:
     after = model.clip_grad_norm_(float("inf")).item()
     say(place, f"2. norm of all gradients {true_norm:.4f}; by the method {norms[0][1]:.4f}, clipped to {after:.4f}")
     say(place, "   by torch's function " + ", ".join(f"{own:.4f} on rank {r}" for r, (own, _) in enumerate(norms)))
-    assert len({own for own, _ in norms}) == place.num_ranks, "every rank has another part of the squares"
+    assert len({own for own, _ in norms}) == place.num_ranks, "every rank has different gradients"
     assert all(abs(norm - true_norm) < 1e-5 * true_norm for _, norm in norms)
     assert abs(after - max_norm) < 1e-4
     plainly = train(build(place), batches(place, of_all_ranks=True), max_norm)
@@ -188,7 +193,7 @@ def lesson_float16(place: Place, unlucky_step: int = 3) -> None:
         optimizer.zero_grad()
         scaler.scale(loss).backward()
         if number == unlucky_step and place.rank == place.num_ranks - 1:
-            next(iter(model.parameters())).grad[0] = float("inf")  # In a slice that only this rank has.
+            next(iter(model.parameters())).grad[0] = float("inf")  # An element that only this rank stores.
         scaler.unscale_(optimizer)
         model.clip_grad_norm_(10.0)
         scaler.step(optimizer)
@@ -276,7 +281,7 @@ def lesson_loaders(place: Place) -> None:
 
 def lesson_alone(place: Place) -> None:
     if place.backend != "gloo":
-        say(place, "7. left out: NCCL ends the whole process when a collective takes too long")
+        say(place, "7. not run: NCCL ends the whole process after a time-out")
         return
     patient = dist.new_group(timeout=timedelta(seconds=4))
     model = FSDP(build(place), process_group=patient, device_id=place.device)
@@ -286,7 +291,7 @@ def lesson_alone(place: Place) -> None:
             model(batches(place)[0][0])
         except RuntimeError as error:
             complaint = str(error)
-    # The ranks synchronise on the default group, which is still intact.
+    # The ranks synchronize on the default group, which still works.
     complaints = from_all_ranks(complaint)
     first_line = complaints[0].partition("\n")[0]
     say(place, f"7. rank 0 evaluates alone, and after four seconds: {first_line[-70:]}")
@@ -313,7 +318,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--backend",
         default="eager",
-        help="of torch.compile, default: %(default)s, which needs no C++ compiler and does not speed anything up",
+        help="backend of torch.compile; default: %(default)s, which needs no C++ compiler and is not faster",
     )
     return parser.parse_args()
 

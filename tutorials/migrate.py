@@ -3,12 +3,12 @@
     torchrun --standalone --nproc-per-node 4 tutorials/migrate.py
     python tutorials/migrate.py
 
-Output: for each row of the table whether losses and events are equal, or what differs.
+Output: for each row of the table, whether losses and events are equal, or the difference.
 
-It takes some seconds on two CPU cores. With two ranks all rows run except the two hybrids, which need four.
+It takes some seconds on two CPU cores. The two hybrid rows need four ranks. With two ranks, all other rows run.
 
-The wrapper (FSDP1) and the function (FSDP2) do the same things in the same order, but name them differently. This table
-translates a program line by line:
+The wrapper (FSDP1) and the function (FSDP2) do the same in the same order, but have different arguments. The table
+shows the replacement for each argument:
 
 ======================================  =============================================================================
 ``FullyShardedDataParallel(...)``       ``fully_shard(...)``
@@ -18,11 +18,11 @@ translates a program line by line:
 ``SHARD_GRAD_OP``                       ``reshard_after_forward=False``
 ``HYBRID_SHARD``                        ``True`` with a mesh of two axes
 ``_HYBRID_SHARD_ZERO2``                 ``False`` with a mesh of two axes
-``NO_SHARD``                            nothing: that is ``DistributedDataParallel``
+``NO_SHARD``                            not available; use ``DistributedDataParallel``
 ``CPUOffload(True)``                    ``CPUOffloadPolicy()``
-``BACKWARD_PRE``                        always; the other two are not available
+``BACKWARD_PRE``                        always on; ``BACKWARD_POST`` and ``None`` are not available
 ``MixedPrecision``                      ``MixedPrecisionPolicy``, without ``buffer_dtype``, with ``output_dtype``
-``cast_(root_)forward_inputs``          the one ``cast_forward_inputs``, on by default
+``cast_(root_)forward_inputs``          ``cast_forward_inputs``, on by default
 ``device_id=``                          the device of the mesh
 ``sync_module_states=True``             ``set_model_state_dict`` with ``broadcast_from_rank0=True``
 ``forward_prefetch=True``               ``set_modules_to_forward_prefetch``, or a manual ``unshard()``
@@ -32,14 +32,16 @@ translates a program line by line:
 ``ignored_modules``, ``_states``        ``ignored_params``, a set of parameters
 ``param_init_fn=``                      shard on meta, ``to_empty``, ``reset_parameters``
 ``model.clip_grad_norm_(...)``          ``torch.nn.utils.clip_grad_norm_(model.parameters(), ...)``
-full state dicts, optimizer's too       the same file: each side reads what the other writes
+full state dicts, optimizer's too       the same format: each API loads the files of the other
 ======================================  =============================================================================
 
-Every row below is a function with two halves, ``old`` above ``new``, and serves as a recipe. Each half results in a
-``Run``: the losses, and all all-gathers, computations, frees and reductions of a step, in order. Both runs must be
-equal. If the order is meant to differ, the row describes how. The loop and the comparison are in ``sides.py``.
+Each function below implements one row with both APIs, first
+``old`` and then ``new``. You can use it as a recipe. Each API gives a ``Run``: the losses, and all all-gathers,
+computations, frees and reductions of a step, in order. Both runs must be equal. If the order intentionally differs, the
+row describes the difference. ``sides.py`` contains the training loop and the comparison.
 
-`translated` translates the simple rows automatically, and raises an error for arguments without a translation.
+The function `translated` converts the simple arguments automatically, and raises an error for arguments without a
+replacement.
 
 Spec: MIG-01 to MIG-21.
 """
@@ -217,7 +219,7 @@ def offload(place: Place) -> tuple[Run, Run]:
     return old, new
 
 
-# One unit in the last place of bfloat16 is a relative difference of 0.4 %.
+# The last bit of bfloat16 is a relative difference of 0.4 %.
 @row(
     "MIG-09",
     old="MixedPrecision(param, reduce)",
@@ -356,7 +358,7 @@ def late_values(place: Place) -> tuple[Run, Run]:
     return train(old, place), train(new, place)
 
 
-# The norm is a sum of squares, and flat slices add the squares up in another order.
+# The norm is a sum of squares, and flat shards sum the squares in a different order.
 @row(
     "MIG-19",
     old="model.clip_grad_norm_(max_norm)",

@@ -1,33 +1,35 @@
-"""CPU offload: the shards are stored in host memory, and on the GPU only while it computes with them.
+"""CPU offload: shards are stored in CPU memory, and copied to the GPU only for computation.
 
     torchrun --standalone --nproc-per-node 2 tutorials/offload.py
 
-Output: bytes on the host, copies to the device and back, and the losses of a training without offload.
+Output: the bytes in CPU memory, the copies to the device and back, and the losses compared to those without offload.
 
 It takes a few seconds on two CPU cores.
 
-Sharding divides the stored bytes by the number of ranks. If that is still too much, ``CPUOffload(offload_params=True)``
-moves the rest to the host: a rank's slices, their gradients and the optimizer's averages::
+Sharding divides the stored bytes by the number of ranks. If the result still does not fit,
+``CPUOffload(offload_params=True)`` moves the shards of a rank, their gradients and the state of the optimizer to CPU
+memory, the *host*::
 
-    host      slice                                          gradient of the slice, optimizer, step
+    host      shard                                          gradient of the shard, optimizer, step
                 |  H2D                                            ^  D2H
-    GPU         +-> slice -> all-gather -> compute -> reduce-scatter
+    GPU         +-> shard -> all-gather -> compute -> reduce-scatter
 
 What you learn:
 
-1. **What is copied.** A copy of the slice to the GPU (``H2D``) precedes each all-gather, and a copy of the gradient to
-   the host (``D2H``) follows each reduction. In units of the slice these are two copies up, in forward and in backward,
-   and one down. The root is not all-gathered again, so it is copied once. A bus to the host has some tens of gigabytes
-   per second: offload needs much computation for each parameter, that is, large batches.
-2. **The optimizer runs on the CPU.** It owns tensors on the host, so its step runs there, on 1/N of the parameters.
-   This is noticeably slow.
+1. **What is copied.** Before each all-gather, the shard is copied to the GPU
+   (``H2D``). After each reduction, the gradient is copied to the host (``D2H``). So in each step a shard is copied to
+   the GPU twice, in forward and in backward, and its gradient is copied back once. The root is not all-gathered again
+   in backward, so it is copied to the GPU only once. The bus to the host transfers some tens of gigabytes per second.
+   So offload is only efficient with much computation for each parameter, that is, with large batches.
+2. **The optimizer runs on the CPU.** The parameters of the optimizer are on the host, so its step runs on the CPU, for
+   1/N of the parameters. This is noticeably slower than on a GPU.
 3. **Nothing else changes.** Losses, checkpoints and clipping stay the same.
 4. **Accumulation.** The gradient of the second of two batches must be *added* to that of the first, which is already on
-   the host. According to its documentation, torch's FullyShardedDataParallel replaces it instead, so there ``no_sync``
-   is required with offload. In minifsdp both ways are correct. Inside ``no_sync`` unsharded gradients stay on the GPU,
-   and only their reduced sum is copied to the host, once.
+   the host. According to its documentation, torch's FullyShardedDataParallel replaces it instead, so torch requires
+   ``no_sync`` with offload. minifsdp is correct with and without ``no_sync``. Inside ``no_sync``, unsharded gradients
+   stay on the GPU, and only their reduced sum is copied to the host, once.
 
-Without a GPU, host and device are the same memory and nothing moves; the events show where copies would be.
+Without a GPU, host and device share the same memory, so nothing is copied. The events show where the copies would be.
 
 Spec: OFF-01 to OFF-07.
 """
@@ -51,7 +53,7 @@ CPU = torch.device("cpu")
 
 def build(place: Place, *, offload: bool) -> FSDP:
     torch.manual_seed(0)
-    # The model is on the CPU. One unit after the other moves to the device and is sharded, and its slice moves back.
+    # The model is on the CPU. Each unit is moved to the device and sharded, and its shard is moved back.
     model = nn.Sequential(*[Block(WIDTH) for _ in range(NUM_BLOCKS)], nn.Linear(WIDTH, WIDTH))
     return FSDP(
         model,
@@ -106,7 +108,7 @@ def lesson(place: Place) -> None:
     order = [word for word in events.order("H2D", "AG", "RS", "D2H") if word.split(" ")[1:] == ["1"]]
 
     say(place, f"losses {' '.join(f'{loss:.5f}' for loss in theirs)}; without offload the last is {losses[-1]:.5f}")
-    say(place, f"each rank stores slices of {slices:,} bytes on {next(offloaded.parameters()).device}")
+    say(place, f"each rank stores shards of {slices:,} bytes on {next(offloaded.parameters()).device}")
     say(place, f"in a step it copies {up:,} bytes to the device, and {down} gradients back; without offload none")
     say(place, f"block 1 in one step: {' '.join(order)}")
     assert all(abs(one - other) <= 1e-6 * other for one, other in zip(theirs, losses, strict=True))

@@ -4,30 +4,31 @@
 
 Output: the order of all-gathers and reductions under each setting, and a timeline of each.
 
-It takes some seconds on two CPU cores, and draws each variant as an SVG picture into the folder, all on one axis. It
-draws the fastest of several steps, because other programs can only make a step slower.
+It takes some seconds on two CPU cores. It draws each variant as an SVG picture into the folder. All pictures use the
+same time axis. Each shows the fastest of several steps, because other programs can only make a step slower.
 
-All variants compute the same numbers. They differ in *when they issue collectives*. An all-gather issued at the moment
-when it is needed overlaps with nothing: all ranks wait. Issued earlier, it runs while another unit computes, but its
-output occupies memory earlier. This is the whole trade-off. In the orders below ``B`` is the start of a unit's
-backward, ``AG`` the issue of an all-gather, ``FREE`` the release of its memory, and ``RS`` the issue of the reduction
-of its gradient. The four blocks are 0 to 3, and backward runs from 3 to 0.
+All variants compute the same numbers. They issue collectives *at different times*. If an all-gather is issued only when
+its unit needs it, all ranks wait for it. If it is issued earlier, it runs while another unit computes, but its output
+also occupies memory earlier. In the orders below, ``B`` is the start of a unit's backward, ``AG`` the issue of an
+all-gather, ``FREE`` the release of its memory, and ``RS`` the issue of the reduction of its gradient. The four blocks
+are 0 to 3, and backward runs from 3 to 0.
 
 1. **No backward prefetch**: ``B3 AG3 FREE3 RS3 B2 AG2``. One unit is unsharded at a time, and the ranks wait for each
    all-gather.
-2. **BACKWARD_POST**: ``B3 AG3 FREE3 AG2 RS3 B2``. Still one unit at a time; the next all-gather runs at the same time
-   as the reduction.
-3. **BACKWARD_PRE**, the default: ``B3 AG3 AG2 FREE3 RS3 B2 AG1``. The next all-gather runs while gradients are
-   computed, the longest computation that can hide it. Two units are unsharded at the same time.
-4. **Forward prefetch** does the same in forward: ``AG0 AG1 F0 FREE0 AG2 F1``, from the second iteration on, because the
-   first one records the order. It helps if the CPU issues work late; a GPU with a queue of work starts the next
-   all-gather early without it.
-5. **The rate limiter** has the opposite purpose. A CPU runs far ahead of its GPU, and could issue the all-gathers of
-   ten units before the first one has been computed: ten units of memory. So before a third all-gather in flight it
-   waits until the oldest unit is freed. Here a clock simulates the GPU.
+2. **BACKWARD_POST**: ``B3 AG3 FREE3 AG2 RS3 B2``. One unit is unsharded at a time. The next all-gather runs at the same
+   time as the reduction.
+3. **BACKWARD_PRE**, the default: ``B3 AG3 AG2 FREE3 RS3 B2 AG1``. The next all-gather runs while the gradients of this
+   unit are computed, so it overlaps the most. Two units are unsharded at the same time.
+4. **Forward prefetch** does the same in forward: ``AG0 AG1 F0 FREE0 AG2 F1``. It works from the second iteration on,
+   because the first iteration records the order. It helps if the CPU issues work late. If the GPU has a queue of work,
+   the next all-gather starts early anyway.
+5. **The rate limiter** has the opposite purpose. A CPU runs far ahead of its GPU. It could issue the all-gathers of ten
+   units before the GPU has computed the first one, and then ten units would be in memory. So before it issues a third
+   all-gather, the CPU waits until the oldest unit is freed. In this script, a clock simulates the GPU.
 
-The *hidden* time is the part of each all-gather, between issue and wait, during which another unit computed. On two
-CPU cores communication takes cores from computation, and nothing is saved. With GPUs, hidden time is saved time.
+The *hidden* time is the part of each all-gather, between issue and wait, during which another unit computed. On two CPU
+cores, communication and computation use the same cores, so overlap saves no time. On GPUs, hidden time makes the step
+shorter.
 
 Spec: PREF-02, PREF-04, PREF-06, PREF-07, PREF-12, PREF-16, LIM-02, LIM-03, LIM-07.
 """
@@ -90,7 +91,7 @@ def watch_step(model: nn.Module, place: Place) -> Seen:
 
 
 def watch(place: Place, **options: object) -> Seen:
-    """The fastest of some steps after the first, which only records the order; every rank must call it."""
+    """The fastest of several steps. The first step only records the order. Every rank must call it."""
     torch.manual_seed(0)
     model = nn.Sequential(*[Block(WIDTH) for _ in range(NUM_BLOCKS)]).to(place.device)
     model = FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=place.device, **options)
@@ -121,7 +122,7 @@ def hidden_seconds(events: list[Event]) -> float:
 
 
 def draw(pictures: dict[str, Seen], folder: Path) -> None:
-    """Draws all pictures on one axis, so that their lengths can be compared."""
+    """Draws all pictures with the same time axis, so that you can compare them."""
     seconds = max(seen.seconds for seen in pictures.values())
     for name, seen in pictures.items():
         origins, events = zip(*seen.everybody, strict=True)
@@ -136,8 +137,8 @@ def lesson_backward(place: Place) -> dict[str, Seen]:
     for name, one in seen.items():
         events = one.recorder.events
         say(place, f"backward prefetch {name:<5} {' '.join(backward_of(one.recorder)[:9])} ...")
-        say(place, f"    whole at once {timeline.peak_gathered_bytes(events):,} bytes")
-        say(place, f"    gathers hidden behind computation {1000 * hidden_seconds(events):.2f} ms")
+        say(place, f"    peak unsharded {timeline.peak_gathered_bytes(events):,} bytes")
+        say(place, f"    all-gather time hidden behind computation {1000 * hidden_seconds(events):.2f} ms")
 
     orders = {name: backward_of(one.recorder)[:6] for name, one in seen.items()}
     assert orders["none"] == ["B3", "AG3", "FREE3", "RS3", "B2", "AG2"]
@@ -160,7 +161,7 @@ def lesson_forward(place: Place) -> dict[str, Seen]:
 
 
 class Clock:
-    """The time of a simulated machine, in steps of the CPU."""
+    """The time of a simulated machine, in ticks of the CPU."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -183,7 +184,7 @@ class Release:
 
 
 def simulate(*, limited: bool, num_units: int = 10, seconds_of_gpu: int = 20) -> tuple[int, int]:
-    """A forward on a GPU that needs 20 times as long for a unit as the CPU needs to issue it.
+    """Simulates a forward. The GPU needs 20 times as long to compute a unit as the CPU needs to issue it.
 
     Returns:
         The largest number of units in memory at the same time, and how long the CPU was busy or waiting.
@@ -207,8 +208,8 @@ def lesson_limiter(place: Place) -> None:
     say(place, f"with the rate limiter:               at most {most} in memory, issued after {busy}; the GPU takes 200")
     assert (most_without, busy_without) == (10, 10)
     assert most == 2
-    assert busy < 200, "the GPU is never idle for it"
-    # On the CPU a free completes immediately, so the limiter never waits. Both settings give the same numbers.
+    assert busy < 200, "the limiter never makes the GPU idle"
+    # On the CPU, memory is freed immediately, so the limiter never waits. Both settings give the same numbers.
     limited, free = (watch(place, limit_all_gathers=choice) for choice in (True, False))
     assert limited.loss == free.loss
     assert free.recorder.count("WAIT") == 0

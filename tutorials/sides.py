@@ -1,12 +1,13 @@
 """The common parts of both sides of the migration table: the model, the training loop and the comparison.
 
-``migrate.py`` is the table. Each row of it trains one model twice, once with each API, and each training results in a
+``migrate.py`` contains the table. Each of its rows trains one model twice, once with each API. Each training gives a
 `Run`: the losses, and the all-gathers, computations, frees and reductions of the last step, in order::
 
     AG  F  AG blocks.0  F blocks.0  FREE blocks.0  ...  RS blocks.0  FREE  RS
 
-Two migrations are equal if both are. On two ranks the losses are equal to the last bit, because the only sum over
-ranks is ``a + b``. With more ranks a sum has an order, and the two APIs split their gradients at different places.
+A row passes if the losses and the events of both runs are equal. On two ranks, the losses are equal to the last bit,
+because the only sum over ranks is ``a + b``. With more ranks, the result depends on the order of the sum, and the two
+APIs split their gradients at different places.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Model(nn.Module):
 
 @dataclass
 class Run:
-    """The result of one side.
+    """The result of a training with one API.
 
     Attributes:
         losses: this rank's loss of each step.
@@ -90,7 +91,7 @@ class Row:
         ids: requirement IDs.
         old: the arguments of the wrapper.
         new: the arguments of the function.
-        both: runs both sides.
+        both: runs both APIs.
         num_ranks: the smallest number of ranks that it needs.
         differs: the intended difference in the order of events; ``""`` for none.
         exact: whether the losses are equal to the last bit on two ranks.
@@ -184,13 +185,13 @@ def compare(old: Run, new: Run, *, exact: bool, rounding: float = 1e-5) -> None:
 
 
 def check(name: str, place: Place) -> str:
-    """Runs one row on both sides and compares. Every rank must call it.
+    """Runs one row with both APIs and compares the results. Every rank must call it.
 
     Returns:
-        A line of text about the result.
+        Text that describes the result.
 
     Raises:
-        AssertionError: the two sides differ in an unintended way.
+        AssertionError: the results differ, and the difference is not intended.
     """
     entry = ROWS[name]
     old, new = entry.both(place)

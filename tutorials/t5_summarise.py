@@ -1,37 +1,38 @@
-"""Fine-tuning a T5 to summarise: a complete training script, from the command line to the saved best model.
+"""Fine-tuning a T5 to summarise: a complete training script, which also saves the best model.
 
     python -m pip install transformers
     torchrun --standalone --nproc-per-node 2 tutorials/t5_summarise.py
 
 Output: training and validation losses of each epoch, and a summary by the best model.
 
-It takes about a minute and a half on two CPU cores. A T5 has an encoder, which reads, and a decoder, which writes. The
-input is the body of a docstring of Python's standard library, the target is its first line. Without a hub the model is
-a small, untrained one over bytes, made from a configuration. Its loss falls, but its summaries are poor. To use
-pre-trained weights, name a model on the hub, or a folder written by ``save_pretrained``::
+It takes about a minute and a half on two CPU cores. A T5 has an encoder, which reads a text, and a decoder, which
+writes a text. The input is the body of a docstring of Python's standard library, and the target is its first line. By
+default, the script downloads nothing and trains a small model over bytes from random weights. Its loss falls, but its
+summaries are poor. To use pre-trained weights, pass the name of a model on the Hugging Face hub, or a folder written by
+``save_pretrained``::
 
     torchrun ... tutorials/t5_summarise.py --model google-t5/t5-small
 
 What you learn, with the numbers of the comments below:
 
-1. **Every rank builds the same model,** because every rank sets the same seed immediately before. Pre-trained weights
-   are read by rank 0 only, and broadcast to the others when each unit is created.
-2. **The transformer policy** makes a unit of every block. One tensor of a T5 has four names: the embedding is shared by
-   encoder, decoder and output. It is in no block, so it belongs to the root, where all four can use it.
-3. **Named precision policies.** ``auto`` depends on the hardware: bfloat16 where it is native, no casting elsewhere.
-4. **The sampler distributes the data,** in another order in each epoch, and each item to one rank.
-5. **A mean is a sum and a count.** Each rank adds up the loss of its *examples* and counts them. Both are summed over
-   the ranks and divided last. Means of means are wrong as soon as two batches differ in size.
-6. **All ranks validate,** since each forward all-gathers. The validation loss is reduced, so all ranks have the same
-   number and agree whether it is the best so far. This matters: saving is a collective, too, and ranks that disagree
-   would wait for each other forever.
-7. **Saving the best model**: all ranks call ``state_dict()``, which all-gathers unit by unit; only rank 0 receives the
-   full state dict, on the CPU, and writes it.
-8. **Generating text** takes a forward for each token. A rank whose text has ended continues, because the other ranks
-   need it in their all-gathers.
+1. **Every rank builds the same model,** because every rank sets the same seed immediately before. If there are
+   pre-trained weights, only rank 0 reads them. FSDP broadcasts them when it creates each unit.
+2. **The transformer policy** makes every block a unit. One tensor of a T5 has four names, because encoder, decoder and
+   output share the embedding. It is in no block, so it belongs to the root unit, and is unsharded for all four uses.
+3. **Named precision policies.** ``auto`` uses bfloat16 if the hardware supports it natively, and otherwise does not
+   cast.
+4. **The sampler distributes the data.** It uses a different order in each epoch, and assigns each item to one rank.
+5. **A mean is a sum and a count.** Each rank sums the losses of its *examples* and counts them. The script sums both
+   numbers over the ranks, and divides at the end. A mean of means is wrong if two batches differ in size.
+6. **All ranks validate,** because each forward issues all-gathers. The ranks reduce the validation loss, so all ranks
+   have the same number and agree whether it is the best so far. This is important, because saving also calls
+   collectives. If the ranks disagreed, they would hang.
+7. **Saving the best model**: all ranks call ``state_dict()``, which all-gathers unit by unit. Only rank 0 receives the
+   full state dict, in CPU memory, and writes it.
+8. **Generating text** needs a forward for each token. A rank whose text is complete continues, because the all-gathers
+   of the other ranks need it.
 
-The script prints a loss and no "accuracy", and makes no claim about speed; the benchmarks measure speed on each
-machine.
+The script prints a loss. It does not print an "accuracy", and it does not measure speed. Use the benchmarks for that.
 
 Spec: TRAIN-04, TRAIN-07, TRAIN-08, TRAIN-14 to TRAIN-22, TRAIN-27 to TRAIN-29.
 """
@@ -70,9 +71,9 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.checkpoint_wrapper import CheckpointImpl, apply_activation_checkpointing, checkpoint_wrapper
 from minifsdp.wrap import transformer_auto_wrap_policy
 
-# 3. The dtypes of each policy. Those of the third are the defaults.
+# 3. The dtypes of each policy. float32 is the default.
 POLICIES = {
-    # Needs a ShardedGradScaler, or small gradients vanish: see knobs.py.
+    # Needs a ShardedGradScaler; otherwise small gradients become zero. See knobs.py.
     "float16": MixedPrecision(torch.float16, torch.float16, torch.float16),
     "bfloat16": MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16),
     "float32": MixedPrecision(torch.float32, torch.float32, torch.float32),
@@ -82,14 +83,14 @@ POLICIES = {
 
 
 def choose_policy(name: str) -> MixedPrecision | None:
-    """The policy of that name. ``"auto"`` is bfloat16 if it is native here, else ``None``: no casting at all."""
+    """The policy of that name. ``"auto"`` is bfloat16 if the hardware supports it, otherwise ``None``: no casting."""
     if name == "auto":
         return POLICIES["bfloat16"] if bf16_supported() else None
     return POLICIES[name]
 
 
 class Summaries(Dataset):
-    """Texts and their summaries, as tokens. Any data set whose items have these three entries can replace it.
+    """Texts and their summaries, as tokens. To use your own data, write a data set with the same three entries.
 
     Args:
         tokenizer: turns text into tokens.
@@ -157,7 +158,7 @@ def shard(model: nn.Module, options: argparse.Namespace, place: Place) -> FSDP:
         sync_module_states=options.model is not None,
     )
     if options.checkpoint_activations:
-        # After wrapping, so that the recomputation runs inside the unit, whose parameters are unsharded then.
+        # After wrapping, so that the recomputation runs inside the unit, while its parameters are unsharded.
         wrapper = functools.partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
         apply_activation_checkpointing(
             model, checkpoint_wrapper_fn=wrapper, check_fn=lambda module: isinstance(module, T5Block)
@@ -190,7 +191,7 @@ class Mean:
         """The mean. Every rank must call it, and every rank gets the same number."""
         dist.all_reduce(self.sum_and_count)
         mean = (self.sum_and_count[0] / self.sum_and_count[1]).item()
-        # The same computed again from all parts, as a check.
+        # As a check, compute the mean again from all batches.
         parts = [part for parts in from_all_ranks(self.parts) for part in parts]
         assert abs(mean - sum(loss * count for loss, count in parts) / sum(count for _, count in parts)) < 1e-9 * mean
         return mean
@@ -199,7 +200,7 @@ class Mean:
 def train(model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, epoch: int, place: Place) -> float:
     """Trains one epoch; returns the mean loss. Every rank must call it."""
     model.train()
-    # 4. Without this line every epoch would have the order of the first one.
+    # 4. Without this line, every epoch would have the order of the first epoch.
     loader.sampler.set_epoch(epoch)
     mean = Mean(place)
     for batch in tqdm(loader, desc=f"epoch {epoch}", leave=False, disable=not place.speaks):
@@ -274,7 +275,7 @@ def record_of(epoch: int, seconds: float, losses: tuple[float, float | None], op
 
 def loaders(tokenizer: object, options: argparse.Namespace, place: Place) -> list[DataLoader]:
     """4. The training and validation loaders of this rank's items. The sampler shuffles, the loader must not."""
-    # Only docstrings with a body, in an order that does not depend on the order of the files.
+    # Use only docstrings with a body, in an order that does not depend on the order of the files.
     docstrings = [doc for doc in read_docstrings() if len(doc.body) > 60]
     order = torch.randperm(len(docstrings), generator=torch.Generator().manual_seed(0)).tolist()
     shuffled = [docstrings[i] for i in order]
@@ -315,7 +316,7 @@ def fit(
         if validation_loss is not None:
             best = min(best, validation_loss)
         if options.save_model and is_best:
-            # The ranks' clocks differ, and so do their names, but only rank 0 writes.
+            # The clocks of the ranks differ, so the file names differ too, but only rank 0 writes a file.
             name = file_name("T5", started, epoch, training_loss if validation_loss is None else validation_loss)
             save(model, options.folder / name, place)
             saved.append(epoch)
@@ -347,7 +348,7 @@ def lesson(options: argparse.Namespace, place: Place) -> None:
         options.record.write_text(json.dumps([asdict(record) for record in records], indent=1))
 
     check(model, training, names, checksums, options)
-    assert len({tuple(theirs) for theirs in from_all_ranks(saved)}) == 1, "6. every rank has decided the same"
+    assert len({tuple(theirs) for theirs in from_all_ranks(saved)}) == 1, "6. every rank saved the same epochs"
     losses = [(record.training_loss, record.validation_loss) for record in records]
     assert all(theirs == losses for theirs in from_all_ranks(losses)), "5. the same means on all ranks"
     if len(records) > 1 and options.train_items >= 100 and options.lr > 0:
@@ -371,7 +372,7 @@ def check(model: FSDP, training: DataLoader, names: list, checksums: list, optio
     assert sum(isinstance(module, T5Block) for module in model.modules()) == len(units) - 1, "2. a unit for each block"
     assert {unit.sharding_strategy for unit in units} == {ShardingStrategy[options.strategy]}
     dealt = [set(indices) for indices in from_all_ranks(list(training.sampler))]
-    assert set.union(*dealt) == set(range(len(training.dataset))), "4. everything is dealt out"
+    assert set.union(*dealt) == set(range(len(training.dataset))), "4. each item is assigned to a rank"
     if len(training.dataset) % len(dealt) == 0:
         assert sum(map(len, dealt)) == len(training.dataset), "4. and to one rank only"
     assert list(model.state_dict()) == names, "7. the names of the plain model, also with activation checkpointing"
@@ -390,7 +391,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     number("--seed", default=1)
     parser.add_argument("--no-cuda", action="store_true", help="use the CPU only")
-    parser.add_argument("--track-memory", action=switch, default=False, help="note the memory of the GPU")
+    parser.add_argument("--track-memory", action=switch, default=False, help="record the memory of the GPU")
     parser.add_argument("--run-validation", action=switch, default=True, help="validate after each epoch")
     parser.add_argument("--save-model", action=switch, default=False, help="save the best model")
     parser.add_argument("--folder", type=Path, default=Path(), help="where to save, default: here")
@@ -400,7 +401,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--precision", choices=["auto", *POLICIES], default="auto", help="default: %(default)s")
     parser.add_argument(
-        "--checkpoint-activations", action=switch, default=False, help="compute blocks again in backward"
+        "--checkpoint-activations", action=switch, default=False, help="recompute the activations of blocks in backward"
     )
     parser.add_argument("--model", help="pre-trained weights: a name on the hub, or a folder; default: none")
     number("--train-items", default=1500)

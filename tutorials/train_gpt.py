@@ -1,39 +1,42 @@
 """Train a GPT on the source code of Python, with every parameter sharded over the ranks.
 
-Run it in one of two ways; the second one starts the first::
+Use one of these commands; the second one runs the first one::
 
     torchrun --standalone --nproc-per-node 2 tutorials/train_gpt.py
     python tutorials/train_gpt.py
 
-Output: falling losses, a generated text, a table of what each rank stores, and optionally a timeline.
+Output: the losses, a generated text, a table of the bytes that each rank stores, and optionally a timeline.
 
-It takes about a minute on two CPU cores. Nothing is downloaded: the text is the standard library of the running Python,
-byte by byte, and the vocabulary is the 256 values of a byte.
+It takes about a minute on two CPU cores. The script downloads nothing. The training text is the source code of Python's
+standard library, and the vocabulary is the 256 values of a byte.
 
-What happens, and what to look at:
+What you learn:
 
-1. **Every rank builds the same model.** Same seed, same weights: FSDP does not compare the values that it shards.
-2. **Sharding is one call.** Each block becomes a unit, and the other layers (embedding and final norm) the root unit.
-   From then on a rank only stores its slice of each unit.
-3. **The optimizer comes after the sharding.** It must own the slices, which that call creates.
-4. **Every rank trains on different windows.** The loop is the plain loop of PyTorch, without any code for sharding: a
-   unit is all-gathered before its forward and freed after it, and again in backward.
-5. **All ranks evaluate and generate**, since each forward needs the slices of all ranks; but only rank 0 prints.
+1. **Every rank builds the same model.** All ranks use the same seed, so they have the same weights. FSDP does not
+   compare the values that it shards.
+2. **Sharding is one call.** Each block becomes a unit. The other layers (embedding and final norm) belong to the root
+   unit. After the call, a rank stores only its shard of each unit.
+3. **Create the optimizer after sharding.** It must update the local shards, which the call creates.
+4. **Every rank trains on different windows.** The training loop is an ordinary PyTorch loop without code for sharding.
+   FSDP all-gathers a unit before its forward and frees it afterwards, and does the same in backward.
+5. **All ranks evaluate and generate**, because each forward needs the shards of all ranks. Only rank 0 prints.
 
-Look at the loss: it starts near 5.5, the loss of a uniform guess among 256 bytes (``ln 256 = 5.545``), and ends below
-2. Look at the table at the end: each rank stored one half of everything. Then try some options::
+The loss starts near 5.5, the loss of a uniform guess among 256 bytes (``ln 256 = 5.545``), and ends below 2. The table
+at the end shows that each rank stores one half of the parameters, gradients and optimizer state. Then try some
+options::
 
-    --strategy SHARD_GRAD_OP      keep parameters between forward and backward: fewer all-gathers, more memory
+    --strategy SHARD_GRAD_OP      keep parameters unsharded from forward to backward: fewer all-gathers, more memory
     --api fully_shard             FSDP2: one DTensor for each parameter, no wrapper
     --library torch               the same script on torch's own FSDP; the losses are the same
-    --compare                     one process, DDP, both FSDPs of torch and of minifsdp, same windows, in one table
+    --compare                     a table that compares a single process, DDP, and both FSDPs of torch and minifsdp
     --timeline step.svg           a picture of the last step: all-gathers, computation, frees and reductions per rank
     --trace steps.json            the last steps for https://ui.perfetto.dev or chrome://tracing
     --save runs --resume runs     write checkpoints; resume from the newest one if there is any
 
-With the last line the run may be killed at any moment, also by ``kill -9``. The same line continues it, with the same
-losses. ``torchrun --max-restarts 3`` restarts it automatically. The next run may have another number of ranks. Resume
-only from checkpoints that you trust: no code runs from them, but they decide what the model computes.
+With the options of the last line, you can kill the run at any time, also with ``kill -9``. The same command continues
+it with the same losses. ``torchrun --max-restarts 3`` restarts it automatically. The next run can use a different
+number of ranks. Resume only from checkpoints that you trust. The script does not run code from them, but they determine
+what the model computes.
 
 Spec: TRAIN-01, TRAIN-02, TRAIN-09, TRAIN-10, TRAIN-11, TRAIN-12, TRAIN-20, TRAIN-21.
 """
@@ -64,7 +67,7 @@ PROMPT = b"def "
 
 
 def build(options: argparse.Namespace, place: Place) -> GPT:
-    # 1. Seeded immediately before, so earlier random numbers cannot make the ranks differ.
+    # 1. Set the seed immediately before, so that the random numbers are the same on all ranks.
     torch.manual_seed(options.seed)
     model = GPT(width=options.width, num_blocks=options.blocks, num_heads=options.heads)
     return model.to(place.device)
@@ -84,7 +87,7 @@ def wrapped(model: nn.Module, library: str, options: argparse.Namespace, place: 
         from minifsdp import BackwardPrefetch, ShardingStrategy
         from minifsdp import FullyShardedDataParallel as FSDP
         from minifsdp.wrap import ModuleWrapPolicy
-    # 2. The one call. The policy makes each block a unit; all other parameters belong to the outermost unit, the root.
+    # 2. The policy makes each block a unit. All other parameters belong to the outermost unit, the root.
     return FSDP(
         model,
         auto_wrap_policy=ModuleWrapPolicy({Block}),
@@ -105,14 +108,14 @@ def sharded_in_place(model: GPT, library: str, options: argparse.Namespace, plac
     mesh = mesh_of(place, hybrid=options.strategy == "HYBRID_SHARD")
     # `None` reshards after forward, except in the root, whose backward begins immediately.
     frees = False if options.strategy == "SHARD_GRAD_OP" else None
-    # 2. The same units, from the inside out, in a loop.
+    # 2. The same units, with one call for each. Inner modules come first.
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=frees)
     return fully_shard(model, mesh=mesh, reshard_after_forward=frees)
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor, targets: Tensor) -> Tensor:
-    # 4. The plain step of PyTorch, the same for a single process, DDP and both FSDPs.
+    # 4. An ordinary training step. It is the same for a single process, DDP and both FSDPs.
     optimizer.zero_grad()
     loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
     loss.backward()
@@ -143,7 +146,7 @@ def evaluate(model: nn.Module, text: Tensor, options: argparse.Namespace, place:
 
 def start(model: nn.Module, options: argparse.Namespace, place: Place) -> Training:
     model = shard(model, options.library, options.api, options, place)
-    # 3. After the sharding, which creates the slices. One weight decay for all: a slice mixes matrices with norms.
+    # 3. After sharding. All parameters have the same weight decay, because a flat shard mixes matrices and norms.
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, options))
     door = WrapperDoor(options.library) if options.api == "wrapper" else FunctionDoor()
@@ -151,7 +154,7 @@ def start(model: nn.Module, options: argparse.Namespace, place: Place) -> Traini
 
 
 def notes(options: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:
-    """The settings of a run in its checkpoints: those that a resumed run must share, and those that it may change."""
+    """The settings that a checkpoint stores. A resumed run must have the same fixed ones; the noted ones can differ."""
     fixed = ("width", "blocks", "heads")
     noted = ("seed", "steps", "lr", "batch", "context")
     return {
@@ -173,7 +176,7 @@ def take_up(training: Training, options: argparse.Namespace, corpus: Corpus, pla
     remarks = resume(checkpoint, training, **notes(options, corpus))
     say(f"{checkpoint.folder}: {training.step} steps are done")
     for remark in remarks:
-        say(f"other than then: {remark}")
+        say(f"changed since the checkpoint: {remark}")
 
 
 def train(options: argparse.Namespace, corpus: Corpus, place: Place) -> list[float]:
@@ -200,7 +203,7 @@ def train(options: argparse.Namespace, corpus: Corpus, place: Place) -> list[flo
     seconds = progress.close()
     stored = measure(model, optimizer)
 
-    # 5. Every rank computes, one prints.
+    # 5. Every rank computes, and one rank prints.
     held_out = evaluate(model, corpus.held_out, options, place)
     text = generate(
         model, PROMPT, num_bytes=options.sample, context=options.context, seed=options.seed + 1, device=place.device

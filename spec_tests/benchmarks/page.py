@@ -41,8 +41,8 @@ def circumstances(seconds: float) -> list[str]:
     return [
         f"* recorded {today}, in {seconds / 60:.1f} minutes",
         f"* {_processor()}, {os.cpu_count()} cores, {memory:.0f} GiB, {platform.system()}; no GPU used",
-        f"* load average at the end {one:.1f}, over the last 15 minutes {fifteen:.1f}: ranks of one thread each make "
-        "about as much as there are of them, what is above that was somebody else",
+        f"* load average at the end {one:.1f}, over the last 15 minutes {fifteen:.1f}. Each rank has one "
+        "thread and causes a load of about 1; the rest of the load comes from other programs",
         f"* torch {torch.__version__}, Python {platform.python_version()}, minifsdp {minifsdp.__version__}; gloo",
     ]
 
@@ -62,16 +62,16 @@ def sections(results: Mapping[str, Sequence[Outcome]]) -> list[str]:
         if workload.is_hybrid:
             extras.append(f"{workload.num_ranks} ranks, {NODES} groups of {workload.num_ranks // NODES}")
         if workload.prefetch:
-            extras.append("each unit told in forward which one comes next")
+            extras.append("each unit prefetches the next unit in forward")
         if workload.bf16:
             extras.append("bfloat16")
         if workload.accumulate > 1:
-            extras.append(f"{workload.accumulate} micro-batches, `no_sync` but for the last")
+            extras.append(f"{workload.accumulate} micro-batches, `no_sync` in all but the last")
         distance = max(outcome.difference for outcome in outcomes)
         lines += [
             f"### `{name}`: {workload.about}; {', '.join(extras)}",
             "",
-            f"{len(outcomes[0].laps)} rounds. Largest relative distance of a loss from one process: {distance:.0e}.",
+            f"{len(outcomes[0].laps)} rounds. Largest relative difference of a loss to one process: {distance:.0e}.",
             "",
             *table(name, outcomes),
             "",

@@ -40,7 +40,8 @@ def test_each_term_has_a_short_definition() -> None:
 def test_only_the_first_place_of_a_term_is_marked_whatever_its_form() -> None:
     html = converted("Units are cut. A unit on each rank.\n\nThe ranks gather the unit by all-gather.")
     assert marked(html) == ["Units", "rank", "all-gather"]
-    assert '<abbr title="One of the processes that train together, and its number." tabindex="0">rank</abbr>' in html
+    definition = "One of the processes that train together, or the number of this process."
+    assert f'<abbr title="{definition}" tabindex="0">rank</abbr>' in html
 
 
 def test_the_longer_term_wins() -> None:

@@ -274,7 +274,7 @@ def test_first_run_of_repeated_command_starts_without_checkpoint(tmp_path: Path)
     said: list[str] = []
 
     assert choose(tmp_path / "new", tmp_path / "new", said.append) is None
-    assert said == [f"{tmp_path / 'new'} holds no checkpoint yet: this run begins at the beginning"]
+    assert said == [f"{tmp_path / 'new'} contains no checkpoint yet: this run starts from step 0"]
     filled(tmp_path / "new", 1)
     found = choose(tmp_path / "new", tmp_path / "new", pytest.fail)
     assert found is not None

@@ -104,7 +104,7 @@ def test_a_good_checkpoint_is_read_by_the_restricted_reader(tmp_path: Path) -> N
 def test_the_help_of_resume_speaks_of_trust(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["--help"])
-    assert "only a checkpoint that you trust" in " ".join(capsys.readouterr().out.split())
+    assert "use only checkpoints that you trust" in " ".join(capsys.readouterr().out.split())
 
 
 def write(folder: Path) -> None:
@@ -180,7 +180,7 @@ def test_the_rank_that_meets_a_limit_on_file_sizes_names_it(tmp_path: Path, full
             Shelf(tmp_path).save(1, {}, write_large)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    named = f"rank {limited}: this rank may write no file larger than {limit} bytes (RLIMIT_FSIZE"
+    named = f"rank {limited}: this rank cannot write files larger than {limit} bytes (RLIMIT_FSIZE"
     assert (named in str(error.value)) == (dist.get_rank() == limited), str(error.value)
 
 

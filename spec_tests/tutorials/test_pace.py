@@ -42,7 +42,7 @@ def test_remaining_time_is_estimated_without_first_step(
     advance(clock, num_done + 86, num_done)
     # After 6 steps, 80 are left.
     (said,) = estimates(capsys.readouterr().out)
-    assert said.startswith("about 40 seconds more, as fast as steps 2 to 6 of this run; longer if others")
+    assert said.startswith("about 40 seconds more, as fast as steps 2 to 6 of this run; longer if other programs")
 
 
 def test_a_run_that_is_over_by_then_is_not_estimated(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:

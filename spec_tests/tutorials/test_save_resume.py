@@ -123,7 +123,7 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one_to_the_last_bit(
     assert resumed == uninterrupted
     if dist.get_rank() == 0:
         assert f"resume: {tmp_path}/step-000003: 3 steps are done" in said
-        assert not [line for line in said if "other than then" in line]
+        assert not [line for line in said if "changed since the checkpoint" in line]
 
 
 WRAPPER, FUNCTION = "--api=wrapper", "--api=fully_shard"
@@ -405,11 +405,11 @@ def test_a_truncated_one_is_refused_on_every_rank_and_changes_nothing(tmp_path: 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--compare", "--save=x"], "--compare trains several models and saves none"),
-        (["--compare", "--resume=x"], "--compare trains several models and saves none"),
-        (["--save-every=5"], "--save-every says how to save, and there is no --save"),
-        (["--resume=x", "--keep=5"], "--keep says how to save, and there is no --save"),
-        (["--full"], "--full says how to save, and there is no --save"),
+        (["--compare", "--save=x"], "--compare does not save models"),
+        (["--compare", "--resume=x"], "--compare does not save models"),
+        (["--save-every=5"], "--save-every needs --save with a folder"),
+        (["--resume=x", "--keep=5"], "--keep needs --save with a folder"),
+        (["--full"], "--full needs --save with a folder"),
         (["--save=x", "--keep=0"], "0 is not at least 1"),
         ([f"--save={__file__}"], "is a file, not a folder"),
     ],
@@ -438,8 +438,8 @@ def test_repeated_command_resumes(tmp_path: Path) -> None:
     second = output_of(*line, "--steps=3", num_ranks=1)
     assert re.findall(r"^resume +(.*)", second, re.MULTILINE) == [
         f"{tmp_path}/step-000002: 2 steps are done",
-        "other than then: ranks was 2, and is 1 now",
-        "other than then: steps was 2, and is 3 now",
+        "changed since the checkpoint: ranks was 2, and is 1 now",
+        "changed since the checkpoint: steps was 2, and is 3 now",
     ]
     assert "step     3 of 3" in second
     assert "step     1 of 3" not in second

@@ -92,7 +92,7 @@ def test_held_out_set_consists_of_full_files(tmp_path: Path) -> None:
 
 @pytest.mark.pure
 def test_a_folder_without_source_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds 0 Python source files"):
+    with pytest.raises(ValueError, match="contains 0 Python source files"):
         read_standard_library(tmp_path)
 
 
@@ -229,7 +229,7 @@ def test_a_gpu_is_chosen_by_the_local_rank_and_only_if_there_is_one_for_each(mon
     assert starting.choose_device("cpu", local_rank=1, local_ranks=2) == (torch.device("cpu"), "")
     device, remark = starting.choose_device("auto", local_rank=2, local_ranks=3)
     assert device == torch.device("cpu")
-    assert "3 ranks need 3 GPUs and this machine shows 2" in remark
+    assert "3 ranks need 3 GPUs, and this machine has 2" in remark
     with pytest.raises(SystemExit, match="use --device cpu"):
         starting.choose_device("cuda", local_rank=2, local_ranks=3)
 
@@ -315,7 +315,7 @@ def test_counter_adds_simultaneous_all_gathers() -> None:
         (["--width=100"], "--width 100 is not a multiple of twice --heads 4"),
         (["--strategy=hybrid_shard", "--world-size=3"], "3 ranks are not pairs"),
         (["--api=fully_shard", "--strategy=NO_SHARD"], "DistributedDataParallel"),
-        (["--api=fully_shard", "--prefetch=NONE"], "prefetches in backward by itself"),
+        (["--api=fully_shard", "--prefetch=NONE"], "always uses BACKWARD_PRE"),
     ],
 )
 def test_a_wrong_option_is_explained_before_anything_starts(
@@ -412,7 +412,7 @@ def test_the_comparison_finds_equal_losses_half_the_memory_and_the_same_traffic_
     assert max(final) - min(final) < 1e-5
     assert rows["parameters"] == rows["gradients"] == [whole, whole, half, half, half, half]
     # In backward the root, a block and the prefetched block are unsharded at once: with two blocks, the whole model.
-    assert rows["whole at once, bytes"] == [whole, whole, most, most, "-", "-"]
+    assert rows["peak unsharded, bytes"] == [whole, whole, most, most, "-", "-"]
     assert rows["all-gathers"] == ["0", "0", "5", "5", "5", "5"]
     assert rows["reduce-scatters"] == ["0", "0", "3", "3", "3", "3"]
     assert rows["all-reduces"] == ["0", "1", "0", "0", "0", "0"]

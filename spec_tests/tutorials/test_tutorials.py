@@ -468,7 +468,7 @@ def test_a_training_that_was_resumed_loses_not_a_bit() -> None:
 
     went_on, resumed = re.search(r"went on  ([\d. ]+)\n   resumed  ([\d. ]+), epoch 3, step 6", output).groups()
     assert went_on == resumed
-    assert "weights and averages in hand: rank 0 (14, 14), rank 1 (0, 0)" in output
+    assert "number of weights and averages: rank 0 (14, 14), rank 1 (0, 0)" in output
 
 
 @pytest.mark.spec("MYTH-24", "OSD-LOAD-09")
@@ -491,7 +491,7 @@ def test_ddp_and_both_fsdps_hand_a_training_on_to_each_other() -> None:
     output = output_of("checkpoints.py")
 
     relay = re.search(r"4\. ddp fsdp fully_shard fsdp ddp: ([\d. ]+)\n", output)[1].split()
-    alone = re.search(r"one who runs alone: ([\d. ]+)", output)[1].split()
+    alone = re.search(r"a single process: ([\d. ]+)", output)[1].split()
     assert len(relay) == len(alone) == 10
     assert all(abs(float(one) - float(other)) < 2e-4 for one, other in zip(relay, alone, strict=True))
 
@@ -530,6 +530,6 @@ def test_fully_shard_resumes_with_other_number_of_ranks(tmp_path: Path) -> None:
     went_on = output_of("fully_shard.py", folder, num_ranks=3)
 
     assert "saved after step 3" in saved
-    assert "goes on from step 3" in went_on
+    assert "resumes from step 3" in went_on
     both, whole = losses_of(saved) + losses_of(went_on), losses_of(output_of("fully_shard.py"))
     assert all(abs(float(one) - float(other)) < 1e-4 for one, other in zip(both, whole, strict=True))

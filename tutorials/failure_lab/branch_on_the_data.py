@@ -1,6 +1,6 @@
-"""A model of text and images. Each rank has its own example, and only that of rank 0 has an image.
+"""A model for text and images. Each rank has its own example. Only the example of rank 0 has an image.
 
-What will happen in the first forward? The two parts of the model are of the same size.
+What will happen in the first forward? The two parts of the model have the same size.
 
     torchrun --nproc-per-node 2 tutorials/failure_lab/branch_on_the_data.py
 """

@@ -1,4 +1,4 @@
-"""A layer with two experts; a router sends each token to one of them. In this batch all of rank 0 go to the first one.
+"""A router sends each token to one of two experts. In this batch, all tokens of rank 0 go to the first expert.
 
 What will happen in backward? Both experts belong to one unit, so every rank all-gathers both.
 
@@ -40,7 +40,7 @@ def experiment(build, rank):
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     for name, parameter in model.named_parameters():
         if not torch.allclose(parameter.full_tensor(), plain.get_parameter(name)):
-            raise WrongAnswerError(f"after a step {name} is not what a single process has")
+            raise WrongAnswerError(f"after a step {name} differs from that of a single process")
 
 
 # ---- one way to fix it; try your own first ----

@@ -1,20 +1,20 @@
-"""Start and end of the experiments of the failure lab, so that a script only shows its topic.
+"""Starts and ends the experiments of the failure lab, so that a script contains only its experiment.
 
-A script passes three functions: the ``experiment``, the ``broken`` part of it, and the ``fixed`` one. With
-``--fixed`` the experiment uses the latter. Both ranks run it, on the CPU, with gloo.
+A script passes three functions: the ``experiment``, its ``broken`` part, and the ``fixed`` part. With ``--fixed``, the
+experiment uses the fixed part. Two ranks run it on the CPU with gloo.
 
-The timeout of the ranks is only 3 seconds. A real job has 10 to 30 minutes; the error at the end is the same. A rank
-that has raised prints its error and the lines of the script that led to it, in rank order, and stays until the other
-rank has printed, too. Otherwise the launcher would end it as soon as the first one failed, and a reader would see only
-one of two errors::
+The timeout of the ranks is only 3 seconds. In a real job it is 10 to 30 minutes, and the error is the same. If a rank
+raises an exception, it prints the error and the lines of the script in the traceback. The ranks print in rank order.
+Each rank waits until the other rank has printed, too. Otherwise the launcher would end the second rank when the first
+one fails, and only one of the two errors would be visible::
 
     rank 0 says:
       optimizer_too_early.py:37: raise WrongAnswerError("the loss has not fallen"), in experiment
     WrongAnswerError: the loss has not fallen
 
-*Price:* the connections of a failed rank stay open, so the others wait a while longer. If its process ended, they
-would fail at once: "Connection closed by peer". The exit record that minifsdp writes for other ranks when a program
-ends by an error (``watchdog/watchdog.py``) is written here, too.
+*Difference from a real job:* the connections of a failed rank stay open, so the other rank waits longer. In a real job,
+the process ends, and the other rank fails immediately with "Connection closed by peer". When a program ends with an
+error, minifsdp writes an exit record for the other ranks (``watchdog/watchdog.py``). The lab calls the same function.
 """
 
 from __future__ import annotations
@@ -40,33 +40,33 @@ from torch import Tensor, nn
 __all__ = ["LIMIT", "WrongAnswerError", "batch", "from_all_ranks", "layers", "on_two_ranks"]
 
 LIMIT = timedelta(seconds=3)
-STARTING = timedelta(seconds=60)  # for a rank that imports torch more slowly than the other
+STARTING = timedelta(seconds=60)  # the ranks can need different times to import torch
 # The lab prints errors itself.
 sys.excepthook = lambda kind, error, trace: None
 
 
 class WrongAnswerError(Exception):
-    """No error and no hang, but the result is not the one of a single process."""
+    """There is no error and no hang, but the result differs from that of a single process."""
 
 
 def on_two_ranks(experiment: Callable[[Any, int], None], broken: Callable[..., Any], fixed: Callable[..., Any]) -> None:
-    """Runs the experiment on two ranks, and ends the process with status 1 if it has failed on this rank.
+    """Runs the experiment on two ranks, and ends the process with status 1 if it failed on this rank.
 
     Args:
-        experiment: called with the broken or the fixed part, and the rank.
+        experiment: the experiment; its arguments are the broken or the fixed part, and the rank.
         broken: the part that causes the failure.
         fixed: a part that works.
     """
     parser = argparse.ArgumentParser()
-    parser.add_argument("--fixed", action="store_true", help="run the form at the end of the file, which works")
-    parser.add_argument("--debug", action="store_true", help="look for more, at a cost: minifsdp.debug()")
+    parser.add_argument("--fixed", action="store_true", help="run the fixed version at the end of the file")
+    parser.add_argument("--debug", action="store_true", help="turn on all checks with minifsdp.debug()")
     options = parser.parse_args()
     part = fixed if options.fixed else broken
     if not started_by_torchrun():
         sys.exit(start_ranks(sys.argv[0], 2, sys.argv[1:]))
     store, rank, num_ranks = next(dist.rendezvous("env://", timeout=STARTING))
     if num_ranks != 2:
-        sys.exit(f"an experiment has 2 ranks and was started with {num_ranks}")
+        sys.exit(f"an experiment needs 2 ranks, but was started with {num_ranks}")
     if options.debug:
         import minifsdp
 
@@ -74,11 +74,11 @@ def on_two_ranks(experiment: Callable[[Any, int], None], broken: Callable[..., A
     meet(store, "begin", rank, range(2), STARTING)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=LIMIT)
     failed, story = run(experiment, part, rank)
-    # The ranks print in turn. A rank does not wait for one that hangs longer than the limit.
+    # The ranks print one after the other. If a rank hangs, the other rank waits at most until the limit.
     meet(store, "end", None, range(rank), 3 * LIMIT)
     print(story, flush=True)
     meet(store, "end", rank, range(2), 3 * LIMIT)
-    # Rank 0 may host the store that all ranks use here, so it leaves last.
+    # Rank 0 can host the store that both ranks use, so it exits last.
     meet(store, "gone", rank, range(2 if rank == 0 else 0), 3 * LIMIT)
     sys.exit(failed)
 
@@ -92,7 +92,7 @@ def run(experiment: Callable[[Any, int], None], part: Callable[..., Any], rank: 
         frames = [one for one in traceback.extract_tb(error.__traceback__) if Path(one.filename).parent == here][1:]
         lines = [f"  {Path(one.filename).name}:{one.lineno}: {one.line}, in {one.name}" for one in frames]
         if rank == 1 or "TORCHELASTIC_USE_AGENT_STORE" in os.environ:
-            # Runs the exit hooks. On a rank 0 that hosts the store they would wait for seconds, as it does below.
+            # Run the exit hooks. If rank 0 hosts the store, they would wait for seconds, so skip them there.
             sys.last_value = error
             sys.excepthook(type(error), error, error.__traceback__)
             if "minifsdp" in sys.modules:
@@ -105,7 +105,7 @@ def run(experiment: Callable[[Any, int], None], part: Callable[..., Any], rank: 
 
 
 def meet(store: dist.Store, where: str, mine: int | None, whom: range, limit: timedelta) -> None:
-    """Marks the rank ``mine`` as arrived at a place, and waits for the ranks ``whom``, at most for ``limit``."""
+    """Sets a key in the store for rank ``mine``, and waits at most ``limit`` for the keys of ``whom``."""
     if mine is not None:
         store.set(f"failure lab/{where}/{mine}", "here")
     try:
@@ -117,7 +117,7 @@ def meet(store: dist.Store, where: str, mine: int | None, whom: range, limit: ti
 
 
 def layers(num_layers: int = 2, width: int = 8) -> nn.Sequential:
-    """A few linear layers, with the same values on every rank."""
+    """Linear layers with the same initial values on every rank."""
     torch.manual_seed(0)
     return nn.Sequential(*[nn.Linear(width, width) for _ in range(num_layers)])
 

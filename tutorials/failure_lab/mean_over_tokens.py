@@ -1,4 +1,4 @@
-"""Trains on sentences: 2 tokens for rank 0, 6 for rank 1. The loss of a rank is the mean over its tokens.
+"""Trains on sentences. Rank 0 has 2 tokens, and rank 1 has 6. The loss of a rank is the mean over its tokens.
 
 What will happen? Is the gradient equal to that of a single process with all 8 tokens?
 
@@ -42,7 +42,7 @@ def experiment(loss, rank):
 def fixed(loss_of_tokens):
     num_tokens = torch.tensor(float(len(loss_of_tokens)))
     dist.all_reduce(num_tokens)
-    # The reduction averages over 2 ranks, that is, divides by 2; the factor 2 compensates for it.
+    # The reduction averages over 2 ranks, so it divides by 2. The factor 2 compensates for this.
     return loss_of_tokens.sum() * 2 / num_tokens
 
 

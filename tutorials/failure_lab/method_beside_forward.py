@@ -46,7 +46,7 @@ def experiment(build, rank):
 
 def fixed():
     model = fully_shard(Coder())
-    register_fsdp_forward_method(model, "encode")  # All-gathers before it and reshards after it, like forward.
+    register_fsdp_forward_method(model, "encode")  # all-gather before it and reshard after it, as for forward
     return model
 
 

@@ -1,6 +1,6 @@
-"""Accumulates gradients. Rank 0 has two short batches for each step, rank 1 has a single long one.
+"""Accumulates gradients. Rank 0 has two short batches for each step, and rank 1 has a single long batch.
 
-What will happen when rank 0 computes its first gradient, which is not reduced?
+What will happen after rank 0 has computed its first gradient, which is not reduced?
 
     torchrun --nproc-per-node 2 tutorials/failure_lab/no_sync_on_one_rank.py
 """
@@ -42,7 +42,7 @@ def experiment(micro_batches, rank):
 
 
 def fixed(rank):
-    # The same number of batches on every rank, and so the same number of all-gathers and reductions.
+    # Every rank has the same number of batches, so it issues the same all-gathers and reductions.
     return [batch(0), batch(1)] if rank == 0 else list(batch(2, rows=8).chunk(2))
 
 

@@ -1,6 +1,6 @@
-"""Trains a small model for ten steps, sharded by the wrapper, and checks whether the loss has fallen.
+"""Shards a small model with the wrapper, trains it for ten steps, and checks whether the loss has fallen.
 
-What will happen? Does the model learn on both ranks, on one, or on none? And is there a warning or an error?
+What will happen? Does the model learn on both ranks, on one, or on none? Is there a warning or an error?
 
     torchrun --nproc-per-node 2 tutorials/failure_lab/optimizer_too_early.py
 """

@@ -1,6 +1,6 @@
-"""Runs four equal blocks, in order at first and shuffled from the second step on, so that they learn to cooperate.
+"""Runs four equal blocks. In the first step they run in order. From the second step on, the order is random.
 
-What will happen in the second step? All all-gathers have the same size, and both ranks issue the same number of them.
+What will happen in the second step? Both ranks issue the same number of all-gathers, and all have the same size.
 
     torchrun --nproc-per-node 2 tutorials/failure_lab/order_changes_later.py
 """

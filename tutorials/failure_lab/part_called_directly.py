@@ -1,6 +1,6 @@
-"""A model in the wrapper. To look at its features, the script calls its first layer directly, without gradients.
+"""Wraps a model. To get its features, the script calls the first layer directly, without gradients.
 
-What will happen? The layer belongs to the unit that the wrapper has made of the whole model.
+What will happen? The whole model is one unit, and the layer belongs to it.
 
     torchrun --nproc-per-node 2 tutorials/failure_lab/part_called_directly.py
 """

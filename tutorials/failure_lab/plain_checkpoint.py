@@ -1,6 +1,6 @@
-"""Loads the checkpoint of a plain model, written before anything was sharded, into a sharded one.
+"""Loads the checkpoint of an unsharded model into a sharded model.
 
-What will happen? The names and shapes are those of the model.
+What will happen? The checkpoint and the model have the same names and shapes.
 
     torchrun --nproc-per-node 2 tutorials/failure_lab/plain_checkpoint.py
 """

@@ -1,6 +1,6 @@
-"""A hook in the middle of the model raises when a gradient is not a number. The third batch of rank 1 is bad.
+"""A hook in the middle of the model raises an error if a gradient is not finite. The third batch of rank 1 is bad.
 
-What will happen on rank 1? And on rank 0, whose batch is good?
+What will happen on rank 1? What will happen on rank 0, whose batch is good?
 
     torchrun --nproc-per-node 2 tutorials/failure_lab/raises_in_backward.py
 """
@@ -48,7 +48,7 @@ def experiment(shall_be_skipped, rank):
 
 def fixed(loss):
     is_bad = (~loss.detach().isfinite()).float()
-    dist.all_reduce(is_bad, dist.ReduceOp.MAX)  # All ranks skip the batch, or none.
+    dist.all_reduce(is_bad, dist.ReduceOp.MAX)  # Either all ranks skip the batch, or none.
     return bool(is_bad)
 
 

@@ -1,6 +1,6 @@
-"""Trains a step, saves a full checkpoint on rank 0, since one file is enough, and trains another step.
+"""Trains a step, saves a full checkpoint on rank 0, because one file is enough, and trains another step.
 
-What will happen? Which rank writes a file? What does the other one do at that time?
+What will happen? Which rank writes a file? What does the other rank do at that time?
 
     torchrun --nproc-per-node 2 tutorials/failure_lab/save_on_rank_0.py
 """

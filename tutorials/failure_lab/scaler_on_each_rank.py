@@ -1,6 +1,6 @@
 """Trains with a scaled loss, as float16 requires. At the first scale one element of the gradient overflows.
 
-What will happen? Each rank checks for infinities, and skips the step if it has found one.
+What will happen? Each rank checks for infinite values, and skips the step if it finds one.
 
     torchrun --nproc-per-node 2 tutorials/failure_lab/scaler_on_each_rank.py
 """
@@ -25,7 +25,7 @@ def experiment(make_scaler, rank):
     model, scaler = FSDP(layers(1)), make_scaler()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     weights = torch.ones(8)
-    weights[7] = 1e36  # One output counts so much that 65536 times its gradient is not a number any more.
+    weights[7] = 1e36  # The weight of one output is so large that 65536 times its gradient overflows.
     scaler.scale((model(batch(rank)) * weights).mean()).backward()
     scaler.step(optimizer)
     scaler.update()

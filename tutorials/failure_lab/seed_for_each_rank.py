@@ -1,4 +1,4 @@
-"""Every rank has a seed of its own, so that dropout differs between them. Then the model is built and sharded.
+"""Every rank sets a different seed, so that dropout differs between ranks. Then it builds and shards the model.
 
 What will happen? Which rank's weights does the sharded model start with?
 

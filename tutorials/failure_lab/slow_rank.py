@@ -1,6 +1,6 @@
-"""After the first step rank 0 prepares the data of the next one, for 3.5 seconds. The timeout is 3 seconds.
+"""After the first step, rank 0 prepares the data of the next step. This takes 3.5 seconds. The time-out is 3 seconds.
 
-What will happen on rank 1 at that time? And on rank 0 afterwards?
+What will happen on rank 1 at that time? What will happen on rank 0 afterwards?
 
     torchrun --nproc-per-node 2 tutorials/failure_lab/slow_rank.py
 """

@@ -1,6 +1,6 @@
-"""Each machine reads its own copy of a checkpoint. That of rank 1 is older, and a layer in it has another name.
+"""Each rank reads its own copy of a checkpoint. The copy of rank 1 is older, and a layer in it has a different name.
 
-What will happen, on rank 1, and on rank 0, whose file is fine?
+What will happen on rank 1? What will happen on rank 0, whose file is correct?
 
     torchrun --nproc-per-node 2 tutorials/failure_lab/stale_file_on_one_rank.py
 """

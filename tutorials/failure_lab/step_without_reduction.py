@@ -1,6 +1,6 @@
-"""Accumulates the gradients of four batches without communication, then makes a step.
+"""Accumulates the gradients of four batches without communication, then takes an optimizer step.
 
-What will happen at the step? What does ``.grad`` contain then?
+What will happen in the step? What does ``.grad`` contain at that time?
 
     torchrun --nproc-per-node 2 tutorials/failure_lab/step_without_reduction.py
 """

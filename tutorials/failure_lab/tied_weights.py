@@ -1,4 +1,4 @@
-"""A small language model: the embedding and the last layer share one matrix, and each module becomes a unit.
+"""In a small language model, the embedding and the last layer share one matrix. Each module becomes a unit.
 
 What will happen? Do the two weights stay equal during the training?
 

@@ -1,4 +1,4 @@
-"""Trains an epoch on 5 batches: 3 for rank 0, 2 for rank 1. After it the ranks add up their losses.
+"""Trains an epoch on 5 batches: 3 on rank 0 and 2 on rank 1. Then the ranks sum their losses.
 
 What will happen after the second step? What does rank 1 do while rank 0 trains?
 

@@ -1,7 +1,7 @@
-"""A folder of checkpoints that is valid at every moment, even if a process is killed.
+"""A folder of checkpoints that is always valid, even if a process is killed.
 
-A save takes seconds, and at any time a process may be killed or a machine may lose power. So complete files are never
-written again: the new checkpoint is written to a separate folder, and a single rename makes it visible. ::
+A save takes seconds, and at any time a process may be killed or a machine may lose power. So this module never modifies
+a complete checkpoint. It writes the new checkpoint to a separate folder, and a single rename makes it visible. ::
 
     runs/
       step-000040/           complete: the ranks' files, and manifest.json with the size and SHA-256 of each
@@ -10,15 +10,15 @@ written again: the new checkpoint is written to a separate folder, and a single 
 
 A save, in this order:
 
-1. remove the leftovers of killed runs, and create an empty folder for the new checkpoint. It is in the same parent
+1. remove incomplete folders of killed runs, and create an empty folder for the new checkpoint. It has the same parent
    folder, because a rename cannot cross file systems;
 2. all ranks write their files into it;
 3. flush every file to the disk, and compute its size and SHA-256. A rename can reach the disk before the contents do.
-   After a power loss the new name would then refer to old garbage;
-4. write the manifest as the last file, and flush the folder, whose list of names is data as well;
+   Then, after a power loss, the new name would refer to old data;
+4. write the manifest as the last file, and flush the folder, because its list of names must be on the disk as well;
 5. rename the folder to its final name, and flush its parent folder;
 6. update `newest`, again with a temporary file and a rename;
-7. only now remove old checkpoints. Removing a folder takes many steps, so a rename hides it first.
+7. remove old checkpoints. Removing a folder takes many steps, so a rename hides the folder first.
 
 Worked example, a save of step 60 and a kill:
 
@@ -31,20 +31,21 @@ between 6 and 7        40 and 60, and `newest` is 60        resumes from 60
 7                      60, 40, and half of 20, hidden       resumes from 60; removes the rest
 =====================  ===================================  ==================================================
 
-A complete checkpoint can still be damaged later, by a copy that stopped in the middle or by a failing disk. So reading
-verifies it: every rank compares every size, hashes its share of the files, and exchanges its results with the others.
-If the newest checkpoint is damaged, the one before it is used; if none is intact, all ranks raise an error.
+A complete checkpoint can still be damaged later, by a copy that stopped in the middle or by a failing disk. So loading
+verifies it: every rank compares the sizes of all files, hashes some of the files, and exchanges its results with the
+other ranks. If the newest checkpoint is damaged, the ranks use the previous one. If none is intact, all ranks raise an
+error.
 
-While a job saves or removes checkpoints, it locks the folder. Otherwise two jobs in one folder would remove each
-other's `.part`. The second job ends with an error instead.
+While a job saves or removes checkpoints, it locks the folder. Without the lock, two jobs in one folder would remove
+each other's `.part` folders. With the lock, the second job ends with an error.
 
-The price: saving and loading each read every file again, at the speed of SHA-256, about a second for a gigabyte,
-shared by the ranks. And all ranks must see the same folder.
+Cost: saving and loading read every file again to compute its SHA-256. This takes about a second per gigabyte, and the
+ranks share the work. All ranks must have access to the same folder.
 
 This module does not depend on models. `resume` defines the contents of the files.
 
-*In torch:* ``torch.distributed.checkpoint`` writes its ``.metadata`` last, and does nothing else of this: it writes
-into the final folder, keeps no checksums, and leaves naming, choosing and removing to its caller.
+*In torch:* ``torch.distributed.checkpoint`` also writes its ``.metadata`` last. But it writes into the final folder and
+stores no checksums, and the user must name, select and remove checkpoints.
 """
 
 from __future__ import annotations
@@ -87,12 +88,12 @@ HIDDEN = re.compile(r"\.(step-\d{6,}\.(part|old)|newest\.part)")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint, undamaged according to its manifest.
+    """A complete checkpoint whose files match its manifest.
 
     Attributes:
         folder: the folder of its files.
         step: the step at which it was saved.
-        facts: the notes of its writer.
+        facts: settings of the run that wrote it.
     """
 
     folder: Path
@@ -100,10 +101,10 @@ class Checkpoint:
     facts: dict[str, Any]
 
     def refuse_if(self, flaws: list[Flaw]) -> None:
-        """Raises on every rank if any rank has found a flaw. Every rank must call it.
+        """Raises an error on every rank if any rank has found a flaw. Every rank must call it.
 
         Raises:
-            CheckpointError: some rank has found one; the message names file, key, expected and found value.
+            CheckpointError: a rank has found a flaw. The message contains file, key, expected and found value.
         """
         everybody = gathered(flaws)
         if everybody:
@@ -114,29 +115,29 @@ class Shelf:
     """A folder of checkpoints.
 
     Args:
-        root: the folder; the first save creates it. All ranks must see the same one.
+        root: the folder. The first save creates it. All ranks must have access to the same folder.
         keep: how many complete checkpoints to keep, at least 1.
     """
 
     def __init__(self, root: Path, keep: int = 2) -> None:
         if keep < 1:
-            raise ValueError(f"keep={keep}: at least the newest checkpoint must be kept")
+            raise ValueError(f"keep={keep}: keep at least the newest checkpoint")
         self.root, self.keep = root, keep
 
     def save(self, step: int, facts: Mapping[str, Any], write: Callable[[Path], None]) -> Path:
         """Adds a checkpoint. Every rank must call it.
 
         Args:
-            step: its number; a later checkpoint has a greater one.
-            facts: notes for the manifest; any values that JSON supports.
-            write: writes this rank's files to the folder that it receives. It may communicate. If it raises on one
-                rank, it must raise on all.
+            step: the step of the training; it must be greater than that of earlier checkpoints.
+            facts: settings to store in the manifest; any values that JSON supports.
+            write: a function that writes this rank's files to the folder that it gets. It may call collectives. If it
+                raises an exception on one rank, it must raise on all ranks.
 
         Returns:
             The folder of the checkpoint.
 
         Raises:
-            RuntimeError: a write failed; raised on every rank, and complete checkpoints are unchanged.
+            RuntimeError: a write failed. Every rank raises it, and complete checkpoints are unchanged.
         """
         final = self.root / f"step-{step:06}"
         part = self.root / f".{final.name}.part"
@@ -154,10 +155,10 @@ class Shelf:
         return final
 
     def tidy(self) -> None:
-        """Removes the leftovers of killed runs. Every rank must call it; each save also begins with it.
+        """Removes incomplete folders of killed runs. Every rank must call it. Each save also begins with it.
 
         Raises:
-            RuntimeError: on every rank: another job is writing to the folder, or ``newest`` is a folder.
+            RuntimeError: another job is writing to the folder, or ``newest`` is a folder. Every rank raises it.
         """
         with self._locked():
             on_first_rank(self._tidy)
@@ -171,14 +172,14 @@ class Shelf:
             yield
         finally:
             for number in held:
-                # This also unlocks if a child process has a copy of the descriptor.
+                # This unlocks the folder even if a child process has a copy of the descriptor.
                 fcntl.flock(number, fcntl.LOCK_UN)
                 os.close(number)
 
     def _tidy(self) -> None:
         pointer = self.root / POINTER
         if pointer.is_dir():
-            raise IsADirectoryError(f"{pointer} is a folder, and a save writes a file of this name. Move it away.")
+            raise IsADirectoryError(f"{pointer} is a folder, but a save writes a file with this name. Move it away.")
         for left in self.root.iterdir() if self.root.is_dir() else []:
             if HIDDEN.fullmatch(left.name):
                 _remove(left)
@@ -189,7 +190,7 @@ class Shelf:
 
     def _publish(self, part: Path, final: Path, manifest: dict[str, Any]) -> None:
         _write_durably(part / MANIFEST, sealed(manifest))  # 4.
-        # A damaged or unannounced checkpoint, or one of an abandoned run. The run must be able to save this step again.
+        # Replace a damaged checkpoint of this step, or one that is not in `newest`, so that the run can save it again.
         replaced = [self._hide(final)] if os.path.lexists(final) else []
         os.rename(part, final)  # 5.
         _flush(self.root)
@@ -215,8 +216,8 @@ class Shelf:
     def candidates(self) -> list[str]:
         """Names of the checkpoints to try, in order of preference: the one in `newest`, then those before it.
 
-        Checkpoints after `newest` were never announced, or were abandoned by a later run that resumed further back. If
-        `newest` itself is missing or unreadable, all checkpoints are candidates.
+        Checkpoints after `newest` are not candidates: their save was not complete, or a later run resumed from an
+        earlier step. If `newest` itself is missing or unreadable, all checkpoints are candidates.
         """
         names = self._names()
         try:
@@ -225,7 +226,7 @@ class Shelf:
             return names
         if not NAME.fullmatch(pointed):
             return names
-        # It stays in the list if its folder is gone: then the reader sees why an older one was used.
+        # It stays in the list if its folder is missing, so that the message explains why an older one is used.
         return [pointed] + [name for name in names if _step_of(name) < _step_of(pointed)]
 
     def newest(self, say: Callable[[str], None]) -> Checkpoint:
@@ -235,7 +236,7 @@ class Shelf:
             say: called on every rank with the flaws of each damaged checkpoint.
 
         Raises:
-            CheckpointError: there is none, or the newest intact one was written by another program.
+            CheckpointError: there is none, or a different program wrote the newest intact one.
         """
         complaints = []
         for name in on_first_rank(self.candidates):
@@ -245,7 +246,7 @@ class Shelf:
             complaints.append(complaint(self.root / name, flaws, remedy=""))
             say(complaints[-1])
         if complaints:
-            remedy = f"No checkpoint in {self.root} is whole: resume from another folder."
+            remedy = f"No checkpoint in {self.root} is intact: resume from another folder."
             raise CheckpointError(" | ".join(complaints) + f". {remedy}")
         there = on_first_rank(lambda: sorted(os.listdir(self.root)) if self.root.is_dir() else ["no such folder"])
         flaw = Flaw(str(self.root), "folder", "a checkpoint, such as step-000100", ", ".join(there[:5]) or "nothing")
@@ -256,19 +257,19 @@ def choose(resume: Path | None, save: Path | None, say: Callable[[str], None]) -
     """The checkpoint to resume from; ``None`` to start from the beginning. Every rank must call it.
 
     Args:
-        resume: one checkpoint, which is then the only candidate, or a folder of them.
+        resume: a single checkpoint, or a folder of checkpoints.
         save: the folder for new checkpoints.
         say: called on every rank with remarks about the choice.
 
     Raises:
-        CheckpointError: there is no intact checkpoint to resume from; or ``save`` holds checkpoints and this run does
-        not resume from them, so it would soon remove newer checkpoints than its own.
+        CheckpointError: there is no intact checkpoint to resume from. Or ``save`` contains checkpoints from which this
+            run does not resume, so it would remove newer checkpoints than its own.
     """
     resolved = None if resume is None else resume.resolve()
     if save is not None and (resolved is None or save.resolve() not in (resolved, resolved.parent)):
         there = on_first_rank(Shelf(save).candidates)
         if there:
-            flaw = Flaw(str(save), "folder", "no checkpoints, as this run begins without them", ", ".join(there[:3]))
+            flaw = Flaw(str(save), "folder", "no checkpoints, because this run does not resume", ", ".join(there[:3]))
             raise CheckpointError(complaint(save, [flaw], f"Add --resume {save}, or save to another folder."))
     if resume is None:
         return None
@@ -277,9 +278,9 @@ def choose(resume: Path | None, save: Path | None, say: Callable[[str], None]) -
         if checkpoint is None:
             raise CheckpointError(complaint(resume, flaws))
         return checkpoint
-    # The first run of a command line that is run repeatedly. With another folder to save to, it is a mistake.
+    # This is the first run of a command that resumes later. If `save` is a different folder, it is a mistake.
     if save is not None and save.resolve() == resolved and not on_first_rank(Shelf(save).candidates):
-        say(f"{resume} holds no checkpoint yet: this run begins at the beginning")
+        say(f"{resume} contains no checkpoint yet: this run starts from step 0")
         return None
     return Shelf(resume).newest(say)
 
@@ -287,7 +288,7 @@ def choose(resume: Path | None, save: Path | None, say: Callable[[str], None]) -
 def _examine(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """The checkpoint if it is intact, otherwise the flaws that each rank has found. Every rank must call it."""
     manifest, flaws = read_manifest(folder)
-    # Rank 0 may have a manifest and rank 1 none: all ranks must agree before the next exchange.
+    # The flaws can differ between ranks. All ranks must agree before the next collective.
     found = gathered(flaws)
     if found:
         return None, found
@@ -311,7 +312,7 @@ def _lock(root: Path) -> list[int]:
     except BlockingIOError:
         os.close(number)
         raise RuntimeError(
-            f"another job writes checkpoints to {root} at this moment. Stop it, or save to another folder."
+            f"another job writes checkpoints to {root} now. Stop it, or save to another folder."
         ) from None
     except OSError:
         os.close(number)
@@ -328,8 +329,8 @@ def _limits_named() -> Iterator[None]:
     except (Exception, CheckpointException) as error:  # CheckpointException is not a subclass of Exception.
         if limit == resource.RLIM_INFINITY:
             raise
-        cause = f"this rank may write no file larger than {limit} bytes (RLIMIT_FSIZE, see `ulimit -f`)"
-        raise RuntimeError(f"rank {dist.get_rank()}: {cause}. The save has failed: {error}") from error
+        cause = f"this rank cannot write files larger than {limit} bytes (RLIMIT_FSIZE, see `ulimit -f`)"
+        raise RuntimeError(f"rank {dist.get_rank()}: {cause}. The save failed: {error}") from error
 
 
 def _remove(path: Path) -> None:
@@ -350,7 +351,7 @@ def _flushed_and_sealed(path: Path) -> dict[str, Any]:
 
 
 def _write_durably(path: Path, contents: bytes) -> None:
-    """Replaces the contents of a file atomically: after a power loss it has the old or the new ones, never a part."""
+    """Replaces the contents of a file atomically: after a power loss, it has either the old or the new contents."""
     beside = path.with_name(f".{path.name}.part")
     with beside.open("wb") as file:
         file.write(contents)

@@ -1,12 +1,11 @@
-"""The same training six times: one process, DDP, and both generations of FSDP, torch's and minifsdp's. One table.
+"""Compares six ways to run the same training: a single process, DDP, and both FSDPs of torch and of minifsdp.
 
-The conditions are equal: the initial weights (same seed), the windows (a batch is a function of seed, rank and step),
-the optimizer, the steps. In each step the single process trains on the windows of all ranks. Only the order of
-floating-point additions may differ, so the losses agree to six digits or more, but not always to the last.
+All six use the same initial weights, windows of text, optimizer and number of steps. In each step, the single process
+trains on the windows of all ranks. Only the order of floating-point additions can differ, so the losses agree to six
+digits or more, but not always to the last digit.
 
-The table shows the differences: how much each rank stores, how much is unsharded at the same time, and how much is
-sent.
-is sent in exchange.
+The table shows how many bytes each rank stores, how many bytes of parameters are unsharded at the same time, and how
+many bytes each rank sends.
 """
 
 from __future__ import annotations
@@ -33,13 +32,14 @@ __all__ = ["Outcome", "compare"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one contender on this rank.
+    """The result of one of the six ways, a *contender*, on this rank.
 
     Attributes:
         losses: of each step, the mean over all windows of all ranks.
         stored: bytes on this rank between two steps.
         peak_whole: the largest number of bytes of unsharded parameters on this rank at the same time. ``None`` for
-            ``fully_shard``, which copies the all-gathered parameters to other tensors, which the counter cannot see.
+            ``fully_shard``, which copies the all-gathered parameters to other tensors that the counter does not
+            observe.
         milliseconds: the median time of a step.
         counter: the collectives of one step.
     """
@@ -104,7 +104,7 @@ def _train(
     window = {"seed": options.seed, "num_windows": options.batch, "context": options.context}
     losses, durations = [], []
     for step in range(options.steps):
-        # Each rank acts as the single process, on the windows of all ranks, without communication.
+        # For "single", each rank trains on the windows of all ranks, without communication.
         inputs, targets = (
             global_batch(corpus.train, num_ranks=place.num_ranks, step=step, **window)
             if alone
@@ -123,7 +123,7 @@ def _train(
         losses.append(mean_over_ranks(loss))
         durations.append(1000 * (time.perf_counter() - begin))
     milliseconds = statistics.median(durations[:-1] or durations)
-    # Without all-gathers every rank always holds the whole model.
+    # Without all-gathers, every rank always stores the whole model.
     peak: int | None = counter.peak_gathered or whole
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         peak = None
@@ -145,7 +145,7 @@ def _print_table(outcomes: dict[str, Outcome]) -> None:
         ("  optimizer", [f"{outcome.stored.optimizer:,}" for outcome in column]),
         ("  together", [f"{outcome.stored.together:,}" for outcome in column]),
         (
-            "whole at once, bytes",
+            "peak unsharded, bytes",
             ["-" if outcome.peak_whole is None else f"{outcome.peak_whole:,}" for outcome in column],
         ),
         ("in each step", []),

@@ -1,10 +1,10 @@
-"""Counts the bytes that a step sends and all-gathers, below every library.
+"""Counts the collectives of a step and the bytes that it sends, in the same way for every library.
 
-Each library could count for itself, but each would count differently. All of them, including DDP's C++, call the same
-few operators of torch, such as ``c10d.allreduce_``, and a *dispatch mode* intercepts every operator that runs inside a
-``with`` block. So one small class counts for all contenders in the same way.
+All libraries, including the C++ code of DDP, call the same few operators of torch, such as ``c10d.allreduce_``. A
+*dispatch mode* intercepts every operator that runs inside a ``with`` block. So one small class can count for all
+libraries.
 
-**Bytes sent** are those of the textbook algorithms, for N ranks and a whole tensor of M bytes:
+**Bytes sent** are the bytes that the textbook algorithms send, for N ranks and an unsharded tensor of M bytes:
 
 ==============  ==================  ================================================================
 all-gather      ``(N - 1) / N * M``  each shard is sent to all other ranks
@@ -13,13 +13,13 @@ all-reduce      twice as much        a reduce-scatter, followed by an all-gather
 broadcast       ``(N - 1) / N * M``  on average: all ranks but one receive the tensor, and all pass it on
 ==============  ==================  ================================================================
 
-The backend may send other amounts; gloo, for instance, implements a reduce-scatter as an all-reduce. The table
-therefore compares the algorithms of the libraries, not the quality of a backend.
+The backend can send a different number of bytes. For example, gloo implements a reduce-scatter as an all-reduce. So the
+counter compares the libraries, and not the backends.
 
-**Peak of unsharded parameters.** The output of each all-gather holds unsharded parameters until it is freed. The
-counter has weak references to the memory of those outputs, and at each new all-gather adds up the memory that still
-exists. The sum can only grow at that moment, so no peak is missed. Worked example with three units of 100 bytes:
-all-gather, free, all-gather, all-gather, free, free has sums 100, 100, 200: the peak is 200.
+**Peak of unsharded parameters.** The output of each all-gather contains unsharded parameters until it is freed. The
+counter has weak references to the storages of these outputs. At each new all-gather, it sums the storages that still
+exist. The sum only grows at an all-gather, so the counter finds every peak. Worked example with three units of 100
+bytes: all-gather, free, all-gather, all-gather, free, free has sums 100, 100, 200: the peak is 200.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GATHERS = {"_allgather_base_", "allgather_", "allgather_into_tensor_coalesced_"}
 SCATTERS = {"_reduce_scatter_base_", "reduce_scatter_", "reduce_scatter_tensor_coalesced_"}
 REDUCES = {"allreduce_", "allreduce_coalesced_"}
 BROADCASTS = {"broadcast_"}
-# Operations without data, which are not counted.
+# Operations without data. They are not counted.
 SILENT = {"barrier", "monitored_barrier_"}
 
 
@@ -70,7 +70,7 @@ class CollectiveCounter(TorchDispatchMode):
         return result
 
     def _count(self, name: str, args: tuple[Any, ...]) -> None:
-        # In every schema of c10d the tensors come first, outputs before inputs, and then the process group.
+        # In every schema of c10d, the outputs come first, then the inputs, then the process group.
         num_ranks = next((size for arg in args if (size := _group_size(arg)) is not None), 1)
         if name in GATHERS:
             outputs = list(_tensors(args[0]))
@@ -97,7 +97,7 @@ class CollectiveCounter(TorchDispatchMode):
     def _watch(self, outputs: list[Tensor]) -> None:
         for output in outputs:
             self._gathered.add(output.untyped_storage())
-        # A library may free by dropping the tensor or by resizing its storage to 0; the sum handles both.
+        # A library can delete the tensor or resize its storage to 0. The sum is correct in both cases.
         self.peak_gathered = max(self.peak_gathered, sum(storage.nbytes() for storage in self._gathered))
 
 

@@ -1,15 +1,15 @@
-"""The training text: the Python standard library, which every reader has already installed.
+"""The training text: the source code of Python's standard library, which is already installed.
 
-It is about 12 MB of source in 700 files. It differs a little between Python releases, so each run prints its SHA-256:
-two runs with the same hash and seed read the same bytes in the same order.
+The text has about 12 MB in 700 files. It differs a little between Python releases, so each run prints its SHA-256. Two
+runs with the same hash and seed read the same bytes in the same order.
 
-Every tenth file is held out. Whole files are held out instead of parts, so that no test window shares a line with a
-training window.
+Every tenth file is held out for evaluation. The split is by file, so that no test window overlaps with a training
+window.
 
-**Windows.** In data parallel training the ranks must see *different* windows, or N ranks do the work of one. And for a
-comparison, a single process must be able to see the *same* windows as N ranks together. Both are possible if a batch is
-a pure function of ``(seed, rank, step)``: rank ``r`` computes its own batch, and a single process computes those of all
-ranks and concatenates them. Worked example, two ranks, step 7, two windows for each::
+**Windows.** In data parallel training, the ranks must train on *different* windows; otherwise N ranks repeat the work
+of one. For a comparison, a single process must train on the *same* windows as N ranks together. Both are possible,
+because a batch is a pure function of ``(seed, rank, step)``. Rank ``r`` computes its own batch. A single process
+computes the batches of all ranks and concatenates them. Worked example, two ranks, step 7, two windows for each::
 
     rank 0      batch_of(text, seed=0, rank=0, step=7, ...)      its seed is (0 * 100_003 + 7) * 1024 + 0 = 7168
     rank 1      batch_of(text, seed=0, rank=1, step=7, ...)                                               7169
@@ -28,7 +28,7 @@ from torch import Tensor
 
 __all__ = ["Corpus", "batch_of", "global_batch", "read_standard_library", "seed_of"]
 
-# Tests contain long tables of odd literals; `site-packages` is not part of the standard library.
+# Tests contain long tables of literals. `site-packages` is not part of the standard library.
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 HOLD_OUT_EVERY = 10
 MAX_RANKS = 1024
@@ -74,7 +74,7 @@ def read_standard_library(root: Path | None = None) -> Corpus:
     files = [path.read_bytes() for path in paths]
     if len(files) < 2:
         raise ValueError(
-            f"{root} holds {len(files)} Python source files; at least 2 are needed, to train and to hold out"
+            f"{root} contains {len(files)} Python source files; at least 2 are needed, for training and evaluation"
         )
     kept = b"".join(file for index, file in enumerate(files) if index % HOLD_OUT_EVERY)
     held_out = b"".join(files[::HOLD_OUT_EVERY])
@@ -90,14 +90,14 @@ def seed_of(seed: int, rank: int, step: int) -> int:
     """A seed for each pair of rank and step of a run; different pairs have different seeds.
 
     This is not a hash: ``MAX_RANKS`` is the base of a number system, so two pairs cannot collide. The remainder keeps
-    the seed within 32 bits, because torch's CPU generator ignores all higher bits (Measured:
+    the seed within 32 bits, because torch's CPU generator ignores all higher bits (measured:
     ``test_seeds_stay_within_what_the_generator_reads``).
 
     Raises:
         ValueError: the rank is too large for the number system.
     """
     if not 0 <= rank < MAX_RANKS:
-        raise ValueError(f"rank {rank} is outside 0 to {MAX_RANKS - 1}, for which seeds are known to differ")
+        raise ValueError(f"rank {rank} is outside 0 to {MAX_RANKS - 1}, the range in which seeds differ")
     return ((seed * 100_003 + step) * MAX_RANKS + rank) % 2**32
 
 

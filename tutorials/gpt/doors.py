@@ -1,11 +1,12 @@
 """Getting and setting the state of a sharded model and of its optimizer.
 
-Only this module connects saving and resuming to the library that shards. To use another library, implement these two
-methods; the rest of saving and resuming stays the same.
+A *door* implements this for one API. To use a different library, implement the two methods of `Door`. The other modules
+that save and resume stay the same.
 
-Both forms have the same keys, those of the plain model: ``blocks.0.up.weight``, without names of units or slices. The
-optimizer's state is keyed by them, too. A plain optimizer numbers its parameters. Under such a number it would store
-a slice of a unit, which only fits the same wrapping on the same number of ranks. ::
+There are two forms of the state. Both use the parameter names of the plain model as keys, such as
+``blocks.0.up.weight``, also for the state of the optimizer. The state dict of an optimizer itself uses numbers as keys.
+Under a number, it would store the flat shard of a unit, which can only be loaded with the same units on the same number
+of ranks. ::
 
     full       unsharded tensors, on rank 0 only            {"blocks.0.up.weight": 576 x 144}     rank 1: {}
     sharded    tensors sharded by rows, on all ranks        rows 0 to 287                         rows 288 to 575
@@ -30,7 +31,7 @@ State = dict[str, Any]
 
 
 class Door(Protocol):
-    """The two methods that a library must implement. All ranks must call both."""
+    """The two methods that an API must implement. All ranks must call both."""
 
     def state_of(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, full: bool) -> State:
         """Returns the state of both, keyed by the names of the plain model: ``{"model": ..., "optim": ...}``.
@@ -38,12 +39,13 @@ class Door(Protocol):
         Args:
             model: sharded by this library.
             optimizer: of its parameters.
-            full: unsharded tensors in CPU memory, on rank 0 only. Otherwise this rank's shard of each, as ``DTensor``.
+            full: return unsharded tensors in CPU memory, on rank 0 only. Otherwise return ``DTensor``s with this rank's
+                shards.
         """
         ...
 
     def give_back(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: State, *, full: bool) -> None:
-        """Loads a state from `state_of`. It must fit the model; a full state is needed on every rank."""
+        """Loads a state from `state_of`. It must fit the model. A full state must be passed on every rank."""
         ...
 
 
@@ -68,14 +70,14 @@ class WrapperDoor:
     def give_back(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: State, *, full: bool) -> None:
         """See `Door.give_back`."""
         with self._form(model, full=full, rank0_only=False):
-            # Input: by name, unsharded or sharded by rows. Output: by number, sharded as the units are.
+            # Input: keyed by name, unsharded or sharded by rows. Output: keyed by number, sharded like the units.
             numbered = self.wrapper.optim_state_dict_to_load(model, optimizer, state["optim"])
             model.load_state_dict(state["model"])
             optimizer.load_state_dict(numbered)
 
     def _form(self, model: nn.Module, *, full: bool, rank0_only: bool) -> AbstractContextManager[Any]:
         of = self.library
-        # To the CPU, unless the model is there already: a GPU that holds a shard may not have memory for the whole.
+        # Offload to the CPU, because a GPU that stores a shard may not have enough memory for the whole model.
         offload = next(model.parameters()).device.type != "cpu"
         if full:
             model_form = of.FullStateDictConfig(offload_to_cpu=offload, rank0_only=rank0_only)
@@ -86,10 +88,9 @@ class WrapperDoor:
 
 
 class FunctionDoor:
-    """For a model after ``fully_shard``, torch's or minifsdp's: torch's own functions support its DTensor parameters.
+    """For a model after ``fully_shard``, torch's or minifsdp's. torch's own functions support DTensor parameters.
 
-    It uses the same names and the same structure as `WrapperDoor`, so each of the two can load what the other one has
-    saved.
+    It uses the same names and the same structure as `WrapperDoor`, so each of the two can load a state of the other.
     """
 
     def state_of(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, full: bool) -> State:

@@ -1,17 +1,17 @@
-"""The manifest of a checkpoint: its required contents, and how they are compared with the files.
+"""The manifest of a checkpoint: its contents, and how they are compared with the files.
 
-It is a JSON file in the folder of the checkpoint, written when all other files are complete::
+The manifest is a JSON file in the folder of the checkpoint. It is written when all other files are complete::
 
     {"format": "checkpoint of minifsdp's tutorial", "version": 1, "step": 60,
-     "facts": {...},                                    notes of the writer for the readers
+     "facts": {...},                                    settings of the run that wrote it
      "files": {"__0_0.distcp": {"bytes": 198120, "sha256": "3b0c..."}, ...},
      "seal": "9f1a..."}                                 a hash of everything above
 
-Comparing sizes is the cheap test and detects a copy that stopped in the middle; the hash detects all other damage. Each
-rank hashes every n-th file to share the work, so only one rank finds a flipped bit. `gathered` therefore sends the
-flaws of each rank to all ranks before any of them decides. Two ranks, a bit of `__1_0.distcp` has flipped::
+A comparison of sizes is fast, and detects incomplete files. The hash detects all other damage. The ranks share the
+work: each rank hashes every n-th file. So only one rank detects a flipped bit. `gathered` sends the flaws of each rank
+to all ranks, so that all ranks raise the same error. Example with two ranks and a flipped bit in `__1_0.distcp`::
 
-    rank 0   all sizes and its hashes are right      raises: file __1_0.distcp, key sha256: ... (rank 1)
+    rank 0   all sizes and its hashes are correct    raises: file __1_0.distcp, key sha256: ... (rank 1)
     rank 1   the hash of __1_0.distcp is wrong       raises the same
 
 Every flaw is reported in the same four fields: file, key, expected value, found value.
@@ -47,11 +47,11 @@ __all__ = [
 
 MANIFEST = "manifest.json"
 FORMAT, VERSION = "checkpoint of minifsdp's tutorial", 1
-REMEDY = "Nothing was loaded; name another checkpoint, or change what differs."
+REMEDY = "Nothing was loaded. Use another checkpoint, or change the settings that differ."
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is damaged or does not fit. Raised on every rank, before anything is changed."""
+    """A checkpoint is damaged or does not fit the model. Every rank raises it, before the model is changed."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Flaw:
 
 
 def differences(expected: Mapping[str, Any], found: Mapping[str, Any], *, file: str, prefix: str = "") -> list[Flaw]:
-    """Every entry in which two nested dictionaries differ; a missing entry is shown as "nothing"."""
+    """All entries in which two nested dictionaries differ. A missing entry has the value "nothing"."""
     flaws = []
     for key in [*expected, *(key for key in found if key not in expected)]:
         ours, theirs = expected.get(key, "nothing"), found.get(key, "nothing")

@@ -1,21 +1,24 @@
 """A small GPT over bytes, built so that each block makes a good unit.
 
-The vocabulary is the 256 values of a byte, so there is no tokenizer to download or to train. Such a model has two kinds
-of parameters, which need different units:
+The vocabulary is the 256 values of a byte, so it needs no tokenizer. It has two kinds of parameters, which belong to
+different units:
 
-* the blocks, all of one shape, used one after the other. One block is one unit: it is all-gathered, used and freed, and
-  the next one reuses its memory;
-* the embedding and the final norm. They belong to the *root* unit, which is all-gathered first and kept until the end
-  of the forward. This is required: the embedding is used twice, first to turn bytes into vectors, and at the end as the
-  matrix that turns vectors into scores. A parameter with two uses must be in a unit that is unsharded during both.
+* the blocks, which have the same shape and run one after the other. Each block is one unit. It is all-gathered, used
+  and freed, and the next block reuses its memory;
+* the embedding and the final norm. They belong to the *root* unit, which is all-gathered first and stays unsharded
+  until the end of the forward. This is necessary, because the embedding is used twice: at the beginning it maps bytes
+  to vectors, and at the end it is the matrix that maps vectors to scores. A parameter with two uses must be in a unit
+  that is unsharded during both.
 
 Worked example, ``width=144`` and 5 blocks: a block has ``12 * 144**2 + 4 * 144 = 249,408`` parameters, the root
-``256 * 144 + 2 * 144 = 37,152``, together 1,284,192. Two ranks with FULL_SHARD store one half of each. During a step, a
-rank holds the root and at most two unsharded blocks, 42 % of the model. With more blocks the share is smaller.
+``256 * 144 + 2 * 144 = 37,152``, together 1,284,192. With FULL_SHARD, each of two ranks stores one half of the
+parameters. During a step, the root and at most two blocks are unsharded, which is 42 % of the model. With more blocks,
+this fraction is smaller.
 
 Attention uses rotary position embeddings: it rotates queries and keys, two numbers at a time, by an angle that grows
-with the position. The previous byte then has the same relative rotation everywhere, which a model of this size learns
-in seconds. With a learned vector for each position it needs minutes (1.6 against 2.2 nats per byte after 300 steps).
+with the position. Then the previous byte has the same relative rotation at every position. A model of this size learns
+this in seconds. With a learned vector for each position, it needs minutes (1.6 compared to 2.2 nats per byte after 300
+steps).
 """
 
 from __future__ import annotations
@@ -64,7 +67,7 @@ def turned(x: Tensor, turn: Tensor) -> Tensor:
 
 
 def turns(length: int, half_head: int, device: torch.device) -> Tensor:
-    """Cosines and sines, ``(2, length, half_head)``; the angles of each pair grow with the position at another rate."""
+    """Cosines and sines, ``(2, length, half_head)``; the angles grow with the position."""
     speeds = 1000.0 ** (-torch.arange(half_head, device=device) / half_head)
     angles = torch.arange(length, device=device)[:, None] * speeds
     return torch.stack([angles.cos(), angles.sin()])
@@ -82,7 +85,7 @@ class GPT(nn.Module):
     def __init__(self, *, width: int, num_blocks: int, num_heads: int) -> None:
         super().__init__()
         if width % (2 * num_heads):
-            raise ValueError(f"width must be a multiple of 2 * heads, so that numbers pair up: {width} and {num_heads}")
+            raise ValueError(f"width must be a multiple of 2 * heads, got width {width} and {num_heads} heads")
         self.half_head = width // num_heads // 2
         self.embedding = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList(Block(width, num_heads) for _ in range(num_blocks))
@@ -106,24 +109,24 @@ def generate(
 ) -> bytes:
     """Continues ``prompt`` by ``num_bytes`` bytes.
 
-    **All ranks must call it**, with the same arguments: each forward all-gathers the units, and a missing rank would
-    leave the others waiting for its shards. All ranks draw from equal generators, so all compute the same text, and
-    any of them may print it.
+    **All ranks must call it**, with the same arguments: each forward all-gathers the units. If a rank does not call it,
+    the other ranks hang. All ranks use generators with the same seed, so all ranks compute the same text, and any rank
+    can print it.
 
     Args:
         model: maps bytes to scores like `GPT.forward`; may be sharded.
         prompt: at least one byte.
         num_bytes: how many bytes to add.
-        context: only the last ``context`` bytes are read for each new one.
-        seed: of the generator that draws the bytes.
+        context: the number of previous bytes from which the model predicts the next one.
+        seed: seed of the generator that samples the bytes.
         device: the device of the model.
     """
-    # Intentionally on the CPU: a CUDA generator would draw other bytes for the same seed.
+    # On the CPU, because a CUDA generator gives different numbers for the same seed.
     generator = torch.Generator().manual_seed(seed)
     text = torch.tensor([list(prompt)], device=device)
     for _ in range(num_bytes):
         scores = model(text[:, -context:])[0, -1]
-        # A temperature below 1: small models give too much probability to unlikely bytes.
+        # The temperature is below 1, because small models assign too much probability to unlikely bytes.
         chances = torch.softmax(scores.float().cpu() / 0.7, dim=0)
         drawn = torch.multinomial(chances, 1, generator=generator)
         text = torch.cat([text, drawn[None].to(device)], dim=1)

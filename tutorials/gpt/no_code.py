@@ -1,12 +1,13 @@
 """Reading a checkpoint of `torch.distributed.checkpoint` without running code from it.
 
-``.metadata`` is a pickle, and so is each value that is not a tensor. A pickle can call any function that it names. The
-checksums of the manifest do not help: the author of a checkpoint also writes its checksums. So this reader loads only
-the classes that ``torch.distributed.checkpoint`` itself writes into ``.metadata``, and torch's ``weights_only=True``
-loads the other values. A pickle that names another class, such as ``os.system``, raises an error.
+``.metadata`` is a pickle file, and each value that is not a tensor is a pickle too. A pickle can call any function that
+it names. The checksums of the manifest do not prevent this, because the author of a checkpoint also writes its
+checksums. So this reader allows only the classes that ``torch.distributed.checkpoint`` itself writes to ``.metadata``,
+and loads the other values with torch's ``weights_only=True``. If a pickle names anything else, such as ``os.system``,
+the reader raises an error.
 
-This removes the known way to run code. Resume only from checkpoints that you trust all the same: a checkpoint also
-decides what the model computes, and how much memory it takes.
+This prevents the known way to run code. Still, resume only from checkpoints that you trust. A checkpoint also
+determines what the model computes and how much memory it needs.
 
 *In torch:* ``FileSystemReader`` and ``DefaultLoadPlanner`` load both with the unrestricted ``pickle``.
 
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 __all__ = ["Planner", "Reader"]
 
-# All that `dcp.save` names in `.metadata`.
+# All classes that `dcp.save` writes to `.metadata`.
 _CLASSES = {
     ("collections", "OrderedDict"),
     ("pathlib", "PosixPath"),
@@ -56,8 +57,8 @@ class _Unpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and (module, name) not in _CLASSES:
             raise pickle.UnpicklingError(
-                f".metadata names {module}.{name}, which is no part of a checkpoint. Nothing was run. "
-                "Do not use this checkpoint if you do not know where it comes from."
+                f".metadata names {module}.{name}, which is not allowed in a checkpoint. No code was run.  "
+                "Do not use this checkpoint unless you trust its source."
             )
         return super().find_class(module, name)
 
@@ -69,7 +70,7 @@ class Reader(dcp.FileSystemReader):
         """The metadata.
 
         Raises:
-            UnpicklingError: it names anything else than classes of a checkpoint.
+            UnpicklingError: it names a class that is not allowed.
         """
         with self.fs.create_stream(self.path / ".metadata", "rb") as file:  # type: ignore[operator]
             metadata: Metadata = _Unpickler(file).load()
@@ -80,7 +81,7 @@ class Reader(dcp.FileSystemReader):
 
 
 class Planner(dcp.DefaultLoadPlanner):
-    """Puts the loaded values into the state, also those that are not tensors, without running code from them."""
+    """Copies the loaded values into the state, including values that are not tensors, without running code."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Loads a value that is not a tensor.
@@ -89,7 +90,7 @@ class Planner(dcp.DefaultLoadPlanner):
             UnpicklingError: its pickle names anything that ``weights_only=True`` refuses.
         """
         loaded = torch.load(value, weights_only=True)
-        # The planner loads the value that the line above has accepted, not the bytes of the file.
+        # Pass the accepted value to the planner, and not the bytes of the file.
         checked = io.BytesIO()
         torch.save(loaded, checked)
         checked.seek(0)

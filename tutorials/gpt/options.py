@@ -1,4 +1,4 @@
-"""The command line of `train_gpt.py`. argparse reports all errors in it before any rank is started."""
+"""The command line options of `train_gpt.py`. argparse reports wrong options before any rank is started."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def _check_function(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if options.strategy == "NO_SHARD":
-        parser.error("--api fully_shard always shards; for copies alone there is DistributedDataParallel")
+        parser.error("--api fully_shard always shards; use DistributedDataParallel instead of NO_SHARD")
     if options.prefetch != "BACKWARD_PRE" or options.forward_prefetch:
-        parser.error("--api fully_shard prefetches in backward by itself, and further ahead only where a model says so")
+        parser.error("--api fully_shard always uses BACKWARD_PRE; leave out --prefetch and --forward-prefetch")
 
 
 def _check_saving(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     if options.compare and (options.save or options.resume):
-        parser.error("--compare trains several models and saves none; leave out --save and --resume")
+        parser.error("--compare does not save models; leave out --save and --resume")
     given = [name for name in ("save_every", "keep", "full") if getattr(options, name)]
     if given and options.save is None:
-        parser.error(f"--{given[0].replace('_', '-')} says how to save, and there is no --save to say where")
+        parser.error(f"--{given[0].replace('_', '-')} needs --save with a folder")
     options.save_every, options.keep = options.save_every or SAVE_EVERY, options.keep or KEEP
 
 
@@ -69,19 +69,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     run = parser.add_argument_group("the run")
     run.add_argument("--steps", type=_positive, help=f"default: {STEPS}, with --compare {STEPS_OF_COMPARISON}")
-    run.add_argument("--world-size", type=_positive, help="ranks to start, default: 2; torchrun brings its own number")
+    run.add_argument("--world-size", type=_positive, help="ranks to start, default: 2; torchrun sets its own number")
     run.add_argument(
-        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: CUDA if there is enough"
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: CUDA if there are enough GPUs"
     )
-    run.add_argument("--seed", type=int, default=0, help="of weights, windows and sample, default: %(default)s")
+    run.add_argument("--seed", type=int, default=0, help="seed of weights, windows and sample, default: %(default)s")
     run.add_argument(
-        "--sample", type=_positive, default=320, metavar="BYTES", help="text to write, default: %(default)s"
+        "--sample", type=_positive, default=320, metavar="BYTES", help="text to generate, default: %(default)s"
     )
     sharding = parser.add_argument_group("the sharding")
     choice = functools.partial(sharding.add_argument, type=str.upper, help="default: %(default)s")
     choice("--strategy", choices=STRATEGIES, default="FULL_SHARD")
     choice("--prefetch", choices=PREFETCHES, default="BACKWARD_PRE")
-    sharding.add_argument("--forward-prefetch", action="store_true", help="gather early in forward, too")
+    sharding.add_argument("--forward-prefetch", action="store_true", help="also prefetch in forward")
     sharding.add_argument(
         "--api",
         choices=["wrapper", "fully_shard"],
@@ -89,27 +89,27 @@ def _parser() -> argparse.ArgumentParser:
         help="FullyShardedDataParallel around the model, or fully_shard in place; default: %(default)s",
     )
     sharding.add_argument("--library", choices=["minifsdp", "torch"], default="minifsdp", help="default: %(default)s")
-    saving = parser.add_argument_group("saving it")
-    saving.add_argument("--save", type=_folder, metavar="DIR", help="put checkpoints into this folder")
+    saving = parser.add_argument_group("checkpoints")
+    saving.add_argument("--save", type=_folder, metavar="DIR", help="save checkpoints to this folder")
     saving.add_argument(
-        "--save-every", type=_positive, metavar="N", help=f"steps from one to the next, default: {SAVE_EVERY}"
+        "--save-every", type=_positive, metavar="N", help=f"steps between two checkpoints, default: {SAVE_EVERY}"
     )
     saving.add_argument("--keep", type=_positive, metavar="N", help=f"checkpoints to keep, default: {KEEP}")
-    saving.add_argument("--full", action="store_true", help="one file by rank 0, instead of one by each rank")
+    saving.add_argument("--full", action="store_true", help="rank 0 saves one file, instead of one file for each rank")
     saving.add_argument(
         "--resume",
         type=_folder,
         metavar="DIR",
-        help="go on from the newest checkpoint in it, or from this one; name only a checkpoint that you trust",
+        help="resume from this checkpoint, or from the newest one in this folder; use only checkpoints that you trust",
     )
-    watching = parser.add_argument_group("watching it")
+    watching = parser.add_argument_group("reports")
     watching.add_argument("--compare", action="store_true", help="one process, DDP and all four FSDPs, in one table")
     watching.add_argument("--trace", type=_file, metavar="FILE.json", help="write a Chrome trace of the last two steps")
     watching.add_argument("--timeline", type=_file, metavar="FILE.svg", help="draw the last step")
-    model = parser.add_argument_group("the model and its diet")
+    model = parser.add_argument_group("the model and the data")
     number = functools.partial(model.add_argument, type=_positive, metavar="N")
     number("--blocks", default=5, help="layers; each is a unit; default: %(default)s")
-    number("--width", default=144, help="numbers for each byte between two blocks, default: %(default)s")
+    number("--width", default=144, help="size of the vectors between two blocks, default: %(default)s")
     number("--heads", default=4, help="attention heads, default: %(default)s")
     number("--context", default=128, help="bytes in a window, default: %(default)s")
     number("--batch", default=8, help="windows for each rank and step, default: %(default)s")
@@ -146,5 +146,5 @@ def _folder(text: str) -> Path:
     return path
 
 
-# argparse prints the name of the function in "invalid ... value".
+# argparse prints these names in "invalid ... value".
 _positive.__name__, _positive_float.__name__ = "whole number", "number"

@@ -1,16 +1,17 @@
-"""Starting the ranks, choosing the device of each, and cleaning up.
+"""Starts the ranks, chooses the device of each rank, and cleans up.
 
 A *rank* is a process, and every rank runs the whole script. ``torchrun`` sets ``RANK``, ``LOCAL_RANK`` and
-``WORLD_SIZE`` in the environment of each process. A script that was started without ``torchrun`` finds none of them and
-then runs ``torchrun`` on its own file::
+``WORLD_SIZE`` in the environment of each process. If a script is started without ``torchrun``, these variables are not
+set. Then the script runs ``torchrun`` on its own file::
 
     python train_gpt.py
       torchrun --standalone --nproc-per-node 2 train_gpt.py
         rank 0: train_gpt.py
         rank 1: train_gpt.py
 
-On several machines ``RANK`` counts over all of them and ``LOCAL_RANK`` over one. The *local* rank selects the GPU: rank
-9 of two machines with 8 GPUs each uses the second GPU of the second machine.
+On several machines, ``RANK`` counts the ranks of all machines, and ``LOCAL_RANK`` counts the ranks of one machine. The
+*local* rank selects the GPU. For example, with two machines of 8 GPUs each, rank 9 uses the second GPU of the second
+machine.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-# This must be imported before a process group exists. Default arguments of its functions keep the default group at the
-# time of the import alive, and with the group its threads. An optimizer's first step would import it too late.
+# Import this before a process group exists. Default arguments of its functions reference the default group at the time
+# of the import, so the group and its threads would stay alive. The first step of an optimizer imports it.
 importlib.import_module("torch.distributed.nn.functional")
 
 __all__ = [
@@ -59,7 +60,7 @@ class Place:
         num_ranks: the number of ranks.
         device: its device.
         backend: ``"gloo"`` or ``"nccl"``.
-        remark: a remark about the choice of the device; ``""`` for none.
+        remark: explains the choice of the device; ``""`` for none.
     """
 
     rank: int
@@ -83,7 +84,7 @@ def start_ranks(script: str, num_ranks: int, arguments: list[str]) -> int:
     """Runs ``script`` with ``arguments`` on ``num_ranks`` ranks of this machine and waits for them.
 
     Returns:
-        The exit status: 0, or 1 if any rank failed. A failed rank has already printed its traceback.
+        The exit status: 0, or 1 if a rank failed. The failed rank has already printed its traceback.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
@@ -100,15 +101,15 @@ def start_ranks(script: str, num_ranks: int, arguments: list[str]) -> int:
 
 
 def choose_device(wish: str, local_rank: int, local_ranks: int) -> tuple[torch.device, str]:
-    """The device of a rank, and a remark if it differs from the one that the user may expect."""
+    """The device of a rank, and a remark if it is not the device that the user expects."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if wish == "cpu" or (wish == "auto" and num_gpus == 0):
         return torch.device("cpu"), ""
     if num_gpus >= local_ranks:
         return torch.device("cuda", local_rank), ""
-    shortage = f"{local_ranks} ranks need {local_ranks} GPUs and this machine shows {num_gpus}"
+    shortage = f"{local_ranks} ranks need {local_ranks} GPUs, and this machine has {num_gpus}"
     if wish == "auto":
-        return torch.device("cpu"), f"{shortage}; so this run is on the CPU"
+        return torch.device("cpu"), f"{shortage}. This run uses the CPU"
     raise SystemExit(f"--device cuda: {shortage}. Start fewer ranks, or use --device cpu.")
 
 
@@ -130,28 +131,29 @@ def joined_ranks(device: str) -> Iterator[Place]:
     backend = "nccl" if chosen.type == "cuda" else "gloo"
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    # After a restart by torchrun the store still has the addresses of the previous attempt, and gloo would try them.
+    # After a restart by torchrun, the store still has the addresses of the previous attempt. The prefix hides them.
     life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"life-{life}", next(dist.rendezvous("env://"))[0])
     device_id = chosen if chosen.type == "cuda" else None
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, device_id=device_id)
     try:
         yield Place(rank, num_ranks, chosen, backend, remark)
-        # A rank that leaves early closes connections on which the others may still be waiting.
+        # Without a barrier, a rank could close connections while other ranks still use them.
         dist.barrier()
     finally:
         dist.destroy_process_group()
-        # Gloo's threads release their last tensors a moment after the collective. If a thread does so while Python
-        # shuts down, it aborts the process, rarely and without a traceback.
+        # Gloo's threads release their last tensors shortly after the collective. In rare cases, a thread does this
+        # while Python shuts down, and aborts the process without a traceback.
         time.sleep(0.05)
 
 
 def mesh_of(place: Place, *, hybrid: bool) -> DeviceMesh:
-    """The mesh of shard groups: one dimension of all ranks; for a hybrid, pairs that shard, and replicas of the pairs.
+    """The device mesh: one dimension with all ranks, or for hybrid sharding two dimensions (replicate, shard).
 
-    Four ranks and a hybrid: the pairs are 0 1 and 2 3; rank 2 has the replica of rank 0's shard, rank 3 that of rank 1.
-    On real machines a pair would be the GPUs of one machine, whose links are much faster than those between machines.
-    Every rank must call it, and for a hybrid the number of ranks must be even.
+    For hybrid sharding, pairs of ranks shard. With four ranks, the pairs are 0 1 and 2 3. Rank 2 stores the same shard
+    as rank 0, and rank 3 the same shard as rank 1. On real machines, shard over all GPUs of a machine instead of pairs,
+    because the links within a machine are much faster than those between machines. Every rank must call this function.
+    For hybrid sharding, the number of ranks must be even.
     """
     if not hybrid:
         return init_device_mesh(place.device.type, (place.num_ranks,), mesh_dim_names=("shard",))
@@ -159,7 +161,7 @@ def mesh_of(place: Place, *, hybrid: bool) -> DeviceMesh:
 
 
 def from_all_ranks(mine: Value) -> list[Value]:
-    """The values of all ranks, in rank order, on every rank. Every rank must call it, with a value that pickles.
+    """The values of all ranks in rank order, on every rank. Every rank must call it with a value that can be pickled.
 
     ``torch.distributed.all_gather_object`` does the same but needs NumPy. The values may differ in length, but an
     all-gather needs equal sizes. So the ranks exchange the lengths first, and pad all values to the greatest length.
@@ -191,22 +193,22 @@ def require_equal(what: str, mine: str) -> None:
         mine: this rank's value, or its hash.
 
     Raises:
-        RuntimeError: on every rank, so that none is left waiting; the message names a rank that differs from rank 0.
+        RuntimeError: on every rank, so that no rank hangs; the message names a rank that differs from rank 0.
     """
     values = from_all_ranks(mine)
     for rank, value in enumerate(values):
         if value != values[0]:
             raise RuntimeError(
                 f"{what} differs: rank 0 has {values[0]}, rank {rank} has {value}. "
-                "All machines must run the same release of Python."
+                "All machines must use the same version of Python."
             )
 
 
 def together(action: Callable[[], Value]) -> Value:
     """Runs an action on every rank. If it fails on one rank, it fails on all.
 
-    If only one rank raised, the others would wait in their next collective. So the ranks exchange their results first.
-    Every rank must call it, and ``action`` itself must not communicate.
+    If only one rank raised an exception, the other ranks would hang in their next collective. So the ranks exchange
+    their errors first. Every rank must call it, and ``action`` itself must not call collectives.
 
     Raises:
         RuntimeError: on every rank, with the errors of all failed ranks.
@@ -225,6 +227,6 @@ def together(action: Callable[[], Value]) -> Value:
 
 
 def on_first_rank(action: Callable[[], Value]) -> Value:
-    """Like `together`, but only rank 0 runs the action; the others wait, and every rank gets its result."""
+    """Like `together`, but only rank 0 runs the action. The other ranks wait, and every rank gets the result."""
     mine = together(action if dist.get_rank() == 0 else lambda: None)
     return from_all_ranks(mine)[0]  # type: ignore[return-value]

@@ -1,6 +1,6 @@
-"""Recording the last steps of a training, and writing them as a trace and as a picture.
+"""Records the last steps of a training, and writes them as a trace and as a picture.
 
-Only minifsdp records the events of its units; with another library there is nothing to record.
+Only minifsdp records the events of its units. Other libraries record no events.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Recordings:
     Args:
         trace: file for a Chrome trace of all recorded steps; ``None`` for no trace.
         timeline: file for a picture of the last recorded step, as SVG; ``None`` for no picture.
-        num_steps: the number of last steps to record.
+        num_steps: how many steps at the end to record.
     """
 
     def __init__(self, trace: Path | None, timeline: Path | None, num_steps: int = 2) -> None:
@@ -48,7 +48,7 @@ class Recordings:
         self._steps.append((origin, recorder.events))
 
     def write(self, *, speaks: bool) -> None:
-        """Collects the events of all ranks and writes the files. Every rank must call it; one writes."""
+        """Collects the events of all ranks. Rank 0 writes the files. Every rank must call it."""
         if not self._steps:
             return
         everybody = from_all_ranks(self._steps)
@@ -57,7 +57,7 @@ class Recordings:
         from minifsdp import timeline
 
         if self.trace is not None:
-            # All steps have the origin of the first one, so that the gap of the optimizer between them is visible.
+            # All steps use the time origin of the first step, so that the optimizer step is visible as a gap.
             events = [[event for _, events in steps for event in events] for steps in everybody]
             origins = [steps[0][0] for steps in everybody]
             self.trace.write_text(json.dumps(timeline.chrome_trace(events, origins=origins)), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The output for the user during and after the training: progress, and the memory of each rank."""
+"""The output during and after the training: progress, and the memory of each rank."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def readable(text: bytes) -> str:
 
 
 def mean_over_ranks(value: Tensor) -> float:
-    """The mean of one number over all ranks. It is a collective, of only four bytes: every rank must call it."""
+    """The mean of one number over all ranks. It calls a collective of four bytes, so every rank must call it."""
     value = value.detach().float().clone()
     dist.all_reduce(value)
     return value.item() / dist.get_world_size()
@@ -83,34 +83,34 @@ def machine_now() -> str:
 
 
 def count(module: nn.Module) -> int:
-    """Elements of all parameters, each parameter once."""
+    """The number of elements in all parameters. Shared parameters count once."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 class Progress:
-    """A bar with the loss and the tokens per second; without a terminal, a dozen plain lines instead.
+    """A progress bar with the loss and the tokens per second. Without a terminal, it prints about ten lines instead.
 
-    After `PACE` steps it estimates the remaining time. The estimate excludes the first step, which is slower than the
-    others, because it allocates memory and opens connections.
+    After `PACE` steps, it estimates the remaining time. The estimate excludes the first step, which is slower because
+    it allocates memory and opens connections.
 
     Args:
         num_steps: total number of steps.
-        num_done: the steps that an earlier run has done.
-        tokens_per_step: of all ranks together.
-        shown: ``True`` on one rank only; on the others all methods do nothing.
+        num_done: number of steps of earlier runs.
+        tokens_per_step: number of tokens of all ranks.
+        shown: ``True`` on one rank only. On the other ranks, all methods do nothing.
     """
 
     def __init__(self, num_steps: int, num_done: int, tokens_per_step: int, *, shown: bool) -> None:
         self.num_steps, self.num_done, self.tokens_per_step = num_steps, num_done, tokens_per_step
         self.shown, self.started = shown, time.perf_counter()
         self.second_began = self.started
-        # Some pseudo-terminals report that they have no lines, and a bar would be invisible on them.
+        # A progress bar is invisible on a pseudo-terminal that reports zero lines.
         watched = sys.stderr.isatty() and os.get_terminal_size(sys.stderr.fileno()).lines > 1
         form = "training    {bar:32} {n_fmt}/{total_fmt} steps{postfix}, {remaining} left"
         self.bar = tqdm(total=num_steps, initial=num_done, bar_format=form) if shown and watched else None
 
     def advance(self, step: int, loss: float) -> None:
-        """Shows that step ``step``, counted from 0, is done and had this loss."""
+        """Shows that step ``step``, counted from 0, is complete, and its loss."""
         if not self.shown:
             return
         now, done = time.perf_counter(), step + 1 - self.num_done
@@ -125,10 +125,10 @@ class Progress:
         elif done == PACE and step + 1 < self.num_steps:
             left = (self.num_steps - step - 1) * (now - self.second_began) / (PACE - 1)
             self.remark("will take", f"about {duration(left)} more, as fast as steps 2 to {PACE} of this run; "
-                        "longer if others use the machine, too")  # fmt: skip
+                        "longer if other programs use the machine, too")  # fmt: skip
 
     def remark(self, name: str, text: str) -> None:
-        """Prints a line of the report like `fact`, without damaging the bar."""
+        """Prints a line of the report like `fact`, above the progress bar."""
         if self.bar is not None:
             self.bar.write(f"{name:<11} {text}")
         elif self.shown:
@@ -142,7 +142,7 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """``40 seconds``, ``3 minutes``: as few digits as an estimate justifies."""
+    """The duration as rounded text, such as ``40 seconds`` or ``3 minutes``."""
     if seconds < 1.5:
         return "a second"
     if seconds < 90:
@@ -152,7 +152,7 @@ def duration(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Stored:
-    """Bytes that one rank keeps between two steps."""
+    """Bytes that one rank stores between two steps."""
 
     parameters: int
     gradients: int
@@ -173,15 +173,15 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer) -> Stored:
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:
-    # The number of elements of a DTensor is that of the whole; a rank only stores its local part.
+    # `numel()` of a DTensor is that of the unsharded tensor, but a rank stores only its local shard.
     mine = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     return sum(tensor.numel() * tensor.element_size() for tensor in mine)
 
 
 def print_stored(mine: Stored, num_parameters: int, *, speaks: bool) -> None:
-    """Prints what each rank stores, with and without sharding. Every rank must call it; one prints.
+    """Prints the bytes that each rank stores, with and without sharding. Every rank must call it, and one rank prints.
 
-    Without sharding: float32, so 4 bytes for a parameter, 4 for its gradient and 8 for the two averages of AdamW.
+    Without sharding, a float32 parameter has 4 bytes, its gradient 4, and the two averages of AdamW 8.
     """
     everybody = from_all_ranks(mine)
     if not speaks:

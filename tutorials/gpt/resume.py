@@ -1,15 +1,15 @@
 """The state of a training, and how it is saved and restored.
 
-The weights are the smaller part. To continue *exactly*, to the last bit, the next step needs
+A training must resume *exactly*, to the last bit. The weights alone are not enough. The next step needs:
 
 =====================  ===============================================  =====================
 part                   why                                              where
 =====================  ===============================================  =====================
-model, optimizer       AdamW's two averages are twice the model         every rank, its rows
-step, losses           the next step, and the loss curve so far         one for all
-scheduler              the next learning rate                           one for all
-scaler, if any         the scale of float16 gradients                   one for all
-position in the data   is the step: a batch is a function of it         one for all
+model, optimizer       weights, and the two averages of AdamW           every rank, its rows
+step, losses           the next step, and the loss curve so far         same on all ranks
+scheduler              the next learning rate                           same on all ranks
+scaler, if any         the scale of float16 gradients                   same on all ranks
+position in the data   is the step: a batch is a function of the step   same on all ranks
 random state           of Python, NumPy, torch, and the GPU             different on each rank
 =====================  ===============================================  =====================
 
@@ -18,26 +18,27 @@ There are two forms::
     sharded   __0_0.distcp  __1_0.distcp  .metadata  progress.pt  manifest.json    each rank writes its shards
     full      full.pt                                             manifest.json    rank 0 writes, the others wait
 
-`torch.distributed.checkpoint` writes the sharded form. For each tensor it records which file has which rows, so two
-ranks can read what four have written: each reads its own rows, from any file. Worked example, 8 rows::
+`torch.distributed.checkpoint` writes the sharded form. For each tensor, it records which file contains which rows. So
+two ranks can load a checkpoint of four ranks: each rank reads its own rows from the files of all ranks. Worked example
+with 8 rows::
 
     written by 4    rows 0 1 | 2 3 | 4 5 | 6 7
-    read by 2       rows 0 1   2 3 | 4 5   6 7        each from two files
+    read by 2       rows 0 1   2 3 | 4 5   6 7        each rank reads two files
 
-The full form is one file that any program can read. Every rank maps it into memory and reads its part. The price: to
-save it, the whole model and twice as much for the optimizer must pass through rank 0's memory.
+The full form is one file that any program can read. Every rank maps it into memory and reads its part. To save it, rank
+0 needs memory for the whole model and for the state of the optimizer, which is twice as large.
 
-With another number of ranks the weights are the same, but the windows differ: rank 2 of four has read some of them. The
-remaining ranks restore their random states; a new rank keeps the one it was started with.
+If the number of ranks changes, the weights are the same, but the windows of the global batches differ. Ranks that exist
+in the checkpoint restore their random states. A new rank keeps its initial random state.
 
-**A checkpoint is loaded completely or not at all.** All ranks first compare everything that can be compared: the
-checksums (see `checkpoint`), the notes about the model, and every key and shape. Values are read into new memory. Only
-then the model is changed.
+**A checkpoint is loaded completely or not at all.** All ranks first compare the checksums (see `checkpoint`), the
+settings of the model, and every key and shape. Then they read the values into new memory. They change the model only
+after this succeeds.
 
 **No code runs from a checkpoint** (see `no_code`), but resume only from checkpoints that you trust.
 
-*In torch:* `torch.distributed.checkpoint.state_dict` combines the states of model and optimizer; finding, checking and
-choosing checkpoints is left to the user.
+*In torch:* `torch.distributed.checkpoint.state_dict` combines the states of model and optimizer. The user must find,
+verify and select checkpoints.
 
 Spec: TRAIN-09, TRAIN-10, TRAIN-11, TRAIN-12.
 """
@@ -65,7 +66,7 @@ from .ranks import from_all_ranks, on_first_rank, together
 
 try:
     import numpy
-except ImportError:  # Without NumPy, its random numbers are not used either.
+except ImportError:  # Without NumPy, there is no NumPy random state to save.
     numpy = None  # type: ignore[assignment]
 
 __all__ = ["Training", "resume", "save"]
@@ -78,13 +79,13 @@ class Training:
     """Everything that changes while a model is trained.
 
     Attributes:
-        model: sharded.
-        optimizer: of the model's parameters.
-        door: of the library that has sharded the model.
-        scheduler: of the learning rate.
-        scaler: of the loss, for float16 gradients.
-        step: number of steps done, which is also the position in the data.
-        losses: of these steps.
+        model: the sharded model.
+        optimizer: the optimizer of the model.
+        door: gets and sets the state; see `doors`.
+        scheduler: the learning rate scheduler.
+        scaler: the gradient scaler, for float16.
+        step: number of completed steps, which is also the position in the data.
+        losses: the losses of these steps.
     """
 
     model: nn.Module
@@ -104,14 +105,14 @@ class Training:
 
 
 def save(shelf: Shelf, training: Training, *, fixed: Mapping[str, Any], noted: Mapping[str, Any], full: bool) -> Path:
-    """Saves the training to the shelf. Every rank must call it; it returns when the checkpoint is complete.
+    """Saves the training to ``shelf``. Every rank must call it. It returns when the checkpoint is complete.
 
     Args:
         shelf: the folder of checkpoints.
         training: the training to save.
-        fixed: settings that a run must share to resume this one, above all the sizes of the model.
-        noted: settings that may differ; a difference causes a remark.
-        full: rank 0 writes one file, instead of one file for each rank.
+        fixed: settings that must be the same when a run resumes, such as the sizes of the model.
+        noted: settings that can differ when a run resumes; `resume` returns the differences.
+        full: rank 0 writes one file. Otherwise each rank writes a file.
 
     Returns:
         The folder of the checkpoint.
@@ -140,8 +141,8 @@ def resume(
     """Restores the training from a checkpoint. Every rank must call it.
 
     Args:
-        checkpoint: from `Shelf.newest` or `open_checkpoint`.
-        training: a new one. The model may be sharded over another number of ranks.
+        checkpoint: from `choose` or `Shelf.newest`.
+        training: a new training. Its model can be sharded over a different number of ranks.
         fixed: as in `save`.
         noted: as in `save`.
 
@@ -149,7 +150,7 @@ def resume(
         Remarks about the settings in ``noted`` that differ.
 
     Raises:
-        CheckpointError: the checkpoint does not fit. Raised on every rank, and the training is unchanged.
+        CheckpointError: the checkpoint does not fit. Every rank raises it, and the training is unchanged.
     """
     fixed = {**fixed, "optimizer": type(training.optimizer).__name__}
     checkpoint.refuse_if(differences(fixed, checkpoint.facts.get("fixed", {}), file=MANIFEST))
@@ -170,7 +171,7 @@ def resume(
 
 
 def _read_full(checkpoint: Checkpoint, training: Training) -> tuple[State, dict[str, Any]]:
-    # Mapped, not read: a rank needs only its slices, and all ranks of a machine share the pages of the file.
+    # Map the file: a rank reads only its shards, and all ranks of a machine share the pages of the file.
     path = checkpoint.folder / FULL
     state = together(lambda: torch.load(path, map_location="cpu", mmap=True, weights_only=True))
     ours = _shapes(training.door.state_of(training.model, training.optimizer, full=False)["model"])
@@ -199,15 +200,15 @@ def _read_sharded(checkpoint: Checkpoint, training: Training) -> tuple[State, di
 
 
 def _room_for(metadata: Metadata, ours: Mapping[str, Tensor]) -> State:
-    """A state of the right structure to read into, in new memory.
+    """A state with the structure of the checkpoint and new memory, to read into.
 
-    The model determines how its tensors are sharded. A new optimizer has no state yet, so its state is created from the
-    checkpoint, and tensors with the shape of a parameter are sharded like it.
+    The tensors of the model are sharded like those of the current model. A new optimizer has no state yet, so the
+    checkpoint determines its entries. A tensor with the shape of its parameter is sharded like the parameter.
     """
     state: State = {"model": {}, "optim": {"state": {}, "param_groups": []}}
     for path, entry in _entries(metadata):
         if not isinstance(entry, TensorStorageMetadata):
-            _put(state, path, None)  # A learning rate, a list of names: values that are not tensors are read whole.
+            _put(state, path, None)  # Not a tensor, for example a learning rate or a list of names.
             continue
         like = ours.get(path[1] if path[0] == "model" else path[2])
         cut = like is not None and like.shape == entry.size
@@ -241,7 +242,7 @@ def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _flaws_of_optimizer(parameters: Mapping[str, Any], optim: Mapping[str, Any], file: str) -> list[Flaw]:
-    """States of missing parameters, or of another shape. Scalars such as the step count fit all shapes."""
+    """Flaws for states of missing parameters, or with a wrong shape. Scalars, such as the step count, always fit."""
     flaws = [Flaw(file, f"optim.state.{name}", "nothing", "a state") for name in optim if name not in parameters]
     for name, values in optim.items():
         for kind, shape in values.items():
@@ -280,7 +281,7 @@ def _take_up(training: Training, progress: Mapping[str, Any]) -> None:
 
 
 def _random_state() -> dict[str, Any]:
-    """The random state of this rank, only numbers and tensors, so that it can be read without running code."""
+    """The random state of this rank. It contains only numbers and tensors, so loading it runs no code."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
