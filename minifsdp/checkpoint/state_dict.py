@@ -72,7 +72,8 @@ def save(wrapper: Wrapper, walk: Callable[..., dict[str, Any]], *args: Any, **kw
         if is_outermost and not given.get("keep_vars"):
             shards = [w._unit.layout.local_values() for w in inside if w._unit is not None]
             own = [*wrapper.parameters(), *wrapper.buffers()]
-            shared = copy_shared(state, prefix, [*shards, *own], kept.before, _unchanged_until_forward(inside, own))
+            keys = [key for key in state if key.startswith(prefix) and state[key] is not kept.before.get(key)]
+            shared = copy_shared(state, keys, [*shards, *own], _unchanged_until_forward(inside, own))
             wrapper._share_until_forward(shared)
     kept.before = {}
     return state
@@ -87,9 +88,9 @@ def _unchanged_until_forward(wrappers: Iterable[Wrapper], tensors: Iterable[Tens
     if any(unit.phase is not Phase.IDLE or unit.awaits_backward for unit in units):
         return []
     managed = {None, *(memory_of(unit.layout.local_values()) for unit in units)}
-    free = [tensor for tensor in tensors if tensor.grad is None and memory_of(tensor) not in managed]
-    # Another process can write to memory on the CPU that is shared between processes.
-    return [tensor for tensor in free if tensor.device.type != "cpu" or not tensor.is_shared()]
+    # On the CPU, another process can write to shared memory.
+    own_memory = [tensor for tensor in tensors if memory_of(tensor) not in managed]
+    return [one for one in own_memory if one.grad is None and (one.device.type != "cpu" or not one.is_shared())]
 
 
 def agree(wrapper: Wrapper, call: str, meshes: Iterable[MeshGroups], has_code: Callable[[nn.Module], bool]) -> None:
@@ -150,36 +151,36 @@ def _registered_during_walk(unit: FlatUnit | None, *, runs_custom_code: bool) ->
     else:
         check_idle(unit)
         # Empty tensors for hidden original parameters, so that the walk writes keys in their order.
-        hidden = [] if unit.layout.use_orig_params else _slots_of(unit)
-        for slot in hidden:
-            slot.module._parameters[slot.name] = nn.Parameter(torch.empty(0), requires_grad=False)
+        hidden = [] if unit.layout.use_orig_params else _places_of(unit)
+        for place in hidden:
+            place.module._parameters[place.name] = nn.Parameter(torch.empty(0), requires_grad=False)
         try:
             yield
         finally:
-            for slot in hidden:
-                del slot.module._parameters[slot.name]
+            for place in hidden:
+                del place.module._parameters[place.name]
 
 
 @contextmanager
 def full_parameters(unit: FlatUnit, *, writeback: bool) -> Generator[None]:
     """Full parameters on the modules of an idle unit. All ranks of its shard group must enter and exit it."""
     with summoned([unit], writeback=writeback, rank0_only=False, offload_to_cpu=False, with_grads=False):
-        shown = [(slot, slot.module.get_parameter(slot.name)) for slot in _slots_of(unit)]
+        shown = [(place, place.module.get_parameter(place.name)) for place in _places_of(unit)]
         try:
             yield
         finally:
-            for slot, parameter in shown:
-                given = slot.module._parameters.get(slot.name)
+            for place, parameter in shown:
+                given = place.module._parameters.get(place.name)
                 if given is not None and given is not parameter:
                     # `load_state_dict(assign=True)` has registered another tensor.
                     parameter.data.copy_(given)
-                    slot.module._parameters[slot.name] = parameter
-                    slot.update_second_list(parameter)
+                    place.module._parameters[place.name] = parameter
+                    place.update_second_list(parameter)
 
 
-def _slots_of(unit: FlatUnit) -> list[ParamInfo]:
+def _places_of(unit: FlatUnit) -> list[ParamInfo]:
     """Every place where a parameter of the unit is registered."""
-    return [slot for owned in unit.layout.parameters for slot in owned.attributes]
+    return [place for info in unit.layout.parameters for place in info.attributes]
 
 
 # ---- after the walk -------------------------------------------------------------------------------------------------
@@ -227,8 +228,8 @@ def _write_unit(codec: UnitCodec, form: Form, state: MutableMapping[str, Any]) -
         for key in [key for key in codec.keys if isinstance(state.get(key), torch.Tensor)]:
             state[key] = codec.in_form(state[key].detach(), form, state[key].device)
         # Also entries under other names: a view of one element would keep, and save, the whole bucket.
-        shown = [slot.module._parameters.get(slot.name) for slot in _slots_of(codec.unit)]
-        copy_shared(state, codec.prefix, [tensor for tensor in shown if tensor is not None], {})
+        keys = [key for key in state if key.startswith(codec.prefix)]
+        copy_shared(state, keys, codec.unit.module.parameters())
 
 
 @contextmanager

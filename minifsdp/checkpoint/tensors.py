@@ -25,12 +25,13 @@ Spec: SD-SHARD-01, SD-SHARD-02, SD-CFG-18, SD-FULL-07, SAVE-01.
 
 import warnings
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Generator, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
@@ -40,7 +41,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.overrides import is_tensor_like
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from minifsdp.engine import collectives
 from minifsdp.engine.mesh import Group
@@ -61,13 +62,13 @@ def rows_at(index: int, num_rows: int, num_ranks: int) -> range:
     return range(num_rows)[index * size : (index + 1) * size]
 
 
-def rows_of(full: torch.Tensor, group: Group) -> torch.Tensor:
+def rows_of(full: Tensor, group: Group) -> Tensor:
     """A view of this rank's rows."""
     mine = rows_at(group.rank, full.shape[0], group.size)
     return full[mine.start : mine.stop]
 
 
-def as_sharded_tensor(rows: torch.Tensor, shape: torch.Size, group: Group) -> ShardedTensor:
+def as_sharded_tensor(rows: Tensor, shape: torch.Size, group: Group) -> ShardedTensor:
     """This rank's rows of a tensor of ``shape``, as a ``ShardedTensor``, without communication."""
     table = []
     for index, rank in enumerate(group.ranks):
@@ -78,10 +79,9 @@ def as_sharded_tensor(rows: torch.Tensor, shape: torch.Size, group: Group) -> Sh
         table.append(ShardMetadata(start, [len(there), *shape[1:]], f"rank:{rank}/{rows.device}"))
     metadata = ShardedTensorMetadata(table, shape, TensorProperties(dtype=rows.dtype))
     with no_deprecation_warning():
-        sharded: ShardedTensor = ShardedTensor._init_from_local_shards_and_global_metadata(
+        return ShardedTensor._init_from_local_shards_and_global_metadata(
             [LocalShard(rows, table[group.rank])], sharded_tensor_metadata=metadata, process_group=group.process_group
         )
-    return sharded
 
 
 @contextmanager
@@ -95,7 +95,7 @@ def no_deprecation_warning() -> Generator[None]:
         yield
 
 
-def as_dtensor(full: torch.Tensor, group: Group, mesh: DeviceMesh, device: torch.device) -> DTensor:
+def as_dtensor(full: Tensor, group: Group, mesh: DeviceMesh, device: torch.device) -> DTensor:
     """This rank's rows of ``full`` as a ``DTensor``, sharded over the last axis of ``mesh``, without communication."""
     placements: list[Placement] = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     rows = rows_of(local_tensor(full), group).clone()
@@ -114,7 +114,7 @@ def as_dtensor(full: torch.Tensor, group: Group, mesh: DeviceMesh, device: torch
 # ---- from rows to unsharded tensors ---------------------------------------------------------------------------------
 
 
-def local_rows(value: Any) -> torch.Tensor | None:
+def local_rows(value: Any) -> Tensor | None:
     """This rank's rows of a sharded value of a state dict; ``None`` for a value that is not sharded.
 
     A rank without rows gets a tensor with 0 rows.
@@ -127,7 +127,7 @@ def local_rows(value: Any) -> torch.Tensor | None:
     return None
 
 
-def on_this_rank(value: torch.Tensor) -> torch.Tensor:
+def on_this_rank(value: Tensor) -> Tensor:
     """The local tensor of a value: this rank's rows if it is sharded, otherwise the value."""
     rows = local_rows(value)
     return value if rows is None else rows
@@ -182,7 +182,7 @@ def _first_row(value: Any) -> int:
     return cast(int, value.local_shards()[0].metadata.shard_offsets[0])
 
 
-def gathered_rows(value: Any, group: Group | None, device: torch.device) -> torch.Tensor:
+def gathered_rows(value: Any, group: Group | None, device: torch.device) -> Tensor:
     """The full tensor of a sharded value. All ranks of the group must call it.
 
     Args:
@@ -217,7 +217,7 @@ def _shape_in_group(value: Any, group: Group | None) -> torch.Size:
 # ---- copies ---------------------------------------------------------------------------------------------------------
 
 
-def memory_of(tensor: torch.Tensor) -> int | None:
+def memory_of(tensor: Tensor) -> int | None:
     """The address of a tensor's storage; ``None`` for tensors without one, such as sparse tensors."""
     try:
         return on_this_rank(tensor).untyped_storage().data_ptr()
@@ -226,21 +226,16 @@ def memory_of(tensor: torch.Tensor) -> int | None:
 
 
 def copy_shared(
-    state: MutableMapping[str, Any],
-    prefix: str,
-    own: Iterable[torch.Tensor],
-    before: Mapping[str, Any],
-    unchanged: Iterable[torch.Tensor] = (),
-) -> list[torch.Tensor]:
-    """Copies every tensor below ``prefix`` that uses the model's memory, including tensors in a list or a dict.
+    state: MutableMapping[str, Any], keys: Iterable[str], own: Iterable[Tensor], unchanged: Iterable[Tensor] = ()
+) -> list[Tensor]:
+    """Copies every tensor under ``keys`` that uses the model's memory, including tensors in a list or a dict.
 
     If two keys refer to the same tensor, they share one copy. An expanded tensor is copied before it is expanded.
 
     Args:
-        state: the dict; all or some of its keys begin with ``prefix``.
-        prefix: the beginning of the keys to check.
+        state: the dict.
+        keys: the keys of the entries to check.
         own: tensors of the model.
-        before: entries that the dict had before the model was saved; they stay unchanged.
         unchanged: those of ``own`` that nothing writes to before the next forward. An entry of the dict is not copied
             if it consists of all elements of one of them, and no other entry uses this memory.
 
@@ -250,11 +245,11 @@ def copy_shared(
     # The address of a storage without elements is 0.
     memory = {memory_of(tensor) for tensor in own} - {0}
     may_share = {memory_of(tensor) for tensor in unchanged} - {0, None}
-    num_uses = Counter(memory_of(leaf) for leaf in tree_leaves(dict(state)) if isinstance(leaf, torch.Tensor))
-    copies: dict[Any, torch.Tensor] = {}
+    num_uses = Counter(memory_of(value) for value in state.values() if isinstance(value, Tensor))
+    copies: dict[Any, Tensor] = {}
     shared = []
 
-    def unshared(tensor: torch.Tensor) -> torch.Tensor:
+    def unshared(tensor: Tensor) -> Tensor:
         where = memory_of(tensor)
         if where not in memory:
             return tensor
@@ -269,7 +264,6 @@ def copy_shared(
             copies[same] = once.clone().expand(tensor.shape)
         return copies[same]
 
-    for key in [key for key in state if key.startswith(prefix)]:
-        if state[key] is not before.get(key):
-            state[key] = tree_map_only(torch.Tensor, unshared, state[key])
+    for key in keys:
+        state[key] = tree_map_only(Tensor, unshared, state[key])
     return shared

@@ -63,23 +63,21 @@ class RootId:
 class UnitName(str):
     """The full name of a unit, and how the ranks identify it.
 
-    Ranks may have different numbers of modules that belong to no unit, for instance ignored ones in a ``Sequential``.
-    Then equal units have different indices. So an index in a path does not identify a unit. Units that are equal except
-    for indices are counted: ``layers.4`` and ``layers.7`` of one rank are numbers 0 and 1, and so are ``layers.5`` and
-    ``layers.8`` of another rank.
+    An index in a path does not identify a unit, because ranks may have different numbers of ignored modules. Units that
+    are equal except for indices are counted: ``layers.4`` and ``layers.7`` of one rank are numbers 0 and 1, and so are
+    ``layers.5`` and ``layers.8`` of another rank.
 
     Args:
         name: full name of the unit's module inside the root.
         parameters: name inside the unit, and shape, of each parameter.
         root_id: the units of the same root.
         ranks: the ranks of the unit's process groups.
-        num_equal: how many units of this root have had the same ranks and equal parameters, by `repr`. The unit counts
-            itself here.
+        num_equal: how many units of this root have had equal parameters and ranks. The unit counts itself here.
 
     Attributes:
         identities: the identity of the unit in each sequence.
-        digest: equal on all ranks: of the parameters' shapes, of their names without indices and without the components
-            that wrappers add, and of the number among equal units.
+        digest: of the number among equal units, and of the shapes and names of the parameters, without indices and
+            without the components that wrappers add.
         root_id: as given.
     """
 

@@ -40,11 +40,10 @@ from torch.autograd import Variable
 from minifsdp import trace
 from minifsdp.engine import backward_hooks
 from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task, register_pre_backward_hook
-from minifsdp.engine.messages import message
 from minifsdp.engine.rank_checks import RankChecks
 from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.schedule import BackwardPrefetch, Schedule
-from minifsdp.engine.unit import Phase, State, Unit
+from minifsdp.engine.unit import Phase, State, Unit, not_while_summoned
 
 
 class IterationState:
@@ -166,7 +165,7 @@ class IterationState:
         if unit.phase is Phase.PRE_BACKWARD:
             return
         if unit.phase is Phase.SUMMONED:
-            raise RuntimeError(message("while-summoned", what="backward", unit=unit.name))
+            raise not_while_summoned(unit, "backward")
         if not self.in_backward:
             self.begin_backward()
         unit.phase = Phase.PRE_BACKWARD

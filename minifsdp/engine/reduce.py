@@ -157,8 +157,8 @@ class Reducer:
             before = None
         if plan.partial is not None and plan.partial[0] != gradient.numbers:
             # Before the stream reads the gradient: after an error nothing would keep the gradient alive.
-            counts = {"waiting": len(plan.partial[0]), "new": len(gradient.numbers)}
-            raise RuntimeError(message("uneven-partial", name=layout.name, **counts))
+            waiting, added = len(plan.partial[0]), len(gradient.numbers)
+            raise RuntimeError(message("uneven-partial", name=layout.name, waiting=waiting, new=added))
         if before is not None and before.scattered is not COMPLETED:
             self.before_concat()
         # 1. On the compute stream, which allocated the parts, so their memory can be reused immediately.

@@ -40,11 +40,10 @@ from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.hooks import IterationState
 from minifsdp.engine.layout import Steps
 from minifsdp.engine.lifetime import RateLimiter
-from minifsdp.engine.messages import message
 from minifsdp.engine.rank_checks import RankChecks
 from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.schedule import BackwardPrefetch
-from minifsdp.engine.unit import Phase, State, Unit
+from minifsdp.engine.unit import Phase, State, Unit, not_while_summoned
 
 
 def _name_units(units: Sequence[tuple[str, Unit]], root_id: RootId) -> None:
@@ -156,7 +155,7 @@ class RootState:
         # 2. Before the first collective, so that a mistake raises an error on every rank.
         for unit in self.units if caller is None else (caller, *caller.inner):
             if unit.phase is Phase.SUMMONED:
-                raise RuntimeError(message("while-summoned", what="forward", unit=unit.name))
+                raise not_while_summoned(unit, "forward")
         validation.check_not_in_ddp((unit.layout.local_parameters(), unit.plan.mesh) for unit in self.units)
         for unit in self.units:
             if unit.phase is not Phase.SUMMONED:

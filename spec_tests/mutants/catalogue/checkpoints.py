@@ -64,7 +64,7 @@ MUTANTS = [
         "SD-FULL-01 SD-FULL-02",
     ),
     Mutant(
-        "gathered-gets-the-full-dict",
+        "everybody-gets-the-full-dict",
         "_write_unit",
         "is_wanted = codec.mesh.is_first or not form.first_only",
         "is_wanted = True",

@@ -34,8 +34,8 @@ MUTANTS = [
     Mutant(
         "values-are-shared-before-a-step",
         "_unchanged_until_forward",
-        "if tensor.grad is None and ",
-        "if ",
+        "one.grad is None and ",
+        "",
         "A state dict shares an ignored parameter with the model although an optimizer step can follow.",
         "SAVE-01",
     ),
@@ -73,9 +73,9 @@ MUTANTS = [
     ),
     Mutant(
         "entries-of-others-are-copied",
-        "copy_shared",
-        "if state[key] is not before.get(key):",
-        "if True:",
+        "save",
+        " and state[key] is not kept.before.get(key)",
+        "",
         "Entries of other models are replaced by copies.",
         "SAVE-02",
     ),
