@@ -1,6 +1,6 @@
 """One runtime for all units; it does not depend on the API that created them.
 
-From the bottom up, each module using only those above it in this list:
+From the bottom layer to the top. Each module uses only modules above it in this list:
 
 ``messages``        error messages and warnings
 ``compiler``        functions that ``torch.compile`` must not trace
@@ -9,18 +9,18 @@ From the bottom up, each module using only those above it in this list:
 ``gloo``            a faster transport between CPUs
 ``mesh``            shard groups and replicate groups
 ``collectives``     the collectives of a training step
-``rank_checks``     whether all ranks issue the same collectives
+``rank_checks``     checks that all ranks issue the same collectives
 ``precision``       the dtype at each step
 ``lifetime``        when memory can be reused; the rate limiter
 ``shards``          how a single parameter is sharded
-``validation``      mistakes that are detected when they are made
+``validation``      checks when a unit is created and when a forward begins
 ``layout``          the interface for storing a unit's parameters
-``optimizer_watch`` mistakes that are detected at an optimizer's step
+``optimizer_watch`` checks before each optimizer step
 ``placeholder``     the placeholder for a parameter that is not available
 ``flat_tensor``     how a flat parameter is sharded; the unsharded tensor, which autograd owns
 ``flat_params``     the registered parameters of a flat unit: a flat parameter, or the original parameters
-``flat_gradients``  ... and their gradients
-``flat``            layout 1: one flat tensor, views into it
+``flat_gradients``  the gradients of these parameters
+``flat``            layout 1: one flat tensor, and views of it
 ``sharded_param``   one parameter: its local shard, DTensor and leaf
 ``extension``       the bucket of one parameter with a custom all-gather
 ``bucket``          the bucket of all other parameters: contiguous shards
@@ -33,5 +33,5 @@ From the bottom up, each module using only those above it in this list:
 ``root``            the root state: lazy start, begin and end of an iteration
 
 Suggested reading order: ``layout``, ``bucket``, ``per_param``, ``unit``, ``hooks``, ``reduce``, ``schedule``,
-``lifetime``        and ``root``; then ``flat``.
+``lifetime`` and ``root``; then ``flat``.
 """

@@ -1,27 +1,27 @@
 """Detects where a unit's backward starts and ends, with tensor hooks and a pass-through autograd node.
 
 A unit's backward begins when the gradient of its output is computed. It ends when the gradients of its parameters are
-complete. How that can be detected depends on the layout, so there are two kinds of `BackwardHooks`:
+complete. The layout determines how to detect this, so there are two kinds of `BackwardHooks`:
 
 1. *Leaf hooks.* If all parameters are views of one leaf, autograd accumulates into that leaf after every use of every
    parameter has contributed, even if the module was called several times. The layout registers one hook there, once.
    A unit without trainable parameters has no gradient to wait for: its backward ends when the gradients of its inputs
    are computed, or, if no input needs a gradient, at the end of backward.
-2. *Inputs hooks.* With one leaf for each parameter, it is not known which of them get a gradient in this backward.
-   So the inputs of the module pass through an autograd node. When autograd reaches this node, the backward of the unit
-   is done. If no input needs a gradient, the end of backward handles the unit (`BackwardHooks.is_overdue`).
+2. *Inputs hooks.* With one leaf for each parameter, the leaves that get a gradient can differ between backwards. So the
+   inputs of the module pass through an autograd node. When autograd reaches this node, the backward of the unit is
+   done. If no input needs a gradient, the end of backward handles the unit (`BackwardHooks.is_overdue`).
 
 Three mechanisms:
 
-* a **tensor hook** runs when the gradient of the tensor is computed, before it is used further;
-* a tensor can **pass through a node** that is the identity in forward. Autograd reaches the node when everything that
-  was computed from its output is done; a hook on the input would also wait for other users of that input;
+* a **tensor hook** runs when the gradient of the tensor is computed, before autograd uses this gradient;
+* a tensor can **pass through a node** that is the identity in forward. Autograd reaches the node after the backward of
+  all operations on the node's output. A hook on the input would also wait for other operations on that input;
 * the **ID of the running backward** in this thread distinguishes nested backwards.
 
 Worked example, ``y = unit(x)`` where ``x`` is also used elsewhere::
 
     x --(node)-- x'  -->  unit  -->  y --(hook)
-    backward:    the hook runs when dy is computed, the node when dx' is; dx needs the other users of x as well
+    backward:    the hook runs when dy is computed, the node when dx' is computed; dx also needs the other uses of x
 
 *In torch:* ``RegisterPostBackwardFunction`` and ``_register_pre_backward_hook`` of FSDP2. FSDP1 registers its hook for
 the gradient in each forward, on a node that it gets by expanding the flat parameter.
@@ -39,7 +39,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from minifsdp.engine.precision import map_tensors, tensors_in
 from minifsdp.engine.unit import Phase, Unit
 
-# The ID of the backward that runs in this thread; a nested backward has its own.
+# The ID of the backward that runs in this thread; a nested backward has another ID.
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 NOT_IN_BACKWARD = -1
 
@@ -51,9 +51,9 @@ class BackwardHooks(ABC):
 
     Args:
         unit: the unit.
-        pre_backward: called when the gradient of its output is computed.
-        post_backward: called when the gradients of its parameters are complete.
-        close: called when its backward is over and it has no trainable parameters.
+        pre_backward: called when the gradient of the unit's output is computed.
+        post_backward: called when the gradients of the unit's parameters are complete.
+        close: called at the end of the unit's backward if the unit has no trainable parameters.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class BackwardHooks(ABC):
 
 
 class LeafHooks(BackwardHooks):
-    """1. The layout has the hook, see `Layout.on_gradient`. Only the end of a frozen unit must be detected here."""
+    """1. The layout registers the hook, see `Layout.on_gradient`. This class detects the end of frozen units only."""
 
     def watch_output(self, inputs: Any, output: Any) -> bool:
         """Registers the pre-backward hook, and hooks the inputs of a frozen unit."""
@@ -108,7 +108,7 @@ class InputsHooks(BackwardHooks):
             self._post_backward(self._unit)
 
     def watch_output(self, inputs: Any, output: Any) -> bool:
-        """Registers the pre-backward hook, except on returned inputs: their gradients may come after the backward."""
+        """Registers the pre-backward hook, except on inputs that the module returns unchanged."""
         return register_pre_backward_hook(output, self._pre_backward, apart_from=inputs)
 
     def is_overdue(self) -> bool:

@@ -10,12 +10,12 @@ views of one tensor, both sharded and unsharded. Two ranks; capital letters are 
     unsharded    [a a A A | b B]             parameter after parameter, used by the modules
 
 1. *No copy-in.* The shards are stored in the order in which they are sent, so the all-gather reads them directly. Only
-   a cast to another dtype, or a copy from the CPU, needs extra memory. It uses this rank's part of the buffer.
-   Each shard has its own storage, which is a range of the bucket's memory. ``torch.save`` and ``deepcopy`` serialize
-   the whole storage of a view, and cannot save a DTensor whose local tensor has a non-zero storage offset.
+   a cast to another dtype, or a copy from the CPU, needs extra memory: this rank's part of the buffer. Each shard has
+   its own storage, which is a range of the bucket's memory. ``torch.save`` and ``deepcopy`` serialize the whole storage
+   of a view, and cannot save a DTensor whose local tensor has a non-zero storage offset.
 2. *One copy-out.* The all-gathered data is sorted by rank and must be sorted by parameter. One operator does that for
    all parameters. A bucket of one parameter is already sorted: on the CPU its buffer is ``unsharded``. On the CPU,
-   large parameters are also sent one by one, directly into their final memory, without buffer and copy.
+   large parameters are also sent one by one, directly into their final memory, without a buffer or a copy.
 3. The leaves, which autograd owns, are created once. Each is a view of ``unsharded`` with its own version counter.
    ``unsharded`` has memory only from all-gather to reshard: one resize allocates the memory of all leaves.
 4. A bucket that is neither sharded nor cast needs no second memory: its leaves are views of the shards.
@@ -27,8 +27,8 @@ node. The all-gather for backward then uses only these ranks. The diagram stays 
 
 A bucket has one dtype and one mesh. Most units have one bucket. Others have several, for example with a norm in float32
 next to weights in bfloat16, or with experts that are sharded over fewer ranks. A parameter with a custom all-gather has
-its own bucket. After the user has replaced parameters, they are assigned again. A bucket that would have the same
-parameters of the same kind as before is kept, with its memory and its leaves.
+its own bucket. After a user has replaced parameters, the unit assigns its parameters to buckets again. A bucket whose
+parameters and kind stay the same is kept, with its memory and its leaves.
 
 *In torch:* each parameter has its own memory on both sides, with a copy-in and a copy-out for each all-gather.
 
@@ -55,12 +55,12 @@ class _Source:
     Args:
         params: the parameters.
         group: the ranks of the all-gather; ``None`` if there are no other ranks.
-        sizes: elements of each shard, including padding.
+        sizes: number of elements in each shard, including padding.
         local: 1-D, zeros; the memory of all shards.
-        spaces: the memory of each leaf; must be allocated.
+        spaces: the memory of each leaf. It must be allocated.
 
     Attributes:
-        shapes: of the shards.
+        shapes: the shapes of the shards.
         local_shards: the shard of each parameter, in the memory of `local`.
         num_shards, rank: size of the group, and this rank's position in it.
         is_split_only: whether every parameter is sharded along its first dim.
@@ -105,12 +105,12 @@ class Bucket:
         group: the ranks of the next all-gather; ``None`` if there are no other ranks.
         sends_each: whether the next all-gather sends each parameter separately.
         device: the compute device.
-        dtype: of the leaves.
+        dtype: the dtype of the leaves.
         local: 1-D, the local shards, including padding.
         local_shards: the local shard of each parameter, in the memory of `local`.
         leaves: the unsharded parameters; they have memory only while all-gathered.
         is_borrowed: whether the leaves have no memory of their own (note 4).
-        num_bytes: of the unsharded parameters, without the gaps.
+        num_bytes: the size of the unsharded parameters, without the gaps.
     """
 
     kind: object = None
@@ -137,8 +137,8 @@ class Bucket:
             nn.Parameter(space.data[: param.shape.numel()].view(param.shape), requires_grad=False)
             for space, param in zip(self._spaces, params, strict=True)
         ]
-        # Without other ranks, or with one parameter, the data is sorted. But on an accelerator the leaves' memory would
-        # then come from the communication stream, and only the copy-out makes it safe to reuse that memory.
+        # Without other ranks, or with one parameter, the data is already sorted. But on an accelerator, the leaves'
+        # memory would then belong to the communication stream. Only the copy-out makes its reuse safe.
         is_sorted = group is None or (len(params) == 1 and params[0].dim == 0)
         self._copies = not is_sorted or self.device.type != "cpu"
         self._own = self._source = _Source(params, group, sizes, self.local, self._spaces)
@@ -159,7 +159,7 @@ class Bucket:
         self._own.copy_in(local_shards)
 
     def stamp(self) -> object:
-        """Differs from an earlier stamp if values were changed in place, or memory replaced, in between."""
+        """Differs from an earlier stamp if values were changed in place, or memory was replaced, in between."""
         return self.local.data_ptr(), list(map(VERSION, self.local_shards))
 
     # --- all-gather ---
@@ -168,13 +168,13 @@ class Bucket:
         """Allocates memory for an all-gather on ``comm_stream``. Call `copy_out` when it is complete.
 
         Returns:
-            The output and the input of the all-gather; nothing if it needs none. With `sends_each`, both are lists.
+            The output and the input of the all-gather, if one is needed. With `sends_each`, both are lists.
         """
         if self.is_borrowed:
             return []
         source = self._source
         if source is not self._own:
-            # The compute stream wrote this source after the communication stream last waited for it.
+            # The compute stream wrote this source after the communication stream last waited for the compute stream.
             comm_stream.wait_compute(self._written_at)
         if source.sends_each or not self._copies:
             # 2. Nothing to sort.
@@ -194,7 +194,7 @@ class Bucket:
         return [(buffer, local_shard)]
 
     def copy_out(self) -> bool:
-        """2. Sorts the all-gathered data by parameter. Returns whether `leaves` has new tensors: never."""
+        """2. Sorts the all-gathered data by parameter. Returns ``False``, because `leaves` has no new tensors."""
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None and self._copies:
             self._storage.resize_(self._unsharded.nbytes)
@@ -209,7 +209,7 @@ class Bucket:
         return False
 
     def _concatenate(self, sorted_by_rank: torch.Tensor, source: _Source) -> None:
-        """The copy-out for parameters that are sharded along another dim than the first."""
+        """The copy-out for parameters that are sharded along a dim other than the first."""
         parts = sorted_by_rank.split(source.sizes, dim=1)
         each = zip(self.params, source.shapes, parts, source.targets, self.leaves, strict=True)
         for param, shape, part, target, leaf in each:
@@ -228,7 +228,7 @@ class Bucket:
     # --- resharding to a smaller mesh ---
 
     def reshard_to_smaller_mesh(self, group: Group) -> list[torch.Tensor]:
-        """Keeps 1/``group.size`` of the unsharded parameters, to all-gather over ``group`` only. Call it before `free`.
+        """Keeps 1/``group.size`` of the unsharded parameters, for all-gathers over ``group``. Call it before `free`.
 
         Returns:
             This rank's shard of each parameter over the ranks of ``group``.
@@ -243,7 +243,7 @@ class Bucket:
         return source.local_shards
 
     def unshard_from_full_mesh(self) -> None:
-        """The next all-gather reads the optimizer's shards again, whose values may have changed."""
+        """Makes the next all-gather read the optimizer's shards again. Their values may have changed."""
         self._source, self.group, self.sends_each = self._own, self._own.group, self._own.sends_each
 
 
@@ -261,10 +261,10 @@ def assign_to_buckets(
     Args:
         params, local_shards: the parameters of a unit, and the values of each.
         options: where to compute, and in which dtype.
-        before: the unit's buckets until now. Those whose parameters and kind stay the same are kept.
+        before: the current buckets of the unit. A bucket whose parameters and kind stay the same is kept.
     """
-    # One group for each dtype, device and mesh, and one for each parameter with a custom all-gather. A unit can have
-    # some of its parameters on the meta device until they get values.
+    # One group for each dtype, device and mesh, and one for each parameter with a custom all-gather. Some parameters of
+    # a unit can be on the meta device until they get values.
     groups: dict[Any, dict[ShardedParam, torch.Tensor]] = {}
     for param, local_shard in zip(params, local_shards, strict=True):
         alone = param if is_extended(local_shard, param.info.path) else None

@@ -2,21 +2,21 @@
 
 A job on many ranks can fail in two ways without an explanation. It hangs, because one rank does not issue a collective
 that the others wait for. Or it trains on wrong numbers, because two ranks issued different collectives. A comparison of
-the collectives of all ranks finds both. So `CollectiveLog.record` is called for each collective of this package, in one
-place (``collectives.py``):
+the collectives of all ranks finds both. So ``collectives.py`` calls `CollectiveLog.record` for each collective of this
+package:
 
 1. *Kind, unit, size, code line.* The entry has the kind, the unit, the number of bytes, the iteration, and the line of
    the program that led to the collective. It refers to code objects; names are looked up when the entry is read.
 2. *Position in its process group.* Collectives of one process group pair up by order. So each group has a
-   `CollectiveSequence`: a position, and a hash of all collectives up to there. Equal hashes mean equal order.
+   `CollectiveSequence`: a position, and a hash of all collectives up to this position. Equal hashes mean equal order.
 3. *Epoch.* The ranks compare their hashes at the end of each backward (``rank_checks.py``) and then start a new epoch.
    A position is an epoch and a number in it. Ranks in different epochs are not compared.
 
 The ranks compare the `identity` of each collective: kind, number of bytes, dtype, and unit. The unit is identified by
-its parameters' shapes and names (see `UnitName`), and by the number of its root on this group. The line in the program
-is never compared: healthy ranks may issue the same collective from different lines.
+its parameters' shapes and names (see `UnitName`), and by the number of its root in this group. The ranks never compare
+the line in the program, because correct ranks may issue the same collective from different lines.
 
-Worked example, two ranks, group ``0``, each with one unit that the other one lacks::
+Worked example, two ranks in group ``0``, each with one unit that the other rank does not have::
 
     rank 0      0: all-gather a      1: all-gather b      hash 5f1d...
     rank 1      0: all-gather a      1: all-gather c      hash 90ab...     the ranks diverge at position 1
@@ -63,20 +63,20 @@ class RootId:
 class UnitName(str):
     """The full name of a unit, and how the ranks identify it.
 
-    An index in a path does not identify a unit, because ranks may have different numbers of ignored modules. Units that
-    are equal except for indices are counted: ``layers.4`` and ``layers.7`` of one rank are numbers 0 and 1, and so are
-    ``layers.5`` and ``layers.8`` of another rank.
+    An index in a path does not identify a unit, because ranks may have different numbers of ignored modules. So units
+    that are equal except for indices are numbered: ``layers.4`` and ``layers.7`` of one rank get the numbers 0 and 1,
+    and so do ``layers.5`` and ``layers.8`` of another rank.
 
     Args:
         name: full name of the unit's module inside the root.
         parameters: name inside the unit, and shape, of each parameter.
         root_id: the units of the same root.
         ranks: the ranks of the unit's process groups.
-        num_equal: how many units of this root have had equal parameters and ranks. The unit counts itself here.
+        num_equal: the number of units of this root with equal parameters and ranks so far. This unit adds 1 to it.
 
     Attributes:
         identities: the identity of the unit in each sequence.
-        digest: of the number among equal units, and of the shapes and names of the parameters, without indices and
+        digest: hash of the number among equal units, and of the shapes and names of the parameters, without indices and
             without the components that wrappers add.
         root_id: as given.
     """
@@ -105,7 +105,7 @@ class UnitName(str):
         return made
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        """A copy is an ordinary string: it belongs to no root of this process."""
+        """Makes a copy an ordinary string, because the copy does not belong to a root of this process."""
         return str, (str(self),)
 
 
@@ -119,15 +119,15 @@ class CollectiveSequence:
 
     Args:
         key: name and generation of the process group; the name is equal on all of its ranks.
-        ranks: global ranks in it.
-        process_group: referenced weakly, because the process group is the key of this sequence in the log.
+        ranks: the global ranks of the process group.
+        process_group: the group, referenced weakly, because it is the key of this sequence in the log.
 
     Attributes:
         epoch: number of comparisons so far.
         number: collectives issued since the last comparison.
-        hash: hash of all of them.
+        hash: hash of these collectives.
         last_epoch: epoch, number and digest of the previous epoch.
-        transport: sends between CPUs; ``None`` if the process group sends.
+        transport: the transport between CPUs; ``None`` if the process group sends the data.
         agreed: identities of the units that all ranks agreed to all-gather (``rank_checks.py``).
     """
 
@@ -173,14 +173,14 @@ class Entry(NamedTuple):
     """One entry of the log.
 
     Attributes:
-        kind: in words, ``"all-gather"``.
-        unit, parts: the unit, or ``None``; the numbers of its parameters that have a gradient.
-        num_bytes: of the larger of input and output.
-        iteration: of this rank.
-        identity: by which ranks are compared.
+        kind: the name of the collective, ``"all-gather"``.
+        unit, parts: the unit, or ``None``, and the numbers of its parameters that have a gradient.
+        num_bytes: the size of the input or of the output, whichever is larger.
+        iteration: the iteration of this rank.
+        identity: the value that the ranks compare.
         group, epoch, number: its position: the key of the group's sequence, the epoch, and the number in it.
         inside: the function that the program called; ``None`` if unknown.
-        code, line: innermost line of the program; ``None`` in a thread that the program has not started.
+        code, line: innermost line of the program; ``None`` in a thread that the program did not start.
     """
 
     kind: str
@@ -198,7 +198,7 @@ class Entry(NamedTuple):
 
     @property
     def what(self) -> str:
-        """In words, "all-gather of 'a' in forward"."""
+        """The collective as text: "all-gather of 'a' in forward"."""
         unit = "" if self.unit is None else f" of {self.unit!r}"
         parts = f", its parameters {list(self.parts)}" if self.parts else ""
         return f"{self.kind}{unit}{parts} in {called(self.inside)}"
@@ -230,9 +230,9 @@ class CollectiveLog:
         latest: the position of the last collective.
         last_event: an accelerator's event after the last work on a communication stream.
         fatal_error: set by the watchdog if no further collective can complete: the text of the error.
-        watchdog: the watchdog of the default process group, if it has one.
-        store: a weak reference to the store of the default process group, whose end clears the log.
-        exit_status: an object that ends the process with another status, when Python deletes this log.
+        watchdog: the watchdog of the default process group, if there is one.
+        store: a weak reference to the store of the default process group. The log is cleared when the store is deleted.
+        exit_status: an object that ends the process with another exit status when Python deletes this log.
     """
 
     def __init__(self) -> None:
@@ -252,7 +252,7 @@ class CollectiveLog:
         """The sequence of a process group."""
         if process_group not in self.sequences:
             name = getattr(process_group, "group_name", str(ranks))
-            # A later group of the same name has another key.
+            # A later group with the same name gets another key.
             self._generations[name] += 1
             key = f"{name}#{self._generations[name]}"
             self.sequences[process_group] = CollectiveSequence(key, ranks, process_group)
@@ -261,7 +261,7 @@ class CollectiveLog:
     def record(
         self, sequence: CollectiveSequence, kind: str, num_bytes: int, unit: str | None, parts: Parts, dtype: Any
     ) -> tuple[Position, bytes]:
-        """Adds a collective that is issued next. Returns its position, and its identity.
+        """Adds a collective, which the caller issues next. Returns its position and its identity.
 
         Args:
             sequence, kind, num_bytes, unit, parts: as in `Entry`; ``unit`` is empty for the outermost module's unit.
@@ -274,7 +274,7 @@ class CollectiveLog:
             unit = str(unit)
         identity = f"{kind} {num_bytes} {dtype} {of_unit} {parts};".encode()
         sequence.hash.update(identity)
-        # 1. The frame of the program that led here.
+        # 1. The innermost frame of the program.
         inside = frame = sys._getframe(1)
         while frame and frame.f_globals.get("__name__", "").partition(".")[0] in NOT_THE_PROGRAM:
             inside, frame = frame, frame.f_back  # type: ignore[assignment]
@@ -289,7 +289,7 @@ class CollectiveLog:
         return self.latest, identity
 
     def undo(self, position: Position, hash_before: Any) -> None:
-        """Removes the last entry, which no other rank has, given the result of `CollectiveSequence.mark` before it."""
+        """Removes the last entry, which no other rank has. Pass the earlier result of `CollectiveSequence.mark`."""
         sequence, _, number = position
         sequence.number, sequence.hash = number, hash_before
         self.entries.pop()
@@ -306,7 +306,7 @@ class CollectiveLog:
         return self.latest if waiting is None else waiting.position
 
     def clear(self) -> None:
-        """Called when the default process group was destroyed, and with it all other groups."""
+        """Called when the default process group, and with it all other groups, was destroyed."""
         self.waiting = self.latest = self.last_event = None
         self.fatal_error = ""
         self.sequences.clear()

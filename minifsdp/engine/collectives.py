@@ -7,21 +7,21 @@ FSDP is built on three collectives. Two ranks, a tensor of four elements::
     all_reduce       rank 0 has [1 2], rank 1 has [3 4]              both get [4 6]
 
 The last two *sum*. Training needs the *mean* over all ranks, so the sum is divided by their number: see `Scaling`.
-Dividing after the sum costs least, because only this rank's shard is left. In float16 the sum itself can overflow (the
-largest value is 65504), so one part of the division happens before the sum and one part after it. Both are as close to
-the square root as powers of two allow: 8 ranks divide by 4 before and by 2 after.
+Dividing after the sum costs least, because then only this rank's shard must be divided. In float16 the sum itself can
+overflow (the largest value is 65504), so one part of the division happens before the sum and one part after it. Both
+divisors are powers of two, as close to the square root as possible: 8 ranks divide by 4 before and by 2 after the sum.
 
 Backends do not support complex numbers, so their real and imaginary parts are sent and summed.
 
 The functions call the methods of the ``ProcessGroup`` directly, with option objects created once. The public functions
 of ``torch.distributed`` look up the group, check dtypes and wrap exceptions in each call, which for tiny units costs
-more than the rest of the engine; profilers and dispatch modes see the same ``c10d`` operators either way. Between CPUs
-another transport can replace the group for the first two, see `Group.transport`.
+more than the rest of the engine. Profilers and dispatch modes see the same ``c10d`` operators in both cases. Between
+CPUs, another transport can replace the group for the first two collectives, see `Group.transport`.
 
-A `Collective` is the handle. It hides a difference between backends: gloo returns a ``Work`` to wait for, NCCL returns
-nothing. An NCCL kernel runs on the stream on which it was issued, so work issued there later runs after it. Each
-collective is recorded in the collective log (``collective_log.py``). If it fails, the error contains the report
-of the watchdog (``minifsdp/watchdog``) about the other ranks.
+A `Collective` is the handle of a collective. It hides a difference between backends: gloo returns a ``Work`` to wait
+for, and NCCL returns ``None``. An NCCL kernel runs on the stream on which it was issued, so later work on this stream
+runs after it. Each collective is recorded in the collective log (``collective_log.py``). If it fails, the error
+contains the report of the watchdog (``minifsdp/watchdog``) about the other ranks.
 
 *In torch:* FSDP1 calls the public functions in ``_flat_param.py`` and ``_runtime_utils.py``; FSDP2 has
 ``_fsdp_collectives.py`` with pluggable allocators. Both use the same division rule.
@@ -65,14 +65,14 @@ _REDUCE_SCATTER_METHOD = "reduce_scatter_single" if _IS_RENAMED else "_reduce_sc
 
 
 class Collective:
-    """Issues a collective, and is the handle of its result.
+    """A collective that was issued, and the handle to wait for it. The constructor issues the collective.
 
     Args:
         kind, num_bytes, unit, parts, dtype: as in `CollectiveLog.record`.
         group: the group; all of its ranks must issue the same collective.
         issue: the function that issues the collective. It returns a handle or ``None``.
         arguments: arguments of ``issue``.
-        on_cpu: whether the process group sends from CPU memory.
+        on_cpu: whether the process group sends data from CPU memory.
 
     Attributes:
         about: kind and unit, as text.
@@ -113,7 +113,7 @@ class Collective:
         except RuntimeError as error:
             raise self._with_report(error) from error
         finally:
-            # Also if the program catches the exception: the main thread no longer waits.
+            # Reset this also if the program catches the exception: the main thread no longer waits.
             log.waiting = None
 
     def wait(self) -> None:
@@ -144,7 +144,7 @@ class Collective:
         agrees, self._sizes_agree = self._sizes_agree, None
         if (agree := agrees()) is True:
             return
-        # If the ranks have disagreed since, all of them drop the collectives from before.
+        # If the ranks found a mismatch since then, all of them drop the earlier collectives.
         self._work = None
         if agree is False:
             sequence = self.position[0]
@@ -154,7 +154,7 @@ class Collective:
             raise RuntimeError(message("about-to-part", ranks=list(sequence.ranks), report=report))
 
     def _with_report(self, error: RuntimeError) -> RuntimeError:
-        """The error to raise when this collective failed with ``error``: with a report about the other ranks."""
+        """The error to raise when this collective failed with ``error``. It contains a report about the other ranks."""
         if MORE in str(error):
             return error
         if log.fatal_error:
@@ -172,7 +172,7 @@ def all_gather(group: Group, output: torch.Tensor, local_shard: torch.Tensor, un
         group: the ranks that take part.
         output: 1-D, ``group.size * local_shard.numel()`` elements.
         local_shard: 1-D, contiguous, the same number of elements on every rank.
-        unit: the name of the unit, if the collective belongs to one; the same in the functions below.
+        unit: the name of the unit, if the collective belongs to a unit. The functions below have the same argument.
     """
     if output.is_complex():
         output, local_shard = torch.view_as_real(output), torch.view_as_real(local_shard)
@@ -182,9 +182,9 @@ def all_gather(group: Group, output: torch.Tensor, local_shard: torch.Tensor, un
 
 
 def ask(group: Group, answers: torch.Tensor, mine: torch.Tensor) -> Collective:
-    """An all-gather with which ranks check that they do the same, separate from other collectives if possible.
+    """An all-gather for checks between ranks. If possible, it is separate from other collectives.
 
-    Every rank of the group must call it. If a rank does not, because it runs other code, the others wait for it.
+    Every rank of the group must call it. If a rank does not call it, the other ranks wait.
     """
     apart = group.transport.all_gather_apart if group.transport is not None and answers.is_cpu else None
     method = apart or getattr(group.process_group, _GATHER_METHOD)
@@ -192,7 +192,7 @@ def ask(group: Group, answers: torch.Tensor, mine: torch.Tensor) -> Collective:
 
 
 def all_gathers_each(group: Group | None, outputs: Sequence[torch.Tensor]) -> bool:
-    """Whether `all_gather_each` can fill ``outputs``, and is faster."""
+    """Whether `all_gather_each` can fill ``outputs`` and is faster than `all_gather`."""
     transport = None if group is None or not outputs[0].is_cpu else group.transport
     return transport is not None and bool(transport.all_gathers_each(outputs))
 
@@ -200,7 +200,7 @@ def all_gathers_each(group: Group | None, outputs: Sequence[torch.Tensor]) -> bo
 def all_gather_each(
     group: Group, outputs: Sequence[torch.Tensor], local_shards: Sequence[torch.Tensor], unit: str | None = None
 ) -> Collective:
-    """One all-gather of several tensors, if `all_gathers_each` allows it; the result needs no sorting.
+    """All-gathers several tensors at once, without sorting the result. `all_gathers_each` must have returned ``True``.
 
     Every rank of the group must call it.
 
@@ -222,8 +222,8 @@ def reduce_scatter(
 ) -> Collective:
     """Reduce-scatter: fills ``local_shard`` with this rank's part of the sum of ``whole`` over the group.
 
-    Every rank of the group must call it. ``whole`` is 1-D with ``group.size * local_shard.numel()`` elements. It must
-    be kept alive until the handle was waited for. ``parts`` are the numbers of the parameters in it.
+    Every rank of the group must call it. ``whole`` is 1-D with ``group.size * local_shard.numel()`` elements. The
+    caller must keep it alive until it has waited for the handle. ``parts`` are the numbers of the parameters in it.
     """
     if whole.is_complex():
         local_shard, whole = torch.view_as_real(local_shard), torch.view_as_real(whole)
@@ -254,9 +254,9 @@ def broadcast(group: Group, tensor: torch.Tensor, source: int = 0) -> None:
 
 
 def call(function: Callable[..., Any], group: Group, *arguments: Any, **options: Any) -> None:
-    """Calls a collective function of ``torch.distributed``, which waits, for ``group``. Every rank must call it."""
+    """Calls a blocking collective function of ``torch.distributed`` for ``group``. Every rank must call it."""
     issue = partial(function, *arguments, **options, group=group.process_group)
-    # Objects are sent between CPUs if the group supports that.
+    # Objects are sent between CPUs if the group supports CPU tensors.
     Collective(function.__name__, group, 0, issue, on_cpu=True).wait()
 
 

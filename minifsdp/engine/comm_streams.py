@@ -1,30 +1,30 @@
 """Communication streams: where all-gathers, reductions and copies run, and how to wait for them.
 
 A unit's parameters should be communicated while another unit computes. So forward and backward run on the compute
-stream, and communication runs on separate streams. Work is put on a communication stream (*issue*). The compute stream
-continues, and stops only where it needs the result (*wait*)::
+stream, and communication runs on separate streams. The engine *issues* work on a communication stream. The compute
+stream continues, and *waits* only where it needs the result::
 
     compute     ---- F0 ----|---- F1 ----|---- F2 ----
     all-gather       AG1 ---^    AG2 ---^                   ^ = the wait
 
 On CUDA a `CommStream` is a stream, and a wait makes the compute stream wait for an event: the CPU does not stop. On the
 CPU a `CommStream` is only a name. Collectives of gloo run in their own threads and return a ``Work``. Waiting for it
-stops the calling thread, but everything between issue and wait still overlaps. Both kinds of handle have one method,
+blocks the calling thread, but all work between issue and wait still overlaps. Both kinds of handle have one method,
 ``wait()``, and the rest of the engine does not distinguish them.
 
 Three rules keep the communication streams correct on CUDA:
 
-1. A communication stream waits for the compute stream up to the point where its input was written: the all-gather
-   stream once in an iteration, after the optimizer step that changed the shards, the reduce stream for each gradient.
-   It also waits up to the point where memory that it reuses was last read. Waiting more often is correct but slow: an
-   all-gather that waits for the compute issued before it does not overlap with it.
-2. A wait is never for a whole stream, only for the event of the work whose result is needed.
+1. A communication stream waits for the compute stream up to the point where its input was written. The all-gather
+   stream waits once in an iteration, after the optimizer step that changed the shards. The reduce stream waits for each
+   gradient. A stream also waits up to the point where memory that it reuses was last read. Waiting more often is
+   correct but slow: an all-gather that waits for earlier compute does not overlap with it.
+2. A wait is only for the event of the work whose result is needed, never for a whole stream.
 3. Streams are always looked up with an explicit device. Otherwise PyTorch uses a stream of the *current* device, which
-   is a different one if ``device_id`` was given and ``set_device`` never called.
+   is a different device if the user passed ``device_id`` and never called ``set_device``.
 
 Trade-off: more streams allow more overlap, but collectives of one group run in the order of their issue on any stream,
-so a stream for each unit would not help. There are three: all-gather, reduce, and all-reduce for the replicas of a
-hybrid mesh, whose communication uses another network.
+so a stream for each unit would not help. There are three streams: all-gather, reduce, and all-reduce for the replicas
+of a hybrid mesh, which communicate over another network.
 
 *In torch:* FSDP1 has ``_init_streams`` (five streams) and waits for whole streams; FSDP2's ``FSDPCommContext`` has
 similar streams and waits for events, as here.
@@ -88,11 +88,11 @@ class CommStream:
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.name, self._device = name, device
-        # A list, because a hook of the user may enter it again.
+        # A list, because a user's hook may enter the stream again.
         self._contexts: list[Any] = []
         self.stream: Any = None
         if device.type != "cpu":
-            # High priority for collectives: they need little GPU time, and other work always waits for them.
+            # Collectives get a high priority: they need little GPU time, and other work always waits for them.
             self.stream = torch.get_device_module(device).Stream(device=device, priority=-1)
 
     def __enter__(self) -> CommStream:
@@ -116,21 +116,21 @@ class CommStream:
         self.stream.wait_event(compute_event(self._device) if event is None else event)
 
     def join(self) -> None:
-        """The exception to rule 2, for work whose handles were not waited for: the compute stream waits for all."""
+        """The exception to rule 2: the compute stream waits for all work, because no caller waited for its handles."""
         if self.stream is not None:
             current_stream(self._device).wait_stream(self.stream)
 
     def synchronize(self) -> None:
-        """Blocks the CPU until all work on this stream is done. Without a stream there is nothing to wait for."""
+        """Blocks the CPU until all work on this stream is done. Has no effect on the CPU."""
         if self.stream is not None:
             self.stream.synchronize()
 
     def handle(self, work: Handle = COMPLETED) -> Handle:
-        """The handle of all work issued on this stream, ``work`` last. Call it inside of the ``with`` block.
+        """The handle of all work issued on this stream; ``work`` is the last of it. Call it inside the ``with`` block.
 
         On the CPU this is the ``Work`` itself. On CUDA rule 2 requires an event, even without ``work``, because copies
-        and casts also run on this stream. An NCCL collective runs on this stream itself. A backend with its own
-        threads, such as gloo with tensors of an accelerator, is waited for before the event is recorded.
+        and casts also run on this stream. An NCCL collective runs on this stream itself. If the backend has its own
+        threads, such as gloo with tensors of an accelerator, the CPU waits for it before it records the event.
         """
         if self.stream is None:
             return work

@@ -1,7 +1,8 @@
 """Custom all-gathers: the ``fsdp_pre_all_gather`` extension for tensor subclasses.
 
-A weight can be stored in 32 bits and sent in 8. If a local tensor has two methods, the all-gather calls them. The first
-returns the tensors to send. The second builds the unsharded parameter from the tensors of all ranks::
+A weight can be stored in 32 bits and sent in 8 bits. If a local tensor has the two methods of the extension, the
+all-gather calls them. The first returns the tensors to send. The second builds the unsharded parameter from the tensors
+of all ranks::
 
     shard (float32, class Int8)  --- fsdp_pre_all_gather --->   steps (int8), scale (float32)
                                                                      | all-gather each
@@ -10,11 +11,12 @@ returns the tensors to send. The second builds the unsharded parameter from the 
 Each such parameter has a bucket of its own, with the methods of `Bucket`:
 
 1. The shard is padded before the first call, so all ranks send the same number of bytes for every class.
-2. The first call of the second method creates a tensor, which stays the leaf. Later calls write into it (``out=``).
+2. The first call of the second method creates a tensor, which becomes the leaf. Later calls write into it (``out=``).
 3. The all-gather outputs, and the inner tensors that the second method returns, have memory from all-gather to reshard.
-   Metadata of the first method belongs to the class. It is kept until the compute stream has read it.
+   The bucket keeps the metadata that the first method returns until the compute stream has read it.
 4. A tensor of any class can get the two methods after sharding: ``p.to_local().fsdp_pre_all_gather = ...``. These
-   methods refer to this tensor object. So the tensors that it sends are padded and moved, but not the object itself.
+   methods refer to this tensor object. So the bucket pads and moves the tensors that the first method returns, but not
+   the object itself.
 
 *In torch:* branches in ``FSDPParam`` and ``foreach_all_gather``.
 
@@ -76,11 +78,11 @@ class ExtendedBucket:
     def _pad(self, part: torch.Tensor) -> None:
         self._is_patched = BEFORE in vars(part)
         if self._is_patched:
-            # 4. The same tensor object, with memory of its own.
+            # 4. The same tensor object, with its own memory.
             part.data = part.clone()
             self._padded, self.local_shards = part, [part]
         else:
-            # 1. A tensor of the parameter's class, with memory of its own.
+            # 1. A tensor of the parameter's class, with its own memory.
             self._padded = part.new_zeros(self._padded_shape).to(self._storage_device)
             self.local_shards = [self._padded.narrow(self._dim, 0, part.shape[self._dim])]
             self.local_shards[0].copy_(part)
@@ -92,7 +94,7 @@ class ExtendedBucket:
     def prepare_all_gather(self, comm_stream: CommStream) -> list[tuple[Any, Any]]:
         """Calls the first method. Returns an output and an input of an all-gather for each tensor that it returns."""
         if self._freed_at is not None:
-            # The metadata was created on the communication stream, and the compute stream read it until then.
+            # The communication stream created the metadata, and the compute stream has read it up to this event.
             comm_stream.wait_compute(self._freed_at)
         shard = self._padded if self._is_patched else self._padded.to(self.device, non_blocking=True)
         tensors, self._metadata = self._call_before(shard)
@@ -134,7 +136,7 @@ class ExtendedBucket:
             tensor = tensor[tuple(map(slice, self._shape))]
         else:
             tensor = tensor.as_strided(self._shape, self._stride, 0)
-        # `.data` has a version counter of its own: a later all-gather must not look like an in-place change.
+        # `.data` has its own version counter: a later all-gather must not look like an in-place change.
         self.leaves = [nn.Parameter(tensor.data, requires_grad=False)]
         return True
 

@@ -4,18 +4,18 @@ The parameters of a unit are concatenated into one 1-D tensor, which is split in
 ``flat_tensor.py`` for an example. Nothing is aligned or reordered. The last shard is padded.
 
 Advantage: an all-gather is *one* collective that writes directly into the memory that the forward reads, without a copy
-before or after it. Disadvantage: a shard cannot be printed, saved or clipped as a weight.
+before or after it. Disadvantage: users cannot print, save or clip a shard as a weight.
 
 The views:
 
-1. Each forward creates them at the moment of use. Autograd runs the newest nodes first. Views from an earlier moment,
-   such as the issue of the all-gather, would be older than the nodes of the previous unit. Then the gradient of this
-   unit would be complete only after the backward of the previous unit, and the memory of both would be needed.
-2. One ``split`` creates all of them, because its backward is one concatenation into one flat gradient. Parameters
-   without a gradient count as zeros there. So does the padding, which is why the split includes it.
+1. Each forward creates them at the moment of use. Autograd runs the newest nodes first. Views created earlier, for
+   example when the all-gather is issued, would be older than the nodes of the previous unit. Then the gradient of this
+   unit would be complete only after the backward of the previous unit, and both would need memory.
+2. One ``split`` creates all of them, because its backward is one concatenation into one flat gradient. The
+   concatenation uses zeros for parameters without a gradient. The split includes the padding, which gets zeros as well.
 
 The unsharded tensor lives as long as the shard. Its memory is allocated only while a computation needs it (see
-``flat_tensor.py``). If evaluation runs in full precision, there is a second one for that dtype.
+``flat_tensor.py``). If evaluation runs in full precision, there is a second unsharded tensor in that dtype.
 
 *In torch:* ``FlatParamHandle`` in ``_flat_param.py``. Its parameter switches between sharded, padded, unsharded,
 low-precision and CPU data. Here the shard and the unsharded leaf are two tensors.
@@ -61,8 +61,8 @@ class FlatLayout(Layout):
     Attributes:
         specs, local_shapes: for each parameter, its spec if it is a DTensor, and its shape in the flat tensor.
         shard_range: the elements of the flat tensor that this rank stores.
-        is_stored, is_recorded_stored: whether it computes in the stored dtype, now and in the last recorded forward.
-        is_summoned: whether the modules have the unsharded parameters of ``summon_full_params``.
+        is_stored, is_recorded_stored: whether to compute in the stored dtype, now and in the last recorded forward.
+        is_summoned: whether the modules have the parameters from ``summon_full_params``.
     """
 
     def __init__(
@@ -101,26 +101,26 @@ class FlatLayout(Layout):
         self._on_gradient: Callable[[], None] | None = None
         self._before_concat: Callable[..., None] | None = None
         self._last_all_gather: object = None
-        # The views of the last forward that autograd recorded.
+        # The views of the last recorded forward.
         self._recorded: Sequence[torch.Tensor] | None = None
-        # Modules have placeholders and views in their ``__dict__``: ``_parameters`` would list them as registered.
+        # Placeholders and views are in a module's ``__dict__``, because ``_parameters`` would list them as registered.
         dict_of = operator.attrgetter("_parameters") if use_orig_params else vars
         places = [(attribute, index) for index, info in enumerate(self.parameters) for attribute in info.attributes]
         self._attributes = [(dict_of(attribute.module), attribute, index) for attribute, index in places]
-        # A flat parameter whose memory is used directly is always unsharded.
+        # A flat parameter whose memory the modules use directly is always unsharded.
         always = self._unsharded.is_borrowed and not use_orig_params
-        # Placeholders raise an error themselves.
+        # Placeholders raise an error without a guard.
         self._guards = guards_for(self.parameters) if use_orig_params or always else []
         self._assign(self.views_of(self._unsharded.leaf) if always else self.registered.sharded_params)
 
     # --- the unsharded tensor ---
 
     def use_stored_dtype(self, stored: bool) -> None:
-        """Selects the stored dtype or the compute dtype for the next forwards. The unit must be sharded."""
+        """Sets whether the next forwards use the stored dtype or the compute dtype. The unit must be sharded."""
         shard = self.registered.shard
         dtype = shard.dtype if stored else self._compute_dtype or shard.dtype
         if dtype not in self._variants:
-            # Neither sharded nor cast: computes in the memory of the shard.
+            # If the unit is neither sharded nor cast, it computes in the memory of the shard.
             borrows = self.mesh.shard is None and dtype is shard.dtype and shard.device == self.device
             unsharded = UnshardedTensor(self.sharding.padded_numel, dtype, self.device, shard if borrows else None)
             unsharded.leaf.register_post_accumulate_grad_hook(functools.partial(_complete, weakref.ref(self)))
@@ -129,13 +129,13 @@ class FlatLayout(Layout):
         self.is_stored, self.dtype, self.num_bytes = stored, dtype, self._unsharded.num_bytes
 
     def on_gradient(self, notify: Callable[[], None] | None, before_concat: Callable[..., None] | None = None) -> bool:
-        """Sets the functions to call when the unsharded gradient is complete. A hook of the leaf detects that."""
+        """Sets the functions that a hook of the leaf calls when the unsharded gradient is complete."""
         self._on_gradient, self._before_concat = notify, before_concat
         self._update_guards()
         return True
 
     def refresh_from_module(self) -> None:
-        """Adapts to a shard that has another dtype now, for instance after ``model.half()``."""
+        """Adapts to a shard whose dtype has changed, for example after ``model.half()``."""
         self.registered.refresh_from_module()
         if self.dtype is not (self._compute_dtype or self.registered.shard.dtype):
             self._variants.clear()
@@ -154,7 +154,7 @@ class FlatLayout(Layout):
         return self.mesh.shard
 
     def all_gather(self, comm_streams: CommStreams) -> Handle | None:
-        """Fills the unsharded tensor: by an all-gather, or by a copy of the shard if the unit is not sharded."""
+        """Fills the unsharded tensor by an all-gather, or by a copy of the shard if the unit is not sharded."""
         if self.registered.write_back():
             # Copied on the compute stream. The communication stream must wait for that.
             comm_streams.all_gather.wait_compute()
@@ -185,7 +185,7 @@ class FlatLayout(Layout):
     # --- the attributes of modules ---
 
     def accept_replacements(self) -> None:
-        """Raises an error if a module has another tensor than the one that was assigned last."""
+        """Raises an error if a module has a tensor other than the one that was assigned last."""
         assigned = self._assigned
         for dictionary, attribute, index in self._attributes:
             if dictionary.get(attribute.name) is not assigned[index]:
@@ -195,18 +195,18 @@ class FlatLayout(Layout):
         """Creates new views and assigns them to the modules."""
         leaf = self._unsharded.leaf
         leaf.requires_grad_(self.registered.requires_grad)
-        # 1. and 2. At the moment of use, and by one split.
+        # Notes 1 and 2: create the views at the moment of use, with one split.
         views = self.views_of(leaf)
         if torch.is_grad_enabled():
             self._recorded, self.is_recorded_stored = views, self.is_stored
             if self._before_concat is not None and len(views) > 1 and leaf.requires_grad and not self.is_distributed:
-                # The backward of the split, which runs after that of the view.
+                # Register on the backward of the split, which runs after the backward of the view.
                 views[0].grad_fn.next_functions[0][0].register_prehook(self._before_concat)  # type: ignore[union-attr]
         self._assign(views)
 
     def use_unsharded_params_again(self) -> None:
         """Assigns the views of the recorded forward again, for a recomputed forward inside this unit."""
-        # Otherwise tensors that the user assigned since the forward would be overwritten silently.
+        # Without this check, tensors that the user assigned since the forward would be overwritten silently.
         self.accept_replacements()
         if self._recorded is not None:
             self._assign(self._recorded)
@@ -232,7 +232,7 @@ class FlatLayout(Layout):
             self._update_guards()
 
     def _update_guards(self) -> None:
-        """Adds or removes the forward guards. Modules must not run while sharded, or without a gradient callback."""
+        """Adds or removes the forward guards. Sharded modules and modules without a gradient callback must not run."""
         is_unfit = self._assigned is self.registered.sharded_params or self._on_gradient is None
         for hooks, hook in self._guards:
             if is_unfit and not self.is_summoned:
@@ -248,7 +248,7 @@ class FlatLayout(Layout):
         return self._unsharded.leaf.grad is not None or any(v.leaf.grad is not None for v in self._variants.values())
 
     def take_gradient(self, *, with_unreduced: bool) -> Gradient | None:
-        """Takes the flat gradient, summed over forwards in both precisions, and adds the unreduced one if requested."""
+        """Takes the flat gradient of forwards in both precisions, and adds the unreduced gradient if requested."""
         gradient, self._unsharded.leaf.grad = self._unsharded.leaf.grad, None
         for variant in self._variants.values() if len(self._variants) > 1 else ():
             if (other := variant.leaf.grad) is not None:
@@ -258,7 +258,7 @@ class FlatLayout(Layout):
         # Without a split, the gradient may share memory with other gradients of autograd.
         hooks = list((self.registered.shard._backward_hooks or {}).values())
         self._is_shared = bool(hooks) or self.sharding.is_single
-        # The user's hooks on a flat parameter. Autograd does not call them, because its leaf is another tensor.
+        # Call the user's hooks on a flat parameter. Autograd does not call them, because its leaf is another tensor.
         for hook in hooks:
             changed = hook(gradient)
             gradient = gradient if changed is None else changed.contiguous()
@@ -275,11 +275,11 @@ class FlatLayout(Layout):
         optimizer_watch.watch.unreduced.add(self)
 
     def pack(self, gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False) -> torch.Tensor:
-        """Returns the flat gradient in ``dtype``. It is packed already."""
+        """Returns the flat gradient in ``dtype``. A flat gradient is already packed."""
         return gradient.parts[0].to(dtype, copy=is_written and self._is_shared)
 
     def copy_to_host(self, local_shard: torch.Tensor) -> torch.Tensor:
-        """Casts on the device, because the CPU would have to wait for the copy. PyTorch pins the copy's memory."""
+        """Casts on the device, because a cast on the CPU would wait for the copy. PyTorch pins the copy's memory."""
         shard = self.registered.shard
         dtype = local_shard.dtype if self._keep_reduce_dtype else shard.dtype
         return local_shard.to(dtype).to(shard.device, non_blocking=True)
@@ -303,7 +303,7 @@ class FlatLayout(Layout):
         return self.registered.shard.detach()
 
     def _write_back(self) -> None:
-        """Copies parameters that the user gave other memory into the shard; not inside ``summon_full_params``."""
+        """Copies parameters into the shard if the user gave them other memory; not inside ``summon_full_params``."""
         if not self.is_summoned:
             self.registered.write_back()
 
@@ -335,7 +335,7 @@ class FlatLayout(Layout):
         return full_params
 
     def remove_full_params(self, full_params: Sequence[nn.Parameter]) -> list[ParamInfo]:
-        """Registers the sharded parameters again. Returns the attributes that referred to other tensors meanwhile."""
+        """Registers the sharded parameters again. Returns the attributes that the user replaced meanwhile."""
         self.is_summoned = False
         found = [(info, info.module._parameters.pop(info.name, None), index) for _, info, index in self._attributes]
         self._assign(self._assigned)
@@ -348,7 +348,7 @@ class FlatLayout(Layout):
 
 
 def _complete(this: weakref.ref[FlatLayout], leaf: torch.Tensor) -> None:
-    """The hook of a leaf. C++ holds it, where the garbage collector finds no cycle, so it refers to ``this`` weakly."""
+    """The hook of a leaf. C++ code holds it, and the garbage collector finds no cycles there, so ``this`` is weak."""
     layout = this()
     if layout is not None and layout._on_gradient is not None:
         layout._on_gradient()

@@ -4,12 +4,12 @@ Both kinds of gradients are stored in ``.grad``, but their sizes differ:
 
 * The *reduced* gradient has the size of the shard. It is this rank's shard of the mean over all ranks.
 * The *unreduced* gradient comes from a backward inside ``no_sync()``. It has the size of the unsharded unit. It is the
-  sum over the micro-batches of this rank alone.
+  sum over the micro-batches of this rank only.
 
-Each registered parameter gets its part of a gradient. A flat parameter is the case of one part.
+Each registered parameter gets its part of a gradient. With a flat parameter, there is one part.
 
-Worked example, a flat parameter of 4 elements on two ranks, two micro-batches, on rank 0 with gradients ``[1 1 1 1]``
-(inside ``no_sync``) and ``[2 2 2 2]``, on rank 1 with ``[3 3 3 3]`` and ``[4 4 4 4]``::
+Worked example: a flat parameter of 4 elements on two ranks, and two micro-batches, the first inside ``no_sync``. Their
+gradients are ``[1 1 1 1]`` and ``[2 2 2 2]`` on rank 0, ``[3 3 3 3]`` and ``[4 4 4 4]`` on rank 1::
 
     after the first backward    .grad is [1 1 1 1] on rank 0, [3 3 3 3] on rank 1        unreduced
     during the second           [3 3 3 3] and [7 7 7 7] are reduced: sum 10, mean 5
@@ -37,7 +37,7 @@ class FlatGradients:
 
     def __init__(self, registered: RegisteredParams) -> None:
         self._registered, self._parameters = registered, registered.parameters
-        # The reduced gradients that unreduced ones replace in `.grad`; `None` while there are no unreduced ones.
+        # The reduced gradients, while unreduced gradients replace them in `.grad`; otherwise `None`.
         self._reduced: list[torch.Tensor | None] | None = None
         self._unreduced: torch.Tensor | None = None
         self._version = 0
@@ -47,7 +47,7 @@ class FlatGradients:
     def add_reduced(self, shard: torch.Tensor) -> None:
         """Adds a shard of a reduced gradient to ``.grad`` of the trained parameters."""
         for parameter, part in zip(self._parameters, self._registered.parts(shard), strict=True):
-            # An original parameter without elements on this rank gets no gradient here.
+            # An original parameter without elements on this rank gets no gradient.
             if not parameter.requires_grad or (part is not shard and part.numel() == 0):
                 continue
             if parameter.grad is None:
@@ -59,7 +59,7 @@ class FlatGradients:
                 hook(parameter)
 
     def reduced(self) -> tuple[torch.Tensor, list[bool]]:
-        """The reduced gradient as one tensor, with zeros where it is missing, and which parameters have one here."""
+        """The reduced gradient as one tensor, with zeros where it is missing, and which parameters have a gradient."""
         gradients = [parameter.grad for parameter in self._parameters]
         dtype = next((gradient.dtype for gradient in gradients if gradient is not None), self._registered.shard.dtype)
         shard = torch.zeros_like(self._registered.shard, dtype=dtype)
@@ -81,13 +81,13 @@ class FlatGradients:
         return self._reduced is not None and any(parameter.grad is not None for parameter in self._parameters)
 
     def keep_unreduced(self, gradient: torch.Tensor) -> None:
-        """Adds ``gradient`` to the unreduced gradient, and keeps an existing reduced gradient elsewhere meanwhile."""
+        """Adds ``gradient`` to the unreduced gradient. Stores an existing reduced gradient elsewhere meanwhile."""
         before = self.take_unreduced()
         if before is not None:
             gradient = before.add_(gradient) if before.dtype is gradient.dtype else before + gradient
         self._reduced = [parameter.grad for parameter in self._parameters]
         parts = self._registered.unsharded_parts(gradient)
-        # With several parts, this attribute holds the gradient. A flat parameter holds it in `.grad` only.
+        # With several parts, this attribute holds the gradient. With a flat parameter, only `.grad` holds it.
         self._unreduced = None if parts[0] is gradient else gradient
         self._version = gradient._version
         pairs = zip(self._parameters, parts, strict=True)
@@ -105,17 +105,17 @@ class FlatGradients:
         parts = self._registered.unsharded_parts(unreduced)
         for parameter, before, part in zip(self._parameters, reduced, parts, strict=True):
             if parameter.grad is None:
-                # zero_grad(), of all or of this one. It clears the reduced gradient, too.
+                # zero_grad() was called for all parameters or for this one. It also clears the reduced gradient.
                 part.zero_()
                 continue
             any_left = True
             if parameter.grad.data_ptr() != part.data_ptr() and parameter.grad.shape == part.shape:
-                # The user has assigned another gradient. PyTorch allows this size only if nothing is sharded.
+                # The user has assigned another gradient. PyTorch allows this size only if the unit is not sharded.
                 part.copy_(parameter.grad)
             parameter.grad = None
             if before is not None:
                 if is_edited and not part.any():
-                    # zero_grad(set_to_none=False): it has cleared only the unreduced gradient.
+                    # zero_grad(set_to_none=False) has cleared only the unreduced gradient.
                     before.zero_()
                 assign_gradient(parameter, before)
         return unreduced if any_left else None

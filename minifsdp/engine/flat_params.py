@@ -8,11 +8,12 @@ updates, and where ``.grad`` is stored. Example, ``weight`` of shape (2, 3) and 
     use_orig_params=True     rank 0    weight: 5 elements     bias: 0 elements
                              rank 1    weight: 1 element      bias: 3 elements, and padding after them
 
-* A *flat parameter* is the shard itself. It is either trained or frozen, because it is one tensor for autograd. A
-  mixture raises an error before anything is changed. Modules have a `PlaceholderParameter` in place of each original.
+* A *flat parameter* is the shard itself. It is either trained or frozen, because it is one tensor for autograd. A mix
+  of trained and frozen parameters raises an error before any change. Modules have a `PlaceholderParameter` in place of
+  each original parameter.
 * *Original parameters* stay registered under their names, each as a 1-D view of its elements in the shard. So an
   optimizer can treat biases and weights differently, and its steps write to the shard without a copy. Frozen and
-  trained parameters may share a unit: all are all-gathered and reduced, and gradients of frozen ones are discarded.
+  trained parameters may share a unit: all are all-gathered and reduced, and the gradients of frozen ones are discarded.
 
 *In torch:* ``FlatParameter``, which is also the unsharded tensor. ``_flat_param.py`` checks ``use_orig_params`` in more
 than fifty places, among them ``_use_sharded_views`` and ``_writeback_orig_params``.
@@ -40,10 +41,10 @@ _REQUIRES_GRAD, _VERSION, _ADDRESS = attrgetter("requires_grad"), attrgetter("_v
 
 
 class RegisteredParams(ABC):
-    """The registered parameters of one flat unit. Each has its part of the shard.
+    """The registered parameters of one flat unit. Each one holds its part of the shard.
 
     Attributes:
-        shard: 1-D, this rank's shard in the stored dtype; a parameter itself, or the memory behind several.
+        shard: 1-D, this rank's shard in the stored dtype; the flat parameter, or the memory of the original parameters.
         parameters: the parameters that the optimizer updates.
         sharded_params: for each original parameter, the tensor that modules have while the unit is sharded.
     """
@@ -76,11 +77,11 @@ class RegisteredParams(ABC):
     # --- values ---
 
     def write_back(self) -> bool:
-        """Copies values into the shard that the user has put into other memory. Returns whether there were any."""
+        """Copies values that the user has put into other memory into the shard. Returns whether there were any."""
         return False
 
     def refresh_from_module(self) -> None:  # noqa: B027
-        """Adapts the shard if its parameters have another dtype or device now, for instance after ``model.half()``."""
+        """Adapts the shard if the dtype or device of its parameters has changed, for example after ``model.half()``."""
 
     def overwrite(self, shard: torch.Tensor) -> None:
         """Writes new values into the shard. `stamp` differs afterwards."""
@@ -90,7 +91,7 @@ class RegisteredParams(ABC):
             torch.autograd.graph.increment_version(parameter)
 
     def stamp(self) -> object:
-        """Differs from an earlier stamp if values were changed in place, or memory replaced, in between."""
+        """Differs from an earlier stamp if values were changed in place, or memory was replaced, in between."""
         return list(map(_VERSION, self.parameters)), list(map(_ADDRESS, self.parameters))
 
 
@@ -137,8 +138,8 @@ class RegisteredFlatParam(RegisteredParams):
 class RegisteredOrigParams(RegisteredParams):
     """The original parameters as views of the shard (``use_orig_params=True``).
 
-    Users can give a parameter other memory: ``p.data = ...``, or ``model.to_empty()``. Then its address differs. The
-    values are copied into the shard before the shard is next read, all-gathered or written.
+    Users can give a parameter other memory: ``p.data = ...``, or ``model.to_empty()``. Then the address of the
+    parameter differs. `write_back` copies its values into the shard before the next use of the shard.
 
     Args:
         parameters: the original parameters; they stay registered. A ``DTensor`` cannot be a 1-D view of the shard, so
@@ -181,7 +182,7 @@ class RegisteredOrigParams(RegisteredParams):
         return full_params
 
     def use_sharded_params(self) -> None:
-        """Makes the originals views of the shard, and restores the gradients that `use_full_params` removed."""
+        """Makes the original parameters views of the shard. Restores the gradients that `use_full_params` removed."""
         for original, view in zip(self.parameters, self._shard_views, strict=True):
             original.data = view
         gradients, self._sharded_gradients = self._sharded_gradients, []
@@ -198,7 +199,7 @@ class RegisteredOrigParams(RegisteredParams):
         return self._sharding.views(flat, self._shapes)
 
     def write_back(self) -> bool:
-        """Copies parameters that have other memory now into the shard, and makes them views again. Returns if any had.
+        """Copies parameters that have other memory into the shard, and makes them views again. Returns whether any had.
 
         Raises:
             RuntimeError: the new tensor has another number of elements.
@@ -213,13 +214,13 @@ class RegisteredOrigParams(RegisteredParams):
                 raise RuntimeError(message("wrong-size", parameter=path, found=found, expected=expected))
             view.copy_(original.data.reshape(view.shape))
             original.data = view
-            # The address is the old one again. Only the new version marks an unsharded copy as stale.
+            # The parameter has its old address again. Only the new version marks an unsharded copy as stale.
             torch.autograd.graph.increment_version(original)
             has_copied = True
         return has_copied
 
     def refresh_from_module(self) -> None:
-        """Creates a new shard if the originals have another dtype or device now, and copies their values into it."""
+        """Creates a new shard if dtype or device of the parameters have changed, and copies their values into it."""
         first = self.parameters[0]
         if first.dtype is not self.shard.dtype or first.device != self.shard.device:
             self.shard = torch.zeros_like(self.shard, device=first.device, dtype=first.dtype)

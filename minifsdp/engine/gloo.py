@@ -1,47 +1,48 @@
 """All-gather and reduce-scatter between CPUs, by point-to-point messages of gloo.
 
 Gloo is the backend for CPUs. Its collectives do more work than necessary: its reduce-scatter copies the unsharded
-gradient and sums *all* of it on every rank, although each rank needs only one shard. Also, every collective runs in a
-thread of the group, one after the other. So on CPUs minifsdp sends shards as messages, directly between the tensors
-where the values are stored and where they are used. Example: two ranks, a tensor of four elements::
+gradient and sums *all* of it on every rank, although each rank needs only one shard. Also, the group runs its
+collectives one after the other, in its own thread. So on CPUs minifsdp sends shards as messages, directly between the
+tensors that store and receive the values. Example: two ranks, a tensor of four elements::
 
     all-gather        rank 0: [1 2 . .]     --1 2-->   rank 1: [. . 3 4]       both end with [1 2 3 4]
                                             <--3 4--
     reduce_scatter    rank 0: [1 2 3 4]     --3 4-->   rank 1: [5 6 7 8]
-                              [5 6]         <--5 6--           [3 4]           parts of the others
+                              [5 6]         <--5 6--           [3 4]           parts of the other rank
                               [6 8]                            [10 12]         their sum
 
 1. *Bytes.* With N ranks, each rank sends (N - 1) / N of the unsharded size, which is the minimum. Gloo's reduce-scatter
    sends twice as much.
-2. *Memory.* An all-gather needs no memory in addition to its output. A reduce-scatter receives the first of the other
-   ranks' parts in its output, and needs memory for N - 2 more. Gloo's needs memory for another unsharded gradient.
-3. *Time.* Sends and receives start immediately, in gloo's own thread, and run while the CPU computes. ``wait()`` blocks
+2. *Memory.* An all-gather needs no memory in addition to its output. A reduce-scatter receives the part of one other
+   rank in its output, and needs memory for N - 2 more parts. Gloo's needs memory for another unsharded gradient.
+3. *Time.* Sends and receives start immediately in gloo's own thread, and run while the CPU computes. ``wait()`` blocks
    only until the remaining messages have arrived.
 4. *Bits.* The parts are summed in the order of the ranks, independent of the order of arrival. So the result is the
    same in every run.
 5. *Size.* A message costs some system calls, during which the CPU does not compute. Gloo's collectives make these calls
-   in their own thread. So shards of less than 256 KiB use gloo's collectives. Reductions, and all-gathers among two
-   ranks, use its all-to-all, which is the exchange above in one call. Others use its all-gather. Several larger
-   tensors, such as the parameters of a unit, are sent one by one, each directly into its output, so nothing is sorted
-   later. Waking a thread takes about as long as a small transfer. So ``wait()`` polls for half a millisecond, yielding
-   the core, before it blocks.
+   in their own thread. So shards of less than 256 KiB use gloo's collectives. Reductions, and all-gathers between two
+   ranks, use gloo's all-to-all, which is the exchange above in one call. Other all-gathers use gloo's all-gather.
+   Several larger tensors, such as the parameters of a unit, are sent one by one, each directly into its output, so no
+   data must be sorted later. Waking a thread takes about as long as a small transfer. So ``wait()`` polls for half a
+   millisecond, yielding the core, before it blocks.
 6. *Order.* Receives and sends with one tag pair up in the order of their issue, as collectives do. If a receive were
-   destroyed, its message would go to the next one. So each exchange stays in a queue until it is complete, even if the
-   model is destroyed before.
+   destroyed, the next receive would get its message. So each exchange stays in a queue until it is complete, even if
+   the model is destroyed earlier.
 
 7. *New orders.* Gloo's own collectives pair up by order alone. If two ranks issue collectives of different sizes, gloo
-   ends the process in C++. So as long as an order of collectives is new, the ranks exchange one number for each. An
-   all-gather must not wait for the answers when it is issued, because the program may first do something else on which
-   other ranks depend. So its shards, of any size, go in messages whose tag contains its identity: different all-gathers
-   never receive each other's values, and the answers are read when it is waited for. Any other collective waits for the
-   answers before it is sent. Orders that the ranks agreed on are remembered, so repeated steps exchange nothing.
+   ends the process in C++. So as long as an order of collectives is new, the ranks exchange one number for each
+   collective. An all-gather must not wait for the numbers of other ranks when it is issued, because other ranks may
+   depend on something that the program does first. So its shards, of any size, are sent in messages whose tag contains
+   its identity. Different all-gathers never receive each other's values, and ``wait()`` reads the numbers. Any other
+   collective waits for the numbers before it sends data. In an order that the ranks have agreed on, they exchange none.
 
-The environment variable ``MINIFSDP_TRANSPORT`` must be equal on *every* rank. ``collectives`` uses gloo's collectives,
-as for any other backend. ``messages`` sends shards of any size in messages. If ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` wraps
-the process group, gloo's collectives are always used, because torch compares those.
+The environment variable ``MINIFSDP_TRANSPORT`` must be equal on *every* rank. ``collectives`` selects gloo's
+collectives, as for other backends. ``messages`` sends shards of any size in messages. If
+``TORCH_DISTRIBUTED_DEBUG=DETAIL`` wraps the process group, gloo's collectives are always used, because torch compares
+those.
 
 Programs count collectives with a ``TorchDispatchMode``. Such a mode sees the operator that another backend would run,
-on a group that sends nothing. So its counts are the same as with other backends.
+on a group that sends no data. So its counts are the same as with other backends.
 
 *In torch:* FSDP uses gloo's all-gather and reduce-scatter, and waits for each immediately.
 
@@ -70,13 +71,13 @@ from minifsdp.engine.comm_streams import Handle
 
 # Arbitrary numbers that no program uses for its own messages.
 _REDUCE_TAG, _QUESTION_TAG, _SIZES_TAG = 0x6D696E6A, 0x6D697100, 0x6D697200
-_UNSENT_TAG = 0x6D696E6B  # of a message that is never sent
+_UNSENT_TAG = 0x6D696E6B  # the tag of a message that is never sent
 _GATHER_TAGS = 0x20000000  # and as many numbers after it
-# 5. In bytes, measured: `spec_tests.benchmarks` has benchmarks of smaller and larger sizes.
+# 5. In bytes, chosen by measurement: `spec_tests.benchmarks` measures smaller and larger sizes.
 _WORTH_A_MESSAGE = 2**18
-_POLL_SECONDS = 0.0005  # seconds, measured with `tiny`
+_POLL_SECONDS = 0.0005  # seconds, chosen by measurement with `tiny`
 _ALL_TO_ALL = AllToAllOptions()
-# 7. An order of the last `_NUM_RECENT` collectives has one number: a polynomial of their sizes, modulo a prime.
+# 7. One number identifies the order of the last `_NUM_RECENT` collectives: a polynomial of their sizes, modulo a prime.
 _NUM_RECENT, _BASE, _PRIME = 16, 1_000_003, 2**61 - 1
 _OLDEST = pow(_BASE, _NUM_RECENT, _PRIME)
 _MOST_KNOWN = 8192
@@ -89,14 +90,14 @@ class Transport:
     """Replaces a process group of gloo for all-gather and reduce-scatter between CPUs.
 
     Args:
-        backend: the gloo backend of the process group, with two ranks or more.
+        backend: the gloo backend of the process group, which must have two ranks or more.
         least_bytes: size of the smallest shard that is sent in messages; smaller shards use the backend's collectives.
     """
 
     def __init__(self, backend: Any, least_bytes: int = _WORTH_A_MESSAGE) -> None:
         self._least_bytes = least_bytes
         self._backend, self._rank, self._size = backend, backend.rank(), backend.size()
-        # Each rank starts with the next rank, so that not all send to the same rank at once.
+        # Each rank sends to the next rank first, so that not all ranks send to the same rank at once.
         self._others = [(self._rank + distance) % self._size for distance in range(1, self._size)]
         shown = dist.ProcessGroup(HashStore(), self._rank, self._size)
         sends_nothing = FakeProcessGroup._create_internal(self._rank, self._size)
@@ -108,17 +109,17 @@ class Transport:
         self._is_known, self._gather_tag = True, _GATHER_TAGS
         # The size of the next collective, for each order that the ranks have compared.
         self._known: dict[int, int] = {}
-        # How often the ranks disagreed. Part of each tag, so that earlier messages never match later ones.
+        # The number of mismatches so far. It is a part of each tag, so that earlier messages never match later ones.
         self._num_errors = self._salt = 0
         # The epoch of the last collective, the last sizes in this epoch, and one number for their order.
         self._epoch, self._recent, self._context = -1, deque[int](), 0
 
     def check_size(self, kind: str, num_bytes: int, identity: bytes, epoch: int) -> Callable[[], bool | None] | None:
-        """7. Called before each collective. Makes sure that no rank receives a size that it does not expect.
+        """7. Called before each collective. Ensures that no rank receives data of a size that it does not expect.
 
         Returns:
             ``None`` if the ranks have compared this order before. Otherwise a function that waits for the numbers of
-            all ranks. It returns whether they are equal, or ``None`` if the ranks have disagreed since.
+            all ranks. It returns whether they are equal, or ``None`` if the ranks found a mismatch since.
         """
         if epoch != self._epoch:
             self._epoch, self._recent, self._context = epoch, deque([0] * _NUM_RECENT, maxlen=_NUM_RECENT), 0
@@ -127,7 +128,7 @@ class Transport:
         self._gather_tag = _GATHER_TAGS + ((num_bytes if is_known else crc32(identity)) ^ self._salt) % _GATHER_TAGS
         if not is_known:
             if len(self._known) >= _MOST_KNOWN:
-                # At the same position on all ranks.
+                # All ranks clear at the same position.
                 self._known.clear()
             self._known[self._context] = shape
             agrees = self._compare((self._context * _BASE + shape) % _PRIME)
@@ -187,7 +188,7 @@ class Transport:
     def all_gather_each(self, outputs: Sequence[torch.Tensor], local_shards: Sequence[torch.Tensor]) -> Handle:
         """Issues the all-gather of several tensors, each directly into its own output, which has one row for each rank.
 
-        The tensors must be contiguous parts of one storage, and so must the outputs.
+        The tensors must be contiguous parts of one storage. The outputs must be, too.
         """
         if torch._C._len_torch_dispatch_stack():
             numel = sum(output[0].numel() for output in outputs)
@@ -216,7 +217,7 @@ class Transport:
             received = torch.empty_like(whole)
             work = _PollingWork(self._backend.alltoall_base(received, whole, [], [], _ALL_TO_ALL))
             return _Sum(work, received.tensor_split(self._size), local_shard)
-        # 2. One of the first two summands comes from another rank, and is received in the output.
+        # 2. One of the first two summands comes from another rank. Receive it in the output.
         parts, first = list(own), 1 if self._rank == 0 else 0
         for other in self._others:
             parts[other] = local_shard if other == first else torch.empty_like(local_shard)
@@ -227,7 +228,7 @@ class Transport:
         return _Sum(_Exchange(messages, self._reductions), parts, local_shard)
 
     def _swap_in_thread(self, received: torch.Tensor, sent: torch.Tensor) -> Handle:
-        """5. Exchanges tensors between two ranks: an all-to-all in which no rank sends to itself."""
+        """5. Exchanges tensors between two ranks, by an all-to-all in which no rank sends to itself."""
         length = sent.shape[0]
         lengths = [0, length] if self._rank == 0 else [length, 0]
         return _PollingWork(self._backend.alltoall_base(received, sent, lengths, lengths, _ALL_TO_ALL))
@@ -244,7 +245,7 @@ def _collectives_of(group: Any) -> tuple[Callable[..., Handle], Callable[..., Ha
 
 
 class _Exchange:
-    """6. The handle of all messages of one collective. ``queue`` keeps them, and so their tensors, until `wait`."""
+    """6. The handle of all messages of one collective. ``queue`` keeps them and their tensors alive until `wait`."""
 
     __slots__ = ("_messages", "_queue")
 
@@ -255,7 +256,7 @@ class _Exchange:
     def wait(self) -> None:
         for message in self._messages:
             message.wait()
-        # Removes it and all before it, which are complete, too. A later exchange may have removed it already.
+        # Removes this exchange and all earlier ones, which are also complete. A later exchange may have done so.
         if any(messages is self._messages for messages in self._queue):
             while self._queue.popleft() is not self._messages:
                 continue
@@ -292,7 +293,7 @@ class _Sum:
             self._local_shard.add_(part)
 
 
-# One for each process group, because messages can outlive the models that are sharded over the group.
+# One transport for each process group, because messages can outlive the models that are sharded over the group.
 _transports: WeakKeyDictionary[Any, Transport] = WeakKeyDictionary()
 
 
@@ -304,7 +305,7 @@ def transport_between(process_group: Any) -> Transport | None:
     try:
         backend = process_group._get_backend(torch.device("cpu"))
     except (AttributeError, RuntimeError):
-        # A backend for accelerators only, or a process group that does not come from torch.
+        # The backend is for accelerators only, or the process group is not one of torch.
         return None
     if type(backend) is not dist.ProcessGroupGloo or backend.size() == 1:
         return None
@@ -314,18 +315,18 @@ def transport_between(process_group: Any) -> Transport | None:
 
 
 def close(process_group: Any) -> None:
-    """Ends all waits in a group, on this rank and, because connections close, on the others.
+    """Ends all waits in a group, on this rank and, because the connections close, on the other ranks.
 
-    Waits of ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` before a collective end with the other rank's process.
+    Waits that ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` adds before a collective end when the other rank's process ends.
     """
     for device in getattr(process_group, "_device_types", ()):
         with suppress(RuntimeError):
             backend: Any = process_group._get_backend(device)
-            # DETAIL has wrapped it.
+            # DETAIL wraps the backend.
             backend = getattr(backend, "wrapped_pg", backend)
             is_gloo = type(backend) is dist.ProcessGroupGloo
             if is_gloo:
-                # It has no abort. But a receive that times out closes all connections of its group.
+                # The backend cannot abort. But a receive that times out closes all connections of its group.
                 other = (backend.rank() + 1) % backend.size()
                 backend.recv([torch.zeros(1)], other, _UNSENT_TAG).wait(timedelta(milliseconds=1))
             else:

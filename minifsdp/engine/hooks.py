@@ -5,28 +5,29 @@
     pre_forward      all-gather, prefetch the next unit, wait, register the unsharded parameters
       (the module)
     post_forward     reshard, and register the pre-backward hook on the output
-    pre_backward     the gradient of the output is computed. All-gather, prefetch, wait, register
+    pre_backward     after the gradient of the output is computed: all-gather, prefetch, wait, register
       (autograd)
-    post_backward    the gradients of all parameters are computed. Reshard, prefetch, reduce
-    end_backward     autograd is done. Complete the last reduction, clean up
+    post_backward    after the gradients of all parameters are computed: reshard, prefetch, reduce
+    end_backward     after autograd is done: complete the last reduction, clean up
 
 How the backward hooks are called:
 
-1. *Pre-backward* is a hook on the output tensors of forward. Each forward has new ones, so each registers the hook.
+1. *Pre-backward* is a hook on the output tensors of forward. Each forward has new output tensors, so each forward
+   registers the hook.
 2. *Post-backward* is called by a hook on the unit's leaf, or by a node at its inputs (``backward_hooks.py``).
 3. *End of backward* is a callback that autograd runs after its last node. It can only be queued during a backward, so
    the first pre-backward hook queues it. It also handles units whose post-backward hook did not run.
 
 Activation checkpointing runs a unit's forward *again during backward*. The engine detects this because autograd is
-running. Two things change:
+running. Two rules change:
 
 4. A forward in the phase PRE_BACKWARD does nothing: the unit is unsharded, and its backward waits for the result.
 5. A forward in another phase all-gathers as usual but does not reshard, because the unit's own backward runs next. The
-   reshard is *deferred* until then. If another unit runs instead, the unit is resharded. The same applies if a
-   gradient is complete inside a nested backward (reentrant checkpointing of a part of the unit): another part may
-   still need the same parameters for its recomputation.
+   reshard is *deferred* until then. If another unit runs instead, the unit is resharded. A reshard is also deferred if
+   a gradient is complete inside a nested backward (reentrant checkpointing of a part of the unit), because another part
+   may still need the same parameters for its recomputation.
 
-*In torch:* ``_runtime_utils.py``, 1654 lines. With reentrant checkpointing (note 5) it uses 3 all-gathers, not 2.
+*In torch:* ``_runtime_utils.py``, 1654 lines. With reentrant checkpointing (note 5) it uses 3 all-gathers instead of 2.
 
 Spec: SHARD-04, SHARD-08, SHARD-10, SHARD-14, FWD-06, PREF-02 to PREF-06, NOSYNC-01, NOSYNC-07, PAR-07.
 """
@@ -50,7 +51,7 @@ class IterationState:
     """The runtime of one root: the state of an iteration that all its units share.
 
     Args:
-        units: all of them.
+        units: all units of the root.
         reducer: reduces their gradients.
         rank_checks: checks that all ranks issue the same collectives.
         backward_prefetch: when to prefetch the next unit in backward; ``None`` disables prefetching.
@@ -58,10 +59,10 @@ class IterationState:
 
     Attributes:
         backward_hooks: for each unit, the object that calls its backward hooks.
-        in_backward: a backward of this root has begun and not ended.
-        is_recorded: grad mode was on when the outermost of the running forwards began.
+        in_backward: whether a backward of this root has begun and not ended.
+        is_recorded: whether grad mode was on when the outermost of the running forwards began.
         num_forwards: number of outermost forwards that have begun.
-        is_last_backward: the end of the next backward is the end of the iteration.
+        is_last_backward: whether the end of the next backward is the end of the iteration.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class IterationState:
         self.is_last_backward, self.num_forwards = True, 0
         self._deferred: Unit | None = None
         self._spans: dict[Unit, trace.Event] = {}
-        # 2. Once, not in each forward. The kind depends on the layout.
+        # 2. Created once, not in each forward. The kind depends on the layout.
         self.backward_hooks: dict[Unit, backward_hooks.BackwardHooks] = {}
         for unit in units:
             has_leaf_hook = unit.layout.on_gradient(partial(self.post_backward, unit), reducer.before_concat)
@@ -90,7 +91,7 @@ class IterationState:
     # --- forward ---
 
     def pre_forward(self, unit: Unit) -> None:
-        """Called right before the unit's module runs. Afterwards its parameters are unsharded."""
+        """Called directly before the unit's module runs. Afterwards the unit's parameters are unsharded."""
         if unit.phase is Phase.PRE_BACKWARD:
             # 4. Recomputation: the parameters are already unsharded.
             return
@@ -115,7 +116,7 @@ class IterationState:
             self._spans[unit] = trace.recorder.begin("F", unit.name)
 
     def post_forward(self, unit: Unit, inputs: Any, output: Any) -> None:
-        """Called right after the unit's module has run."""
+        """Called directly after the unit's module has run."""
         if unit.phase is not Phase.PRE_BACKWARD:
             self.leave_forward(unit, is_recorded=self.watch_output(unit, inputs, output))
 
@@ -124,7 +125,7 @@ class IterationState:
         return torch.is_grad_enabled() and self.backward_hooks[unit].watch_output(inputs, output)
 
     def leave_forward(self, unit: Unit, *, is_recorded: bool) -> None:
-        """The forward of the unit is over, and `watch_output` was called for the outputs of all its modules."""
+        """Ends the forward of the unit. Call `watch_output` for the outputs of all its modules first."""
         if trace.recorder is not None:
             trace.recorder.finish(self._spans.pop(unit, None))
         unit.phase = Phase.IDLE
@@ -147,13 +148,13 @@ class IterationState:
         if unit.policy.reshard_after_forward:
             # The root's backward runs right after its forward: resharding would only cause another all-gather.
             return not (unit.policy.keep_unsharded_for_backward and unit.awaits_backward and self.is_recorded)
-        # A part without grad mode inside a recorded forward is not an evaluation: it is checkpointed and runs again.
+        # A part without grad mode inside a recorded forward is not an evaluation: it is checkpointed, and runs again.
         return unit.policy.reshard_after_evaluation and unit.policy.reshard_after_backward and not self.is_recorded
 
     # --- backward ---
 
     def begin_backward(self) -> None:
-        """Called by whichever hook of this root runs first in a backward."""
+        """Called by the first hook of this root that runs in a backward."""
         if not self.in_backward:
             self.in_backward = True
             self.rank_checks.begin_backward()
@@ -181,11 +182,11 @@ class IterationState:
             unit.wait()
             unit.layout.use_unsharded_params_again()
         if self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
-            # Not earlier: by now the all-gather buffer of this unit has been freed.
+            # Prefetch only now, because the all-gather buffer of this unit has been freed.
             self._prefetch_backward(unit)
 
     def post_backward(self, unit: Unit) -> None:
-        """The gradients of the unit are complete, or, if that cannot be detected, the gradients of its inputs."""
+        """Called when the gradients of the unit, or, if the layout cannot detect this, of its inputs are complete."""
         if not self.in_backward:
             self.begin_backward()
         gradient = unit.layout.take_gradient(with_unreduced=unit.policy.reduces)
@@ -219,7 +220,7 @@ class IterationState:
             next_one.unshard()
 
     def _run_deferred_reshard(self, deferred: Unit, arriving: Unit) -> None:
-        """5. Reshards the unit ``deferred`` now, unless the next unit to run is the same or inside of it."""
+        """5. Reshards the unit ``deferred`` now, unless the next unit to run is the same unit or inside it."""
         if deferred is arriving or arriving in deferred.inner:
             return
         self._deferred = None
@@ -241,10 +242,11 @@ class IterationState:
             unit.layout.use_kept_params(is_kept=False)
 
     def end_backward(self) -> None:
-        """3. Autograd is done. Afterwards the optimizer can use every gradient, and every unit is idle.
+        """3. Called when autograd is done. Afterwards the optimizer can use every gradient, and every unit is idle.
 
         A unit may still be unsharded here because of an unused prefetch, or because autograd did not reach its
-        parameters. It is resharded, because the next forward must not use values from before the optimizer step.
+        parameters. Such a unit is resharded, because the next forward must not use values from before the optimizer
+        step.
         """
         for unit in reversed(self.units):
             if unit.phase is not Phase.POST_BACKWARD and self.backward_hooks[unit].is_overdue():
@@ -273,14 +275,14 @@ class IterationState:
 
     def _leave_backward(self) -> None:
         for unit in self.units:
-            # The user may summon the parameters of one unit while others compute.
+            # The user may summon the parameters of one unit while other units compute.
             if unit.phase is not Phase.SUMMONED:
                 unit.phase = Phase.IDLE
         self._spans.clear()
         self.in_backward = False
 
     def watch(self, output: Any) -> None:
-        """For an outermost module without parameters of its own: only detects the beginning of backward."""
+        """Detects the beginning of backward for an outermost module without its own parameters."""
         if torch.is_grad_enabled():
             register_pre_backward_hook(output, lambda _: self.begin_backward())
 

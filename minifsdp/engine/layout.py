@@ -1,10 +1,10 @@
 """The `Layout` interface: how a unit's parameters are stored, all-gathered, freed and reduced.
 
-A unit does not know how its parameters are stored. It calls about a dozen methods of a *layout*: ``per_param.py`` has
-one tensor for each parameter, ``flat.py`` has one long tensor for all.
+A unit does not depend on how its parameters are stored. It calls about a dozen methods of a *layout*. The layout in
+``per_param.py`` has one tensor for each parameter, and the layout in ``flat.py`` has one long tensor for all.
 
-Every layout uses two variables. The *shard* belongs to the optimizer: it is small, in full precision, and always
-allocated. The *unsharded leaf* belongs to autograd: it is large, in the compute dtype, and has memory only while it is
+Every layout uses two variables. The optimizer updates the *shard*, which is small, in full precision, and always
+allocated. Autograd uses the *unsharded leaf*, which is large, in the compute dtype, and has memory only while it is
 needed. An all-gather fills the leaf from the shards. A reduction computes the gradient of the shard from the gradient
 of the leaf. Example with two ranks and a flat layout; the dot is padding::
 
@@ -13,9 +13,9 @@ of the leaf. Example with two ranks and a flat layout; the dot is padding::
     unsharded      [a a a b b b b .]   --->  its gradient          from all-gather to reshard
 
 A `ParamInfo` describes a module attribute that refers to a parameter. The layout changes the attribute's value over
-time: the unsharded parameter during compute, and otherwise the shard or a placeholder.
+time. During compute, the value is the unsharded parameter. Otherwise it is the shard or a placeholder.
 
-*In torch:* FSDP1 has one variable, ``FlatParameter``, whose ``.data`` is five tensors in turn. FSDP2 has both.
+*In torch:* FSDP1 has one variable, ``FlatParameter``, whose ``.data`` is five tensors in turn. FSDP2 has two variables.
 
 Spec: SHARD-02, ORIG-01 to ORIG-04, FWD-04, CTOR-12.
 """
@@ -38,15 +38,15 @@ from minifsdp.engine.messages import message
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParamInfo:
-    """A parameter as the user has defined it: ``module.<name>``. Does not change when the parameter is sharded.
+    """A parameter as the user has defined it, ``module.<name>``. It does not change when the parameter is sharded.
 
     Attributes:
         module: the module that has the parameter as an attribute.
         name: the attribute's name.
         path: full name inside the unit's module, for messages and state dicts.
         shape: the unsharded shape.
-        second_list: names of the weights that the module also keeps in a list, as an LSTM does.
-        ties: the other module attributes that refer to the same parameter, found later.
+        second_list: names of the weights that the module also stores in a list, for example in an LSTM.
+        ties: the other module attributes that refer to the same parameter; added later.
     """
 
     module: nn.Module
@@ -79,7 +79,7 @@ class Gradient:
 
     Attributes:
         parts: the tensors; a flat layout has one, for all parameters.
-        numbers: the parameter of each, as an index into `Layout.parameters`, ascending; empty in a flat layout.
+        numbers: the parameter of each tensor, as an index into `Layout.parameters`, ascending; empty in a flat layout.
     """
 
     parts: list[torch.Tensor]
@@ -114,19 +114,19 @@ def owned_parameters(
 
 
 def replaced_parameter_error(info: ParamInfo, unit_name: str) -> RuntimeError:
-    """The error for a module attribute whose tensor is not the one that the layout registered."""
+    """The error for a module attribute whose tensor is not the tensor that the layout registered."""
     return RuntimeError(
         message("replaced-parameter", parameter=full_name(unit_name, info.path), type=type(info.module).__name__)
     )
 
 
 def full_name(prefix: str, path: str) -> str:
-    """The name inside the root of ``path``, which is a name inside the unit ``prefix``."""
+    """Converts ``path``, a name inside the unit ``prefix``, to a name inside the root."""
     return f"{prefix}.{path}" if prefix else path
 
 
 class Steps:
-    """The number of optimizer steps on parameters of one root's units."""
+    """The number of optimizer steps on the parameters of one root's units."""
 
     count = 0
 
@@ -134,13 +134,13 @@ class Steps:
 class Layout(ABC):
     """How the parameters of one unit are stored. The only autograd state that a layout changes is its own leaf tensors.
 
-    Work is issued on communication streams, and each operation returns a handle to wait for; see ``comm_streams.py``.
+    Each operation issues work on communication streams and returns a handle to wait for; see ``comm_streams.py``.
 
     Attributes:
         name: full name of the unit's module inside the root, for messages; set by the root.
         device: the compute device.
         dtype: dtype of the unsharded parameters.
-        num_bytes: bytes of the unsharded parameters, including padding.
+        num_bytes: size of the unsharded parameters, including padding.
         offloads: whether shard and gradient are on the CPU between computations.
         parameters: the unit's original parameters, in order.
         reduces_unused: whether the reduction includes zeros for trainable parameters without a gradient.
@@ -167,7 +167,7 @@ class Layout(ABC):
 
         Args:
             notify: called when the unsharded gradient is complete.
-            before_concat: called just before the parameters' gradients are concatenated to the unsharded gradient.
+            before_concat: called directly before the parameters' gradients are concatenated to the unsharded gradient.
 
         Returns:
             Whether the layout can detect this. A layout with several leaves cannot: see ``backward_hooks.py``.
@@ -192,7 +192,7 @@ class Layout(ABC):
 
     @abstractmethod
     def all_gather(self, comm_streams: CommStreams) -> Handle | None:
-        """Allocates the unsharded memory and issues the all-gather. ``None`` if there is nothing to wait for."""
+        """Allocates the unsharded memory and issues the all-gather. Returns ``None`` if no wait is needed."""
 
     @abstractmethod
     def free(self) -> ReleaseEvent | None:
@@ -202,7 +202,7 @@ class Layout(ABC):
     def is_stale(self) -> bool:
         """Whether the shard has changed since it was all-gathered."""
 
-    # --- what modules see ---
+    # --- the attributes of modules ---
 
     @abstractmethod
     def accept_replacements(self) -> None:
@@ -218,14 +218,14 @@ class Layout(ABC):
 
     @abstractmethod
     def use_unsharded_params_again(self) -> None:
-        """Registers the views of the last forward that autograd recorded again, for its backward."""
+        """Registers the views of the last recorded forward again, for its backward."""
 
     def use_kept_params(self, *, is_kept: bool) -> None:  # noqa: B027
-        """Registers the tensors that modules have between forward and backward if memory is kept. Default: no change.
+        """Registers the tensors that modules have between forward and backward if memory is kept. Default: no effect.
 
         Args:
-            is_kept: whether the memory is kept because of the unit's strategy. Otherwise the unit is, for example, the
-                root, which stays unsharded because its backward runs first.
+            is_kept: whether the memory is kept because of the unit's strategy. Otherwise the memory is kept for another
+                reason. For example, the root stays unsharded because its backward runs first.
         """
 
     @abstractmethod
@@ -237,7 +237,7 @@ class Layout(ABC):
     @property
     @abstractmethod
     def has_gradient(self) -> bool:
-        """Whether autograd has accumulated a gradient that was not taken yet."""
+        """Whether autograd has accumulated a gradient that `take_gradient` has not returned yet."""
 
     @abstractmethod
     def take_gradient(self, *, with_unreduced: bool) -> Gradient | None:
@@ -261,21 +261,21 @@ class Layout(ABC):
 
         Args:
             gradient: the result of `take_gradient`.
-            dtype: of the result.
+            dtype: the dtype of the result.
             is_written: whether the caller, or other code during the communication, may write to the result. If so, the
                 result must share no memory with another tensor.
         """
 
     @abstractmethod
     def copy_to_host(self, local_shard: torch.Tensor) -> torch.Tensor:
-        """With CPU offload: an asynchronous copy of a reduced shard on the CPU, issued on the current stream.
+        """With CPU offload, issues an asynchronous copy of a reduced shard to the CPU on the current stream.
 
         If an asynchronous copy is not possible, returns ``local_shard`` unchanged, and `accept_gradient` copies it.
         """
 
     @property
     def reads_gradient(self) -> bool:
-        """Whether `accept_gradient` reads the values: to add them to an existing gradient, or for the user's hooks."""
+        """Whether `accept_gradient` reads the values, to add them to an existing gradient or for the user's hooks."""
         return self.has_gradient_hooks or any(p.grad is not None for p in self.local_parameters())
 
     @property

@@ -2,12 +2,12 @@
 
 The memory of an unsharded unit is written on the all-gather stream and read on the compute stream. PyTorch's CUDA
 allocator returns a block to the stream that allocated it *as soon as Python frees it*, even if the compute stream still
-reads the block. So two things are done:
+reads the block. Two mechanisms are needed:
 
 * ``record_stream`` makes the allocator hold the block until the compute stream has passed this point. The CPU never
-  stops, but it runs ahead: it can issue the all-gathers of ten units before the GPU has finished the first, and all ten
-  are then allocated at once.
-* So the CPU is stopped before it runs too far ahead. That is the rate limiter::
+  waits, but it runs ahead: it can issue the all-gathers of ten units before the GPU has finished the first unit. Then
+  the memory of all ten units is allocated at once.
+* The *rate limiter* makes the CPU wait before it runs too far ahead::
 
       CPU    AG0 F0 FREE0   AG1 F1 FREE1   WAIT(FREE0) AG2 ...
       GPU        AG0 F0.......FREE0  AG1 F1.......FREE1
@@ -15,13 +15,13 @@ reads the block. So two things are done:
   Each reshard records an event. Before an all-gather, if two events are queued, the CPU waits for the older one. Hence
   at most two units are in flight, and the third reuses the memory of the first.
 
-Why two? With one, the all-gather could not overlap the compute before it; with three, nothing is gained on a network
-that keeps up, and the memory of one more unit is used.
+Why two? With one unit in flight, the all-gather could not overlap with the compute before it. With three units, one
+more unit uses memory, and the step is no faster if the network is fast enough.
 
-On the CPU memory is free when `release` returns, so the events are complete from the start and nothing ever waits. The
-queue is used all the same, because tests put slow events in it to check the limiter.
+On the CPU, memory is free when `release` returns, so the events are complete from the start and the limiter never
+waits. The queue is still used, because tests put slow events in it to check the limiter.
 
-*In torch:* ``_limiter_utils.py``, 32 lines, the same idea. FSDP2 has no limiter; it holds references until an event.
+*In torch:* ``_limiter_utils.py``, 32 lines, is the same. FSDP2 has no limiter; it holds references until an event.
 
 Spec: LIM-01 to LIM-06.
 """
@@ -52,7 +52,7 @@ DONE: ReleaseEvent = torch.cpu.Event()
 def release(storage_owner: torch.Tensor) -> ReleaseEvent:
     """Frees the memory of ``storage_owner``, which the all-gather stream allocated and the compute stream read.
 
-    The tensor and all its views stay; their common storage has 0 bytes afterwards. Returns the event that is complete
+    The tensor and all its views remain; their common storage has 0 bytes afterwards. Returns the event that is complete
     when the compute stream no longer uses the memory.
     """
     event = DONE
@@ -69,14 +69,14 @@ class RateLimiter:
     """Prevents the CPU from issuing all-gathers too far ahead of the GPU.
 
     Args:
-        enabled: ``limit_all_gathers``; if False, nothing is queued and nothing waits.
+        enabled: ``limit_all_gathers``; if ``False``, the limiter queues no events and never waits.
         num_in_flight: number of units that may be unsharded or still in use at once.
     """
 
     def __init__(self, enabled: bool, num_in_flight: int = 2) -> None:
         self.enabled = enabled
         self.num_in_flight = num_in_flight
-        # Later events of one stream imply earlier ones, so the oldest can be dropped if there are too many.
+        # A complete event implies that earlier events of its stream are complete, so the oldest event can be dropped.
         self._events: deque[ReleaseEvent] = deque(maxlen=num_in_flight)
 
     def __len__(self) -> int:

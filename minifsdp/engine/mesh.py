@@ -17,8 +17,8 @@ Worked example, four ranks::
 With HYBRID_SHARD, rank 2 all-gathers from {2, 3} and averages with {0, 2}. The sum of a gradient over its shard group
 and then over its replicate group is the sum over all four ranks, so two small collectives can replace a large one.
 
-A `Group` is one of these groups as seen from this rank. It caches the size, the rank and the ranks of the group, which
-``torch.distributed`` looks up again in every call, because every unit needs them in the hot path.
+A `Group` is one of these groups as seen from this rank. It caches the size, the rank and the ranks of the group,
+because ``torch.distributed`` looks them up again in every call, and every unit needs them in each step.
 
 *In torch:* FSDP1 keeps ``process_group`` and ``_inter_node_pg`` on its state, FSDP2 has ``FSDPMeshInfo`` and
 ``HSDPMeshInfo``; both describe the same arrangement.
@@ -50,7 +50,7 @@ class Group:
         process_group: the ``torch.distributed`` group.
         size: number of ranks in it.
         rank: this process's position in it, from 0.
-        ranks: the global ranks in it, in order of position.
+        ranks: the global ranks of its members, in order of position.
     """
 
     process_group: dist.ProcessGroup
@@ -72,23 +72,23 @@ class Group:
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup) -> Group:
-        """Collects the properties of the group once. Does not communicate.
+        """Reads the properties of the process group once. Does not communicate.
 
         Raises:
             ValueError: this process is not a member.
         """
         if not hasattr(process_group, "rank"):
-            # A rank that is not in a new group gets a number from torch.distributed.
+            # For a group that this rank is not in, torch.distributed returns a number instead of a group.
             raise _not_a_member("the given process group")
         rank, size = process_group.rank(), process_group.size()
         try:
             ranks = tuple(dist.get_process_group_ranks(process_group))
         except (KeyError, RuntimeError, ValueError):
-            # A group that torch.distributed did not create, such as one of a simulation, has no global ranks.
+            # A group that torch.distributed did not create, for example a simulated group, has no global ranks.
             ranks = tuple(range(size))
         if rank < 0:
             raise _not_a_member(f"the given process group {ranks}")
-        # Imported here, because the watchdog is not a part of the engine, and imports it.
+        # Imported here, because the watchdog imports the engine.
         from minifsdp.watchdog.process import start
 
         start()
@@ -97,7 +97,7 @@ class Group:
 
 @dataclass(frozen=True)
 class MeshGroups:
-    """The shard group and the replicate group of this rank. ``None`` represents a group of one.
+    """The shard group and the replicate group of this rank. ``None`` represents a group of one rank.
 
     Attributes:
         shard: ranks that hold the other shards of this copy; ``None`` if every rank has all values.
@@ -110,7 +110,7 @@ class MeshGroups:
     @classmethod
     def sharded(cls, group: Group) -> MeshGroups:
         """One copy, with one shard for each rank of the group."""
-        # A group of one counts as no group: without another rank, nothing is sharded.
+        # A group of one rank becomes ``None``: without another rank, nothing is sharded.
         return cls(group, None) if group.size > 1 else cls(None, None)
 
     @classmethod
@@ -135,7 +135,7 @@ class MeshGroups:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks in both dimensions: a gradient is averaged over this many."""
+        """Number of ranks in both dimensions. A gradient is averaged over this number of ranks."""
         return self.num_shards * (1 if self.replicate is None else self.replicate.size)
 
     def covers(self, ranks: Iterable[int]) -> bool:
@@ -147,7 +147,7 @@ class MeshGroups:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the first rank of the mesh, which acts as "rank 0" where one rank acts for all."""
+        """Whether this is the first rank of the mesh, which takes the role of rank 0 where one rank acts for all."""
         return self.shard_index == 0 and (self.replicate is None or self.replicate.rank == 0)
 
 
@@ -169,14 +169,14 @@ def default_group(argument: str = "process_group") -> dist.ProcessGroup:
 
 
 def node_size(device: torch.device) -> int:
-    """Ranks on each node: accelerators of this machine, or ``LOCAL_WORLD_SIZE`` on the CPU (set by ``torchrun``)."""
+    """Number of ranks on each node: the accelerators of this machine, or on the CPU torchrun's ``LOCAL_WORLD_SIZE``."""
     if device.type != "cpu":
         return int(torch.get_device_module(device).device_count())
     return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
-# One pair of groups for each default group and node size. Units that were wrapped one by one must share them, and
-# creating a group is a collective that should not be repeated for each of a hundred units.
+# One pair of groups for each default group and node size. Units that were wrapped one by one must share a pair.
+# Creating a group is a collective, which should not be repeated for each of a hundred units.
 _node_groups: dict[tuple[dist.ProcessGroup, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 

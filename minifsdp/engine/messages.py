@@ -10,7 +10,7 @@ fix. It ends with the address of its entry in the documentation, and with the co
     explain-error E-tied-across-units
 
 ``messages.toml`` contains one text for each entry, with names in braces for the values that vary. So the code needs one
-line for each error, and the page "Troubleshoot" is generated from the same texts:
+line for each error. The page "Troubleshoot" is generated from the same texts:
 
     raise ValueError(message("tied-across-units", path="head.weight", other="embed.weight"))
 
@@ -47,12 +47,12 @@ def message(entry: str, /, **values: object) -> str:
 
 
 def detail(entry: str, /, **values: object) -> str:
-    """A line about one value inside a message about several values. It has no rank and address of its own."""
+    """A line about one value inside a message about several values. It contains neither the rank nor an address."""
     return texts()["detail"][entry].format(**values)
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
-    """Issues a warning at the line of the program that led here: the innermost frame outside of minifsdp and torch."""
+    """Issues a warning at a line of the program: the innermost frame outside of minifsdp and torch."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in NOT_THE_PROGRAM:
         level, frame = level + 1, frame.f_back
@@ -62,7 +62,8 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
 def way_out_of_main_thread() -> tuple[CodeType | None, CodeType | None, int | None]:
     """The function that the program has called in the main thread, the code that called it, and its line number.
 
-    Returns code objects and not frames. A frame would keep the tensors of a function alive that has returned since.
+    Returns code objects and not frames. A frame would keep the tensors of a function alive after the function has
+    returned.
     """
     inside = frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame and frame.f_globals.get("__name__", "").partition(".")[0] in NOT_THE_PROGRAM:
@@ -71,12 +72,12 @@ def way_out_of_main_thread() -> tuple[CodeType | None, CodeType | None, int | No
 
 
 def warn_renamed(old: str, new: str) -> None:
-    """Issues the warning of every old spelling."""
+    """Issues the warning for a renamed function or argument."""
     warn(message("old-spelling", old=old, new=new), FutureWarning)
 
 
 @cache
 def texts() -> dict[str, dict[str, str]]:
-    """All texts, by kind and entry. They are read when the first one is needed, which most runs never do."""
+    """All texts, by kind and entry. The file is read when a text is first needed. Most runs never need one."""
     with (Path(__file__).parents[1] / "messages.toml").open("rb") as file:
         return tomllib.load(file)

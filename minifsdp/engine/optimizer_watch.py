@@ -1,27 +1,28 @@
-"""Checks before each optimizer step, for mistakes that have an effect only there.
+"""Checks before each optimizer step, for mistakes that have an effect only in the step.
 
 * *An optimizer that was built before wrapping.* It holds the original parameters, which no module uses any more. Its
-  step changes tensors without an effect on the model. The loss stays flat, without an error. So every parameter that a
-  unit has replaced is recorded (``validation.py``), and the first step of each optimizer is checked against them.
-* *A step after* ``no_sync()`` *without a reducing backward.* Then ``.grad`` holds the sum of this rank alone, in the
-  unsharded size, and not this rank's shard of a mean.
-* *A step inside* ``summon_full_params()``. The optimizer's parameters are hidden there, and overwritten at the end of
-  the block.
+  step changes these tensors, but not the model. The loss does not decrease, and no error appears. So every parameter
+  that a unit has replaced is recorded (``validation.py``), and the first step of each optimizer is checked against
+  them.
+* *A step after* ``no_sync()`` *without a reducing backward.* Then ``.grad`` holds the sum of this rank only, in the
+  unsharded size, instead of this rank's shard of the mean.
+* *A step inside* ``summon_full_params()``. Inside the block, the modules do not use the optimizer's parameters. The end
+  of the block overwrites these parameters.
 
 Worked example: ``optimizer = SGD(model.parameters())``, then ``model = FullyShardedDataParallel(model)``, then a step:
 one warning that all 4 of its 4 parameters were replaced.
 
-The check is a hook that PyTorch runs before the step of any optimizer. It looks for the parameters of an optimizer
-once, and again if its groups change or a new unit is made.
+The check is a hook that PyTorch runs before the step of any optimizer. It looks up the parameters of an optimizer once,
+and again if the optimizer's groups change or a new unit is created.
 
-The hook also counts the steps for each root, because a step can change parameters without a trace: fused kernels, and
-list operators on DTensors, do not increase the version of a tensor. Unsharded parameters from before a step are stale.
-A step counts for a root only if the optimizer holds parameters of its units. So a step of another optimizer on one rank
-does not make that rank alone issue an all-gather.
+The hook also counts the steps for each root, because the version of a tensor does not show every change: fused kernels,
+and list operators on DTensors, do not increase it. Unsharded parameters from before a step are stale. A step counts for
+a root only if the optimizer holds parameters of its units. Otherwise, if one rank stepped an unrelated optimizer, only
+that rank would issue an all-gather.
 
 The hook is installed with the first unit and removed with the last one.
 
-*In torch:* nothing in the first case, a size mismatch without a name in the second.
+*In torch:* no check in the first case; in the second case, an error about a size mismatch without a parameter name.
 
 Spec: CTOR-05, NOSYNC-10, FUZZ-06, FRESH-04, FRESH-06.
 """
@@ -45,23 +46,23 @@ class OptimizerWatch:
     """Checks the steps of optimizers that hold parameters of units. The process has one, `watch`.
 
     Attributes:
-        summoned: layouts inside `summon_full_params`. A step there would be lost, or change values that are overwritten
-            later.
-        unreduced: layouts for whose parameters ``.grad`` holds an unreduced gradient.
+        summoned: layouts inside `summon_full_params`. The end of the block would overwrite the changes of a step.
+        unreduced: layouts whose parameters have an unreduced gradient in ``.grad``.
     """
 
     def __init__(self) -> None:
         self.summoned: weakref.WeakSet[Layout] = weakref.WeakSet()
         self.unreduced: weakref.WeakSet[Layout] = weakref.WeakSet()
-        # All layouts, and those of each optimizer that has taken a step, with the sizes that its groups had then.
+        # All layouts, and the layouts of each optimizer that has taken a step, with the sizes of its groups at that
+        # time.
         self._layouts: weakref.WeakSet[Layout] = weakref.WeakSet()
         self._held = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], list[weakref.ref[Layout]]]]()
-        # The hook while it is installed.
+        # The handle of the hook while it is installed.
         self._hook: Any = None
 
     def add(self, layout: Layout) -> None:
         """Called when a unit has taken parameters. From then on, the steps of optimizers are checked."""
-        # An optimizer that passed the check before may hold parameters that this unit has replaced.
+        # An optimizer that passed the check earlier may hold parameters that this unit has replaced.
         self._held.clear()
         if self._hook is None:
             self._hook = torch_optimizer.register_optimizer_step_pre_hook(self._before_step)
@@ -70,18 +71,18 @@ class OptimizerWatch:
         weakref.finalize(layout, self._end).atexit = False
 
     def _end(self) -> None:
-        """Called when a layout was deleted. Removes the hook if it was the last one."""
+        """Called when a layout was deleted. Removes the hook if this was the last layout."""
         if self._hook is None or any(True for _ in self._layouts):
             return
-        # While a step runs, PyTorch iterates over the hooks. Garbage collection during one leaves the hook there.
+        # While a step runs, PyTorch iterates over the hooks. So garbage collection during a step keeps the hook.
         if all(frame.f_code.co_filename != torch_optimizer.__file__ for frame, _ in traceback.walk_stack(None)):
             self._hook.remove()
             self._hook = None
 
     def check_reduced(self, what: str, layouts: Sequence[Layout]) -> None:
-        """Checks that no sharded layout has an unreduced gradient, and that none is inside ``summon_full_params``.
+        """Checks that no sharded layout has an unreduced gradient, and that no layout is inside ``summon_full_params``.
 
-        A unit that is not sharded may be trained on each rank alone, as local SGD does between two averages.
+        A unit that is not sharded may train on each rank separately, as local SGD does between two averages.
 
         Raises:
             RuntimeError: if the check fails.
@@ -103,7 +104,7 @@ class OptimizerWatch:
         def checked_closure() -> Any:
             loss = closure()
             self._check_gradients_of(optimizer)
-            # The closure may have all-gathered parameters, and the optimizer changes them next.
+            # The closure may have all-gathered parameters, which the optimizer changes next.
             self._count_step(optimizer)
             return loss
 
@@ -112,7 +113,7 @@ class OptimizerWatch:
         return args, {**kwargs, "closure": checked_closure}
 
     def _count_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Counts a step for each root of which ``optimizer`` holds parameters. Returns whether there are any."""
+        """Counts a step for each root whose parameters ``optimizer`` holds. Returns whether there are any."""
         counts = {layout.steps for layout in self._layouts_of(optimizer)}
         for steps in counts:
             steps.count += 1
@@ -126,7 +127,7 @@ class OptimizerWatch:
             self.unreduced.difference_update(mine)
 
     def _layouts_of(self, optimizer: torch.optim.Optimizer) -> list[Layout]:
-        """The layouts of which ``optimizer`` holds parameters. The first call checks for replaced parameters."""
+        """The layouts whose parameters ``optimizer`` holds. The first call checks for replaced parameters."""
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         known = self._held.get(optimizer)
         if known is None or known[0] != sizes:
