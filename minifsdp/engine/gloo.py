@@ -14,7 +14,7 @@ tensors that store and receive the values. Example: two ranks, a tensor of four 
 1. *Bytes.* With N ranks, each rank sends (N - 1) / N of the unsharded size, which is the minimum. Gloo's reduce-scatter
    sends twice as much.
 2. *Memory.* An all-gather needs no memory in addition to its output. A reduce-scatter receives the part of one other
-   rank in its output, and needs memory for N - 2 more parts. Gloo's needs memory for another unsharded gradient.
+   rank in its output, and needs memory for N - 2 more parts. Gloo's needs memory for another gradient.
 3. *Time.* Sends and receives start immediately in gloo's own thread, and run while the CPU computes. ``wait()`` blocks
    only until the remaining messages have arrived.
 4. *Bits.* The parts are summed in the order of the ranks, independent of the order of arrival. So the result is the
@@ -38,8 +38,7 @@ tensors that store and receive the values. Example: two ranks, a tensor of four 
 
 The environment variable ``MINIFSDP_TRANSPORT`` must be equal on *every* rank. ``collectives`` selects gloo's
 collectives, as for other backends. ``messages`` sends shards of any size in messages. If
-``TORCH_DISTRIBUTED_DEBUG=DETAIL`` wraps the process group, gloo's collectives are always used, because torch compares
-those.
+``TORCH_DISTRIBUTED_DEBUG=DETAIL`` wraps the process group, it compares gloo's collectives, so these are always used.
 
 Programs count collectives with a ``TorchDispatchMode``. Such a mode sees the operator that another backend would run,
 on a group that sends no data. So its counts are the same as with other backends.

@@ -1,9 +1,8 @@
 """Checks before each optimizer step, for mistakes that have an effect only in the step.
 
 * *An optimizer that was built before wrapping.* It holds the original parameters, which no module uses any more. Its
-  step changes these tensors, but not the model. The loss does not decrease, and no error appears. So every parameter
-  that a unit has replaced is recorded (``validation.py``), and the first step of each optimizer is checked against
-  them.
+  step changes these tensors, but not the model. The loss does not decrease, and no error appears. So ``validation.py``
+  records every parameter that a unit has replaced, and the first step of each optimizer checks for them.
 * *A step after* ``no_sync()`` *without a reducing backward.* Then ``.grad`` holds the sum of this rank only, in the
   unsharded size, instead of this rank's shard of the mean.
 * *A step inside* ``summon_full_params()``. Inside the block, the modules do not use the optimizer's parameters. The end

@@ -1,28 +1,28 @@
 """Layout 2: one DTensor for each parameter.
 
 Every parameter keeps its name and its shape. The optimizer's parameter is a ``DTensor`` with the unsharded shape, which
-stores this rank's rows. Printing, saving, clipping and filtering work as for any parameter.
+stores this rank's rows. Users can print, save, clip and filter it like any parameter.
 
 Worked example, ``weight`` of shape (3, 2) and ``bias`` of shape (3,), two ranks::
 
     rank 0    weight 2 rows, bias 2 elements     sends w w w w b b
     rank 1    weight 1 row,  bias 1 element      sends w w . . b .
-    gathered  w w w w b b w w . . b .            sorted by rank
+    buffer    w w w w b b w w . . b .            sorted by rank
     sorted    w w w w w w . .   b b b .          sorted by parameter: two leaves that autograd owns
 
-Each parameter is a `ShardedParam` with memory in a bucket (``bucket.py``), nearly always one for all parameters. The
+Each parameter is a `ShardedParam` with memory in a bucket (``bucket.py``), usually the same for all parameters. The
 layout issues one all-gather for each bucket. The reduction of gradients uses one operator for all buckets:
 
 1. Only parameters that have a gradient take part in the reduction. Frozen ones cost nothing, unlike in a flat layout.
-2. Each gradient is split like its parameter and the shards are sorted by rank, in one operator for each mesh.
-3. The result is a bucket of this rank's shards. ``.grad`` of each DTensor is a DTensor around its part of the bucket.
+2. One operator for each mesh splits each gradient like its parameter and sorts the shards by rank.
+3. The result is a bucket of this rank's shards. ``.grad`` of each parameter is a DTensor around its part of the bucket.
 
 Users may replace the registered parameters, with ``load_state_dict(assign=True)``, ``to_empty`` or ``model.to(...)``.
-The layout checks this when an iteration begins, and copies the new values into its buckets, or into new ones if the
-dtype has changed. Not earlier: modules are converted one after the other, and meanwhile a unit can have two dtypes.
+The layout checks this when an iteration begins, and copies the new values into its buckets, or into new buckets if the
+dtype has changed. An earlier check could find two dtypes in a unit, because modules are converted one by one.
 
 Trade-off against the flat layout: a copy-out for each all-gather, a sorted copy of the gradients, and DTensors in the
-optimizer. In exchange, every tensor has a name, and a unit can mix frozen and trainable parameters, or several dtypes.
+optimizer. In return, every tensor has a name, and a unit can mix frozen and trainable parameters, or several dtypes.
 
 *In torch:* ``FSDPParam`` and ``FSDPParamGroup``, 1830 lines.
 
@@ -51,7 +51,7 @@ from minifsdp.engine.sharded_param import VERSION, Options, ShardedParam, local_
 
 
 class PerParameterLayout(Layout):
-    """The parameters of one unit, each a DTensor.
+    """The parameters of one unit, each as a DTensor.
 
     Args:
         params: at least one, of any dtypes, frozen or not; also an attribute.
@@ -92,7 +92,7 @@ class PerParameterLayout(Layout):
         buckets = assign_to_buckets(self.params, local_shards, self._options, self.buckets)
         for param in self.params:
             set_local_shard(param.parameter, param.local_shard)
-        # The values were copied into the memory of an existing bucket, or of a new one.
+        # Values were copied into the memory of an existing bucket or of a new bucket.
         self._has_copied |= is_edited or self.buckets != buckets
         self.buckets = buckets
         self._update_from_buckets()
@@ -138,7 +138,7 @@ class PerParameterLayout(Layout):
         return next((bucket.group for bucket in self.buckets if bucket.group is not None), None)
 
     def all_gather(self, comm_streams: CommStreams) -> Handle | None:
-        """Issues one all-gather for each bucket, nearly always one. The layout itself is the handle: see `wait`."""
+        """Issues one all-gather for each bucket. The layout itself is the handle, see `wait`."""
         self._gathered_at = self._stamp()
         if self._has_copied:
             # Copied on the compute stream; the communication stream has not waited since.
@@ -153,7 +153,7 @@ class PerParameterLayout(Layout):
         return self
 
     def wait(self) -> None:
-        """Waits for all buckets, and runs the copy-out. The first one of a custom all-gather creates its leaf."""
+        """Waits for all buckets, and runs the copy-out. The first copy-out of a custom all-gather creates its leaf."""
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.wait()
@@ -170,7 +170,7 @@ class PerParameterLayout(Layout):
         return None if self._is_borrowed else lifetime.DONE
 
     def reshard_to_smaller_mesh(self, group: Group, mesh: DeviceMesh) -> None:
-        """The next all-gather uses only ``group``, the last axis of ``mesh``. Call `free` afterwards."""
+        """Makes the next all-gather use only ``group``, the last axis of ``mesh``. Call `free` afterwards."""
         made: dict[ShardedParam, torch.Tensor] = {}
         for bucket in self.buckets:
             for param, local_shard in zip(bucket.params, bucket.reshard_to_smaller_mesh(group), strict=True):
@@ -178,7 +178,7 @@ class PerParameterLayout(Layout):
         self._post_forward_params = [made[param] for param in self.params]
 
     def unshard_from_full_mesh(self) -> None:
-        """The next all-gather reads the optimizer's shards again."""
+        """Makes the next all-gather read the optimizer's shards again."""
         post_forward_params, self._post_forward_params = self._post_forward_params, None
         if post_forward_params is not None:
             for bucket in self.buckets:
@@ -187,18 +187,18 @@ class PerParameterLayout(Layout):
                 self._register(self._sharded)
 
     def _stamp(self) -> object:
-        # A DTensor counts its own in-place changes, and the bucket those of the local tensor. List operators and fused
-        # kernels increase neither version, so the optimizer steps are counted as well.
+        # A DTensor counts its own in-place changes, and the bucket counts the changes of the local tensor. List
+        # operators and fused kernels increase neither version, so the optimizer steps are counted as well.
         return self.steps.count, [bucket.stamp() for bucket in self.buckets], list(map(VERSION, self._sharded))
 
     def is_stale(self) -> bool:
-        """Whether a shard has changed since the last all-gather began. A copy that is only cast is always stale."""
+        """Whether a shard has changed since the last all-gather began. A copy that was only cast is always stale."""
         return self._gathered_at != self._stamp() or (self.all_gather_group is None and not self._is_borrowed)
 
-    # --- what modules see ---
+    # --- the attributes of modules ---
 
     def accept_replacements(self) -> None:
-        """Accepts tensors that the user has registered instead of the unit's, and values in other memory."""
+        """Accepts tensors that the user has registered instead of the unit's tensors, and values in other memory."""
         is_edited = False
         for dictionary, attribute, index in self._attributes:
             found, param = dictionary.get(attribute.name), self.params[index]
@@ -211,7 +211,7 @@ class PerParameterLayout(Layout):
         if is_edited:
             self._update_buckets(is_edited=True)
         elif len(self.buckets) > 1:
-            # Other parameters, of another dtype, may have become trainable.
+            # Other parameters, with another dtype, may have become trainable.
             self._choose_dtype()
 
     def use_unsharded_params(self) -> None:
@@ -228,7 +228,7 @@ class PerParameterLayout(Layout):
 
     def _register(self, tensors: list[torch.Tensor]) -> None:
         for param in self.params:
-            # The user has changed `requires_grad` since.
+            # The user has changed `requires_grad` since then.
             if not param.leaf.requires_grad is param.parameter.requires_grad is param.is_trained:
                 param.toggle_requires_grad()
         self._registered = tensors
@@ -241,15 +241,15 @@ class PerParameterLayout(Layout):
 
     @property
     def has_gradient(self) -> bool:
-        """Whether autograd has accumulated a gradient that was not taken yet."""
+        """Whether autograd has accumulated a gradient that `take_gradient` has not returned yet."""
         return any(param.leaf.grad is not None for param in self.params)
 
     def take_gradient(self, *, with_unreduced: bool) -> Gradient | None:
-        """1. The gradients of the parameters that have one."""
+        """1. Takes the gradients of the parameters that have one."""
         taken = Gradient([], [])
         for number, param in enumerate(self.params):
             grad, param.leaf.grad = param.leaf.grad, None
-            # Only with tensor parallelism is the gradient a DTensor.
+            # The gradient is a DTensor only with tensor parallelism.
             part = grad if grad is None or param.leaf is param.plain_leaf else param.local_gradient(grad)
             if with_unreduced and param.unreduced is not None:
                 part = param.unreduced if part is None else param.unreduced.add_(part)
@@ -278,11 +278,11 @@ class PerParameterLayout(Layout):
 
     @property
     def has_unreduced(self) -> bool:
-        """Whether gradients are waiting for their reduction."""
+        """Whether there are unreduced gradients."""
         return any(param.unreduced is not None for param in self.params)
 
     def pack(self, gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False) -> torch.Tensor:
-        """2. Split and sorted by rank, with zeros as padding."""
+        """2. Splits the gradients and sorts the shards by rank, with zeros as padding."""
         parts, dtypes, chunk_numel = [], set(), 0
         num = self.params[gradient.numbers[0]].num_shards
         for number, part in zip(gradient.numbers, gradient.parts, strict=True):
@@ -293,20 +293,20 @@ class PerParameterLayout(Layout):
         if len(dtypes) > 1 or dtype.is_complex:
             parts = [part.to(dtype) for part in parts]
         packed = torch.empty(num * chunk_numel, dtype=dtype, device=self.device)
-        # Casts during the copy, so that there is no second copy of all gradients.
+        # This operator casts during the copy, so there is no second copy of all gradients.
         torch._chunk_cat(parts, dim=0, num_chunks=num, out=packed.view(num, -1))
         return packed
 
     def copy_to_host(self, local_shard: torch.Tensor) -> torch.Tensor:
-        """Copies all parameters at once, if they have one dtype. Without pinned memory, every copy blocks."""
+        """Copies all shards at once if they have one dtype. Without pinned memory, every copy blocks."""
         dtypes = {param.local_shard.dtype for param in self.params}
         if len(dtypes) > 1 or not self._pins:
             return local_shard
-        # Cast first: the CPU cannot cast values that have not arrived. PyTorch pins the destination of such a copy.
+        # Cast first: the CPU cannot cast values that have not arrived. PyTorch pins the destination of this copy.
         return local_shard.to(dtypes.pop()).to(self.params[0].local_shard.device, non_blocking=True)
 
     def accept_gradient(self, gradient: Gradient, local_shard: torch.Tensor) -> None:
-        """3. DTensors around the parts of ``local_shard``."""
+        """3. Adds DTensors around the parts of ``local_shard`` to ``.grad``."""
         # If `copy_to_host` did not copy, copy here, with one wait for all parameters.
         local_shard = local_shard.to(self.params[0].local_shard.device)
         start = 0
@@ -320,7 +320,7 @@ class PerParameterLayout(Layout):
                 part = part.to(param.local_shard.dtype)
             before = param.parameter.grad
             if before is None:
-                # The same object: DTensor compares both specs for each operator of the optimizer, which then is fast.
+                # Reuse the spec object: optimizer operators compare both specs, which is fast for one object.
                 spec: Any = param.parameter._spec  # type: ignore[attr-defined]
                 param.parameter.grad = DTensor(part, spec, requires_grad=False)
             else:

@@ -1,20 +1,20 @@
 """Placeholder parameters: the tensors that modules have while their unit is sharded.
 
 Outside of its forward and backward, a sharded module has no weights. This rank stores a shard of a flat tensor, which
-may begin in the middle of one weight and end in the middle of the next. There are three possible values for
-``linear.weight`` then:
+may begin in the middle of one weight and end in the middle of the next. Three values are possible for ``linear.weight``
+then:
 
-* The unsharded view from the forward. Its memory is released, and reading it returns garbage.
-* No attribute. Then ``linear.weight.shape`` in logging code raises an ``AttributeError``.
+* The unsharded view from the forward. Its memory is released, and reading it returns undefined values.
+* No value, because the attribute is deleted. Then ``linear.weight.shape`` in logging code raises an ``AttributeError``.
 * A tensor that has a shape, dtype and device but no values. Reading its values raises an error that explains why.
 
-minifsdp uses the third. The usual cause of the error is a direct call of a part of a wrapped model,
+minifsdp uses the third value. The usual cause of the error is a direct call of a part of a wrapped model,
 ``model.module[0](x)``. Only the wrapped module issues the all-gather, so the part has no weights::
 
     RuntimeError: rank 1: parameter '0.weight' (shape (4, 4)) is sharded right now ...
 
-*In torch:* FSDP1 keeps the freed view. The same call raises an autograd error about views, works by accident while the
-root is still unsharded, or crashes.
+*In torch:* FSDP1 keeps the freed view. There, the same call raises an autograd error about views, works by accident
+while the root is still unsharded, or crashes.
 
 Spec: FWD-01, ORIG-11, NAMES-10.
 """
@@ -33,7 +33,7 @@ from minifsdp.engine.precision import tensors_in
 
 
 class PlaceholderParameter(torch.Tensor):
-    """A tensor with a shape and without values. Any operation on it raises a ``RuntimeError`` that explains the fix.
+    """A tensor with a shape but no values. Any operation on it raises a ``RuntimeError`` that explains the fix.
 
     Args:
         shape, dtype, device: those of the parameter that it replaces.
@@ -42,7 +42,7 @@ class PlaceholderParameter(torch.Tensor):
 
     path: str
 
-    # Goes directly to the dispatcher: the error needs no Python-level overrides.
+    # Calls go directly to the dispatcher, because the error needs no Python-level overrides.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -58,7 +58,7 @@ class PlaceholderParameter(torch.Tensor):
     def _refuse(self, *args: Any, **options: Any) -> NoReturn:
         _raise_absent(self.path, self.shape)
 
-    # These do not go through the dispatcher: reading or setting values, and passing them to another library (which
+    # These attributes do not go through the dispatcher. They read or set values, or pass them to another library (which
     # would read memory that does not exist), to another process or to a file.
     data = property(_refuse, _refuse)
     tolist = numpy = share_memory_ = __dlpack__ = __reduce_ex__ = _refuse
@@ -81,9 +81,9 @@ GUARD = "minifsdp: sharded"
 def guards_for(parameters: Iterable[ParamInfo]) -> list[tuple[dict[Any, Any], Callable[..., NoReturn]]]:
     """For each module that has one of ``parameters``: its dict of forward pre-hooks, and a guard that raises an error.
 
-    Original parameters that stay registered cannot be replaced by placeholders. They are 1-D views between
-    computations, and most operations, but not all, reject such a shape. So a guard raises the error while the module
-    has no weights. While the unit computes, there is no hook and no cost.
+    A placeholder cannot replace an original parameter that stays registered. Between computations, such a parameter is
+    a 1-D view, and most operations, but not all, reject this shape. So a guard raises the error while the module has no
+    weights. While the unit computes, there is no hook and no cost.
     """
     modules = {info.module: (info.path, info.shape) for first in parameters for info in first.attributes}
     return [(module._forward_pre_hooks, functools.partial(_raise_absent, *where)) for module, where in modules.items()]

@@ -12,14 +12,16 @@ gradient reduction  ``reduce``                   half the bytes, or full for a s
 
 Worked example, ``Precision(compute=bfloat16, reduce=float32)``, a unit of 8 elements on two ranks: each rank stores 4
 float32 numbers (16 bytes), sends 4 bfloat16 numbers (8 bytes), and computes with 8 of them (16 bytes). Its gradient has
-8 bfloat16 numbers. They are cast to float32 (32 bytes) for the sum, and the rank keeps 4 float32 numbers of it.
+8 bfloat16 numbers. They are cast to float32 (32 bytes) for the sum, and the rank keeps 4 of these float32 numbers.
 
-The stored shard and the unsharded tensor are two variables, and each has its own dtype. Nothing is swapped. The only
-casts are one before the all-gather and one or two around the reduction.
+The stored shard and the unsharded tensor are two variables, and each has its own dtype. The engine casts once before
+the all-gather, and once or twice around the reduction.
 
-Inputs are cast as well, but only floating-point tensors. A token ID that is rounded to bfloat16 identifies another one.
+Inputs are cast as well, but only floating-point tensors. A token ID that is rounded to bfloat16 becomes another token
+ID.
 
-*In torch:* FSDP1 switches ``flat_param.data`` between a full and a low-precision storage; FSDP2 has the two variables.
+*In torch:* FSDP1 switches ``flat_param.data`` between a full-precision and a low-precision storage. FSDP2 has two
+variables.
 
 Spec: MP-02 to MP-17, DEV-08, STREAM-13.
 """
@@ -48,7 +50,7 @@ class Precision:
     keep_reduce_dtype: bool = False
 
     def computes_in(self, stored: torch.dtype) -> torch.dtype | None:
-        """The compute dtype of parameters. Complex ones keep theirs, because a real dtype drops imaginary parts."""
+        """The compute dtype of parameters. Complex parameters are not cast: a real dtype drops imaginary parts."""
         return None if stored.is_complex else self.compute
 
     def reduces_in(self, computed: torch.dtype) -> torch.dtype:
@@ -60,8 +62,8 @@ class Precision:
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """Applies ``function`` to every tensor in ``value``, inside nested tuples, lists, dicts and dataclasses.
 
-    Returns new containers of the same types, and does not change the caller's. Objects that are neither a tensor nor
-    one of these containers are returned unchanged.
+    Returns new containers of the same types, and does not change the caller's containers. Objects that are neither a
+    tensor nor one of these containers are returned unchanged.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
@@ -88,8 +90,8 @@ def _map_mapping(function: Callable[[torch.Tensor], torch.Tensor], value: Mappin
     try:
         return type(value)(items)  # type: ignore[call-arg]
     except TypeError:
-        # A mapping with a constructor of its own, for instance a model's output class: a shallow copy keeps its other
-        # attributes, and its items are set one by one.
+        # A mapping with its own constructor, for example a model's output class. A shallow copy keeps its other
+        # attributes, and the items are set one by one.
         copy = value.copy()  # type: ignore[attr-defined]
         for key, item in items.items():
             copy[key] = item

@@ -1,23 +1,23 @@
 """Checks that all ranks issue the same collectives.
 
 Collectives pair up by the order of their issue, not by name. If two ranks run two equal units in different order, each
-unit gets the weights of the other. If each rank uses another expert of a layer, the gradients of one expert are added
-to those of another. The loss still decreases, and no error appears. Units of different sizes hang. The cause is control
-flow that depends on the rank.
+unit gets the weights of the other unit. If each rank uses another expert of a layer, the gradients of different experts
+are added up. The loss still decreases, and no error appears. With units of different sizes, the job hangs. The cause is
+control flow that depends on the rank.
 
-`RankChecks` has two checks. The runtime calls the first one before a unit is all-gathered for the first time, and the
-second one at the end of each backward. (A third check, of sizes between CPUs, is in ``gloo.py``.)
+`RankChecks` has two checks. The runtime calls the first check before a unit is all-gathered for the first time, and the
+second check at the end of each backward. (A third check, of sizes between CPUs, is in ``gloo.py``.)
 
 *Before the first all-gather of a unit*, the ranks exchange its identity (``collective_log.py``)::
 
     rank 0: a    rank 1: a        equal, never checked again
-    rank 0: a    rank 1: b        RuntimeError on both, with the names and with the units before
+    rank 0: a    rank 1: b        RuntimeError on both, with the names and the previous units
 
 This costs a small all-gather, once for each unit and group. Where a forward needs the unit, the rank waits for the
-answer before it issues the all-gather. A prefetch or ``unshard()`` issues the all-gather without a wait, because the
-program may first do something else on which other ranks depend. Then the answer is read when the unit is used. With
-``TORCH_DISTRIBUTED_DEBUG=DETAIL``, or while `RankChecks.always` is set, every all-gather is checked, at a cost for
-debugging only.
+answer before it issues the all-gather. A prefetch or ``unshard()`` issues the all-gather without a wait, because other
+ranks may depend on something that the program does first. Then the rank reads the answer when the unit is used. With
+``TORCH_DISTRIBUTED_DEBUG=DETAIL``, or while `RankChecks.always` is set, every all-gather is checked. This is slow, and
+only for debugging.
 
 *At the end of each backward*, the ranks compare their collective logs: the number of collectives in each group since
 the last comparison, and a hash of their order::
@@ -26,21 +26,23 @@ the last comparison, and a hash of their order::
     rank 0: 9, 5f1d...    rank 1: 9, 90ab...        RuntimeError on both, with the first position that differs
 
 1. *Cost*: one collective of 32 bytes for each rank, group and backward. It is issued before the wait for the last
-   reduction and takes almost no time.
+   reduction, and takes almost no time.
 2. *Detected errors*: a different order of all-gathers, gradients of parameters that only some ranks used, and any
    other collective at another position or for another unit.
-3. *Which groups*: those in which units of this root communicated during this backward. Other ranks may compute more
-   backwards without communication, for instance through frozen parameters or in ``no_sync()``. These are not compared.
-4. *Which ranks raise*: all. With replicas, the result of the shard group is part of the question to the replicate
-   group, so a rank also raises if both of its own groups agree.
+3. *Which groups*: the groups in which units of this root communicated during this backward. Other ranks may compute
+   more backwards without communication, for example through frozen parameters or in ``no_sync()``. Such backwards are
+   not compared.
+4. *Which ranks raise*: all. With replicas, the question to the replicate group contains the result of the shard group,
+   so a rank raises the error even if both of its own groups agree.
 5. *When*: on a CPU before backward returns, so no optimizer steps. An accelerator computes later, and waiting for the
    answer would stop the CPU. So the answer is read at the end of the next backward, before a state dict is created, and
-   when the program ends. These moments are the same on all ranks. The message says how many optimizer steps were taken
-   in between, usually one.
-6. *Only a warning*: optimizers that stepped since the last comparison on some ranks but not on others. That is a
-   mistake if one rank uses ``no_sync()`` and the others do not, but a program may also intend it. It appears once.
+   when the program ends. These moments are the same on all ranks. The message contains the number of optimizer steps in
+   between, usually one.
+6. *Only a warning*: some ranks have stepped an optimizer since the last comparison, and others have not. This is a
+   mistake if one rank uses ``no_sync()`` and the others do not, but a program may also intend it. The warning appears
+   once.
 
-A rank that issues fewer collectives makes the others wait. The watchdog detects that (``minifsdp/watchdog``).
+A rank that issues fewer collectives makes the other ranks wait. The watchdog detects this case (``minifsdp/watchdog``).
 
 *In torch:* FSDP1 has the first check in ``_exec_order_utils.py``, for debugging only; FSDP2 has none.
 
@@ -69,13 +71,13 @@ class RankChecks:
 
     Args:
         names: the names of all units of the root.
-        meshes: their shard groups and replicate groups, in the same order on every rank.
+        meshes: the shard groups and replicate groups of these units, in the same order on every rank.
         comm_streams: the communication streams of the root.
         root_id: the units in the collective log.
 
     Attributes:
         always: whether every all-gather is checked, for all roots; for debugging. Must be equal on all ranks.
-        unread: checks whose answer on an accelerator was not read yet, of all roots, also of deleted ones.
+        unread: checks of all roots, including deleted roots, whose answer on an accelerator is not read yet.
     """
 
     always: ClassVar[bool] = False
@@ -110,7 +112,8 @@ class RankChecks:
         if identity in sequence.agreed and not (self._is_detailed or self.always):
             return
         sequence.agreed.add(identity)
-        # Not a part of training: dispatch modes that count collectives, and fake tensor modes, do not see it.
+        # The question is not a part of training: dispatch modes that count collectives, and fake tensor modes, do not
+        # see it.
         with _disable_current_modes():
             answers = torch.full((group.size,), identity, device=device)
             self._pending[unit] = collectives.ask(group, answers, torch.tensor([identity], device=device)), answers
@@ -159,7 +162,7 @@ class RankChecks:
         has_stepped, self._num_steps = log.num_steps != self._num_steps, log.num_steps
         with _disable_current_modes(), self._comm_streams.all_gather as comm_stream:
             for sequence, group in groups:
-                # Filled by kernels, one number after the other. A copy from the CPU would block the CPU.
+                # Kernels fill this tensor, one number after the other. A copy from the CPU would block the CPU.
                 mine = torch.full((4,), sequence.digest, device=self._comm_streams.device)
                 mine[1], mine[2], mine[3] = sequence.number, 0, has_stepped
                 if self._asked:
@@ -219,7 +222,7 @@ class RankChecks:
 
 
 def _differ(answers: torch.Tensor) -> torch.Tensor:
-    """Whether the rows ``digest, number, others differ, steps`` of all ranks contain a difference."""
+    """Whether the rows ``digest, number, others differ, steps`` of the ranks differ."""
     return (answers[:, :2] != answers[0, :2]).any() | answers[:, 2].any()
 
 

@@ -1,7 +1,7 @@
 """Gradient reduction: from unsharded gradients to sharded ones, stage by stage.
 
-When a unit's gradient is complete, every rank has a different one, because every rank used other data. The optimizer
-needs the mean, and only this rank's shard of it. The stages, with the dtype at each:
+When a unit's gradient is complete, it differs between the ranks, because each rank used different data. The optimizer
+needs only this rank's shard of the mean. The stages, with the dtype at each:
 
 1. the layout packs the gradient into one bucket, in the reduce dtype;
 2. divide by a part of the number of ranks, in float16 only (see `Scaling`);
@@ -21,11 +21,11 @@ Worked example, mesh of 2 x 2, a unit of four elements; ranks 0 and 1 shard, 2 a
 The result is not needed before the optimizer step. So a reduction is issued and runs while the next unit's backward
 computes (unless the user disables this to save memory: `ReducePlan.overlaps`). It is completed after the next reduction
 is issued, or at the end of backward. More reductions in flight would only wait for each other on the same network. The
-reducer waits for the reduce-scatter before it packs the next gradient. Then only a shard of the previous gradient is
-in memory. Otherwise there would be two unsharded gradients and a packed copy.
+reducer waits for the reduce-scatter before it packs the next gradient, so that only a shard of the previous gradient is
+in memory. Otherwise two unsharded gradients and a packed copy would be in memory.
 
-The stages run in different places. On the CPU a waiting thread does nothing else, so only stages 1 to 3 are issued, and
-the rest runs at completion. An accelerator's stream waits without blocking others, so all stages are issued at once::
+The stages run in different places. On the CPU a waiting thread is blocked, so only stages 1 to 3 are issued, and the
+others run at completion. On an accelerator, a wait does not block other streams, so all stages are issued at once::
 
     compute stream       B2 -----  1 B1 -----------  s 1 w B0 -----------  s 1 w     s, w = wait for the previous
     reduce stream                    2 3                 2 3                         reduce-scatter, and reduction
@@ -33,10 +33,10 @@ the rest runs at completion. An accelerator's stream waits without blocking othe
 
 With replicas, stages 4 and 5 have their own stream; otherwise they run on the reduce stream. With CPU offload, a copy
 to pinned memory follows there. The CPU waits once for all copies, at the end of backward. It waits earlier only if it
-reads a gradient, to add it to another or to pass it to hooks.
+reads a gradient, to add it to another gradient or to pass it to hooks.
 
-Memory that a stream reads must not be reused meanwhile. `_InFlight` keeps the packed gradient until the compute stream
-has waited for the reduce-scatter, and the inputs of all later stages until it has waited for the last stage.
+Memory must not be reused while a stream reads it. `_InFlight` keeps the packed gradient until the compute stream has
+waited for the reduce-scatter, and the inputs of all later stages until it has waited for the last stage.
 
 *In torch:* FSDP1's ``_reduce_grad``, FSDP2's ``foreach_reduce`` (254 lines). On the CPU both wait immediately.
 
@@ -74,11 +74,11 @@ class ReducePlan:
         scaling: the divisors.
         hook: the user's communication hook, which replaces stages 2 to 5. For a sharded unit,
             ``hook(whole, local_shard)`` must fill ``local_shard``; otherwise ``hook(whole)`` must change ``whole``.
-        all_reduces: whether to all-reduce over replicas in this backward. If False, accumulate into `partial` instead.
+        all_reduces: whether to all-reduce over replicas in this backward. If ``False``, adds to `partial` instead.
         overlaps: whether the reduction runs while the next unit's backward computes.
         partial: sum of earlier backwards that was not all-reduced yet, with the numbers of its parameters.
-        after: a function of the user that is called with the reduced shard before the layout accepts it.
-        after_stream: the accelerator stream on which to call it; ``None`` for the reduction's communication stream.
+        after: a function of the user, which gets the reduced shard before the layout accepts it.
+        after_stream: the accelerator stream for this call; ``None`` for the reduction's communication stream.
     """
 
     mesh: MeshGroups
@@ -104,18 +104,18 @@ class ReducePlan:
 
 @dataclass(slots=True)
 class _InFlight:
-    """A reduction that was issued and not completed yet. Keeps the inputs of its stages alive.
+    """A reduction that was issued but is not complete. Keeps the inputs of its stages alive.
 
     Attributes:
         whole: the packed gradient.
         local_shard: the result of the stages that were issued.
         all_reduces: whether stage 4 is an all-reduce, a copy of the plan's value.
-        scattered: handle of stages 1 to 3, after which `whole` is not read any more.
+        scattered: handle of stages 1 to 3. After them, no stage reads `whole`.
         ended: handle of the later stages.
         result: the shard for the layout; ``None`` for a partial sum.
         copied: an accelerator event after the copy to the host, if there is one.
-        partial: the partial sum that was included.
-        hook_input: the memory that a hook received, kept alive even if the hook gives the tensor other memory.
+        partial: the partial sum that this reduction includes.
+        hook_input: the memory that a hook received. It is kept alive even if the hook gives the tensor other memory.
     """
 
     layout: Layout
@@ -138,13 +138,13 @@ class Reducer:
 
     Args:
         comm_streams: the communication streams of the root.
-        offloads: whether a unit has its shard and gradient on the CPU.
+        offloads: whether any unit has its shard and gradient on the CPU.
     """
 
     def __init__(self, comm_streams: CommStreams, offloads: bool = False) -> None:
         self._comm_streams, self._offloads = comm_streams, offloads
         self._in_flight: _InFlight | None = None
-        # Being copied to the CPU. Readable after the CPU has waited; dropped if backward fails.
+        # Gradients that are being copied to the CPU. The CPU must wait before it reads them. Dropped if backward fails.
         self._arriving: list[tuple[Layout, Gradient, torch.Tensor]] = []
 
     def reduce(self, layout: Layout, plan: ReducePlan, gradient: Gradient) -> None:
@@ -156,13 +156,13 @@ class Reducer:
             self._complete(before)
             before = None
         if plan.partial is not None and plan.partial[0] != gradient.numbers:
-            # Before the stream reads the gradient: after an error nothing would keep the gradient alive.
+            # Check before the stream reads the gradient, because after an error nothing would keep the gradient alive.
             waiting, added = len(plan.partial[0]), len(gradient.numbers)
             raise RuntimeError(message("uneven-partial", name=layout.name, waiting=waiting, new=added))
         if before is not None and before.scattered is not COMPLETED:
             self.before_concat()
-        # 1. On the compute stream, which allocated the parts, so their memory can be reused immediately.
-        # During backward, other code may write to memory that the gradient shares.
+        # 1. On the compute stream, which allocated the parts, so their memory can be reused immediately. During
+        #    backward, other code may write to memory that it shares with the gradient.
         is_written = plan.overlaps or plan.mesh.shard is None or plan.hook is not None or plan.scaling.before != 1.0
         whole = layout.pack(gradient, plan.dtype, is_written=is_written)
         gradient.parts.clear()
@@ -192,7 +192,7 @@ class Reducer:
             last.scattered, last.whole = COMPLETED, last.local_shard
 
     def finish(self) -> None:
-        """Completes the reduction in flight. Afterwards the compute stream and the host can read every gradient."""
+        """Completes the reduction in flight. Afterwards the compute stream and the CPU can read every gradient."""
         last, self._in_flight = self._in_flight, None
         self._complete(last)
         self._stop_cpu()
@@ -206,7 +206,7 @@ class Reducer:
             self.finish()
 
     def drop(self) -> None:
-        """Waits for reductions of a backward that failed, because other ranks take part, and discards the results."""
+        """Waits for the reductions of a failed backward, because other ranks take part. Discards the results."""
         last, self._in_flight = self._in_flight, None
         if last is not None:
             last.scattered.wait()
@@ -215,7 +215,7 @@ class Reducer:
         self._arriving.clear()
 
     def _wait_for_streams(self) -> None:
-        """After an exception in a hook: prevents reuse of memory that the communication streams still use."""
+        """Called after an exception in a hook. Prevents reuse of memory that the communication streams still use."""
         comm_streams = (self._comm_streams.reduce, self._comm_streams.all_reduce)
         for comm_stream in comm_streams:
             comm_stream.join()
@@ -223,7 +223,7 @@ class Reducer:
             comm_stream.wait_compute()
 
     def _stop_cpu(self) -> None:
-        """With CPU offload: the CPU waits, to read gradients, and to write to shards that all-gathers have read.
+        """With CPU offload, makes the CPU wait before it reads gradients and writes to shards that all-gathers read.
 
         The compute stream has waited for each reduction, but possibly not for the all-gather of an unused prefetch.
         """
@@ -237,7 +237,7 @@ class Reducer:
             # A sharded unit needs only this rank's shard of the sum.
             new.local_shard = new.whole.new_empty(new.whole.numel() // shard.size)
         if plan.hook is not None:
-            # Hooks that compress give the tensor other memory while its previous memory is still read.
+            # Compression hooks give the tensor other memory while a stream still reads its previous memory.
             new.hook_input = new.whole.detach()
             if shard is None:
                 plan.hook(new.whole)
@@ -250,7 +250,7 @@ class Reducer:
             # 3. Over the shard group.
             new.event = _noted("RS", new, shard, "reduce") if trace.recorder is not None else None
             if replicas is not None and new.all_reduces and isinstance(name, UnitName):
-                # The all-reduce is issued later, maybe after the ranks compare this backward.
+                # The all-reduce is issued later, possibly after the ranks compare this backward.
                 name.root_id.used.add(replicas.sequence)
             return collectives.reduce_scatter(shard, new.local_shard, new.whole, name, new.gradient.numbers)
         if replicas is not None and new.all_reduces:
@@ -261,9 +261,9 @@ class Reducer:
         return COMPLETED
 
     def _issue_end(self, new: _InFlight) -> None:
-        """On an accelerator: issues the stages that a CPU runs at completion."""
+        """On an accelerator, issues the stages that run at completion on a CPU."""
         mesh = new.plan.mesh
-        # It uses another network than the reduce-scatter, so it has its own stream.
+        # The all-reduce uses another network than the reduce-scatter, so it has its own stream.
         is_hybrid = mesh.shard is not None and mesh.replicate is not None
         with self._comm_streams.all_reduce if is_hybrid else self._comm_streams.reduce as comm_stream:
             new.scattered.wait()
@@ -272,7 +272,7 @@ class Reducer:
             if new.result is not None and new.result is not new.local_shard:
                 new.copied = comm_stream.stream.record_event()
                 if not is_hybrid and mesh.shard is not None:
-                    # It was allocated on this stream, and no other stream reads it.
+                    # The local shard was allocated on this stream, and no other stream reads it.
                     new.local_shard = new.result
 
     def _complete(self, old: _InFlight | None) -> None:
@@ -299,7 +299,7 @@ class Reducer:
             self._accept_with_hooks(old.layout, old.gradient, old.result)
 
     def _accept_with_hooks(self, layout: Layout, gradient: Gradient, result: torch.Tensor) -> None:
-        """A hook may run an optimizer, which must write after earlier all-gathers and before later ones."""
+        """Orders hooks after earlier all-gathers and before later ones, because a hook may run an optimizer."""
         all_gather = self._comm_streams.all_gather
         if layout.offloads:
             all_gather.synchronize()
@@ -344,7 +344,7 @@ def _call_after(after: Callable[[torch.Tensor], None], stream: Any, local_shard:
         with torch.get_device_module(local_shard.device).stream(stream):
             after(local_shard)
     finally:
-        # Also after an exception: `local_shard` is released next.
+        # Wait also after an exception, because `local_shard` is released next.
         here.wait_stream(stream)
 
 

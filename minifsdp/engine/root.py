@@ -1,10 +1,10 @@
-"""The root state: created lazily, shared by all units of a root module, and the beginning of an iteration.
+"""The root state, which all units of a root module share, and the beginning of an iteration.
 
-Units are created one by one, inner ones first. So it is not clear at construction whether a unit is the outermost one.
-This is decided in the first forward: the unit whose forward runs first, not inside another one, is the *root*, and all
-units inside its module share its root state. They share
+Units are created one by one, inner units first. So the constructor cannot decide whether a unit is the outermost unit.
+The first forward decides: the unit whose forward runs first, outside of any other unit, is the *root*. All units inside
+its module share its root state, which contains
 
-* the communication streams: three streams for a hundred units, not three hundred;
+* the communication streams: three streams for a hundred units instead of three hundred;
 * the rate limiter: "two in flight" applies to all units together;
 * the `IterationState`, with the recorded order and the one reduction in flight.
 
@@ -13,16 +13,16 @@ The beginning of an iteration does the following, in this order:
 1. If the previous iteration ended in an exception (a unit is in forward or a backward never ended), reset every unit.
 2. Accept or reject tensors that users have registered instead of parameters.
 3. Make the all-gather stream wait for the compute stream, which has just run the optimizer.
-4. Reshard units whose shard has changed since the all-gather. Example: the root after a recorded forward without a
-   backward. Units that an evaluation has left unsharded are always resharded before a recorded forward, because a
-   change through ``.data`` cannot be detected.
+4. Reshard units whose shard has changed since the all-gather. An example is the root after a recorded forward without a
+   backward. Units that an evaluation has left unsharded are always resharded before a recorded forward, because the
+   layout cannot detect a change through ``.data``.
 5. At the end, if no backward can follow, register the sharded parameters on the modules, even where memory is kept. An
-   optimizer that is created now, or a change of the parameters, must use the trainable parameters.
+   optimizer that is created now, or a change of the parameters, must affect the trainable parameters.
 
-A unit that ran forward on its own first had a root state of its own. If it turns out later that a larger root
-contains it, the larger root takes it over.
+If a unit runs a forward on its own first, it gets its own root state. If a larger root that contains the unit runs
+later, the larger root's state replaces it.
 
-*In torch:* ``_lazy_init`` and ``_root_pre_forward``; there the same case fails an assertion about ``_is_root``.
+*In torch:* ``_lazy_init`` and ``_root_pre_forward``. There, the last case fails an assertion about ``_is_root``.
 
 Spec: CTOR-10, CTOR-11, SHARD-05, NEW-15, FRESH-01 to FRESH-05.
 """
@@ -61,18 +61,18 @@ class RootState:
     """The state that the units of one root share.
 
     Args:
-        units: all units of the root with their full names, including the outermost module's own unit, if it has one.
-        outermost: the unit of the outermost module; ``None`` if that has no parameters of its own.
+        units: all units of the root with their full names, including the unit of the outermost module, if there is one.
+        outermost: the unit of the outermost module; ``None`` if the module has no parameters of its own.
         device: the compute device.
         backward_prefetch: when backward prefetches the next unit; ``None`` disables prefetching.
         forward_prefetch: whether forward prefetches the next unit.
         limit_all_gathers: whether the rate limiter is enabled.
         keeps_outermost: whether ``outermost`` stays unsharded until its backward, whatever its strategy.
-        comm_streams: streams shared with other roots; ``None`` creates new ones.
+        comm_streams: streams that are shared with other roots; ``None`` creates new streams.
 
     Attributes:
-        after_optimizer: an accelerator event, recorded after the optimizer step. The next all-gathers wait for it, not
-            for all work on the compute stream; used once.
+        after_optimizer: an accelerator event, recorded after the optimizer step. The next all-gathers wait for it
+            instead of all work on the compute stream. It is used once.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class RootState:
         self.units = [unit for _, unit in units]
         self._forward_is_open = self.is_dissolved = False
         self.after_optimizer: Any = None
-        # A root state that is created again, for instance after a conversion, keeps its identity for other ranks.
+        # A root state that is created again, for example after a conversion, keeps its identity for other ranks.
         root_id = units[0][1].root_id if units else RootId()
         _name_units(units, root_id)
         for unit in self.units:
@@ -124,10 +124,10 @@ class RootState:
             unit.inner = frozenset(other for other in inside if other is not None and other is not unit)
 
     def dissolve(self, *, keeps_unsharded: bool = False) -> None:
-        """Releases the units. The next forward creates a root state again, perhaps with a larger root or another dtype.
+        """Releases the units. The next forward creates a new root state, possibly with a larger root or another dtype.
 
         Args:
-            keeps_unsharded: idle units keep their state, for instance if they were unsharded manually.
+            keeps_unsharded: whether idle units keep their state, for example if they were unsharded manually.
         """
         is_idle = all(unit.phase is Phase.IDLE and not unit.awaits_backward for unit in self.units)
         if not keeps_unsharded or not is_idle or self.is_busy:
@@ -143,16 +143,16 @@ class RootState:
             caller: the unit; ``None`` for an outermost module without one.
 
         Returns:
-            Whether this is the outermost of the running calls. That call must call `end_forward` or `fail_forward`.
-            It is usually the outermost module's, but an inner unit may be called on its own.
+            Whether this is the outermost of the running calls. That call must call `end_forward` or `fail_forward`. It
+            is usually the call of the outermost module, but an inner unit may be called on its own.
         """
         if self._forward_is_open or graph_task() != NOT_IN_BACKWARD:
-            # Inside another forward, or a recomputation during backward: not a new iteration.
+            # A forward inside another forward, or a recomputation during backward, does not begin an iteration.
             return False
         # 1. An iteration that ended normally leaves no unit in forward and no backward open.
         if self.iteration.in_backward or Phase.FORWARD in [unit.phase for unit in self.units]:
             self.iteration.recover()
-        # 2. Before the first collective, so that a mistake raises an error on every rank.
+        # 2. Check before the first collective, so that a mistake raises an error on every rank.
         for unit in self.units if caller is None else (caller, *caller.inner):
             if unit.phase is Phase.SUMMONED:
                 raise not_while_summoned(unit, "forward")
@@ -166,7 +166,7 @@ class RootState:
         self.comm_streams.all_gather.wait_compute(self.after_optimizer)
         self.after_optimizer = None
         log.iteration += 1
-        # 4. The shard has changed since the all-gather.
+        # 4. Reshard units whose shard has changed since the all-gather.
         is_recorded = self.iteration.is_recorded = torch.is_grad_enabled()
         for unit in self.units:
             if (unit.state is not State.SHARDED or unit.policy.post_forward_mesh is not None) and (
@@ -181,7 +181,7 @@ class RootState:
     def end_forward(self) -> None:
         """Called when the outermost call has returned."""
         self._forward_is_open = False
-        # If no backward follows, the optimizer may run next and write to a shard that an unused prefetch still reads.
+        # Without a backward, the optimizer may run next and write to a shard that an unused prefetch still reads.
         self.comm_streams.all_gather.join()
         units = self.units if self._caller is None else (self._caller,)
         if self.iteration.is_recorded and any(unit.counted_in == self.iteration.num_forwards for unit in units):
@@ -191,19 +191,19 @@ class RootState:
             if unit.ran_in == self.iteration.num_forwards and unit.state is not State.SHARDED:
                 unit.layout.use_sharded_params()
                 # With grad mode, autograd may need the memory for a loss that is not in the output. Later forwards do
-                # not use it.
+                # not use this memory.
                 unit.is_for_evaluation |= self.iteration.is_recorded and not unit.awaits_backward
         if any(unit.layout.offloads for unit in self.units):
             # No backward will wait for the copies of the shards, and the user may write to the shards next.
             self.comm_streams.all_gather.synchronize()
 
     def fail_forward(self) -> None:
-        """Called when the outermost call has raised: resets the units, as if the forward had never begun."""
+        """Called when the outermost call has raised an error. Resets the units to their state before the forward."""
         self._forward_is_open = False
         self.iteration.recover()
 
     def recover_after_error(self) -> None:
-        """Called when the user reads parameters or gradients: cleans up after a backward that failed."""
+        """Called when the user reads parameters or gradients. Cleans up after a backward that failed."""
         if self.iteration.in_backward and graph_task() == NOT_IN_BACKWARD:
             self.iteration.recover()
 

@@ -1,7 +1,7 @@
 """One parameter of the per-parameter layout: how it is sharded, its local shard, its DTensor and its unsharded leaf.
 
-A ``DTensor`` is a local tensor with a DTensorSpec, which has a mesh and a placement for each of its axes.
-`ShardedParam` keeps the spec of its parameter, and wraps local shards with it.
+A ``DTensor`` is a local tensor with a ``DTensorSpec``, which has a mesh and a placement for each axis of the mesh.
+`ShardedParam` stores the spec of its parameter, and uses it to wrap local shards.
 
 Worked example, a (4, 4) weight on the mesh ``(replicate=2, shard=2)``::
 
@@ -12,14 +12,14 @@ Worked example, a (4, 4) weight on the mesh ``(replicate=2, shard=2)``::
 A parameter has three tensors. They are created in this order:
 
 1. `local_shard`, in the memory of the unit's bucket. The optimizer updates it.
-2. `parameter`, a DTensor around it. Modules have it while the unit is sharded.
+2. `parameter`, a DTensor around it. It is registered on the modules while the unit is sharded.
 3. `leaf`, the unsharded parameter, in the memory of the bucket as well. Modules compute with it, and autograd
    accumulates its gradient.
 
 A parameter may already be a DTensor, if tensor parallelism has sharded it over another mesh. Then its local tensor is
-sharded, and the spec joins both meshes. While the parameter is unsharded, modules have the DTensor that they had
-before. If both shard along the same dim, the rows of one rank are not adjacent in the unsharded parameter. DTensor
-expresses this by ``_StridedShard``.
+sharded, and the spec joins both meshes. While the parameter is unsharded, modules have a DTensor on the mesh of tensor
+parallelism, as before. If both meshes shard along the same dim, the rows of one rank are not adjacent in the unsharded
+parameter. DTensor expresses this by ``_StridedShard``.
 
 *In torch:* ``FSDPParam``.
 
@@ -47,7 +47,7 @@ from minifsdp.engine.shards import local_tensor, padded_shard_numel, shard_of
 
 # The number of in-place changes of a tensor.
 VERSION = operator.attrgetter("_version")
-# Returns the local tensor of a DTensor itself. ``to_local()`` creates another tensor, for autograd.
+# Returns the local tensor of a DTensor. ``to_local()`` would create another tensor, for autograd.
 local_shard_of: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_tensor")
 
 
@@ -62,9 +62,9 @@ class Options:
 
     Attributes:
         device: the compute device.
-        precision: the compute dtype, and the dtype of gradients that wait for their reduction.
+        precision: the compute dtype, and the dtype of unreduced gradients.
         offload: whether the shards are on the CPU.
-        pin: whether they are in pinned memory there, for asynchronous copies.
+        pin: whether these shards are in pinned memory, for asynchronous copies.
         policy: the user's mixed-precision policy, passed to custom all-gather extensions.
     """
 
@@ -87,23 +87,23 @@ class ShardedParam:
     """One parameter of a unit, sharded and replicated over a mesh.
 
     Args:
-        info: its module attributes.
-        original: the parameter to shard; ordinary, or a DTensor on another mesh.
-        mesh: the mesh over which to shard; one axis, or (replicate, shard).
+        info: the parameter's module attributes.
+        original: the parameter to shard; an ordinary parameter, or a DTensor on another mesh.
+        mesh: the mesh over which to shard, with one axis, or with the axes (replicate, shard).
         mesh_groups: the process groups of this mesh.
-        placement: the dim to shard; ``None`` for the first.
+        placement: the dim to shard; ``None`` for the first dim.
 
     Attributes:
         info, mesh, mesh_groups: as given.
-        shape: of the tensor that is sharded here; with tensor parallelism the local one.
-        dim, num_shards: the dim along which it is split, and the number of shards.
-        chunk_numel: elements that each rank sends, including padding.
+        shape: the shape of the tensor that is sharded here; with tensor parallelism, of the local tensor.
+        dim, num_shards: the dim along which this tensor is split, and the number of shards.
+        chunk_numel: number of elements that each rank sends, including padding.
         parameter: the sharded parameter, which the optimizer updates; the original until `replace_original`.
         local_shard: the local tensor of `parameter`.
         leaf: the unsharded parameter, which autograd owns and modules compute with.
         plain_leaf: the memory of `leaf`; the same tensor, except with tensor parallelism.
-        unreduced: gradient that waits for its reduction.
-        is_trained: ``requires_grad`` of `parameter` and `leaf` when they last agreed.
+        unreduced: the unreduced gradient.
+        is_trained: ``requires_grad`` of `parameter` and `leaf` when both were last equal.
 
     Raises:
         NotImplementedError: the size of a dim other than the first is not divisible, or the values are not contiguous.
@@ -172,13 +172,14 @@ class ShardedParam:
         self.parameter = nn.Parameter(_around(self.local_shard, self._spec), requires_grad=original.requires_grad)
         # `nn.Parameter` detaches, which replaces the local tensor. Restore it.
         set_local_shard(self.parameter, self.local_shard)
-        # Copy attributes set by users, such as marks for optimizer groups. Skip those of a tensor subclass: the shards
-        # have them as well, and those of the original may hold the unsharded values.
+        # Copy attributes set by users, such as marks for optimizer groups. Skip attributes of a tensor subclass: the
+        # shards have them as well, and the attributes of the original may hold unsharded values.
         for name in vars(original).keys() - vars(self.local_shard).keys():
             setattr(self.parameter, name, vars(original)[name])
         validation.note_taken(original, self.info.path, is_replaced=True)
         for attribute in self.info.attributes:
-            # Store the module and name, not the tensor: a reference, even a weak one, makes `to()` fail for a DTensor.
+            # Store the module and the name. A reference to the tensor, even a weak one, makes `to()` fail for a
+            # DTensor.
             validation.note_place(attribute.module, attribute.name, self.info.path)
 
     def fits(self, other: torch.Tensor) -> bool:
@@ -191,7 +192,7 @@ class ShardedParam:
         )
 
     def over_smaller_mesh(self, mesh: DeviceMesh, local_shard: torch.Tensor) -> nn.Parameter:
-        """A DTensor around a shard over the last axis of ``mesh``; with tensor parallelism `parameter`."""
+        """A DTensor around a shard over the last axis of ``mesh``; with tensor parallelism, returns `parameter`."""
         if self._tensor_parallel is not None:
             return self.parameter
         placements = (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(self.dim))
@@ -210,7 +211,7 @@ class ShardedParam:
         self.is_trained = self.parameter.requires_grad
         self.leaf.requires_grad_(self.is_trained)
         if self.unreduced is not None:
-            # The model was converted, so this gradient is converted as well.
+            # The model was converted, so convert this gradient as well.
             self.unreduced = self.unreduced.to(reduce_dtype)
 
     def toggle_requires_grad(self) -> None:
@@ -220,7 +221,7 @@ class ShardedParam:
         self.parameter.requires_grad_(self.is_trained)
 
     def local_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient of the tensor that is sharded here, from the gradient of the unsharded parameter."""
+        """Converts the gradient of the unsharded parameter to the gradient of the tensor that is sharded here."""
         if isinstance(gradient, DTensor):
             assert self._tensor_parallel is not None
             if gradient.placements != self._tensor_parallel.placements:

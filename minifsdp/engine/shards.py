@@ -1,22 +1,22 @@
 """Pure functions for sharding one parameter: sizes, shapes and views.
 
-A parameter is split along one of its dims, by default the first, like ``torch.chunk``: every rank gets the same number
-of rows until there are none left. Each rank *sends* the same number of elements, so that one all-gather works for all;
-the last ranks add padding.
+A parameter is split along one of its dims, by default the first dim, like ``torch.chunk``: every rank gets the same
+number of rows until no rows are left. Each rank *sends* the same number of elements, so that one all-gather works for
+all ranks; the last ranks add padding.
 
 Worked example, shape (3, 2) on two ranks::
 
     rows           a a | b b | c c
     rank 0 has     a a | b b              2 rows
-    rank 1 has     c c                    1 row ...
-    rank 1 sends   c c | . .              ... and padding up to 2
-    gathered       a a | b b | c c | . .  the parameter is the beginning of it, without a copy
+    rank 1 has     c c                    1 row
+    rank 1 sends   c c | . .              1 row and 1 row of padding
+    all-gathered   a a | b b | c c | . .  the parameter is the beginning of this buffer, without a copy
 
-Along another dim, the shards are not contiguous in the unsharded parameter. The all-gathered shards are concatenated,
-and padding would be in the middle, so the dim must be divisible.
+Along another dim, the shards are not contiguous in the unsharded parameter. The all-gathered shards are concatenated.
+Padding would be in the middle, so the size of the dim must be divisible by the number of ranks.
 
-Trade-off against the flat layout: a rank can have no rows, and a parameter with one row is on one rank only. In
-exchange, every shard consists of whole rows of one named tensor.
+Trade-off against the flat layout: a rank can have no rows, and a parameter with one row is on one rank only. In return,
+every shard consists of whole rows of one named tensor.
 
 *In torch:* ``FSDPParam._init_sharded_param``.
 
@@ -55,7 +55,7 @@ def shard_of(tensor: torch.Tensor, dim: int, num_shards: int, index: int) -> tor
 
 
 def with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """``view`` as a tensor whose storage is only this range of the memory, which lives as long as either is used."""
+    """``view`` as a tensor whose storage is only this range of the memory. Each of the two keeps the memory alive."""
     storage = view.untyped_storage()
     if storage.device.type == "meta":
         return view

@@ -12,18 +12,18 @@ A unit is a group of parameters that is all-gathered, resharded and reduced toge
 overlap of communication and compute happens between the two calls. The arrow from GATHERING back to SHARDED is an
 unused prefetch: the unit waits for it, because other ranks take part in it, and then frees the result.
 
-A unit also has a *phase*, which says what its module is doing::
+A unit also has a *phase*, the current activity of its module::
 
      IDLE -> FORWARD -> IDLE -> PRE_BACKWARD -> POST_BACKWARD -> IDLE
-     IDLE -> SUMMONED -> IDLE        the user reads the full parameters, and nothing may compute with them
+     IDLE -> SUMMONED -> IDLE        the user reads the full parameters, and no module may compute with them
 
-The state describes memory, the phase describes the module. Neither follows from the other. Between forward and
-backward, a unit with ``SHARD_GRAD_OP`` is UNSHARDED and IDLE, and one with ``FULL_SHARD`` is SHARDED and IDLE.
+The state describes memory, and the phase describes the module. They are independent. Between forward and backward, a
+unit with ``SHARD_GRAD_OP`` is UNSHARDED and IDLE, and one with ``FULL_SHARD`` is SHARDED and IDLE.
 
 There is no flag for "was prefetched" or "needs an all-gather". A prefetch is a call of ``unshard`` by another unit. If
 a unit is not SHARDED, ``unshard`` does nothing.
 
-*In torch:* FSDP1 spreads this over ``_prefetched``, ``_needs_pre_forward_unshard``, ``_needs_pre_backward_unshard``,
+*In torch:* FSDP1 has the flags ``_prefetched``, ``_needs_pre_forward_unshard``, ``_needs_pre_backward_unshard``,
 ``_ran_pre_backward_hook`` and ``_post_backward_called``; FSDP2's ``ShardedState`` and ``TrainingState`` are similar.
 
 Spec: SHARD-04, SHARD-08, SHARD-13, PREF-02 to PREF-06, LIM-02.
@@ -60,7 +60,7 @@ class State(Enum):
 
 
 class Phase(Enum):
-    """The current phase of the unit's module."""
+    """The current activity of the unit's module."""
 
     IDLE = auto()
     FORWARD = auto()
@@ -74,7 +74,7 @@ class PostForwardMesh:
     """Resharding to a smaller mesh between a forward and its backward.
 
     Attributes:
-        begin: keeps larger shards of the unsharded parameters, which are freed next; the next all-gather reads these.
+        begin: keeps larger shards before the unsharded parameters are freed. The next all-gather reads these shards.
         end: makes the next all-gather read the normal shards again.
     """
 
@@ -84,10 +84,11 @@ class PostForwardMesh:
 
 @dataclass(frozen=True)
 class UnitPolicy:
-    """When a unit is all-gathered, resharded and reduced. Immutable; replaced as a whole.
+    """When a unit is all-gathered, resharded and reduced. Immutable: a change replaces the whole policy.
 
     Attributes:
-        reshard_after_forward: reshard after forward and all-gather again for backward, or keep unsharded in between.
+        reshard_after_forward: reshard after forward and all-gather again for backward. If False, stay unsharded in
+            between.
         reshard_after_backward: reshard after a backward.
         reshard_after_evaluation: reshard after a forward without grad mode, even if the unit would stay unsharded for a
             backward. If False, later evaluations use the memory again.
@@ -118,25 +119,27 @@ class Unit(Generic[LayoutT]):
 
     Args:
         module: the module whose forward uses the parameters.
-        layout: how the parameters are stored.
-        plan: how its gradients are reduced; one plan for each mesh, if parameters are sharded over different meshes.
-        precision: its dtypes.
+        layout: how the unit's parameters are stored.
+        plan: how the unit's gradients are reduced; one plan for each mesh, if parameters are sharded over different
+            meshes.
+        precision: the unit's dtypes.
         policy: the initial policy.
 
     Attributes:
-        plan, plans: the first plan, and all of them, nearly always one.
+        plan, plans: the first plan, and all plans. Nearly always there is one.
         name: full name of the module inside the root; set by the root.
-        root_id: the root's units, as the collective log sees them; set by the root.
-        policy: when it is all-gathered, resharded and reduced.
-        awaits_backward: autograd has recorded a forward whose backward has not begun.
+        root_id: the root's units in the collective log; set by the root.
+        policy: when the unit is all-gathered, resharded and reduced.
+        awaits_backward: whether autograd has recorded a forward whose backward has not begun.
         inner: the units inside this unit's module.
-        graph_task: ID of the backward in which the gradient of its output was computed.
-        num_pending: outermost forwards in which it was recorded and whose backward has not ended.
-        counted_in: the number of the latest of these; counted once, even if the unit runs several times in it.
-        ran_in: the number of the latest outermost forward in which it ran.
+        graph_task: ID of the backward in which the gradient of the unit's output was computed.
+        num_pending: number of outermost forwards in which the unit was recorded and whose backward has not ended.
+        counted_in: the number of the latest of these forwards. It counts once, even if the unit runs several times in
+            it.
+        ran_in: the number of the latest outermost forward in which the unit ran.
         planned_for: the dtype of the unsharded parameters when the reductions were planned.
-        num_uses: recorded forwards since the last backward, counted only for units without trainable parameters.
-        is_for_evaluation: the parameters were all-gathered for a forward without a backward.
+        num_uses: number of recorded forwards since the last backward, only for units without trainable parameters.
+        is_for_evaluation: whether the parameters were all-gathered for a forward without a backward.
     """
 
     def __init__(
@@ -170,22 +173,22 @@ class Unit(Generic[LayoutT]):
         self.policy = replace(self.policy, **changes)
 
     def plan_reductions(self) -> None:
-        """Chooses the dtype for gradient reduction. Called again if the model was converted."""
+        """Sets the dtype for gradient reduction. Called again if the model was converted."""
         self.planned_for = self.layout.dtype
         for plan in self.plans:
             plan.use(self.precision.reduces_in(self.planned_for))
 
     def join(self, comm_streams: CommStreams, limiter: RateLimiter, rank_checks: RankChecks | None = None) -> None:
-        """Adds the unit to a root, which shares its communication streams, its rate limiter and its checks."""
+        """Adds the unit to a root. The unit then uses the root's communication streams, rate limiter and checks."""
         self.comm_streams, self.limiter, self.rank_checks = comm_streams, limiter, rank_checks
 
     def unshard(self, *, is_ahead: bool = True) -> None:
         """SHARDED -> GATHERING: issues the all-gather. Does nothing in other states.
 
         Args:
-            is_ahead: whether the caller may do something else before it waits.
+            is_ahead: whether the caller may do other work before it waits.
         """
-        # A unit of the user's prefetch list may not have a root yet. It is all-gathered before its own forward.
+        # A unit in the user's prefetch list may not have a root yet. Then its own forward all-gathers it.
         if self.state is not State.SHARDED or "limiter" not in vars(self):
             return
         if self.rank_checks is not None:
@@ -231,7 +234,8 @@ class Unit(Generic[LayoutT]):
         """
         post_forward_mesh = self.policy.post_forward_mesh
         if post_forward_mesh is not None:
-            # Also if the unit is already SHARDED on a smaller mesh: the next all-gather must read the normal shards.
+            # This applies even if the unit is SHARDED on a smaller mesh: the next all-gather must read the normal
+            # shards.
             post_forward_mesh.end()
         if self.state is State.SHARDED:
             return
@@ -254,10 +258,10 @@ def not_while_summoned(unit: Unit, what: str) -> RuntimeError:
 
 
 def modules_of_unit(roots: Iterable[nn.Module], is_apart: Callable[[nn.Module], bool]) -> list[tuple[str, nn.Module]]:
-    """The modules whose direct parameters belong to the unit of ``roots``, with their paths, each once.
+    """The modules whose direct parameters belong to the unit of ``roots``, with their paths. Each module appears once.
 
     Args:
-        roots: the unit's modules, nearly always one.
+        roots: the unit's modules. Nearly always there is one.
         is_apart: whether a module belongs to another unit, together with all modules inside it.
     """
     found: dict[nn.Module, str] = {}

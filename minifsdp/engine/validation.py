@@ -1,17 +1,17 @@
 """Checks for mistakes when a unit takes parameters, and when a forward begins.
 
-* A parameter that is *tied* between two units. The first unit has taken it, but the module of the second still refers
-  to it. From then on the two copies would diverge.
-* A *model that is sharded through both APIs*. It would have two independent roots.
-* A ``DistributedDataParallel`` *around* sharded copies of a model, found when a forward begins. It waits for gradients
-  of parameters that never get one.
+* A parameter that is *tied* between two units. The first unit has taken the parameter, but the module of the second
+  unit still refers to it. The two copies would diverge.
+* A *model that is sharded through both APIs*. Such a model would have two independent roots.
+* A ``DistributedDataParallel`` *around* sharded copies of a model, detected when a forward begins. DDP would wait for
+  gradients of parameters that never get one.
 
-Worked example: ``head.weight`` is ``embed.weight``, and each module becomes a unit. The first unit takes the tensor,
-and a weak reference to it is recorded. The second unit finds the record and raises an error with both names.
+Worked example: ``head.weight`` is ``embed.weight``, and each module becomes a unit. The first unit takes the tensor and
+records a weak reference to it. The second unit finds the record and raises an error with both names.
 
 ``optimizer_watch.py`` checks for mistakes that have an effect only at an optimizer step.
 
-*In torch:* two copies in the first case, an internal assertion of DDP in the last.
+*In torch:* the first case creates two copies, and the last case fails an internal assertion of DDP.
 
 Spec: CTOR-05, ORIG-16, MYTH-28.
 """
@@ -28,9 +28,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import message
 
-# By identity: the name inside its unit of each parameter that a unit has taken, and the subset of these that no module
-# refers to any more. Optimizers must not hold parameters of this subset. Then, by module, the name of the API that has
-# sharded it, and the names of the attributes that belong to a unit.
+# Keyed by tensor: the name of each parameter that a unit has taken, and the parameters among them that no module refers
+# to any more, which optimizers must not hold. Keyed by module: the API that has sharded the module, and the names of
+# the attributes that belong to a unit.
 _taken = WeakTensorKeyDictionary()
 replaced = WeakTensorKeyDictionary()
 _apis: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -42,7 +42,7 @@ def note_taken(parameter: nn.Parameter, path: str, *, is_replaced: bool) -> None
 
     Args:
         parameter: an original parameter.
-        path: its name inside the unit.
+        path: the parameter's name inside the unit.
         is_replaced: whether modules refer to another tensor from now on.
     """
     for registry in (_taken, replaced) if is_replaced else (_taken,):
@@ -54,7 +54,7 @@ def note_place(module: nn.Module, name: str, path: str | None) -> None:
 
     Args:
         module, name: the module, and the name of its attribute.
-        path: the parameter's name inside the unit; ``None`` if it is part of a flat unit.
+        path: the parameter's name inside the unit; ``None`` if the parameter is part of a flat unit.
     """
     _places.setdefault(module, {})[name] = path
 
@@ -73,7 +73,7 @@ def check_free(parameter: nn.Parameter, module: nn.Module, name: str, path: str)
 
 
 def is_flattened(module: nn.Module, name: str) -> bool:
-    """Whether attribute ``name`` of ``module`` is part of a flat unit. Units made later do not take it (CTOR-17).
+    """Whether attribute ``name`` of ``module`` is part of a flat unit. Later units do not take it (CTOR-17).
 
     This depends on the attribute and not on the tensor: the same tensor in another module is a tied parameter.
     """
@@ -94,20 +94,21 @@ def check_one_api(module: nn.Module, api: str) -> None:
 
 
 def is_only_called_in_parts(module: nn.Module) -> bool:
-    """Whether ``module`` is a list or dict of modules. It is never called, so nothing would all-gather its unit.
+    """Whether ``module`` is a list or dict of modules. It has no forward, so its unit would never be all-gathered.
 
-    Other modules without a forward may have another method that triggers the all-gather.
+    Other modules without a forward may have another method that issues the all-gather.
     """
     return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
 
 
 def check_not_in_ddp(owned: Iterable[tuple[Iterable[nn.Parameter], MeshGroups]]) -> None:
-    """Checks that no DDP around the model would have to average sharded gradients. Called before a forward.
+    """Checks that no DDP around the model would average sharded gradients. Called before a forward.
 
-    A DDP is allowed if it ignores these parameters, or if FSDP averages gradients over all of its ranks anyway.
+    A DDP is allowed if it ignores these parameters, or if FSDP already averages gradients over all of its ranks.
 
     Raises:
-        RuntimeError: the DDP waits for gradients of ``owned`` parameters, and FSDP does not average over all its ranks.
+        RuntimeError: if a DDP waits for gradients of ``owned`` parameters and FSDP does not average over all of its
+            ranks.
     """
     around = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if around is None or not torch.is_grad_enabled():

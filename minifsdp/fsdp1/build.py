@@ -1,10 +1,11 @@
 """Constructor checks, and the choice of process groups and device for ``FullyShardedDataParallel``.
 
 This code runs only at construction, so its checks can be thorough. A wrong argument must raise an error on every rank
-*before the first collective*. If one rank stops with an error while the others wait for it, the job appears to hang.
+*before the first collective*. If one rank stops with an error while the other ranks wait for it, the job appears to
+hang.
 
-The order is: check arguments that do not depend on the model, choose the mesh, choose the device, then lay out the
-parameters. The only collective in these steps is creating the groups of a hybrid strategy, if the user passed none.
+The constructor checks the arguments that do not depend on the model, chooses the mesh, chooses the device, and then
+creates the layout. The only collective in these steps creates the groups of a hybrid strategy, if the user passed none.
 
 *In torch:* ``_init_utils.py``, 1236 lines. Passing a string as the strategy raises a bare ``KeyError`` there.
 
@@ -52,14 +53,14 @@ def check_options(module: Any, options: Options) -> None:
     if options.auto_wrap_policy is not None:
         policies.require_policy(options.auto_wrap_policy)
     if validation.is_only_called_in_parts(module):
-        # Here and in `strategy_on`, the message begins with torch's wording, because programs match on it.
+        # This message, and the one in `strategy_on`, begin with torch's wording, because programs match on it.
         warn(message("wraps-container", type=type(module).__name__))
 
 
 def strategy_on(mesh: MeshGroups, strategy: ShardingStrategy) -> ShardingStrategy:
     """Returns ``strategy``, or ``NO_SHARD`` with a warning if the shard group has one rank (CTOR-18).
 
-    The warning names no module and is always issued from the same line, so Python shows it once, not once per unit.
+    The warning contains no module name and is always issued from the same line, so Python shows it only once.
     """
     if mesh.shard is not None or strategy is ShardingStrategy.NO_SHARD:
         return strategy
@@ -114,12 +115,12 @@ def _hybrid_groups(given: Any, options: Options, strategy: ShardingStrategy, dev
 
 
 def _is_group(candidate: Any) -> bool:
-    # Check for methods, not for the class: groups written in Python for simulations may not derive from torch's class.
+    # Check for methods instead of the class, because groups for simulations may not derive from torch's class.
     return all(callable(getattr(candidate, method, None)) for method in ("rank", "size"))
 
 
 def compute_device(module: nn.Module, device_id: Any, ignored: Collection[nn.Parameter] = ()) -> torch.device:
-    """The compute device: ``device_id``, else the module's accelerator, else the current accelerator, else the CPU.
+    """The first of these that exists: ``device_id``, the module's accelerator, the current accelerator, the CPU.
 
     Parameters in ``ignored`` can be on any device.
 
@@ -163,6 +164,6 @@ def _with_current_index(device: torch.device) -> torch.device:
 
 
 def flattened_in(modules: list[tuple[str, nn.Module]]) -> set[nn.Parameter]:
-    """The parameters registered on ``modules`` that units created earlier manage."""
+    """The parameters on ``modules`` that belong to units that were created earlier."""
     found = [(module, name, p) for _, module in modules for name, p in module._parameters.items() if p is not None]
     return {parameter for module, name, parameter in found if validation.is_flattened(module, name)}

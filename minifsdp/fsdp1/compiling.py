@@ -1,8 +1,8 @@
 """Checks for ``torch.compile`` with flat parameters. ``engine/compiler.py`` makes the compiler skip wrappers.
 
 A compiled block looks up its parameters by name at each run. With DTensors, or with ``use_orig_params=True``, it finds
-a view, as in an unsharded model. With a flat parameter it finds a plain tensor where it found a placeholder parameter
-at compile time. It then recompiles repeatedly and finally gives up, so this case causes a warning.
+a view, as in an unsharded model. With a flat parameter, it finds a plain tensor instead of the placeholder parameter
+from compile time. The compiler then recompiles repeatedly until it reaches its limit, so this case causes a warning.
 
 ``torch.compile(block)`` returns a new module that calls the code of ``block`` directly. If a policy wrapped ``block``,
 this wrapper would never be called, so this case is an error. ``block.compile()`` does not have this problem.
@@ -10,7 +10,7 @@ this wrapper would never be called, so this case is an error. ``block.compile()`
 Worked example: ``torch.compile(FullyShardedDataParallel(model))`` with a flat parameter warns once, at the first
 forward.
 
-*In torch:* no warning. The docs call ``FullyShardedDataParallel`` without original parameters unsupported.
+*In torch:* no warning. The documentation says that ``torch.compile`` needs ``use_orig_params=True``.
 
 Spec: ORIG-07.
 """

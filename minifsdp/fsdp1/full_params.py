@@ -6,19 +6,20 @@ into its own temporary buffer in the stored dtype, and its modules have ordinary
 of this buffer. The flat parameter is unregistered and names have no wrapper prefixes, so inside the block the model
 looks as if it was never wrapped.
 
-Changes persist as follows: each rank writes back *its own shard* of the values that it has. If all ranks make the same
-change, the whole change persists. If each rank makes a different change, the result is a mix of shards. Two ranks, a
-weight of four elements, rank 0 fills it with 0 and rank 1 with 1::
+At the end of the block, each rank writes back *its own shard* of its values. If all ranks make the same change, the
+whole change persists. If each rank makes a different change, the result is a mix of shards. In this example, rank 0
+fills a weight of four elements with 0, and rank 1 fills it with 1::
 
     rank 0 has [0 0 0 0], keeps [0 0]         later all-gathers return [0 0 1 1] on all ranks
     rank 1 has [1 1 1 1], keeps     [1 1]
 
 The buffer is separate from the memory that forward uses, which may have another dtype and may still be needed by a
 backward. An in-place change of a parameter changes the buffer. But users may also *replace* values: ``p.data = ...``
-gives a parameter memory of its own. Then its address differs, and its values are copied into the buffer first.
+gives a parameter its own memory. Then the address of the parameter differs, and its values are copied into the buffer
+before the write-back.
 
-*In torch:* ``_unshard_param_utils.py``, ``_unshard_params`` and ``_writeback_orig_params``. A forward inside the block
-runs there and fails on exit; here it raises.
+*In torch:* ``_unshard_param_utils.py``, ``_unshard_params`` and ``_writeback_orig_params``. In torch, a forward inside
+the block runs, and the exit fails. In minifsdp, the forward raises an error.
 
 Spec: SUMMON-01 to SUMMON-20, APPLY-01 to APPLY-04, NAMES-02, NAMES-03, MP-18.
 """
@@ -37,7 +38,7 @@ from minifsdp.engine.shards import local_tensor
 from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1.build import FlatUnit
 
-# The unsharded gradients in one flat tensor, and for each parameter whether it has a gradient.
+# The unsharded gradients in one flat tensor, and for each parameter, whether it has a gradient.
 FullGradients = tuple[torch.Tensor, list[bool]]
 
 
@@ -72,7 +73,7 @@ def summoned(
 
 
 class UnitIsBusyError(RuntimeError, AssertionError, ValueError):
-    """A unit is in the wrong phase. Programs written for torch's FSDP catch any of the three base classes."""
+    """A unit is in the wrong phase. Programs for torch's FSDP catch any of the three base classes."""
 
 
 def check_idle(unit: FlatUnit) -> None:
@@ -139,7 +140,8 @@ def _full_params(unit: FlatUnit, flat: torch.Tensor, gradients: FullGradients | 
             _copy_replaced(layout.views_of(flat), new_values)
             if layout.mesh.shard is not None:
                 layout.registered.overwrite(flat[layout.shard_range])
-            # Otherwise `flat` is the shard itself. A copy in another dtype may exist from an earlier all-gather.
+            # Without an all-gather, `flat` is the shard itself. A copy in another dtype may exist from an earlier
+            # all-gather.
             layout.mark_stale()
         if keeps and gradients is not None:
             _copy_replaced(layout.views_of(gradients[0]), new_gradients)

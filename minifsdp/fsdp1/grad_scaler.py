@@ -2,14 +2,14 @@
 
 Gradients in float16 can underflow, so the scaler multiplies the loss before backward and divides the gradients after
 it. If the scale is too large and a gradient becomes infinite, the scaler skips the step and reduces the scale. With
-sharded gradients, only the rank that holds that shard finds the infinity. If only this rank skipped the step, its shard
-of the model would not be updated, but all other shards would be::
+sharded gradients, only the rank with that shard finds the infinity. If only this rank skipped the step, the optimizers
+would update all shards of the model except this one::
 
-    rank 0 finds nothing, steps            with one all-reduce of the maximum of the two flags
+    rank 0 finds no inf, steps             with one all-reduce of the maximum of the two flags
     rank 1 finds inf, skips                both find inf, both skip, both reduce their scale
 
-*In torch:* ``sharded_grad_scaler.py``, 377 lines. Many of them unscale gradients on the CPU, which the base class now
-does itself.
+*In torch:* ``sharded_grad_scaler.py``, 377 lines. Many of these lines unscale gradients on the CPU, which the base
+class now does itself.
 
 Spec: MP-29.
 """

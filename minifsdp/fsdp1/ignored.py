@@ -1,11 +1,11 @@
 """Ignored modules and parameters.
 
-Another library can manage a part of the model: an embedding that it shards, a frozen tower on one device, an expert
-that only this rank has. The user lists this part, and the unit around it ignores it: its parameters are not flattened
-and not communicated, and their gradients are not reduced.
+Other code can manage a part of the model, for example an embedding that another library shards, a frozen tower on one
+device, or an expert that only this rank has. The user lists this part, and the unit around it ignores it: the unit does
+not flatten or communicate its parameters, and does not reduce their gradients.
 
 Ignoring a module ignores all its submodules, except inner wrappers. The user created such a wrapper explicitly, so it
-still shards.
+still shards its parameters.
 
 *In torch:* ``_get_ignored_modules`` and ``_get_ignored_params`` in ``_init_utils.py``.
 
@@ -22,7 +22,7 @@ from minifsdp.engine.unit import modules_of_unit
 
 
 class WrongElementsError(TypeError, ValueError):
-    """An element of a list has the wrong type. Programs written for torch's FSDP catch either of the base classes."""
+    """An element of a list has the wrong type. Programs for torch's FSDP catch either of the base classes."""
 
 
 def find_ignored(

@@ -5,15 +5,15 @@ ranks. Each of the three steps handles the modules of one unit only, so a device
 
 1. *materialize*: modules that were built on the meta device have shapes but no memory. They get memory, and their own
    ``reset_parameters()`` is called. If the user passes ``param_init_fn``, it does both. Each module initializes only
-   the tensors that it owns directly, not those of its children, so nothing is initialized twice. Modules that already
+   the tensors that it owns directly, not those of its children, so no tensor is initialized twice. Modules that already
    have values are not changed.
-2. *move*: modules move to ``device_id``, if it is given. If not, and the module is on the CPU while an accelerator
-   computes, the unit is sharded on the CPU and only its shards move. This is slower, so it causes a warning.
-3. *synchronize*: rank 0 broadcasts its values. Otherwise each rank keeps its own random values, and the shards form a
-   mix of several models. This is harmless only if all ranks use the same seed.
+2. *move*: modules move to ``device_id``, if it is given. Otherwise, if the module is on the CPU and the compute device
+   is an accelerator, the unit is sharded on the CPU and only its shards move. This is slower, so it causes a warning.
+3. *synchronize*: rank 0 broadcasts its values. Without this step, each rank keeps its own random values, and the shards
+   form a mix of several models, unless all ranks use the same seed.
 
 *In torch:* ``_materialize_meta_module``, ``_move_module_to_device`` and ``_sync_module_params_and_buffers`` in
-``_init_utils.py``. There, the first one resets all modules, also those that are not on the meta device.
+``_init_utils.py``. There, the first function resets all modules, including modules that are not on the meta device.
 
 Spec: DEV-03 to DEV-06, META-01 to META-11, SYNC-01 to SYNC-05.
 """
@@ -122,7 +122,7 @@ def synchronize(modules: Modules, mesh: MeshGroups, ignored: set[nn.Parameter], 
 
     One broadcast sends all tensors of one dtype. A buffer that several units share is sent only with the first unit.
     """
-    # Each tensor once, in order.
+    # Send each tensor once, in order.
     owned = dict.fromkeys(tensor for _, module in modules for tensor in _own_tensors(module, ignored))
     tensors = [tensor for tensor in owned if not getattr(tensor, "_is_synchronized", False)]
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
@@ -134,7 +134,7 @@ def synchronize(modules: Modules, mesh: MeshGroups, ignored: set[nn.Parameter], 
 
 def _broadcast(tensors: list[torch.Tensor], mesh: MeshGroups, unit_name: str) -> None:
     flat = torch.cat([t.reshape(-1) for t in tensors])
-    # First over the replicate group, then over each shard group: all values come from the first rank.
+    # Broadcast first over the replicate group, then over each shard group, so all values come from the first rank.
     for group in (mesh.replicate, mesh.shard):
         if group is not None:
             if trace.recorder is not None:

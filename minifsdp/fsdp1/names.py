@@ -1,13 +1,13 @@
 """Names of parameters and buffers, as a wrapper shows them.
 
-Names contain the wrappers' prefixes, as in torch. Inside ``summon_full_params`` they are the names of the unwrapped
+Names contain the wrappers' prefixes, as in torch. Inside ``summon_full_params``, they are the names of the unwrapped
 model. The methods of the wrapper also look up attributes and items in the wrapped module: ``model.layer``, ``model[0]``
 and ``model.vocab_size``.
 
 Worked example: the weight of ``FSDP(Sequential(FSDP(Linear(2, 2))))`` is named
 ``_fsdp_wrapped_module.0._fsdp_wrapped_module.weight``, and inside ``summon_full_params`` it is named ``0.weight``.
 
-*In torch:* the same, spread over the wrapper class.
+*In torch:* methods of the wrapper class.
 
 Spec: NAMES-02, NAMES-03.
 """

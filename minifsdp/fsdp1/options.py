@@ -1,11 +1,12 @@
 """User options for ``FullyShardedDataParallel``: enums and dataclasses.
 
-They contain data and no behavior. `BackwardPrefetch` is defined in ``engine/schedule.py``, because the engine uses it.
+These classes contain only data. `BackwardPrefetch` is defined in ``engine/schedule.py``, because the engine uses it.
 All names, members, fields and defaults are those of ``torch.distributed.fsdp``, so code that constructs these objects
 only needs a new import line.
 
-The main idea: *a strategy is a mesh and one flag*. The mesh says which ranks share one sharded copy and which ranks
-hold the same shard. The flag says whether parameters are resharded after forward. With W ranks in total, L per node:
+The main idea: *a strategy is a mesh and one flag*. The mesh determines which ranks share one sharded copy and which
+ranks hold the same shard. The flag determines whether parameters are resharded after forward. The table uses W ranks in
+total and L ranks per node:
 
 =======================  ===========  ===============  =====================  =============
 strategy                 shard group  replicate group  reshard after forward  also known as
@@ -85,7 +86,7 @@ ProcessGroups = dist.ProcessGroup | GroupPair
 class Options:
     """The arguments of `minifsdp.FullyShardedDataParallel` except the module, as the user passed them.
 
-    That class documents them. Order and defaults are those of torch.
+    That class documents the arguments. Order and defaults are those of torch.
     """
 
     process_group: ProcessGroups | None = None
