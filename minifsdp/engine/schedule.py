@@ -66,7 +66,7 @@ class Schedule:
         self._left.append(unit)
 
     def next_forward(self, unit: Unit) -> Unit | None:
-        """The unit entered after ``unit`` in the first iteration. ``None`` during it and for the last unit."""
+        """The unit that entered after ``unit`` in the first iteration; ``None`` until then, and for the last unit."""
         if self._is_first_iteration:
             return None
         position = self._entered.get(unit)

@@ -215,7 +215,7 @@ class ShardedParam:
             self.unreduced = self.unreduced.to(reduce_dtype)
 
     def toggle_requires_grad(self) -> None:
-        """The user changed ``requires_grad`` of `parameter` or `leaf`, whichever was registered; updates the other."""
+        """Called after the user changed ``requires_grad`` of `parameter` or `leaf`. Updates the other tensor."""
         self.is_trained = not self.is_trained
         self.leaf.requires_grad_(self.is_trained)
         self.parameter.requires_grad_(self.is_trained)

@@ -1,8 +1,7 @@
 """Constructor checks, and the choice of process groups and device for ``FullyShardedDataParallel``.
 
 This code runs only at construction, so its checks can be thorough. A wrong argument must raise an error on every rank
-*before the first collective*. If one rank stops with an error while the other ranks wait for it, the job appears to
-hang.
+*before the first collective*. If one rank stops with an error while the others wait for it, the job appears to hang.
 
 The constructor checks the arguments that do not depend on the model, chooses the mesh, chooses the device, and then
 creates the layout. The only collective in these steps creates the groups of a hybrid strategy, if the user passed none.

@@ -18,8 +18,8 @@ backward. An in-place change of a parameter changes the buffer. But users may al
 gives a parameter its own memory. Then the address of the parameter differs, and its values are copied into the buffer
 before the write-back.
 
-*In torch:* ``_unshard_param_utils.py``, ``_unshard_params`` and ``_writeback_orig_params``. In torch, a forward inside
-the block runs, and the exit fails. In minifsdp, the forward raises an error.
+*In torch:* ``_unshard_param_utils.py``, ``_unshard_params`` and ``_writeback_orig_params``. A forward inside the block
+runs, and the exit fails. In minifsdp, the forward raises an error.
 
 Spec: SUMMON-01 to SUMMON-20, APPLY-01 to APPLY-04, NAMES-02, NAMES-03, MP-18.
 """
@@ -140,8 +140,8 @@ def _full_params(unit: FlatUnit, flat: torch.Tensor, gradients: FullGradients | 
             _copy_replaced(layout.views_of(flat), new_values)
             if layout.mesh.shard is not None:
                 layout.registered.overwrite(flat[layout.shard_range])
-            # Without an all-gather, `flat` is the shard itself. A copy in another dtype may exist from an earlier
-            # all-gather.
+            # If the unit is not sharded, `flat` is the shard. An earlier all-gather may have made a copy in another
+            # dtype.
             layout.mark_stale()
         if keeps and gradients is not None:
             _copy_replaced(layout.views_of(gradients[0]), new_gradients)

@@ -37,7 +37,7 @@ from minifsdp.engine.schedule import BackwardPrefetch as BackwardPrefetch
 
 
 class ShardingStrategy(Enum):
-    """Which of parameters, gradients and optimizer state are sharded, over which ranks, and when FSDP reshards."""
+    """Whether parameters, gradients and optimizer state are sharded, over which ranks, and when units reshard."""
 
     FULL_SHARD = auto()
     SHARD_GRAD_OP = auto()

@@ -1,18 +1,18 @@
 """Auto-wrap policies: which modules become units.
 
-The units of a model determine most of its speed and memory. With one unit, the whole model is all-gathered at once.
-With a unit for every layer, there are a hundred small messages. A *policy* decides for each module whether it becomes a
-unit. ``wrap.py`` applies the policy.
+The choice of units determines most of the speed and memory of a model. With one unit, the whole model is all-gathered
+at once. With a unit for every layer, there are a hundred small all-gathers. A *policy* decides for each module whether
+it becomes a unit. ``wrap.py`` applies the policy.
 
 A policy function is called up to twice for each module. The call before its children, with ``recurse=True``, returns
 whether to visit the children. The call after them, with ``recurse=False``, returns whether the module becomes a unit.
-Both calls get ``nonwrapped_numel``, the number of elements in the module that no unit has and that are not ignored.
-Children are decided before their parent, so the parent's count excludes parameters of its wrapped children.
+Both calls get ``nonwrapped_numel``, the number of elements in the module that belong to no unit and are not ignored.
+The policy decides on children before their parent, so the parent's count excludes parameters of its wrapped children.
 
 Worked example, ``functools.partial(size_based_auto_wrap_policy, min_num_params=40)``. Each ``Linear(5, 5)`` has 30
 elements, and the last two are in a nested ``Sequential``::
 
-    module   recurse   nonwrapped_numel   answer
+    module   recurse   nonwrapped_numel   result
     (all)    True      120                yes
     0        True      30                 no        so there is no second call
     1        True      30                 no
@@ -31,8 +31,8 @@ A policy object gets the whole module tree in one call and returns the chosen mo
 
 *In torch:* ``torch/distributed/fsdp/wrap.py``. Its policy objects work here too, because minifsdp only calls their
 ``_run_policy``. There are two differences. The constructor excludes the outermost module when it calls a policy object,
-because this module is always a unit; direct calls of the object cover all modules. A function with a wrong signature
-raises an error before the model is changed, and the message shows the missing ``functools.partial``.
+because this module is always a unit. A direct call of the object includes this module. A function with a wrong
+signature raises an error before the model is changed, and the message shows the missing ``functools.partial``.
 
 Spec: WRAP-02 to WRAP-09, WRAP-16, WRAP-18, LEGACY-02, LEGACY-03, NEW-02, NEW-03.
 """
@@ -60,11 +60,11 @@ Decision = Callable[[nn.Module, bool, int], Overrides | None]
 
 
 def _require_call(policy: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-    """Raises the ``TypeError`` that Python would raise for this call, with a fix in the message."""
+    """Raises the ``TypeError`` that Python would raise for this call. The message contains a fix."""
     try:
         inspect.signature(policy).bind(*args, **kwargs)
     except ValueError:
-        return  # Some builtins have no signature; calling them is the only way to find out.
+        return  # Some builtins have no signature, so only a call can check the arguments.
     except TypeError as error:
         name = getattr(policy, "__name__", repr(policy))
         own = [p for p in inspect.signature(policy).parameters if p not in ("module", "recurse", "nonwrapped_numel")]
@@ -72,7 +72,7 @@ def _require_call(policy: Callable[..., object], *args: Any, **kwargs: Any) -> N
 
 
 def _explains_binding(policy: Callable[P, bool]) -> Callable[P, bool]:
-    """Adds an explanation to the most common mistake: calling a policy instead of binding its arguments."""
+    """Explains the most common mistake in the error: calling a policy instead of binding its arguments."""
 
     @functools.wraps(policy)
     def checked(*args: P.args, **kwargs: P.kwargs) -> bool:
@@ -132,12 +132,12 @@ def size_based_auto_wrap_policy(
     Args:
         module: the module to decide on.
         recurse: ``True`` to decide whether to visit the children, ``False`` to decide whether to wrap the module.
-        nonwrapped_numel: number of elements in the module that no unit has and that are not ignored.
+        nonwrapped_numel: number of elements in the module that belong to no unit and are not ignored.
         min_num_params: minimum number of elements of a unit (elements, not parameters, despite the name).
         force_leaf_modules: classes whose children are not visited; ``None`` means the attribute ``FORCE_LEAF_MODULES``.
-            ``MultiheadAttention`` is one: it uses the weights of its children without calling their forward.
+            By default, ``MultiheadAttention``, which uses the weights of its children without calling their forward.
         exclude_wrap_modules: classes that never become units; ``None`` means ``EXCLUDE_WRAP_MODULES``. ``ModuleList``
-            and ``ModuleDict`` have no forward, so nothing would all-gather their unit.
+            and ``ModuleDict`` have no forward, so their unit would never be all-gathered.
     """
     if force_leaf_modules is None:
         force_leaf_modules = size_based_auto_wrap_policy.FORCE_LEAF_MODULES  # type: ignore[attr-defined]
@@ -152,7 +152,7 @@ size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict
 
 
 def default_auto_wrap_policy(*args: Any, **kwargs: Any) -> bool:
-    """The name of ``size_based_auto_wrap_policy`` in torch 1.11. Issues a deprecation warning (LEGACY-02)."""
+    """The torch 1.11 name of ``size_based_auto_wrap_policy``. Issues a deprecation warning (LEGACY-02)."""
     warn_renamed("default_auto_wrap_policy", "size_based_auto_wrap_policy")
     return size_based_auto_wrap_policy(*args, **kwargs)
 
@@ -160,14 +160,14 @@ def default_auto_wrap_policy(*args: Any, **kwargs: Any) -> bool:
 def _or_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]
 ) -> bool:
-    # Private in torch, but many training scripts import it from there.
+    # This function is private in torch, but many training scripts import it.
     return any(p(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for p in policies)
 
 
 def _module_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, module_classes: set[type[nn.Module]]
 ) -> bool:
-    # `ModuleWrapPolicy` as a function. Private in torch, but scripts import it from there, like `_or_policy`.
+    # `ModuleWrapPolicy` as a function. Like `_or_policy`, it is private in torch, but scripts import it.
     return recurse or isinstance(module, require_classes(module_classes, "module_classes"))
 
 
@@ -181,7 +181,8 @@ class _Policy(ABC):
     def _run_policy(self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Overrides) -> Chosen:
         """Returns the chosen modules, each with the arguments of its unit: ``root_kwargs`` plus overrides.
 
-        Programs that wrap modules themselves call this, so the result can include the outermost module (WRAP-18).
+        Programs that wrap modules themselves call this method, so the result can include the outermost module
+        (WRAP-18).
         """
 
 
@@ -203,7 +204,7 @@ class ModuleWrapPolicy(_Policy):
         return {module: dict(root_kwargs) for module in candidates if self(module, recurse=False)}
 
     def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
-        """The same decision as a policy function, so that it can be combined with other functions."""
+        """Makes the same decision as a policy function, so that users can combine it with other functions."""
         return recurse or isinstance(module, tuple(self._module_classes))
 
     def __repr__(self) -> str:
@@ -262,7 +263,7 @@ def _name_of_numel(policy: Callable[..., object]) -> str:
 def decision_of(policy: Any, root_module: nn.Module, ignored_modules: set[nn.Module]) -> Decision:
     """Converts a policy of any kind to the form that ``wrap.py`` uses.
 
-    Deprecated names cause a warning here, once for the whole tree, not once for each module (LEGACY-02, LEGACY-03).
+    Deprecated names cause one warning here for the whole tree, instead of one for each module (LEGACY-02, LEGACY-03).
 
     Args:
         policy: a function (WRAP-02) or a policy object.

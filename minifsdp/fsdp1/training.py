@@ -1,8 +1,8 @@
 """The functions behind the methods of a wrapper that a training loop calls in addition to ``forward``.
 
 Each function handles all units of a tree: it sets an option on them or reads from them. Worked example: ``no_sync`` on
-two ranks sets ``reduces = False`` on every unit, so each rank accumulates unsharded local gradients in the backwards
-inside it. The first backward after it reduces the sum.
+two ranks sets ``reduces = False`` on every unit. In backwards inside the context, each rank accumulates unsharded local
+gradients. The first backward after the context reduces the sum.
 
 *In torch:* the code is in the methods of the wrapper class.
 
@@ -80,7 +80,7 @@ def full_params(module: nn.Module, recurse: bool, **options: bool) -> Generator[
 
 
 def clear_gradients(module: nn.Module, set_to_none: bool) -> None:
-    """Clears gradients of all units, also of unsharded units whose modules have views instead of parameters."""
+    """Clears gradients of all units, including unsharded units whose modules have views instead of parameters."""
     for wrapper in Wrapper.fsdp_modules(module):
         for parameter in wrapper._unit.layout.local_parameters() if wrapper._unit is not None else []:
             if set_to_none:
@@ -124,7 +124,7 @@ def register_comm_hook(wrapper: Wrapper, state: object, hook: Callable[..., Any]
     if wrapper._root_state is not None:
         raise RuntimeError(message("hook-too-late"))
     wrappers = Wrapper.fsdp_modules(wrapper)
-    # Also with a single replica: on several nodes the same program would raise this error.
+    # Raise this error even with a single replica, because the same program would raise it on several nodes.
     if any(inner.sharding_strategy in HYBRID for inner in wrappers):
         raise AssertionError(message("hook-hybrid"))
     units = [inner._unit for inner in wrappers if inner._unit is not None]

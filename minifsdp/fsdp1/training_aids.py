@@ -1,4 +1,4 @@
-"""Clipping by the norm of all gradients.
+"""Gradient clipping by the norm of all gradients.
 
 The norm of a sharded gradient vector is not the sum of the shards' norms, and not the norm of one shard. But the p-th
 *powers* of the norms add up::
@@ -6,9 +6,9 @@ The norm of a sharded gradient vector is not the sum of the shards' norms, and n
     rank 0 has [3 0], rank 1 has [0 4]         local norms 3 and 4
     2-norm of [3 0 0 4]                        (3**2 + 4**2) ** (1/2) = 5
 
-So each rank sums the powers for its shards, one all-reduce adds this number over the ranks, and then each rank takes
-the p-th root. For the maximum norm, the all-reduce takes the maximum. Gradients that are unsharded on every rank (of
-units that are not sharded, of ignored parameters) are counted once, after the sum.
+So each rank sums the powers for its shards, one all-reduce sums this number over the ranks, and then each rank takes
+the p-th root. For the maximum norm, the all-reduce takes the maximum. Gradients that are unsharded on every rank (those
+of ignored parameters, and of units that are not sharded) are added once, after the all-reduce.
 
 ``torch.nn.utils.clip_grad_norm_`` uses only the local shards. In the example it would use norm 3 on rank 0 and norm 4
 on rank 1, and the ranks would silently diverge.
@@ -39,7 +39,7 @@ Part = tuple[tuple[Group, ...], torch.Tensor | None]
 
 
 def gradient_parts(layout: FlatLayout) -> list[Part]:
-    """One part for each gradient, or for each parameter in a flat gradient if the parameters are DTensors.
+    """One part for each gradient, or, if the parameters are DTensors, for each parameter in a flat gradient.
 
     The groups and their order are the same on every rank.
     """
@@ -54,7 +54,7 @@ def gradient_parts(layout: FlatLayout) -> list[Part]:
 
 
 def groups_of(sharded: Any) -> tuple[Group, ...]:
-    """The groups whose ranks have the other shards of a ``DTensor``, given it or its spec. Empty for other values."""
+    """The groups whose ranks have the other shards of a ``DTensor`` or of its spec. Empty for other values."""
     axes = [axis for axis, placement in enumerate(getattr(sharded, "placements", ())) if placement.is_shard()]
     return tuple(Group.of(sharded.device_mesh.get_group(axis)) for axis in axes)
 
@@ -72,7 +72,7 @@ def clip_gradients(parts: Iterable[Part], max_norm: float, norm_type: float, dev
     Returns:
         The norm before clipping, equal on all ranks, in the dtype that all gradients promote to.
     """
-    # Computed in float32 at least: sums of squares of many float16 numbers can underflow or overflow.
+    # Compute in float32 or higher: sums of squares of many float16 numbers can underflow or overflow.
     of_groups: dict[tuple[Group, ...], list[torch.Tensor]] = {}
     for groups, part in parts:
         of_groups.setdefault(groups, []).extend([] if part is None else [part])
@@ -97,7 +97,7 @@ def clip_gradients(parts: Iterable[Part], max_norm: float, norm_type: float, dev
 def _norm(gradients: Iterable[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
     of_devices: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in gradients:
-        # Never computed in a lower precision than the gradient's, but then cast to one dtype for the all-reduce.
+        # Compute in the gradient's precision or higher, and then cast to one dtype for the all-reduce.
         dtype = torch.promote_types(gradient.dtype, torch.float32)
         one = torch.linalg.vector_norm(gradient.detach(), norm_type, dtype=dtype).float()
         of_devices.setdefault(gradient.device, []).append(one)

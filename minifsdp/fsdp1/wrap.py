@@ -2,15 +2,15 @@
 
 With a policy, there are two steps:
 
-1. `choose` walks over the tree, calls the policy (see ``policies.py``) and returns the chosen modules. It changes
-   nothing.
+1. `choose` walks the tree, calls the policy (see ``policies.py``) and returns the chosen modules. It does not change
+   the tree.
 2. `apply` replaces each chosen module with a wrapper at every place in the tree, inner modules first.
 
 Between the two steps, the choice can be inspected, compared and tested without a process group.
 
-Batch norms are inaccurate in low precision. With a `MixedPrecision`, the walk therefore *sets apart* all modules of
-its ``_module_classes_to_ignore``: each becomes a unit without mixed precision, independent of the policy. The modules
-around it still compute in low precision, so it casts its inputs to its own dtype and its output back.
+Batch norms are inaccurate in low precision. With a `MixedPrecision`, the walk therefore *sets apart* all modules of its
+``_module_classes_to_ignore``: each becomes a unit without mixed precision, independent of the policy. The modules
+around such a unit still compute in low precision, so it casts its inputs to its own dtype and its output back.
 
 Worked example, ``size_based_auto_wrap_policy`` with ``min_num_params=80``, bfloat16, and two blocks, each of a
 ``Linear(8, 8)`` (72 elements) and a ``BatchNorm1d(8)`` (16)::
@@ -19,17 +19,18 @@ Worked example, ``size_based_auto_wrap_policy`` with ``min_num_params=80``, bflo
     with it                     16 are set apart, 72 are left: too few, the block stays in the outer unit
 
 On two ranks, each rank stores 44 + 44 elements in the first case. In the second case it stores 8 + 8 for the batch
-norms and 72 in the outer unit. So the walk must set modules apart before it calls the policy for their parents.
+norms and 72 in the outer unit. So `choose` must set modules apart before it calls the policy for their parents.
 
-A module can have several places in the tree, for example one projection that two blocks use. The policy is called for
-it once, and one wrapper is put in all its places, because two wrappers would hold the same parameters.
+A module can have several places in the tree, for example one projection that two blocks use. `choose` calls the policy
+once for such a module, and `apply` puts one wrapper in all its places, because two wrappers would hold the same
+parameters.
 
 For manual wrapping, `enable_wrap` sets the wrapper class and its arguments, and each `wrap` inside it creates a unit
-immediately, while the model is being built. Each large layer is then sharded before the next one is allocated.
+immediately, while the model is being built. Each large layer is then sharded before the next layer is allocated.
 
 *In torch:* ``_recursive_wrap`` and ``_auto_wrap`` call the policy and wrap in one step. There are four differences.
-Torch wraps each place of a shared module again, or misses it. It counts tied parameters of a unit again at their second
-place. With a `MixedPrecision`, torch also calls the policy for the children of modules that the policy excludes with
+Torch wraps a shared module again at each place, or does not wrap it there. It counts tied parameters of a unit twice.
+With a `MixedPrecision`, torch also calls the policy for the children of modules that the policy excludes with
 ``recurse=True``. For ``size_based_auto_wrap_policy`` these are the children of a ``MultiheadAttention``, whose forward
 is never called. minifsdp only searches these children for modules to set apart. Finally, `enable_wrap` can be nested
 and applies to one thread or task, but torch has one setting for the whole process.
@@ -60,14 +61,14 @@ def choose(
 ) -> Chosen:
     """Returns the modules that become units, children before parents, each with overrides of the outer arguments.
 
-    It changes nothing. The result must be the same on every rank, so a policy must not depend on the rank.
+    It does not change the tree. The result must be the same on every rank, so a policy must not depend on the rank.
 
     Args:
         root_module: the outermost module; it is never in the result.
         policy: a function (WRAP-02) or a policy object.
-        ignored_modules: never chosen, and neither are their descendants. Their parameters are not counted.
-        ignored_params: not counted (IGN-10).
-        set_apart: classes that become units without mixed precision, independent of the policy (MP-19).
+        ignored_modules: modules that, with their descendants, are never chosen. Their parameters are not counted.
+        ignored_params: parameters that are not counted (IGN-10).
+        set_apart: classes whose instances become units without mixed precision, independent of the policy (MP-19).
 
     Raises:
         TypeError: if ``policy`` is not a policy.
@@ -98,7 +99,7 @@ def choose(
         if overrides is not None:
             chosen[module] = overrides
             taken.update(module.parameters())
-            # A descendant can also be elsewhere in the tree. This unit has its parameters, so do not visit it again.
+            # A descendant can have another place in the tree. This unit has its parameters, so do not visit it again.
             decided.update(module.modules())
 
     visit(root_module, calls_policy=True)
@@ -121,7 +122,7 @@ def apply(
     """
     places: dict[nn.Module, list[tuple[nn.Module, str]]] = {module: [] for module in chosen}
     for parent in root_module.modules():
-        # Not named_children(): it returns a module with two names in one parent only once.
+        # named_children() would return a module with two names in one parent only once.
         for name, child in parent._modules.items():
             if child in places:
                 places[child].append((parent, name))
@@ -135,11 +136,12 @@ def refuse_wrapped(root_module: nn.Module, wrapper_cls: type[nn.Module]) -> None
     """Checks that an auto-wrap policy gets a tree without wrappers.
 
     Raises:
-        ValueError: if the tree contains an instance of ``wrapper_cls``; names the first one (WRAP-13).
+        ValueError: if the tree contains an instance of ``wrapper_cls``. The message has the name of the first one
+            (WRAP-13).
     """
     for path, module in root_module.named_modules():
         if isinstance(module, wrapper_cls):
-            # Programs written for torch's FSDP match the wording up to "in".
+            # Programs for torch's FSDP match the wording up to "in".
             where = path or "the module itself"
             raise ValueError(message("already-wrapped", module=where, type=type(root_module).__name__))
 
@@ -148,7 +150,7 @@ def refuse_ties(root_module: nn.Module, chosen: Chosen, ignored_params: set[nn.P
     """Checks that each parameter belongs to only one unit, because two copies would diverge.
 
     Raises:
-        ValueError: if a parameter is tied between two future units; names both places (ORIG-16).
+        ValueError: if a parameter is tied between two future units. The message has both names (ORIG-16).
     """
     first_seen: dict[nn.Parameter, tuple[nn.Module, str]] = {}
 
@@ -171,7 +173,7 @@ def refuse_compiled(root_module: nn.Module, chosen: Chosen) -> None:
     """Checks that no chosen module is inside a compiled module, where its wrapper would never be called.
 
     Raises:
-        ValueError: if a chosen module was passed to ``torch.compile``; names it.
+        ValueError: if a chosen module was passed to ``torch.compile``. The message has its name.
     """
     for path, module in root_module.named_modules():
         inside = next((child for child in module.children() if child in chosen), None)
@@ -188,7 +190,7 @@ class _OwnDtype:
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         dtypes = {t.dtype: None for t in tensors_in((args, kwargs)) if t.is_floating_point()}
-        # The output is cast back only if an input was cast. A dtype change by the module itself is kept.
+        # Cast the output back only if an input was cast. Keep a dtype change by the module itself.
         self.outside = next((dtype for dtype in dtypes if dtype is not self.dtype), None)
         return cast_floating(self.dtype, args), cast_floating(self.dtype, kwargs)
 
@@ -211,7 +213,7 @@ def auto_wrap(
     ignored_modules: Iterable[nn.Module] = (),
     ignored_params: Iterable[nn.Parameter] = (),
 ) -> None:
-    """Both steps: wraps the modules in ``root_module`` that ``policy`` chooses. Creating units can be a collective.
+    """Runs both steps: wraps the modules in ``root_module`` that ``policy`` chooses. This can be a collective.
 
     Args:
         root_module: the outermost module; the caller creates the unit around it afterwards.
@@ -251,7 +253,7 @@ _DEFAULTS: ContextVar[tuple[Callable[..., nn.Module], dict[str, Any]] | None] = 
 def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Generator[None, None, None]:
     """Context manager in which `wrap` creates units. On exit, it restores the previous setting (WRAP-12).
 
-    The context applies to the current thread or task. An inner context replaces an outer one and inherits nothing.
+    The context applies to the current thread or task. An inner context replaces the outer context and its arguments.
 
     Args:
         wrapper_cls: the wrapper class, for example ``FullyShardedDataParallel``.

@@ -3,27 +3,27 @@
 ::
 
     model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
-    optimizer = torch.optim.Adam(model.parameters())        # after wrapping: these are the flat parameters
+    optimizer = torch.optim.Adam(model.parameters())        # create it after wrapping, for the flat parameters
     model(batch).sum().backward()
     optimizer.step()
 
 A wrapper replaces the module's parameters with this rank's shard of them, and restores the unsharded parameters during
-forward and backward. Five lines of `forward` do this; each of them calls the engine. A wrapper has three main
+forward and backward. Five lines of `forward` do this. Each of these lines calls the engine. A wrapper has three main
 attributes:
 
 * ``_unit``: the parameters that no inner wrapper manages; ``None`` if there are none
-* ``_root_state``: the units that run together. The outermost wrapper that runs creates it at the first forward
+* ``_root_state``: the units that run together. The outermost running wrapper creates it at the first forward
 * ``_is_inner``: whether another wrapper contains this one
 
 Worked example: ``root(block0, block1)`` with all three wrapped. Each wrapper has a unit. The first ``root(batch)``
-creates one root state of three units and stores it in all three wrappers. If ``block0(x)`` was called alone before, it
-has a root state with one unit, which the new one replaces. See ``engine/root.py``.
+creates one root state of three units and stores it in all three wrappers. If ``block0(x)`` ran alone before, it has a
+root state with one unit, which the new root state replaces. See ``engine/root.py``.
 
 ``parameters()`` returns one flat parameter for each unit instead of the original parameters. The class
 ``FullyShardedDataParallel`` in ``fully_sharded_data_parallel.py`` adds the constructor and the methods that users call.
 
-*In torch:* ``fully_sharded_data_parallel.py``, 2167 lines, of which the constructor and ``forward`` are 140. The state
-above is about thirty attributes of a class ``_FSDPState`` there, filled in by free functions.
+*In torch:* ``fully_sharded_data_parallel.py``, 2167 lines, 140 of them in the constructor and ``forward``. Instead of
+the attributes above, a class ``_FSDPState`` has about thirty attributes, which free functions set.
 
 Spec: CTOR, SHARD, HYB, FWD, NAMES-01, NAMES-06.
 """
@@ -61,7 +61,7 @@ def clean_name(name: str) -> str:
 
 
 def is_wrapper(module: nn.Module) -> bool:
-    """Whether ``module`` is a wrapper itself; not whether it contains one."""
+    """Whether ``module`` itself is a wrapper."""
     return isinstance(module, Wrapper)
 
 
@@ -94,7 +94,7 @@ class Wrapper(nn.Module):
         self.backward_prefetch, self.forward_prefetch = options.backward_prefetch, options.forward_prefetch
         self.limit_all_gathers, self._use_orig_params = options.limit_all_gathers, options.use_orig_params
         self.mixed_precision = options.mixed_precision or MixedPrecision()
-        # An environment variable of older torch versions that programs still set.
+        # Older torch versions read this environment variable, and programs still set it.
         self._full_precision_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
         self._buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         self._root_state: RootState | None = None
@@ -112,12 +112,12 @@ class Wrapper(nn.Module):
         self._unit = self._make_unit(module, modules)
 
     def _options_of_inner(self, options: Options, groups: ProcessGroups) -> dict[str, Any]:
-        """Arguments for the units of an auto-wrap policy: the same options with groups and ignored modules resolved."""
+        """Arguments for the units of an auto-wrap policy: these options with groups and ignored modules resolved."""
         return {
             **vars(options),
             "process_group": groups if options.device_mesh is None else None,
             "auto_wrap_policy": None,
-            # If modules were given, pass modules, because an inner unit must ignore their buffers too.
+            # If the user passed modules, pass modules, because an inner unit must ignore their buffers too.
             "ignored_modules": self._ignored_modules or None,
             "ignored_states": None if self._ignored_modules else self._ignored_parameters,
         }
@@ -159,7 +159,7 @@ class Wrapper(nn.Module):
         policy = UnitPolicy(reshard_after_forward=reshard, reshard_after_evaluation=reshard or self.mesh.shard is None)
         return Unit(module, layout, plan, precision, policy)
 
-    # --- what it contains ---
+    # --- the wrapped module ---
 
     @property
     def module(self) -> nn.Module:
@@ -207,7 +207,7 @@ class Wrapper(nn.Module):
         return output
 
     def _choose_precision(self, *, for_backward: bool = False) -> None:
-        """Uses full precision for modules in evaluation mode. An earlier recorded forward keeps its precision."""
+        """Selects full precision for modules in evaluation mode. An earlier recorded forward keeps its precision."""
         for wrapper in Wrapper.fsdp_modules(self):
             wrapper._cast_buffers()
             unit, stored = wrapper._unit, not wrapper.module.training
@@ -232,7 +232,7 @@ class Wrapper(nn.Module):
     # --- values in state dicts (SAVE-01) ---
 
     def _share_until_forward(self, values: list[torch.Tensor]) -> None:
-        """Notes values of a state dict that use the model's memory. The wrappers inside share one list of them."""
+        """Records values of a state dict that use the model's memory. Inner wrappers use the same list."""
         for wrapper in Wrapper.fsdp_modules(self):
             if wrapper._shared_values is not self._shared_values:
                 self._shared_values += wrapper._shared_values
@@ -240,7 +240,7 @@ class Wrapper(nn.Module):
         self._shared_values += map(weakref.ref, values)
 
     def _copy_shared_values(self) -> None:
-        """Copies the noted values that still exist, before a forward or ``load_state_dict()`` changes the model."""
+        """Copies the recorded values that still exist, before a forward or ``load_state_dict()`` changes the model."""
         for reference in self._shared_values:
             value = reference()
             if value is not None:
@@ -259,9 +259,9 @@ class Wrapper(nn.Module):
             self._root_state.recover_after_error()
 
     def _create_root_state(self) -> RootState:
-        """Creates the root state of this wrapper: its forward runs outside of any other wrapper (CTOR-10)."""
+        """Creates the root state of this wrapper, whose forward runs outside of any other wrapper (CTOR-10)."""
         wrappers = [(clean_name(name), m) for name, m in self.named_modules() if isinstance(m, Wrapper)]
-        # Wrappers that were called alone before have a root state of their own. Their units move to this one (CTOR-11).
+        # Wrappers that ran alone before have their own root state. Their units move to this root state (CTOR-11).
         for _, wrapper in wrappers:
             if wrapper._root_state is not None and not wrapper._root_state.is_dissolved:
                 wrapper._root_state.dissolve()
@@ -295,7 +295,7 @@ class Wrapper(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        # Dtype or device may have changed: the layout adapts to it, and the next forward creates a new root state.
+        # Dtype or device may have changed. The layout adapts to this, and the next forward creates a new root state.
         if self._root_state is not None and not self._root_state.is_dissolved:
             self._root_state.dissolve()
         if self._unit is not None and self._unit.phase is Phase.IDLE:

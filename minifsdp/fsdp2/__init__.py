@@ -1,1 +1,1 @@
-"""API 2: ``fully_shard``, which shards a model in place and shards each parameter separately."""
+"""API 2: ``fully_shard``, which shards a model in place and each parameter separately."""

@@ -1,7 +1,7 @@
 """The state of one ``fully_shard`` call, and its forward hooks.
 
-``fully_shard`` adds no wrapper: the model keeps its modules, its names and its structure. Two hooks on the module, one
-before and one after its own forward, do what a wrapper's ``forward`` would do::
+``fully_shard`` adds no wrapper: the model keeps its modules, its names and its structure. Two hooks on the module,
+before and after its own forward, replace the ``forward`` of a wrapper::
 
     before    begin an iteration if none is open; cast inputs; all-gather; register unsharded parameters; hook inputs
     after     cast the output; reshard; register pre-backward hooks on the output
@@ -14,10 +14,11 @@ Three cases that a wrapper does not have to handle:
 
 1. Several modules can share one unit. It is all-gathered before the first of them runs and resharded after the last.
 2. An exception in forward skips the forward hook. ``FSDPModule.__call__`` catches it and calls `fail_calls`.
-3. A module can call itself, for example a recursive tree module, or a ``generate`` that calls ``self(token)``. The
-   state keeps a list of its running calls. A call of a module that is in this list already is an inner call.
+3. A module can call itself, for example in a recursive tree module, or in a ``generate`` method that calls
+   ``self(token)``. The state keeps a list of its running calls. A call of a module that is already in this list is an
+   inner call.
 
-*In torch:* ``FSDPState``, with the same two hooks. After an exception it needs ``reset_iter_state``.
+*In torch:* ``FSDPState``, with the same two hooks. After an exception, users must call ``reset_iter_state``.
 
 Spec: FS2-09, FS2-13, FS2-17, FS2-21, FS2-MP-04 to FS2-MP-06, NEW-04, NEW-15.
 """
@@ -49,7 +50,7 @@ def state_of(module: nn.Module) -> FSDPState | None:
 
 
 def states_in(module: nn.Module) -> list[tuple[str, FSDPState]]:
-    """All states of ``module`` and its submodules, each once, with the names of their modules."""
+    """All states of ``module`` and its submodules, with the names of their modules. Each state appears once."""
     names: dict[FSDPState, list[str]] = {}
     for name, inner in module.named_modules():
         state = state_of(inner)
@@ -62,14 +63,14 @@ class FSDPState(_State):
     """The state of one ``fully_shard`` call.
 
     Args:
-        modules: the modules that ``fully_shard`` was called on, one or several.
+        modules: the module or modules that ``fully_shard`` was called on.
         unit: the unit of their parameters; ``None`` if inner units manage all of them.
         device: the compute device.
         policy: the mixed-precision policy.
         reshard_after_forward: the user's choice; ``None`` means ``True`` for all units except the root.
 
     Attributes:
-        running: the modules whose calls are running, the outermost first. A module that calls itself is in it twice.
+        running: the modules whose calls are running, the outermost first. A module that calls itself appears twice.
     """
 
     def __init__(
@@ -80,11 +81,11 @@ class FSDPState(_State):
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | int | None,
     ) -> None:
-        # Libraries read `_mp_policy`, and the attributes at the end of this class, see ``compat/composable.py``.
+        # Libraries read `_mp_policy` and the attributes at the end of this class, see ``compat/composable.py``.
         self.modules, self.unit, self.device, self._mp_policy = modules, unit, device, policy
         self.reshard_after_forward = reshard_after_forward
         self.root_state: RootState | None = None
-        # Libraries read this: ``None`` before the first forward.
+        # Libraries read this attribute. It is ``None`` before the first forward.
         self._is_root: bool | None = None
         self.shared_comm_streams: CommStreams | None = None
         self._has_begun = False
@@ -146,8 +147,8 @@ class FSDPState(_State):
             self._has_begun = False
             for state in self._grouped:
                 if state.unit is not None and state._waiting and state._waits_in == root_state.iteration.num_forwards:
-                    # Some of its modules were not called in this forward. Their parameters may be used anyway, and
-                    # backward may reach them before it reaches an output of the other modules.
+                    # Some modules of this state were not called in this forward. The model may use their parameters
+                    # anyway, and backward may reach them before it reaches an output of the other modules.
                     state._leave(root_state, state.unit, state._waiting, (args, kwargs), output)
             root_state.end_forward()
         return output
@@ -168,7 +169,7 @@ class FSDPState(_State):
         """
         del self.running[num_running:]
         if self._has_begun and not self.running:
-            # Otherwise a later call of an inner module would count as a part of this forward.
+            # Without this reset, a later call of an inner module would count as a part of this forward.
             self.break_off()
 
     def break_off(self) -> None:
@@ -181,7 +182,7 @@ class FSDPState(_State):
     # --- the root state ---
 
     def current_root_state(self) -> RootState:
-        """The root state of this state. If there is none, creates one with this state as its root."""
+        """The root state of this state. If there is none, creates a root state with this state as its root."""
         root_state = self.root_state
         return self._create_root_state() if root_state is None or root_state.is_dissolved else root_state
 
@@ -192,7 +193,7 @@ class FSDPState(_State):
                 found.setdefault(state, "" if state is self else name)
         for state in found:
             if state.root_state is not None and not state.root_state.is_dissolved:
-                # Units that were unsharded manually before stay unsharded.
+                # Units that the user unsharded manually stay unsharded.
                 state.root_state.dissolve(keeps_unsharded=True)
             if state.unit is not None and state.reshard_after_forward is None:
                 # The root's backward directly follows its forward.

@@ -4,17 +4,17 @@
 
     for block in model.blocks:
         fully_shard(block)              # one unit for each block
-    fully_shard(model)                  # and one for the remaining parameters
+    fully_shard(model)                  # one unit for the remaining parameters
     optimizer = torch.optim.Adam(model.parameters())
 
 The module is not wrapped. The call
 
-1. collects the parameters of the module that no earlier call on a submodule manages,
+1. collects the parameters of the module that no earlier call manages,
 2. replaces each of them with a ``DTensor`` that holds this rank's shard,
 3. registers two hooks on the module, see ``fsdp_state.py``,
-4. and adds methods, hooks for state dicts, and the state that libraries look for.
+4. and adds methods, hooks for state dicts, and the state that libraries read.
 
-Shard inner modules first and the root last: a unit consists of the parameters that are left when the call is made.
+Shard inner modules first and the root last: a unit consists of the parameters that no earlier call manages.
 
 *In torch:* ``_fully_shard.py`` and ``_fsdp_init.py``.
 
@@ -76,10 +76,12 @@ def fully_shard(
     Args:
         module: the module, or a list of modules that form one unit. The unit is all-gathered before the first of them
             runs and resharded after the last.
-        mesh: one dimension to shard over, or two, (replicate, shard); ``None`` for all ranks. Without a default
-            process group, ``None`` first initializes one from the environment that a launcher such as torchrun sets.
+        mesh: a mesh with one dimension to shard over, or with the dimensions (replicate, shard); ``None`` for all
+            ranks. Without a default process group, ``None`` first initializes one from the environment that a launcher
+            such as torchrun sets.
         reshard_after_forward: ``True`` reshards after forward and all-gathers again for backward; ``False`` keeps the
-            parameters unsharded; an integer n reshards to groups of n ranks; ``None`` is ``True`` except for the root.
+            parameters unsharded; an integer n reshards to groups of n ranks; ``None`` means ``True`` for all modules
+            except the root.
         shard_placement_fn: called with each parameter. Returns ``Shard(dim)``, ``None`` to shard dim 0, or torch's
             ``ShardPlacementResult`` to shard the parameter over another mesh.
         mp_policy: the mixed-precision policy.
@@ -105,7 +107,7 @@ def fully_shard(
     modules = _checked_modules(module)
     mesh = mesh if mesh is not None else _default_mesh()
     device = _device_of(mesh)
-    # 1. In module order. A parameter that is tied inside the unit stays one parameter.
+    # 1. Collect in module order. A parameter that is tied inside the unit stays one parameter.
     owners = modules_of_unit(modules, _is_apart)
     parameters = owned_parameters(owners, set(ignored_params or ()))
     _move_to(device, owners, parameters)
@@ -115,7 +117,7 @@ def fully_shard(
     unit = _make_unit(modules[0], params, options, reshard_after_forward) if params else None
     # 3. The state registers the hooks.
     state = FSDPState(modules, unit, device, mp_policy, reshard_after_forward)
-    # 4. The methods of a sharded module, its checkpoints, and the registration that libraries read.
+    # 4. Add the methods, the hooks for state dicts, and the registration that libraries read.
     for one in modules:
         add_methods(one)
     loading.register_hooks(state)
@@ -148,7 +150,7 @@ def _default_mesh() -> DeviceMesh:
             torch.distributed.init_process_group()
         except ValueError as error:
             raise ValueError(message("no-launcher", error=error)) from error
-    # A GPU build reports its accelerator even if the machine has none, hence `check_available`.
+    # Without `check_available`, a GPU build reports its accelerator even if the machine has none.
     device = torch.accelerator.current_accelerator(check_available=True)
     return init_device_mesh(device.type if device is not None else "cpu", (torch.distributed.get_world_size(),))
 
@@ -222,7 +224,7 @@ def _options(device: torch.device, mp_policy: MixedPrecisionPolicy, offload_poli
 def _make_unit(
     module: nn.Module, params: list[ShardedParam], options: Options, reshard: bool | int | None
 ) -> Unit[PerParameterLayout]:
-    # 2. The layout takes over the values and registers DTensors on the modules.
+    # 2. The layout takes the values and registers DTensors on the modules.
     layout = PerParameterLayout(params, options)
     dtype = options.precision.reduces_in(layout.dtype)
     plans = tuple(ReducePlan.mean(groups, dtype) for groups in dict.fromkeys(param.mesh_groups for param in params))

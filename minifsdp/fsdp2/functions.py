@@ -1,11 +1,11 @@
-"""Functions for modules of ``fully_shard``: manual all-gathers, other methods as forward, shared communication streams.
+"""Functions for ``fully_shard`` modules: manual all-gathers, other methods as forward, shared communication streams.
 
-``unshard`` issues the all-gather that the module's forward issues first. A training step does not need it, because the
-schedule prefetches automatically. Worked example, two blocks: while ``block0`` computes,
-``block1.unshard(async_op=True)`` issues the all-gather of the second. The forward of ``block1`` then only waits for it.
+``unshard`` issues the all-gather that otherwise the module's forward issues. A training step does not need it, because
+the schedule prefetches automatically. Worked example, two blocks: while ``block0`` computes,
+``block1.unshard(async_op=True)`` issues the all-gather of ``block1``. The forward of ``block1`` then only waits for it.
 
 Another example, text generation. ``model.generate(tokens)`` calls ``self(tokens)`` in a loop, and uses the parameters
-of ``model`` in between. After ``register_fsdp_forward_method(model, "generate")`` the parameters are all-gathered once
+of ``model`` in between. After ``register_fsdp_forward_method(model, "generate")``, the parameters are all-gathered once
 for the whole call.
 
 *In torch:* ``_fully_shard.py`` has functions of the same names; ``FSDPParamGroup`` has ``unshard``.
@@ -33,7 +33,7 @@ class UnshardHandle:
         self._unit: Unit | None = None
 
     def wait(self) -> None:
-        """Waits for the all-gather and registers the unsharded parameters. Calling it twice, or never, is safe."""
+        """Waits for the all-gather and registers the unsharded parameters. You can call it twice, or never."""
         # After a reshard there is nothing to wait for.
         if self._unit is not None and self._unit.state is not State.SHARDED:
             self._unit.wait()
@@ -41,11 +41,11 @@ class UnshardHandle:
 
 
 def issue_all_gather(state: FSDPState) -> UnshardHandle:
-    """Issues the all-gather of the unit. The forward of the module, which issues it otherwise, then waits for it."""
+    """Issues the all-gather of the unit. The forward of the module then only waits for it."""
     handle, unit = UnshardHandle(), state.unit
     if unit is not None:
         root_state = state.current_root_state()
-        # As at the start of an iteration: the user may have replaced or modified the sharded parameters.
+        # As at the start of an iteration, the user may have replaced or modified the sharded parameters.
         unit.layout.accept_replacements()
         root_state.comm_streams.all_gather.wait_compute()
         if unit.layout.is_stale():
@@ -68,7 +68,7 @@ def listed(module: Any) -> FSDPState:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Makes another method all-gather and reshard as ``forward`` does (NEW-13). No effect if ``module`` is not sharded.
+    """Makes a method all-gather and reshard as ``forward`` does (NEW-13). Has no effect if ``module`` is not sharded.
 
     Raises:
         ValueError: if ``module`` has no such method.

@@ -1,10 +1,10 @@
 """Checks that all ranks start with the same weights. ``fully_shard`` itself does not broadcast initial weights.
 
 Every rank takes its shard from its own weights. If the ranks use different seeds, or only one of them has loaded a
-checkpoint, the unsharded model is a mix of several models. It trains badly, and no shape error reveals the mistake.
+checkpoint, the unsharded model is a mix of several models. It trains poorly, and no error reports the mistake.
 
 With ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, the ranks compare a checksum of each parameter before sharding, and a warning
-names the parameters that differ. To make them equal, load the weights on rank 0 and call ``set_model_state_dict`` with
+lists the parameters that differ. To make them equal, load the weights on rank 0 and call ``set_model_state_dict`` with
 ``StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)``, or set the same seed on all ranks.
 
 *In torch:* no check.
@@ -44,7 +44,7 @@ def warn_if_different(params: Sequence[ShardedParam], device: torch.device) -> N
 
 
 def _compare(values: dict[str, torch.Tensor], groups: MeshGroups, device: torch.device) -> None:
-    # Tensor-parallel shards differ between ranks by design. Only ranks that hold the same shard are compared.
+    # Tensor-parallel shards differ between ranks by design, so compare only ranks that hold the same shard.
     sums = [_checksum(value) for value in values.values()]
     mine = torch.tensor(sums, dtype=torch.float64, device=device)
     different = torch.zeros(len(sums), dtype=torch.bool, device=device)

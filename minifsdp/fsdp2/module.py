@@ -1,7 +1,7 @@
 """``FSDPModule``: the methods that ``fully_shard`` adds to a module.
 
-``fully_shard`` changes the module's class to a subclass of both classes, ``class FSDPBlock(FSDPModule, Block)``. The
-module keeps its own behavior and gains the methods of this file.
+``fully_shard`` changes the module's class, for example ``Block``, to a subclass, ``class FSDPBlock(FSDPModule,
+Block)``. The module keeps its own behavior and gains the methods of this file.
 
 Most methods set an option of one unit or of all units in the module. Worked example, two micro-batches, one reduction::
 
@@ -40,7 +40,7 @@ class FSDPModule:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Creates a module of the original class, so ``model[:2]`` of a sharded ``Sequential`` is not sharded."""
-        # The class itself is the first in this order, and `FSDPModule` the second.
+        # In this order, the class itself is the first and `FSDPModule` is the second.
         return cls.__mro__[2](*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -63,7 +63,8 @@ class FSDPModule:
         """All-gathers this module's unit, without inner units (FS2-19). All ranks of its mesh must call it.
 
         Args:
-            async_op: return immediately with a handle. The module's forward waits for the all-gather automatically.
+            async_op: whether to return a handle immediately. The module's forward waits for the all-gather
+                automatically.
         """
         handle = issue_all_gather(self._get_fsdp_state())
         if async_op:
@@ -79,7 +80,7 @@ class FSDPModule:
     def reset_iter_state(self) -> None:
         """Resets the state after an exception interrupted an iteration (NEW-15). Call it on the root module.
 
-        Gradients that are not reduced yet are lost.
+        Unreduced gradients are lost.
 
         Raises:
             RuntimeError: if the module is not the root of its tree.
@@ -93,12 +94,12 @@ class FSDPModule:
     # --- reduction ---
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Sets whether the next backward ends the iteration. If not, it does not wait for its reductions (NEW-07)."""
+        """Sets whether the next backward ends the iteration. If ``False``, it does not wait for reductions (NEW-07)."""
         require(SWITCH, "set_is_last_backward", is_last_backward=is_last_backward)
         self._get_fsdp_state().current_root_state().iteration.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Sets whether backward reduces gradients. If not, they stay unsharded and accumulate (FS2-SYNC-01)."""
+        """Sets whether backward reduces gradients. If ``False``, they stay unsharded and accumulate (FS2-SYNC-01)."""
         require(SWITCH, "set_requires_gradient_sync", requires_gradient_sync=requires_gradient_sync)
         _choose(self, recurse, reduces=requires_gradient_sync)
         self.set_requires_all_reduce(requires_gradient_sync, recurse=recurse)
@@ -127,8 +128,9 @@ class FSDPModule:
         """Calls ``hook(reduced)`` with the unit's reduced gradient, 1-D, before it is added to ``.grad`` (NEW-09).
 
         Args:
-            hook: can modify the tensor in place.
-            stream: the stream to call it on. Not allowed with replicas, because their all-reduce already has a stream.
+            hook: the function. It can modify the tensor in place.
+            stream: the stream to call the hook on. Not allowed with replicas, because the all-reduce already has a
+                stream.
 
         Raises:
             ValueError: if ``stream`` is given and the mesh is (replicate, shard).
@@ -150,7 +152,8 @@ class FSDPModule:
         """Sets whether the unsharded parameters are freed after forward (NEW-06).
 
         Raises:
-            ValueError: if it is not a bool. Only `fully_shard` accepts a number of ranks, because it creates groups.
+            ValueError: if the argument is not a bool. Only `fully_shard` accepts a number of ranks, because it creates
+                groups.
         """
         require(RESHARD, "set_reshard_after_forward", reshard_after_forward=reshard_after_forward)
         for state in _states(self, recurse):
@@ -194,7 +197,7 @@ class FSDPModule:
         """Sets the event that the next iteration's all-gathers wait for, instead of the compute stream (NEW-12)."""
         self._get_fsdp_state().current_root_state().after_optimizer = event
 
-    # --- for special hardware ---
+    # --- special hardware ---
 
     def set_custom_all_gather(self, comm: Any) -> NoReturn:
         """Not supported (NEW-18)."""
@@ -232,7 +235,7 @@ class FSDPModule:
         """Clears gradients, also of sharded parameters that unsharded ones currently replace (FUZZ-04)."""
         root_state = self._get_fsdp_state().root_state
         if root_state is not None and not root_state.is_busy:
-            # After `set_is_last_backward(False)` a reduction may still be in flight, and add to `.grad` later.
+            # After `set_is_last_backward(False)`, a reduction in flight may still add to `.grad` later.
             root_state.iteration.reducer.finish_open()
         super().zero_grad(set_to_none)  # type: ignore[misc]
         units = _units(self, recurse=True)
@@ -276,7 +279,7 @@ def _choose(module: Any, recurse: bool, **changes: Any) -> None:
 
 
 def _discard_unreduced(units: Iterable[Unit]) -> None:
-    """Discards gradients that are not reduced yet, or not all-reduced over the replicas."""
+    """Discards gradients that are not reduced, or not all-reduced over the replicas."""
     for unit in units:
         unit.layout.take_gradient(with_unreduced=True)
         for plan in unit.plans:

@@ -29,7 +29,7 @@ class MixedPrecisionPolicy:
 
 @dataclass
 class OffloadPolicy:
-    """No offload: shards stay on the compute device."""
+    """Disables offload: shards stay on the compute device."""
 
 
 @dataclass
@@ -45,7 +45,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Names of the mesh dimensions that are for data parallelism.
+    """Names of the mesh dimensions for data parallelism.
 
     Attributes:
         shard: the dimensions to shard parameters over.

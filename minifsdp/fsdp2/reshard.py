@@ -1,15 +1,15 @@
 """Resharding after forward: free the unsharded parameters, keep them, or reshard to a smaller mesh.
 
 An integer ``reshard_after_forward`` reshards to a smaller mesh. Example: eight ranks in the shard dimension and
-``reshard_after_forward=4``. After forward, ranks 0 to 3 hold one sharded copy of the parameters, ranks 4 to 7 another.
-The mesh has one row for each copy::
+``reshard_after_forward=4``. After forward, ranks 0 to 3 hold one sharded copy of the parameters, and ranks 4 to 7 hold
+another copy. The mesh has one row for each copy::
 
     0 1 2 3        dim 1: ranks with the other shards of the same copy
     4 5 6 7        dim 0: ranks with the same shard
 
-Creating process groups is a collective and slow, so all units share the mesh.
+Creating process groups is a slow collective, so all units share the mesh.
 
-*In torch:* ``_get_post_forward_mesh_info``, once for each unit.
+*In torch:* ``_get_post_forward_mesh_info`` creates a mesh for each unit.
 
 Spec: NEW-05, NEW-06, FS2-13.
 """
@@ -38,10 +38,10 @@ def choose_reshard(unit: Unit[PerParameterLayout], choice: bool | int) -> None:
     layout, num_shards, post_forward_mesh = unit.layout, unit.plan.mesh.num_shards, None
     if not isinstance(choice, bool) and (choice < 1 or num_shards % choice):
         raise ValueError(message("reshard-factor", choice=choice, num_shards=num_shards))
-    # In a group of one rank, every rank keeps all parameters unsharded.
+    # With groups of one rank, every rank keeps all parameters unsharded.
     frees = choice if isinstance(choice, bool) else choice == num_shards or choice > 1
     if unit.policy.post_forward_mesh is not None:
-        # Release shards on the smaller mesh that are left from this iteration. Nothing else would release them.
+        # Release shards on the smaller mesh from this iteration. No other code would release them.
         unit.policy.post_forward_mesh.end()
     if not isinstance(choice, bool) and 1 < choice < num_shards:
         if len(unit.plans) > 1:
@@ -59,7 +59,7 @@ def smaller_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
     """``mesh`` reshaped to ``size`` ranks in the last dimension. Every rank of the world must call it."""
     key = (mesh.get_group(mesh.ndim - 1), tuple(mesh.mesh.flatten().tolist()), mesh.device_type, size)
     if key not in _made or _made[key][0] not in dist.distributed_c10d._world.pg_map:
-        # The mesh was never created, or its groups have been destroyed since.
+        # The mesh does not exist, or its groups have been destroyed since it was created.
         made = _make(mesh, size)
         _made[key] = (made.get_group(1), made)
     return _made[key][1]
