@@ -1,4 +1,4 @@
-"""minifsdp: a readable implementation of FSDP that you can read in a weekend, check line by line, and run.
+"""minifsdp: an implementation of FSDP that you can read in a weekend, check line by line, and run.
 
     from minifsdp import FullyShardedDataParallel as FSDP
 

@@ -4,10 +4,11 @@ Every error and warning ends with the command that explains it::
 
     python -m minifsdp explain-error E-tied-across-units
 
-The command prints the text of the message, with ``…`` in place of its values, and more about the cause and the fix.
-Without an entry, it lists all entries. The page "Troubleshoot" of the documentation is generated from the same texts.
+The command prints the text of the message, with ``…`` in place of its values, and details about the cause and the fix.
+Without an argument, it lists all entries. The page "Troubleshoot" of the documentation is generated from the same
+texts.
 
-*In torch:* torch has no such command, and its error messages have no entries.
+*In torch:* no such command.
 
 Spec: START-05, START-06.
 """

@@ -1,19 +1,19 @@
 """Argument type checks of the public API.
 
 Without a check, an ``int`` instead of a module raises ``'int' object has no attribute 'modules'`` ten frames inside the
-package. Other mistakes are found later or not at all: a hook that is not callable fails in the first backward, and a
-policy of another class is ignored. So the public functions check their arguments first, with one line for each of them,
-and a wrong type raises an error before anything is communicated or changed::
+package. Other mistakes appear later or not at all: a hook that is not callable fails in the first backward, and a
+policy of another class is ignored. So each public function first checks its arguments, with one line for each argument.
+A wrong type raises an error before any communication or change::
 
     require(FACTOR, "set_gradient_divide_factor", factor=factor)
 
     model.set_gradient_divide_factor("two")
     TypeError: rank 0: set_gradient_divide_factor(): factor should be a number other than 0, got 'two'
 
-This file defines the types that can be required. Checks that depend on other arguments, on the model or on other ranks
-are in the code that uses the argument. No function that runs once per unit and step checks types.
+This file defines the allowed types. Checks that depend on other arguments, on the model or on other ranks are in the
+code that uses the argument. Functions that run once per unit and step do not check types.
 
-*In torch:* mostly no checks; a few ``isinstance`` checks at the start of functions.
+*In torch:* a few ``isinstance`` checks at the start of functions.
 
 Spec: FUZZ-02.
 """
@@ -36,8 +36,8 @@ class Kind:
 
     Attributes:
         words: description of the type for the message.
-        fits: returns whether a value has the type.
-        error: the exception to raise if not.
+        fits: a function that returns whether a value has the type.
+        error: the exception to raise if the value does not have the type.
     """
 
     words: str
@@ -62,7 +62,7 @@ def is_a(*types: Any) -> Callable[[Any], bool]:
 
 
 def or_none(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """A function that returns whether a value is ``None`` or fits."""
+    """A function that returns whether a value is ``None`` or ``fits`` accepts it."""
     return lambda value: value is None or fits(value)
 
 
@@ -83,13 +83,13 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def _is_optimizer_state(value: Any) -> bool:
-    """Does not check that both keys exist: the loading code checks it and raises on all ranks."""
+    """Does not check that both keys exist. The loading code checks this and raises an error on all ranks."""
     is_list = isinstance(value, Mapping) and isinstance(value.get("param_groups", ()), list | tuple)
     return is_list and isinstance(value.get("state", {}), Mapping)
 
 
 def _are_parameters(value: Any) -> bool:
-    # Not an iterator, because checking it would consume it.
+    # Reject iterators, because a check would consume them.
     return isinstance(value, Collection) and all(isinstance(one, torch.Tensor) for one in value)
 
 

@@ -1,10 +1,10 @@
-"""Ranks with different amounts of data: stopping together, and weighting by tokens.
+"""Support for ranks with different amounts of data: stop together, and weight losses by tokens.
 
 Two problems occur when the data does not divide evenly over the ranks, and neither causes an error message.
 
-1. *One rank has fewer batches.* Its loop ends, but the other ranks continue with collectives that it does not join. So
-   before each batch, the ranks check whether all of them have one. All ranks stop when the first rank has none. Two
-   ranks with 3 and 5 batches::
+1. *One rank has fewer batches.* Its loop ends, but the other ranks issue more collectives and wait for it. So before
+   each batch, the ranks check whether all of them have a batch. All ranks stop when the first rank has none. Two ranks
+   with 3 and 5 batches::
 
     rank 0      b0  b1  b2  -            3 steps
     rank 1      b0  b1  b2  (b3 b4)      3 steps, two batches are left over
@@ -20,7 +20,7 @@ Two problems occur when the data does not divide evenly over the ranks, and neit
     scaled sums          (L0 * 2/4 + L1 * 2/4) / 2    the same: each sum times ranks / all tokens
 
 *In torch:* ``Join`` solves the first problem for DDP: ranks that have finished take part with zeros. It does not
-support FSDP. For the second problem there is nothing.
+support FSDP. For the second problem, torch has no function.
 
 Spec: BATCH-01 to BATCH-08.
 """
@@ -47,21 +47,22 @@ T = TypeVar("T")
 def while_all_have_data(
     batches: Iterable[T], group: dist.ProcessGroup | None = None, *, count_left: bool = False
 ) -> Iterator[T]:
-    """Yields this rank's batches while all ranks have one. Every rank must iterate, and break at the same batch.
+    """Yields this rank's batches while all ranks have one. Every rank must iterate. A break must be at the same batch.
 
-    The next batch is fetched before the current one is computed. At the end, this batch and the remaining batches of
-    the loader are dropped.
+    The next batch is fetched before the current batch is computed. At the end, the batch that was fetched and the
+    remaining batches of the loader are dropped.
 
     Args:
-        batches: a loader or any other iterable. It is iterated over once.
-        group: the ranks that stop together; by default all ranks.
-        count_left: whether to count the remaining batches at the end and warn if any rank has some. This reads them.
+        batches: a loader or any other iterable. The function iterates over it once.
+        group: the group of ranks that stop together; by default all ranks.
+        count_left: whether to count the remaining batches at the end, by reading them, and to warn if any rank has
+            some.
 
     Yields:
         The elements of ``batches``.
 
     Raises:
-        RuntimeError: if a loader raises on any rank; raised on every rank, with the failed rank and its error.
+        RuntimeError: if a loader raises an error on any rank. Every rank raises it, with the failed rank and its error.
     """
     loader = _Loader(batches, Group.of(group or default_group("group")))
     batch, all_have_one = loader.fetch()
@@ -126,7 +127,7 @@ class _Loader:
 
 
 def _next_of(batches: Iterator[Any]) -> list[Any] | Exception:
-    """A list of the next batch, empty if there is none; or the error of the loader."""
+    """A list with the next batch, empty if there is none, or the error of the loader."""
     try:
         return list(islice(batches, 1))
     except Exception as error:
@@ -149,10 +150,11 @@ def token_scale(num_tokens: int | torch.Tensor, group: dist.ProcessGroup | None 
     Args:
         num_tokens: number of tokens of this rank in the whole step, over all micro-batches; can be 0. If it is a tensor
             on an accelerator, it is reduced there without a CPU synchronization.
-        group: the ranks over which gradients are averaged; by default all ranks.
+        group: the group of ranks over which gradients are averaged; by default all ranks.
 
     Returns:
-        Number of ranks / tokens of all ranks, a float32 scalar on the device of ``num_tokens``; 0 if there are none.
+        Number of ranks / tokens of all ranks, a float32 scalar on the device of ``num_tokens``; 0 if there are no
+        tokens.
     """
     ranks = Group.of(group or default_group("group"))
     given = num_tokens.device if isinstance(num_tokens, torch.Tensor) else torch.device("cpu")
@@ -167,12 +169,13 @@ def token_weighted(
 ) -> torch.Tensor:
     """Returns the loss to call ``backward`` on, given the sum of the losses of this rank's tokens.
 
-    Its gradient, averaged over ranks, is the gradient of the mean over all tokens of all ranks. Its own mean over ranks
-    is this mean loss. Every rank of the group must call it. With several micro-batches in a step, call `token_scale`
-    once instead, with the tokens of all micro-batches.
+    The gradient of the result, averaged over ranks, is the gradient of the mean over all tokens of all ranks. The mean
+    of the result over ranks is this mean loss. Every rank of the group must call it. With several micro-batches in a
+    step, call `token_scale` once instead, with the tokens of all micro-batches.
 
     Args:
-        loss_sum: a scalar. On a rank without tokens, pass 0 times a model output, so that backward runs there too.
+        loss_sum: a scalar. On a rank without tokens, pass 0 times a model output, so that backward also runs on this
+            rank.
         num_tokens, group: see `token_scale`.
     """
     return loss_sum * token_scale(num_tokens, group).to(loss_sum.device, loss_sum.dtype)

@@ -1,8 +1,8 @@
-"""Activation checkpointing at the import path that tutorials use. All classes and functions are torch's own.
+"""Activation checkpointing at the import path that tutorials use. All classes and functions come from torch.
 
-A unit with activation checkpointing recomputes its forward in backward, from parameters that are all-gathered for it
-(PAR-07). This does not need a wrapper specific to minifsdp. This file only adds the older name
-``apply_activation_checkpointing_wrapper``, which issues a deprecation warning.
+A unit with activation checkpointing recomputes its forward in backward, from all-gathered parameters (PAR-07). It does
+not need a wrapper of minifsdp. This file only adds the older name ``apply_activation_checkpointing_wrapper``, which
+issues a deprecation warning.
 
 Spec: LEGACY-15.
 """
@@ -32,10 +32,10 @@ def apply_activation_checkpointing_wrapper(
     checkpoint_wrapper_fn: Callable[[nn.Module], nn.Module] = checkpoint_wrapper,
     check_fn: Callable[[nn.Module], bool] = lambda _: True,
 ) -> None:
-    """The 2022 name of ``apply_activation_checkpointing``: wraps the chosen modules in place.
+    """Wraps the chosen modules in place. This is the 2022 name of ``apply_activation_checkpointing``.
 
     Args:
-        model: the model; it is not wrapped itself.
+        model: the model, which is not wrapped itself.
         checkpoint_wrapper_fn: wraps one module.
         check_fn: returns whether to wrap a module.
     """

@@ -1,6 +1,7 @@
-"""``minifsdp.cost``: estimates of a job's memory, traffic and peak memory; the code is in ``tools/cost.py``.
+"""``minifsdp.cost``: estimates of a job's memory, traffic and peak memory. The code is in ``tools/cost.py``.
 
-``tools/activations.py`` estimates the memory that depends on the batch, ``tools/links.py`` the traffic for each link.
+``tools/activations.py`` estimates the memory that depends on the batch. ``tools/links.py`` estimates the traffic for
+each link.
 """
 
 from minifsdp.tools.activations import *  # noqa: F403

@@ -1,22 +1,22 @@
 """``FullyShardedDataParallel``: the wrapper, with all methods that users call.
 
-Each method calls a function of one of these files. ``fsdp1/wrapper.py`` contains the base class `Wrapper`: what the
-constructor does, the forward and the tree of units.
+Each method calls a function of one of these files. ``fsdp1/wrapper.py`` contains the base class `Wrapper`, with the
+construction, the forward and the root state.
 
 =========================================  ===========================================================
 ``fsdp1/names.py``                         names of parameters and buffers
 ``fsdp1/training.py``                      ``no_sync``, ``summon_full_params``, ``clip_grad_norm_``, hooks
 ``checkpoint/``                            state dicts of the model and the optimizer
-``compat/optim_state_legacy.py``           the same with the API up to torch 2.0
+``compat/optim_state_legacy.py``           optimizer state dicts with the API up to torch 2.0
 ``compat/wrapper_names.py``                private names that frameworks read
 ``compat/legacy.py``                       keywords of torch 1.11
 ``arguments.py``                           argument type checks
 =========================================  ===========================================================
 
-Worked example: ``FullyShardedDataParallel(model).no_sync()`` calls ``training.no_sync``. It sets an option on each
-unit, which the engine reads; the wrapper's forward does not use it.
+Worked example: ``FullyShardedDataParallel(model).no_sync()`` calls ``training.no_sync``. This function sets an option
+on each unit, which the engine reads.
 
-Checkpoint scripts use the three constants in capitals to remove wrapper prefixes from names.
+Checkpoint scripts import the constants ``FLAT_PARAM``, ``FSDP_PREFIX`` and ``FSDP_WRAPPED_MODULE`` to clean names.
 
 *In torch:* one class of 2167 lines, at the same import path.
 
@@ -85,7 +85,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
     Args:
         module: the module to wrap.
         process_group: the group to shard over; for a hybrid strategy the pair (shard group, replicate group).
-        sharding_strategy: what is sharded, see `ShardingStrategy`; ``None`` means ``FULL_SHARD``.
+        sharding_strategy: which state is sharded, see `ShardingStrategy`; ``None`` means ``FULL_SHARD``.
         cpu_offload: whether shards are stored on the CPU.
         auto_wrap_policy: which submodules become separate units.
         backward_prefetch: when backward prefetches the next unit; ``None`` means no prefetch.
@@ -98,7 +98,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         limit_all_gathers: whether the CPU waits before it all-gathers a third unit while two are in flight.
         use_orig_params: whether the modules keep the original parameters instead of a flat parameter.
         ignored_states: parameters or modules to ignore.
-        device_mesh: the ranks to shard over as a mesh with one dimension, or two for a hybrid strategy.
+        device_mesh: a mesh of the ranks to shard over, with one dimension, or with two for a hybrid strategy.
         fsdp_auto_wrap_policy: the deprecated name of ``auto_wrap_policy``.
 
     Raises:
@@ -106,7 +106,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         ValueError: if arguments contradict each other.
         RuntimeError: if there is no process group.
 
-    PyTorch's checkpoint functions recognize a sharded module by the second base class. Its code is not used.
+    PyTorch's checkpoint functions recognize a sharded module by the second base class, whose code is not used.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         return names.shown(self, super().named_buffers(*args, **kwargs))
 
     def __getattr__(self, name: str) -> Any:
-        """Looks up attributes that the wrapper does not have in the wrapped module (NAMES-08)."""
+        """Looks up an attribute in the wrapped module if the wrapper does not have it (NAMES-08)."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -206,7 +206,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulates gradients without reduction; the first backward after it reduces the sum (NOSYNC-01 to 10).
 
-        Inside, ``.grad`` has the size of the unsharded unit. Every rank must enter and exit it at the same backward.
+        Inside it, ``.grad`` has the size of the unsharded unit. Every rank must enter and exit it at the same backward.
 
         Raises:
             RuntimeError: if this is not the root.
@@ -224,15 +224,15 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
     ) -> AbstractContextManager[None]:
         """Unshards all units in ``module`` inside the context, in the stored dtype (SUMMON-01 to 20).
 
-        All ranks must enter and exit it. Do not run a forward or a backward inside.
+        All ranks must enter and exit it. Do not run a forward or a backward inside the context.
 
         Args:
             module: the module to search for units; it need not be a wrapper itself.
             recurse: whether to include units inside ``module``'s own unit.
             writeback: whether changes persist. Each rank writes back only its own shard.
             rank0_only: whether only the first rank has full parameters.
-            offload_to_cpu: whether the full parameters are on the CPU; no effect on units that are not sharded.
-            with_grads: whether ``.grad`` is all-gathered too; needs ``use_orig_params=True``.
+            offload_to_cpu: whether the full parameters are on the CPU. It has no effect on units that are not sharded.
+            with_grads: whether ``.grad`` is all-gathered too. This needs ``use_orig_params=True``.
 
         Raises:
             NotImplementedError: if the options cannot be combined.
@@ -255,7 +255,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
             return super().apply(fn)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears all gradients, also of unsharded units whose modules have views instead of parameters (FWD-08)."""
+        """Clears all gradients, including those of units that are currently unsharded (FWD-08)."""
         super().zero_grad(set_to_none)
         training.clear_gradients(self, set_to_none)
 
@@ -295,8 +295,8 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         """The state in the chosen form, full by default (SD-FULL, SD-SHARD, SD-LOCAL). Every rank must call it.
 
         Takes the arguments of ``nn.Module.state_dict``. The form is set by `set_state_dict_type` or `state_dict_type`.
-        The dict does not change when training continues. Only with ``keep_vars=True``, buffers, and parameters that
-        belong to no unit, are the model's own tensors.
+        The dict does not change when training continues. With ``keep_vars=True``, however, buffers and parameters that
+        belong to no unit are the model's own tensors.
         """
         return state_dict.save(self, super().state_dict, *args, **kwargs)
 
@@ -309,7 +309,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
             assign: for tensors that belong to no unit, as in ``nn.Module``.
 
         Raises:
-            RuntimeError: the dict of any rank does not fit; on all ranks, and nothing has changed.
+            RuntimeError: on all ranks, before any change, if the dict of any rank does not fit.
         """
         require(arguments.STATE, "load_state_dict", state_dict=state_dict)
         return state_dict_load.load(self, super().load_state_dict, state_dict, strict, assign)
@@ -321,21 +321,21 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         state_dict_config: options.StateDictConfig | None = None,
         optim_state_dict_config: options.OptimStateDictConfig | None = None,
     ) -> options.StateDictSettings:
-        """Sets the form for all units below ``module``; returns the previous one (SD-CFG-02 to 07).
+        """Sets the form for all units in ``module``, and returns the previous form (SD-CFG-02 to 07).
 
         Raises:
-            RuntimeError: a configuration belongs to another type.
-            AssertionError: the units had different forms before.
+            RuntimeError: if a configuration belongs to another type.
+            AssertionError: if the units had different forms before.
         """
         require(arguments.MODULE, "set_state_dict_type", module=module)
         return options.set_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> options.StateDictSettings:
-        """The form of all units below ``module`` (SD-CFG-09).
+        """The form of all units in ``module`` (SD-CFG-09).
 
         Raises:
-            AssertionError: the units have different forms.
+            AssertionError: if the units have different forms.
         """
         require(arguments.MODULE, "get_state_dict_type", module=module)
         return options.get_type(module)
@@ -347,7 +347,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         state_dict_config: options.StateDictConfig | None = None,
         optim_state_dict_config: options.OptimStateDictConfig | None = None,
     ) -> AbstractContextManager[None]:
-        """`set_state_dict_type` for the duration of a ``with`` block (SD-CFG-08)."""
+        """Sets the form like `set_state_dict_type`, for the duration of a ``with`` block (SD-CFG-08)."""
         require(arguments.MODULE, "state_dict_type", module=module)
         return options.type_in_block(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
@@ -360,11 +360,11 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         optim_state_dict: dict[str, Any] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """The optimizer's state by original names, in the form that is chosen for the model. Every rank must call it.
+        """Returns the optimizer's state by original names, in the model's chosen form. Every rank must call it.
 
         Args:
             model: a wrapper, or a module that contains wrappers.
-            optim: created from the model's parameters.
+            optim: an optimizer of the model's parameters.
             optim_state_dict: the dict to convert; ``None`` means ``optim.state_dict()``.
             group: with ``rank0_only``, its first rank gets the result; ``None`` means the model's shard group.
 
@@ -372,9 +372,9 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
             ``"state"`` keyed by names and ``"param_groups"`` with names; empty with ``rank0_only`` on other ranks.
 
         Raises:
-            NotImplementedError: the local form is chosen.
-            RuntimeError: the ranks' states do not match, or the optimizer has parameters that the model does not have,
-                on all ranks; or some rank did not call.
+            NotImplementedError: if the local form is chosen.
+            RuntimeError: on all ranks, if the ranks' states do not match, or the optimizer has parameters that the
+                model does not have. Also if a rank does not call this method.
         """
         require(arguments.MODULE, "optim_state_dict", model=model)
         require(OPTIMIZER, "optim_state_dict", optim=optim)
@@ -391,20 +391,20 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         load_directly: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """The reverse of `optim_state_dict`: a dict for ``optim.load_state_dict``. Every rank must call it.
+        """Converts a result of `optim_state_dict` to a dict for ``optim.load_state_dict``. Every rank must call it.
 
         Args:
             model: a wrapper, or a module that contains wrappers.
-            optim: created from the model's parameters.
-            optim_state_dict: by original names, in the form that is chosen for the model. With ``rank0_only`` the first
-                rank's dict is read.
+            optim: an optimizer of the model's parameters.
+            optim_state_dict: the state by original names, in the model's chosen form. With ``rank0_only``, only the
+                first rank's dict is read.
             is_named_optimizer: whether ``optim`` keys its own state dict by names.
-            load_directly: call ``optim.load_state_dict`` as well.
+            load_directly: whether to call ``optim.load_state_dict`` as well.
             group: unused, because each unit stores its own groups.
 
         Raises:
-            RuntimeError: the dict does not fit, on all ranks, and nothing has changed; or some rank did not call.
-            ValueError: the same; or there is no unit in the model.
+            RuntimeError: on all ranks, before any change, if the dict does not fit, or if a rank does not call this.
+            ValueError: on all ranks, if the dict does not fit, or if the model has no unit.
         """
         model, optim, optim_state_dict = optim_state_legacy.in_todays_order(model, optim, optim_state_dict)
         require(arguments.MODULE, "optim_state_dict_to_load", model=model)
@@ -423,7 +423,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """Returns the full state by original names, on the first rank or on all. Every rank must call it.
+        """Returns the full state by original names, on the first rank or on all ranks. Every rank must call it.
 
         Deprecated: use ``optim_state_dict``. ``optim_input`` is ignored.
         """
@@ -458,7 +458,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         in ``model.parameters()``.
 
         Raises:
-            ValueError: if both were given, or if the dict does not match; only on the ranks where it does not.
+            ValueError: if both were given, or if the dict does not match. Ranks with a matching dict do not raise it.
         """
         require(arguments.MODULE, "shard_full_optim_state_dict", model=model)
         target = optim_state_legacy.target(model, optim_input, optim, Form())
@@ -508,7 +508,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         Args:
             optim_state_dict: a full dict with either key type. It is returned unchanged if the keys already match.
             optim_state_key_type: the key type of the result.
-            model: the model with the parameters; the unwrapped model, if the dict comes from one or is for one.
+            model: the model with the parameters. Pass the unwrapped model if the dict comes from it or is for it.
             optim_input: defines the numbering of the parameters if ``optim`` is not given.
             optim: an optimizer of the parameters of ``model``.
 
@@ -523,7 +523,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
 
     @property
     def params(self) -> list[Any]:
-        """The flat parameter, if there is one: the list has one element or none."""
+        """A list of the flat parameter; empty if there is none."""
         return [self._flat_param] if self._has_params else []
 
     @property
@@ -536,7 +536,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
 
     @property
     def _handle(self) -> Any:  # type: ignore[override]
-        # Attributes that are set on it are lost. The next forward reads the values from the parameters again.
+        # Attributes that a program sets on this object are lost. The next forward reads the values from the parameters.
         return None if self._unit is None else wrapper_names.Slice(self._unit)
 
     @property
@@ -547,7 +547,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
     def _sync_gradients(self) -> bool:
         return wrapper_names.reduces_gradients(self)
 
-    # Torch's `_post_backward_final_callback` reads these five from a root. Composer calls it when memory runs out.
+    # Torch's `_post_backward_final_callback`, which Composer calls when memory runs out, reads these five attributes.
     _all_fsdp_states = ()  # type: ignore[assignment]
 
     @property
@@ -565,7 +565,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         # `recover_after_error` reshards all units, waits for issued reductions, and drops their results.
         return SimpleNamespace(next_iter=self._current_root_state().recover_after_error)
 
-    # Torch's checkpoint functions compare, set and restore these three.
+    # Torch's checkpoint functions compare, set and restore these three attributes.
     _state_dict_type = wrapper_names.setting("state_dict_type")
     _state_dict_config = wrapper_names.setting("state_dict_config")
     _optim_state_dict_config = wrapper_names.setting("optim_state_dict_config")

@@ -1,7 +1,7 @@
-"""Files of reports: the watchdog writes one when a collective failed, and ``python -m minifsdp.ledger FILE`` draws it.
+"""Report files: the watchdog writes a file when a collective has failed. ``python -m minifsdp.ledger FILE`` prints it.
 
-Below the state of every rank, it prints the last collectives of the group: one column for each rank, one line for each
-position. ``>`` marks the lines in which the ranks differ::
+The command prints the state of every rank, and below it the last collectives of the group, with one column for each
+rank and one line for each position. ``>`` marks the lines in which the ranks differ::
 
         group 0, epoch 3      rank 0                                 rank 1
         0                     all-gather of 'a' in forward           all-gather of 'a' in forward
@@ -27,7 +27,7 @@ FOLDER = "MINIFSDP_LEDGER_DIR"
 
 
 def written(found: Findings) -> str:
-    """The report. It is also written to a file, and the last line names the file."""
+    """The report. This function also writes it to a file, whose name is in the last line."""
     words = found.in_words()
     if os.environ.get(FOLDER) == "off":
         return words
@@ -40,12 +40,12 @@ def written(found: Findings) -> str:
 
 
 def _write(text: str) -> str:
-    """Writes a new file that only this user can read, in `FOLDER` or in a new folder, and returns its path.
+    """Writes a new file in `FOLDER` or in a new folder, and returns its path.
 
-    Texts of exceptions may contain secrets.
+    Only this user can read it, because texts of exceptions may contain secrets.
     """
     folder = os.environ.get(FOLDER) or tempfile.mkdtemp(prefix="minifsdp-")
-    # Two jobs without an id, two starts of a job, and two reports of a process write to different files.
+    # Two jobs without an ID, two starts of a job, and two reports of a process use different files.
     run, life = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
     prefix = f"minifsdp-ledger-{run}-{life}-rank{rank_of_this_process()}-{os.getpid()}-"
     with tempfile.NamedTemporaryFile("w", dir=folder, prefix=prefix, suffix=".json", delete=False) as file:
@@ -54,11 +54,11 @@ def _write(text: str) -> str:
 
 
 def drawn(report: dict[str, Any], most: int) -> str:
-    """The drawing as text.
+    """The table as text.
 
     Args:
         report: the contents of the file: the text of the report, and the fields of `Findings` by rank.
-        most: how many positions to print, counted from the end.
+        most: the number of positions to print, counted from the end.
     """
     text = [report["report"], ""]
     columns = {rank: {tuple(line[:3]): line for line in lines} for rank, lines in report["lines"].items()}
@@ -75,7 +75,7 @@ def drawn(report: dict[str, Any], most: int) -> str:
 
 
 def main() -> None:
-    """Prints the drawing of the file that is given on the command line."""
+    """Prints the table for the file on the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m minifsdp.ledger", description="Draws the collective logs that a rank wrote at a failure."
     )

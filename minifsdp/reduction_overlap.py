@@ -1,4 +1,4 @@
-"""Time or memory: whether a unit's gradient is reduced while the next unit's backward runs.
+"""Option for time or memory: whether a unit's gradient is reduced while the next unit's backward runs.
 
 By default, a unit's reduction overlaps with the backward of the next unit. This hides the reduction but costs memory:
 the packed gradient and the buffer for its sum exist while another gradient is computed. Worked example, backward of
@@ -6,12 +6,12 @@ units of 4 MB on two ranks, in MB::
 
     unsharded, and prefetched        4 + 4
     the gradient being computed      4
-    the one being reduced            4 + 2      only with overlap
+    the gradient being reduced       4 + 2      only with overlap
 
-To save memory, disable overlap. With FSDP1, also set ``backward_prefetch=None``, which saves the prefetched unit. For a
-flat unit with several parameters, disabling overlap does not lower the peak. Its gradient is concatenated from the
-parameters' gradients after the previous gradient is reduced to its shard, and this needs as much memory. If shards are
-stored with more bits than the reduction uses, the peak is slightly higher.
+To save memory, disable overlap. With FSDP1, also set ``backward_prefetch=None``, which saves the memory of the
+prefetched unit. For a flat unit with several parameters, disabling overlap does not lower the peak. The unit
+concatenates the gradients of its parameters after the previous gradient is reduced to its shard, and this needs as much
+memory. If shards are stored with more bits than the reduction uses, the peak is slightly higher.
 
 *In torch:* no such option. On a CPU, torch waits for each reduction immediately, and the reduction makes extra copies.
 

@@ -1,4 +1,4 @@
-"""``minifsdp.timeline``: a picture or a Chrome trace of a recorded training step; the code is in ``tools/``."""
+"""``minifsdp.timeline``: a picture or a Chrome trace of a recorded training step. The code is in ``tools/``."""
 
 from minifsdp.tools.chrome_trace import chrome_trace
 from minifsdp.tools.events import gathered_bytes, peak_gathered_bytes

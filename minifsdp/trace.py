@@ -1,8 +1,8 @@
 """The event recorder: an ordered list of all-gathers, forwards, reductions and other events of one rank.
 
 An FSDP that computes correct numbers can still be slow or use too much memory, because it all-gathers or reshards too
-late. Results do not show that, but an ordered list of events does. While a recorder is installed, each rank keeps such
-a list. The pictures and the timeline tests use it, and the spec and the tests use its names:
+late. The results do not show this, but an ordered list of events does. While a recorder is installed, each rank keeps
+such a list. The pictures and the timeline tests use the list. The spec and the tests use these names:
 
 =========  =============================================  ===========================================
 kind       event                                          span, if it has one
@@ -12,12 +12,12 @@ kind       event                                          span, if it has one
 ``B``      backward of a unit                             from the arrival of the gradient of its output
                                                           until its own parameter gradient is complete
 ``RS``     reduce-scatter of a unit's gradient            from its issue until it was waited for
-``AR``     all-reduce (replicas, or ``NO_SHARD``)         the same
+``AR``     all-reduce (replicas, or ``NO_SHARD``)         from its issue until it was waited for
 ``FREE``   the unsharded storage was released             a moment
-``WAIT``   the CPU was held back by the rate limiter      while it was held back
+``WAIT``   the CPU waited for the rate limiter            the time of the wait
 ``H2D``    a shard was copied to the compute device       a moment (the copy is asynchronous)
 ``D2H``    a gradient shard was copied to the CPU         a moment
-``BCAST``  initial values sent by rank 0                  a moment
+``BCAST``  rank 0 broadcast initial values                a moment
 =========  =============================================  ===========================================
 
 Worked example, one unit ``"0"`` with 8 float32 parameters on two ranks, forward only::
@@ -26,14 +26,14 @@ Worked example, one unit ``"0"`` with 8 float32 parameters on two ranks, forward
     F 0
     FREE 0  bytes=32
 
-The recorder is off by default. Then its only cost is the check ``if trace.recorder is not None``, without a decorator,
-a context manager or a formatted string.
+The recorder is off by default. Then its only cost is the check ``if trace.recorder is not None``. There is no
+decorator, context manager or formatted string.
 
 The times are those of the CPU thread (``time.perf_counter``, seconds). So on CUDA they are the times when work was
 *issued*. A profiler shows when it ran.
 
-*In torch:* ``torch.profiler.record_function`` ranges are opened in every step, with or without a profiler, 11 to 12 for
-each unit. minifsdp omits them because of their cost: about 100 microseconds for each unit, as measured for the design.
+*In torch:* every step opens 11 to 12 ``torch.profiler.record_function`` ranges for each unit, with or without a
+profiler. minifsdp omits these ranges because of their cost, a measured 100 microseconds for each unit.
 
 Spec: the paragraph "The tracer" at the head of the spec; used by the rows of SHARD, PREF, LIM, NOSYNC and HYB.
 """
@@ -59,10 +59,10 @@ class Event:
         start: seconds, ``time.perf_counter``.
         end: seconds; equals ``start`` for a moment and for a span that is still open.
         num_bytes: size of the unsharded tensor that was all-gathered, reduced or released; 0 for other events.
-        ranks: global ranks of the group that communicated; empty without communication.
+        ranks: global ranks of the group that communicated; empty for events without communication.
         dtype: dtype of the data that was sent, or ``None``.
         stream: the stream of the work: ``"compute"``, ``"gather"``, ``"reduce"`` or ``"all_reduce"``.
-        arrived: seconds; time when a collective's data arrived, if it was measured.
+        arrived: seconds; the time when a collective's data arrived, if this was measured.
     """
 
     kind: str
@@ -83,10 +83,10 @@ class Recorder:
     events: list[Event] = field(default_factory=list)
 
     def begin(self, kind: str, unit: str, **facts: Any) -> Event:
-        """Appends an event that starts now. `finish` gives it an end; without that it is a moment.
+        """Appends an event that starts now. `finish` sets its end. Without `finish`, the event is a moment.
 
         Args:
-            kind, unit: as in `Event`.
+            kind, unit: see `Event`.
             facts: other attributes of the `Event`.
         """
         now = time.perf_counter()
@@ -95,7 +95,7 @@ class Recorder:
         return event
 
     def finish(self, event: Event | None) -> None:
-        """Ends a span now. ``None`` is allowed, for a span that began before the recorder was installed."""
+        """Ends a span now. ``None`` stands for a span that began before the recorder was installed."""
         if event is not None:
             event.end = time.perf_counter()
 
@@ -108,7 +108,7 @@ class Recorder:
         return sum(event.kind == kind for event in self.events)
 
 
-# The installed recorder. A module attribute and not a class attribute, so that the check is one global look-up.
+# The installed recorder. It is a module attribute instead of a class attribute, so that the check is one global lookup.
 recorder: Recorder | None = None
 
 
@@ -116,11 +116,11 @@ recorder: Recorder | None = None
 def record() -> Iterator[Recorder]:
     """Records this rank's events inside the ``with`` block. Does not communicate, so any rank may call it alone.
 
-    At the end of the block, the recorder that was installed before is installed again. So recordings may be nested.
-    Then only the innermost recorder gets the events.
+    At the end of the block, the recorder that was installed before is installed again. So recordings can be nested, and
+    only the innermost recorder gets the events.
 
     Yields:
-        The recorder, whose ``events`` may be read inside the block and after it.
+        The recorder. Its ``events`` can be read inside the block and after it.
     """
     global recorder
     before, recorder = recorder, Recorder()

@@ -97,7 +97,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[Any]) -> None:
-    """Makes several roots, e.g. pipeline stages, share communication streams (NEW-17). Call before the first forward.
+    """Makes several roots, for example pipeline stages, share communication streams (NEW-17).
 
     Raises:
         ValueError: if a module is not an ``FSDPModule``.

@@ -48,7 +48,7 @@ class FSDPModule:
         raise AssertionError(message("copy-of-fully-shard"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module, whose hooks all-gather and reshard. An exception ends the calls that they have begun."""
+        """Calls the module, whose hooks all-gather and reshard. After an exception, ends the unfinished calls."""
         state = self.__dict__[ATTRIBUTE]
         num_running = len(state.running)
         try:
@@ -105,7 +105,7 @@ class FSDPModule:
         self.set_requires_all_reduce(requires_gradient_sync, recurse=recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Sets whether backward all-reduces over replicas. If not, reduce-scattered gradients accumulate (NEW-08)."""
+        """Sets whether backward all-reduces over replicas. If ``False``, reduced shards accumulate (NEW-08)."""
         require(SWITCH, "set_requires_all_reduce", requires_all_reduce=requires_all_reduce)
         for plan in _plans(self, recurse):
             plan.all_reduces = requires_all_reduce
@@ -167,7 +167,7 @@ class FSDPModule:
         _choose(self, recurse, reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Sets whether backward needs this unit's parameters. For an embedding, for example, it does not (NEW-11)."""
+        """Sets whether backward needs this unit's parameters. An embedding does not need them, for example (NEW-11)."""
         require(SWITCH, "set_unshard_in_backward", unshard_in_backward=unshard_in_backward)
         _choose(self, recurse=False, unshards_in_backward=unshard_in_backward)
 
@@ -227,12 +227,12 @@ class FSDPModule:
     # --- overrides of nn.Module methods ---
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Applies ``to``, ``half``, ``to_empty`` etc. to the shards. The unit adapts at its next use (FS2-28)."""
+        """Applies ``to``, ``half`` or ``to_empty`` to the shards. The unit adapts at its next use (FS2-28)."""
         self.reshard()
         return super()._apply(*args, **kwargs)  # type: ignore[misc]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears gradients, also of sharded parameters that unsharded ones currently replace (FUZZ-04)."""
+        """Clears gradients, including those of sharded parameters that are currently unsharded (FUZZ-04)."""
         root_state = self._get_fsdp_state().root_state
         if root_state is not None and not root_state.is_busy:
             # After `set_is_last_backward(False)`, a reduction in flight may still add to `.grad` later.
@@ -254,7 +254,7 @@ _classes: dict[type, type] = {}
 
 
 def add_methods(module: nn.Module) -> None:
-    """Changes the class of ``module`` to a subclass of `FSDPModule` and its class, created once for each class."""
+    """Changes the class of ``module`` to a subclass of `FSDPModule` and of its class. Creates the subclass once."""
     original = type(module)
     if original not in _classes:
         _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
