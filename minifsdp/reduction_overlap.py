@@ -1,4 +1,4 @@
-"""Option for time or memory: whether a unit's gradient is reduced while the next unit's backward runs.
+"""Trade-off between time and memory: whether a unit's gradient is reduced while the next unit's backward runs.
 
 By default, a unit's reduction overlaps with the backward of the next unit. This hides the reduction but costs memory:
 the packed gradient and the buffer for its sum exist while another gradient is computed. Worked example, backward of

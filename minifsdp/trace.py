@@ -1,8 +1,8 @@
 """The event recorder: an ordered list of all-gathers, forwards, reductions and other events of one rank.
 
-An FSDP that computes correct numbers can still be slow or use too much memory, because it all-gathers or reshards too
-late. The results do not show this, but an ordered list of events does. While a recorder is installed, each rank keeps
-such a list. The pictures and the timeline tests use the list. The spec and the tests use these names:
+An FSDP implementation that computes correct numbers can still be slow or use too much memory, because it all-gathers or
+reshards too late. The results do not show this, but an ordered list of events does. While a recorder is installed, each
+rank keeps such a list. The pictures and the timeline tests use the list. The spec and the tests use these names:
 
 =========  =============================================  ===========================================
 kind       event                                          span, if it has one
@@ -35,7 +35,7 @@ The times are those of the CPU thread (``time.perf_counter``, seconds). So on CU
 *In torch:* every step opens 11 to 12 ``torch.profiler.record_function`` ranges for each unit, with or without a
 profiler. minifsdp omits these ranges because of their cost, a measured 100 microseconds for each unit.
 
-Spec: the paragraph "The tracer" at the head of the spec; used by the rows of SHARD, PREF, LIM, NOSYNC and HYB.
+Spec: the paragraph "The tracer" at the head of the spec; used by the requirements SHARD, PREF, LIM, NOSYNC and HYB.
 """
 
 import time

@@ -47,7 +47,7 @@ UnitCallback = Callable[[Unit], None]
 
 
 class BackwardHooks(ABC):
-    """Calls the backward hooks of one unit.
+    """Detects the start and the end of one unit's backward, and calls the unit's backward hooks.
 
     Args:
         unit: the unit.

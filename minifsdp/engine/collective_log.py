@@ -6,7 +6,7 @@ the collectives of all ranks finds both. So ``collectives.py`` calls `Collective
 package:
 
 1. *Kind, unit, size, code line.* The entry has the kind, the unit, the number of bytes, the iteration, and the line of
-   the program that led to the collective. It refers to code objects; names are looked up when the entry is read.
+   the program that led to the collective. It stores code objects, whose names are looked up when the entry is read.
 2. *Position in its process group.* Collectives of one process group pair up by order. So each group has a
    `CollectiveSequence`: a position, and a hash of all collectives up to this position. Equal hashes mean equal order.
 3. *Epoch.* The ranks compare their hashes at the end of each backward (``rank_checks.py``) and then start a new epoch.

@@ -2,7 +2,7 @@
 
 FSDP is built on three collectives. Two ranks, a tensor of four elements::
 
-    gather           rank 0 has [1 2], rank 1 has [3 4]              both get [1 2 3 4]
+    all_gather       rank 0 has [1 2], rank 1 has [3 4]              both get [1 2 3 4]
     reduce_scatter   rank 0 has [1 2 3 4], rank 1 has [5 6 7 8]      rank 0 gets [6 8], rank 1 gets [10 12]
     all_reduce       rank 0 has [1 2], rank 1 has [3 4]              both get [4 6]
 

@@ -72,14 +72,14 @@ def current_stream(device: torch.device) -> Any:
 
 
 def compute_event(device: torch.device) -> Any:
-    """An event after all work issued on the compute stream of ``device``; ``None`` on the CPU, where work is done."""
+    """An event after all work issued on the compute stream of ``device``; ``None`` on the CPU."""
     if device.type in ("cpu", "meta"):
         return None
     return current_stream(device).record_event()
 
 
 class CommStream:
-    """A communication stream. ``with comm_stream:`` issues the work inside on it; on the CPU this has no effect.
+    """A communication stream. Work inside ``with comm_stream:`` is issued on it; on the CPU this has no effect.
 
     Args:
         name: for traces.

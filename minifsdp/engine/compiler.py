@@ -8,7 +8,7 @@ user's code between two hooks of this package::
     forward   (the user)        recorded, compiled, run
     after     (this package)    reshard, register backward hooks
 
-In a model of many equal blocks this costs nothing: a block is compiled once and used many times.
+In a model of many equal blocks, this has no cost: a block is compiled once and used many times.
 
 *In torch:* the wrapper is on the compiler's own list of code to skip; the hooks of ``fully_shard`` are marked one by
 one.

@@ -8,7 +8,7 @@ of all ranks::
                                                                      | all-gather each
     leaf (bfloat16)              <-- fsdp_post_all_gather ---   steps and scales of all ranks
 
-Each such parameter has a bucket of its own, with the methods of `Bucket`:
+Each such parameter has its own bucket, with the methods of `Bucket`:
 
 1. The shard is padded before the first call, so all ranks send the same number of bytes for every class.
 2. The first call of the second method creates a tensor, which becomes the leaf. Later calls write into it (``out=``).

@@ -1,7 +1,7 @@
 """The flat layout: all parameters of a unit in one flat parameter, and views into it.
 
 The parameters of a unit are concatenated into one 1-D tensor, which is split into equal shards, one for each rank. See
-``flat_tensor.py`` for an example. Nothing is aligned or reordered. The last shard is padded.
+``flat_tensor.py`` for an example. Parameters are neither aligned nor reordered. The last shard is padded.
 
 Advantage: an all-gather is *one* collective that writes directly into the memory that the forward reads, without a copy
 before or after it. Disadvantage: users cannot print, save or clip a shard as a weight.
@@ -212,7 +212,7 @@ class FlatLayout(Layout):
             self._assign(self._recorded)
 
     def use_kept_params(self, *, is_kept: bool) -> None:
-        """Assigns the sharded tensors, unless unsharded original parameters are kept on purpose (ORIG-09)."""
+        """Assigns the sharded tensors, unless the strategy keeps original parameters unsharded (ORIG-09)."""
         if not (is_kept and self.use_orig_params and self.mesh.shard is not None):
             self.use_sharded_params()
 

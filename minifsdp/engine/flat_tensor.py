@@ -1,4 +1,4 @@
-"""A flat tensor: how it is sharded, and the memory of the unsharded tensor. Nothing here communicates.
+"""A flat tensor: how it is sharded, and the memory of the unsharded tensor. This module does not communicate.
 
 The parameters of a unit are concatenated into a flat tensor, which is split into equal shards, one for each rank. Equal
 sizes let one all-gather rebuild the tensor without a table of sizes.
@@ -19,8 +19,8 @@ ranks. In a unit of 5 parameters it can be more than half, which is one reason n
 A parameter may already be a ``DTensor`` if tensor parallelism has sharded it. Then the flat tensor contains its local
 tensor, and modules have a DTensor again while the unit is unsharded.
 
-The unsharded tensor belongs to autograd. It is created once and lives as long as its unit. Only its memory is allocated
-and freed:
+Autograd refers to the unsharded tensor, so it is created once and lives as long as its unit. Only its memory is
+allocated and freed:
 
 1. Its storage is *resized* between full size and 0 bytes, never replaced. The tensors that autograd saves in forward
    are views of this storage, and backward needs the values under the same views.
@@ -138,7 +138,7 @@ class FlatSharding:
         return slice(start, max(start, min(self.shard_numel - first, self.numels[number])))
 
     def make_shard(self, values: Sequence[torch.Tensor], index: int) -> torch.Tensor:
-        """The shard of rank ``index`` of the concatenated ``values``, in memory of its own."""
+        """The shard of rank ``index`` of the concatenated ``values``, in its own memory."""
         flat = values[0].new_zeros(self.padded_numel)
         for target, value in zip(flat.split(self.split_sizes), values, strict=False):
             target.copy_(value.reshape(-1))
@@ -157,13 +157,13 @@ class FlatSharding:
 
 
 class UnshardedTensor:
-    """An unsharded flat tensor with its own memory, or with the memory of ``lender`` if it needs no second memory.
+    """An unsharded flat tensor with its own memory, or with the memory of ``lender`` if no copy is needed.
 
     Args:
         numel: number of elements, including padding.
         dtype: the compute dtype.
         device: the compute device.
-        lender: a tensor of this size, dtype and device whose memory to use instead.
+        lender: a tensor of this size, dtype and device; if given, its memory is used.
 
     Attributes:
         leaf: the tensor; autograd accumulates gradients into it.

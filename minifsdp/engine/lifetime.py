@@ -21,7 +21,7 @@ more unit uses memory, and the step is no faster if the network is fast enough.
 On the CPU, memory is free when `release` returns, so the events are complete from the start and the limiter never
 waits. The queue is still used, because tests put slow events in it to check the limiter.
 
-*In torch:* ``_limiter_utils.py``, 32 lines, is the same. FSDP2 has no limiter; it holds references until an event.
+*In torch:* ``_limiter_utils.py``, 32 lines. FSDP2 has no limiter; it holds references until an event.
 
 Spec: LIM-01 to LIM-06.
 """

@@ -7,7 +7,7 @@ step                dtype                        reason
 ==================  ===========================  =======================================
 stored, optimizer   that of the parameter        small updates must not round to zero
 unsharded, compute  ``compute``                  half the bytes to send, faster kernels
-gradient reduction  ``reduce``                   half the bytes, or full for a safer sum
+gradient reduction  ``reduce``                   fewer bytes, or a more accurate sum
 ==================  ===========================  =======================================
 
 Worked example, ``Precision(compute=bfloat16, reduce=float32)``, a unit of 8 elements on two ranks: each rank stores 4

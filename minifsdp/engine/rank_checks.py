@@ -122,7 +122,7 @@ class RankChecks:
         """Called before ``unit`` is used: waits for the answer to the question of `before_all_gather`, if any.
 
         Returns:
-            Whether all ranks agree on this unit, so that it need not be checked again.
+            Whether all ranks agree on this unit, so that no further check is needed.
 
         Raises:
             RuntimeError: the ranks all-gather different units.

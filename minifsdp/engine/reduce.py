@@ -1,7 +1,7 @@
 """Gradient reduction: from unsharded gradients to sharded ones, stage by stage.
 
 When a unit's gradient is complete, it differs between the ranks, because each rank used different data. The optimizer
-needs only this rank's shard of the mean. The stages, with the dtype at each:
+needs only this rank's shard of the mean. The stages are:
 
 1. the layout packs the gradient into one bucket, in the reduce dtype;
 2. divide by a part of the number of ranks, in float16 only (see `Scaling`);
@@ -11,7 +11,7 @@ needs only this rank's shard of the mean. The stages, with the dtype at each:
 5. divide by the rest of the number of ranks;
 6. the layout adds the shard to the gradient that the optimizer uses.
 
-Worked example, mesh of 2 x 2, a unit of four elements; ranks 0 and 1 shard, 2 and 3 are their replicas::
+Worked example, a unit of four elements on a mesh of 2 x 2; the shard groups are ranks 0 and 1, and ranks 2 and 3::
 
     gradients        [1 1 1 1]   [2 2 2 2]   [3 3 3 3]   [4 4 4 4]
     3. scattered     [3 3]       [3 3]       [7 7]       [7 7]
@@ -24,8 +24,9 @@ is issued, or at the end of backward. More reductions in flight would only wait 
 reducer waits for the reduce-scatter before it packs the next gradient, so that only a shard of the previous gradient is
 in memory. Otherwise two unsharded gradients and a packed copy would be in memory.
 
-The stages run in different places. On the CPU a waiting thread is blocked, so only stages 1 to 3 are issued, and the
-others run at completion. On an accelerator, a wait does not block other streams, so all stages are issued at once::
+CPUs and accelerators issue the stages differently. On the CPU, a waiting thread is blocked, so only stages 1 to 3 are
+issued, and the others run at completion. On an accelerator, a wait does not block other streams, so all stages are
+issued at once::
 
     compute stream       B2 -----  1 B1 -----------  s 1 w B0 -----------  s 1 w     s, w = wait for the previous
     reduce stream                    2 3                 2 3                         reduce-scatter, and reduction

@@ -97,7 +97,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[Any]) -> None:
-    """Makes several roots, for example pipeline stages, share communication streams (NEW-17).
+    """Makes roots, such as pipeline stages, share communication streams (NEW-17). Call it before the first forward.
 
     Raises:
         ValueError: if a module is not an ``FSDPModule``.
