@@ -4,7 +4,7 @@ Every error and warning ends with the command that explains it::
 
     python -m minifsdp explain-error E-tied-across-units
 
-The command prints the text of the message, with ``…`` in place of its values, and details about the cause and the fix.
+The command prints the text of the message, with ``…`` in place of its values, and more about the cause and the fix.
 Without an argument, it lists all entries. The page "Troubleshoot" of the documentation is generated from the same
 texts.
 

@@ -55,8 +55,7 @@ def while_all_have_data(
     Args:
         batches: a loader or any other iterable. The function iterates over it once.
         group: the group of ranks that stop together; by default all ranks.
-        count_left: whether to count the remaining batches at the end, by reading them, and to warn if any rank has
-            some.
+        count_left: whether to read and count the remaining batches at the end, and warn if any rank has some.
 
     Yields:
         The elements of ``batches``.
@@ -153,8 +152,7 @@ def token_scale(num_tokens: int | torch.Tensor, group: dist.ProcessGroup | None 
         group: the group of ranks over which gradients are averaged; by default all ranks.
 
     Returns:
-        Number of ranks / tokens of all ranks, a float32 scalar on the device of ``num_tokens``; 0 if there are no
-        tokens.
+        Number of ranks / tokens of all ranks, a float32 scalar on the device of ``num_tokens``; 0 without tokens.
     """
     ranks = Group.of(group or default_group("group"))
     given = num_tokens.device if isinstance(num_tokens, torch.Tensor) else torch.device("cpu")
@@ -174,8 +172,7 @@ def token_weighted(
     step, call `token_scale` once instead, with the tokens of all micro-batches.
 
     Args:
-        loss_sum: a scalar. On a rank without tokens, pass 0 times a model output, so that backward also runs on this
-            rank.
+        loss_sum: a scalar. On a rank without tokens, pass 0 times a model output, so that backward also runs.
         num_tokens, group: see `token_scale`.
     """
     return loss_sum * token_scale(num_tokens, group).to(loss_sum.device, loss_sum.dtype)

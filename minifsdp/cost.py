@@ -1,7 +1,6 @@
 """``minifsdp.cost``: estimates of a job's memory, traffic and peak memory. The code is in ``tools/cost.py``.
 
-``tools/activations.py`` estimates the memory that depends on the batch. ``tools/links.py`` estimates the traffic for
-each link.
+``tools/activations.py`` estimates the memory that depends on the batch. ``tools/links.py`` estimates traffic by link.
 """
 
 from minifsdp.tools.activations import *  # noqa: F403

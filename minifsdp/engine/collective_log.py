@@ -2,8 +2,7 @@
 
 A job on many ranks can fail in two ways without an explanation. It hangs, because one rank does not issue a collective
 that the others wait for. Or it trains on wrong numbers, because two ranks issued different collectives. A comparison of
-the collectives of all ranks finds both. So ``collectives.py`` calls `CollectiveLog.record` for each collective of this
-package:
+the collectives of all ranks finds both. So ``collectives.py`` calls `CollectiveLog.record` for each collective:
 
 1. *Kind, unit, size, code line.* The entry has the kind, the unit, the number of bytes, the iteration, and the line of
    the program that led to the collective. It stores code objects, whose names are looked up when the entry is read.

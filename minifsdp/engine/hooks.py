@@ -245,8 +245,7 @@ class IterationState:
         """3. Called when autograd is done. Afterwards the optimizer can use every gradient, and every unit is idle.
 
         A unit may still be unsharded here because of an unused prefetch, or because autograd did not reach its
-        parameters. Such a unit is resharded, because the next forward must not use values from before the optimizer
-        step.
+        parameters. Such a unit is resharded, because the next forward must not use values from before the step.
         """
         for unit in reversed(self.units):
             if unit.phase is not Phase.POST_BACKWARD and self.backward_hooks[unit].is_overdue():

@@ -62,8 +62,7 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
 def way_out_of_main_thread() -> tuple[CodeType | None, CodeType | None, int | None]:
     """The function that the program has called in the main thread, the code that called it, and its line number.
 
-    Returns code objects and not frames. A frame would keep the tensors of a function alive after the function has
-    returned.
+    Returns code objects and not frames. A frame would keep a function's tensors alive after the function has returned.
     """
     inside = frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame and frame.f_globals.get("__name__", "").partition(".")[0] in NOT_THE_PROGRAM:

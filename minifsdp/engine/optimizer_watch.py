@@ -52,8 +52,7 @@ class OptimizerWatch:
     def __init__(self) -> None:
         self.summoned: weakref.WeakSet[Layout] = weakref.WeakSet()
         self.unreduced: weakref.WeakSet[Layout] = weakref.WeakSet()
-        # All layouts, and the layouts of each optimizer that has taken a step, with the sizes of its groups at that
-        # time.
+        # All layouts, and the layouts of each optimizer that has taken a step, with the sizes of its groups then.
         self._layouts: weakref.WeakSet[Layout] = weakref.WeakSet()
         self._held = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], list[weakref.ref[Layout]]]]()
         # The handle of the hook while it is installed.

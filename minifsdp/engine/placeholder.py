@@ -1,8 +1,8 @@
 """Placeholder parameters: the tensors that modules have while their unit is sharded.
 
 Outside of its forward and backward, a sharded module has no weights. This rank stores a shard of a flat tensor, which
-may begin in the middle of one weight and end in the middle of the next. Three values are possible for ``linear.weight``
-then:
+may begin in the middle of one weight and end in the middle of the next. ``linear.weight`` could have one of three
+values:
 
 * The unsharded view from the forward. Its memory is released, and reading it returns undefined values.
 * No value, because the attribute is deleted. Then ``linear.weight.shape`` in logging code raises an ``AttributeError``.

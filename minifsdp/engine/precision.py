@@ -17,11 +17,9 @@ float32 numbers (16 bytes), sends 4 bfloat16 numbers (8 bytes), and computes wit
 The stored shard and the unsharded tensor are two variables, and each has its own dtype. The engine casts once before
 the all-gather, and once or twice around the reduction.
 
-Inputs are cast as well, but only floating-point tensors. A token ID that is rounded to bfloat16 becomes another token
-ID.
+Inputs are cast as well, but only floating-point tensors. A token ID that is rounded to bfloat16 becomes another ID.
 
-*In torch:* FSDP1 switches ``flat_param.data`` between a full-precision and a low-precision storage. FSDP2 has two
-variables.
+*In torch:* FSDP1 switches ``flat_param.data`` between full and low-precision storage. FSDP2 has two variables.
 
 Spec: MP-02 to MP-17, DEV-08, STREAM-13.
 """

@@ -30,8 +30,8 @@ the last comparison, and a hash of their order::
 2. *Detected errors*: a different order of all-gathers, gradients of parameters that only some ranks used, and any
    other collective at another position or for another unit.
 3. *Which groups*: the groups in which units of this root communicated during this backward. Other ranks may compute
-   more backwards without communication, for example through frozen parameters or in ``no_sync()``. Such backwards are
-   not compared.
+   more backwards without communication, for example through frozen parameters or in ``no_sync()``. These are not
+   compared.
 4. *Which ranks raise*: all. With replicas, the question to the replicate group contains the result of the shard group,
    so a rank raises the error even if both of its own groups agree.
 5. *When*: on a CPU before backward returns, so no optimizer steps. An accelerator computes later, and waiting for the
@@ -39,8 +39,7 @@ the last comparison, and a hash of their order::
    when the program ends. These moments are the same on all ranks. The message contains the number of optimizer steps in
    between, usually one.
 6. *Only a warning*: some ranks have stepped an optimizer since the last comparison, and others have not. This is a
-   mistake if one rank uses ``no_sync()`` and the others do not, but a program may also intend it. The warning appears
-   once.
+   mistake if one rank uses ``no_sync()`` and the others do not, but a program may also intend it. It appears once.
 
 A rank that issues fewer collectives makes the other ranks wait. The watchdog detects this case (``minifsdp/watchdog``).
 
@@ -112,8 +111,7 @@ class RankChecks:
         if identity in sequence.agreed and not (self._is_detailed or self.always):
             return
         sequence.agreed.add(identity)
-        # The question is not a part of training: dispatch modes that count collectives, and fake tensor modes, do not
-        # see it.
+        # This question is not a part of training: dispatch modes for counting, and fake tensor modes, do not see it.
         with _disable_current_modes():
             answers = torch.full((group.size,), identity, device=device)
             self._pending[unit] = collectives.ask(group, answers, torch.tensor([identity], device=device)), answers

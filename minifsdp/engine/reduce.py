@@ -24,9 +24,8 @@ is issued, or at the end of backward. More reductions in flight would only wait 
 reducer waits for the reduce-scatter before it packs the next gradient, so that only a shard of the previous gradient is
 in memory. Otherwise two unsharded gradients and a packed copy would be in memory.
 
-CPUs and accelerators issue the stages differently. On the CPU, a waiting thread is blocked, so only stages 1 to 3 are
-issued, and the others run at completion. On an accelerator, a wait does not block other streams, so all stages are
-issued at once::
+On the CPU, a waiting thread is blocked, so only stages 1 to 3 are issued, and the others run at completion. On an
+accelerator, a wait does not block other streams, so all stages are issued at once::
 
     compute stream       B2 -----  1 B1 -----------  s 1 w B0 -----------  s 1 w     s, w = wait for the previous
     reduce stream                    2 3                 2 3                         reduce-scatter, and reduction

@@ -77,8 +77,7 @@ class Schedule:
 
     def _notice_change(self, unit: Unit, position: int | None) -> None:
         # `_position` is the progress of this iteration in the first order. If a unit is new or enters ahead of this
-        # position, a prefetch of another unit was unused. If a unit enters behind it, the unit's module is called more
-        # than once.
+        # position, a prefetch of another unit was unused. If a unit enters behind it, its module is called again.
         if (position is None or position > self._position) and not self._warned:
             self._warned = True
             expected = self._first_order[self._position].name if self._position < len(self._first_order) else "none"

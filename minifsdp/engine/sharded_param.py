@@ -178,8 +178,7 @@ class ShardedParam:
             setattr(self.parameter, name, vars(original)[name])
         validation.note_taken(original, self.info.path, is_replaced=True)
         for attribute in self.info.attributes:
-            # Store the module and the name. A reference to the tensor, even a weak one, makes `to()` fail for a
-            # DTensor.
+            # Store module and name. A reference to the tensor, even a weak one, makes `to()` fail for a DTensor.
             validation.note_place(attribute.module, attribute.name, self.info.path)
 
     def fits(self, other: torch.Tensor) -> bool:

@@ -87,8 +87,7 @@ class UnitPolicy:
     """When a unit is all-gathered, resharded and reduced. Immutable: a change replaces the whole policy.
 
     Attributes:
-        reshard_after_forward: reshard after forward and all-gather again for backward. If False, stay unsharded in
-            between.
+        reshard_after_forward: reshard after forward and all-gather again for backward; otherwise, stay unsharded.
         reshard_after_backward: reshard after a backward.
         reshard_after_evaluation: reshard after a forward without grad mode, even if the unit would stay unsharded for a
             backward. If False, later evaluations use the memory again.
@@ -120,8 +119,7 @@ class Unit(Generic[LayoutT]):
     Args:
         module: the module whose forward uses the parameters.
         layout: how the unit's parameters are stored.
-        plan: how the unit's gradients are reduced; one plan for each mesh, if parameters are sharded over different
-            meshes.
+        plan: how the unit's gradients are reduced; one plan for each mesh over which parameters are sharded.
         precision: the unit's dtypes.
         policy: the initial policy.
 
@@ -134,8 +132,7 @@ class Unit(Generic[LayoutT]):
         inner: the units inside this unit's module.
         graph_task: ID of the backward in which the gradient of the unit's output was computed.
         num_pending: number of outermost forwards in which the unit was recorded and whose backward has not ended.
-        counted_in: the number of the latest of these forwards. It counts once, even if the unit runs several times in
-            it.
+        counted_in: the number of the latest of these. It counts once, even if the unit runs several times in it.
         ran_in: the number of the latest outermost forward in which the unit ran.
         planned_for: the dtype of the unsharded parameters when the reductions were planned.
         num_uses: number of recorded forwards since the last backward, only for units without trainable parameters.
@@ -234,8 +231,7 @@ class Unit(Generic[LayoutT]):
         """
         post_forward_mesh = self.policy.post_forward_mesh
         if post_forward_mesh is not None:
-            # This applies even if the unit is SHARDED on a smaller mesh: the next all-gather must read the normal
-            # shards.
+            # Even if the unit is SHARDED on a smaller mesh, the next all-gather must read the normal shards.
             post_forward_mesh.end()
         if self.state is State.SHARDED:
             return

@@ -181,8 +181,7 @@ class _Policy(ABC):
     def _run_policy(self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Overrides) -> Chosen:
         """Returns the chosen modules, each with the arguments of its unit: ``root_kwargs`` plus overrides.
 
-        Programs that wrap modules themselves call this method, so the result can include the outermost module
-        (WRAP-18).
+        Programs that wrap modules themselves call this, so the result can include the outermost module (WRAP-18).
         """
 
 

@@ -2,8 +2,7 @@
 
 With a policy, there are two steps:
 
-1. `choose` walks the tree, calls the policy (see ``policies.py``) and returns the chosen modules. It does not change
-   the tree.
+1. `choose` walks the tree, calls the policy (see ``policies.py``) and returns the chosen modules, without changes.
 2. `apply` replaces each chosen module with a wrapper at every place in the tree, inner modules first.
 
 Between the two steps, the choice can be inspected, compared and tested without a process group.
@@ -136,8 +135,7 @@ def refuse_wrapped(root_module: nn.Module, wrapper_cls: type[nn.Module]) -> None
     """Checks that an auto-wrap policy gets a tree without wrappers.
 
     Raises:
-        ValueError: if the tree contains an instance of ``wrapper_cls``. The message has the name of the first one
-            (WRAP-13).
+        ValueError: if the tree contains an instance of ``wrapper_cls``. The message has its name (WRAP-13).
     """
     for path, module in root_module.named_modules():
         if isinstance(module, wrapper_cls):

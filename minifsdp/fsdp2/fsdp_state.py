@@ -15,8 +15,7 @@ Three cases that a wrapper does not have to handle:
 1. Several modules can share one unit. It is all-gathered before the first of them runs and resharded after the last.
 2. An exception in forward skips the forward hook. ``FSDPModule.__call__`` catches it and calls `fail_calls`.
 3. A module can call itself, for example in a recursive tree module, or in a ``generate`` method that calls
-   ``self(token)``. The state keeps a list of its running calls. A call of a module that is already in this list is an
-   inner call.
+   ``self(token)``. The state keeps a list of its running calls. A call of a module in this list is an inner call.
 
 *In torch:* ``FSDPState``, with the same two hooks. After an exception, users must call ``reset_iter_state``.
 

@@ -63,8 +63,7 @@ class FSDPModule:
         """All-gathers this module's unit, without inner units (FS2-19). All ranks of its mesh must call it.
 
         Args:
-            async_op: whether to return a handle immediately. The module's forward waits for the all-gather
-                automatically.
+            async_op: whether to return a handle immediately. The module's forward waits for the all-gather itself.
         """
         handle = issue_all_gather(self._get_fsdp_state())
         if async_op:
@@ -129,8 +128,7 @@ class FSDPModule:
 
         Args:
             hook: the function. It can modify the tensor in place.
-            stream: the stream to call the hook on. Not allowed with replicas, because the all-reduce already has a
-                stream.
+            stream: the stream to call it on. Not allowed with replicas, because the all-reduce already has a stream.
 
         Raises:
             ValueError: if ``stream`` is given and the mesh is (replicate, shard).
@@ -152,7 +150,7 @@ class FSDPModule:
         """Sets whether the unsharded parameters are freed after forward (NEW-06).
 
         Raises:
-            ValueError: if the argument is not a bool. Only `fully_shard` accepts a number of ranks, because it creates
+            ValueError: if the value is not a bool. Only `fully_shard` accepts a number of ranks, because it creates
                 groups.
         """
         require(RESHARD, "set_reshard_after_forward", reshard_after_forward=reshard_after_forward)
