@@ -47,7 +47,7 @@ T = TypeVar("T")
 def while_all_have_data(
     batches: Iterable[T], group: dist.ProcessGroup | None = None, *, count_left: bool = False
 ) -> Iterator[T]:
-    """Yields this rank's batches while all ranks have one. Every rank must iterate. A break must be at the same batch.
+    """Yields this rank's batches while all ranks have one. Every rank must iterate, and stop at the same batch.
 
     The next batch is fetched before the current batch is computed. At the end, the batch that was fetched and the
     remaining batches of the loader are dropped.

@@ -108,7 +108,7 @@ class Recorder:
         return sum(event.kind == kind for event in self.events)
 
 
-# The installed recorder. It is a module attribute instead of a class attribute, so that the check is one global lookup.
+# The installed recorder. It is a module attribute, so that the check is one global lookup.
 recorder: Recorder | None = None
 
 

@@ -107,7 +107,8 @@ def check_not_in_ddp(owned: Iterable[tuple[Iterable[nn.Parameter], MeshGroups]])
     A DDP is allowed if it ignores these parameters, or if FSDP already averages gradients over all of its ranks.
 
     Raises:
-        RuntimeError: if a DDP waits for gradients of ``owned`` parameters, and FSDP averages over fewer ranks.
+        RuntimeError: if a DDP waits for gradients of ``owned`` parameters that FSDP does not average over all its
+            ranks.
     """
     around = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if around is None or not torch.is_grad_enabled():

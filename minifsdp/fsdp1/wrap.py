@@ -2,7 +2,7 @@
 
 With a policy, there are two steps:
 
-1. `choose` walks the tree, calls the policy (see ``policies.py``) and returns the chosen modules, without changes.
+1. `choose` only reads the tree. It calls the policy (see ``policies.py``) and returns the chosen modules.
 2. `apply` replaces each chosen module with a wrapper at every place in the tree, inner modules first.
 
 Between the two steps, the choice can be inspected, compared and tested without a process group.
