@@ -42,8 +42,8 @@ class Library:
 
     Attributes:
         build: wraps a model.
-        write: returns weights and optimizer states by original names, in a form.
-        read: loads them.
+        write: returns weights and optimizer states by original names, in the given form of state dict.
+        read: loads weights and optimizer states.
         everybody: whether a single process computes the batches of all ranks.
     """
 

@@ -46,7 +46,7 @@ def left_plain(module: nn.Module) -> nn.Module:
     return module
 
 
-# --- how often a unit is all-gathered and reduced ---
+# --- number of all-gathers and reductions of a unit ---
 
 
 def from_an_input_with_gradient(model: nn.Module, rank: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Mistakes that would otherwise go unnoticed are detected at the next step."""
+"""The next step detects mistakes that would otherwise cause no error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that are about to all-gather different units get an error before they receive each other's weights."""
+"""If ranks are about to all-gather different units, they raise an error before they receive each other's weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The root state: which unit is the root, how units join it, and that each iteration starts without leftover state."""
+"""The root state: the choice of the root unit, its other units, and the reset of state before each iteration."""
 
 from __future__ import annotations
 

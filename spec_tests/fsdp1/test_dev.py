@@ -38,7 +38,7 @@ def two_modules() -> tuple[nn.Module, list[tuple[str, nn.Module]]]:
 @pytest.mark.proof("order only")
 @pytest.mark.pure
 def test_model_on_cpu_without_device_id_moves_only_buffers(moved: Any) -> None:
-    # 1.13 moved the model to the accelerator for this, and back.
+    # PyTorch 1.13 moved the model to the accelerator to shard it, and then back.
     model, modules = two_modules()
     with pytest.warns(UserWarning, match=r"rank 0: .*on the CPU.*cuda:1.*device_id"):
         initial.shard_in_place(modules, ACCELERATOR, set(), sends=False)

@@ -1,4 +1,4 @@
-"""Which modules can be called, which parameters a module sees in forward, and how several passes accumulate."""
+"""Calls of units and other modules, the parameters of a module in forward, and accumulation over several passes."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_the_same_weight_used_by_its_name_has_a_gradient() -> None:
     assert (flat.grad != 0).any()
 
 
-# --- the parameters that a module sees ---
+# --- the parameters that a module has in forward ---
 
 
 @pytest.mark.spec("FWD-04")

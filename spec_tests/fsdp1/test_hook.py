@@ -89,7 +89,7 @@ def compress(dtype: torch.dtype, grad: Tensor, out: Tensor | None = None) -> Non
         out.copy_(local_shard)
 
 
-# --- which reduction a hook replaces ---
+# --- the reduction that a hook replaces ---
 
 
 @pytest.mark.spec("HOOK-01")
@@ -423,7 +423,7 @@ def test_the_compressing_hooks_that_come_with_torch_can_be_used(strategy: Shardi
 
 @dataclass
 class Gossip:
-    """Selects each rank's partner. It changes every iteration, so a value reaches all ranks in a few iterations."""
+    """Selects each rank's partner. The partner changes every iteration, so a value reaches all ranks after a few."""
 
     pairings: list[dist.ProcessGroup]
     calls_per_iteration: int

@@ -100,7 +100,7 @@ def test_third_all_gather_waits_for_oldest_release() -> None:
 @pytest.mark.spec("LIM-02")
 @ranks(2)
 def test_forward_uses_memory_of_at_most_two_units() -> None:
-    """In use: the unsharded units, and the resharded units whose memory the device has not released yet."""
+    """Counts the unsharded units, and the resharded units whose memory the device has not released yet."""
     assert max(units_in_use(limit_all_gathers=True)) == 2
 
 

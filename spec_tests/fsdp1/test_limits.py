@@ -1,4 +1,4 @@
-"""Documented limitations: each ends in a clear error or in the right result, never in a wrong result.
+"""Documented limitations: each case gives a clear error or the right result, and never a wrong result.
 
 Other files test each topic on its own. This file tests combinations of topics that users can run into: a parameter tied
 across units, a mistake whose effect only appears two calls later, a submodule that is called on its own.

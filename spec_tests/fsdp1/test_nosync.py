@@ -255,7 +255,7 @@ def compare_with_one_big_batch(strategy: ShardingStrategy, num: int) -> None:
     assert_same(full_values(model), named(plain), bitwise=False)
 
 
-# --- where it can be called ---
+# --- allowed calls ---
 
 
 @pytest.mark.spec("NOSYNC-04")

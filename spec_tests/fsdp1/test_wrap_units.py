@@ -38,7 +38,7 @@ from spec_tests.models.values import (
 FSDP = FullyShardedDataParallel
 flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
 
-# --- how many units, and the parameters of the outermost one ---
+# --- number of units, and the parameters of the outermost one ---
 
 
 @pytest.mark.spec("WRAP-01")

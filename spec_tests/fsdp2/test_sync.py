@@ -65,7 +65,7 @@ def test_accumulating_onto_reduced_gradients_adds_shard_to_shard() -> None:
 @pytest.mark.spec("FS2-SYNC-01")
 @ranks(2)
 def test_a_sum_is_reduced_also_where_the_backward_that_reduces_does_not_come_by() -> None:
-    """Broken: gradients that a unit keeps unreduced stay there if the last micro-batch does not use the unit."""
+    """Defect: gradients that a unit keeps unreduced stay there if the last micro-batch does not use the unit."""
     model, plain = sharded(), seeded()
     model.set_requires_gradient_sync(False)
     iterate(model, 0)
