@@ -146,7 +146,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def expected(num_parts: int) -> dict[str, Tensor]:
-    """The gradients of a single process that sees all tokens."""
+    """The gradients of a single process that uses all tokens."""
     model = net()
     tokens = torch.cat([tokens_of(rank, part) for rank in range(dist.get_world_size()) for part in range(num_parts)])
     (loss_sum(model, tokens) / len(tokens)).backward()

@@ -438,7 +438,7 @@ def test_a_parameter_without_dimensions_and_one_without_elements() -> None:
 @pytest.mark.spec("OSD-LOAD-09")
 @ranks(2)
 def test_an_untransformed_dict_of_rank_0_gives_everybody_rank_0s_moments() -> None:
-    """A silent mistake: the optimizer accepts the wrong dict. `optim_state_dict_to_load` refuses it."""
+    """The optimizer accepts the wrong dict without an error. `optim_state_dict_to_load` refuses it."""
     model, optimizer = trained()
     right = FSDP.optim_state_dict(model, optimizer)["state"]
     box = [optimizer.state_dict()]

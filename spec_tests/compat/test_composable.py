@@ -1,4 +1,4 @@
-"""Private attributes of torch's ``fully_shard`` that libraries read, on torch's and on ours."""
+"""Private attributes of torch's ``fully_shard`` that libraries read, with both torch and minifsdp."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Private attributes of torch's wrapper that frameworks read, on torch's wrapper and on ours."""
+"""Private attributes of torch's wrapper that frameworks read, with both torch and minifsdp."""
 
 from __future__ import annotations
 

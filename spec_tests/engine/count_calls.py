@@ -91,7 +91,7 @@ def of_the_ledger(action: Callable[[], None]) -> float:
 
 
 def costly_calls(action: Callable[[], None]) -> dict[str, int]:
-    """How often ``action`` performs costly operations that a warm step does not need."""
+    """Counts the costly operations in ``action`` that a warm step does not need."""
     found: Counter[str] = Counter()
 
     def counting(name: str, real: Any) -> Any:

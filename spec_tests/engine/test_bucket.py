@@ -223,7 +223,7 @@ LARGE = [torch.Size([1200, 900]), torch.Size([3]), torch.Size([0, 4]), torch.Siz
 
 
 def large_bucket(dtype: torch.dtype | None = None, first_dim: int = 0) -> tuple[Bucket, list[torch.Tensor]]:
-    """A bucket and its unsharded values. Shards average more than 256 KiB; one is uneven and one is empty."""
+    """A bucket and its unsharded values. Shards are larger than 256 KiB on average; one is uneven, and one is empty."""
     group = world()
     wholes = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, shape in enumerate(LARGE)]
     params = [param(shape, dim, group) for shape, dim in zip(LARGE, (first_dim, 0, 0, 0), strict=True)]

@@ -164,7 +164,7 @@ class Coming:
     """A work of gloo's thread that counts polls and waits.
 
     Args:
-        after: the number of polls during which it is not complete.
+        after: the number of polls before it is complete.
         error: the exception that `wait` raises, if any.
     """
 

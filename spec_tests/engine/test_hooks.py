@@ -1,6 +1,6 @@
 """A unit in forward and backward: how often it all-gathers, when it frees memory, and that its gradients are correct.
 
-Collectives are counted where PyTorch executes them, independently of what the package reports. Gradients are compared
+The tests count collectives where PyTorch executes them, independently of the package's trace. Gradients are compared
 with those of a plain model that computes the batches of all ranks.
 """
 

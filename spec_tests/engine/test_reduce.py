@@ -44,7 +44,7 @@ def reducer() -> Reducer:
 
 
 def reduced(plan: ReducePlan, whole: torch.Tensor) -> torch.Tensor:
-    """Reduces a gradient. Returns the local shard that the layout of the unit receives."""
+    """Reduces a gradient. Returns the local shard that the layout receives."""
     kept: Any = Kept()
     one = reducer()
     one.reduce(kept, plan, Gradient([whole]))

@@ -306,7 +306,7 @@ class OnPurpose(Exception):
 
 
 class Fuse(nn.Module):
-    """Identity, until `breaks_in` is set. Then it raises."""
+    """Identity. Raises if `breaks_in` is set."""
 
     breaks_in: str | None = None
 

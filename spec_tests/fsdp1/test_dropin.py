@@ -1,4 +1,4 @@
-"""Runs whole programs, written the way users write them, with torch's wrapper and with ours.
+"""Runs complete user programs with torch's wrapper and with minifsdp's.
 
 The programs are in ``dropin/``. Each is written for ``torch.distributed.fsdp`` and does not refer to this library. The
 tests run each program twice in the same ranks. The second run only replaces the module name in the import lines. The

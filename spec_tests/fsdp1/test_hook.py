@@ -310,7 +310,7 @@ def test_the_state_is_the_very_object_and_stays_on_this_rank(strategy: ShardingS
     def count(state: Secret, grad: Tensor, out: Tensor | None = None) -> None:
         assert state is secret
         assert state.rank == dist.get_rank()
-        # Only one rank changes its state. Each rank must see its own.
+        # Only one rank changes its state. Each rank must use its own.
         state.num_calls += dist.get_rank()
         assert state.num_calls <= 2 * len(UNITS) * dist.get_rank()
         average(state, grad, out)

@@ -149,7 +149,7 @@ def test_original_names_and_objects_stay(strategy: ShardingStrategy) -> None:
         now = by_name(model)
         assert list(now) == list(before), moment
         if moment == "after forward" and strategy in (SHARD_GRAD_OP, HYBRID_SHARD_ZERO2):
-            return  # ORIG-09 describes what is visible here, and other tests check it.
+            return  # ORIG-09 describes the visible parameters here, and other tests check them.
         assert all(now[name] is before[name] for name in before), moment
         assert list(map(id, model.parameters())) == list(map(id, before.values())), moment
         # The attributes that the model's own code uses.
@@ -838,7 +838,7 @@ def one_inside_the_other(model: TiedBlocks, **options: Any) -> None:
 
 TIES = {
     by_policy: ("encoder.0.weight", "decoder.out.weight"),
-    # Without a policy, a unit knows names only relative to the module that it wraps.
+    # Without a policy, a unit only has names relative to the module that it wraps.
     one_after_the_other: ("0.weight", "out.weight"),
     one_inside_the_other: ("0.weight", "decoder.out.weight"),
 }

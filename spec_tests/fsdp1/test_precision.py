@@ -62,7 +62,7 @@ def expected_gradients(
 
 
 class Probe(nn.Module):
-    """Records the dtypes that it sees, and computes in the dtype of its weight."""
+    """Records the dtypes of its input and weight, and computes in the dtype of its weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -478,7 +478,7 @@ def test_buffers_that_training_changes_stay_in_buffer_dtype() -> None:
     assert (norm[0].running_mean.shape, int(norm[0].num_batches_tracked)) == ((6,), 2)
 
 
-# --- the gradient that the optimizer sees ---
+# --- the gradient that the optimizer uses ---
 
 
 @pytest.mark.spec("MP-11")

@@ -604,7 +604,7 @@ def test_each_unit_issues_this_many_collectives(strategy: ShardingStrategy) -> N
 @pytest.mark.spec("SHARD-13", "FWD-04")
 @ranks(2)
 def test_autograd_detects_change_of_no_shard_params() -> None:
-    """Fails if the tensors that forward uses have their own version counter: gradients would be silently wrong."""
+    """Fails if the tensors in forward have separate version counters, which would allow wrong gradients."""
     model = wrapped(sharding_strategy=ShardingStrategy.NO_SHARD)
     loss = loss_of(model(batch()))
     with torch.no_grad():

@@ -450,7 +450,7 @@ def test_changes_of_what_is_not_sharded_persist_in_any_case(writeback: bool, use
         model = wrapped(use_orig_params=use_orig_params, **options)
         expected = seeded()
         for value, change in enumerate(CHANGES.values(), start=3):
-            # A forward without a backward: later computations must not reuse its parameters.
+            # Run a forward without a backward. Later computations must not reuse its parameters.
             model(batch())
             with summon(model, writeback=writeback), torch.no_grad():
                 for parameter in model.parameters():
@@ -657,7 +657,7 @@ def test_replaced_gradients_are_written_back_on_request(strategy: ShardingStrate
         inside["leave.weight"].grad = None
         inside["leave.bias"].grad = torch.full_like(inside["leave.bias"], 3.0)
         ones = torch.ones_like(inside["leave.bias"])
-    # Without sharding the user sees the gradients themselves, so the changes persist.
+    # Without sharding, the user changes the gradients themselves, so the changes persist.
     if writeback or strategy is NO_SHARD:
         expected = {name: 2.0 * gradient for name, gradient in expected.items() if name != "leave.weight"}
         expected["leave.bias"] = 3.0 * ones

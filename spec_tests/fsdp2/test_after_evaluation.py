@@ -1,4 +1,4 @@
-"""The parameters that modules have after a forward that no backward can follow, with both APIs.
+"""The parameters of modules after a forward without a possible backward, with both APIs.
 
 Each program runs on the sharded model and on an unsharded copy. Both ranks have the same batch, so the mean of the
 gradients over the ranks equals the gradient of the copy.

@@ -389,7 +389,7 @@ def test_data_parallel_over_one_axis_and_tensor_parallel_over_the_other() -> Non
     fully_shard(model, mesh=mesh["data"])
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
     for step in range(3):
-        # Ranks of one tensor-parallel group see the same batch.
+        # Ranks of one tensor-parallel group use the same batch.
         loss = loss_of(model(batch(step, mesh["data"].get_local_rank())))
         loss.backward()
         expected: dict[str, Tensor] = {}

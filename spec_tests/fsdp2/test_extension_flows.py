@@ -133,7 +133,7 @@ def local(tensor: Any) -> Tensor:
 
 
 class Half(Plain):
-    """All-gathered in bfloat16, and cast to the dtype of the unit for compute."""
+    """Is all-gathered in bfloat16 and cast to the dtype of the unit for compute."""
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any

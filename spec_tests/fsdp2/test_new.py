@@ -203,7 +203,7 @@ def test_the_older_name_of_the_factor_warns_and_works() -> None:
 @pytest.mark.spec("NEW-12")
 @ranks(2)
 def test_the_next_iteration_and_no_other_waits_for_the_event_behind_the_optimizer_step() -> None:
-    """Checks the event that is passed to the all-gather stream. The wait only has an effect on a device with streams."""
+    """Checks the event that is passed to the all-gather stream. The wait only matters on a device with streams."""
     model, usual = sharded(), sharded()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, usual)]
     given, followed = [step_event() if step < 2 else None for step in range(4)], []

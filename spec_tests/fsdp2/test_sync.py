@@ -1,7 +1,7 @@
 """Gradient accumulation: over micro-batches, unreduced, partially reduced, and with parameters kept unsharded.
 
-The reference model is the plain model, which sees the batches of all ranks. It sums over micro-batches in the same
-order, so on two ranks the results must be bitwise equal.
+The reference model is the plain model, which uses the batches of all ranks. It sums micro-batches in the same order, so
+on two ranks the results must be bitwise equal.
 """
 
 from __future__ import annotations
