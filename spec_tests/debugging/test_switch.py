@@ -1,4 +1,4 @@
-"""Switching checks on and off. A check that is off has no effect and no cost."""
+"""Switching checks on and off. A check that is off has no effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The next step detects mistakes that would otherwise cause no error."""
+"""Mistakes that would otherwise cause no error are detected at the next step."""
 
 from __future__ import annotations
 

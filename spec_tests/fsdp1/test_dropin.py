@@ -31,7 +31,7 @@ from spec_tests.harness import device, ranks
 
 PROGRAMS = pathlib.Path(__file__).parent / "dropin"
 TORCH, OURS, ALONE = "torch.distributed.fsdp", "minifsdp", "spec_tests.fsdp1.alone"
-# Tolerances after a few training steps, if all sums have a different order, and if only the norm's sum has one.
+# Tolerances after a few training steps, if all sums have a different order, and if only the sum for the norm has one.
 SAME_MATH = 1e-4
 SAME_UP_TO_THE_NORM = 1e-6
 

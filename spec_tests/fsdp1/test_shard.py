@@ -1,4 +1,4 @@
-"""Sharding strategies: the tensors that each strategy shards, all-gathers, reshards and reduces.
+"""Sharding strategies: the tensors that each one shards, all-gathers, reshards and reduces.
 
 ``test_timelines.py`` checks the order of whole iterations. The tests here check sizes, values and memory.
 """

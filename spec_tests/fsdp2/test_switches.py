@@ -169,7 +169,7 @@ class Notes(Generates):
 @pytest.mark.spec("NEW-13", "FS2-MP-04", "FS2-MP-06")
 @ranks(2)
 def test_a_registered_method_is_given_cast_inputs_and_its_output_is_cast() -> None:
-    """Defect: the return value of the pre-forward hook is dropped, or that of the post-forward hook."""
+    """Defect: the return value of the pre-forward hook or of the post-forward hook is dropped."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
     model = fully_shard(seeded(Notes), mp_policy=policy)
     register_fsdp_forward_method(model, "encode")
@@ -234,7 +234,7 @@ def debugging() -> Any:
 @pytest.mark.spec("FS2-19")
 @ranks(2)
 def test_unshard_after_a_change_shows_the_new_values() -> None:
-    """Defect: the module shows the values that were all-gathered before the change."""
+    """Defect: the module uses the values that were all-gathered before the change."""
     model = sharded()
     block = model.blocks[1]
     shards = list(block.parameters())
@@ -266,7 +266,7 @@ def own(model: Any) -> set[type]:
 @pytest.mark.spec("FS2-04")
 @ranks(2)
 def test_a_dtensor_of_other_placements_is_refused_in_place_of_a_shard() -> None:
-    """Defect: shape and mesh are compared but placements are not, so the unsharded value is taken for a shard."""
+    """Defect: shape and mesh are compared but placements are not, so an unsharded value is accepted as a shard."""
     model = sharded()
     weight = model.blocks[1].linear.weight
     whole = weight.detach().redistribute(placements=[Replicate()])
