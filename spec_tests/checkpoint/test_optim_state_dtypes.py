@@ -93,7 +93,7 @@ def test_parameters_of_one_unit_may_have_a_state_in_different_dtypes(form: str, 
 
 
 def change(entries: dict[str, Any], name: str) -> None:
-    """Converts a state of the biases to bfloat16. Sets that of the weights to a value that bfloat16 cannot represent."""
+    """Converts a state of the biases to bfloat16, and sets a value of the weights that bfloat16 cannot represent."""
     if name.endswith("bias"):
         entries["exp_avg"] = entries["exp_avg"].bfloat16()
     else:
