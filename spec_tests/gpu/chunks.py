@@ -17,7 +17,7 @@ Example: what happens if two ranks wait for each other::
     pytest       SIGABRT and SIGCONT: its own stacks go into the log
     all          SIGKILL
 
-The kit is for Linux, as NCCL is: processes are looked up in ``/proc``.
+The kit runs only on Linux, like NCCL, because it looks up processes in ``/proc``.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def run_chunk(chunk: Chunk, folder: Path) -> Outcome:
 
 
 def end_leftovers(folder: Path) -> None:
-    """Kills the remaining processes of this run's chunks, also if an earlier kit process was killed itself."""
+    """Kills the remaining processes of this run's chunks, including those of an earlier kit process that was killed."""
     for _ in range(10):  # repeated, because a process may have started another one meanwhile
         left = _processes(folder)
         for process in left:
@@ -151,7 +151,7 @@ def _signal(process: int, number: signal.Signals) -> None:
         os.kill(process, number)
 
 
-# ---- how it went ----------------------------------------------------------------------------------------------------
+# ---- outcome --------------------------------------------------------------------------------------------------------
 
 
 def _outcome(status: int, hung: bool, seconds: float, chunk: Chunk, log: Path, findings: Path) -> Outcome:

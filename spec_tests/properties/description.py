@@ -191,7 +191,7 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
 
-# --- what is meaningful ---
+# --- legal descriptions ---
 
 
 def walk(node: Node, unit: Node | None = None) -> Iterator[tuple[Node, Node]]:

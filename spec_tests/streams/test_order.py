@@ -196,7 +196,7 @@ def test_a_step_of_fully_shard_never_stops_the_cpu_and_never_records_a_stream(op
     sharded = per_parameter(**options)
     recorded = []
     with pytest.MonkeyPatch.context() as patch:
-        # A limiter would wait for this event; the original one says that there is nothing to wait for.
+        # A limiter would wait for this event. The original event is always complete.
         patch.setattr(lifetime, "DONE", NotYet())
         patch.setattr(type(torch.zeros(1, device=device())), "record_stream", lambda *_: recorded.append(1))
         logged(sharded)
