@@ -158,7 +158,7 @@ def highest_of_each_part(points: list[tuple[int, int]]) -> list[tuple[float, int
 
 
 def _count_in_all_threads() -> None:
-    """Otherwise the allocator counts only in profiled threads, and memory freed by gloo's threads counts as live."""
+    """Makes the allocator count in all threads. By default, memory freed by gloo's threads counts as live."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
 

@@ -211,7 +211,7 @@ def start_ranks(
     Args:
         program: its name.
         arguments: its command line.
-        num_ranks: how many ranks.
+        num_ranks: number of ranks.
         folder: for the outputs, and for the files of the collective log.
         port_of_store: of a store outside the ranks, like that of torchrun; by default rank 0 hosts the store.
     """

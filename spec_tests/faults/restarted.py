@@ -67,7 +67,7 @@ def main() -> None:
         if moment == "in a step":
             striking(torch.optim.AdamW, "step", STRUCK_IN, fault)
         else:
-            # The files of this rank are written, but the other ranks do not know it yet.
+            # The files of this rank are written, but the other ranks have not received its message yet.
             striking(dcp.FileSystemWriter, "write_data", STRUCK_IN // EVERY, fault)
     begun_at = []
     resume = train_gpt.resume

@@ -406,7 +406,7 @@ def drawn(number: int, door: str, seed: int, *, is_apart: bool = False) -> list[
     """Draws different programs for an API. The same seed gives the same programs.
 
     Args:
-        number: how many.
+        number: number of programs.
         door: the API.
         seed: seed of the first batch.
         is_apart: whether sometimes only one rank makes a call.

@@ -65,7 +65,7 @@ class Wrapped(Side):
             self._wrap(net, prefetch, mixed)
         if options.get("hook") and options.get("replicas") is None:
             self.model.register_comm_hook(self.group, halve_in_place)
-        # In the order of `parameters()`: what this rank owns of each unit, flat or as original parameters.
+        # In the order of `parameters()`: this rank's elements of each unit, flat or as original parameters.
         self.owned = list(self.model.named_parameters())
 
     def _wrap(self, net: nets.Net, prefetch: str, mixed: MixedPrecision | None) -> None:

@@ -10,7 +10,7 @@ A chunk ends in one of four ways:
 Processes of a chunk are identified by an environment variable, which children inherit. A process group does not work:
 ``torchrun`` starts its workers in sessions of their own, and a worker that stays alive keeps its memory on the GPU.
 
-Example: what happens if two ranks wait for each other::
+Example: two ranks wait for each other::
 
     pytest       is stopped first, so that it does not start the next test when its ranks die
     rank 0, 1    SIGABRT: the fault handler writes all stacks into the rank's output, which is copied into the log
@@ -59,7 +59,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a chunk ended.
+    """The end of a chunk.
 
     Attributes:
         word: ``passed``, ``failed``, ``crashed`` or ``hung``.

@@ -44,7 +44,7 @@ def output_of_ranks(
     Args:
         script: runs as ``__main__`` on each rank, with its folder first in ``sys.path``.
         arguments: its command line.
-        num_ranks: how many ranks.
+        num_ranks: number of ranks.
         environment: variables in addition to those that torchrun sets.
         limit: seconds, after which the ranks are killed.
 

@@ -44,11 +44,11 @@ class Node:
     """One module, which maps ``(x, tokens)`` to a tensor like ``x``.
 
     Attributes:
-        kind: one of `LEAVES` or `CONTAINERS`; see ``build.py`` for what they compute.
+        kind: one of `LEAVES` or `CONTAINERS`; ``build.py`` describes their computations.
         size: hidden features, rows of an embedding, or a number in `OWN_SHAPES`.
         unit: whether it is a unit.
         frozen: whether its own parameters are frozen.
-        times: how often its parent calls it, one call after the other.
+        times: number of calls by its parent, one after the other.
         checkpoint: whether its parent recomputes it in backward: ``"reentrant"`` or ``"nonreentrant"``.
         returns: the type of its output: a ``"tensor"``, or one inside a ``"tuple"``, ``"dict"`` or ``"nested"``.
         keywords: whether its parent calls it with keyword arguments.

@@ -277,7 +277,7 @@ def originals_offload_after_an_error_in_backward() -> Any:
     return model
 
 
-# --- FSDP1: what users do ---
+# --- FSDP1: actions of users ---
 
 
 @program(2)

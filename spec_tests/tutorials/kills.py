@@ -96,7 +96,7 @@ def kill(api: str, moment: Moment, losses: list[float], folder: Path) -> str:
 
     Args:
         api: value of the option ``--api``.
-        moment: when to kill which rank.
+        moment: the moment and the rank to kill.
         losses: those of the uninterrupted run.
         folder: an empty folder.
 

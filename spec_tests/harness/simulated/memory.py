@@ -168,7 +168,7 @@ class Memory:
     Attributes:
         num_bytes: size of all living blocks.
         peak: the largest sum of these and of the blocks that ``record_stream`` kept.
-        num_host_blocks: how many host blocks are watched; if none, operators on the CPU have no overhead.
+        num_host_blocks: number of watched host blocks; if 0, operators on the CPU have no overhead.
         first_bytes: by place, the contents of a block when the open log began or first used it.
     """
 

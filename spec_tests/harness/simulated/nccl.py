@@ -304,7 +304,7 @@ class SimulatedNccl(dist.ProcessGroup):
                 del self.kept[work]
             stream = Stream(index, name="thread of the backend") if self.has_threads else self._stream(index)
             stream.wait_stream(current)
-        # Modes that count collectives see this call.
+        # Modes that count collectives intercept this call.
         with unnoted():
             self.wire(name, *_plain(arguments))
         launch = kernel(name.strip("_"), stream, list(reads), list(writes))  # type: ignore[arg-type]
