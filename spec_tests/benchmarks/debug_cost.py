@@ -3,9 +3,8 @@
     python -m spec_tests.benchmarks.debug_cost
 
 The command prints a table. ``--record`` also writes ``docs/data/debug-cost.json``, the source of the table in
-``docs/tools/debug.md``.
-Two ranks on gloo train the GPT of the benchmarks with each front end. A pair is a step with the check and one without,
-in alternating order. The result is the median of the ratios::
+``docs/tools/debug.md``. Two ranks on gloo train the GPT of the benchmarks with each front end. A pair is a step with
+the check and one without, in alternating order. The result is the median of the ratios::
 
     on / off   off / on   on / off     seconds .29 / .27   .28 / .30   .31 / .29     ratios 1.07  1.07  1.07
 
