@@ -519,7 +519,7 @@ def test_a_trace_is_dropped_and_plays(address: str, tab: Tab, steps: str) -> Non
     peak = max(num for _, num in timeline.gathered_bytes(events[1]))
     assert tab.look("document.querySelectorAll('.track-peak')[1].textContent") == f"peak {size(peak)}"
     assert set(card(tab, 1)) == {"gathered"}
-    # The page says which data is missing, and does not draw it.
+    # The page lists the missing data, and does not draw it.
     assert "no source lines" in tab.look("document.querySelector('.source-title').textContent")
     assert tab.look("document.querySelectorAll('.bar-shard').length") == 0
     tab.press(" ")

@@ -141,7 +141,7 @@ def run(cell: Cell, losses: list[float], tell: Callable[[Outcome], object] | Non
     Args:
         cell: the cell.
         losses: those of a job without a fault.
-        tell: called with the outcome at once.
+        tell: called with the outcome as soon as it is known.
     """
     for attempt in range(ATTEMPTS):
         with tempfile.TemporaryDirectory() as kept:

@@ -17,7 +17,7 @@ Two ranks, one test whose assertion fails on rank 1 only::
     rank 0   waits in all_reduce ....................... writes its stacks on request, killed 3 s later
     rank 1   AssertionError, answers at once             the test fails with its traceback
 
-Cost: ranks that are forked from one server share its hash seed, so a set of strings has the same order on all of
+Limitation: ranks that are forked from one server share its hash seed, so a set of strings has the same order on all of
 them. Under torchrun the orders differ. Code that needs equal orders passes here. The tests of the tutorials, which
 start real programs, cover this case.
 

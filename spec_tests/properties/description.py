@@ -317,7 +317,7 @@ class _Rules:
 def _for_each_parameter(leaf: Node) -> Node:
     """With per-parameter reduction, each parameter needs a gradient on all ranks, and a scalar has no rows to split.
 
-    PyTorch also refuses gradients without elements among others.
+    PyTorch also refuses empty gradients next to others.
     """
     if leaf.kind == "one_sided":
         leaf = replace(leaf, kind="own")

@@ -289,6 +289,6 @@ def die() -> None:
 
 
 def cut_off(num_bytes: int) -> None:
-    """Limits every file to ``num_bytes``: the first write beyond is cut off there, and this process dies."""
+    """Limits every file to ``num_bytes``: the first write beyond the limit is cut off, and this process ends."""
     signal.signal(signal.SIGXFSZ, lambda *_: die())
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))

@@ -228,7 +228,7 @@ class SimulatedNccl(dist.ProcessGroup):
         stream: on which asynchronous collectives run.
         kept: tensors of asynchronous collectives that were not waited for.
         num_collectives: so far.
-        has_threads: each collective, also a synchronous one, runs on a stream of its own and returns a ``Work``, as
+        has_threads: each collective, even a synchronous one, runs on a stream of its own and returns a ``Work``, as
             with gloo, which uses threads also for tensors of an accelerator.
     """
 
