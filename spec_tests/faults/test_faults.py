@@ -99,7 +99,8 @@ def test_no_sync_on_one_rank_is_noticed(door: str, what: str, tmp_path: Path) ->
     codes = deviate(tmp_path, door, what)
     said = said_by(tmp_path, 0) + said_by(tmp_path, 1)
     if (door, what) == ("wrapper", "keeps and no_sync"):
-        # No collective shows it: unequal numbers of micro-batches are correct. The optimizer steps show it.
+        # Unequal numbers of micro-batches are correct, so only the optimizer steps show the error, and collectives do
+        # not.
         assert codes == [1, 0]
         assert "optimizers have stepped on ranks [1] only" in said
         assert "rank 1: has ended, at the end of its program" in said

@@ -1,4 +1,4 @@
-"""``python -m spec_tests.benchmarks.growth``: measures, prints, and records if asked to."""
+"""``python -m spec_tests.benchmarks.growth``: measures and prints; ``--record`` records the measurements."""
 
 from __future__ import annotations
 
