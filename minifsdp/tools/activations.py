@@ -1,4 +1,4 @@
-"""Estimates of the quantities that depend on the batch, activations and arithmetic, from the shapes of matrices alone.
+"""Estimates activations and operations, which depend on the batch, from the shapes of the matrices.
 
 The rule: for each token, *a matrix keeps its input and its output*. The input is needed for the gradient of the weight.
 The output is not needed by the matrix, but by the next operation: a norm, an attention or an activation function keeps
@@ -55,7 +55,7 @@ def activation_bytes(job: Job, tokens: int, *, checkpointing: bool = False) -> f
 
     Args:
         job: the model and the choices.
-        tokens: of one micro-batch on one rank: sequences times their length.
+        tokens: number of tokens in one micro-batch on one rank, sequences times their length.
         checkpointing: each unit keeps only its input, and recomputes the rest in backward.
     """
     blocks = [matrices for unit in job.units if (matrices := _matrices(unit))]
