@@ -117,7 +117,7 @@ def on_page_content(html: str, page: Any, config: Any, **_: Any) -> str:
 
 
 def _scripts(html: str, start: str, known: dict[str, list[str]]) -> str:
-    """The scripts for the elements of a page; they run as if they were at its end, after the theme's."""
+    """The scripts for the elements of a page. They run after the page is loaded and after the theme's scripts."""
     classes = {name for found in re.findall(r'\bclass="([^"]*)"', html) for name in found.split()}
     needed = [script for name, scripts in known.items() if name in classes for script in scripts]
     return "".join(f'<script defer src="{relative(script, start)}"></script>' for script in needed)

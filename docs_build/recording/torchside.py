@@ -46,7 +46,7 @@ class TorchUnit(Watched):
         return self.state, "IDLE", sum(size(one) for one in self.reduced()), self.whole_bytes()
 
     def gather(self, watcher: Watcher, *, begins: bool) -> None:
-        """Records the begin or the end of an all-gather."""
+        """Records the start or the end of an all-gather."""
         watcher.note("AG", self.name, begins, self.num_bytes, tuple(range(dist.get_world_size())))
         self.state = "G" if begins else "U"
 
