@@ -32,7 +32,7 @@ _MARK = ' data-search-exclude="yes"'
 
 
 def leave_out(html: str) -> str:
-    """1."""
+    """1. Excludes parts of a page from the index."""
     return _SOURCE.sub(rf"\1{_MARK}\2", _TAG.sub(_marked, html))
 
 
@@ -45,7 +45,7 @@ def _marked(tag: re.Match[str]) -> str:
 
 
 def cut_index(folder: Path) -> None:
-    """2."""
+    """2. Splits the index in two."""
     whole = folder / "search_index.json"
     if not whole.exists():
         return

@@ -14,7 +14,7 @@ STAT = Path("/proc/stat")
 
 
 class Others:
-    """Measures from its construction on."""
+    """Measures the load from the construction of the object on."""
 
     def __init__(self) -> None:
         self._began, self._worked, self._ours = time.monotonic(), _worked(), _ours()

@@ -73,7 +73,7 @@ def save(
 
     Raises:
         StateDictMismatchError: the states of the ranks do not match, or an optimizer has parameters that the model does
-            not have; on all ranks.
+            not have; raised on all ranks.
     """
     names = ParameterNames(model)
     groups = agreement.groups_of(unit.mesh for unit in names.units)

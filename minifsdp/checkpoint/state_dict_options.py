@@ -144,7 +144,7 @@ class Form:
         type: full values, this rank's rows, or the local shard.
         offload: values are moved to the CPU; otherwise they stay on their device.
         first_only: only the first rank gets the result, or provides the dict to load.
-        use_dtensor: rows are wrapped as ``DTensor`` also if the wrapper was not given a mesh; otherwise as
+        use_dtensor: rows are wrapped as ``DTensor`` even if the wrapper was not given a mesh; otherwise as
             ``ShardedTensor``.
     """
 

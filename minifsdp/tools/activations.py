@@ -8,7 +8,7 @@ its own input. Worked example, a block of GPT-2 with width h::
     queries, keys, values  h  + 3 h       the norm's output; three inputs of the attention
     projection             h  + h         the attention's output; the sum, which is the next norm's input
     up                     h  + 4 h       the norm's output; the input of the activation function
-    down                   4 h + h        its output; the sum, which is the next block's input
+    down                   4 h + h        the activation's output; the sum, which is the next block's input
     together               16 h           in 16-bit numbers 32 bytes for each token and h
 
 This is the count of arXiv 2205.05198 without its dropout masks and attention scores. In a block with a gate the true
