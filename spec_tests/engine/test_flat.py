@@ -116,7 +116,7 @@ def test_all_gather_shows_full_views_and_reshard_frees_them(original: bool) -> N
         assert event is not None
         assert all(tensor.untyped_storage().size() == 0 for tensor in shown)
         seen += shown
-    assert seen[0] is not seen[4], "views are made anew for each forward"
+    assert seen[0] is not seen[4], "each forward creates new views"
     assert seen[0].untyped_storage().size() == 0
 
 

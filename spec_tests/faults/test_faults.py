@@ -238,7 +238,7 @@ def test_a_sigterm_is_reported_by_all_who_get_it_whatever_they_wait_for(tmp_path
 @pytest.mark.spec("LEDGER-12")
 def test_errors_of_earlier_process_groups_are_removed(tmp_path: Path) -> None:
     pool.start_early()
-    processes = start_ranks("anew", str(tmp_path), num_ranks=2, folder=tmp_path)
+    processes = start_ranks("new_groups", str(tmp_path), num_ranks=2, folder=tmp_path)
     for process in processes:
         process.join(60)
     codes = [process.exitcode for process in processes]
