@@ -6,7 +6,7 @@ which is replaced while the site is built::
     {{ code engine/unit.py Unit.wait }}        the current source of the function, with a link to its page
     {{ timeline fsdp1-pre-4 | A caption. }}    a picture of a recorded run
     {{ simulated prefetch | A caption. }}      a picture of a step that was logged on the simulated accelerator
-    {{ proof SHARD-04 PREF-02 }}               requirements, their tests, and the last results of these
+    {{ proof SHARD-04 PREF-02 }}               requirements, their tests, and the last results of the tests
     {{ sketch holdings | A caption. }}         a drawing of a learning page, with computed numbers
     {{ asset timeline | A caption. }}          a picture from the repository
     {{ table zero }}, {{ value num-mutants }}  a table and a number of ``pages/values.py``
@@ -14,8 +14,8 @@ which is replaced while the site is built::
     {{ failure slow_rank }}                    a script of the failure lab, and its output
     {{ exercise zero_stage_3 }}                a question, and a computed answer
 
-``pages/directives.py`` has all of them. The folders, from the lowest import layer to the highest; a module imports no
-module of a higher one:
+``pages/directives.py`` contains all directives. These are the folders, from the lowest import layer to the highest; a
+module does not import modules of a higher layer:
 
 ``reading``      the source of the package: the reading order, modules as rows of prose and code, notes, messages,
                  docstrings as HTML, the tests that fail when a line is broken

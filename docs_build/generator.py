@@ -1,4 +1,4 @@
-"""The interface to the site generator, today mkdocs; no other module in this folder imports it.
+"""The interface to the site generator, currently mkdocs. No other module in this folder imports mkdocs.
 
 The theme, Material for MkDocs, is maintained until May 2027. Its authors continue with Zensical, which reads the same
 pages and most of the same settings (``CONTRIBUTING.md``, "The documentation site"). A migration only has to replace
@@ -25,7 +25,7 @@ def front_matter(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def generated(config: Any, place: str, content: str) -> Any:
-    """A generated file of the site, which is in no folder."""
+    """A generated file of the site, which does not exist on disk."""
     return File.generated(config, place, content=content)
 
 

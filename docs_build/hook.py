@@ -45,7 +45,7 @@ log = logging.getLogger("mkdocs.hooks.minifsdp")
 
 
 def on_config(config: Any) -> Any:
-    """1."""
+    """1. Adds the pages of modules and tutorials to the navigation."""
     for entry in config.nav:
         if "Read the code" in entry:
             sections = {title.replace("`", ""): names for title, _, names in reading_order()}
@@ -61,7 +61,7 @@ def _source_uri(name: str) -> str:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """2."""
+    """2. Adds generated pages and scripts."""
     titles = {name: name for name in all_modules()} | {lesson.name: lesson.title for lesson in lessons.LESSONS}
     for name, title in titles.items():
         kind = "lesson" if name.startswith("tutorials/") else "module"
@@ -74,7 +74,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    """3."""
+    """3. Replaces directives, and adds the description and the definitions of terms."""
     about = descriptions.description(page.file.src_uri, page.meta, page.title)
     if about:
         page.meta["description"] = about
@@ -100,7 +100,7 @@ _MODULE_PATH = re.compile(r"\b(?:engine/|fsdp1/|fsdp2/|tutorials/)?[a-z0-9_]+\.p
 
 
 def on_page_content(html: str, page: Any, config: Any, **_: Any) -> str:
-    """4."""
+    """4. Inserts generated HTML, links and scripts."""
     start = page.file.url
     makers = {"minifsdp_module": modulepage.module_page, "minifsdp_lesson": lessonpage.lesson_page}
     for kind, make in makers.items():
@@ -117,7 +117,7 @@ def on_page_content(html: str, page: Any, config: Any, **_: Any) -> str:
 
 
 def _scripts(html: str, start: str, known: dict[str, list[str]]) -> str:
-    """The scripts for the elements of a page; they run as if they were at its end, after the theme's."""
+    """The scripts for the elements of a page. They run after the page is loaded and after the theme's scripts."""
     classes = {name for found in re.findall(r'\bclass="([^"]*)"', html) for name in found.split()}
     needed = [script for name, scripts in known.items() if name in classes for script in scripts]
     return "".join(f'<script defer src="{relative(script, start)}"></script>' for script in needed)
@@ -134,13 +134,13 @@ def _module_address(word: str, start: str) -> str | None:
 
 
 def on_post_page(output: str, **_: Any) -> str:
-    """5."""
+    """5. Removes the request for the number of stars."""
     # The theme fetches data from the repository's host for elements with this attribute.
     return output.replace(' data-md-component="source"', "")
 
 
 def on_post_build(config: Any) -> None:
-    """6."""
+    """6. Splits the search index, and follows every link."""
     site = Path(config.site_dir)
     searching.cut_index(site / "search")
     for problem in links.problems(site):

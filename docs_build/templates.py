@@ -1,4 +1,4 @@
-"""The templates of pages and pictures: the files ``*.jinja`` beside the modules that use them."""
+"""The templates of pages and pictures: the files ``*.jinja`` next to the modules that use them."""
 
 from functools import partial
 from pathlib import Path

@@ -164,6 +164,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             terminalreporter.write_line(line)
 
 
-# As late as possible, and also after Ctrl-C and after an error in the collection.
+# Runs as late as possible, even after Ctrl-C or an error in the collection.
 def pytest_unconfigure() -> None:
     pool.close_all()

@@ -1,6 +1,6 @@
 """The tools of ``spec_tests/properties``: descriptions, the oracle, shrinking and replaying.
 
-A hunt without findings means something only if it would have found an error. So one of its API variants, ``careless``,
+A hunt without findings is only meaningful if the hunt can find errors. So one of its API variants, ``careless``,
 contains an error.
 """
 

@@ -1,4 +1,4 @@
-"""The recorder: the events that it keeps, their order, and that it costs nothing while it is off."""
+"""The recorder: the events that it keeps, their order, and that a disabled recorder costs nothing."""
 
 from __future__ import annotations
 

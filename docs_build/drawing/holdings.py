@@ -40,7 +40,7 @@ def bytes_held(stage: int, num_ranks: int) -> dict[str, float]:
 
 
 def draw_holdings(caption: str) -> str:
-    """Four ranks under each stage: the outline of the whole, and the part on each rank."""
+    """Four ranks under each stage: the outline of the full memory, and the shard on each rank."""
     return figure([_holding(stage, 4) for stage in range(len(STAGES))], caption, SOURCE, legend(LEGEND))
 
 
@@ -52,7 +52,7 @@ def _holding(stage: int, num_ranks: int) -> Panel:
         for kind, _, width in KINDS:
             height = 5 * width
             parts.append(box(x, y, whole, height))
-            # A part is drawn at its position in the whole, so the parts of all ranks together are the whole.
+            # A shard is drawn at its position in the outline, so the shards of all ranks together fill it.
             part = whole / num_ranks if is_cut(kind, stage) else whole
             parts.append(bar(kind, x + (rank * part if is_cut(kind, stage) else 0), y, part, height))
             y += height + 3

@@ -4,7 +4,7 @@ The effects of a hook are the recorded moments while it ran. For ``pre_forward``
 
     AG issued, AG waited for, F begins         afterwards the parameters are unsharded
 
-A moment may belong to another unit: while a gradient is passed on, the previous unit's reduction is completed.
+A moment may belong to another unit: while a gradient is reduced, the reduction of the previous unit is completed.
 """
 
 from collections.abc import Callable

@@ -24,7 +24,7 @@ def rows_of(rank: int) -> list[int]:
 
 
 def draw(caption: str) -> str:
-    """The six moments of the drawing."""
+    """The drawing: a panel for each of the six states of the weight and its gradient."""
     sent, reduced = gather_sends(WHOLE, NUM_RANKS), ring_reduce_scatter_sends(WHOLE, NUM_RANKS)
     part, whole = size_of(4 * shard_shape(REAL, 0, NUM_RANKS, 0).numel()), size_of(WHOLE)
     cut, gathered = [rows_of(rank) for rank in range(NUM_RANKS)], [list(range(DRAWN[0]))] * NUM_RANKS

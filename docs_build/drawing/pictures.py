@@ -29,7 +29,7 @@ def longest(keys: Iterable[str]) -> float | None:
 
 
 def timeline_figure(key: str, caption: str, num_ranks: int = 1, seconds: float | None = None) -> str:
-    """The timeline of the first ranks of a run, with a caption that contains the machine of the recording.
+    """The timeline of the first ranks of a run, with a caption that names the machine of the recording.
 
     Args:
         key: the run.

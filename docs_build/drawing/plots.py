@@ -2,8 +2,8 @@
 
 ``python -m spec_tests.benchmarks --record`` writes the record of the benchmarks, and ``python -m
 spec_tests.benchmarks.growth --record`` that of growing work. Pictures without data in a record are left out. This
-module computes the positions, ``plots.svg.jinja`` the appearance. Colours are those of the timelines, one for each kind
-of FSDP. minifsdp's lines are solid, torch's are pale or dashed.
+module computes the positions, and ``plots.svg.jinja`` defines the appearance. The colours are those of the timelines,
+one for each kind of FSDP. minifsdp's lines are solid, torch's are pale or dashed.
 """
 
 import math
@@ -24,7 +24,7 @@ COSTS = {
     "state_dict": "state_dict(), ms",
 }
 KINDS = {"flat": "flat", "orig": "orig", "FSDP2": "func"}
-# Of the bars, in pixels.
+# Sizes of the bars, in pixels.
 WIDTH, ROW, PANEL_GAP, LEFT, RIGHT = 840, 14, 46, 128, 24
 
 
@@ -38,11 +38,11 @@ class Area(NamedTuple):
     right: float
 
     def at(self, x: float, y: float) -> tuple[float, float]:
-        """A place from its shares of the width and, from below, of the height."""
+        """A position in pixels, from fractions of the width and of the height, the latter from below."""
         return self.left + self.width * x, self.top + self.height * (1 - y)
 
     def points(self, shares: Sequence[tuple[float, float]]) -> str:
-        """The places of a curve."""
+        """The positions of a curve."""
         return " ".join("{:.1f},{:.1f}".format(*self.at(x, y)) for x, y in shares)
 
 
@@ -95,7 +95,7 @@ def growth(record: Any, name: str, caption: str) -> str:
 
 
 def _ticks(costs: Sequence[float]) -> list[float]:
-    """1, 3, 10, 30 and so on, from the last below all costs up to the first above them."""
+    """Ticks at 1, 3, 10, 30 and so on, from the last one below all costs to the first one above them."""
     steps = [base * 10.0**power for power in range(-3, 7) for base in (1, 3)]
     low = max(step for step in steps if step <= min(costs))
     high = min(step for step in steps if step >= max(costs) and step > low)

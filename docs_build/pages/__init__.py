@@ -1,1 +1,1 @@
-"""Pages and parts of pages, made from all of these."""
+"""Pages and parts of pages, made from the source, the records and the drawings."""

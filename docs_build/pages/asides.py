@@ -1,4 +1,4 @@
-"""The text below the prose of a row, and above a module: pages of Learn, tests, and breaks that tests detect."""
+"""The text below the prose of a row, and above a module: links to pages of Learn and to tests, and detected breaks."""
 
 from pathlib import Path
 

@@ -3,9 +3,9 @@
 Three things weaken a result, and each has its own labels:
 
 * **Where.** A requirement tagged ``[cuda]`` can only be tested completely on CUDA. A CPU shows a weaker property (``in
-  part``), the simulated accelerator shows order, memory and CPU waits, but no kernels and no times.
+  part``). The simulated accelerator shows order, memory and CPU waits, but no kernels and no times.
 * **How.** A test may only check the ``order``, compute without the package (``arithmetic``), or read a page (``text``).
-* **Whether.** Where no run is recorded, the label is ``never run`` instead of nothing.
+* **Whether.** If no run is recorded, the label is ``never run``.
 
 Only behaviour that was tested completely is green. Colours repeat the words and add no information.
 """
@@ -91,7 +91,7 @@ def tags(row: SpecRow) -> list[str]:
 
 
 def where_proven(rows: Iterable[SpecRow]) -> str:
-    """How many requirements were tested where and how: ``CPU: 7 proven, 1 in part; CUDA: never run``."""
+    """The number of tested requirements for each backend and label: ``CPU: 7 proven, 1 in part; CUDA: never run``."""
     rows = list(rows)
     parts = []
     for backend, where in WHERE.items():

@@ -29,7 +29,7 @@ UNITS = 48
 
 @of_record("debug-cost")
 def checks(record: Any) -> str:
-    """A row for each check, permanent or of ``minifsdp.debug()``, and below the table the conditions."""
+    """A row for each check, permanent or of ``minifsdp.debug()``, with the conditions below the table."""
     measured = [(door, of_door, what) for door, of_door in record["doors"].items() for what in ("step", "start")]
     names = next(iter(record["doors"].values()))["step"]
     rows = [
@@ -53,7 +53,7 @@ def _ratio(ratios: dict[str, Any] | None) -> str:
 
 @of_record("optimizer")
 def optimizers(record: Any) -> str:
-    """Milliseconds of CPU time of a step and of clipping, and below the table the conditions."""
+    """Milliseconds of CPU time of a step and of clipping, with the conditions below the table."""
     rows = [
         [OPTIMIZERS[contender], *(f"{by_action[action]['cpu']:.1f}" for action in ACTIONS)]
         for contender, by_action in record["contenders"].items()

@@ -1,7 +1,7 @@
 """A sentence about each page, for search engines and for previews of links.
 
-A page in ``docs/`` has it in its head, ``description: ...``. For pages of modules, of tutorials and of the failure lab
-this module makes it from the first sentences of their sources.
+A page in ``docs/`` has the sentence in its front matter, ``description: ...``. For pages of modules, tutorials and
+the failure lab, this module makes it from the first sentences of their sources.
 """
 
 import re

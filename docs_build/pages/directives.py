@@ -31,7 +31,7 @@ from docs_build.templates import PAGES
 LINE = re.compile(r"^(?P<indent> *)\{\{ (?P<verb>\w+) ?(?P<rest>.*?) \}\}$", re.MULTILINE)
 INLINE = re.compile(r"\{\{ value ([\w-]+) \}\}")
 
-# Makes Markdown from the text behind the verb and the address of the page.
+# Makes Markdown from the text after the verb and from the address of the page.
 Verb = Callable[[str, str], str]
 
 
@@ -53,7 +53,7 @@ def expand(markdown: str, start: str) -> str:
 
 
 def _pictured(make: Callable[[str, str], str]) -> Verb:
-    """A verb of a name and a caption."""
+    """A verb that has a name and a caption."""
 
     def verb(rest: str, _: str) -> str:
         name, _, caption = rest.partition(" | ")

@@ -1,7 +1,8 @@
 """The evidence for correctness: figures of the first page and of the page on evidence, computed from the records.
 
 ``docs/data/torch-tests.json`` is the record of a run of PyTorch's own FSDP tests, written manually from a harness that
-is not part of this project: when, where, of which commit, and how many tests ran and passed in each file.
+is not part of this project. It has the date, the machine, the commit, and for each file the number of tests that ran
+and passed.
 """
 
 from docs_build.reading.text import table

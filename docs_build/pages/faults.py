@@ -1,4 +1,4 @@
-"""Attempts to break a training, as tables: each is made from a record while the site is built.
+"""Attempts to break a training, as tables. Each table is made from a record while the site is built.
 
 =================================================  ======================================
 ``python -m spec_tests.faults --record``           every fault at every stage

@@ -1,14 +1,14 @@
 """The terms of the glossary on all other pages: on hover or keyboard focus, a term shows its definition.
 
-``docs/glossary.md`` has a heading for each term and its definition below. After the Markdown of a page follow lines for
-the extension ``abbr``::
+``docs/glossary.md`` has a heading for each term, with its definition below. Lines for the extension ``abbr`` are added
+at the end of the Markdown of each page::
 
     ### Rank                               *[rank]: One of the processes that train together, and its number.
                                     -->    *[Rank]: One of ...
     One of the processes that train        *[ranks]: One of ...
     together, and its number. Usually ...  *[Ranks]: One of ...
 
-It marks *every* occurrence outside of code. Too many marks make a page hard to read, so only the first occurrence of
+The extension marks *every* occurrence outside of code. Too many marks make a page hard to read, so only the first of
 each term in the text stays marked.
 """
 

@@ -16,7 +16,7 @@ from docs_build.templates import PAGES
 
 
 def page_of(name: str) -> str:
-    """The file of a page: ``read/engine/unit.html`` for ``engine/unit.py``; a tutorial's is in its folder."""
+    """The file of a page: ``read/engine/unit.html`` for ``engine/unit.py``. A tutorial's page is in its folder."""
     folder = "" if name.startswith("tutorials/") else "read/"
     return f"{folder}{name.removesuffix('.py')}.html"
 
@@ -27,7 +27,7 @@ def address(start: str, name: str, anchor: str = "") -> str:
 
 
 def row_address(start: str, name: str, anchor: str) -> str:
-    """The link to a row; to its page if the row no longer exists, and an empty one if the module does not."""
+    """The link to a row; to its page if the row does not exist any more, or ``""`` if the module does not."""
     if not (PACKAGE / name).exists():
         return ""
     return address(start, name, anchor if anchor in {row.anchor for row in read_module(name).rows} else "")

@@ -29,7 +29,7 @@ KNOWN = "assets/troubles/known.js"  # path of the output of `script`
 ENTRY = re.compile(r"^### (?P<title>.+?) \{ #(?P<id>E-[\w-]+)[^}]*\}$(?P<body>.*?)(?=^##|\Z)", re.MULTILINE | re.DOTALL)
 QUOTED = re.compile(r"^\{\{ (?P<verb>says|follows) (?P<texts>.*) \}\}$", re.MULTILINE)
 
-# Messages with lines of variable content, and the catalogue's lines that they can have. A single line is found, too.
+# Messages with lines of variable content, and the catalogue's entries for these lines. A single line is found as well.
 LINES = {
     "initial-weights-differ": ["rank-differs"],
     "not-finite": ["parameter-not-finite", "output-not-finite", "gradient-not-finite"],
@@ -48,7 +48,7 @@ class Known:
         door: the source of the error, ``minifsdp`` or ``PyTorch``.
         kind: ``error``; ``warning``, after which a program continues; ``follows``, mostly caused by another error.
         wholes: texts that match, each as its fixed parts in order.
-        lines: the same for single lines of the message, which match if nothing else does.
+        lines: the same for single lines of the message, which are used if no text in ``wholes`` matches.
     """
 
     id: str

@@ -4,10 +4,10 @@ The theme's plugin makes the index from each page's HTML. This module changes tw
 
 1. Parts that every page has, or that are pictures, get ``data-search-exclude``, and the plugin leaves them out.
    Otherwise an excerpt begins with "4 of 123 in reading order", and a search for "block" finds boxes of a timeline.
-2. The index is split in two. Most visitors of a page do not search, and the whole index would be two megabytes for each
-   of them. ``search_index`` keeps the settings, which the theme reads immediately. ``documents.js`` has the texts,
-   which ``docs/assets/js/search.js`` loads when a search begins. It is a script, because a page opened from a disk
-   cannot fetch other files.
+2. The index is split in two. Most visitors of a page do not search, and would load two megabytes with a single index.
+   ``search_index`` keeps the settings, which the theme reads immediately. ``documents.js`` has the texts, which
+   ``docs/assets/js/search.js`` loads when a search begins. It is a script, because a page opened from a disk cannot
+   fetch other files.
 """
 
 import json
@@ -32,7 +32,7 @@ _MARK = ' data-search-exclude="yes"'
 
 
 def leave_out(html: str) -> str:
-    """1."""
+    """1. Excludes parts of a page from the index."""
     return _SOURCE.sub(rf"\1{_MARK}\2", _TAG.sub(_marked, html))
 
 
@@ -45,7 +45,7 @@ def _marked(tag: re.Match[str]) -> str:
 
 
 def cut_index(folder: Path) -> None:
-    """2."""
+    """2. Splits the index in two."""
     whole = folder / "search_index.json"
     if not whole.exists():
         return

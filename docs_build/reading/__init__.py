@@ -1,1 +1,1 @@
-"""The package's source and its records, read: modules in rows, notes, messages, breaks."""
+"""Reads the package's source and its records: modules in rows, notes, messages, breaks."""

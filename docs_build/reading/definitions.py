@@ -4,7 +4,7 @@ import ast
 
 
 def find(tree: ast.AST, qualified: str) -> ast.AST | None:
-    """The last definition with that name, as in ``Unit.wait``; the module for an empty name, ``None`` if it is gone."""
+    """The last definition of a name, as in ``Unit.wait``; the module for an empty name, ``None`` if there is none."""
     node: ast.AST | None = tree
     for part in filter(None, qualified.split(".")):
         inside = [one for one in getattr(node, "body", []) if getattr(one, "name", None) == part]

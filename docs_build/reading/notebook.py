@@ -7,7 +7,7 @@ their own, ``docs_build/notes/engine/unit.md`` for ``engine/unit.py``::
 
         self.limiter.throttle(self.name)
 
-    The CPU may stop here, until an older unit has given its memory back.
+    The CPU may wait here until an older unit has freed its memory.
 
 The heading is the function. The indented line is the text of the annotated statement, exactly as in the file. The rest
 is the note, in Markdown. A note is found by function and text instead of a line number, so it follows the code. If its

@@ -27,7 +27,7 @@ def reading_order() -> list[tuple[str, str, list[str]]]:
     existing = all_modules()
     sections = [(one["title"], one["about"], [n for n in one["modules"] if n in existing]) for one in SECTIONS]
     named = {name for _, _, names in sections for name in names}
-    # Modules that only re-export names come last, and so do modules outside of all folders.
+    # Modules that only re-export names, and modules outside of all folders, come last.
     last = {name.rpartition("/")[0]: number for number, one in enumerate(SECTIONS) for name in one["modules"]}
     for name in existing:
         if name not in named:

@@ -1,9 +1,9 @@
 """A module's text, split into rows: prose for the left column, code for the right one.
 
 A row begins at a top-level statement, at a class, at a method, and inside a function at each comment that stands alone
-above a statement. Docstrings and such comments go to the left, all other text stays.
+above a statement. Docstrings and such comments go to the left column, and all other text to the right one.
 
-Every row has an anchor. That of a function is its qualified name (``Unit.wait``), a row inside of it adds a number
+Every row has an anchor. The anchor of a function is its qualified name (``Unit.wait``). A row inside of it has a number
 (``Unit.wait-2``), so links survive edits elsewhere in the file. A note (``notebook.py``) also begins a row. Notes have
 numbers of their own (``Unit.wait-n1``), so a new note does not change other anchors.
 """
@@ -70,7 +70,7 @@ class Module:
     recording: set[int]
 
     def anchor_of(self, line: int) -> str:
-        """The anchor of the row that contains a line, without notes, which records outlive; empty above all rows."""
+        """The anchor of the row with a line, or ``""``. Rows of notes are skipped, because records outlive them."""
         lasting = [row for row in self.rows if row.lines and (row.kind != "step" or row.comment)]
         return next((row.anchor for row in reversed(lasting) if row.lines[0] <= line), "")
 

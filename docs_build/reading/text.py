@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 
 def table(heads: Iterable[str], rows: Iterable[Iterable[object]], align: str = "l") -> str:
-    """A Markdown table; ``align`` has ``l`` or ``r`` for each column, its last letter is for all further columns."""
+    """A Markdown table; ``align`` has ``l`` or ``r`` for each column, and its last letter applies to all others."""
     heads = list(heads)
     marks = [{"l": "---", "r": "--:"}[align[min(column, len(align) - 1)]] for column in range(len(heads))]
     return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in (heads, marks, *rows))

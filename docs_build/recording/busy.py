@@ -1,9 +1,9 @@
 """The load that other programs caused on a machine during a measurement.
 
-A time has little meaning without it: on two cores of which another program uses one, a lesson on two ranks may take
-twice as long. Linux counts the working seconds of all cores; those of this process and its children are subtracted::
+A time has little meaning without it: if another program uses one of two cores, a lesson on two ranks may take twice as
+long. Linux counts the working seconds of all cores; those of this process and its children are subtracted::
 
-    10 seconds on 2 cores: cores worked 17 seconds, we 12      other programs used half a core
+    10 seconds on 2 cores: the cores worked 17 seconds, 12 for this process      other programs used half a core
 """
 
 import os
@@ -14,7 +14,7 @@ STAT = Path("/proc/stat")
 
 
 class Others:
-    """Measures from its construction on."""
+    """Measures the load from the construction of the object on."""
 
     def __init__(self) -> None:
         self._began, self._worked, self._ours = time.monotonic(), _worked(), _ours()

@@ -52,7 +52,7 @@ def _run(script: Path, *arguments: str, fails: bool) -> list[str]:
 
 
 def _words_of(folder: Path, rank: int) -> str:
-    """The output of a rank: first its warnings, then what it printed."""
+    """The output of a rank: first its warnings, then its standard output."""
     files = [path for name in ("stderr.log", "stdout.log") for path in folder.glob(f"*/attempt_0/{rank}/{name}")]
     text = "".join(path.read_text(encoding="utf-8") for path in files)
     text = re.sub(rf"{re.escape(str(folder))}/(minifsdp-ledger)-[\w-]+-(rank\d)", r"\1-\2", text)

@@ -5,7 +5,7 @@ machine and the versions in ``docs/data/lessons.json``. With names (``overlap di
 built from the record, because some tutorials need packages that a reader of the documentation may not have.
 
 Pictures need a machine on which nothing else runs. A run with pictures that are not `even` is repeated; if no run is
-even, nothing is written. ``first_page`` is one more run, of which only the picture is kept, for README and Home.
+even, nothing is written. ``first_page`` is another run. Only its picture is kept, for README and Home.
 """
 
 import re

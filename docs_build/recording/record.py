@@ -2,15 +2,15 @@
 
     python -m docs_build.recording.record
 
-takes a few minutes and needs a machine on which nothing else runs. Runs for pictures show time, so the fastest of many
+This takes a few minutes and needs a machine without other programs. Runs for pictures show time, so the fastest of many
 steps is kept: other programs can only make a step slower. Steps in which the times of equal blocks differ by more than
 `EVEN` are discarded; if no step is left, nothing is written::
 
     F 0   3.1 ms    F 1   2.9 ms    F 2   3.0 ms    F 3   3.2 ms        even
     F 0   2.7 ms    F 1   29. ms    F 2   2.9 ms    F 3   3.1 ms        another program was running
 
-Runs for the step player record every *moment*, the begin or end of an event, with the state of the rank and the running
-functions of the package. They only show order; ``--player`` records only these, on any machine.
+Runs for the step player record every *moment*, the start or end of an event, with the state of the rank and the running
+functions of the package. They only show order. ``--player`` records only these runs, and works on any machine.
 """
 
 import argparse
@@ -142,7 +142,7 @@ def build(run: Run) -> nn.Module:
 
 @cache
 def _mesh(ranks: int, *, hybrid: bool) -> Any:
-    """Cached, because connecting ranks takes longer than training them."""
+    """The mesh. It is cached, because connecting ranks takes longer than training them."""
     if hybrid:
         return init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("replicate", "shard"))
     return init_device_mesh("cpu", (ranks,))

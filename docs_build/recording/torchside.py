@@ -46,7 +46,7 @@ class TorchUnit(Watched):
         return self.state, "IDLE", sum(size(one) for one in self.reduced()), self.whole_bytes()
 
     def gather(self, watcher: Watcher, *, begins: bool) -> None:
-        """Records the begin or the end of an all-gather."""
+        """Records the start or the end of an all-gather."""
         watcher.note("AG", self.name, begins, self.num_bytes, tuple(range(dist.get_world_size())))
         self.state = "G" if begins else "U"
 
@@ -56,13 +56,13 @@ class TorchUnit(Watched):
         self.state = "S"
 
     def begin_backward(self, watcher: Watcher) -> None:
-        """The gradient of the unit's output has arrived; with several outputs, the first one."""
+        """Called when the gradient of the unit's output has arrived, or the first of several gradients."""
         if not self.is_in_backward:
             watcher.note("B", self.name, True)
         self.is_in_backward = True
 
     def end_backward(self, watcher: Watcher) -> None:
-        """The unit's own gradients are complete, and are reduced next."""
+        """Called when the unit's own gradients are complete. They are reduced next."""
         if self.is_in_backward:
             watcher.note("B", self.name, False)
         self.is_in_backward = False
@@ -70,7 +70,7 @@ class TorchUnit(Watched):
 
 
 class _Group(TorchUnit):
-    """FSDP2."""
+    """A parameter group of FSDP2."""
 
     def __init__(self, name: str, module: nn.Module, group: Any) -> None:
         super().__init__(name, module)
@@ -98,7 +98,7 @@ class _Group(TorchUnit):
 
 
 class _Handle(TorchUnit):
-    """FSDP1."""
+    """A handle of FSDP1."""
 
     def __init__(self, name: str, module: nn.Module, handle: Any) -> None:
         super().__init__(name, module)

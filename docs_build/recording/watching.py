@@ -1,14 +1,14 @@
-"""Observes a training step for the step player: what a rank holds, and which functions run, at each *moment*.
+"""Observes a training step for the step player: the memory of a rank and the running functions at each *moment*.
 
-A moment is the begin or the end of an event. For each unit it records the state right before the moment::
+A moment is the start or the end of an event. For each unit, the state right before the moment is recorded::
 
     state       S sharded, G gathering, U unsharded
     phase       the phase of the unit's module
     reduced     bytes of the gradients that the optimizer uses
     unsharded   bytes of unsharded gradients, from autograd's first one until their reduce-scatter is complete
 
-Weak references count the last one: an unsharded gradient is taken from autograd, packed and reduced, and stays in
-memory until its last user releases it.
+Unsharded gradients are counted with weak references: such a gradient is taken from autograd, packed and reduced, and
+stays in memory until its last user releases it.
 """
 
 import linecache
@@ -68,7 +68,7 @@ class Watched:
         self._seen.update({id(tensor): tensor for tensor in tensors})
 
     def whole_bytes(self) -> int:
-        """Bytes of all existing unsharded gradients, each memory once, without those of the optimizer's gradients."""
+        """Bytes of all existing unsharded gradients. Shared memory counts once, gradients of the optimizer do not."""
         self.see([leaf.grad for leaf in self.leaves() if leaf.grad is not None])
         reduced = {_memory(gradient) for gradient in self.reduced()}
         memories = {_memory(tensor): tensor for tensor in self._seen.values()}
@@ -103,7 +103,7 @@ class WatchedUnit(Watched):
         return list(self.layout.local_parameters())
 
     def leaves(self) -> list[torch.Tensor]:
-        """The leaf of the flat layout, or those of all parameters."""
+        """The leaf of the flat layout, or the leaves of all parameters."""
         return getattr(self.layout, "_leaves", None) or [self.layout._unsharded.leaf]
 
     def pieces(self) -> list[tuple[float, float]]:

@@ -10,14 +10,14 @@ They take place *before* the first tensor is sent. Each one replaces a hang with
 * `refuse_together` raises on all ranks if one rank found a problem. If only that rank raised, the others would continue
   into a collective and hang.
 
-Worked example, four ranks with the shard groups (0 1) and (2 3), a fact known on rank 3 only::
+Worked example, four ranks with the shard groups (0 1) and (2 3), and a fact that only rank 3 has::
 
-    exchange in the shard groups        2 and 3 know it
-    exchange in the replicate groups    1 receives it from 3, and 0 from 2: all ranks know it
+    exchange in the shard groups        2 and 3 have it
+    exchange in the replicate groups    1 receives it from 3, and 0 from 2: all ranks have it
 
 Two rounds in small groups reach every rank, so a hybrid strategy needs no group of all ranks.
 
-The store is the one that the ranks used for rendezvous. It works for every backend, also when collectives no longer
+The store is the one that the ranks used for rendezvous. It works for every backend, even if collectives no longer
 work. It also counts the arrivals, so that ranks cannot disagree about the count. Cost of a barrier: six messages from
 each rank to the store, 0.2 ms on one machine. A rank that has a rare fact to send sets a flag in the barrier, and the
 ranks exchange facts only if a flag is set.
@@ -47,11 +47,11 @@ MOST_LINES = 10
 
 
 class StateDictMismatchError(RuntimeError, ValueError):
-    """A state dict does not fit. ``nn.Module`` raises the one base class for this, and optimizers the other."""
+    """A state dict does not fit. For this, ``nn.Module`` raises `RuntimeError`, and optimizers raise `ValueError`."""
 
 
 def groups_of(meshes: Iterable[MeshGroups]) -> list[Group]:
-    """The groups of all meshes without duplicates, shard groups first. Equal on all ranks that build equal trees.
+    """The groups of all meshes without duplicates, shard groups first. Ranks with equal module trees get equal lists.
 
     Groups of a simulation are excluded.
     """
@@ -123,7 +123,7 @@ def refuse_lacking(groups: Sequence[Group], mine: Iterable[str], opening: str = 
 
 
 def value_of_first_rank(value: T, mesh: MeshGroups) -> T:
-    """The first rank's value. It is broadcast to the first rank's replicas, and then in each of their shard groups."""
+    """Returns the first rank's value. It is broadcast to that rank's replicas, then in each of their shard groups."""
     box = [value]
     for group in (mesh.replicate, mesh.shard):
         if group is not None:

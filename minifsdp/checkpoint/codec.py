@@ -10,8 +10,8 @@ example, a unit ``0`` with ``weight`` (2 x 3) and ``bias`` (3) on two ranks; ran
     unsharded   full values from a dict          0.weight 2 x 3, 0.bias 3; rows are all-gathered one by one
     copied      into this rank's shard           w b b b .
 
-Only one bucket at a time is unsharded. A local state dict contains the local shard unchanged: it is this rank's rows of
-one long parameter, the bucket itself.
+Only one bucket at a time is unsharded. A local state dict contains the local shard unchanged, as this rank's rows of a
+long parameter, which is the bucket.
 
 Keys are the names in the plain module, without the names that wrappers and activation checkpoints add to paths. So a
 model with other wrappers, or without any, can load the dict::
@@ -102,23 +102,23 @@ class UnitCodec:
 
     @cached_property
     def names(self) -> list[str]:
-        """By number, the key under which each parameter is found first, as in ``named_parameters()``."""
+        """The key of each parameter by number. A tied parameter has its first key, as in ``named_parameters()``."""
         first = {number: key for key, number in reversed(self.keys.items())}
         return [first[number] for number in range(len(self.shapes))]
 
     @cached_property
     def owners(self) -> list[nn.Parameter]:
-        """By number, the optimizer's parameter: the same flat parameter for all, or a local shard for each."""
+        """The optimizer's parameter for each number: the same flat parameter for all, or a local shard for each."""
         owned: list[nn.Parameter] = self.layout.local_parameters()
         return owned * len(self.shapes) if self.is_flat else owned
 
     @cached_property
     def places(self) -> list[slice]:
-        """By number, the range of the parameter's elements in this rank's shard; may be empty."""
+        """The range of each parameter's elements in this rank's shard, by number. A range may be empty."""
         return self._sharding.param_ranges(self.mesh.shard_index)
 
     def holds(self, number: int, index: int | None = None) -> bool:
-        """Whether a rank has an element of the parameter: this one, or the one at ``index`` of the shard group."""
+        """Whether this rank, or the rank at ``index`` of the shard group, has an element of the parameter."""
         held = self._sharding.range_in_param(self.mesh.shard_index if index is None else index, number)
         return bool(held.stop > held.start)
 
@@ -128,7 +128,7 @@ class UnitCodec:
         """Every parameter's full value on the compute device. All ranks of the shard group must call it.
 
         Args:
-            values: by number, this rank's values; the rest of its shard is zero.
+            values: this rank's values by number; the rest of its shard is zero.
             dtype: the dtype of the values.
         """
         # This rank's shard is filled in place in the bucket, so that the all-gather needs no memory for it.
@@ -177,7 +177,7 @@ class UnitCodec:
             where: the name of the value in the message.
             value: the parameter's value, or an optimizer state with a value per element.
             form: the form of the dict.
-            any_shape: whether the value may have another shape than the parameter.
+            any_shape: whether the shape of the value may differ from that of the parameter.
         """
         shape = tuple(self.shapes[self.keys[key]])
         if not is_tensor_like(value):
@@ -195,13 +195,13 @@ class UnitCodec:
     def unsharded(self, value: Any) -> torch.Tensor:
         """The full tensor of a value in a state dict. Rows are all-gathered: all ranks of the shard group must call it.
 
-        With tensor parallelism, it is the tensor that the shard group shares.
+        With tensor parallelism, the result is the tensor that the shard group shares.
         """
         if tensors.local_rows(value) is not None:
             return tensors.gathered_rows(value, self.group, self.layout.device)
         if isinstance(value, torch.Tensor):
             return value
-        # A lazy tensor of a framework that reads files late provides its values in `copy_`.
+        # Some frameworks use lazy tensors, which read their values from the file in `copy_`.
         return torch.empty(tuple(value.size()), dtype=value.dtype).copy_(value)
 
     def copy_into(self, shard: torch.Tensor, values: Mapping[int, Any]) -> torch.Tensor:
@@ -248,7 +248,7 @@ class ParameterNames:
                 self.units.append(unit)
                 for owner, name in zip(unit.owners, unit.names, strict=True):
                     self.of.setdefault(owner, []).append(name)
-        # After a forward with SHARD_GRAD_OP, modules have other objects than the optimizer, so names are compared.
+        # After a forward with SHARD_GRAD_OP, modules have other tensors than the optimizer, so names are compared.
         owned = {key: unit.owners[number] for unit in self.units for key, number in unit.keys.items()}
         current = {name: owned.get(plain_path(name), parameter) for name, parameter in model.named_parameters()}
         self.outside = {parameter: plain_path(name) for name, parameter in current.items() if parameter not in self.of}
@@ -268,7 +268,7 @@ class ParameterNames:
 
 
 def parameters_of(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """The parameters of all groups in order; in a state dict, their keys."""
+    """The parameters of all groups in order; for groups of a state dict, the keys of the parameters."""
     return [parameter for group in groups for parameter in group["params"]]
 
 
@@ -276,7 +276,7 @@ def regrouped(group: Mapping[str, Any], params: list[Any], param_names: Sequence
     """A group with copies of the settings of ``group``, for other parameters or keys.
 
     Args:
-        group: of an optimizer or of a state dict.
+        group: a group of an optimizer or of a state dict.
         params: the parameters or keys of the new group.
         param_names: names to store in the group; ``None`` if the optimizer stores none.
     """

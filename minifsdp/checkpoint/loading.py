@@ -7,11 +7,11 @@ A sharded model saves and loads a dict of DTensors, with the code of ``nn.Module
 * *DTensors over other ranks*, or over the same ranks in another order: PyTorch cannot copy them, and with
   ``assign=True`` it treats another rank's rows as its own.
 
-`check_before_load` detects all three, for the whole model, before the first value is copied. As a help for debugging,
-``TORCH_DISTRIBUTED_DEBUG=DETAIL`` accepts the first one: every rank shards the full tensors itself.
+`check_before_load` detects all three, for the whole model, before the first value is copied. With
+``TORCH_DISTRIBUTED_DEBUG=DETAIL`` it accepts a plain dict, and every rank shards the full tensors itself.
 
-*In torch:* the first ends in an error for each key, the second in a warning, the third in an error that names no ranks,
-or goes unnoticed.
+*In torch:* the first mistake raises an error for each key, and the second causes a warning. The third raises an error
+that names no ranks, or goes unnoticed.
 
 Spec: FS2-SD-04, FS2-SD-05, FS2-SD-14, NEW-21.
 """

@@ -1,9 +1,9 @@
 """Saving the optimizer's state: from local shards on each rank to original parameters by name.
 
-An optimizer does not know that its parameters are shards. Adam keeps two averages for each element of its parameters,
-so rank 0 has the averages of rank 0's elements, under a number that means "my first parameter". Such a dict is not
-a checkpoint. It lacks the other ranks' shards. If it is loaded on *all* ranks, each rank silently continues with rank
-0's averages for its own elements. So a round trip needs two conversions: this one, and ``optim_state_load.py``.
+The parameters of the optimizer are shards. Adam keeps two averages for each element of its parameters, so rank 0 has
+the averages of its own elements, under the number of the parameter in the optimizer. Such a dict is not a checkpoint,
+because it lacks the other ranks' shards. If it is loaded on *all* ranks, each rank silently continues with rank 0's
+averages for its own elements. So a round trip needs two conversions: this one, and ``optim_state_load.py``.
 
 Worked example, Adam after one step, one unit with ``weight`` (2 x 3) and ``bias`` (3), two ranks, a flat parameter::
 
@@ -64,7 +64,7 @@ def save(
     Args:
         model: a wrapper, or a module that contains wrappers.
         optimizer: created from the model's parameters after wrapping.
-        given: its own state dict; keyed by numbers, or by names if the optimizer does that.
+        given: the optimizer's own state dict, keyed by numbers or by names.
         form: the form of the result.
         group: with ``form.first_only``, its first rank gets the result; by default the first rank of the first unit.
 
@@ -73,7 +73,7 @@ def save(
 
     Raises:
         StateDictMismatchError: the states of the ranks do not match, or an optimizer has parameters that the model does
-            not have; on all ranks.
+            not have; raised on all ranks.
     """
     names = ParameterNames(model)
     groups = agreement.groups_of(unit.mesh for unit in names.units)
@@ -93,8 +93,8 @@ def save(
     for parameter, name in names.outside.items():
         if parameter in states:
             found[name] = {key: copied(value, offload=form.offload) for key, value in states[parameter].items()}
-    # In the order of the model, which is the same on all ranks, and not of the optimizer: code that all-gathers the
-    # values of a sharded dict iterates over it in order.
+    # The dict has the order of the model, which is the same on all ranks, because code that all-gathers the values of
+    # a sharded dict iterates over it in order.
     result: dict[str, Any] = {"state": {**found, **_unknown(given["state"], keys)}}
     if "param_groups" in given:
         result["param_groups"] = []
@@ -168,7 +168,7 @@ def facts_of(entries: Mapping[str, Any], shape: Sequence[int], elementwise: Cont
 
     Args:
         entries: the states.
-        shape: of the parameter.
+        shape: the shape of the parameter.
         elementwise: names of states that are per element if both the state and the parameter are 0-d.
     """
     facts: dict[str, Any] = {}

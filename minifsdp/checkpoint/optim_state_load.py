@@ -1,6 +1,6 @@
 """Loading the optimizer's state: from original parameters by name to this rank's shards, under numbers.
 
-The reverse of ``optim_state.py``. The result is accepted by ``optim.load_state_dict`` on this rank, for any number of
+This is the reverse of ``optim_state.py``. ``optim.load_state_dict`` accepts the result on this rank, for any number of
 ranks, any wrapping, and flat or original parameters. The checkpoint and the optimizer only need the same parameter
 names. Worked example, the unit of ``optim_state.py``, on rank 1 of two, whose local shard is ``w b b b .``::
 
@@ -8,11 +8,11 @@ names. Worked example, the unit of ``optim_state.py``, on rank 1 of two, whose l
     flat      {0: {"step": 1, "exp_avg": [w b b b .]}}                           padding is filled with 0
     original  {0: {"step": 1, "exp_avg": [w]}, 1: {"step": 1, "exp_avg": [b b b]}}
 
-1. *Check.* An optimizer copies any dict, and the mistake shows up, if at all, as a slightly higher loss. So names,
-   shapes and types are compared with the optimizer. If all are valid, the values that a flat parameter stores only once
-   are compared with each other. If any rank finds a problem, all ranks raise. After that all ranks have the facts about
-   the states, from their own dict or from the first rank.
-2. *Local shards.* One state of one unit at a time. Three sources:
+1. *Check.* An optimizer accepts any dict, and a mistake may only cause a slightly higher loss. So names, shapes and
+   types are compared with the optimizer. If all are valid, the values that a flat parameter stores only once are
+   compared with each other. If any rank finds a problem, all ranks raise. After that all ranks have the facts about the
+   states, from their own dict or from the first rank.
+2. *Local shards.* They are computed for one state of one unit at a time. There are three sources:
 
    * all ranks have full values: each rank copies its own shard, and nothing is communicated;
    * only the first rank has them (``rank0_only``): it fills the unit's bucket and *scatters* the shards, so that no
@@ -21,11 +21,11 @@ names. Worked example, the unit of ``optim_state.py``, on rank 1 of two, whose l
 3. *Keys.* Numbers, counted over the optimizer's own groups, or names for optimizers that use names as keys.
 
 A parameter may have no state because it never had a gradient. If no parameter of its unit has a state, the unit starts
-without states. If others have one, the dict is more likely damaged. To confirm that it is intended, add an empty entry,
+without states. If others have one, the dict is probably damaged. If the missing state is intended, add an empty entry,
 ``optim_state_dict["state"][name] = {}``; a flat parameter then gets zeros.
 
 *In torch:* ``_flatten_optim_state_dict``. A dict that only the first rank has is broadcast in full. Values are checked
-when they are used, halfway through, and only one rank raises.
+only when they are used, after other values have been loaded, and only one rank raises.
 
 Spec: OSD-LOAD-01 to OSD-LOAD-08.
 """
@@ -48,7 +48,7 @@ from minifsdp.engine.messages import detail, message
 
 @dataclass
 class Target:
-    """The optimizer and the model that a dict is loaded for.
+    """The optimizer into which a dict is loaded, and its model.
 
     Attributes:
         model: a wrapper, or a module that contains wrappers.
@@ -74,7 +74,7 @@ class Target:
 
 
 def load_for(model: nn.Module, optim: Any, given: Any, *, by_name: bool) -> dict[str, Any]:
-    """The dict for ``optim.load_state_dict``, from one in the form that is chosen for the model's optimizers."""
+    """The dict for ``optim.load_state_dict``, from a dict in the form that is set for the model's optimizers."""
     return load(Target(model, optim, form_for_optimizer(model), by_name), given)
 
 
@@ -108,7 +108,7 @@ def load(target: Target, given: Any, *, communicates: bool = True) -> dict[str, 
     agreement.refuse_together(groups, problems)
     state = source["state"]
     if target.form.is_sharded:
-        # They are all-gathered one by one, so each rank must have them, with the same dtype.
+        # Rows are all-gathered one by one, so each rank must have them, with the same dtype.
         rows = [(n, k, t.dtype) for n, k, t in _tensors_in(state, names) if tensors.local_rows(t) is not None]
         agreement.refuse_lacking(groups, (detail("rows-lacking", name=n, key=k, dtype=d) for n, k, d in rows))
     in_units = {name for unit in names.units for name in unit.names}
@@ -131,7 +131,7 @@ def _facts_given(names: ParameterNames, state: Mapping[str, Any]) -> list[Facts]
     """The facts of a dict for each unit, by parameter number. Nothing is communicated."""
     found = [(key, tensor) for _, key, tensor in _tensors_in(state, names)]
     # A 0-d value for a 0-d parameter is ambiguous. A state that has dimensions for any parameter is per element. If all
-    # parameters are 0-d, only the step counter is not.
+    # parameters are 0-d, all states except the step counter are per element.
     elementwise = {key for key, tensor in found if tensor.ndim} or {key for key, _ in found if key != "step"}
     return [
         {n: facts_of(state[name], unit.shapes[n], elementwise) for n, name in enumerate(unit.names) if name in state}
@@ -240,7 +240,7 @@ def _states_of(unit: UnitCodec, facts: Facts, given: Mapping[str, Any], target: 
     for number, entries in each_state(facts, partial(_local_shards, unit, given, target.form)).items():
         owner = unit.owners[number]
         if entries and owner in target.keys and (keeps_all or unit.holds(number)):
-            # All parameters in a flat one have the same entries.
+            # All parameters in a flat parameter have the same entries.
             result.setdefault(target.keys[owner], entries)
     return result
 

@@ -14,9 +14,9 @@ outermost wrapper copies the other tensors, such as buffers, so that the dict do
 
 *Custom code.* A module can override ``_save_to_state_dict``, for instance to save a transposed weight, or have a hook.
 Such code is written for a plain module and computes with values, so it must not get a shard or a placeholder. Its unit
-is unsharded *during* the walk, like in ``summon_full_params``. The price is that an outer unit stays unsharded while
-inner ones are saved; without custom code, at most one unit at a time is unsharded. All ranks must unshard the same
-units, so they exchange which units have custom code.
+is unsharded *during* the walk, as in ``summon_full_params``. This needs more memory, because an outer unit stays
+unsharded while inner ones are saved; without custom code, at most one unit at a time is unsharded. All ranks must
+unshard the same units, so they exchange the list of units with custom code.
 
 The user may also call ``state_dict()`` inside ``summon_full_params``. Then modules already have full parameters,
 nothing is communicated, and one rank may call it alone.
@@ -82,7 +82,7 @@ def save(wrapper: Wrapper, walk: Callable[..., dict[str, Any]], *args: Any, **kw
 def _unchanged_until_forward(wrappers: Iterable[Wrapper], tensors: Iterable[Tensor]) -> list[Tensor]:
     """The buffers and ignored parameters that neither a backward nor an optimizer changes before the next forward.
 
-    Between a forward and its backward there are none: a recomputed module changes its buffers in backward.
+    Returns none between a forward and its backward, because a recomputed module changes its buffers in backward.
     """
     units = [wrapper._unit for wrapper in wrappers if wrapper._unit is not None]
     if any(unit.phase is not Phase.IDLE or unit.awaits_backward for unit in units):
@@ -94,9 +94,9 @@ def _unchanged_until_forward(wrappers: Iterable[Wrapper], tensors: Iterable[Tens
 
 
 def agree(wrapper: Wrapper, call: str, meshes: Iterable[MeshGroups], has_code: Callable[[nn.Module], bool]) -> None:
-    """Waits for all ranks, and notes which units must be unsharded: on all of a unit's ranks or on none.
+    """Waits for all ranks, and stores for each unit whether it must be unsharded, the same on all of the unit's ranks.
 
-    A user may have a hook on one rank only.
+    The ranks may differ before, because a user may have a hook on one rank only.
 
     Args:
         wrapper: the outermost one.
@@ -120,7 +120,7 @@ def agree(wrapper: Wrapper, call: str, meshes: Iterable[MeshGroups], has_code: C
 
 
 def is_outermost_here(wrapper: Wrapper, prefix: str) -> bool:
-    """Whether no other wrapper is outside of this one, in the tree or in the module that the user saves alone."""
+    """Whether no other wrapper contains this one, in the tree or in the submodule that the user saves."""
     return not wrapper._is_inner or PREFIX not in prefix
 
 
@@ -131,7 +131,7 @@ def is_hidden(wrapper: Wrapper) -> bool:
 
 
 def is_summoned(wrapper: Wrapper) -> bool:
-    """Whether the user has unsharded the parameters: nothing is all-gathered, and one rank may call it alone."""
+    """Whether the user has unsharded the parameters. Then nothing is all-gathered, and one rank may save alone."""
     if is_hidden(wrapper):
         raise RuntimeError(message("state-dict-hidden", unit=wrapper._unit and wrapper._unit.name))
     return wrapper._unit is not None and wrapper._unit.layout.is_summoned
@@ -193,7 +193,7 @@ def after_walk(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str, m
         _write_unit(UnitCodec(wrapper, inner), form, state)
     _write_buffers(wrapper, form, state, inner)
     rename(state, inner, prefix)
-    # Versions of modules, which are saved by path. The paths are kept: a plain module around wrappers loads by path.
+    # Versions of modules are saved by path. The paths are kept, because a plain module around wrappers loads by path.
     versions = getattr(state, "_metadata", {})
     for path in [path for path in versions if (path + ".").startswith(inner)]:
         versions[(prefix + dotted((path + ".").removeprefix(prefix)[:-1]))[:-1]] = versions[path]
@@ -227,7 +227,7 @@ def _write_unit(codec: UnitCodec, form: Form, state: MutableMapping[str, Any]) -
         # The walk has written real values, and custom code may have changed them.
         for key in [key for key in codec.keys if isinstance(state.get(key), torch.Tensor)]:
             state[key] = codec.in_form(state[key].detach(), form, state[key].device)
-        # Also entries under other names: a view of one element would keep, and save, the whole bucket.
+        # This includes entries under other names, because a view of one element would keep, and save, the whole bucket.
         keys = [key for key in state if key.startswith(codec.prefix)]
         copy_shared(state, keys, codec.unit.module.parameters())
 

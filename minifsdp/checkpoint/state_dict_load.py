@@ -1,13 +1,13 @@
-"""Loading the model's state: full, sharded, local. On all ranks, or on none if the dict of any rank does not fit.
+"""Loading the model's state: full, sharded, local. No rank loads it if the dict of any rank does not fit.
 
-``nn.Module.load_state_dict()`` walks over the tree and copies into each module the values under the module's name. In a
+``nn.Module.load_state_dict()`` walks over the tree and copies the values under each module's name into the module. In a
 wrapped tree the modules have no such parameters. So each wrapper removes its unit's values from the dict *before* the
 walk, and copies this rank's shard of each. A full dict needs no communication, because each rank has all values.
 Afterwards the wrapper corrects the lists of missing and unexpected keys, and their names.
 
-The walk finds a missing key only after it has overwritten a part of the model. And the rows of a sharded dict are
-all-gathered, so a rank that stops there leaves the others waiting. So the outermost wrapper checks the whole dict
-first, and the ranks compare their problems. Worked example, two ranks, rank 1 has read a damaged file::
+The walk finds a missing key only after it has overwritten a part of the model. Also, the rows of a sharded dict are
+all-gathered, so if one rank stops there, the others wait. Therefore the outermost wrapper checks the whole dict first,
+and the ranks compare their problems. Worked example, two ranks, rank 1 has read a damaged file::
 
     rank 0 finds    nothing                                          raises, because of rank 1
     rank 1 finds    Missing key(s) in state_dict: "0.bias"           raises
@@ -52,10 +52,10 @@ def load(wrapper: Wrapper, walk: Callable[..., Any], state: Mapping[str, Any], s
         walk: its ``nn.Module.load_state_dict``.
         state: the dict, with plain names.
         strict: whether missing and unexpected keys are errors.
-        assign: for tensors that belong to no unit, as in ``nn.Module``.
+        assign: as in ``nn.Module``; only for tensors that belong to no unit.
 
     Raises:
-        StateDictMismatchError: the dict of any rank does not fit; on all ranks, and nothing has changed.
+        StateDictMismatchError: the dict of any rank does not fit; raised on all ranks, before anything has changed.
     """
     state_of(wrapper).is_strict = strict
     if getattr(state, "_metadata", None):
@@ -142,7 +142,7 @@ def after_walk(wrapper: Wrapper, incompatible: Any) -> None:
     """The hook after the walk. Corrects the lists of keys: removes loaded keys, and converts names to plain names."""
     kept = state_of(wrapper)
     kept.unsharded.close()
-    # The lists are those of the whole tree, and inner wrappers have already converted names: compare plain names.
+    # The lists are for the whole tree, and inner wrappers have already converted names, so plain names are compared.
     loaded = set(map(plain_path, kept.not_for_the_walk))
     missing = [name for name in map(plain_path, incompatible.missing_keys) if name not in loaded]
     incompatible.missing_keys[:] = [*missing, *map(plain_path, kept.missing)]
@@ -153,8 +153,8 @@ def _drop_own_tensors(wrapper: Wrapper, state: MutableMapping[str, Any], prefix:
     """Removes the wrapper's own shards and buffers from a dict, if they were added.
 
     ``set_model_state_dict`` of ``torch.distributed.checkpoint`` adds the model's registered tensors to a full dict, to
-    complete it. But they have the names of the wrapped model; and if the dict lacks a key, a shard is added under the
-    plain name.
+    complete it. But these tensors have the names of the wrapped model. If the dict lacks a key, a shard is added under
+    the plain name.
     """
     units = [w._unit for w in Wrapper.fsdp_modules(wrapper) if w._unit is not None]
     shards = {id(p) for unit in units if unit.plan.mesh.shard is not None for p in unit.layout.local_parameters()}
@@ -175,11 +175,11 @@ class _Expected:
 
     Args:
         modules: all modules to load, each with the prefix of its keys.
-        codecs: of the units among them.
+        codecs: the codecs of the units among them.
 
     Attributes:
-        codec_of: by key, the unit that the value belongs to.
-        shapes: by key, the shape of every tensor.
+        codec_of: the unit of each value, by key.
+        shapes: the shape of every tensor, by key.
         extra_states: keys that may be missing or unknown.
         elsewhere: prefixes of keys that a module loads with custom code.
     """

@@ -144,7 +144,7 @@ class Form:
         type: full values, this rank's rows, or the local shard.
         offload: values are moved to the CPU; otherwise they stay on their device.
         first_only: only the first rank gets the result, or provides the dict to load.
-        use_dtensor: rows are wrapped as ``DTensor`` also if the wrapper was not given a mesh; otherwise as
+        use_dtensor: rows are wrapped as ``DTensor`` even if the wrapper was not given a mesh; otherwise as
             ``ShardedTensor``.
     """
 
@@ -180,12 +180,12 @@ class StateDictState:
 
     Attributes:
         settings: the chosen type and its configurations.
-        before: saving: the entries that the dict had before.
-        is_strict: loading: whether missing and unexpected keys are errors.
+        before: when saving, the entries that the dict had before.
+        is_strict: when loading, whether missing and unexpected keys are errors.
         runs_custom_code: whether custom code in the unit gets its parameters during the walk (``state_dict.py``).
-        unsharded: loading: the parameters that are unsharded during the walk.
-        missing: loading: the keys that the dict does not have.
-        not_for_the_walk: loading: the keys that the wrapper loads itself.
+        unsharded: when loading, the parameters that are unsharded during the walk.
+        missing: when loading, the keys that the dict does not have.
+        not_for_the_walk: when loading, the keys that the wrapper loads itself.
     """
 
     settings: StateDictSettings = field(default_factory=StateDictSettings)
@@ -214,7 +214,7 @@ def named_wrappers(module: nn.Module) -> list[tuple[str, Wrapper]]:
 
 
 def set_type(module: nn.Module, state_dict_type: StateDictType, *configs: Any) -> StateDictSettings:
-    """Sets the form for all units in ``module``; returns the previous one. Raises the errors of both functions."""
+    """Sets the form for all units in ``module``; returns the previous one. Raises the errors of both calls."""
     settings, before = settings_for(state_dict_type, *configs), get_type(module)
     for wrapper in Wrapper.fsdp_modules(module):
         state_of(wrapper).settings = settings

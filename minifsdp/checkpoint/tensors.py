@@ -72,8 +72,8 @@ def as_sharded_tensor(rows: Tensor, shape: torch.Size, group: Group) -> ShardedT
     """This rank's rows of a tensor of ``shape``, as a ``ShardedTensor``, without communication."""
     table = []
     for index, rank in enumerate(group.ranks):
-        # A rank without rows has a shard with 0 rows. Without it, the planner of torch.distributed.checkpoint would
-        # miss the key on that rank, assume a checkpoint of torch 2.3, and fail to load it.
+        # A rank without rows has a shard with 0 rows. If the key were missing on that rank, the planner of
+        # torch.distributed.checkpoint would assume a checkpoint of torch 2.3, and fail to load it.
         there = rows_at(index, shape[0], group.size)
         start = [there.start, *[0] * (len(shape) - 1)]
         table.append(ShardMetadata(start, [len(there), *shape[1:]], f"rank:{rank}/{rows.device}"))
@@ -102,7 +102,7 @@ def as_dtensor(full: Tensor, group: Group, mesh: DeviceMesh, device: torch.devic
     if isinstance(full, DTensor):
         num_shards = full._spec.num_shards_map[0]
         if num_shards > 1:
-            # Rows of the local tensor of tensor parallelism, not of the full tensor.
+            # The rows belong to the local tensor of tensor parallelism, not to the full tensor.
             placements[-1] = _StridedShard(0, split_factor=num_shards)
         mesh = DeviceMesh._concatenate([mesh, full.device_mesh])
         placements += full.placements
@@ -165,7 +165,7 @@ def misplaced_rows(value: Any, where: str, group: Group | None, *, is_sharded: b
 
 
 def all_unsharded(values: Iterable[tuple[str, Any]]) -> Iterator[str]:
-    """Describes the problem if no value is sharded; each value is given with its name.
+    """Describes the problem if no value is sharded. ``values`` are pairs of a name and a value.
 
     A sharded state dict may contain some full tensors, from units that were not sharded. If all are full, the dict has
     another form.

@@ -9,16 +9,16 @@ would keep its master weights in bfloat16, where small updates round to zero. So
             shard.data = shard.data.to(torch.float32)
             module._handle._orig_param_dtype = torch.float32
 
-Without ``use_orig_params``, this parameter exists. With it, there is no flat parameter, because the shard is the memory
-of several parameters. Then a `Slice` replaces it, and assigning its ``data`` changes the original parameters.
+This parameter exists without ``use_orig_params``. With ``use_orig_params`` there is no flat parameter, because several
+parameters share the memory of the shard. A `Slice` replaces it; assigning its ``data`` changes the original parameters.
 
 Worked example, one unit of 3 and 1 elements on two ranks. Rank 0's shard ``[a0 a1]`` is two elements of ``a``, rank 1's
 ``[a2 b0]`` one of each. After the conversion on rank 1, both are float32 there, ``a`` and ``b`` with one element each.
 
 The functions of ``torch.distributed.checkpoint.state_dict`` set three more attributes before they call
 ``state_dict()``. Their values are of torch's classes, so they are converted. With these attributes, torch's functions
-save and load the model correctly. They do not work for the optimizer state, because torch's code would read internals
-of a `Slice`. It gets an error that names the function to call instead.
+save and load the model correctly. They do not support the optimizer state, because torch's code reads internals of the
+handle. Reading these raises an error that names the function to call instead.
 
 *In torch:* ``params``, ``_has_params``, ``_flat_param``, ``_handle``, ``_is_root``, ``_state_dict_type``,
 ``_state_dict_config``, ``_optim_state_dict_config``, ``_sync_gradients`` and the attributes of ``_FSDPState`` that
@@ -125,7 +125,7 @@ def setting(name: str) -> property:
 
 
 def _translated(value: Any, into: Any) -> Any:
-    """Converts a type or configuration to the class of the same name in ``into``. Torch has one field with a ``_``."""
+    """Converts a type or configuration to the class of the same name in ``into``. One of torch's fields has a ``_``."""
     if value is None:
         return None
     target = getattr(into, type(value).__name__)

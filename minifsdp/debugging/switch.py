@@ -26,7 +26,7 @@ A check is on while at least one `debug` call needs it. Worked example, with the
         everything.off()        weights 0  values 1  order 0  meta 0      three checks end
     after the block             weights 0  values 0  order 0  meta 0      the fourth check ends
 
-*In torch:* ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, for the order alone, and read once.
+*In torch:* ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` only checks the order, and is read only once.
 
 Spec: DEBUG-01 to DEBUG-03.
 """

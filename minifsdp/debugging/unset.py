@@ -1,11 +1,11 @@
 """Debug check ``meta``: finds values that were not set after a model was built on the meta device.
 
 A model on the meta device has shapes but no memory. ``to_empty`` allocates the memory without initializing it. It
-contains previous data: often zeros, sometimes the weights of another layer, always plausible. Each module must then set
+contains previous data, often zeros, sometimes the weights of another layer. Each module must then set
 its own parameters and buffers in ``reset_parameters``. Buffers are often forgotten, in particular those that are in no
 checkpoint. For instance, a table of rotary frequencies that is all zeros trains to a worse model, without an error.
 
-So while the check is on
+While the check is on:
 
 1. ``to_empty`` fills the new memory with ``nan``, and integers with the largest value of their dtype;
 2. after the wrapper has materialized a unit, a warning lists tensors that still have such values (a load may follow);

@@ -1,8 +1,8 @@
 """Debug check ``values``: finds the first ``nan`` or ``inf``, and reports it on every rank.
 
 One value that is not finite makes the loss ``nan`` some units later, and a reduction sends it to all ranks. Then the
-origin cannot be found any more. So three kinds of values are checked when they are created, and gradients before the
-reduction mixes them with those of other ranks:
+origin cannot be found any more. So three kinds of values are checked when they are created, in the case of gradients
+before the reduction mixes them with those of other ranks:
 
 =============  =================================================  ==========================================
 values         checked                                            typical cause
@@ -21,7 +21,7 @@ is not zero, all ranks raise an error, with the first record of each rank::
 A finite sum proves that all values are finite. They are counted only if the sum is not finite. Cost: each value is read
 one more time, and the CPU waits for an accelerator at each unit.
 
-With a scaler that provokes overflows on purpose (``ShardedGradScaler``), use only the other checks.
+Do not use this check with a scaler that causes overflows on purpose (``ShardedGradScaler``).
 
 *In torch:* ``torch.autograd.set_detect_anomaly`` finds ``nan`` in backward on one rank, and the other ranks wait.
 
@@ -165,7 +165,7 @@ def _agree(units: Sequence[Unit], what: str, tidy: Callable[[], None] | None = N
 
 
 def _anybody(groups: Sequence[Group], has_one: bool, device: torch.device) -> bool:
-    # As in the order check, dispatch modes that count the collectives of training do not see this one.
+    # As in the order check, dispatch modes that count the collectives of training do not count this one.
     with _disable_current_modes():
         number = torch.tensor([float(has_one)], device=device)
         for group in groups:

@@ -1,7 +1,7 @@
 """Debug check ``weights``: compares the initial weights of all ranks, before a unit is sharded.
 
-A rank that used another seed, or has not read the checkpoint, causes no wrong shape and no error. The model then
-consists of shards of different models, or its replicas differ and never become equal. It trains, but badly.
+If a rank used another seed, or has not read the checkpoint, all shapes are correct and no error is raised. The model
+then consists of shards of different models, or its replicas differ and never become equal. It trains, but badly.
 
 So before the parameters of a unit are sharded, each rank computes a checksum of each parameter. The checksums are
 compared among all ranks of the mesh, over the shard group and the replicate group::
@@ -11,7 +11,7 @@ compared among all ranks of the mesh, over the shard group and the replicate gro
     rank 2    weight 8215    bias 31        on every rank: "parameter 'bias': rank(s) 2 differ from rank 0"
 
 The checksum treats the bits as integers, with a weight for each position. So it does not depend on the order of the
-sum, it detects two exchanged values, and equal ``nan`` are equal. A difference is a warning and not an error, because
+sum, it detects two exchanged values, and equal ``nan`` match. A difference causes a warning and not an error, because
 ranks may differ on purpose until rank 0's values are loaded on all. ``sync_module_states=True`` makes them equal.
 
 Cost: three tensors of 64-bit integers of the parameter's size, one parameter at a time, and a few bytes to send.

@@ -17,6 +17,7 @@ Spec: FS2-02, FS2-19, FS2-20, FS2-27, FS2-28, FS2-PREF, FS2-SYNC, NEW-06 to NEW-
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -248,15 +249,15 @@ class FSDPModule:
         return state
 
 
-_classes: dict[type, type] = {}
-
-
 def add_methods(module: nn.Module) -> None:
-    """Changes the class of ``module`` to a subclass of `FSDPModule` and of its class. Creates the subclass once."""
-    original = type(module)
-    if original not in _classes:
-        _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
-    module.__class__ = _classes[original]
+    """Changes the class of ``module`` to a subclass of `FSDPModule` and its class."""
+    module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]
+
+
+@functools.cache
+def _sharded_class(original: type[Any]) -> type[Any]:
+    """A subclass of `FSDPModule` and ``original``, created once for each class."""
+    return type(f"FSDP{original.__name__}", (FSDPModule, original), {})
 
 
 def _states(module: Any, recurse: bool) -> list[FSDPState]:

@@ -1,4 +1,4 @@
-"""Estimates of the quantities that depend on the batch, activations and arithmetic, from the shapes of matrices alone.
+"""Estimates activations and operations, which depend on the batch, from the shapes of the matrices.
 
 The rule: for each token, *a matrix keeps its input and its output*. The input is needed for the gradient of the weight.
 The output is not needed by the matrix, but by the next operation: a norm, an attention or an activation function keeps
@@ -8,7 +8,7 @@ its own input. Worked example, a block of GPT-2 with width h::
     queries, keys, values  h  + 3 h       the norm's output; three inputs of the attention
     projection             h  + h         the attention's output; the sum, which is the next norm's input
     up                     h  + 4 h       the norm's output; the input of the activation function
-    down                   4 h + h        its output; the sum, which is the next block's input
+    down                   4 h + h        the activation's output; the sum, which is the next block's input
     together               16 h           in 16-bit numbers 32 bytes for each token and h
 
 This is the count of arXiv 2205.05198 without its dropout masks and attention scores. In a block with a gate the true
@@ -55,7 +55,7 @@ def activation_bytes(job: Job, tokens: int, *, checkpointing: bool = False) -> f
 
     Args:
         job: the model and the choices.
-        tokens: of one micro-batch on one rank: sequences times their length.
+        tokens: number of tokens in one micro-batch on one rank, sequences times their length.
         checkpointing: each unit keeps only its input, and recomputes the rest in backward.
     """
     blocks = [matrices for unit in job.units if (matrices := _matrices(unit))]

@@ -1,6 +1,6 @@
 """Converts the events to the format of the trace viewers chrome://tracing and ui.perfetto.dev.
 
-A rank is a process, a track a thread (two if its spans overlap), the unsharded bytes a counter. Worked example: an
+A rank becomes a process, a track a thread (two if its spans overlap), the unsharded bytes a counter. Worked example: an
 all-gather of unit 0 from 0 to 2 ms on rank 1 is ``{"ph": "X", "name": "AG 0", "pid": 1, "ts": 0, "dur": 2000}``.
 
 *In torch:* the profiler writes such traces of every operator, in which the all-gather of block 3 is hard to find.

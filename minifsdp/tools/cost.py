@@ -10,7 +10,7 @@ Worked example, four units of 1000 float32 parameters, Adam, two ranks, ``FULL_S
     gathered in backward   4 bytes * (1000 + 1000)           8 000    this unit, and the prefetched next one
     its gradient           4 bytes * 1000                    4 000
     one reduction          4 bytes * (1000 + 500)            6 000    of the unit before: its input and its output
-    reduced already        4 bytes * 1000 / 2                2 000    this is the second unit: that of the fourth
+    reduced already        4 bytes * 1000 / 2                2 000    of the fourth unit, while the second one runs
     peak                                                    44 000
 
     sent     all-gather 2, reduce-scatter 1, each 4 bytes * 4000 * 1/2: 24 000 for each rank and step
@@ -22,10 +22,10 @@ The rules:
 2. *in forward* one unsharded unit is added, two with prefetching, and the root's own parameters, which stay. With
    ``SHARD_GRAD_OP`` all units are added. The largest unit matters, and N does not: a unit that is larger than the
    memory does not fit, on any number of ranks. If there is only one unit, it is the whole model;
-3. *in backward* the unsharded gradient is added, and one reduction in flight. When that is complete, a gradient of
-   several parameters is concatenated or sorted, which needs it twice for a moment. Without synchronization the
-   unsharded gradients of the whole model are kept;
-4. *in the optimizer's step* the sharded gradients exist, and the optimizer's intermediate results.
+3. *in backward* the unsharded gradient is added, and one reduction in flight. When the reduction is complete, a
+   gradient of several parameters is concatenated or sorted, which briefly needs two copies of it. Without
+   synchronization the unsharded gradients of the whole model are kept;
+4. *in the optimizer's step* the sharded gradients and the optimizer's intermediate results are added.
 
 A frozen parameter has no gradient and no state; in a flat unit this only holds if the whole unit is frozen.
 
@@ -39,8 +39,8 @@ Sent bytes are those of the ring algorithms. In units of P * b * (N - 1) / N, fo
 DDP 2, ``SHARD_GRAD_OP`` 2, ``FULL_SHARD`` 3, or a little less, since the root's own parameters are all-gathered once.
 ``links.py`` computes which links they use, and a lower bound for the time.
 
-Measured: live storages on the CPU and recorded collectives equal these numbers, in ``spec_tests/tools/test_cost.py``;
-it also tests the tables of arXiv 1910.02054 and 2304.11277. For a mistake in the second see `hybrid_cross_host`.
+``spec_tests/tools/test_cost.py`` tests that live storages on the CPU and recorded collectives equal these numbers. It
+also tests the tables of arXiv 1910.02054 and 2304.11277. `hybrid_cross_host` describes a mistake in the second.
 
 *In torch:* nothing comparable.
 
@@ -187,7 +187,7 @@ def memory_line(allocated: float, peak: float, label: str = "memory") -> str:
 
 
 def print_memory(label: str = "memory", device: Any = None) -> None:
-    """Prints the accelerator's allocated memory on the rank that calls it; on a CPU, that there is none."""
+    """Prints the accelerator's allocated memory on the rank that calls it; on a CPU, a note that there is none."""
     if not torch.accelerator.is_available():
         print(f"{label}: no accelerator, and PyTorch does not count the CPU's memory")
         return

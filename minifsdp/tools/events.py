@@ -1,7 +1,7 @@
 """Functions that pictures and traces share: tracks, rows, clocks, and the memory of unsharded parameters.
 
-Boxes of one track may overlap in time (two all-gathers in flight). Each box then goes to the first free row of it,
-so that no box covers another one.
+Boxes of one track may overlap in time (two all-gathers in flight). Each box is drawn in the first free row of the
+track, so that no box covers another one.
 
 **Clocks.** Each rank has its own clock, and the zeros of two ``perf_counter`` clocks are unrelated. If the caller
 recorded a time on each rank at a shared moment, such as the end of a barrier, these times can be passed as ``origins``.
@@ -67,7 +67,7 @@ def _earlier(event: Event, seconds: float) -> Event:
 
 
 def rows_of(events: Sequence[Event], tolerance: float) -> list[int]:
-    """The row for each event: the lowest where it overlaps with none before it by more than ``tolerance`` seconds."""
+    """The row of each event: the first in which it overlaps no earlier event by more than ``tolerance`` seconds."""
     ends: dict[int, float] = {}
     rows = []
     for event in events:

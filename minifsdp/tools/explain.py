@@ -108,7 +108,7 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         """The tables for a notebook."""
-        import jinja2  # only here, since it takes a while
+        import jinja2  # not at the top, because this import is slow
 
         loader = jinja2.FileSystemLoader(Path(__file__).parent)
         template = jinja2.Environment(loader=loader, autoescape=True).get_template("explain.html.jinja")
@@ -118,7 +118,7 @@ class Explanation:
 def explain(
     model: nn.Module, *, optimizer: str = "Adam", num_shards: int | None = None, activations: float = 0
 ) -> Explanation:
-    """Describes the units of a model, the shards of each rank, and what a step stores, needs and sends.
+    """Describes the units of a model, the shards of each rank, and the memory and traffic of a step.
 
     Nothing is communicated, so any rank may call it alone; nothing is changed.
 

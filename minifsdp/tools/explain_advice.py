@@ -18,17 +18,17 @@ ranks::
 4. *frozen*: in a flat unit some parameters are trained and others are not. The flat parameter has one gradient, which
    is allocated and reduced for all. ``fully_shard`` only reduces trained parameters, so it gets no such warning. A
    planned unit gets it, because it can still be sharded with either API;
-5. *batch-norm*: one that computes, or keeps its running statistics, in less than 4 bytes.
+5. *batch-norm*: a batch norm computes, or keeps its running statistics, in less than 4 bytes.
 
 A `Job`, the input of the calculator, has one choice of each kind: one compute dtype, one number of ranks. A model can
-have several, for instance batch norms in units of their own without mixed precision. Then the job has the choices of
+have several, for instance batch norms in units of their own without mixed precision. Then the job has the choices for
 most bytes, and each unit with other choices is listed as an assumption. Worked example, in bytes when unsharded::
 
     blocks.0     bfloat16    8 000 000
     blocks.1     bfloat16    8 000 000        the job computes in bfloat16
     blocks.norm  float32         4 000        is counted as 2 000, and listed as different
 
-*In torch:* FSDP1 warns of the fourth, and of the fifth while it makes it a unit of its own.
+*In torch:* FSDP1 warns about the fourth. For the fifth, it creates a separate unit and warns about it.
 
 Spec: EXPLAIN-03, EXPLAIN-06 to EXPLAIN-11.
 """
@@ -57,7 +57,7 @@ class Advice:
 
     Attributes:
         kind: ``dominant``, ``small``, ``tied``, ``frozen`` or ``batch-norm``.
-        units: labels of the units that it is about: names, or ``(root)``.
+        units: labels of the affected units: names, or ``(root)``.
         cause: the problem and its cost.
         remedy: how to avoid it.
     """
@@ -127,7 +127,7 @@ def _candidates(unit: UnitSummary) -> str:
 
 
 def _choices(unit: UnitSummary) -> dict[str, object]:
-    """The choices of which a job has one each, and units may have several."""
+    """The choices that a job has only once, but that may differ between units."""
     return {
         "kind of sharding": "by parameter" if unit.per_parameter else "flat",
         "number of ranks": (len(unit.ranks), unit.num_replicas),
@@ -136,13 +136,13 @@ def _choices(unit: UnitSummary) -> dict[str, object]:
         "compute dtype": unit.compute,
         "reduce dtype": unit.reduce,
         "offload": "host" if unit.offloads else "device",
-        # The root's own has another rule, which the job includes.
+        # The root's own unit follows another rule, which the job includes.
         "resharding after forward": None if unit.is_root else (unit.frees, unit.reshards_to),
     }
 
 
 def most_common(units: Sequence[UnitSummary]) -> UnitSummary:
-    """A unit with the choices of the most unsharded bytes; not the root's own, if there are others."""
+    """A unit with the choices for the most unsharded bytes; the root's own unit only if there is no other."""
     candidates = [unit for unit in units if not unit.is_root] or units
     num_bytes: Counter[tuple[object, ...]] = Counter()
     for unit in candidates:

@@ -29,7 +29,7 @@ class ParameterSummary:
     Attributes:
         name: its full name in the model.
         ties: full names of the other places in which the model uses it.
-        shape: of the unsharded parameter on this rank: all of it, unless tensor parallelism shards it too.
+        shape: shape of the unsharded parameter on this rank: all of it, unless tensor parallelism shards it too.
         dim: the sharded dim; 0 in a flat parameter.
         dtype: the stored dtype.
         trained: whether it requires a gradient.
@@ -62,9 +62,9 @@ class UnitSummary:
     The default choices are those of ``fully_shard`` for the whole model.
 
     Attributes:
-        name: of its module in the model; empty for the model itself.
+        name: name of its module in the model; empty for the model itself.
         type: class of the module.
-        parameters: in the order in which they lie in the unit.
+        parameters: its parameters, in the order of their elements in the unit.
         ranks: the global ranks of the shard group.
         compute: dtype of the unsharded parameters.
         reduce: dtype in which gradients are reduced.
@@ -73,7 +73,7 @@ class UnitSummary:
         frees: whether it is resharded after forward and all-gathered again for backward.
         reshards_to: ranks that share the parameters between forward and backward, if an integer was chosen.
         offloads: whether the shards are on the host.
-        gathered_bytes: of the unsharded parameters, including padding.
+        gathered_bytes: bytes of the unsharded parameters, including padding.
         low_batch_norms: names of batch norms in it that compute, or keep statistics, in elements of less than 4 bytes.
         is_root: it is the unit of the model itself.
         is_planned: it does not exist yet.

@@ -90,7 +90,7 @@ def type_of(module: nn.Module) -> str:
 def left_out(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Parameters that belong to no unit, with their names."""
     layouts = [unit.layout for unit in _sharded(model)]
-    # Compares places, because the registered tensor changes. The place of a flat parameter is not among them.
+    # Compares places, because the registered tensor changes. The places do not include that of a flat parameter.
     places = {
         (place.module, place.name) for layout in layouts for info in layout.parameters for place in info.attributes
     }
@@ -119,7 +119,7 @@ def choices_of(model: nn.Module) -> dict[str, Any]:
         "overlaps": not is_sharded(model) or any(unit.plan.overlaps for unit in units),
         # Whether shards are sent between CPUs by ``engine/gloo.py``; not for a planned unit.
         "by_messages": any(group is not None and group.transport is not None for group in groups),
-        # They may have several dtypes, so they are counted in bytes.
+        # Buffers may have several dtypes, so they are counted in bytes.
         "buffers": _buffer_bytes(model),
         "buffer": torch.uint8,
     }
@@ -155,9 +155,9 @@ def _existing(
     """Describes a unit.
 
     Args:
-        unit: of either API.
-        name: of its module in the model.
-        names: those of all modules.
+        unit: a unit of either API.
+        name: the name of its module in the model.
+        names: the names of all modules.
         is_root: whether it is the unit of the model itself.
         stays: whether it stays unsharded after forward because it is the root.
         buffers: the dtype of its buffers, if one was chosen.
@@ -242,9 +242,9 @@ def _planned(model: nn.Module, names: Names, like: UnitSummary | None, num_shard
     """The remaining parameters as the unit that sharding the whole model would make; nothing if there are none.
 
     Args:
-        model: not sharded itself.
-        names: those of all modules.
-        like: an existing unit, whose choices the planned one has as well.
+        model: a module that is not sharded itself.
+        names: the names of all modules.
+        like: an existing unit with the choices for the planned one.
         num_shards: see `units_of`.
     """
     owners = modules_of_unit([model], is_sharded)

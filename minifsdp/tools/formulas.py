@@ -3,7 +3,7 @@
 They are separate from the other modules, so that they can be compared with a paper. The peaks of a job are in
 ``peaks.py``, and ``cost.py`` explains the combined numbers.
 
-Worked example: of a unit of 9 elements each of 2 ranks stores 5 (`padded_flat` returns 10). In the all-gather of its 40
+Worked example: each of 2 ranks stores 5 elements of a unit of 9 (`padded_flat` returns 10). In the all-gather of its 40
 bytes, each rank sends ``40 * 1 / 2 = 20`` (`gather_sends`).
 
 *In torch:* nothing comparable.
@@ -89,7 +89,7 @@ def hybrid_cross_host_as_printed(num_bytes: float, num_ranks: int, per_host: int
     """The formula as printed in arXiv 2304.11277: ``2 M (W - 1) / (G W)``.
 
     It seems to assume a ring of all W ranks. But the ranks of one host do not all-reduce with each other, so the ring
-    has W / G ranks. With W = 16, G = 8, M = 1 the printed formula gives 0.234; exactly 0.125 is sent.
+    has W / G ranks. With W = 16, G = 8, M = 1 the printed formula gives 0.234; the exact value is 0.125.
     """
     return 2 * num_bytes * (num_ranks - 1) / (per_host * num_ranks)
 

@@ -35,7 +35,7 @@ class Job:
         strategy: ``FULL_SHARD``, ``SHARD_GRAD_OP``, ``NO_SHARD``, ``HYBRID_SHARD`` or ``_HYBRID_SHARD_ZERO2``.
         num_shards: ranks in the shard group; ignored for ``NO_SHARD``, which has 1.
         num_replicas: ranks in the replicate group; with ``NO_SHARD`` all ranks.
-        per_parameter: ``fully_shard``, which shards the first dim of each parameter, instead of the wrapper.
+        per_parameter: use ``fully_shard``, which shards the first dim of each parameter, instead of the wrapper.
         root_frees: the root's own parameters are resharded after forward like any unit, and all-gathered again.
         reshards_to: ``reshard_after_forward`` as an integer: 1/``reshards_to`` of each unit is kept for backward.
         stored: dtype of the stored weights.
@@ -49,7 +49,7 @@ class Job:
         forward_prefetch: forward prefetches the next unit.
         backward_prefetch: backward prefetches the next unit before this one's gradients are computed.
         overlaps: a gradient is reduced while that of the next unit is computed (`set_reduction_overlap`).
-        micro_batches: backwards in a step.
+        micro_batches: number of backwards in a step.
         no_sync: only the last backward reduces gradients.
         by_messages: between CPUs, with gloo: shards of 256 KiB and more are sent one by one (``engine/gloo.py``), and
             a reduction has buffers for those of the other ranks.

@@ -29,7 +29,7 @@ from minifsdp.tools.job import Job
 
 
 def peak_of_forward(job: Job) -> float:
-    """Bytes of unsharded parameters and activations in forward (COST-03). The root's own stay from the start."""
+    """Bytes of unsharded parameters and activations in forward (COST-03). The root's own parameters always count."""
     if job.is_borrowed:
         return job.kept()
     root, *sizes = job.sizes
@@ -59,8 +59,8 @@ def _peak_of_unit(job: Job, i: int, number: int) -> float:
     if not job.reduces(number):
         return others + max(computing, concatenating)
     # While gradients are computed, the reduction of the previous unit runs. Only its output is left when this unit's
-    # gradients are concatenated or packed, which needs them twice. It is completed when the reduction of this unit has
-    # been issued, and cast if the stored dtype differs from the reduce dtype.
+    # gradients are concatenated or packed, which needs two copies of them. When the reduction of this unit has been
+    # issued, the output is cast if the stored dtype differs from the reduce dtype.
     last = _reduced_last(job, i)
     previous = sum(job.gradients[last : last + 1]) if job.overlaps else 0.0
     output = _reduced(job, previous) / job.shards
@@ -71,7 +71,7 @@ def _peak_of_unit(job: Job, i: int, number: int) -> float:
         output + _reduction(job, gradient) + cast,
     ]
     if job.sorts or job.reduce_width != job.width:
-        # Sorted by rank, or cast, into a separate buffer.
+        # The gradient is sorted by rank, or cast, into a separate buffer.
         stages.append(output + gradient + _reduced(job, gradient))
     return others + max(stages)
 

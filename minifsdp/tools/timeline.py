@@ -60,7 +60,7 @@ class _Sheet:
     """The drawing: collects shapes, and converts times and numbers of bytes to positions.
 
     Args:
-        width: of the whole picture, in pixels.
+        width: the width of the whole picture, in pixels.
         seconds: the time from the left edge of the tracks to their right edge.
         num_bytes: the number of unsharded bytes at the top of their track.
 
@@ -109,7 +109,7 @@ def svg(
         events_per_rank: the events of rank 0, of rank 1, and so on.
         origins: each rank's clock, in seconds, at one shared moment; by default the time of its first event.
         title: a headline.
-        width: in pixels; the height follows from the number of tracks.
+        width: the width in pixels; the height follows from the number of tracks.
         seconds: the time that the width stands for, to compare several pictures; by default the time of the last event.
 
     Raises:

@@ -4,14 +4,14 @@
 2. *It ends* when the default process group is destroyed. The thread, its store connection and its pipe are closed, the
    signal handler and the exit handler are removed, and the collective log is cleared. The next default group gets a new
    watchdog. Threads of gloo get a moment to release tensors (`_let_threads_finish`).
-3. *The program ends* while the group exists. The exit handler publishes why: at its end, or by an exception. If the
+3. *The program ends* while the group exists. The exit handler publishes the reason, which may be an exception. If the
    exception is of a collective that this package did not issue, the report about the other ranks is printed.
 4. *A launcher sends SIGTERM*. The signal wakes the watchdog, which prints the report and ends the process. This needs
-   Python's default handler for SIGTERM: a handler of the program's own is left alone, whether it was set before or
-   after, and so is a wake-up descriptor of the program's own, such as asyncio's. A forked process has none of this.
+   Python's default handler for SIGTERM. A handler of the program is not replaced, whether it was set before or after.
+   The same applies to a wake-up descriptor, such as that of asyncio. A forked process has no watchdog.
 
-Worked example: rank 1 ends by ``ValueError: a bad batch``. Rank 0, whose collective fails, reports "rank 1: has ended,
-by ValueError: a bad batch".
+Worked example: rank 1 raises ``ValueError: a bad batch`` and ends. The collective of rank 0 fails, and rank 0 reports
+"rank 1: has ended, by ValueError: a bad batch".
 
 *In torch:* ``torch.distributed.elastic`` writes the exception of a function that is marked with ``record`` to a file.
 
@@ -47,12 +47,12 @@ def start() -> None:
     if not dist.is_initialized() or (log.store is not None and log.store() is not None):
         return
     store = own = dist.distributed_c10d._get_default_store()
-    # torch.distributed holds the store until the default group is destroyed, and nothing else does.
+    # Only torch.distributed references the store, until the default group is destroyed.
     log.store = weakref.ref(store, _stop)
     atexit.register(at_exit)
     while isinstance(own, PrefixStore):
         own = own.underlying_store
-    # Other stores belong to one process, which has no other rank to ask.
+    # Other stores exist in one process only, so they do not reach other ranks.
     if dist.get_world_size() == 1 or not isinstance(own, TCPStore | FileStore):
         return
     is_host = isinstance(own, TCPStore) and dist.get_rank() == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
@@ -61,7 +61,7 @@ def start() -> None:
 
 
 def _stop(_: Any) -> None:
-    """The default process group was destroyed."""
+    """Called when the default process group is destroyed."""
     if sys.is_finalizing():
         return
     _leave_signals()
@@ -74,7 +74,7 @@ def _stop(_: Any) -> None:
 
 
 def at_exit() -> None:
-    """The program ends while the default process group exists."""
+    """Called when the program ends while the default process group exists."""
     atexit.unregister(at_exit)
     if log.watchdog is not None:
         _leave_exit_record(log.watchdog)
@@ -86,18 +86,18 @@ def at_exit() -> None:
 def _let_threads_finish() -> None:
     """Sleeps for a moment, before Python may shut down.
 
-    The caller sees a gloo collective as done shortly before its thread releases the tensors, for which the thread needs
-    the GIL. If the thread requests the GIL while Python shuts down, the thread is ended, and C++ aborts the process:
-    ``terminate called without an active exception``, exit by SIGABRT, although all work was done. Nothing else waits
-    for these threads, because caches of DTensor keep the group alive even after ``destroy_process_group``.
+    The caller gets the result of a gloo collective shortly before gloo's thread releases the tensors, which requires
+    the GIL. If the thread requests the GIL while Python shuts down, the thread is ended, and C++ aborts the process by
+    SIGABRT, ``terminate called without an active exception``, although all work is complete. No other code waits for
+    these threads, because caches of DTensor keep the group alive even after ``destroy_process_group``.
     """
     time.sleep(0.05)
 
 
 def _leave_exit_record(watchdog: Watchdog) -> None:
     ended = report.IN_ORDER
-    # Python keeps an uncaught exception here, whichever hook prints it. A shell keeps there what it has shown: such an
-    # exception did not pass through the first frame of the program.
+    # Python stores an uncaught exception here, for any exception hook. An interactive shell also stores the exceptions
+    # that it displays. They did not pass through the first frame of the program.
     trace = getattr(sys, "last_traceback", None)
     was_shown = hasattr(sys, "ps1") or (trace is not None and trace.tb_frame.f_back is not None)
     error = None if was_shown else getattr(sys, "last_value", None)
@@ -127,7 +127,7 @@ def _line_of(trace: TracebackType | None) -> str:
 
 
 def _is_of_backend(error: BaseException) -> bool:
-    """Whether a collective of another package raised it. Errors of gloo have no type of their own, but name a file."""
+    """Whether a collective of another package raised the error. Errors of gloo have no own type, but name a file."""
     is_torch_s = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error))
     return is_torch_s and MORE not in str(error)
 
@@ -155,7 +155,7 @@ def _watch_signals() -> None:
 
 
 def _leave_signals() -> None:
-    """Removes what `_watch_signals` installed, and nothing else."""
+    """Reverts the changes of `_watch_signals`, and no others."""
     if log.watchdog is None or threading.current_thread() is not threading.main_thread():
         return
     if handles_sigterm():
@@ -171,7 +171,7 @@ def handles_sigterm() -> bool:
 
 
 def _wait_for_report(number: int, frame: FrameType | None) -> None:
-    """In the main thread: the watchdog ends the process after its report. Without a watchdog there is no report."""
+    """The signal handler, in the main thread. It waits while the watchdog prints its report and ends the process."""
     if log.watchdog is not None:
         log.watchdog.report_sigterm()
         log.watchdog.thread.join(3 * LIMIT + 2 * TICK)
@@ -182,12 +182,12 @@ def _wait_for_report(number: int, frame: FrameType | None) -> None:
 @functools.cache
 def _watch_forks() -> None:
     """Registers functions that run at each fork. Called once, because Python cannot remove them."""
-    # `before`, so that a signal that a new child gets at once does not wake its parent's watchdog.
+    # The handler is removed before the fork, so that a signal to the new child does not wake its parent's watchdog.
     os.register_at_fork(before=_leave_signals, after_in_parent=_watch_signals, after_in_child=_forget_in_child)
 
 
 def _forget_in_child() -> None:
-    """A forked process, such as a worker of a data loader, is no rank."""
-    # A fork in another thread than the main thread has left the handler in place until now.
+    """Removes the watchdog from a forked process, such as a worker of a data loader, because it is not a rank."""
+    # If a thread other than the main thread has forked, the handler is still installed.
     _leave_signals()
     log.watchdog = None

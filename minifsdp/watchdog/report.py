@@ -11,14 +11,14 @@ Worked example. Rank 0 waits in the all-gather of ``layers.2``, rank 1 has conti
     rank 1: all-gather in state_dict (train.py:95)
 
 Only ranks in the same epoch of the same sequence are compared, see ``engine/collective_log.py``, and only by the
-identities of their collectives. A rank that issued fewer collectives, and equal ones so far, is late.
+identities of their collectives. A rank that issued fewer collectives, but equal ones so far, is late.
 
-A killed rank leaves no exit record, and a missing answer is no proof: a stopped process does not answer either. But the
-operating system lists its processes. So each rank publishes its machine and process number, and if it does not answer,
-a rank on the same machine checks its process. If a machine is lost, the others wait until their timeout.
+A killed rank leaves no exit record. A missing answer does not prove that a rank was killed, because a stopped process
+does not answer either. So each rank publishes its machine and process number, and if it does not answer, a rank on
+the same machine checks its process. If a machine is lost, the others wait until their timeout.
 
-The ranks exchange states through the store of ``torch.distributed``, a dictionary that all ranks reach on a connection
-of its own. It works when collectives do not::
+The ranks exchange states through the store of ``torch.distributed``, a dictionary that all ranks reach on a separate
+connection. It works even if collectives do not::
 
     asked      3             number of questions so far; any rank increases it
     host       0             1 as soon as the rank that hosts the store has exited
@@ -27,9 +27,9 @@ of its own. It works when collectives do not::
     0/wanted   1             how often other ranks asked for the list of rank 0
     0/list     {...}         the last collectives of rank 0, one line each
 
-A rank that needs the states of the others increases ``asked``. Every watchdog sees that within a tick and publishes its
-state, about one hundred bytes. A list is long, so a rank asks only for a few of them. A rank that ends publishes an
-*exit record*, a state that answers all questions.
+A rank that needs the states of the others increases ``asked``. Every watchdog reads the new number within a tick and
+publishes its state, about one hundred bytes. A list is long, so a rank requests only a few of them. A rank that ends
+publishes an *exit record*, a state that answers all questions.
 
 *In torch:* ``torchfrtrace`` compares the files of NCCL's flight recorder.
 
@@ -58,11 +58,11 @@ EXIT_RECORD = 1 << 60  # the number of an answer to all questions
 HASTE = 0.05  # seconds between two reads while answers are expected
 _HOST = 0  # the rank that hosts the store, if no launcher does
 _SYSTEM = Path("/proc")
-# Why other ranks cannot be asked.
+# The reason if other ranks cannot be queried.
 GONE = "The state of the other ranks is unknown: the host of the store, usually rank 0, has ended."
 SILENT = "The state of the other ranks is unknown: the store does not answer. Its host, usually rank 0, may be stopped."
 MOST_RANKS = 16  # lines of a report
-# How ranks end: without an exit record, and by the signal of a launcher.
+# Two ways in which a rank ends: without an exit record, and by the signal of a launcher.
 LOST = "without an exit record, usually by SIGKILL or a crash: its process no longer exists"
 ENDED_BY_LAUNCHER = "by SIGTERM"
 IN_ORDER = "at the end of its program"
@@ -72,8 +72,8 @@ def state_of_this_rank(ended: str = "", failed_at: str = "") -> State:
     """The state of this rank: the line of its main thread, its last collective, the position of each sequence.
 
     Args:
-        ended: why its program has ended, if it has.
-        failed_at: the line that raised the error that ended it.
+        ended: the reason why its program has ended; empty if the program runs.
+        failed_at: the line that raised the error that ended the program.
     """
     waits_for, last = getattr(log.waiting, "about", ""), log.entries[-1] if log.entries else None
     return {
@@ -88,12 +88,12 @@ def state_of_this_rank(ended: str = "", failed_at: str = "") -> State:
 
 
 def state_of_lost(rank: int) -> State:
-    """The exit record of a rank whose process has ended without one."""
+    """An exit record for a rank whose process has ended without publishing one."""
     return {"rank": rank, "ended": LOST, "place": "", "iteration": 0, "last": "", "waits": "", "sequences": {}}
 
 
 def lines_of_this_rank() -> list[Line]:
-    """The last collectives of this rank, of this epoch of each sequence and of the one before."""
+    """The last collectives of this rank, in the current and the previous epoch of each sequence."""
     oldest = {sequence.key: sequence.epoch - 1 for sequence in _sequences()}
     return [
         [e.group, e.epoch, e.number, e.what, where(e.code, e.line), e.iteration, e.num_bytes, e.identity]
@@ -103,7 +103,7 @@ def lines_of_this_rank() -> list[Line]:
 
 
 def _sequences() -> list[CollectiveSequence]:
-    """Copied in one step, because the main thread may create a sequence at the same time."""
+    """The sequences, copied in one step, because the main thread may create a sequence at the same time."""
     return list(log.sequences.data.values())  # type: ignore[attr-defined]
 
 
@@ -123,7 +123,7 @@ def different_ranks(
 
     Args:
         sequence, epoch: the position; an earlier epoch is chosen if another rank is still there.
-        states: of all ranks. Only those of the sequence's group count.
+        states: the states of all ranks; only those of the sequence's group are used.
     """
     of_group = [(rank, state) for rank in sequence.ranks if (state := states.get(rank))]
     both_of = {rank: both for rank, state in of_group if (both := state["sequences"].get(sequence.key))}
@@ -142,7 +142,7 @@ def divergence(key: str, epoch: int, lists: Mapping[int, list[Line]]) -> dict[in
         lists: the last collectives of the ranks to compare.
 
     Returns:
-        The collective of each of them at that position.
+        The collective of each of these ranks at that position.
     """
     of_epoch = {rank: {line[2]: line for line in lines if line[:2] == [key, epoch]} for rank, lines in lists.items()}
     for number in sorted({number for of_rank in of_epoch.values() for number in of_rank}):
@@ -170,10 +170,10 @@ class Findings(NamedTuple):
     """The answers to a question.
 
     Attributes:
-        states: of all ranks; ``None`` for those without an answer.
+        states: the states of all ranks; ``None`` for those without an answer.
         lists: the last collectives of some ranks.
-        diverging: the collectives of these where they diverge, see `divergence`.
-        why: why no other rank could be asked, if so.
+        diverging: the collectives of these ranks at the position where they diverge, see `divergence`.
+        why: the reason if no other rank could be queried.
     """
 
     states: Mapping[int, State | None]
@@ -200,8 +200,8 @@ class Findings(NamedTuple):
     def prove_a_hang(self, position: Position, *, on_cpu: bool) -> bool:
         """Whether two ranks diverge, or a rank has ended without the collective at ``position``.
 
-        A process that ends in order on a CPU has sent everything that it issued. If it failed, it may not have. The
-        kernels of an accelerator end with the process.
+        On a CPU, a process that ends in order has sent everything that it issued. A process that failed may not have
+        sent everything. On an accelerator, all kernels end with the process.
         """
         sequence, epoch, number = position
         ended = [state for rank in sequence.ranks if (state := self.states[rank]) and state["ended"]]
@@ -240,16 +240,16 @@ def has_ended(process: list[str]) -> bool:
 class StoreChannel:
     """The keys of this package in the store of one default process group. Only the watchdog thread may use it.
 
-    If the host of the store is stopped, calls do not return. If it has ended, they raise, also later ones, because each
-    further message would make C++ write a warning.
+    If the host of the store is stopped, calls do not return. If it has ended, this call and all later ones raise an
+    error. Later calls send nothing, because C++ would print a warning for each message.
 
     Args:
-        store: of the default group; referenced only through a copy.
+        store: the store of the default group; only a copy of it is kept.
         meanwhile: called while this rank waits for other ranks, because they may be waiting for this rank.
 
     Attributes:
-        rank, num_ranks: of this process, and of all.
-        is_gone: the host of the store has ended.
+        rank, num_ranks: the rank of this process, and the number of all ranks.
+        is_gone: whether the host of the store has ended.
         of_host: the exit record of the store's host, if it left one.
     """
 

@@ -2,13 +2,13 @@
 
 It wakes a few times a second, or when it is called, and does one of four things:
 
-1. *It answers.* If another rank sent a query, it publishes this rank's state, whatever the main thread does.
+1. *It answers.* If another rank sent a query, it publishes this rank's state, even if the main thread is blocked.
 2. *It queries for the main thread* after a failed collective: the error then reports the position of every rank.
 3. *It queries by itself* if the main thread waits for a collective longer than a few seconds. If the answers prove
    that the collective cannot complete, the reason becomes the `CollectiveLog.fatal_error` and the group's connections
    are closed, so each rank's wait ends in an error within seconds instead of at the group's time-out. There are two
-   proofs: at one position of the group, two ranks issued different collectives; or a rank has ended that did not issue
-   this one. Otherwise the rank keeps waiting, and prints once what each rank is doing.
+   proofs: at one position of the group, two ranks issued different collectives; or a rank has ended without issuing
+   this one. Otherwise the rank keeps waiting, and prints the state of each rank once.
 4. *It reports a SIGTERM.* A launcher sends it to all ranks because one has died. The main thread may be blocked in
    C++, where no Python handler runs, but the signal wakes this thread.
 
@@ -16,14 +16,14 @@ Worked example: rank 1 omits ``layers.2`` and continues with the all-gather of `
 ``layers.2``, and rank 1 for ``layers.3``. After two seconds the first rank that queries the other finds that they
 diverge and closes the group. Both raise.
 
-An exception in one look, for instance because the store's host has ended, ends that look, not the thread.
+The thread continues after an exception in one look at the store, for instance because the store's host has ended.
 
 On an accelerator, collectives run after the CPU has continued. The main thread also counts as waiting if an event
 behind the last collective is not complete. The reason is printed immediately, and raised when the main thread issues
 its next collective, because the results on the device are invalid. The group is aborted to free the device. The event
 is only queried after the main thread issued nothing for `PATIENCE` seconds. No GPU has run this yet.
 
-*In torch:* for NCCL a watchdog in C++, which signals a time-out over the same store. Gloo has none.
+*In torch:* NCCL has a watchdog in C++, which signals a time-out over the same store. Gloo has none.
 
 Spec: LEDGER-03, LEDGER-04, LEDGER-06, LEDGER-12 to LEDGER-16, LEDGER-18, LEDGER-21, HEALTHY-01.
 """
@@ -58,13 +58,13 @@ class Watchdog:
     """The watchdog of one default process group.
 
     Args:
-        store: of the default group.
+        store: the store of the default group.
         is_host: whether the store ends with this process.
-        handles_sigterm: whether a SIGTERM is to be reported.
+        handles_sigterm: returns whether to report a SIGTERM.
 
     Attributes:
         thread: the thread.
-        wake_up_end: of a pipe; a byte written to it wakes the thread.
+        wake_up_end: one end of a pipe; a byte written to it wakes the thread.
         failed_at: the line that raised the error that ends this program.
     """
 
@@ -72,7 +72,7 @@ class Watchdog:
         self._is_host, self._handles_sigterm = is_host, handles_sigterm
         self._channel = StoreChannel(store, self._answer)
         self._pipe_end, self.wake_up_end = os.pipe()
-        # As `signal.set_wakeup_fd` requires.
+        # `signal.set_wakeup_fd` requires this.
         os.set_blocking(self.wake_up_end, False)
         self._answered, self._answered_at, self._listed = 0, 0.0, 0
         self._asking = threading.Lock()
@@ -83,7 +83,7 @@ class Watchdog:
         self._has_printed = self._has_sigterm = False
         self._ended, self._stopped = "", threading.Event()
         self.failed_at = ""
-        # The first look is immediate: from then on other ranks can see whether this process has ended.
+        # The first look is immediate. After it, other ranks can determine whether this process has ended.
         self._wake()
         self.thread = threading.Thread(target=self._run, name="minifsdp watchdog", daemon=True)
         self.thread.start()
@@ -91,7 +91,7 @@ class Watchdog:
     # --- called by the main thread ---
 
     def ask(self, position: Position | None) -> str:
-        """2. A report about all ranks, and about where those of the group of ``position`` diverge."""
+        """2. A report about all ranks, with the position where the ranks of the group of ``position`` diverge."""
         with self._asking:
             self._is_found.clear()
             self._wanted, self._found = [position], ""
@@ -111,8 +111,8 @@ class Watchdog:
     def leave(self, ended: str) -> None:
         """Publishes an exit record, because the program ends.
 
-        If this process hosts the store, it stays for two ticks, in which the other watchdogs copy the record. After a
-        failure it stays until all ranks have ended, for a few seconds at most, so that they can still ask each other.
+        If this process hosts the store, it waits for two ticks, in which the other watchdogs copy the record. After a
+        failure it waits until all ranks have ended, for a few seconds at most, so that they can still query each other.
         """
         is_failure = ended != report.IN_ORDER
         if is_failure and self._is_host:
@@ -127,7 +127,7 @@ class Watchdog:
                 self._channel.states(EXIT_RECORD, 2 * LIMIT if is_failure else 2 * TICK)
 
     def report_sigterm(self) -> None:
-        """Called by the handler of the signal."""
+        """Called by the signal handler."""
         self._has_sigterm = True
         self._wake()
 
@@ -142,7 +142,7 @@ class Watchdog:
             try:
                 self._look()
             except Exception:
-                # The store's host has ended, or anything else. The next look may not need it.
+                # For example, the store's host has ended. The next look may not need the store.
                 self._stopped.wait(TICK)
         if self._ended:
             with suppress(Exception):
@@ -150,10 +150,10 @@ class Watchdog:
         self._is_found.set()
 
     def _look(self) -> None:
-        """Sleeps for a moment or until it is woken, and then does what is due."""
+        """Sleeps for a moment or until it is woken, and then does one of the four things if necessary."""
         was_asked = time.monotonic() - self._answered_at < PATIENCE
         ready, _, _ = select.select([self._pipe_end], [], [], HASTE if was_asked else TICK)
-        # The numbers of signals, and zeros of `_wake`.
+        # The pipe contains numbers of signals, and zeros from `_wake`.
         signals = os.read(self._pipe_end, 64) if ready else b""
         if self._has_sigterm or (signal.SIGTERM in signals and self._handles_sigterm()):
             self._end_by_sigterm()
@@ -187,7 +187,7 @@ class Watchdog:
             self._channel.announce_exit()
 
     def _find(self, position: Position | None, number: int) -> Findings:
-        """The answers to a question; where they differ, also the lists of ranks that differ."""
+        """The answers to a question; if ranks differ at ``position``, also their lists."""
         channel = self._channel
         states = channel.states(number, LIMIT)
         for rank in [rank for rank, state in states.items() if state is None and channel.is_lost(rank)]:
@@ -201,7 +201,7 @@ class Watchdog:
         return Findings(states, {channel.rank: report.lines_of_this_rank()})
 
     def _report_alone(self) -> str:
-        """The report if no other rank can be asked."""
+        """The report if no other rank can be queried."""
         channel, why = self._channel, report.GONE if self._channel.is_gone else report.SILENT
         states: dict[int, State | None] = {channel.rank: report.state_of_this_rank(failed_at=self.failed_at)}
         if channel.of_host is not None:
@@ -211,7 +211,7 @@ class Watchdog:
     def _is_stuck(self) -> bool:
         """Whether the main thread has waited for the same collective, or for the device, longer than expected."""
         waiting, event = log.waiting, log.last_event
-        # The position, not the collective, which would keep tensors alive.
+        # Only the position is stored, because a reference to the collective would keep tensors alive.
         at = event if waiting is None else waiting.position
         if at != self._stuck_at:
             self._stuck_at, self._stuck_since, self._patience = at, time.monotonic(), PATIENCE
@@ -224,12 +224,12 @@ class Watchdog:
         return True
 
     def _examine(self) -> None:
-        """3. The main thread waits: for a slow rank, or for a collective that cannot complete?"""
+        """3. Checks whether the main thread waits for a slow rank, or for a collective that cannot complete."""
         self._patience *= 2
         position, is_known = log.last_position, log.waiting is not None
         if position is None:
             return
-        # The answers to a question of another rank a moment ago are recent enough, unless they contain a proof.
+        # If another rank has asked a moment ago, those answers are recent enough. A proof needs new answers.
         just_now = time.monotonic() - self._answered_at < 2 * TICK
         found = self._find(position, self._answered if just_now else self._channel.ask())
         if not found.prove_a_hang(position, on_cpu=is_known):
@@ -255,7 +255,7 @@ class Watchdog:
         """4. Prints the report and ends the process."""
         text = ""
         with suppress(Exception):
-            # Other ranks, which get the signal as well, ask at the same time.
+            # Other ranks get the signal as well, and query this rank at the same time.
             self._publish_exit(report.ENDED_BY_LAUNCHER)
             text = written(self._find(log.last_position, self._channel.ask()))
         with suppress(Exception):
@@ -266,7 +266,7 @@ class Watchdog:
 
 
 def _is_complete(event: Any) -> bool:
-    """Whether an accelerator has reached an event. In this thread, which has no current device."""
+    """Whether an accelerator has reached an event. Sets the device, because this thread has no current device."""
     device = getattr(event, "device", None)
     if device is None:
         return bool(event.query())

@@ -69,7 +69,7 @@ def test_next_batch_is_fetched_before_current_one_is_yielded() -> None:
 @ranks(2)
 def test_watchdog_detects_wait_for_accelerator() -> None:
     loader, seen = batches._Loader([1], Group.of(dist.group.WORLD)), []
-    # As if the group had no CPU backend.
+    # Simulate a group without a CPU backend.
     loader._device, loader._comm_stream = device(), CommStream("batches", device())
     event = type(loader._comm_stream.stream.record_event())
     with pytest.MonkeyPatch.context() as patch:
@@ -118,7 +118,7 @@ def net() -> nn.Module:
 
 
 def tokens_of(rank: int, part: int = 0) -> Tensor:
-    """A different number of tokens on each rank. The last rank has none in the first part."""
+    """Returns a different number of tokens on each rank. The last rank has no tokens in the first part."""
     number = 0 if rank == dist.get_world_size() - 1 and part == 0 else 3 * rank + part + 1
     return torch.randn(number, WIDTH, generator=torch.Generator().manual_seed(10 * rank + part)).to(device())
 
@@ -146,7 +146,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def expected(num_parts: int) -> dict[str, Tensor]:
-    """The gradients of a single process that sees all tokens."""
+    """The gradients of a single process that uses all tokens."""
     model = net()
     tokens = torch.cat([tokens_of(rank, part) for rank in range(dist.get_world_size()) for part in range(num_parts)])
     (loss_sum(model, tokens) / len(tokens)).backward()
@@ -196,7 +196,7 @@ def test_without_any_token_the_scale_is_nothing() -> None:
 @pytest.mark.spec("BATCH-08")
 @ranks(2)
 def test_mean_of_means_has_documented_error() -> None:
-    # One token with loss 8 on rank 0; three tokens with losses 2, 2 and 2 on rank 1.
+    # Rank 0 has one token with loss 8. Rank 1 has three tokens with losses 2, 2 and 2.
     losses = [[8.0], [2.0, 2.0, 2.0]]
     mine = torch.tensor(losses[dist.get_rank()], device=device())
     mean = mine.mean().reshape(1)

@@ -2,8 +2,8 @@
 
     python -m spec_tests.benchmarks
 
-is the whole command. ``--quick`` runs fewer rounds, ``--record`` writes the tables into ``docs/benchmarks.md``, and all
-other options are passed to pytest. The benchmarks are not part of the test command, because times are not reproducible.
+``--quick`` runs fewer rounds, ``--record`` writes the tables into ``docs/benchmarks.md``, and all other options are
+passed to pytest. The benchmarks are not part of the test command, because times are not reproducible.
 
 If two trainers are timed one after the other, the load of the machine can change in between. So all contenders of a
 workload run in the same processes, one for each rank. A *round* is one step of each contender, and every round has a

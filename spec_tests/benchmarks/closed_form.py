@@ -1,12 +1,12 @@
 """The peak memory of minifsdp's contenders according to `minifsdp.tools`, for comparison with the measured peak.
 
-`minifsdp.explain` returns the job of a sharded model. Two facts that are not in the model are added: how a step runs,
-and the size of the activations. *Activations* are tensors that a forward of the plain model creates and that are still
-alive after it, because backward reads them. They are measured. Worked example, `wide`::
+`minifsdp.explain` returns the job of a sharded model. This module adds two facts that are not in the model: the course
+of a step, and the size of the activations. *Activations* are tensors that a forward of the plain model creates and that
+are still alive after it, because backward reads them. They are measured. Worked example, `wide`::
 
-    four units of 16 MiB on two ranks: weights and two moments, of each a half     96    MiB
+    four units of 16 MiB on two ranks: one half of weights and two moments         96    MiB
     the backward of the third unit: parameters, gradients, a reduction             80    MiB
-    activations: what comes out of four matrices for 16 rows, and the loss          0.62 MiB
+    activations: the outputs of four matrices for 16 rows, and the loss             0.62 MiB
     together                                                                      176.62 MiB    measured: 176.50
 
 Activations are given for each unit, because backward frees them unit by unit. Temporary tensors inside a unit are not

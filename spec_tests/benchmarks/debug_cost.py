@@ -2,9 +2,9 @@
 
     python -m spec_tests.benchmarks.debug_cost
 
-prints a table. ``--record`` also writes ``docs/data/debug-cost.json``, from which the table of ``docs/tools/debug.md``
-is generated. Two ranks on gloo train the GPT of the benchmarks with each front end. A pair is a step with the check and
-one without, in alternating order. The result is the median of the ratios::
+The command prints a table. ``--record`` also writes ``docs/data/debug-cost.json``, the source of the table in
+``docs/tools/debug.md``. Two ranks on gloo train the GPT of the benchmarks with each front end. A pair is a step with
+the check and one without, in alternating order. The result is the median of the ratios::
 
     on / off   off / on   on / off     seconds .29 / .27   .28 / .30   .31 / .29     ratios 1.07  1.07  1.07
 
@@ -73,7 +73,7 @@ def measure(workload: Workload, *, steps: int, starts: int) -> dict[str, Any]:
         ``start`` contain the ratios of both `CLOCKS` by check.
     """
     with warnings.catch_warnings():
-        # `weights` and `meta` warn that they come too late for a model that has been trained already.
+        # `weights` and `meta` warn if the model has been trained already.
         warnings.simplefilter("ignore")
         return {door: _of_door(door, workload, steps, starts) for door in DOORS}
 
@@ -121,7 +121,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _pair(action: Callable[[], Any], name: str, on_first: bool, repeats: bool) -> tuple[tuple[float, float], ...]:
-    """Seconds of both clocks, on and off. If ``repeats``, of the second call: some checks start in the first."""
+    """Seconds of both clocks, on and off. With ``repeats``, of the second call, as some checks start in the first."""
     found = {}
     for is_on in (on_first, not on_first):
         with _with(name) if is_on else _without(name):

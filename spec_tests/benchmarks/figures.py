@@ -8,8 +8,8 @@ library: ``(N - 1) / N * M`` for an all-gather or a reduce-scatter of M bytes on
 *Wired* is the number of bytes that the sockets of this process have sent, according to the kernel (Linux only, 0
 elsewhere). The two differ, because gloo implements a reduce-scatter as an all-reduce.
 
-**Memory** contains all tensors, including those that C++ allocates and Python code never sees: torch's CPU allocator
-reports each allocation and each release to a profiler. Worked example in MiB; the step begins at the mark::
+**Memory** contains all tensors, including those that C++ allocates and that Python code cannot access: torch's CPU
+allocator reports each allocation and each release to a profiler. Worked example in MiB; the step begins at the mark::
 
     +64 (model)  +32 (shards)  -64   mark   +16  +16  -16   +8  -24
      64           96            32           48   64   48   56   32      resting 32, peak 64 (and not 96)
@@ -158,7 +158,7 @@ def highest_of_each_part(points: list[tuple[int, int]]) -> list[tuple[float, int
 
 
 def _count_in_all_threads() -> None:
-    """Otherwise the allocator counts only in profiled threads, and memory freed by gloo's threads counts as live."""
+    """Makes the allocator count in all threads. By default, memory freed by gloo's threads counts as live."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     ctypes.c_bool.in_dll(library, "FLAGS_caffe2_report_cpu_memory_usage").value = True
 

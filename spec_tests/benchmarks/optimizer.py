@@ -2,10 +2,10 @@
 
     python -m spec_tests.benchmarks.optimizer
 
-prints a table. ``--record`` also writes ``docs/data/optimizer.json``, from which the table of ``docs/choosing.md`` is
-generated. Two ranks on gloo use a model with many small parameters, `MODEL`, because the cost of DTensors depends on
-their number and not on their size. AdamW runs in three modes: torch's own choice (*default*), all parameters in one
-call (``foreach``), or one kernel for everything (``fused``)::
+The command prints a table. ``--record`` also writes ``docs/data/optimizer.json``, the source of the table in
+``docs/choosing.md``. Two ranks on gloo use a model with many small parameters, `MODEL`, because the cost of DTensors
+depends on their number and not on their size. AdamW runs in three modes: torch's own choice (*default*), all parameters
+in one call (``foreach``), or one kernel for everything (``fused``)::
 
     a round, in a new random order               flat, default     torch's flat, fused    fully_shard, clipping   ...
     a barrier before each action                 3.4 ms            0.9 ms                 4.1 ms

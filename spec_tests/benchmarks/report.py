@@ -17,8 +17,8 @@ Each workload has one table with a line for each contender. The columns:
 ``peak MiB``       the same for the whole step, including the optimizer
 =================  =======================================================================================
 
-The fastest FSDP of torch is the one with the lowest median. If several are equally fast, it is the luckiest one, so the
-column favors torch a little. The opposite choice would favor minifsdp.
+The fastest FSDP of torch is the one with the lowest median. If several are equally fast, this choice favors torch a
+little. The opposite choice would favor minifsdp.
 
 `where_the_time_goes` shows the parts of a step for a few workloads: the wall-clock time of each part in milliseconds,
 and how much of it the Python thread did not compute.

@@ -55,7 +55,7 @@ def wrapped(model: nn.Module, **options: Any) -> FullyShardedDataParallel:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Ignores torch's deprecation warnings, because the oracle may use such calls."""
+    """Ignores torch's deprecation warnings, because the reference implementation may use deprecated functions."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -67,10 +67,10 @@ def step(
     """Runs one training step and returns the loss.
 
     Args:
-        model: called with this rank's batch.
-        optimizer: steps once.
-        number: selects the batch.
-        everybody: computes the mean over the batches of all ranks, as a single process would.
+        model: the model that computes the loss.
+        optimizer: the optimizer that updates the model.
+        number: index of the step, which selects the batch.
+        everybody: whether to average over the batches of all ranks, as a single process does.
     """
     optimizer.zero_grad()
     who: Iterable[int] = range(dist.get_world_size()) if everybody else [dist.get_rank()]
@@ -82,7 +82,7 @@ def step(
 
 
 def is_plain(value: Any) -> bool:
-    """Whether the value is a plain torch tensor of its device, and not a parameter or a tensor of shards."""
+    """Whether the value is a plain torch tensor, and not a parameter or a sharded tensor."""
     if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
         return False
     return type(value) is type(torch.empty(0, device=value.device))

@@ -1,8 +1,8 @@
 """Checks of errors and warnings.
 
-A mistake on all ranks must raise an error on every rank before any collective starts, because a rank that raises while
-another one waits for it looks like a hang. So these checks cover the type of the error, the rank in its message, the
-helpful parts of the message (what is wrong and how to fix it), and that no collective was started.
+A mistake on all ranks must raise an error on every rank before any collective starts. If one rank raises while another
+one waits for it, the program hangs. So these checks cover the type of the error, the rank in its message, the parts of
+the message that describe the mistake and its fix, and the absence of collectives.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Communication before a state dict is saved or loaded: information reaches all ranks through rows and columns."""
+"""Communication before a state dict is saved or loaded, along the rows and columns of the mesh."""
 
 from __future__ import annotations
 
@@ -86,14 +86,14 @@ def test_under_hybrid_the_other_copy_refuses_too(keep: bool) -> None:
 @pytest.mark.parametrize("present", [[0], [0, 2]], ids=["one of three", "two of three"])
 @ranks(3)
 def test_refused_call_stays_refused_until_all_ranks_arrive(present: list[int]) -> None:
-    """A refused call does not count as an arrival for the next one, so it cannot replace a rank still missing."""
+    """A refused call does not count as an arrival at the next barrier, so it cannot replace a missing rank."""
     group = dist.new_group([0, 1, 2])
     groups = [Group.of(group)]
     group.set_timeout(timedelta(seconds=0.2))
     dist.barrier()
     for _ in range(3):
         if dist.get_rank() in present:
-            # On a slow machine, one of the present ranks may already be refused before the other arrives.
+            # On a slow machine, one present rank may be refused before the other one arrives.
             with pytest.raises(RuntimeError, match=r"rank\(s\) \[.*\b1\b.*\] did not call it"):
                 agreement.monitored_barrier(groups, "state_dict()")
         dist.barrier()

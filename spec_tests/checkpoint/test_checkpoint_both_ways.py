@@ -42,8 +42,8 @@ class Library:
 
     Attributes:
         build: wraps a model.
-        write: returns weights and optimizer states by original names, in a form.
-        read: loads them.
+        write: returns weights and optimizer states by original names, in the given form of state dict.
+        read: loads weights and optimizer states.
         everybody: whether a single process computes the batches of all ranks.
     """
 
@@ -119,7 +119,7 @@ def mine(keep: bool, seed: int) -> tuple[FSDP, torch.optim.Optimizer]:
 
 def go_on(ours: Any, theirs: Any, library: Library) -> None:
     for number in (2, 3, 4):
-        # A single process only knows the mean loss over all ranks.
+        # A single process only computes the mean loss over all ranks.
         loss = step(*ours, number, everybody=False)
         expected = step(*theirs, number, everybody=library.everybody)
         if not library.everybody:

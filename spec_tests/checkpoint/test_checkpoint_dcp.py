@@ -72,7 +72,7 @@ def save(model: FSDP, optimizer: torch.optim.Optimizer, where: Path, group: dist
 
 
 def load(model: FSDP, optimizer: torch.optim.Optimizer, where: Path, group: dist.ProcessGroup | None) -> None:
-    """Loads into the model's own dicts, which define the shards that each rank needs."""
+    """Loads into the model's state dicts, which define the shards that each rank needs."""
     weights = model.state_dict()
     states = FSDP.optim_state_dict(model, optimizer)
     checkpoint = {"model": weights, "optim": states}

@@ -1,8 +1,8 @@
 """State dicts that do not fit, calls that only some ranks make, and the memory that saving needs.
 
 If a dict does not fit on one rank, all ranks must refuse it; otherwise the others would wait, or train with a different
-model. A refusal must not change anything. So the tests check four things: every rank raises, the message names key,
-expected and found values and rank, all values are unchanged, and the ranks can continue together.
+model. A refusal must not change anything. So the tests check that every rank raises, that the message contains the key,
+the expected value, the found value and the rank, that all values are unchanged, and that all ranks can continue.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FSDP = FullyShardedDataParallel
 
 
 class WithBuffers(nn.Module):
-    """A unit, and outside it a layer with buffers, an ignored layer and a plain buffer."""
+    """A unit, next to a layer with buffers, an ignored layer and a plain buffer."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def test_non_strict_load_returns_key_differences(keep: bool) -> None:
 @flat_or_original
 @ranks(2)
 def test_a_number_that_was_saved_as_a_tensor_of_one_element_is_read_as_in_a_plain_module(keep: bool) -> None:
-    """Old checkpoints contain numbers without dimensions in this form."""
+    """Old checkpoints store 0-dimensional tensors as tensors of one element."""
     model = model_of(keep)
     state = model.state_dict()
     state["norm.num_batches_tracked"] = torch.tensor([7])
@@ -169,7 +169,7 @@ def test_a_sharded_dict_that_does_not_fit_is_refused_on_all_ranks(keep: bool) ->
 @flat_or_original
 @ranks(4)
 def test_row_shards_for_other_world_size_are_refused(keep: bool, use_dtensor: bool) -> None:
-    """Their global shapes are correct, but concatenated on this number of ranks they would give a different tensor."""
+    """The global shapes of these shards are correct, but their concatenation over four ranks is a different tensor."""
     pair = dist.new_group([0, 1])
     config = ShardedStateDictConfig(use_dtensor=use_dtensor)
     of_four, of_two = wrapped(make(3), use_orig_params=keep), None
@@ -316,7 +316,7 @@ def test_custom_loading_of_module_is_respected() -> None:
     assert torch.equal(model.module[1].now.cpu(), torch.tensor([5.0, 5.0]))
 
 
-# --- calls that only some ranks make ---
+# --- calls on only some ranks ---
 
 
 @pytest.mark.spec("SD-FULL-03", "OSD-FULL-02")
@@ -349,7 +349,7 @@ def test_a_lone_call_ends_within_the_groups_time_limit_and_names_itself_and_who_
     dist.barrier()
     group.set_timeout(timedelta(minutes=1))
     dist.barrier()
-    # When all ranks call, the failed calls have no effect.
+    # The failed calls do not affect later calls that all ranks make.
     for _ in range(3):
         assert model.state_dict().keys() == state.keys()
         model.load_state_dict(state)
@@ -376,7 +376,7 @@ class Memory(TorchDispatchMode):
     """Counts, after each operation, the bytes of all live storages that were created inside the context.
 
     Args:
-        limit: the expected maximum; if more is alive, the count waits and repeats.
+        limit: the expected maximum. If more bytes are alive, the mode waits and counts again.
 
     Attributes:
         peak: the largest number of bytes alive at the same time.
@@ -417,7 +417,7 @@ class Memory(TorchDispatchMode):
 WIDTH = 96
 UNIT_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
 NUM_UNITS = 6
-# Numbers for the barrier, names, and the buffers of object collectives.
+# Allows for the barrier's numbers, names, and the buffers of object collectives.
 SMALL_CHANGE = UNIT_BYTES // 4
 
 

@@ -49,7 +49,7 @@ class Summed(nn.Linear):
 
 
 def plain_model(kind: type[nn.Linear], seed: int = 0) -> nn.Sequential:
-    """A unit inside a unit: the second layer has its own; the first and the last belong to the outer one."""
+    """Two nested units: the second layer forms the inner unit, and the other layers belong to the outer unit."""
     torch.manual_seed(seed)
     return nn.Sequential(kind(3, 5), nn.Sequential(kind(5, 5)), nn.BatchNorm1d(5)).to(device())
 
@@ -75,7 +75,7 @@ def test_a_module_that_writes_and_reads_by_itself_sees_full_values(keep: bool) -
     other = sharded(plain_model(Upright, 1), keep)
     other.load_state_dict(state)
     assert_same(other.state_dict(), expected)
-    # The values that the module wrote do not share memory with the unit.
+    # The values in the dict do not share memory with the unit.
     for parameter in model.parameters():
         parameter.data.zero_()
     assert_same(state, expected)

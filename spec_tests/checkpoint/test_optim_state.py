@@ -116,7 +116,7 @@ def test_it_equals_torchs_own_key_by_key_and_bit_by_bit(kind: str, keep: bool) -
         theirs = torch_fsdp.FullyShardedDataParallel.optim_state_dict(*as_torch(kind, use_orig_params=keep))
     assert ours["param_groups"] == theirs["param_groups"]
     # Seen with torch 2.13 on the CPU and original parameters: all states of a parameter share one buffer and have the
-    # values of the last. So only names and shapes are compared there; values are compared with torch's flat parameters.
+    # values of the last. So that case compares only names and shapes. Values are compared with torch's flat parameters.
     assert shapes(ours["state"]) == shapes(theirs["state"])
     assert_same_state(ours["state"], flat["state"])
 
@@ -196,7 +196,7 @@ def test_sharded_optim_state_has_same_shards_as_torch(keep: bool) -> None:
             if isinstance(value, ShardedTensor):
                 mine = [(s.metadata.shard_offsets, s.tensor) for s in ours[name][key].local_shards()]
                 other_pieces = [(s.metadata.shard_offsets, s.tensor) for s in value.local_shards()]
-                # Without rows on a rank, minifsdp has a shard with no rows, and torch has no shard.
+                # If a rank stores no rows, minifsdp has an empty shard on it, and torch has no shard.
                 mine = [(offsets, rows) for offsets, rows in mine if rows.numel()]
                 assert [o for o, _ in mine] == [o for o, _ in other_pieces]
                 assert all(torch.equal(a, b) for (_, a), (_, b) in zip(mine, other_pieces, strict=True))
@@ -327,7 +327,7 @@ def test_a_model_on_a_group_of_its_own_needs_only_the_ranks_of_that_group() -> N
 @flat_or_original
 @ranks(4)
 def test_the_first_rank_of_the_group_that_is_given_speaks_for_its_ranks(keep: bool) -> None:
-    """Four ranks as a 2-D grid: with its own group, each row or column can write a separate file."""
+    """Four ranks form a 2-D grid. With the group of a row or column, each row or column can write a separate file."""
     row, column = groups = grid()
     dist.barrier()
     hybrid = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "process_group": groups}

@@ -1,4 +1,4 @@
-"""Optimizer states of several dtypes: each is saved, sent and loaded in its own, and all ranks must agree on it."""
+"""Optimizer states of several dtypes. Each state keeps its dtype, and all ranks must agree on the dtype."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FORMS: dict[str, tuple[Any, Any]] = {
     "sharded": (SHARDED, ShardedOptimStateDictConfig()),
     "dtensor": (SHARDED, ShardedOptimStateDictConfig(use_dtensor=True)),
 }
-# Not representable in float32.
+# float32 cannot represent this value.
 THIRD = 1 / 3
 
 
@@ -93,7 +93,7 @@ def test_parameters_of_one_unit_may_have_a_state_in_different_dtypes(form: str, 
 
 
 def change(entries: dict[str, Any], name: str) -> None:
-    """Makes one state of the biases bfloat16; gives that of the weights a value that bfloat16 cannot represent."""
+    """Converts a state of the biases to bfloat16, and sets a value of the weights that bfloat16 cannot represent."""
     if name.endswith("bias"):
         entries["exp_avg"] = entries["exp_avg"].bfloat16()
     else:
@@ -125,7 +125,7 @@ def test_a_flat_parameter_cannot_have_a_state_in_two_dtypes(form: str) -> None:
     kind, config = FORMS[form]
     with FSDP.state_dict_type(model, SHARDED if kind is SHARDED else FULL):
         states = FSDP.optim_state_dict(model, optimizer)
-    # With original parameters this is valid, so such a dict can exist.
+    # This combination is valid with original parameters, so such a dict can exist.
     original, of_originals = trained(use_orig_params=True)
     given = copy.deepcopy(of_originals.state_dict())
     names = {number: name for number, (name, _) in enumerate(original.named_parameters())}

@@ -103,7 +103,7 @@ def test_the_result_is_the_optimizers_own_dict(keep: bool) -> None:
 @flat_or_original
 @ranks(2)
 def test_it_equals_what_torch_makes_of_the_same_dict(keep: bool) -> None:
-    """Only with flat parameters, because torch pads between original parameters and splits them elsewhere."""
+    """Compares states only with flat parameters, because torch pads between original parameters."""
     model, optimizer = trained(use_orig_params=keep)
     states = FSDP.optim_state_dict(model, optimizer)
     with quiet():
@@ -165,7 +165,7 @@ def test_with_rank0_only_the_first_ranks_dict_is_enough(keep: bool, nothing: Any
     assert found["param_groups"] == expected["param_groups"]
     assert found["state"].pop("of my own") == expected["state"].pop("of my own") == 3.0
     assert_same_state(found["state"], expected["state"])
-    # A scatter instead of a broadcast, so no rank receives data of another rank. Two moments of three units.
+    # Two moments of three units are scattered. A broadcast would send each rank the data of other ranks too.
     assert counts.calls["scatter_"] == 6
     sent = sum(num_bytes for kind, num_bytes in counts.order if kind == "scatter_")
     local_shards = [parameter.numel() for parameter in wrapped(make()).parameters()]
@@ -176,7 +176,7 @@ def test_with_rank0_only_the_first_ranks_dict_is_enough(keep: bool, nothing: Any
 @flat_or_original
 @ranks(4)
 def test_with_rank0_only_a_unit_of_other_ranks_is_refused(keep: bool) -> None:
-    """Ranks 2 and 3 have a unit that rank 0 does not belong to. So they cannot get its states from rank 0."""
+    """Rank 0 is not in the group of the inner unit on ranks 2 and 3, so they cannot get its states from rank 0."""
     shared: dict[str, Any] = {"use_orig_params": keep, "device_id": device()}
     inner = FSDP(nn.Linear(4, 2), process_group=grid()[0], **shared)
     model = FSDP(nn.Sequential(nn.Linear(3, 4), inner), **shared)
@@ -288,7 +288,7 @@ def test_names_are_found_while_modules_show_full_views() -> None:
     optimizer: Any = NamedAdam(model)
     step(model, optimizer, 0)
     own, states = optimizer.state_dict(), FSDP.optim_state_dict(model, optimizer)
-    # Parameters stay unsharded for a backward that never comes.
+    # The parameters stay unsharded, because no backward follows.
     model(batch(width=3))
     found = FSDP.optim_state_dict_to_load(model, optimizer, states, is_named_optimizer=True)
     assert_same_state({name: found["state"][name] for name in own["state"]}, own["state"])
@@ -438,7 +438,7 @@ def test_a_parameter_without_dimensions_and_one_without_elements() -> None:
 @pytest.mark.spec("OSD-LOAD-09")
 @ranks(2)
 def test_an_untransformed_dict_of_rank_0_gives_everybody_rank_0s_moments() -> None:
-    """A silent mistake: the optimizer accepts the wrong dict. `optim_state_dict_to_load` refuses it."""
+    """The optimizer accepts the wrong dict without an error. `optim_state_dict_to_load` refuses it."""
     model, optimizer = trained()
     right = FSDP.optim_state_dict(model, optimizer)["state"]
     box = [optimizer.state_dict()]
@@ -525,7 +525,7 @@ def test_a_dict_of_another_form_than_the_chosen_one_is_refused(keep: bool) -> No
 @flat_or_original
 @ranks(2)
 def test_states_missing_on_one_rank_are_refused_on_all(keep: bool) -> None:
-    """The remaining states of that rank would fit, as in a run that never created the missing ones."""
+    """The remaining states of that rank are valid on their own, as in a run that never created the missing states."""
     model, optimizer = trained(use_orig_params=keep)
     FSDP.set_state_dict_type(model, SHARDED)
 

@@ -106,7 +106,7 @@ def assert_unchanged(saved: Any, before: list[Tensor]) -> None:
 
 
 def assert_no_views(saved: Any) -> None:
-    """A view of one row would keep, and save, the storage of a whole unit."""
+    """A view of one row would keep the storage of a whole unit alive, and saving the view would save that storage."""
     assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors(saved))
 
 
@@ -154,7 +154,7 @@ def test_a_saved_optimizer_stays_what_it_was_and_so_does_what_was_made_of_it_to_
     assert_unchanged(saved, before)
     assert_unchanged(loadable, before_to_load)
     assert (saved["param_groups"], loadable["param_groups"]) == (settings, settings_to_load)
-    # If one dict is loaded twice with training in between, the dict made for loading must not change either.
+    # A program can load one dict twice, with training in between. This and changes to `loadable` do not affect `saved`.
     optimizer.load_state_dict(loadable)
     train_with_new_settings(model, optimizer)
     for tensor in tensors(loadable):

@@ -37,7 +37,7 @@ from spec_tests.models.sharding import grid
 
 
 def plain_model(seed: int = 0) -> nn.Module:
-    """Five rows do not divide evenly by two ranks; the batch norm has buffers; the last two layers share a weight."""
+    """Has five rows, which do not divide evenly between two ranks, a batch norm with buffers, and a shared weight."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 5), nn.Linear(5, 5))
     model[3].weight = model[2].weight
@@ -73,7 +73,7 @@ def test_a_model_can_be_read_right_after_a_forward_that_has_kept_its_parameters(
     model = sharded(plain_model(1), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, use_orig_params=keep)
     other = sharded(plain_model(), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, use_orig_params=keep)
     x = torch.ones(2, 3, device=device())
-    # A forward with gradients enabled and without a backward.
+    # Run a forward with gradients enabled, without a backward.
     model.eval()(x)
     with FSDP.state_dict_type(model, form), FSDP.state_dict_type(other, form):
         assert model.load_state_dict(other.state_dict()) == ([], [])
@@ -130,7 +130,7 @@ def test_full_dict_loads_without_all_gather(keep: bool) -> None:
 
 
 class ReadLate:
-    """Not a tensor, but PyTorch's functions accept it; frameworks that load files value by value pass such objects."""
+    """Replaces a tensor in PyTorch's functions. Frameworks that load files value by value pass such objects."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self._value, self.shape, self.dtype = value, value.shape, value.dtype

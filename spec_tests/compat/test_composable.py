@@ -1,4 +1,4 @@
-"""Private attributes of torch's ``fully_shard`` that libraries read, on torch's and on ours."""
+"""Private attributes of torch's ``fully_shard`` that libraries read, with both torch and minifsdp."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_module_without_parameters_has_a_state_without_a_group() -> None:
 
 
 def meshes_of(model: nn.Module) -> list[Any]:
-    """For each state: the mesh of its group, and the group's mesh after forward."""
+    """The mesh of each state's group, and the mesh of that group after forward."""
     groups = [state._fsdp_param_group for m in model.modules() if (state := _get_module_state(m)) is not None]
     infos = [(group.mesh_info, group.post_forward_mesh_info) for group in groups]
     return [[None if info is None else facts_of_mesh(info) for info in both] for both in infos]

@@ -1,4 +1,4 @@
-"""Old spellings, each of which works and warns once."""
+"""Old spellings. Each one works and warns once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The older functions for optimizer states: their results, what they send, and their warnings."""
+"""The older functions for optimizer states: their results, their communication, and their warnings."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_scatter_reads_dict_of_rank_0_and_sends_shards(keep: bool) -> None:
     own = optimizer.state_dict()
     assert found["param_groups"] == own["param_groups"]
     assert_same_state(found["state"], own["state"])
-    # Two moments for each of three units. Rank 1 receives only its own shards.
+    # Rank 0 scatters two moments for each of three units. Rank 1 receives only its own shards.
     assert wire.kinds() == ["scatter_"] * 6
     wrong = {"anything": 1} if dist.get_rank() == 1 else full
     again = old("scatter_full_optim_state_dict", wrong, model)

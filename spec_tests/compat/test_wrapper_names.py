@@ -1,4 +1,4 @@
-"""Private attributes of torch's wrapper that frameworks read, on torch's wrapper and on ours."""
+"""Private attributes of torch's wrapper that frameworks read, with both torch and minifsdp."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KINDS = (FullyShardedDataParallel, torch_fsdp.FullyShardedDataParallel)
 
 
 def widen(wrappers: list[Any]) -> list[tuple[str, ...]]:
-    """What Accelerate does before mixed-precision training. Returns the names that it would print."""
+    """Prepares wrappers for mixed precision as Accelerate does. Returns the names that Accelerate would print."""
     widened = []
     for wrapper in wrappers:
         if not wrapper._has_params:
@@ -194,7 +194,7 @@ def check_model_part(use_orig_params: bool, form: str) -> None:
         assert all(torch.equal(state[name], whole[name]) for name in whole)
     else:
         assert state == {}
-    # After the call, its temporary settings are gone.
+    # The call has restored the previous settings.
     assert FullyShardedDataParallel.get_state_dict_type(model).state_dict_type is StateDictType.FULL_STATE_DICT
     if form != "on rank 0":
         other = wrapped(Stack().to(device()), use_orig_params=use_orig_params)
@@ -279,7 +279,7 @@ def test_wrapper_has_gradient_sync_flag(use_orig_params: bool) -> None:
 
 
 class OutOfMemoryError(RuntimeError):
-    """The exception that a hook raises in place of an allocator."""
+    """A hook raises this exception to simulate a failed allocation."""
 
 
 @ranks(2)
@@ -296,7 +296,7 @@ def check_retry(use_orig_params: bool) -> None:
 
 
 def fail_in_backward(model: Any) -> None:
-    """Runs a backward that raises on all ranks, and then what Composer does after it."""
+    """Runs a backward that raises on all ranks, and then the steps that Composer takes after an error."""
 
     def fail(*_: Any) -> None:
         raise OutOfMemoryError("CUDA out of memory")

@@ -44,7 +44,7 @@ def on_rank(rank: int, spoil: Callable[[], Any]) -> None:
 
 
 class Spoiler:
-    """Replaces a value in a layer's output, or in the gradient of that output, on one rank, while it is armed."""
+    """Replaces a value in a layer's output or in its gradient, on one rank, while ``is_armed`` is true."""
 
     def __init__(self, layer: nn.Module, rank: int, value: float, *, in_backward: bool) -> None:
         self.is_armed, self._is_here = True, dist.get_rank() == rank

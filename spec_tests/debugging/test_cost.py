@@ -1,4 +1,4 @@
-"""The command that measures the cost of the checks measures each check."""
+"""The command that measures the cost of the checks includes each check."""
 
 from __future__ import annotations
 

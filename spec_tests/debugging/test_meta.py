@@ -83,7 +83,7 @@ def reset_all(model: nn.Module) -> None:
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, Rotary):
-                # Functions of nn.init need not support shards, so set the values directly.
+                # Functions of nn.init might not support shards, so set the values directly.
                 module.weight.fill_(0.5)
                 module.position.fill_(3)
                 if module.sets_table:

@@ -1,4 +1,4 @@
-"""Switching checks on and off: when they are off, nothing of them remains."""
+"""Switching checks on and off. A check that is off has no effect."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_step_makes_the_same_calls_after_it_was_on(door: str) -> None:
     with minifsdp.debug("values", "order"):
         iterate(model)
         during = calls()
-    # The collective after a check's message, and later the one in that message's place, is new: ranks compare it once.
+    # Checks shift the position of later collectives. Ranks compare a collective once at each new position.
     iterate(model)
     iterate(model)
     assert calls() == before

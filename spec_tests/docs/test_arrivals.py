@@ -61,7 +61,7 @@ def test_data_has_arrived_when_the_other_rank_has_sent_it_and_not_when_it_is_wai
     assert torch.equal(found, expected), "what was put into the memory is gone"
     assert event.arrived is not None
     waited = event.arrived - event.start
-    # For the late rank, the other rank's data is there at once or nearly so.
+    # On the late rank, the other rank's data arrives at once, or almost at once.
     assert (0.5 * LATE if rank == 0 else 0.0) < waited < MUCH_LATER - 0.5 * LATE
 
 

@@ -1,4 +1,4 @@
-"""A link to an anchor shows its target below the header and not covered, at desktop and phone width."""
+"""A link to an anchor shows its target uncovered, below the header, at desktop and phone width."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a new visitor sees and reaches by keyboard: the first page without scrolling, and terms with a tooltip."""
+"""The first page as a new visitor gets it: the part above the fold, keyboard access, and terms with a tooltip."""
 
 from __future__ import annotations
 

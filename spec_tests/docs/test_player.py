@@ -74,7 +74,7 @@ def size(num: int) -> str:
 
 
 def after(run: dict[str, Any], rank: int, n: int) -> dict[str, int]:
-    """What a rank holds after a moment: the values recorded just before the next one."""
+    """The memory of a rank after a moment: the values recorded just before the next one."""
     moments = run["ranks"][rank]["moments"]
     *_, held, adam = moments[min(n + 1, len(moments) - 1)]
     units = run["units"]
@@ -220,7 +220,7 @@ def test_an_address_without_such_a_run_or_moment_does_no_harm(address: str, tab:
     assert tab.complaints() == []
 
 
-# --- what it shows ---
+# --- the view ---
 
 
 @in_browser
@@ -484,7 +484,7 @@ def test_every_control_has_a_name_and_no_id_is_there_twice(address: str, tab: Ta
     assert tab.look(twice) == []
 
 
-# --- a recording of the user's own ---
+# --- a recording of the user ---
 
 
 def drop(tab: Tab, name: str, text: str, onto: str = ".player") -> None:
@@ -519,7 +519,7 @@ def test_a_trace_is_dropped_and_plays(address: str, tab: Tab, steps: str) -> Non
     peak = max(num for _, num in timeline.gathered_bytes(events[1]))
     assert tab.look("document.querySelectorAll('.track-peak')[1].textContent") == f"peak {size(peak)}"
     assert set(card(tab, 1)) == {"gathered"}
-    # The page says which data is missing, and does not draw it.
+    # The page lists the missing data, and does not draw it.
     assert "no source lines" in tab.look("document.querySelector('.source-title').textContent")
     assert tab.look("document.querySelectorAll('.bar-shard').length") == 0
     tab.press(" ")
@@ -592,7 +592,7 @@ def test_wrong_file_shows_error_and_changes_nothing(address: str, tab: Tab, text
     remedy = "Needed is what train_gpt.py --trace writes, or minifsdp.timeline.chrome_trace."
     assert said.endswith(remedy) or "damaged" in said
     assert moment(tab) == 5
-    # The status is where a reader looks right after opening the page.
+    # The status is visible without scrolling right after the page is opened.
     assert 0 < tab.look("document.querySelector('.player-status').getBoundingClientRect().top") < 400
     assert tab.complaints() == []
 

@@ -82,7 +82,7 @@ def test_torch_run_has_same_events_as_ours(generation: str, strategy: str) -> No
         assert ours["pieces"] == torchs["pieces"]
         counted = [Counter((m[0], m[1], m[2], m[4]) for m in rank["moments"]) for rank in (ours, torchs)]
         assert counted[0] == counted[1]
-        # At the end of both runs the optimizer sees the same gradients, and nothing else is left.
+        # At the end of both runs the optimizer uses the same gradients, and no other memory is left.
         left = [[held[2:] for held in rank["moments"][-1][7]] for rank in (ours, torchs)]
         assert left[0] == left[1]
 

@@ -1,4 +1,4 @@
-"""Two builds give the same files, whatever else the machine does: a build measures nothing."""
+"""Two builds give the same files, whatever else the machine does, because a build measures nothing."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from spec_tests.docs.test_paste import share
 
 pytestmark = [pytest.mark.docs, pytest.mark.needs("mkdocs")]
 
-# What a user copies from a terminal into the one-line search field.
+# Texts that a user copies from a terminal into the one-line search field.
 OURS = {
     "the first 200 characters": lambda message: spoken(message, False)[:200],
     "the whole message": lambda message: " ".join(spoken(message, True).split()),

@@ -1,4 +1,4 @@
-"""The documentation as a reader sees it: built without network access, and opened page by page in a browser."""
+"""The documentation for its readers: built without network access, and opened page by page in a browser."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def find_the_error_of_mixed_tensors(tab: Tab) -> None:
     tab.click(".md-search__input")
     tab.wait_for("document.querySelector('.md-search-result__meta').textContent.includes('Type to start')", 120)
     tab.type("mixed torch.Tensor and DTensor")
-    # The search field listens for keyup events. Without one, it would notice inserted text only at the next key.
+    # The search field listens for keyup events. Without one, it would use inserted text only at the next key.
     tab.press("End")
     tab.wait_for("!!document.querySelector('.md-search-result__link[href*=troubleshoot]')", 120)
     assert tab.complaints() == []

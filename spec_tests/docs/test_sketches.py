@@ -53,7 +53,7 @@ def test_drawn_weight_has_row_shards_of_torch() -> None:
     rows = torch.arange(4).chunk(oneweight.NUM_RANKS)
     assert [oneweight.rows_of(rank) for rank in range(4)] == [part.tolist() for part in rows]
     html = draw("weight", "A weight.")
-    # 64 MiB, a quarter of it, and what a ring all-gather sends of it.
+    # 64 MiB, a quarter of them, and the bytes that a ring all-gather sends.
     assert {"67.1 MB", "16.8 MB", "50.3 MB"} <= set(re.findall(r"[\d.]+ MB", html))
 
 

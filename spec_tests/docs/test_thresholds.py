@@ -55,7 +55,7 @@ def test_the_first_table_agrees_with_them() -> None:
 
 
 def model_crossings(strategy: str, machines: int) -> tuple[float, float]:
-    """How often a bfloat16 model crosses the links within a machine and between machines, for each rank and step."""
+    """The number of times that a bfloat16 model crosses each kind of link, for each rank and step."""
     hybrid = strategy == "HYBRID_SHARD"
     shards, replicas = (8, machines) if hybrid else (8 * machines, 1)
     job = Job(

@@ -1,4 +1,4 @@
-"""What colours distinguish is also distinguishable without them, or the colours are distinguishable for everybody.
+"""Elements that differ in colour also differ in another way, or all users can distinguish the colours.
 
 The step player has its own test.
 """

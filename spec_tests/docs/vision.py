@@ -1,4 +1,4 @@
-"""How different two colours look to people who lack one kind of cone.
+"""The visible difference between two colours for people who lack one kind of cone.
 
 Simulates colours with the method of Machado, Oliveira and Fernandes (2009) for people who lack one kind of cone
 completely: one matrix for each kind, applied to linear light. Differences are distances in the Lab colour space. A
@@ -24,7 +24,7 @@ _WHITE = (0.9505, 1.0, 1.089)
 
 
 def apart(one: Colour, other: Colour, kind: str) -> float:
-    """How different two colours look to people with this kind of colour blindness."""
+    """The visible difference between two colours for people with this kind of colour blindness."""
     return math.dist(_lab(one, KINDS[kind]), _lab(other, KINDS[kind]))
 
 

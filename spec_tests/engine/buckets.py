@@ -14,7 +14,7 @@ from minifsdp.engine.shards import padded_shard_numel
 
 
 def param(shape: torch.Size, dim: int, group: Group | None) -> Any:
-    """Those attributes of a `ShardedParam` that a bucket uses. ``None`` for a group of one."""
+    """The attributes of a `ShardedParam` that a bucket uses. A group of ``None`` means a single rank."""
     num = 1 if group is None else group.size
     return SimpleNamespace(
         shape=shape,

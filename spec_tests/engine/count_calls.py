@@ -1,8 +1,9 @@
 """The engine's cost in Python calls, counted in a separate process and printed as one line of JSON.
 
-The fake process group sends nothing, so one process is enough and no time is spent on waiting. It must be the default
-group, so it needs its own process. With 48 tiny units, the work that is done once per iteration hardly shows. The cost
-of the plain model is subtracted. Nothing here is a time: the number of calls is the same on every machine.
+A fake process group sends no data, so one process is enough and never waits. The fake group must be the default group,
+so the program needs its own process. With 48 tiny units, the work per iteration is small compared to the work per unit.
+The program subtracts the cost of the plain model. It counts calls and measures no times, so its results are the same on
+every machine.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def of_the_ledger(action: Callable[[], None]) -> float:
 
 
 def costly_calls(action: Callable[[], None]) -> dict[str, int]:
-    """How often ``action`` performs costly operations that a warm step does not need."""
+    """Counts the costly operations in ``action`` that a warm step does not need."""
     found: Counter[str] = Counter()
 
     def counting(name: str, real: Any) -> Any:
@@ -113,7 +114,7 @@ def costly_calls(action: Callable[[], None]) -> dict[str, int]:
 
 
 def probe() -> None:
-    """Does everything that is counted, once. This shows that a count of zero is not a counter that never counts."""
+    """Runs each counted operation once. The result shows that the counters work, so a count of zero is meaningful."""
     with torch.profiler.record_function("probe"):
         inspect.signature(probe)
     torch.ones(1, requires_grad=True).register_post_accumulate_grad_hook(lambda _: None)

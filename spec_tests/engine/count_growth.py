@@ -1,7 +1,7 @@
 """Costs that grow with the model, counted in a separate process, which is rank 0 of a world of the given size.
 
-Prints one line of JSON. For each contender: calls of Python functions in a warm step, and bytes that store a model
-created on the meta device. Nothing here is a time.
+Prints one line of JSON. For each implementation, the line has the number of calls of Python functions in a warm step,
+and the number of bytes that store a model created on the meta device. The program measures no times.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-# Only the contenders of the benchmark, so that the test asserts what the plots show.
+# Use the implementations of the benchmark, so that the test covers the results in the plots.
 from spec_tests.benchmarks.growth.llama import Shape, materialised, stored_bytes
 from spec_tests.benchmarks.growth.measure import calls_per_step, join
 from spec_tests.benchmarks.growth.points import FSDPS, Point
@@ -19,7 +19,7 @@ from spec_tests.benchmarks.growth.points import FSDPS, Point
 OURS = [name for name, contender in FSDPS.items() if contender.peer]
 UNITS = (12, 24, 48)
 PARAMETERS = (4, 16, 64)
-# The inner layer is not divisible by 64, so there is padding.
+# The size of the inner layer is not divisible by 64, so its parameters need padding.
 SHAPE = Shape(2, 128, 200, 320)
 
 

@@ -1,4 +1,4 @@
-"""Pairs of ranks that all-gather and exit at once, in the worst case: no thread releases the GIL on its own.
+"""Pairs of ranks that all-gather and then exit immediately, while no thread releases the GIL on its own.
 
     python -m spec_tests.engine.leave 10
 
@@ -14,7 +14,7 @@ import tempfile
 
 import torch
 
-# Not used here. Otherwise each rank imports it in its first fully_shard, which takes a second per rank.
+# Import this before the fork. Otherwise the first fully_shard imports it, which takes a second per rank.
 import torch._dynamo
 import torch.distributed as dist
 from torch import nn
@@ -25,7 +25,7 @@ from minifsdp import fully_shard
 def _gather_and_leave(rank: int, store: str) -> nn.Module:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     model = fully_shard(nn.Linear(4, 4))
-    # Otherwise the thread that releases the tensors gets the lock within 5 ms, mostly before Python shuts down.
+    # By default, the thread that releases the tensors gets the GIL within 5 ms, usually before Python shuts down.
     sys.setswitchinterval(60)
     for _ in range(20):
         model.unshard()
@@ -38,8 +38,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     folder, statuses = tempfile.mkdtemp(), []
-    # Do not call gc.freeze(). It would make the exit of each rank a second shorter, but then Python would release too
-    # few objects for the crash to happen.
+    # Do not call gc.freeze(). Each rank would exit a second earlier, but Python would release too few objects for the
+    # crash to happen.
     for pair in range(int(sys.argv[1])):
         children = []
         for place in range(2):

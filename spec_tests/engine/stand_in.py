@@ -1,6 +1,6 @@
-"""Simulated streams that only log which stream waits for which, for code that uses an accelerator's streams.
+"""Simulated streams that only log operations and waits, for code that uses an accelerator's streams.
 
-They compute nothing, and tensors stay on the CPU. Each line of the log is one operation::
+They do not compute, and tensors stay on the CPU. Each line of the log is one operation::
 
     reduce waits for compute, all_reduce waits for reduce, compute waits for all_reduce, CPU waits for compute
 

@@ -1,4 +1,4 @@
-"""A placeholder parameter: a tensor with a shape but without values, and its errors when values are needed."""
+"""A placeholder parameter: a tensor with a shape but without values, and the errors of operations that need values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The buffers of the per-parameter layout: what each bucket sends, how it is sorted, and when it has memory."""
+"""The buffers of the per-parameter layout: their contents, their order, and their memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPES = [torch.Size([3, 2]), torch.Size([5]), torch.Size([1, 4])]
 
 
 def values() -> list[torch.Tensor]:
-    """The same values on every rank. Every element is different."""
+    """Values that are equal on all ranks. Every element is different."""
     numbers = torch.arange(sum(shape.numel() for shape in SHAPES), dtype=torch.float32, device=device())
     return [part.view(shape) for part, shape in zip(numbers.split([s.numel() for s in SHAPES]), SHAPES, strict=True)]
 
@@ -38,7 +38,7 @@ def bucket_of(group: Group | None, dims: tuple[int, ...] = (0, 0, 0), dtype: tor
 
 def gathered(bucket: AnyBucket) -> None:
     comm_streams = CommStreams(bucket.device)
-    comm_streams.all_gather.wait_compute()  # like a root, once per iteration
+    comm_streams.all_gather.wait_compute()  # a root does this once per iteration
     layout = OneBucket(bucket)
     layout.all_gather(comm_streams)
     layout.wait()
@@ -223,7 +223,7 @@ LARGE = [torch.Size([1200, 900]), torch.Size([3]), torch.Size([0, 4]), torch.Siz
 
 
 def large_bucket(dtype: torch.dtype | None = None, first_dim: int = 0) -> tuple[Bucket, list[torch.Tensor]]:
-    """A bucket whose shards are larger than 256 KiB on average, one uneven and one empty; and the unsharded values."""
+    """A bucket and its unsharded values. Shards are larger than 256 KiB on average; one is uneven, and one is empty."""
     group = world()
     wholes = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, shape in enumerate(LARGE)]
     params = [param(shape, dim, group) for shape, dim in zip(LARGE, (first_dim, 0, 0, 0), strict=True)]
@@ -241,7 +241,7 @@ def test_large_parameters_are_all_gathered_directly_into_their_memory(
     bucket, wholes = large_bucket(dtype)
     sequence = world().sequence
     sequence.begin_epoch()
-    gathered(bucket)  # the first time, all ranks check that they are about to send the same amount
+    gathered(bucket)  # in the first call, all ranks check that their sizes are equal
     bucket.free()
     for _ in range(2):
         sequence.begin_epoch()

@@ -1,4 +1,4 @@
-"""Ranks that issued different collectives get an error at the end of backward, before the optimizer step."""
+"""If ranks issue different collectives, each rank raises an error at the end of backward, before the optimizer step."""
 
 from __future__ import annotations
 
@@ -249,7 +249,7 @@ def test_in_one_flat_unit_each_experts_gradient_has_its_place_and_nothing_is_ref
     before = {name: value.clone() for name, value in model.state_dict().items()}
     model(torch.ones(2, WIDTH, device=device()), dist.get_rank()).sum().backward()
     optimizer.step()
-    # One of the two ranks used each expert, on two rows of ones.
+    # Each expert ran on one of the two ranks, with two rows of ones.
     for name, value in model.state_dict().items():
         assert torch.allclose(value, before[name] - 1.0)
 

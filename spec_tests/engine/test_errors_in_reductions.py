@@ -1,4 +1,4 @@
-"""A user's hook raises during gradient reduction: no memory is released that a stream still reads."""
+"""A user's hook raises during gradient reduction. The engine does not release memory that a stream still reads."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def break_off(model: nn.Module) -> None:
     """Runs a backward in which a hook raises, then kernels that may reuse the memory that the backward released."""
     with pytest.raises(Broken):
         backward(model, 0)
-    # Write at once on the compute stream, without waiting for another stream.
+    # Write immediately on the compute stream, without waiting for another stream.
     for numel in (WIDTH * WIDTH + WIDTH, WIDTH * (WIDTH + 1) // 2, WIDTH * WIDTH, WIDTH):
         for _ in range(4):
             torch.full((numel,), 7.0, device=device())

@@ -1,4 +1,4 @@
-"""The flat layout: one flat tensor, split into shards, all-gathered without a copy and shown as views."""
+"""The flat layout: one flat tensor, split into shards, all-gathered without a copy and used through views."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ def lay_out(
 
 def all_gather(layout: FlatLayout) -> None:
     comm_streams = CommStreams(device())
-    comm_streams.all_gather.wait_compute()  # like a root, once per iteration
+    comm_streams.all_gather.wait_compute()  # a root does this once per iteration
     handle = layout.all_gather(comm_streams)
     if handle is not None:
         handle.wait()
 
 
 def values_of(module: nn.Module) -> list[Tensor]:
-    """The parameters that the modules show, in the order of the layout."""
+    """The parameters that are registered on the modules, in the order of the layout."""
     layers = [m for m in module.modules() if isinstance(m, nn.Linear)]
     return [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
 
 
-# --- what is stored ---
+# --- stored tensors ---
 
 
 @pytest.mark.spec("SHARD-02", "SHARD-03")
@@ -116,7 +116,7 @@ def test_all_gather_shows_full_views_and_reshard_frees_them(original: bool) -> N
         assert event is not None
         assert all(tensor.untyped_storage().size() == 0 for tensor in shown)
         seen += shown
-    assert seen[0] is not seen[4], "views are made anew for each forward"
+    assert seen[0] is not seen[4], "each forward creates new views"
     assert seen[0].untyped_storage().size() == 0
 
 
@@ -202,7 +202,7 @@ def test_one_rank_unit_computes_in_stored_memory() -> None:
     block = a_block()
     layout = lay_out(block)
     with pytest.raises(RuntimeError, match="wrap"):
-        # No callback is registered yet, so the gradient would go unnoticed.
+        # No callback is registered yet, so the layout would ignore the gradient.
         block(draw(0))
     layout.on_gradient(lambda: None)
     assert layout.all_gather(CommStreams(device())) is None
@@ -264,7 +264,7 @@ def test_layout_detects_shard_change_since_all_gather(original: bool) -> None:
         assert layout.is_stale()
 
 
-# --- the unsharded values for the user ---
+# --- unsharded values for the user ---
 
 
 @both_kinds
@@ -280,7 +280,7 @@ def test_full_bucket_is_copy_of_params_in_stored_dtype(original: bool) -> None:
     assert torch.equal(layout.registered.shard.detach(), before)
 
 
-# --- which parameters may share a unit ---
+# --- parameters that can share a unit ---
 
 
 @pytest.mark.spec("ORIG-12")

@@ -32,7 +32,7 @@ def world() -> Group:
 
 
 def values(number: int, rank: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Different values on each rank. Their sum depends on the order in which the ranks are added."""
+    """Values that differ between ranks. Their sum depends on the order of the ranks."""
     drawn = torch.randn(number, generator=torch.Generator().manual_seed(rank)) * 10.0**rank
     return (drawn > 0) if dtype is torch.bool else drawn.to(dtype)
 
@@ -69,7 +69,7 @@ def check_four(number: int, dtype: torch.dtype, least_bytes: int) -> None:
     check_values(number, dtype, least_bytes)
 
 
-# As messages of the transport, and in gloo's thread.
+# 0 selects the transport's messages, and 2**30 selects gloo's thread.
 WAYS = pytest.mark.parametrize("least_bytes", [0, 2**30], ids=["large", "small"])
 
 
@@ -164,7 +164,7 @@ class Coming:
     """A work of gloo's thread that counts polls and waits.
 
     Args:
-        after: the number of polls during which it is not complete.
+        after: the number of polls before it is complete.
         error: the exception that `wait` raises, if any.
     """
 
@@ -252,7 +252,7 @@ def test_issuing_rank_continues_before_others_arrive() -> None:
         gathered = collectives.all_gather(group, output, local_shard)
         return gathered, collectives.reduce_scatter(group, torch.empty_like(local_shard), torch.ones(2_000_000))
 
-    for handle in issue():  # the first time, all ranks check that they are about to send the same amount
+    for handle in issue():  # in the first call, all ranks check that their sizes are equal
         handle.wait()
     dist.barrier()
     if group.rank == 1:
@@ -278,7 +278,7 @@ def test_several_collectives_run_with_messages_of_program() -> None:
     sent = dist.isend(mine, 1 - rank)
     wholes = [torch.tensor([1.0 * i, 2.0 * i]) for i in range(3)]
     handles += [collectives.reduce_scatter(group, sums[i], wholes[i]) for i in range(3)]
-    # Wait in a different order from the order of issue.
+    # Wait for the handles in a different order from the order of issue.
     for handle in reversed(handles):
         handle.wait()
     for work in (received, sent):
@@ -360,7 +360,7 @@ HERE = pathlib.Path(__file__).parent
 
 @pytest.mark.spec("WIRE-08")
 def test_a_rank_that_dies_ends_the_wait_of_the_other() -> None:
-    # As if the user had set nothing.
+    # Clear the variable, so that the default applies.
     environment = {"MINIFSDP_TRANSPORT": ""}
     printed = output_of_ranks(HERE / "wire_ends.py", num_ranks=2, environment=environment, limit=60.0)
     assert "rank 0: RuntimeError" in printed

@@ -1,6 +1,6 @@
-"""Costs that must not grow with the model or the number of ranks, and costs that may.
+"""Costs that must not grow with the model or the number of ranks, and costs that are allowed to grow.
 
-Counted in separate processes, see ``count_growth.py``; in milliseconds, see ``spec_tests/benchmarks/growth``.
+``count_growth.py`` counts them in separate processes. ``spec_tests/benchmarks/growth`` measures them in milliseconds.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def test_a_step_makes_as_many_calls_on_1024_ranks_as_on_two(name: str) -> None:
 @pytest.mark.spec("COST-13")
 def test_further_parameters_of_a_flat_unit_cost_no_calls() -> None:
     calls = counted(2)["minifsdp flat"]["parameters"]
-    # The subtracted plain model calls nn.Module.__getattr__ once per parameter; a view of a flat parameter is found
-    # without that call. There are 2 units.
+    # The plain model, whose cost is subtracted, calls nn.Module.__getattr__ once per parameter. A view of a flat
+    # parameter does not need that call. The model has 2 units.
     assert [more + 2 * number for more, number in zip(calls, PARAMETERS, strict=True)] == 3 * [calls[0] + 8]
 
 

@@ -1,6 +1,6 @@
 """A unit in forward and backward: how often it all-gathers, when it frees memory, and that its gradients are correct.
 
-Collectives are counted where PyTorch executes them, independently of what the package reports. Gradients are compared
+The tests count collectives where PyTorch executes them, independently of the package's trace. Gradients are compared
 with those of a plain model that computes the batches of all ranks.
 """
 
@@ -46,7 +46,7 @@ def left_plain(module: nn.Module) -> nn.Module:
     return module
 
 
-# --- how often a unit is all-gathered and reduced ---
+# --- number of all-gathers and reductions of a unit ---
 
 
 def from_an_input_with_gradient(model: nn.Module, rank: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Registrations of parameters: each parameter is found once, ties are joined, and every registration is updated."""
+"""Registrations of parameters: the layout finds each parameter once, also if tied, and updates every registration."""
 
 from __future__ import annotations
 

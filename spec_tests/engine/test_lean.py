@@ -1,6 +1,6 @@
 """A warm step stays cheap: few Python calls per unit, no slow operations, and no calls into the trace.
 
-The counting runs in its own process, see ``count_calls.py``.
+``count_calls.py`` counts the calls in a separate process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def counted() -> dict[str, Any]:
 
 # Measured on torch 2.13, per unit and step, without the cost of the plain model, flat / original:
 # FULL_SHARD 105 / 116, SHARD_GRAD_OP 88 / 94, NO_SHARD 81 / 91; torch's FULL_SHARD 734 / 896.
-# fully_shard, freed after forward / kept: 145 / 125, torch's 783 / 608. Three of these are for the collective log.
+# fully_shard, freed after forward / kept: 145 / 125, torch's 783 / 608. The collective log needs three of these.
 MOST = {"flat": 106, "original": 117, "frees": 150, "keeps": 131}
 
 
@@ -56,7 +56,7 @@ def test_collective_log_adds_few_calls(key: str) -> None:
 @pytest.mark.parametrize("key", ["FULL_SHARD flat", "FULL_SHARD original", *IN_PLACE])
 def test_torch_needs_several_times_as_many(key: str) -> None:
     calls = counted()["calls"]
-    # In torch 2.11 fully_shard needed fewer calls than it does today: 689 and 510.
+    # In torch 2.11, torch's fully_shard needs fewer calls: 689 and 510.
     assert calls[f"torch {key}"] > (3 if key in IN_PLACE else 4) * calls[f"minifsdp {key}"]
 
 

@@ -13,8 +13,8 @@ import pytest
 
 @pytest.mark.pure
 def test_ranks_that_leave_right_after_a_collective_end_with_status_0() -> None:
-    # Without the pause at exit, about one exit in five ends with SIGABRT. Python must really shut down, and copies of
-    # the fork server never do that.
+    # Without the pause at exit, about one exit in five ends with SIGABRT. Python must really shut down, and the
+    # processes of the fork server never do that.
     done = subprocess.run(
         [sys.executable, "-m", "spec_tests.engine.leave", "8"],
         cwd=Path(__file__).parents[2],

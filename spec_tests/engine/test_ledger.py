@@ -1,4 +1,4 @@
-"""What the collective log records of each collective, and that recording costs almost nothing."""
+"""The fields that the collective log records for each collective, and the small cost of recording."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_completed_collective_keeps_no_tensor_alive() -> None:
     memory, sent = weakref.ref(large), []
 
     def send(tensor: torch.Tensor) -> Any:
-        # The wait reads the tensor, like the summation of shards does.
+        # The wait reads the tensor, as the summation of shards does.
         return SimpleNamespace(wait=lambda: sent.append(tensor.sum()))
 
     waited_for = Collective("all-gather", group, 4, send, large)
@@ -154,7 +154,7 @@ def test_a_unit_that_fails_on_one_rank_leaves_its_name_to_nothing_that_is_sent_l
     log.entries.clear()
     model.clip_grad_norm_(1.0)
     assert [(entry.kind, entry.unit) for entry in entries()] == [("all_reduce", None)]
-    # This step compares what the ranks sent.
+    # In this step, the ranks compare their collectives.
     train_once(model)
 
 
@@ -166,7 +166,7 @@ def test_a_backward_that_is_broken_off_leaves_no_unit_to_what_is_sent_later() ->
     def fail(*_: Any) -> None:
         raise LookupError("no such picture")
 
-    # By then, the reductions of two units have been issued.
+    # When this hook runs, backward has issued the reductions of two units.
     handle = model.module[0].register_full_backward_pre_hook(fail)
     with pytest.raises(LookupError):
         square_loss(model, dist.get_rank()).backward()
@@ -305,7 +305,7 @@ def test_the_import_changes_nothing_in_the_process() -> None:
         "import minifsdp\n"
         "assert changes(before, state_of_process()) == []\n"
     )
-    # Other packages, which minifsdp imports, are imported before.
+    # The program first imports the other packages that minifsdp imports.
     listing = (
         "import sys, minifsdp; print(*(name for name in sys.modules if name.partition('.')[0] in ('torch', 'jinja2')))"
     )
@@ -388,7 +388,7 @@ def test_a_group_is_closed_also_where_torch_has_wrapped_it(level: Any) -> None:
         group = dist.new_group([0, 1], timeout=timedelta(seconds=20))
     finally:
         dist.set_debug_level(dist.DebugLevel.OFF)
-    # A message that is never sent.
+    # Receive a message that the other rank never sends.
     waits = dist.irecv(torch.zeros(1), 1 - dist.get_rank(), group)
     assert waits is not None
     dist.barrier()

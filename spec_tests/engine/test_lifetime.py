@@ -19,7 +19,7 @@ from spec_tests.models.modules import chain
 
 
 class SlowGPU:
-    """Runs behind the CPU: a unit that the CPU has freed stays in use until the CPU waits for it."""
+    """A simulated GPU that lags behind the CPU: a unit that the CPU frees stays in use until the CPU waits for it."""
 
     def __init__(self) -> None:
         self.in_use = 0
@@ -169,7 +169,7 @@ def test_a_release_leaves_the_tensor_and_its_views_and_takes_their_memory() -> N
 
 
 def with_slow_releases(model: Any, gpu: SlowGPU) -> Any:
-    """Runs the engine against the slow GPU: memory is really released, but the release completes late."""
+    """Makes the engine use the slow GPU. The engine really releases memory, but the release completes late."""
     really_release = lifetime.release
 
     def slow_release(storage_owner: torch.Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Mistakes that would otherwise go unnoticed are detected at the next step."""
+"""Mistakes that would otherwise cause no error are detected at the next step."""
 
 from __future__ import annotations
 

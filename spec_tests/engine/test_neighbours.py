@@ -1,4 +1,4 @@
-"""Detects whether another rank's process on the same machine has ended."""
+"""Detects the end of another rank's process on the same machine."""
 
 from __future__ import annotations
 

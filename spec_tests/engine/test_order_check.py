@@ -1,4 +1,4 @@
-"""Ranks that are about to all-gather different units get an error before they receive each other's weights."""
+"""If ranks are about to all-gather different units, they raise an error before they receive each other's weights."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_each_unit_is_order_checked_once() -> None:
             issued.clear()
             train_once(model)
             counts.append(len(issued))
-    # Three units in the first iteration. The last check of each iteration compares what all ranks have sent.
+    # Three units in the first iteration. The last check of each iteration compares the collectives of all ranks.
     assert counts == [3 + 1, 1, 1]
 
 

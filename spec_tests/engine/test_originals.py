@@ -1,4 +1,4 @@
-"""The user's original parameters, each of which shows its part of the local shard."""
+"""The user's original parameters. Each one is a view of its part of the local shard."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ nested = st.recursive(
 
 
 def skeleton(value: Any) -> Any:
-    """The structure without the tensors: types, keys and all values that are not tensors."""
+    """The structure of a value: types, keys and all values that are not tensors."""
     if isinstance(value, torch.Tensor):
         return "tensor"
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""From unsharded gradients to sharded ones: each stage, and one reduction in flight at a time."""
+"""Gradient reduction: each stage, and the limit of one reduction in flight."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
 
 class Kept:
-    """The part of a layout that receives reduced gradients."""
+    """Replaces a layout. Receives reduced gradients and stores them."""
 
     name = "unit"
     offloads = has_gradient_hooks = False
@@ -44,7 +44,7 @@ def reducer() -> Reducer:
 
 
 def reduced(plan: ReducePlan, whole: torch.Tensor) -> torch.Tensor:
-    """The gradient that the layout of one unit receives."""
+    """Reduces a gradient. Returns the local shard that the layout receives."""
     kept: Any = Kept()
     one = reducer()
     one.reduce(kept, plan, Gradient([whole]))
@@ -191,7 +191,7 @@ def test_a_reduction_is_completed_by_the_next_and_the_last_one_by_finish() -> No
 @pytest.mark.parametrize("is_replicated", [True, False])
 @ranks(4)
 def test_a_partial_sum_in_flight_is_included_in_the_next_reduction(is_replicated: bool) -> None:
-    # As after `set_is_last_backward(False)`: nothing completes the first reduction before the second begins.
+    # As with `set_is_last_backward(False)`, the first reduction is not completed before the second one begins.
     plan = ReducePlan.mean(MeshGroups.replicated(world()) if is_replicated else two_by_two(), F32)
     kept, one = Kept(), reducer()
     target: Any = kept

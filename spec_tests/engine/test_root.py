@@ -1,4 +1,4 @@
-"""The root state: which unit is the root, how units join it, and that each iteration starts without leftover state."""
+"""The root state: the choice of the root unit, its other units, and the reset of state before each iteration."""
 
 from __future__ import annotations
 
@@ -306,7 +306,7 @@ class OnPurpose(Exception):
 
 
 class Fuse(nn.Module):
-    """Identity, until `breaks_in` is set. Then it raises."""
+    """Identity. Raises if `breaks_in` is set."""
 
     breaks_in: str | None = None
 

@@ -1,4 +1,4 @@
-"""Which unit runs next: the ordering logic alone, with units that only have a name."""
+"""The prediction of the next unit, tested with units that only have a name."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from minifsdp.engine.shards import padded_shard_numel, shard_of, shard_shape
 
 
 class Split(NamedTuple):
-    """The arguments of most functions."""
+    """The arguments that most functions in `shards` have."""
 
     shape: torch.Size
     dim: int

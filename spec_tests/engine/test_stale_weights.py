@@ -175,7 +175,7 @@ def test_parameters_that_are_set_from_a_vector_are_noticed(kind: str) -> None:
     model(batch())
     parameters = [parameter for parameter in model.parameters() if parameter.is_leaf and parameter.numel()]
     if kind == "SHARD_GRAD_OP originals":
-        # Between a forward and its backward, this strategy shows the unsharded parameters.
+        # With this strategy, modules have unsharded parameters between a forward and its backward.
         evaluate(model)
         parameters = [parameter for parameter in model.parameters() if parameter.numel()]
     vector = nn.utils.parameters_to_vector(parameters).detach()
@@ -197,7 +197,7 @@ def test_rank_with_optimizer_without_empty_params_all_gathers() -> None:
     assert not torch.equal(evaluate(model), before)
 
 
-# --- which steps count ---
+# --- optimizer steps that count ---
 
 
 @pytest.mark.spec("FRESH-06")

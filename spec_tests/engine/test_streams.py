@@ -1,4 +1,4 @@
-"""Which stream waits for which on an accelerator, as far as simulated streams that only record calls can show."""
+"""The waits between an accelerator's streams, tested with simulated streams that only record calls."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ F32, BF16 = torch.float32, torch.bfloat16
 
 
 class Quiet:
-    """A group whose collectives complete at once and return nothing. To the caller, NCCL's look the same."""
+    """A group whose collectives complete immediately and return nothing, as NCCL's collectives appear to the caller."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -136,7 +136,7 @@ def test_every_stream_comes_from_its_device(machine: StandIn) -> None:
 
 
 class Kept:
-    """The part of a layout that receives reduced gradients."""
+    """Replaces a layout. Receives reduced gradients and logs them."""
 
     name = "unit"
     offloads = reads_gradient = has_gradient_hooks = False
@@ -320,9 +320,9 @@ def test_gradients_are_copied_to_the_host_on_the_stream_that_reduced_them_with_o
     assert not [line for line in machine.log if line.startswith("CPU")]
     reducer.finish()
     assert [line for line in machine.log if line.startswith("CPU")] == ["CPU waits for compute"]
-    # By then the compute stream has waited for all reductions.
+    # Before the CPU waits for the compute stream, the compute stream waits for all reductions.
     assert machine.log[-6:-3] == ["compute waits for reduce", "compute waits for gather", "CPU waits for compute"]
-    # If a backward fails before this point, no `.grad` holds a tensor that is still being copied.
+    # The gradients are set last. So if a backward fails earlier, no `.grad` is a tensor that is still being copied.
     assert machine.log[-3:] == ["compute: accept"] * 3
     assert machine.log.count("compute: accept") == 3
 

@@ -133,7 +133,8 @@ def test_wrong_prefetch_is_awaited_before_reshard() -> None:
     log = Log()
     unit = brought_to(State.GATHERING, log)
     unit.reshard()
-    # Other ranks take part in that all-gather. If the unit freed the memory first, the all-gather would write into it.
+    # Other ranks take part in that all-gather. If the unit freed the memory first, the
+    # all-gather would write into freed memory.
     assert log.calls.index("wait") < log.calls.index("free")
 
 

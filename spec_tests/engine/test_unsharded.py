@@ -1,4 +1,4 @@
-"""The tensor that autograd uses: it is resized but never replaced, and written to without autograd noticing."""
+"""The tensor that autograd uses: it is resized but never replaced, and autograd does not record writes to it."""
 
 from __future__ import annotations
 

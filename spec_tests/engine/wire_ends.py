@@ -1,4 +1,4 @@
-"""Two ranks, one of which exits in the middle of an all-gather. The other one prints how its wait ended.
+"""Two ranks, one of which exits in the middle of an all-gather. The other one prints the result of its wait.
 
 torchrun --nproc-per-node 2 spec_tests/engine/wire_ends.py
 """
@@ -15,7 +15,7 @@ from minifsdp.engine import collectives
 from minifsdp.engine.mesh import Group
 
 if __name__ == "__main__":
-    # If this process is a copy of another one, torch has already read the environment.
+    # A forked process keeps the settings that its parent read, so read the environment again.
     dist.set_debug_level_from_env()
     dist.init_process_group("gloo")
     group = Group.of(dist.group.WORLD)
@@ -30,5 +30,5 @@ if __name__ == "__main__":
     except RuntimeError as error:
         print(f"rank 0: {type(error).__name__}")
     sys.stdout.flush()
-    # Exit at once. Otherwise the group would wait for the other rank again.
+    # Exit immediately. A normal exit would wait for the other rank again.
     os._exit(0)

@@ -1,7 +1,7 @@
 """``python -m spec_tests.faults``: runs all cells and prints them. ``--record`` records them for the documentation.
 
-This takes long, so each outcome is written to ``build/faults.jsonl`` at once. If a recording is interrupted, the next
-one continues with the cells that have not passed yet.
+A run takes a long time, so each outcome is written to ``build/faults.jsonl`` at once. If a recording is interrupted,
+the next one continues with the cells that have not passed yet.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def run(cell: Cell, losses: list[float], tell: Callable[[Outcome], object] | Non
     Args:
         cell: the cell.
         losses: those of a job without a fault.
-        tell: called with the outcome at once.
+        tell: called with the outcome as soon as it is known.
     """
     for attempt in range(ATTEMPTS):
         with tempfile.TemporaryDirectory() as kept:
@@ -211,7 +211,7 @@ def start_ranks(
     Args:
         program: its name.
         arguments: its command line.
-        num_ranks: how many ranks.
+        num_ranks: number of ranks.
         folder: for the outputs, and for the files of the collective log.
         port_of_store: of a store outside the ranks, like that of torchrun; by default rank 0 hosts the store.
     """

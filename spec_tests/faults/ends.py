@@ -1,4 +1,4 @@
-"""How a rank's program ends."""
+"""The end of a rank's program."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Job:
 
     Args:
         door, sharding: how the model is sharded.
-        fault, stage, victim: which rank has which fault, and where.
+        fault, stage, victim: the fault, its stage, and the rank that has it.
         folder: for checkpoints, for the time of the fault, and for the losses.
         limit: the time-out of the process groups.
     """

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 --max-restarts 1 spec_tests/faults/restarted.py FAULT VICTIM MOMENT FOLDER OPTIONS ...
 
-Checkpoints are saved every second step. At the end rank 0 writes to ``FOLDER/told`` the losses of all steps, how often
-the job was started, and how many steps were complete at the last start.
+Checkpoints are saved every second step. At the end rank 0 writes three values to ``FOLDER/told``: the losses of all
+steps, the number of starts of the job, and the number of complete steps at the last start.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main() -> None:
         if moment == "in a step":
             striking(torch.optim.AdamW, "step", STRUCK_IN, fault)
         else:
-            # The files of this rank are written, but the other ranks do not know it yet.
+            # The files of this rank are written, but the other ranks have not received its message yet.
             striking(dcp.FileSystemWriter, "write_data", STRUCK_IN // EVERY, fault)
     begun_at = []
     resume = train_gpt.resume

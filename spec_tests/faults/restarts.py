@@ -47,7 +47,7 @@ class Restart:
 
 
 def every_restart() -> Iterator[Restart]:
-    """All combinations except of the victims, which alternate: the last rank, and rank 0."""
+    """All combinations of the other values; the victims alternate between the last rank and rank 0."""
     everything = itertools.product(APIS, STRATEGIES, FAULTS, MOMENTS)
     for number, (api, strategy, fault, moment) in enumerate(everything):
         is_first = (number + number // 2) % 2 == 1

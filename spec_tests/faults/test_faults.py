@@ -99,7 +99,8 @@ def test_no_sync_on_one_rank_is_noticed(door: str, what: str, tmp_path: Path) ->
     codes = deviate(tmp_path, door, what)
     said = said_by(tmp_path, 0) + said_by(tmp_path, 1)
     if (door, what) == ("wrapper", "keeps and no_sync"):
-        # No collective shows it: unequal numbers of micro-batches are correct. The optimizer steps show it.
+        # Unequal numbers of micro-batches are correct, so only the optimizer steps show the error, and collectives do
+        # not.
         assert codes == [1, 0]
         assert "optimizers have stepped on ranks [1] only" in said
         assert "rank 1: has ended, at the end of its program" in said
@@ -237,7 +238,7 @@ def test_a_sigterm_is_reported_by_all_who_get_it_whatever_they_wait_for(tmp_path
 @pytest.mark.spec("LEDGER-12")
 def test_errors_of_earlier_process_groups_are_removed(tmp_path: Path) -> None:
     pool.start_early()
-    processes = start_ranks("anew", str(tmp_path), num_ranks=2, folder=tmp_path)
+    processes = start_ranks("new_groups", str(tmp_path), num_ranks=2, folder=tmp_path)
     for process in processes:
         process.join(60)
     codes = [process.exitcode for process in processes]

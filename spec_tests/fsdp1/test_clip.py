@@ -245,7 +245,7 @@ def test_training_with_clipping_is_that_of_one_process(use_orig_params: bool) ->
     torch.testing.assert_close(whole(model)[0], {n: p.detach() for n, p in plain.named_parameters()})
 
 
-# --- which ranks take part ---
+# --- participating ranks ---
 
 
 @pytest.mark.spec("CLIP-04")
@@ -346,7 +346,7 @@ def test_the_dtype_of_the_norm_is_the_promotion_of_all_gradients(
     assert [p.grad.dtype for p in model.parameters() if p.grad is not None] == found, "gradients stay what they are"
 
 
-# --- which elements count ---
+# --- elements that the norm includes ---
 
 
 def parts() -> nn.Module:
@@ -458,7 +458,7 @@ def test_the_warning_points_to_the_line_that_is_to_be_changed() -> None:
 @ranks(2)
 def test_a_rank_without_a_gradient_sends_a_number_of_the_dtype_that_the_others_send() -> None:
     torch.set_default_dtype(torch.float64)
-    # The model has only one element, which rank 0 stores. Rank 1 has nothing to take the norm of.
+    # The model has only one element, which rank 0 stores. Rank 1 has no gradient.
     model = FullyShardedDataParallel(nn.Linear(1, 1, bias=False, device=device()), use_orig_params=True)
     model(torch.full((1, 1), 3.0, device=device())).sum().backward()
     assert [p.grad is None for p in model.parameters()] == [dist.get_rank() == 1]

@@ -1,4 +1,4 @@
-"""``torch.compile`` around a wrapped model, inside of it, and where it cannot work.
+"""``torch.compile`` around a wrapped model, inside a wrapped model, and in cases that are refused.
 
 The backends used here either run the captured graphs unchanged ("eager") or split them into forward and backward first
 ("aot_eager"). Both are fast. Both would expose an all-gather that was captured in a graph, or a view that was looked up
@@ -139,6 +139,6 @@ def test_a_policy_cannot_reach_into_what_was_compiled_before(strategy: ShardingS
         for block in seeded().blocks:
             yield torch.compile(block, backend="eager")
 
-    # The compiled module bypasses the wrapper: with NO_SHARD the gradients would silently stay unreduced.
+    # The compiled module bypasses the wrapper, so with NO_SHARD the gradients would not be reduced.
     with refused(ValueError, "Block at '0'", "torch.compile", "module.compile()"):
         FSDP(nn.Sequential(*blocks()), auto_wrap_policy=ModuleWrapPolicy({Block}), sharding_strategy=strategy)

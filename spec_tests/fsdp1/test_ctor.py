@@ -379,7 +379,7 @@ def test_an_optimizer_from_before_wrapping_changes_nothing_and_warns_once() -> N
     assert "build the optimizer after wrapping" in message
 
 
-# --- which ranks shard ---
+# --- ranks of the shard group ---
 
 
 @pytest.mark.spec("CTOR-06")
@@ -397,7 +397,7 @@ def test_given_process_group_all_gathers_and_reduces(strategy: ShardingStrategy)
     assert {event.kind for event in communication} == {"AG", "RS"}
     assert {event.ranks for event in communication} == {members}
     assert {unit.process_group for unit in FSDP.fsdp_modules(model)} == {mine}
-    # N is 2: two shards, and the mean over two ranks. A sum of two has no order, so it is bitwise equal.
+    # The group has two ranks. A sum of two terms does not depend on their order, so the results are bitwise equal.
     gradients = [local_gradients(plain, [0], rank) for rank in members]
     mean = {name: (gradients[0][name] + gradients[1][name]) / 2 for name in gradients[0]}
     expected = chunked(plain, mean, 2, members.index(dist.get_rank()))

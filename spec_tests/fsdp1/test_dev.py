@@ -1,7 +1,7 @@
 """Machine-dependent behavior: a model on the CPU of a machine with an accelerator, and native support for bfloat16.
 
 ``test_initial.py`` has the tests that need such a machine. The tests here check the same decisions one by one. They do
-not need the device, because nothing is really moved to it.
+not need the device, because no tensor is really moved to it.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def two_modules() -> tuple[nn.Module, list[tuple[str, nn.Module]]]:
 @pytest.mark.proof("order only")
 @pytest.mark.pure
 def test_model_on_cpu_without_device_id_moves_only_buffers(moved: Any) -> None:
-    # 1.13 moved the model to the accelerator for this, and back.
+    # PyTorch 1.13 moved the model to the accelerator to shard it, and then back.
     model, modules = two_modules()
     with pytest.warns(UserWarning, match=r"rank 0: .*on the CPU.*cuda:1.*device_id"):
         initial.shard_in_place(modules, ACCELERATOR, set(), sends=False)
-    # A shard moves after the parameter is sharded. A buffer is not sharded, so nothing else would move it later.
+    # A shard moves after the parameter is sharded. Buffers are not sharded, so they must move now.
     assert [(id(tensor), device) for tensor, device in moved] == [(id(b), ACCELERATOR) for b in model.buffers()]
     assert len(moved) == 3
 

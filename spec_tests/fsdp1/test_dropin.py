@@ -1,4 +1,4 @@
-"""Runs whole programs, written the way users write them, with torch's wrapper and with ours.
+"""Runs complete user programs with torch's wrapper and with minifsdp's.
 
 The programs are in ``dropin/``. Each is written for ``torch.distributed.fsdp`` and does not refer to this library. The
 tests run each program twice in the same ranks. The second run only replaces the module name in the import lines. The
@@ -31,7 +31,7 @@ from spec_tests.harness import device, ranks
 
 PROGRAMS = pathlib.Path(__file__).parent / "dropin"
 TORCH, OURS, ALONE = "torch.distributed.fsdp", "minifsdp", "spec_tests.fsdp1.alone"
-# Tolerances after a few training steps if sums have a different order, and if only the norm's sum does.
+# Tolerances after a few training steps, if all sums have a different order, and if only the sum for the norm has one.
 SAME_MATH = 1e-4
 SAME_UP_TO_THE_NORM = 1e-6
 
@@ -50,7 +50,7 @@ def text_of(program: str, library: str) -> str:
 
 
 def on_this_device(text: str) -> str:
-    """The programs only support CUDA and the CPU. On another accelerator this replaces CUDA in their source."""
+    """The programs only support CUDA and the CPU. On other accelerators, this function replaces CUDA in the source."""
     if device().type in ("cpu", "cuda"):
         return text
     here = text.replace("torch.cuda.is_available()", "True").replace(

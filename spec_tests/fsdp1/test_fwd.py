@@ -1,4 +1,4 @@
-"""Which modules can be called, which parameters a module sees in forward, and how several passes accumulate."""
+"""Calls of units and other modules, the parameters of a module in forward, and accumulation over several passes."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_the_same_weight_used_by_its_name_has_a_gradient() -> None:
     assert (flat.grad != 0).any()
 
 
-# --- the parameters that a module sees ---
+# --- the parameters that a module has in forward ---
 
 
 @pytest.mark.spec("FWD-04")
@@ -474,7 +474,7 @@ def test_zero_grad_clears_what_no_sync_has_left_behind() -> None:
 def test_zero_grad_before_backward_reaches_unsharded_units(
     keep: bool, strategy: ShardingStrategy, set_to_none: bool
 ) -> None:
-    """At this time modules have unsharded parameters without gradients, instead of the optimizer's parameters."""
+    """At this time, modules have unsharded parameters, and the optimizer's parameters have the gradients."""
     plain = seeded()
     model = wrapped(sharding_strategy=strategy, use_orig_params=keep)
     owned = list(model.parameters())
@@ -496,7 +496,7 @@ def test_zero_grad_before_backward_reaches_unsharded_units(
 def test_zero_grad_that_keeps_tensors_clears_also_what_is_out_of_sight(
     keep: bool, strategy: ShardingStrategy, by_optimizer: bool
 ) -> None:
-    """While ``.grad`` has an unreduced gradient, the reduced one is stored elsewhere and must become 0 as well."""
+    """While ``.grad`` has an unreduced gradient, the unit stores the reduced one, which must become 0 as well."""
     plain = seeded()
     model = wrapped(sharding_strategy=strategy, use_orig_params=keep)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

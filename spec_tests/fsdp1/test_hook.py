@@ -89,7 +89,7 @@ def compress(dtype: torch.dtype, grad: Tensor, out: Tensor | None = None) -> Non
         out.copy_(local_shard)
 
 
-# --- which reduction a hook replaces ---
+# --- the reduction that a hook replaces ---
 
 
 @pytest.mark.spec("HOOK-01")
@@ -310,7 +310,7 @@ def test_the_state_is_the_very_object_and_stays_on_this_rank(strategy: ShardingS
     def count(state: Secret, grad: Tensor, out: Tensor | None = None) -> None:
         assert state is secret
         assert state.rank == dist.get_rank()
-        # Only one rank changes its state. Each rank must see its own.
+        # Only one rank changes its state. Each rank must use its own.
         state.num_calls += dist.get_rank()
         assert state.num_calls <= 2 * len(UNITS) * dist.get_rank()
         average(state, grad, out)
@@ -423,7 +423,7 @@ def test_the_compressing_hooks_that_come_with_torch_can_be_used(strategy: Shardi
 
 @dataclass
 class Gossip:
-    """Selects each rank's partner. It changes every iteration, so a value reaches all ranks in a few iterations."""
+    """Selects each rank's partner. The partner changes every iteration, so a value reaches all ranks after a few."""
 
     pairings: list[dist.ProcessGroup]
     calls_per_iteration: int

@@ -1,7 +1,8 @@
 """Hybrid strategies: sharded inside a group, replicated across groups. Four ranks form two nodes of two.
 
-The gradient of rank 2 is the result of three steps. The reduce-scatter adds rank 3's gradient, the all-reduce adds the
-result of rank 0's node, and the sum is divided by four. ``test_timelines.py`` checks the order of whole iterations.
+For example, rank 2's gradient is the result of three steps. The reduce-scatter adds rank 3's gradient, the all-reduce
+adds the result of rank 0's node, and the sum is divided by four. ``test_timelines.py`` checks the order of whole
+iterations.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def from_all_ranks(tensor: torch.Tensor) -> list[torch.Tensor]:
     return everybody
 
 
-# --- which ranks share the shards ---
+# --- ranks that share the shards ---
 
 
 @pytest.mark.spec("HYB-01")
@@ -119,7 +120,7 @@ def test_without_groups_the_ranks_of_a_node_shard_and_equal_local_ranks_replicat
 
 
 def on_nodes_of_two(strategy: ShardingStrategy) -> FullyShardedDataParallel:
-    """Without groups, on simulated machines with two ranks each."""
+    """Wraps a model without passing groups, on simulated machines with two ranks each."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     accelerator = torch.get_device_module(device())
     is_cpu = device().type == "cpu"
@@ -228,7 +229,7 @@ SEVEN = 7
 
 
 def traffic_of(model: FullyShardedDataParallel) -> dict[tuple[int, ...], int]:
-    """By group: the bytes that one iteration all-gathers and reduces in it."""
+    """For each group, the bytes that one iteration all-gathers and reduces."""
     with trace.record() as recorder:
         loss_of(model(batch(width=SEVEN))).backward()
     total: dict[tuple[int, ...], int] = {}

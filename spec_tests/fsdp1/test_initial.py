@@ -163,7 +163,7 @@ def test_the_move_and_the_sharding_go_unit_by_unit_and_inner_ones_first() -> Non
     original = initial.move_modules
     with mock.patch.object(initial, "move_modules", noting):
         wrapped(model, device_id=device())
-    # Each entry: the modules that are moved, and the number of units that are already sharded at that time.
+    # Each entry has the modules that are moved, and the number of units that are already sharded at that time.
     assert calls == [*(([f"blocks.{index}.linear"], index) for index in range(4)), (["enter", "leave"], 4)]
 
 
@@ -711,7 +711,7 @@ def test_with_a_policy_units_are_made_real_and_sharded_one_after_the_other() -> 
         module.reset_parameters()
 
     sharded = wrapped(model, param_init_fn=init)
-    # Each entry: the path, the number of units that are already sharded, and the number of unsharded weights in memory.
+    # Each entry has the path, the number of units already sharded, and the number of unsharded weights in memory.
     assert calls == [*((f"blocks.{index}.linear", index, 0) for index in range(4)), ("enter", 4, 0), ("leave", 4, 1)]
     first = next(sharded.parameters())
     assert first.device == device()

@@ -100,7 +100,7 @@ def test_third_all_gather_waits_for_oldest_release() -> None:
 @pytest.mark.spec("LIM-02")
 @ranks(2)
 def test_forward_uses_memory_of_at_most_two_units() -> None:
-    """In use: the unsharded units, and the resharded units whose memory the device has not released yet."""
+    """Counts the unsharded units, and the resharded units whose memory the device has not released yet."""
     assert max(units_in_use(limit_all_gathers=True)) == 2
 
 
@@ -147,7 +147,7 @@ def test_never_are_more_than_two_releases_queued(prefetch: BackwardPrefetch | No
 @pytest.mark.parametrize("prefetch", [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None])
 @ranks(2)
 def test_all_gather_leaves_at_most_one_open_release(prefetch: BackwardPrefetch | None) -> None:
-    """One open release and one unsharded unit are two units in use, in backward as in forward."""
+    """One pending release and one unsharded unit count as two units in use, in forward and in backward."""
     model = wrapped(backward_prefetch=prefetch)
     open_releases: list[int] = []
     with slow_device() as slow, trace.record() as recorder:

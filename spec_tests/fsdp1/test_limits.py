@@ -1,7 +1,7 @@
-"""Documented limitations: each ends in a clear error or in the right result, never in a wrong result.
+"""Documented limitations: each case gives a clear error or the right result, and never a wrong result.
 
 Other files test each topic on its own. This file tests combinations of topics that users can run into: a parameter tied
-across units, a mistake whose effect only appears two calls later, a submodule that is called on its own.
+across units, a mistake that only has an effect two calls later, or a submodule that is called on its own.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def test_a_unit_that_the_reducing_backward_did_not_reach_is_noticed_too(use_orig
 @pytest.mark.parametrize("was_used", [False, True], ids=["new", "has stepped before"])
 @ranks(2)
 def test_an_optimizer_from_before_wrapping_is_noticed_whether_it_has_stepped_or_not(was_used: bool) -> None:
-    # An earlier wrapped model in the same process: the package already watches optimizers.
+    # Wrap another model first, so that the package already watches optimizers.
     FSDP(nn.Linear(2, 2, device=device()))
     plain = seeded()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)

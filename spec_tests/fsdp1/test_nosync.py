@@ -235,7 +235,7 @@ def test_micro_batches_of_a_hybrid_equal_one_big_batch(strategy: ShardingStrateg
 
 
 def compare_with_one_big_batch(strategy: ShardingStrategy, num: int) -> None:
-    """Compares two optimizer steps with a single process that uses the batches of all ranks at once."""
+    """Compares two optimizer steps with a single process that uses the batches of all ranks."""
     plain, model = seeded(), wrapped(sharding_strategy=strategy)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (plain, model)]
     for first in (0, num):
@@ -255,7 +255,7 @@ def compare_with_one_big_batch(strategy: ShardingStrategy, num: int) -> None:
     assert_same(full_values(model), named(plain), bitwise=False)
 
 
-# --- where it can be called ---
+# --- allowed calls ---
 
 
 @pytest.mark.spec("NOSYNC-04")

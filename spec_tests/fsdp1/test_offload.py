@@ -2,7 +2,7 @@
 
 Without an accelerator there is no second device. The tests then use the tracer to check when a copy would be made, and
 compare values to check that no data is lost. Tests marked ``gpu`` check the devices of the tensors. torch's wrapper
-cannot offload without an accelerator, so the references are the unwrapped model and our wrapper without offload.
+cannot offload without an accelerator, so the references are the unwrapped model and minifsdp's wrapper without offload.
 """
 
 from __future__ import annotations

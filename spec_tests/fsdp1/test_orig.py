@@ -1,4 +1,4 @@
-"""Flat and original parameters: which objects the optimizer has, when they are visible, and what can share a unit.
+"""Flat and original parameters: the optimizer's objects, when modules have them, and parameters that share a unit.
 
 Comparisons with torch use unsharded tensors: torch pads between original parameters, so a rank can have different parts
 of them in the two libraries.
@@ -133,7 +133,7 @@ def test_by_default_the_flat_parameters_of_no_shard_are_1d_as_well() -> None:
     assert [parameter.dim() for parameter in model.parameters()] == [1] * len(UNITS)
 
 
-# --- original parameters: which objects ---
+# --- original parameters: the objects ---
 
 
 @pytest.mark.spec("ORIG-02")
@@ -149,7 +149,7 @@ def test_original_names_and_objects_stay(strategy: ShardingStrategy) -> None:
         now = by_name(model)
         assert list(now) == list(before), moment
         if moment == "after forward" and strategy in (SHARD_GRAD_OP, HYBRID_SHARD_ZERO2):
-            return  # ORIG-09 describes what is visible here, and other tests check it.
+            return  # ORIG-09 describes the visible parameters here, and other tests check them.
         assert all(now[name] is before[name] for name in before), moment
         assert list(map(id, model.parameters())) == list(map(id, before.values())), moment
         # The attributes that the model's own code uses.
@@ -409,7 +409,7 @@ def test_optimizer_state_is_kept_for_the_visible_part_of_each_original_parameter
             assert optimizer.state[parameter]["exp_avg"].shape == parameter.shape
 
 
-# --- original parameters: what is visible between forward and backward ---
+# --- original parameters: visible tensors between forward and backward ---
 
 
 def visible(model: nn.Module) -> dict[str, torch.Size]:
@@ -532,7 +532,7 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "another library": lambda weight: weight.__dlpack__(),
     "another process": lambda weight: weight.share_memory_(),
 }
-# PyTorch itself raises for these, with its own message.
+# PyTorch raises its own error for these.
 REFUSED_BEFORE_US = ("to list", "storage")
 
 
@@ -725,7 +725,7 @@ def test_mixed_unit_warns_that_gradient_covers_frozen_params() -> None:
 def test_a_frozen_unit_is_not_reduced(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     def build() -> Stack:
         model = seeded()
-        # Freeze a unit at the beginning, which needs no backward, and one in the middle, which gradients pass through.
+        # Freeze a first unit, which needs no backward, and a middle unit, whose input needs a gradient.
         model.enter.requires_grad_(False)
         model.leave.requires_grad_(True)
         for index in (0, 2):
@@ -838,7 +838,7 @@ def one_inside_the_other(model: TiedBlocks, **options: Any) -> None:
 
 TIES = {
     by_policy: ("encoder.0.weight", "decoder.out.weight"),
-    # Without a policy, a unit knows names only relative to the module that it wraps.
+    # Without a policy, a unit only has names relative to the module that it wraps.
     one_after_the_other: ("0.weight", "out.weight"),
     one_inside_the_other: ("0.weight", "decoder.out.weight"),
 }

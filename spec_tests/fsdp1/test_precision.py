@@ -41,7 +41,7 @@ from spec_tests.models.values import assert_same, full_values, named
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PAIRS = [(FULL_SHARD, False), (FULL_SHARD, True), (SHARD_GRAD_OP, True), (NO_SHARD, False), (NO_SHARD, True)]
 pairs = pytest.mark.parametrize(("strategy", "use_orig_params"), PAIRS)
-# Each strategy once, and flat and original parameters at least once.
+# These pairs cover each strategy once, and flat and original parameters at least once.
 three = pytest.mark.parametrize(("strategy", "use_orig_params"), [PAIRS[0], PAIRS[2], PAIRS[4]])
 flat_strategies = pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 either = pytest.mark.parametrize("use_orig_params", [False, True])
@@ -62,7 +62,7 @@ def expected_gradients(
 
 
 class Probe(nn.Module):
-    """Records the dtypes that it sees, and computes in the dtype of its weight."""
+    """Records the dtypes of its input and weight, and computes in the dtype of its weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -478,7 +478,7 @@ def test_buffers_that_training_changes_stay_in_buffer_dtype() -> None:
     assert (norm[0].running_mean.shape, int(norm[0].num_batches_tracked)) == ((6,), 2)
 
 
-# --- the gradient that the optimizer sees ---
+# --- the gradient that the optimizer uses ---
 
 
 @pytest.mark.spec("MP-11")

@@ -1,6 +1,6 @@
 """Prefetching in backward and in forward, and its cost in memory.
 
-A watch on each unit's layer reports what is in memory in the middle of the unit's forward and backward. The tracer
+A watch on each unit's layer records the blocks in memory in the middle of the unit's forward and backward. The tracer
 records the order of the collectives. ``test_timelines.py`` checks the order of whole iterations.
 """
 

@@ -34,7 +34,7 @@ def test_any_training_run_equals_one_process(num_ranks: int) -> None:
         pytest.fail(failure, pytrace=False)
 
 
-# Minimized failures that earlier runs found: what was wrong, and the requirement that it violated.
+# Minimized failures of earlier runs: the defect, the requirement that it violated, and the program.
 FOUND = {
     "a frozen unit that another tree takes over": (
         "CTOR-11",

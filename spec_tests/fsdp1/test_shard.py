@@ -1,4 +1,4 @@
-"""Sharding strategies: what each one shards, all-gathers, reshards and reduces.
+"""Sharding strategies: the tensors that each one shards, all-gathers, reshards and reduces.
 
 ``test_timelines.py`` checks the order of whole iterations. The tests here check sizes, values and memory.
 """
@@ -79,7 +79,7 @@ def test_no_shard_is_used_without_any_warning() -> None:
         iterate(wrapped(sharding_strategy=NO_SHARD))
 
 
-# --- how parameters are laid out ---
+# --- layout of parameters ---
 
 
 @pytest.mark.spec("SHARD-02")
@@ -273,7 +273,7 @@ def test_optimizer_state_has_the_size_of_chunks_and_a_step_sends_nothing(strateg
         assert state["exp_avg"].numel() == state["exp_avg_sq"].numel() == math.ceil(row.numel() / 2)
 
 
-# --- what is all-gathered, resharded and reduced ---
+# --- all-gathers, resharding and reductions ---
 
 
 @pytest.mark.spec("SHARD-04")
@@ -332,7 +332,7 @@ def test_shard_grad_op_stores_only_chunks_between_iterations() -> None:
 
 
 def memory_of(model: FullyShardedDataParallel) -> dict[str, int]:
-    """By unit: the storage size of the flat parameter in bytes, which can be larger than the parameter itself."""
+    """For each unit, the storage size of the flat parameter in bytes, which can be larger than the parameter itself."""
     return {unit: parameter.untyped_storage().nbytes() for unit, parameter in flat_parameters(model).items()}
 
 
@@ -604,7 +604,7 @@ def test_each_unit_issues_this_many_collectives(strategy: ShardingStrategy) -> N
 @pytest.mark.spec("SHARD-13", "FWD-04")
 @ranks(2)
 def test_autograd_detects_change_of_no_shard_params() -> None:
-    """Fails if the tensors that forward uses have their own version counter: gradients would be silently wrong."""
+    """Fails if the tensors in forward have separate version counters, which would allow wrong gradients."""
     model = wrapped(sharding_strategy=ShardingStrategy.NO_SHARD)
     loss = loss_of(model(batch()))
     with torch.no_grad():
@@ -618,7 +618,7 @@ def test_autograd_detects_change_of_no_shard_params() -> None:
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
 @ranks(2)
 def test_old_memory_of_replaced_flat_param_is_freed(strategy: ShardingStrategy) -> None:
-    """Fails if another object in addition to the parameter holds a reference to its old shard."""
+    """Fails if any object other than the parameter holds a reference to the old shard."""
     model = wrapped(sharding_strategy=strategy)
     iterate(model)
     before = [StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()]

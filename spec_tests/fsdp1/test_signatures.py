@@ -169,7 +169,7 @@ def facts_of(module: ModuleType, other: ModuleType, names: list[str]) -> dict[st
 
 
 def modules_and_names() -> Iterator[tuple[str, ModuleType, ModuleType, list[str]]]:
-    """Pairs of modules, torch's and ours, with the names that both must have."""
+    """Pairs of a torch module and a minifsdp module, with the names that both must have."""
     yield "", torch_fsdp, minifsdp, [*sorted(set(torch_fsdp.__all__) - SECOND_HALF), "FlatParameter"]
     for path, names in SUBMODULES.items():
         theirs = importlib.import_module(f"torch.distributed.fsdp.{path}")

@@ -57,7 +57,7 @@ def units(strategy: ShardingStrategy) -> tuple[int, int]:
     return (2, dist.get_rank() % 2) if strategy in HYBRID_STRATEGIES else (dist.get_world_size(), dist.get_rank())
 
 
-# --- what is visible inside ---
+# --- parameters inside the context ---
 
 
 @pytest.mark.spec("SUMMON-01")
@@ -132,7 +132,7 @@ def test_inside_the_model_can_be_read_like_one_that_was_never_wrapped(use_orig_p
     assert norm == torch.stack([parameter.norm() for parameter in plain.parameters()]).norm()
 
 
-# --- which units ---
+# --- affected units ---
 
 
 def islands(**options: Any) -> nn.Sequential:
@@ -292,7 +292,7 @@ def test_on_exit_allocated_memory_is_what_it_was() -> None:
 
 
 def patchwork(strategy: ShardingStrategy) -> dict[str, Tensor]:
-    """By unit, the expected values if each rank fills all unsharded parameters with its own number."""
+    """For each unit, the expected values if each rank fills all unsharded parameters with its own number."""
     plain = seeded()
     rows = flattened(plain, named(plain))
     num, _ = units(strategy)
@@ -450,7 +450,7 @@ def test_changes_of_what_is_not_sharded_persist_in_any_case(writeback: bool, use
         model = wrapped(use_orig_params=use_orig_params, **options)
         expected = seeded()
         for value, change in enumerate(CHANGES.values(), start=3):
-            # A forward without a backward: later computations must not reuse its parameters.
+            # Run a forward without a backward. Later computations must not reuse its parameters.
             model(batch())
             with summon(model, writeback=writeback), torch.no_grad():
                 for parameter in model.parameters():
@@ -657,7 +657,7 @@ def test_replaced_gradients_are_written_back_on_request(strategy: ShardingStrate
         inside["leave.weight"].grad = None
         inside["leave.bias"].grad = torch.full_like(inside["leave.bias"], 3.0)
         ones = torch.ones_like(inside["leave.bias"])
-    # Without sharding the user sees the gradients themselves, so the changes persist.
+    # Without sharding, the user changes the gradients themselves, so the changes persist.
     if writeback or strategy is NO_SHARD:
         expected = {name: 2.0 * gradient for name, gradient in expected.items() if name != "leave.weight"}
         expected["leave.bias"] = 3.0 * ones
@@ -688,7 +688,7 @@ def test_gradients_cannot_be_summoned_from_flat_parameters_or_to_the_cpu() -> No
         assert_same(named(flat), named(seeded()), bitwise=True)
 
 
-# --- when it cannot be used ---
+# --- invalid calls ---
 
 
 def rootless(**options: Any) -> FullyShardedDataParallel:

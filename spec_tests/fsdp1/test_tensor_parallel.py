@@ -1,4 +1,4 @@
-"""Parameters that tensor parallelism has already sharded. Two ranks share a unit, times two that share a layer.
+"""Parameters that tensor parallelism has already sharded. Two ranks share each unit, and two share each layer.
 
 The reference is the same model in a single process. Ranks 0 and 1 together run one copy of the model on one batch, and
 ranks 2 and 3 another copy on another batch.

@@ -612,7 +612,7 @@ def test_mixed_precision_does_not_split_unwrapped_attention() -> None:
     exclude = functools.partial(at_least_40, exclude_wrap_modules={nn.ModuleList, nn.Sequential})
     with pytest.warns(UserWarning):
         assert set(cut(tree(), exclude, mixed_precision=MixedPrecision())) == {"0.1"}
-    # torch does wrap inside of it. If torch stops doing so, the explanation in wrap.py is out of date.
+    # torch wraps a module inside of it. If torch changes this, the explanation in wrap.py is out of date.
     assert "0.0.out_proj" in cut_by_torch(tree(), exclude, mixed_precision=TorchMixedPrecision())
 
 

@@ -38,7 +38,7 @@ from spec_tests.models.values import (
 FSDP = FullyShardedDataParallel
 flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
 
-# --- how many units, and the parameters of the outermost one ---
+# --- number of units, and the parameters of the outermost one ---
 
 
 @pytest.mark.spec("WRAP-01")
@@ -365,7 +365,7 @@ FULL = torch.float32
 
 
 def low(wrapper: type[nn.Module], **options: Any) -> Any:
-    """The ``MixedPrecision`` of the same library as the wrapper, ours or torch's."""
+    """The ``MixedPrecision`` of the wrapper's library, minifsdp or torch."""
     kind = MixedPrecision if wrapper is FSDP else torch_fsdp.MixedPrecision
     return kind(param_dtype=LOW, **options)
 
@@ -381,7 +381,7 @@ def cut(wrapper: type[nn.Module], model: nn.Module, **options: Any) -> Any:
 
 
 def both_trained(wrap: Callable[[type[nn.Module], nn.Module], Any]) -> tuple[list[float], list[float]]:
-    """The losses of three steps, with our wrapper and with torch's."""
+    """The losses of three steps, with minifsdp's wrapper and with torch's."""
     return tuple(losses(wrap(kind, seeded(normed))) for kind in (FSDP, torch_fsdp.FullyShardedDataParallel))  # type: ignore[return-value]
 
 

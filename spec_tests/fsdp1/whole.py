@@ -32,7 +32,7 @@ def whole(
     """The unsharded parameters, and the unsharded gradients that exist on at least one rank. Every rank must call it.
 
     Args:
-        model: the wrapped model, ours or torch's, between two computations.
+        model: the wrapped model, of minifsdp or torch, between two computations.
         build: builds the same model unwrapped.
         unit_classes: the classes of modules that were wrapped, in addition to the model itself.
         group: the process group that shards the model; ``"nobody"`` if nothing is sharded.
@@ -49,7 +49,7 @@ def group_of(strategy: Any) -> str | None:
 
 
 def by_name(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a model, ours or torch's, by their names before wrapping."""
+    """The parameters of a minifsdp or torch model, by their names before wrapping."""
     return {clean_name(name): parameter for name, parameter in model.named_parameters()}
 
 

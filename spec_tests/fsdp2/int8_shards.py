@@ -81,7 +81,7 @@ KEEPS_THE_CLASS = {
 
 
 class Int8Shards(Holds):
-    """All-gathered as ``int8`` with one scale per rank."""
+    """An extension that all-gathers ``int8`` values with one scale per rank."""
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
@@ -107,7 +107,7 @@ class Int8Shards(Holds):
 
 
 class Plain(Holds):
-    """All-gathered unchanged: an extension that does nothing."""
+    """An extension that all-gathers the tensor unchanged."""
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any

@@ -1,11 +1,11 @@
 """The API that the tests in this folder use: minifsdp's, or torch's to check the tests themselves.
 
-A test is only useful if it has been seen to pass and to fail. torch meets most of the requirements tested here, so
-nearly all of these tests can also run on torch's own ``fully_shard``::
+torch meets most of the requirements tested here, so nearly all of these tests can also run on torch's own
+``fully_shard``. This verifies the tests themselves::
 
     MINIFSDP_TEST_SUBJECT=torch python -m pytest spec_tests/fsdp2
 
-The tests that fail then belong to requirements in which minifsdp intentionally differs; the spec notes each of them.
+The tests that fail with torch belong to requirements in which minifsdp intentionally differs. The spec lists them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The parameters that modules have after a forward that no backward can follow, with both APIs.
+"""The parameters of modules after a forward without a possible backward, with both APIs.
 
 Each program runs on the sharded model and on an unsharded copy. Both ranks have the same batch, so the mean of the
 gradients over the ranks equals the gradient of the copy.
@@ -163,7 +163,7 @@ def test_after_a_registered_method_the_module_shows_sharded_parameters(keeps: bo
         if keeps is None:
             assert_shows_shards(model, owned)
         else:
-            # The blocks may stay unsharded for a backward through results that the method computed.
+            # The blocks can stay unsharded, because a backward through the method's results is possible.
             assert all(isinstance(parameter, DTensor) for parameter in model.head.parameters())
         for one in (model, plain):
             optimizer = sgd(one)
@@ -319,7 +319,7 @@ def run(model: nn.Module, place: str, edit: Callable[[nn.Module, Optimizer], Opt
 def test_changes_of_params_after_evaluation_persist(kind: str, place: str) -> None:
     for edit in EDITS:
         if place == "logged" and kind in KEEPS and edit in WITHOUT_A_TRACE:
-            # Parameters kept for a backward that never comes are not all-gathered again. torch does the same.
+            # Parameters that stay unsharded for a backward are not all-gathered again. torch does the same.
             continue
         plain = Tiny().to(device())
         model = ALL[kind](copy.deepcopy(plain))

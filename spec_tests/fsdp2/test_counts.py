@@ -1,7 +1,8 @@
 """The complete order of events in an iteration, and the number of collectives per step.
 
 The model has four equal blocks 0 to 3 and a root R with parameters of its own. ``B`` marks the time when the gradient
-of a block's output is ready. The bar separates forward and backward; ``keepR`` before it means R stays unsharded.
+of a block's output is ready. The bar separates forward and backward. ``keepR`` before the bar means that R stays
+unsharded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Whole programs, as users write them, run with torch's ``fully_shard`` and with ours.
+"""Runs complete user programs with torch's ``fully_shard`` and with minifsdp's.
 
 The programs are in ``dropin/``. Each is written for ``torch.distributed.fsdp`` and does not refer to minifsdp. The test
-runs each program twice on the same ranks. The second run replaces the module name in the import lines and nothing else.
+runs each program twice on the same ranks. The second run only replaces the module name in the import lines.
 The output of both runs must be bitwise equal on two ranks, in bfloat16 as well as in float32.
 """
 

@@ -1,4 +1,4 @@
-"""Other common usage: unusual inputs and outputs, several backwards, hooks, frozen towers, a second parallelism.
+"""Special cases: unusual inputs and outputs, several backwards, hooks, frozen towers, and a second parallelism.
 
 No single requirement covers these cases, but existing training loops depend on them.
 """
@@ -213,7 +213,7 @@ def test_losses_on_inner_outputs_reach_the_units_that_made_them() -> None:
     assert_same(full_gradients(model), expected, bitwise=False)
 
 
-# --- which modules are called ---
+# --- calls of single modules ---
 
 
 @pytest.mark.spec("FS2-09", "FS2-13")
@@ -250,7 +250,7 @@ def test_inner_unit_runs_alone_between_iterations_of_root() -> None:
 @pytest.mark.spec("FS2-13", "FS2-OPT-04")
 @ranks(2)
 def test_an_optimizer_may_step_inside_of_backward() -> None:
-    """The recipe of torch's tutorials that frees each gradient directly after its use."""
+    """Follows a recipe from torch's tutorials that frees each gradient immediately after its use."""
     model, plain = sharded(), seeded()
     optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
 
@@ -389,7 +389,7 @@ def test_data_parallel_over_one_axis_and_tensor_parallel_over_the_other() -> Non
     fully_shard(model, mesh=mesh["data"])
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
     for step in range(3):
-        # Ranks of one tensor-parallel group see the same batch.
+        # Ranks of one tensor-parallel group use the same batch.
         loss = loss_of(model(batch(step, mesh["data"].get_local_rank())))
         loss.backward()
         expected: dict[str, Tensor] = {}

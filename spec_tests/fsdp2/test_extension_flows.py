@@ -58,7 +58,7 @@ def test_with_replicas_the_methods_are_given_the_axis_of_the_shards_alone() -> N
 @pytest.mark.spec("FS2-EXT-01", "FS2-19")
 @ranks(2)
 def test_a_change_inside_of_the_tensor_is_computed_with_also_by_a_unit_that_was_kept() -> None:
-    """Broken: PyTorch's version counters do not change, so the unit uses the values all-gathered before."""
+    """Defect: PyTorch's version counters do not change, so the unit uses the values all-gathered before."""
     layer, plain = seeded(lambda: nn.Linear(WIDTH, 4, bias=False)), seeded(lambda: nn.Linear(WIDTH, 4, bias=False))
     fully_shard(extended(layer, Plain), reshard_after_forward=False)
     shard = layer.weight._local_tensor
@@ -72,7 +72,7 @@ def test_a_change_inside_of_the_tensor_is_computed_with_also_by_a_unit_that_was_
 @pytest.mark.spec("FS2-EXT-01", "FS2-06")
 @ranks(2)
 def test_inner_tensor_of_extended_param_is_freed() -> None:
-    """Broken: the DTensor keeps the parameter's attributes, and one of them is the unsharded value."""
+    """Defect: the DTensor keeps the parameter's attributes, and one of them is the unsharded value."""
     layer = extended(seeded(lambda: nn.Linear(WIDTH, 4, bias=False)), Plain)
     whole = weakref.ref(layer.weight.inner)
     layer.weight.note = "a user's"
@@ -133,7 +133,7 @@ def local(tensor: Any) -> Tensor:
 
 
 class Half(Plain):
-    """All-gathered in bfloat16, and cast to the dtype of the unit for compute."""
+    """Is all-gathered in bfloat16 and cast to the dtype of the unit for compute."""
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any

@@ -277,7 +277,7 @@ def test_parameters_and_buffers_move_to_the_device_of_the_mesh() -> None:
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="about machines without an accelerator")
 @ranks(2)
 def test_a_build_for_gpus_shards_on_the_cpu_where_there_is_none() -> None:
-    # Such a build returns the device type it was built for, unless the caller asks for an available device.
+    # A build for GPUs returns its device type, unless the caller asks for an available device.
     def current_accelerator(check_available: bool = False) -> torch.device | None:
         return None if check_available else torch.device("cuda")
 
@@ -646,7 +646,7 @@ class Slow:
         return False
 
     def synchronize(self) -> None:
-        """A real one would block here."""
+        """Returns immediately. A real event would block."""
 
 
 @pytest.mark.spec("FS2-26", "MIG-14")
@@ -748,7 +748,7 @@ def test_a_forward_that_no_backward_follows_does_no_harm() -> None:
 @pytest.mark.spec("FS2-09")
 @ranks(2)
 def test_a_part_of_two_models_trains_with_either_in_turn() -> None:
-    """Broken: a root whose child became part of another tree continues to use its own, invalid tree."""
+    """Defect: a root whose child became part of another tree continues to use its own, invalid tree."""
 
     def pair(shard: Callable[..., Any]) -> list[Any]:
         first, second = seeded(), seeded()

@@ -1,4 +1,4 @@
-"""Which parameters are all-gathered together, and the number of ranks over which they are resharded after forward."""
+"""Groups of parameters that are all-gathered together, and the number of ranks that they are resharded to."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Idioms of programs written for torch: saving a shard, unsharding manually, unusual groups, other parallelisms.
 
-Each of them failed in minifsdp at some time and works in torch.
+Each idiom works in torch and failed in an earlier version of minifsdp.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Encoder(nn.Module):
         self.layer = nn.Linear(WIDTH, WIDTH)
 
     def encode(self, x: Tensor) -> Tensor:
-        """Is kept."""
+        """The method that the test registers."""
         return self.layer(x)
 
 
@@ -181,7 +181,7 @@ def test_a_list_of_modules_that_has_a_forward_is_welcome() -> None:
 
 
 class TwoHeads(nn.Module):
-    """Ends in modules that it uses without calling them: through their weight, or through their elements."""
+    """The last layer and the list of heads are never called; forward uses a weight and the list's elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,7 +302,7 @@ def test_a_module_may_call_itself(is_root: bool, method: str, reshard_after_forw
 def test_after_an_exception_inside_of_itself_the_next_call_is_an_outer_one(
     error: type[BaseException], method: str
 ) -> None:
-    """Broken: after Ctrl-C, for which PyTorch runs no forward hook, the next call continues the interrupted one."""
+    """Defect: after Ctrl-C, for which PyTorch runs no forward hook, the next call continues the interrupted one."""
 
     def fail(*_: Any) -> None:
         raise error

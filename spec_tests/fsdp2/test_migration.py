@@ -1,4 +1,4 @@
-"""The migration table, row by row, and the program that prints it, started as a reader would start it."""
+"""Each row of the migration table, and the script that prints the table, started from the command line."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ def test_the_older_name_of_the_factor_warns_and_works() -> None:
 @pytest.mark.spec("NEW-12")
 @ranks(2)
 def test_the_next_iteration_and_no_other_waits_for_the_event_behind_the_optimizer_step() -> None:
-    """A device with streams tests the waiting itself. This test checks the event passed to the all-gather stream."""
+    """Checks the event that is passed to the all-gather stream. The wait only matters on a device with streams."""
     model, usual = sharded(), sharded()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, usual)]
     given, followed = [step_event() if step < 2 else None for step in range(4)], []
@@ -448,7 +448,7 @@ def test_without_a_reset_it_is_correct_too(fault: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     iterate(model)
     FAULTS[fault](model)
-    # Not `model.zero_grad()`: the model may have unsharded parameters now, whose gradients the optimizer never sees.
+    # Do not call `model.zero_grad()`: the model may have unsharded parameters, which the optimizer does not have.
     optimizer.zero_grad()
     iterate(model, 1)
     assert_same(full_gradients(model), mean_gradients(plain, (1,)))
@@ -472,7 +472,7 @@ def test_without_a_reset_the_state_is_saved_and_loaded_as_it_was(fault: str) -> 
 @pytest.mark.parametrize("fault", ["forward", "inside"])
 @ranks(2)
 def test_after_an_exception_a_part_that_is_called_alone_has_the_values_of_today(fault: str) -> None:
-    """Broken: no hook runs after an exception, and the part acts as if the interrupted forward were still running."""
+    """Defect: no hook runs after an exception, and the part acts as if the interrupted forward were still running."""
     model, plain = sharded(reshard_after_forward=False), seeded()
     parameters = list(model.parameters())
     FAULTS[fault](model)
@@ -486,7 +486,7 @@ def test_after_an_exception_a_part_that_is_called_alone_has_the_values_of_today(
 @pytest.mark.parametrize("fault", ["forward", "inside"])
 @ranks(2)
 def test_error_without_reset_keeps_unreduced_gradients(fault: str) -> None:
-    """Broken: an error in the forward of a later micro-batch drops the gradient sum of the earlier ones."""
+    """Defect: an error in the forward of a later micro-batch drops the gradient sum of the earlier ones."""
     model = sharded()
     model.set_requires_gradient_sync(False)
     iterate(model, 7)
@@ -501,7 +501,7 @@ def test_error_without_reset_keeps_unreduced_gradients(fault: str) -> None:
 @pytest.mark.parametrize("fault", ["forward", "inside"])
 @ranks(2)
 def test_forward_after_error_uses_newly_written_values(fault: str, reshard_after_forward: bool | None) -> None:
-    """Broken: the next forward continues the one that raised and uses the parameters unsharded for it."""
+    """Defect: the next forward continues the one that raised and uses the parameters unsharded for it."""
     model, plain = sharded(reshard_after_forward=reshard_after_forward), seeded()
     owned = list(model.parameters())
     FAULTS[fault](model)

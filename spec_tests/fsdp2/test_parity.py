@@ -37,11 +37,11 @@ from spec_tests.oracles import (
     train_torch_fsdp2,
 )
 
-# Ranks that take different branches need a switch, see ``test_new.py``. Autograd refuses a unit that overwrites its
-# input, see the end of this file.
+# Models whose ranks take different branches need a switch; ``test_new.py`` tests them. Autograd refuses a unit that
+# overwrites its input; the end of this file tests that case.
 every_model = pytest.mark.parametrize("name", [name for name in MODELS if name not in ("one_sided", "writes_input")])
-# Autograd chooses the order in which it adds up the gradients of several uses. torch and minifsdp follow it; the single
-# process adds up each micro-batch first.
+# Autograd determines the order in which it adds the gradients of several uses. torch and minifsdp use this order. The
+# single process sums each micro-batch first.
 USED_OFTEN = ("called_twice", "shared_module", "several_forwards")
 
 

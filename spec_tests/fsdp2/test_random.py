@@ -1,8 +1,8 @@
 """Random models: random trees of units with random options, compared with torch's ``fully_shard``.
 
-Each seed draws a tree of modules with layers of odd sizes. It chooses which modules become units, which parameters are
-frozen, and what is resharded, checkpointed, prefetched and accumulated. Both libraries train this model for a few
-steps. Losses and sharded gradients must be equal, and gradients must be reduced in collectives of equal sizes.
+Each seed draws a tree of modules with layers of odd sizes. It chooses the modules that become units, the frozen
+parameters, and the options for resharding, checkpointing, prefetching and accumulation. Both libraries train this model
+for a few steps. Losses and sharded gradients must be equal, and reductions must have equal sizes.
 
 The number of all-gathers is not compared. If a checkpointed region contains several units, torch keeps all of them
 unsharded from their recomputation until their backward. minifsdp reshards a unit when the next one runs, and

@@ -27,7 +27,7 @@ NAMES = [
 ]
 METHODS = sorted(name for name in vars(torch_fsdp.FSDPModule) if not name.startswith("_"))
 
-# Not offered, with the reason. `dp_mesh_dims` is accepted and then refused with a message (NEW-18).
+# Names that minifsdp does not have, with the reason. Calls that set `dp_mesh_dims` are refused (NEW-18).
 MISSING = {"DataParallelMeshDims": "describes a mesh of several parallelisms at once, for dp_mesh_dims"}
 
 # Methods with different arguments, with the reason.

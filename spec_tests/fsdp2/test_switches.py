@@ -34,7 +34,7 @@ from spec_tests.models.values import assert_same, full_gradients, full_values, m
 @pytest.mark.spec("NEW-08")
 @ranks(2)
 def test_no_shard_all_reduce_may_be_delayed() -> None:
-    """Broken: the all-reduce that replaces a reduce-scatter is issued regardless of the switch."""
+    """Defect: the all-reduce that replaces a reduce-scatter is issued regardless of the switch."""
     model = sharded(mesh=column_mesh())
     for steps in ((0, 1), (2, 3, 4), (5,)):
         for step in steps:
@@ -52,7 +52,7 @@ def test_no_shard_all_reduce_may_be_delayed() -> None:
 @pytest.mark.parametrize("columns", [1, 2])
 @ranks(4)
 def test_a_reset_forgets_what_waits_for_its_all_reduce(columns: int) -> None:
-    """Broken: `reset_iter_state` keeps the partial sum, and the next all-reduce includes it."""
+    """Defect: `reset_iter_state` keeps the partial sum, and the next all-reduce includes it."""
     model = sharded(mesh=grid_mesh() if columns == 2 else column_mesh())
     model.set_requires_all_reduce(False)
     iterate(model, 7)
@@ -70,7 +70,7 @@ def test_a_reset_forgets_what_waits_for_its_all_reduce(columns: int) -> None:
 @pytest.mark.parametrize("frozen", ["blocks.1.linear.weight", "blocks.1.linear", "enter.bias"])
 @ranks(2)
 def test_frozen_parameters_are_not_unused_ones_and_weight_decay_leaves_them_alone(frozen: str) -> None:
-    """Broken: a parameter without a gradient counts as zeros even if it is frozen; the optimizer then decays it."""
+    """Defect: a parameter without a gradient counts as zeros even if it is frozen; the optimizer then decays it."""
     model = sharded()
     model.set_reduce_scatter_unused_params(True)
     chosen = [parameter for name, parameter in model.named_parameters() if name.startswith(frozen)]
@@ -104,7 +104,7 @@ def large_gradient(model: Any, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize("factor", [2.0, 4.0, 8.0])
 @ranks(2)
 def test_a_factor_is_split_around_a_sum_in_float16_which_would_overflow(factor: float) -> None:
-    """Broken: the user's factor divides only after the sum, which is correct only for wider dtypes."""
+    """Defect: the user's factor divides only after the sum, which is correct only for wider dtypes."""
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
     model = fully_shard(nn.Linear(1, 2, bias=False, device=device()), mp_policy=policy)
     model.set_gradient_divide_factor(factor)
@@ -115,7 +115,7 @@ def test_a_factor_is_split_around_a_sum_in_float16_which_would_overflow(factor: 
 @pytest.mark.spec("NEW-10")
 @ranks(2)
 def test_a_factor_that_was_given_before_the_model_became_float16_is_split_too() -> None:
-    """Broken: the factor that was set for float32 is used unchanged."""
+    """Defect: the factor that was set for float32 is used unchanged."""
     model = fully_shard(nn.Linear(1, 2, bias=False, device=device()))
     model.set_gradient_divide_factor(4.0)
     found = large_gradient(model.half(), torch.float16)
@@ -128,7 +128,7 @@ def test_a_factor_that_was_given_before_the_model_became_float16_is_split_too() 
 @pytest.mark.spec("NEW-09")
 @ranks(2)
 def test_the_hook_of_an_outer_group_is_not_called_for_those_inside() -> None:
-    """Broken: `set_all_reduce_hook` also sets the hook of inner modules."""
+    """Defect: `set_all_reduce_hook` also sets the hook of inner modules."""
     model = sharded()
     model.set_all_reduce_hook(lambda reduced: reduced.zero_())
     iterate(model)
@@ -142,7 +142,7 @@ def test_the_hook_of_an_outer_group_is_not_called_for_those_inside() -> None:
 @pytest.mark.spec("NEW-11")
 @ranks(2)
 def test_inner_group_may_unshard_in_backward_without_outer() -> None:
-    """Broken: `set_unshard_in_backward` also changes inner modules."""
+    """Defect: `set_unshard_in_backward` also changes inner modules."""
     model = seeded(lambda: nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 4)))
     fully_shard(model[1])
     fully_shard(model, reshard_after_forward=True)
@@ -169,7 +169,7 @@ class Notes(Generates):
 @pytest.mark.spec("NEW-13", "FS2-MP-04", "FS2-MP-06")
 @ranks(2)
 def test_a_registered_method_is_given_cast_inputs_and_its_output_is_cast() -> None:
-    """Broken: the return value of the pre-forward hook is dropped, or that of the post-forward hook."""
+    """Defect: the return value of the pre-forward hook or of the post-forward hook is dropped."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
     model = fully_shard(seeded(Notes), mp_policy=policy)
     register_fsdp_forward_method(model, "encode")
@@ -184,7 +184,7 @@ def test_a_registered_method_is_given_cast_inputs_and_its_output_is_cast() -> No
 @pytest.mark.spec("NEW-19")
 @ranks(4)
 def test_in_a_part_of_the_world_ranks_are_named_by_their_number_in_the_world() -> None:
-    """Broken: the error names 0 and 1, the indices within the group of ranks 2 and 3."""
+    """Defect: the error names 0 and 1, the indices within the group of ranks 2 and 3."""
     model = sharded(mesh=grid_mesh())
     order = ((0, 1, 2, 3), (0, 2, 1, 3))[dist.get_rank() % 2]
     first = dist.get_rank() // 2 * 2
@@ -196,7 +196,7 @@ def test_in_a_part_of_the_world_ranks_are_named_by_their_number_in_the_world() -
 @pytest.mark.parametrize("replicas", [False, True])
 @ranks(2)
 def test_initial_weights_in_another_order_are_noticed_though_their_sum_is_the_same(replicas: bool) -> None:
-    """Broken: the checksum is a sum, which ignores positions; or only shards are compared, and replicas are not."""
+    """Defect: the checksum is a sum, which ignores positions; or only shards are compared, and replicas are not."""
     model = seeded()
     if dist.get_rank():
         with torch.no_grad():
@@ -210,7 +210,7 @@ def test_initial_weights_in_another_order_are_noticed_though_their_sum_is_the_sa
 @pytest.mark.spec("NEW-20")
 @ranks(2)
 def test_tensor_parallel_weights_are_compared_per_shard() -> None:
-    """Broken: the checksum is computed on a DTensor, which is refused, or on the unsharded tensor."""
+    """Defect: the checksum is computed on a DTensor, which is refused, or on the unsharded tensor."""
     for shape, differs in (((2, 1), True), ((1, 2), False)):
         mesh = init_device_mesh(device().type, shape, mesh_dim_names=("data", "tensor"))
         all_connected()
@@ -234,7 +234,7 @@ def debugging() -> Any:
 @pytest.mark.spec("FS2-19")
 @ranks(2)
 def test_unshard_after_a_change_shows_the_new_values() -> None:
-    """Broken: the module shows the values that were all-gathered before the change."""
+    """Defect: the module uses the values that were all-gathered before the change."""
     model = sharded()
     block = model.blocks[1]
     shards = list(block.parameters())
@@ -249,7 +249,7 @@ def test_unshard_after_a_change_shows_the_new_values() -> None:
 @pytest.mark.spec("FS2-19")
 @ranks(2)
 def test_unshard_after_an_assigning_load_shows_the_new_values() -> None:
-    """Broken: tensors that users assigned in place of the shards are detected in forward only, and not in `unshard`."""
+    """Defect: tensors that users assigned in place of the shards are detected in forward only, and not in `unshard`."""
     model = sharded()
     iterate(model)
     doubled = {name: (2 * value).detach() for name, value in model.state_dict().items()}
@@ -266,7 +266,7 @@ def own(model: Any) -> set[type]:
 @pytest.mark.spec("FS2-04")
 @ranks(2)
 def test_a_dtensor_of_other_placements_is_refused_in_place_of_a_shard() -> None:
-    """Broken: shape and mesh are compared but placements are not, so the unsharded value is taken for a shard."""
+    """Defect: shape and mesh are compared but placements are not, so an unsharded value is accepted as a shard."""
     model = sharded()
     weight = model.blocks[1].linear.weight
     whole = weight.detach().redistribute(placements=[Replicate()])

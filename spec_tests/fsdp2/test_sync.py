@@ -1,7 +1,7 @@
 """Gradient accumulation: over micro-batches, unreduced, partially reduced, and with parameters kept unsharded.
 
-The reference model is the plain model, which sees the batches of all ranks. It sums over micro-batches in the same
-order, so on two ranks the results must be bitwise equal.
+The reference model is the plain model, which uses the batches of all ranks. It sums micro-batches in the same order, so
+on two ranks the results must be bitwise equal.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def test_accumulating_onto_reduced_gradients_adds_shard_to_shard() -> None:
 @pytest.mark.spec("FS2-SYNC-01")
 @ranks(2)
 def test_a_sum_is_reduced_also_where_the_backward_that_reduces_does_not_come_by() -> None:
-    """Broken: gradients that a unit keeps unreduced stay there if the last micro-batch does not use the unit."""
+    """Defect: gradients that a unit keeps unreduced stay there if the last micro-batch does not use the unit."""
     model, plain = sharded(), seeded()
     model.set_requires_gradient_sync(False)
     iterate(model, 0)

@@ -22,9 +22,9 @@ Worked example, a program of six calls::
     save("SHARDED"), ...          each rank's rows equal the reference model's
 
 Programs in which only one rank makes some call run separately, because they often end in a time-out, which takes a
-second. In such a program, an error that reports the difference, or that only one rank gets, ends the program. It is a
-finding if all ranks reach the end although the reference model knows that their calls do not match, or if its
-parameters are different. An error on all ranks does not end the program.
+second. In such a program, an error that reports the difference, or that only one rank gets, ends the program. If all
+ranks reach the end although their calls do not match in the reference model, this is a finding. Different parameters
+are a finding, too. An error on all ranks does not end the program.
 
 Units are of several kinds (``net.py``): a parameter can share its gradient's memory with the input, be used through
 a view, or have another dtype. Hooks keep the gradients of each rank's input and of the tensors between blocks. After

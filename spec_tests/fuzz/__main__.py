@@ -1,4 +1,4 @@
-"""``python -m spec_tests.fuzz --number 2000 --seed 7 --output build/fuzz.json``, from the root; see the package.
+"""``python -m spec_tests.fuzz --number 2000 --seed 7 --output build/fuzz.json``, from the repository root.
 
 ``--record`` runs the programs of the record in the documentation, with both APIs and of both kinds.
 """

@@ -110,8 +110,8 @@ class Composed(Side):
         try:
             return super()._output(call, kept)
         except Exception:
-            # The units do not notice the exception until the same module is called again. A submodule that is called
-            # alone would use parameters that were all-gathered before.
+            # The units detect the exception only when the same module is called again. A submodule that is called alone
+            # would use parameters that were all-gathered before.
             self.reshard_all()
             raise
 
@@ -120,7 +120,7 @@ class Composed(Side):
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def edit(self, call: Call) -> None:
-        # With parameters kept after an evaluation, the next one sees only edits that change a version (FRESH-03).
+        # If units stay unsharded after an evaluation, the next one only detects edits that change a version (FRESH-03).
         if self.is_left_unsharded or (call.get("how") and self.keeps_evaluated):
             self.reshard_all()
         self.edited(list(self.model.parameters() if call.get("of_model") else self.owned.values()), call.get("how", ""))

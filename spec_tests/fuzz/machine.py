@@ -184,7 +184,8 @@ class Programs(RuleBasedStateMachine):
     @rule(data=st.data(), strict=flags)
     def load(self, data: st.DataObject, strict: bool) -> None:
         index = data.draw(st.integers(0, len(self.saved) - 1))
-        # Sometimes another form than the saved one. Always strict then, because a non-strict load would read nothing.
+        # Sometimes loads another form than the saved one. Such a load is strict, because a non-strict one would read
+        # nothing.
         others = self.forms if self.door == "wrapped" else ("plain",)
         form = data.draw(st.sampled_from([None, None, None, *others]))
         strict = strict or form is not None or self.saved[index] == "local"
@@ -405,7 +406,7 @@ def drawn(number: int, door: str, seed: int, *, is_apart: bool = False) -> list[
     """Draws different programs for an API. The same seed gives the same programs.
 
     Args:
-        number: how many.
+        number: number of programs.
         door: the API.
         seed: seed of the first batch.
         is_apart: whether sometimes only one rank makes a call.

@@ -122,7 +122,7 @@ class Player:
 
     def make(self, call: Call) -> str:
         """Makes one call. Returns its result."""
-        # The wrapper allows local SGD where each rank has all of the parameters: then ranks can train separately.
+        # With the wrapper, ranks can train separately (local SGD) if each rank has all of the parameters.
         is_whole = self.case.options.get("strategy") == "NO_SHARD" or self.case.options.get("replicas") == 2
         if call["do"] == "step" and self.case.door == "wrapped" and is_whole and self.twin.waiting_units:
             call = {"do": "zero_grad", "to_none": True, "of_model": True}

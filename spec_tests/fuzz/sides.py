@@ -99,7 +99,7 @@ class Side:
 
     @property
     def hides_from_some(self) -> bool:
-        """Whether only the first rank sees full parameters."""
+        """Whether only the first rank has full parameters."""
         return any(call.get("rank0_only", False) for call, _ in self.contexts)
 
     @property

@@ -142,7 +142,7 @@ def test_drawn_programs_contain_every_ingredient(door: str) -> None:
         assert pairs[pair] >= 5, pair
 
 
-# --- each error that was found ---
+# --- the errors that were found ---
 
 
 @pytest.mark.spec("FUZZ-04")
@@ -234,7 +234,8 @@ def test_a_full_state_dict_that_only_some_ranks_have_is_refused() -> None:
 def test_ranks_all_gather_alike_after_one_rank_refused_dict() -> None:
     model, plain = sharded(), seeded()
     model.blocks[1].unshard(async_op=True)
-    # Full tensors are refused at once. For an empty dict, the load raises only at the end that all keys are missing.
+    # Full tensors are refused at once. For an empty dict, only the end of the load raises the error that all keys are
+    # missing.
     state = plain.state_dict() if dist.get_rank() == 0 else {}
     with pytest.raises(RuntimeError, match="whole tensors" if dist.get_rank() == 0 else "Missing key"):
         model.load_state_dict(state)

@@ -58,14 +58,14 @@ class Wrapped(Side):
     def shard(self, net: nets.Net) -> None:
         options = self.options
         prefetch = options.get("prefetch", "pre")
-        # float32 everywhere. A submodule that is called alone gets an input in float64.
+        # Everything is float32, because a submodule that is called alone gets an input in float64.
         mixed = MixedPrecision(param_dtype=torch.float32, cast_forward_inputs=True) if options.get("mixed") else None
         full = {"FSDP_USE_FULL_PREC_IN_EVAL": "1"} if options.get("full_in_eval") else {}
         with mock.patch.dict(os.environ, full):
             self._wrap(net, prefetch, mixed)
         if options.get("hook") and options.get("replicas") is None:
             self.model.register_comm_hook(self.group, halve_in_place)
-        # In the order of `parameters()`: what this rank owns of each unit, flat or as original parameters.
+        # In the order of `parameters()`: this rank's elements of each unit, flat or as original parameters.
         self.owned = list(self.model.named_parameters())
 
     def _wrap(self, net: nets.Net, prefetch: str, mixed: MixedPrecision | None) -> None:
@@ -180,13 +180,13 @@ class Wrapped(Side):
 
     def edit(self, call: Call) -> None:
         self.changed()
-        # A rank that sees only shards would edit these, and the edit would be kept.
+        # If a rank only has shards, it would edit these, and the edit would be kept.
         if self.hides_from_some:
             return
         shown = self.model.parameters() if self.is_summoned else [parameter for _, parameter in self.owned]
         how = call.get("how", "")
         strategy = self.options.get("strategy", "FULL_SHARD")
-        # Parameters kept after a forward see an edit only by its version (FRESH-03, FRESH-05).
+        # Parameters that stay unsharded after a forward detect an edit only by its version (FRESH-03, FRESH-05).
         is_kept = strategy == "SHARD_GRAD_OP" or (strategy == "FULL_SHARD" and self.is_left_unsharded)
         self.edited(list(shown), "" if is_kept else how)
 

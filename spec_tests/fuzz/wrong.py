@@ -146,7 +146,7 @@ WRONG_WRAPPED: dict[str, Wrong] = {
     "a hook on a part": lambda side: side.net.blocks[0].register_comm_hook(None, print),
     "apply a number": lambda side: side.model.apply(3),
     "fsdp_modules of a number": lambda side: FSDP.fsdp_modules(3),
-    # If only rank 0 sees full parameters, it can compute with them.
+    # If only rank 0 has full parameters, it can compute with them.
     "call a part that is no unit": lambda side: (
         side.hides_from_some or side.net.enter(torch.zeros(1, 3, dtype=torch.float64))
     ),

@@ -17,12 +17,12 @@ stage             what it checks
 ``races``         do results stay equal bit by bit when streams are delayed at random
 ================  ===================================================================================================
 
-The first three should take a minute. If one of them fails, the others are not started, because they would report the
-same failure.
+The first three stages take about a minute. If one of them fails, the kit does not start the others, because they would
+report the same failure.
 
 A stage is a list of *chunks*. A chunk is a process and its child processes: one test file, or one configuration of the
-race hunt. An illegal memory access ends its process and makes the GPU unusable for it; the next chunk is a new process.
-If a chunk exceeds its limit, the kit records the stacks of all its processes and ends them. After each chunk, the kit
+race hunt. After an illegal memory access, a process cannot use the GPU any more, so the next chunk is a new process. If
+a chunk exceeds its limit, the kit records the stacks of all its processes and ends them. After each chunk, the kit
 writes the outcome to the disk, so that after an interruption the same command continues with the next chunk::
 
     smoke/1 passed, smoke/2 passed, suite/fsdp1/test_clip.py passed, ... Ctrl-C

@@ -10,14 +10,14 @@ A chunk ends in one of four ways:
 Processes of a chunk are identified by an environment variable, which children inherit. A process group does not work:
 ``torchrun`` starts its workers in sessions of their own, and a worker that stays alive keeps its memory on the GPU.
 
-Example: what happens if two ranks wait for each other::
+Example: two ranks wait for each other::
 
     pytest       is stopped first, so that it does not start the next test when its ranks die
     rank 0, 1    SIGABRT: the fault handler writes all stacks into the rank's output, which is copied into the log
     pytest       SIGABRT and SIGCONT: its own stacks go into the log
     all          SIGKILL
 
-The kit is for Linux, as NCCL is: processes are looked up in ``/proc``.
+The kit runs only on Linux, like NCCL, because it looks up processes in ``/proc``.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a chunk ended.
+    """The end of a chunk.
 
     Attributes:
         word: ``passed``, ``failed``, ``crashed`` or ``hung``.
@@ -109,7 +109,7 @@ def run_chunk(chunk: Chunk, folder: Path) -> Outcome:
 
 
 def end_leftovers(folder: Path) -> None:
-    """Kills the remaining processes of this run's chunks, also if an earlier kit process was killed itself."""
+    """Kills the remaining processes of this run's chunks, including those of an earlier kit process that was killed."""
     for _ in range(10):  # repeated, because a process may have started another one meanwhile
         left = _processes(folder)
         for process in left:
@@ -151,7 +151,7 @@ def _signal(process: int, number: signal.Signals) -> None:
         os.kill(process, number)
 
 
-# ---- how it went ----------------------------------------------------------------------------------------------------
+# ---- outcome --------------------------------------------------------------------------------------------------------
 
 
 def _outcome(status: int, hung: bool, seconds: float, chunk: Chunk, log: Path, findings: Path) -> Outcome:

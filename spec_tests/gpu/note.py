@@ -1,7 +1,7 @@
 """A pytest plugin that writes a finding before each test begins, and another one as soon as the test is over.
 
-So a crash does not lose earlier findings, and the last finding names the test that crashed. The finding of a test
-contains its requirements; that of a benchmark also contains the measurements.
+A crash therefore does not lose earlier findings, and the last finding names the test that crashed. The finding of a
+test contains its requirements. The finding of a benchmark also contains the measurements.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ before randomly selected operators, it keeps the current stream busy for a while
     compute stream              wait ^            [ forward ]      with the wait: late, but correct
     compute stream         [ forward ]                             without it: computes with the old values
 
-Depending on the seed, the communication streams are late, or the compute stream, or both. Each rank draws delays of its
-own. Values are correct if they equal, bit by bit, those of a *reference*. The reference synchronizes the device after
-every operator, so that nothing runs in parallel. It is trained twice. If the two results differ, the kernels of this
-machine are not deterministic, races cannot be detected, and the chunk fails with this reason.
+The seed selects whether the communication streams are late, the compute stream, or both. Each rank draws its own
+delays. Values are correct if they equal, bit by bit, those of a *reference*. The reference synchronizes the device
+after every operator, so that nothing runs in parallel. It is trained twice. If the two results differ, the kernels of
+this machine are not deterministic, races cannot be detected, and the chunk fails with this reason.
 
 The delays come from a dispatch mode. It sees each operator and each collective on the stream on which it is issued, in
 forward, in backward and in the optimizer.
@@ -50,8 +50,8 @@ MICRO_BATCHES = 2  # in a step that accumulates
 WIDTH, NUM_BLOCKS, NUM_ROWS = 192, 4, 16
 LATE = ("communication streams", "compute stream", "all streams")
 AGAIN = -1  # the seed of the finding about the equality of the two references
-SHARE = 0.2  # of the operators of a late stream
-LONGEST = 2.0  # milliseconds
+SHARE = 0.2  # fraction of the operators of a late stream that are delayed
+LONGEST = 2.0  # longest delay in milliseconds
 
 Trained = list[dict[str, Tensor]]  # for each step, the tensors of this rank after it, by name
 Build = Callable[[nn.Module], nn.Module]
@@ -209,7 +209,7 @@ class Synchronised(TorchDispatchMode):
         return result
 
 
-# ---- what is trained ------------------------------------------------------------------------------------------------
+# ---- models ---------------------------------------------------------------------------------------------------------
 
 
 def build_model() -> nn.Module:

@@ -1,4 +1,4 @@
-"""The report: one file for persons and programs.
+"""The report: one file for people and programs.
 
 It is Markdown, and its end contains the same data as JSON, so that a single file is complete. It contains no user name,
 no host name and no path outside the checkout.
@@ -107,7 +107,7 @@ def _rows(findings: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
     return {word: [row for row, said in verdicts.items() if said == word] for word in ("proven", "failed")}
 
 
-# ---- to the disk, and back ------------------------------------------------------------------------------------------
+# ---- writing and reading --------------------------------------------------------------------------------------------
 
 
 def write(report: Report, path: Path) -> None:

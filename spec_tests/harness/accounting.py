@@ -20,10 +20,10 @@ each backend, and the conclusion from these results::
   ``--device cuda``, and for a test that ``needs`` a package that is not installed.
 * A requirement is ``proven`` on a backend if all variants of one of its tests passed there and no test of it failed.
   It is ``failed`` if a test failed, and otherwise ``unproven``.
-* There are kinds of evidence. Most tests observe the ``behaviour``. ``@pytest.mark.proof("order only")`` marks a test
-  that observes the calls and their order, but not their effect. ``"arithmetic"`` marks a test of a formula or of torch
-  that runs no code of the package. ``"text"`` marks a test of a statement in the docs. The result of such a test is not
-  ``passed`` but, for example, ``passed (text)``. The best kind of a requirement counts.
+* Tests give different kinds of evidence. Most tests observe the ``behaviour``. ``@pytest.mark.proof("order only")``
+  marks a test that observes the calls and their order, but not their effect. ``"arithmetic"`` marks a test of a formula
+  or of torch that runs no code of the package. ``"text"`` marks a test of a statement in the docs. The result of such a
+  test is not ``passed`` but, for example, ``passed (text)``. The best kind of a requirement counts.
 
 A partial run updates only the tests that it ran, and keeps the earlier results of the other backends. A test that no
 longer exists, or no longer names the requirement, is removed when its whole file has been collected again.

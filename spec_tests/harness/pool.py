@@ -1,8 +1,8 @@
 """The pool of ranks: worker processes that live for the whole test session.
 
-To start a process and import torch takes seconds; a test takes milliseconds. So there is one pool for each world size
-that a test needs. It is started when first needed, and receives tests by name. ``worker.py`` is the worker's side.
-A fork server imports torch once, and each rank is forked from it.
+Starting a process and importing torch takes seconds, but a test takes milliseconds. So there is one pool for each world
+size that a test needs. A pool starts when it is first needed, and receives tests by name. ``worker.py`` runs them. A
+fork server imports torch once, and each rank is forked from it.
 
 Failures:
 

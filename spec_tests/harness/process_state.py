@@ -41,7 +41,7 @@ exit_handlers: list[Any] = []
 
 
 def _watch_exit_handlers() -> None:
-    """Python can count its exit handlers, but the count never becomes smaller."""
+    """Records the exit handlers of Python. Python only has a count of them, which never decreases."""
     register, unregister = atexit.register, atexit.unregister
 
     def register_and_note(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -86,5 +86,5 @@ def state_of_process() -> dict[str, Any]:
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """What differs. A module of torch that was imported in between may have added functions, but replaced none."""
+    """The differences. Functions that a newly imported module of torch has added do not count, but replaced ones do."""
     return [f"{name}: {value}, now {after.get(name)}" for name, value in before.items() if after.get(name) != value]

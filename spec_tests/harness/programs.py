@@ -1,7 +1,7 @@
 """Runs a script on several ranks like torchrun, but faster.
 
-``torchrun lesson.py`` imports torch, and each of its ranks imports it again: six seconds on two cores, which test
-nothing. Here the ranks are forked from the fork server of the pool, which has imported torch. Each rank gets the
+``torchrun lesson.py`` imports torch, and each of its ranks imports it again. This takes six seconds on two cores and
+tests nothing. Here the ranks are forked from the fork server of the pool, which has imported torch. Each rank gets the
 environment variables of torchrun and runs the file as ``__main__``.
 
 A separate test starts one of the lessons with the real torchrun.
@@ -44,7 +44,7 @@ def output_of_ranks(
     Args:
         script: runs as ``__main__`` on each rank, with its folder first in ``sys.path``.
         arguments: its command line.
-        num_ranks: how many ranks.
+        num_ranks: number of ranks.
         environment: variables in addition to those that torchrun sets.
         limit: seconds, after which the ranks are killed.
 
@@ -195,11 +195,11 @@ def _run_module(
 
 
 def _fork_instead(python: bytes, command: Sequence[str], descriptors: Sequence[int]) -> int:
-    """Instead of a new interpreter that runs ``python ... -c code``, forks this process and runs the code."""
+    """Forks this process and runs the code, instead of starting a new interpreter with ``python ... -c code``."""
     process = os.fork()
     if process:
         return process
-    # A new interpreter inherits no others. And the server ends when the last copy of a certain descriptor is closed.
+    # A new interpreter inherits no other descriptors. The server only ends when all copies of one of them are closed.
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         if descriptor > 2 and descriptor not in descriptors:
             with contextlib.suppress(OSError):

@@ -9,15 +9,15 @@ A rank runs hundreds of tests, so every test must start in the same state. For e
 3. Restore the environment, the working directory and torch's global switches, and collect garbage, because a model
    that is still alive also keeps its hooks. Process groups are destroyed when the next test arrives.
 
-The answer contains more than passed or failed. It also contains the number of collectives on the default group: if
-ranks disagree about it, the *next* test would hang, although it is correct.
+The answer also contains the number of collectives on the default group. If ranks disagree about it, the *next* test
+would hang, although it is correct.
 
 Two ranks, one test whose assertion fails on rank 1 only::
 
     rank 0   waits in all_reduce ....................... writes its stacks on request, killed 3 s later
     rank 1   AssertionError, answers at once             the test fails with its traceback
 
-Cost: ranks that are forked from one server share its hash seed, so a set of strings has the same order on all of
+Limitation: ranks that are forked from one server share its hash seed, so a set of strings has the same order on all of
 them. Under torchrun the orders differ. Code that needs equal orders passes here. The tests of the tutorials, which
 start real programs, cover this case.
 
@@ -406,8 +406,8 @@ class Surroundings:
 
     def prepare(self, limit: float) -> None:
         """Sets the seeds, and the time-out of collectives on the default group. ``limit`` is in seconds."""
-        # At the end of the previous test it was too early: another rank could still be connecting to this one. A new
-        # test arrives only after every rank has answered.
+        # Not at the end of the previous test, because another rank could still be connecting to this one. A new test
+        # arrives only after every rank has answered.
         _destroy_leftover_groups()
         torch.manual_seed(0)
         random.seed(0)

@@ -89,10 +89,10 @@ def test_times_are_of_the_parts_of_a_step() -> None:
 
 def test_activations_are_what_a_forward_of_the_plain_model_leaves_unit_by_unit() -> None:
     workload = WORKLOADS["tiny"]
-    # Nothing before the first layer. For each layer its output, eight rows of 32 numbers. For the loss as much memory
-    # as for the tensor that it averages.
+    # There are no activations before the first layer. Each layer has its output, eight rows of 32 numbers. The loss
+    # needs as much memory as the tensor that it averages.
     assert closed_form.activations(workload, workload.batches(0, 0)[0]) == [0, *(49 * [8 * 32 * 4])]
-    # Half of it in bfloat16, except for the scores and the results from them, which are float32.
+    # In bfloat16 they need half as much, except for the scores and the results from them, which are float32.
     gpt, low = WORKLOADS["gpt"], WORKLOADS["gpt-bf16"]
     full, half = (closed_form.activations(one, one.batches(0, 0)[0]) for one in (gpt, low))
     assert len(full) == len(half) == 10
@@ -109,7 +109,7 @@ def test_calculator_gets_the_benchmarked_step() -> None:
         found = closed_form.cost_of(model, workload, workload.batches(0, 0))
         unit = 4 * (32 * 32 + 32)
         assert found.stored == 3 * 48 * unit / 2
-        # A gradient and an intermediate result in addition.
+        # The optimizer also needs a gradient and an intermediate result.
         assert found.peak_optimizer == found.stored + 2 * 48 * unit / 2
         waiting = 48 * unit if num > 1 else 0
         assert found.peak_forward == found.stored + waiting + unit + 48 * 8 * 32 * 4

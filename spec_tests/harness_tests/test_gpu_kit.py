@@ -185,7 +185,7 @@ wait_for_the_ranks()
 def test_a_chunk_that_hangs_is_ended_with_all_that_it_started_and_leaves_its_stacks(
     run: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunks, "PATIENCE", 2.0)  # the whole of it is spent on the process that ignores the signal
+    monkeypatch.setattr(chunks, "PATIENCE", 2.0)  # the process that ignores the signal uses all of it
     hanging = Chunk(
         "suite/hangs", [sys.executable, "-c", HANGING, RANK, STUBBORN, str(tmp_path / "started")], limit=3.0
     )

@@ -16,7 +16,7 @@ awake_at = []
 
 
 def seconds_asleep() -> float:
-    """How long the main thread has slept since a fixed time: neither running nor waiting for a core."""
+    """The time that the main thread has slept since a fixed time, neither running nor waiting for a core."""
     ran, waited, _ = map(int, Path("/proc/self/schedstat").read_text().split())
     return time.monotonic() - (ran + waited) / 1e9
 

@@ -17,7 +17,7 @@ Its exit status is 1 if it found anything.
 * ``__main__.py``: the main loop, the files and the command.
 
 Cost: a batch of a few dozen cases takes seconds. A case that hangs takes half a minute. On a very busy machine, ranks
-may not rendezvous in that time, which causes a false finding; its file then says that it was not seen again.
+may not rendezvous in that time, which causes a false finding. Its file then reports that it could not be reproduced.
 
 Worker processes exit when the hunt has ended, for any reason, so none is left behind.
 """

@@ -1,4 +1,4 @@
-"""``python -m spec_tests.hunt --minutes 30``, from the root of the repository; see the package."""
+"""``python -m spec_tests.hunt --minutes 30``, from the root of the repository."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ models that many tests share are in ``modules.py``. A model that only one file n
   difficult in one way.
 
 A sharded trainer that was only tested with a stack of equal blocks can be right by accident. Every model in `MODELS` is
-five to twelve lines of ordinary PyTorch, as used in production. Each one is there for one reason, which its comment
-gives. All models compute in float32, and a step takes a millisecond or two, so a behavior can be tested on all of them.
+five to twelve lines of ordinary PyTorch, as used in production. A comment gives the reason for each model. All models
+compute in float32, and a step takes a millisecond or two, so a behavior can be tested on all of them.
 ``arrangement.py`` has models in which the arrangement, the use or the training of units is difficult. ``calls.py`` has
 models that are difficult to call, and ``layers.py`` has models with a difficult layer.
 

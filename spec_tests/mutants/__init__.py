@@ -12,7 +12,7 @@ and the requirements whose tests must fail::
 
 On two ranks this mutant changes nothing, because ``num_ranks`` and ``num_shards`` are equal. On four ranks as 2 x 2,
 gradients are twice as large as they should be, and the test of HYB-05 fails. If the tests of HYB-05 used only two
-ranks, they would pass, and the mutant would be reported as not noticed.
+ranks, they would pass, and the report would list the mutant as not detected.
 
 Files: ``mutant.py`` finds the passage, ``catalogue/`` has the mutants by sections of the spec, ``watch.py`` makes
 pytest run only the tests of some requirements, ``runner.py`` runs one mutant in a copy of the repository with
@@ -24,7 +24,7 @@ import of a few test files and these tests: 10 to 60 seconds on two cores that h
 one of the mutant's requirements run, and a test is skipped once each of its requirements has failed.
 
 Tools such as mutmut and cosmic-ray replace tokens, such as ``<`` by ``<=`` or a number by its successor, and so find
-untested lines. They cannot express that only hybrid sharding omits the division, or which requirement must notice it.
+untested lines. They cannot express that only hybrid sharding omits the division, or which requirement must detect it.
 
 *In torch:* there is no equivalent; torch does not measure its tests by the defects that they miss.
 
@@ -32,5 +32,5 @@ Usage::
 
     python -m spec_tests.mutants                    all; continues an interrupted run
     python -m spec_tests.mutants HYB- div           those whose name or requirements contain one of these texts
-    python -m spec_tests.mutants --sample 20        some of those that were noticed when the record was written
+    python -m spec_tests.mutants --sample 20        some of those that were detected when the record was written
 """

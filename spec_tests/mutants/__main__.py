@@ -14,7 +14,7 @@ from spec_tests.mutants.runner import Result, run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0 if all requirements noticed their mutants."""
+    """Returns 0 if the tests of all requirements detected their mutants."""
     parser = argparse.ArgumentParser(prog="python -m spec_tests.mutants", description=__doc__)
     parser.add_argument("words", nargs="*", help="only mutants with one of these in their name or rows")
     parser.add_argument("--sample", type=int, help="so many of those that were noticed before; writes nothing")

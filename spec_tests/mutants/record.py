@@ -1,4 +1,4 @@
-"""The record: the requirements that noticed each mutant, the mutants of each requirement, and those of each function.
+"""The record: the requirements that detected each mutant, the mutants of each requirement, and those of each function.
 
 ``docs/data/mutants.json``::
 
@@ -80,5 +80,5 @@ def write(mutants: Mapping[str, Mutant], results: Iterable[Result], path: pathli
 
 
 def noticed_before(path: pathlib.Path = RECORD) -> list[str]:
-    """The mutants that all of their requirements noticed when the record was written."""
+    """The mutants that all of their requirements detected when the record was written."""
     return [name for name, entry in json.loads(path.read_text())["mutants"].items() if not entry["blind"]]

@@ -49,8 +49,8 @@ class Result:
 
     Attributes:
         name: name of the mutant.
-        red: the requirements that noticed it, each with its first failed test.
-        blind: the requirements that did not notice it, but must.
+        red: the requirements that detected it, each with its first failed test.
+        blind: the requirements that did not detect it, but must.
         end: ``""``, or why pytest did not finish.
     """
 

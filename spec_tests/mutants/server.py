@@ -1,8 +1,8 @@
 """Starts each pytest run from one process that has imported torch once. A separate program, not part of a package.
 
-Of the fifteen seconds that pytest needs for a mutant, ten are the import of torch, here and in the fork server of the
-ranks. So this program imports torch, starts that fork server, and forks itself for each request. It imports nothing of
-the repository before the fork, so each child imports the package from the folder in its request.
+pytest needs fifteen seconds for a mutant, ten of them for importing torch, here and in the fork server of the ranks. So
+this program imports torch, starts that fork server, and forks itself for each request. It imports nothing of the
+repository before the fork, so each child imports the package from the folder in its request.
 
 A request is a line on standard input, ``{"folder": ..., "arguments": [...], "limit": 300}``. The answer is a line on
 standard output: the exit code of pytest, or -1 if pytest exceeded the limit.

@@ -71,7 +71,7 @@ class GathersAndCopies(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if "allgather" in func.name():
             gathered = args[0] if isinstance(args[0], torch.Tensor) else args[0][0][0]
-            # The simulated group only accepts tensors of its device; what this mode sees is gloo underneath it.
+            # The simulated group only accepts tensors of its device. This mode intercepts the gloo calls underneath it.
             assert gathered.device == device() or device().type == "sim"
             self.order.append(f"AG {gathered.numel()}")
         elif func is torch.ops.aten._to_copy.default and (kwargs or {}).get("device") == torch.device("cpu"):

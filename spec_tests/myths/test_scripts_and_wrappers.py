@@ -178,7 +178,7 @@ def test_without_original_parameters_compiling_is_answered_with_a_warning() -> N
 
 
 def undefined_names(source: str) -> set[str]:
-    """Global names that a script uses, also in annotations, but does not define."""
+    """Global names that a script uses, including in annotations, but does not define."""
     top = symtable.symtable(source.replace("from __future__ import annotations", ""), "script", "exec")
     bound = {name.get_name() for name in top.get_symbols() if name.is_assigned() or name.is_imported()}
     scopes, used = [top], set()

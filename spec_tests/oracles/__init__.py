@@ -1,8 +1,8 @@
 """Reference trainers for the same model, to compare with.
 
-Whether a gradient is right cannot be seen by looking at it. But there are four trainers that other people trust: a
-single process without sharding, `DistributedDataParallel`, and torch's own FSDP1 and FSDP2. Each of them gets the same
-model (see ``spec_tests/models``) and the same `Recipe`, and returns a `Record`. Two records can be compared::
+A gradient does not show whether it is right. But four trainers are widely trusted: a single process without sharding,
+`DistributedDataParallel`, and torch's own FSDP1 and FSDP2. Each of them gets the same model (see ``spec_tests/models``)
+and the same `Recipe`, and returns a `Record`. Two records can be compared::
 
     recipe = Recipe(steps=3, optimizer=adamw, accumulate=2, no_sync=True)
     ours = train_fsdp1(minifsdp.FullyShardedDataParallel, info, recipe, sharding_strategy="FULL_SHARD")

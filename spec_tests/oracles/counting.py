@@ -2,8 +2,8 @@
 
 Counting must not depend on which of PyTorch's functions a library calls. FSDP1 on the CPU all-gathers into a list of
 tensors, FSDP2 into one tensor, DDP all-reduces from C++, and ours calls the process group itself. All of them reach the
-same few operators of the dispatcher, and a dispatch mode sees all calls. It also sees backward: on the CPU, autograd
-runs in the calling thread, and where it has its own threads, it passes the caller's modes to them.
+same few operators of the dispatcher, and a dispatch mode intercepts all calls. It also works in backward: on the CPU,
+autograd runs in the calling thread, and where it has its own threads, it passes the caller's modes to them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Counts:
 
     @property
     def gathers_and_reductions(self) -> tuple[int, int]:
-        """The numbers of all-gathers and reduce-scatters, which say most about a sharded step."""
+        """The numbers of all-gathers and reduce-scatters, which describe a sharded step best."""
         return self.calls["all_gather"], self.calls["reduce_scatter"]
 
 

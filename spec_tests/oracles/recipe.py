@@ -1,4 +1,4 @@
-"""What is trained, for how long and with which optimizer; and the record of the result.
+"""A recipe: the length, the optimizer and other settings of a training; and the record of the result.
 
 The numbers of a run depend only on the recipe and on the rank. Batches are drawn from the seed, the step and the rank.
 Before each micro-batch, the global generator is seeded from the same three, so dropout draws the same mask on rank 1
@@ -40,7 +40,7 @@ def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to train.
+    """The settings of a training.
 
     Attributes:
         steps: optimizer steps.

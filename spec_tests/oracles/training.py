@@ -52,9 +52,9 @@ def train_single(info: ModelInfo, world_size: int, recipe: Recipe = USUAL, *, fl
     """Trains in a single process that simulates all ranks in turn. Needs no process group.
 
     Args:
-        info: what to train.
-        world_size: how many ranks to simulate.
-        recipe: how to train it.
+        info: the model to train.
+        world_size: number of ranks to simulate.
+        recipe: the settings of the training.
         flat_units: whether a parameter without a gradient gets a zero gradient if its unit has any gradient. This is
             the case with one flat parameter per unit, and it makes a difference to the optimizer.
 
@@ -189,8 +189,8 @@ def train_fsdp1(library: Any, info: ModelInfo, recipe: Recipe = USUAL, **options
 
     Args:
         library: the class ``FullyShardedDataParallel``, torch's or ours.
-        info: what to train.
-        recipe: how to train it.
+        info: the model to train.
+        recipe: the settings of the training.
         **options: for the constructor, as described in `shard_fsdp1`.
     """
     units = units_of(info.build(), info.unit_classes)
@@ -248,8 +248,8 @@ def train_fsdp2(library: Any, info: ModelInfo, recipe: Recipe = USUAL, **options
 
     Args:
         library: the function ``fully_shard``, torch's or ours.
-        info: what to train.
-        recipe: how to train it.
+        info: the model to train.
+        recipe: the settings of the training.
         **options: for the function.
     """
     model = shard_fsdp2(library, info, **options)

@@ -44,11 +44,11 @@ class Node:
     """One module, which maps ``(x, tokens)`` to a tensor like ``x``.
 
     Attributes:
-        kind: one of `LEAVES` or `CONTAINERS`; see ``build.py`` for what they compute.
+        kind: one of `LEAVES` or `CONTAINERS`; ``build.py`` describes their computations.
         size: hidden features, rows of an embedding, or a number in `OWN_SHAPES`.
         unit: whether it is a unit.
         frozen: whether its own parameters are frozen.
-        times: how often its parent calls it, one call after the other.
+        times: number of calls by its parent, one after the other.
         checkpoint: whether its parent recomputes it in backward: ``"reentrant"`` or ``"nonreentrant"``.
         returns: the type of its output: a ``"tensor"``, or one inside a ``"tuple"``, ``"dict"`` or ``"nested"``.
         keywords: whether its parent calls it with keyword arguments.
@@ -191,7 +191,7 @@ def _tuples(value: Any) -> Any:
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
 
 
-# --- what is meaningful ---
+# --- legal descriptions ---
 
 
 def walk(node: Node, unit: Node | None = None) -> Iterator[tuple[Node, Node]]:
@@ -317,7 +317,7 @@ class _Rules:
 def _for_each_parameter(leaf: Node) -> Node:
     """With per-parameter reduction, each parameter needs a gradient on all ranks, and a scalar has no rows to split.
 
-    PyTorch also refuses gradients without elements among others.
+    PyTorch also refuses empty gradients next to others.
     """
     if leaf.kind == "one_sided":
         leaf = replace(leaf, kind="own")

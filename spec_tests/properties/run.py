@@ -8,13 +8,13 @@ Shards are compared locally, without an all-gather: each rank computes its expec
 tensors with its own code. This detects a library that splits tensors wrongly and concatenates them equally wrongly,
 and a comparison needs no communication.
 
-Tolerances: with at most two ranks, and no parameter used more than twice in a backward, every sum has one or two terms,
-which do not depend on their order: bitwise. Reentrant checkpointing runs a backward inside the backward, after which a
-unit may be reduced before its gradient is complete. Two uses are then two sums over ranks, so the limit is one use, or
-none if there are unreduced gradients. All other runs use float64, where the effect of the order is far below that of
-any defect, also in a deep model: `DOUBLE` of ``oracles/compare.py``. Mixed precision uses float32 and `LOW_PRECISION`.
-The absolute tolerance is relative to the largest element, because the rounding of a large term in a sum also affects
-small results.
+Tolerances: with at most two ranks, and no parameter used more than twice in a backward, every sum has one or two terms.
+Such a sum does not depend on the order of its terms, so the comparison is bitwise. Reentrant checkpointing runs a
+backward inside the backward, after which a unit may be reduced before its gradient is complete. Two uses are then two
+sums over ranks, so the limit is one use, or none if there are unreduced gradients. All other runs use float64, where
+the effect of the order is far below that of any defect, even in a deep model: `DOUBLE` of ``oracles/compare.py``. Mixed
+precision uses float32 and `LOW_PRECISION`. The absolute tolerance is relative to the largest element, because the
+rounding of a large term in a sum also affects small results.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def load(description: Description, model: nn.Module, optimizer: torch.optim.Opti
         set_optimizer_state_dict(model, optimizer, states, options=options)
         return
     if form == "rank0":
-        # The wrapper sends the optimizer's state, the user the model's.
+        # The wrapper sends the optimizer's state. The user sends the model's.
         sent = [weights]
         dist.broadcast_object_list(sent, src=0)
         weights = sent[0]

@@ -1,4 +1,4 @@
-"""``python -m spec_tests.soak``, from the root: 2,000 steps on two ranks with each API; see the package."""
+"""``python -m spec_tests.soak``, from the root of the repository: 2,000 steps on two ranks with each API."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def soak(
         num_steps: number of training steps, some rounds.
         num_warm: number of steps before the first count.
         folder: for the counts, and for checkpoints.
-        leak: what to leak in each step, a key of `LEAKS`.
+        leak: the leak to insert in each step, a key of `LEAKS`.
         round_of: number of steps in a round.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Counts what a process holds. Two counts show what has grown."""
+"""Counts the objects of a process. The difference between two counts shows the growth."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Sample:
         threads: of the operating system.
         objects: instances of classes of minifsdp, including all in its queues and records.
         queued: messages that the transport between CPUs keeps until they have arrived.
-        ledger: entries of the collective log, and the sizes that transports know.
+        ledger: entries of the collective log, and the sizes that transports store.
         on_disk: files and folders below the folder of checkpoints.
         python_bytes: bytes that Python has allocated since counting began; 0 if they are not traced.
         resident_bytes: of the process.
@@ -101,7 +101,7 @@ def _resident() -> int:
 
 
 def grown(before: Sample, after: Sample) -> list[str]:
-    """Describes what has grown."""
+    """Describes the growth."""
     found = []
     first, last = asdict(before), asdict(after)
     for name in first:

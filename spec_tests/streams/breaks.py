@@ -1,4 +1,4 @@
-"""Tests of the race checker: more than a hundred broken engines, and for each a program that must notice it.
+"""Tests of the race checker: more than a hundred broken engines, and a program that detects each of them.
 
 If a race checker reports nothing, it can be correct or defective. So the engine is broken on purpose: each wait, hold,
 follow, ``record_stream``, copy and stream of the package is removed or moved, one at a time, and a small program runs

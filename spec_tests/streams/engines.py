@@ -55,8 +55,8 @@ class Break:
         old: a passage that occurs exactly once in the file.
         new: its replacement.
         what: one sentence about the broken behavior.
-        program: the program that notices it.
-        by: how the program notices it, a key of `findings`.
+            program: the program that detects it.
+            by: how the program detects it, a key of `findings`.
     """
 
     name: str

@@ -2,7 +2,7 @@
 
 A box is a `Moment`. Its column is one more than that of the latest box that must end before it begins::
 
-    compute     copy   F0              F0 is in column 3, for the copy of column 2 is before it
+    compute     copy   F0              F0 is in column 3, because the copy of column 2 is before it
     gather  AG0        AG1             AG1 is in column 3 too: it has waited for the copy and for nothing later
 
 So boxes of one column are not ordered, and the streams allow them to run at the same time. Boxes of one row always run

@@ -6,8 +6,8 @@ the warm-up, including memory that stays allocated between steps::
 
     python -m spec_tests.streams.peaks
 
-prints the peaks. ``--record`` also writes ``docs/data/stream-peaks.json``, from which the table of ``docs/streams.md``
-is made. The peaks are the same on every machine, so a test compares the record with the current engine.
+The command prints the peaks. ``--record`` also writes ``docs/data/stream-peaks.json``, the source of the table in
+``docs/streams.md``. The peaks are the same on every machine, so a test compares the record with the current engine.
 
 A *kind* is a front end with a kind of parameters: flat parameters, original parameters, or DTensors. `CASES` are the
 training settings.

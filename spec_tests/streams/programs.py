@@ -277,7 +277,7 @@ def originals_offload_after_an_error_in_backward() -> Any:
     return model
 
 
-# --- FSDP1: what users do ---
+# --- FSDP1: actions of users ---
 
 
 @program(2)
@@ -484,7 +484,8 @@ def fail_in_backward(model: nn.Module) -> None:
 @program(2)
 def flat_pinned_batch() -> Any:
     """One pinned buffer for all batches, which is refilled while the step before may still be running."""
-    # The order check of the first step and the limiter stop the CPU, which could hide the race: no limiter, more steps.
+    # The order check of the first step and the limiter stop the CPU, which could hide the race. So there is no limiter,
+    # and there are more steps.
     model = flat(limit_all_gathers=False)
     optimizer = sgd(model)
     buffer = torch.empty(6, 5).pin_memory()

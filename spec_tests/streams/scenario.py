@@ -106,7 +106,7 @@ def from_json(text: str) -> Scenario:
     return Scenario(run, **{name: tuple(item) if isinstance(item, list) else item for name, item in fields.items()})
 
 
-# --- what is meaningful ---
+# --- legal scenarios ---
 
 
 def legal(s: Scenario) -> Scenario:
@@ -161,7 +161,7 @@ def _legal_for_each_parameter(s: Scenario, d: Description) -> dict[str, Any]:
     return changes
 
 
-# --- where they come from ---
+# --- random scenarios ---
 
 
 @st.composite
@@ -202,7 +202,7 @@ def drawn(num: int, number: int, shape: str, door: str) -> list[Scenario]:
     return collected(_scenarios(shape, door), num, number)
 
 
-# --- smaller ---
+# --- simpler scenarios ---
 
 
 def simpler(scenario: Scenario) -> Iterator[Scenario]:

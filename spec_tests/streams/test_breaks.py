@@ -74,7 +74,7 @@ def test_each_broken_engine_is_found(name: str, outcome_of: Any) -> None:
 def test_each_passage_to_break_is_in_the_engine_exactly_once(name: str) -> None:
     one = BREAKS[name]
     times = (PACKAGE / one.file).read_text().count(one.old)
-    assert times == 1, f"{one.name!r} must be written anew: its passage is {times} times in {one.file}:\n{one.old}"
+    assert times == 1, f"{one.name!r} must be rewritten: its passage is {times} times in {one.file}:\n{one.old}"
 
 
 def test_each_stream_ordering_line_is_broken_by_some_mutant() -> None:

@@ -184,8 +184,8 @@ def test_the_limiter_stops_the_cpu_before_a_third_unit_and_nothing_else_does(lim
     sharded = flat(limit_all_gathers=limited)
     logged(sharded)
     assert bool(limits()) is limited
-    # On a device that finishes work only when it is waited for, each all-gather except the first two stops the CPU. The
-    # end of backward resets the limiter.
+    # If the device finishes work only when the CPU waits for it, each all-gather except the first two stops the CPU.
+    # The end of backward resets the limiter.
     assert sum(WORLD.stops.values()) == (5 if limited else 0)
 
 
@@ -196,7 +196,7 @@ def test_a_step_of_fully_shard_never_stops_the_cpu_and_never_records_a_stream(op
     sharded = per_parameter(**options)
     recorded = []
     with pytest.MonkeyPatch.context() as patch:
-        # A limiter would wait for this event; the original one says that there is nothing to wait for.
+        # A limiter would wait for this event. The original event is always complete.
         patch.setattr(lifetime, "DONE", NotYet())
         patch.setattr(type(torch.zeros(1, device=device())), "record_stream", lambda *_: recorded.append(1))
         logged(sharded)

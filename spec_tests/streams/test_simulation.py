@@ -258,7 +258,7 @@ def test_stops_of_the_cpu_are_counted(what: str) -> None:
     assert sum(WORLD.stops.values()) == num_stops
 
 
-# ---- a device that refuses ----
+# ---- operations that the device refuses ----
 
 
 @pytest.mark.spec("SIM-08")

@@ -17,8 +17,8 @@ ON_FOUR = [name for name, case in CASES.items() if case.num_ranks == 4]
 def check(kind: str, name: str) -> None:
     case = CASES[name]
     ours, theirs = peaks(kind, case)
-    # Gradients that await their reduction are stored separately from those of the unit in backward. At the peak, less
-    # than half of the latter exist.
+    # Gradients that wait for their reduction are stored separately from those of the unit in backward. At the peak,
+    # less than half of the latter exist.
     apart = LARGEST_GRADIENT / 2 if kind == "fully_shard" and case.micro_batches > 1 else 0
     assert ours <= theirs + apart, f"{kind}, {name}: {ours} bytes at the peak, torch's FSDP has {theirs}"
     recorded = json.loads(RECORD.read_text(encoding="utf-8"))["peaks"][name][kind]

@@ -124,7 +124,7 @@ HAZARDS: dict[str, tuple[int, Program, set[tuple[str, str]]]] = {
 }
 
 
-# ---- torch 2.13 with something taken away ----
+# ---- torch 2.13 without one of its protections ----
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The calculator, compared with the papers on one side and with measured memory and traffic on the other.
+"""The calculator, compared with the papers, and with measured memory and traffic.
 
 On the CPU, live storages are counted (``live_bytes.py``); on CUDA, the allocator's statistics are read. The threads of
 gloo release a tensor with a short delay, so the smallest number of several equal steps is the correct one.
@@ -251,7 +251,7 @@ def test_memory_is_printed_in_gigabytes_with_four_digits(capsys: pytest.CaptureF
 
 
 def wrapped(job: Job) -> nn.Module:
-    """A `Tower`, sharded as the job says."""
+    """A `Tower`, sharded as the job describes."""
     model = Tower(num_units=len(job.units), has_root=bool(job.root)).to(device())
     if job.per_parameter:
         return _with_overlap(_in_place(model, job), job)

@@ -179,7 +179,7 @@ def test_buffers_are_counted_in_the_dtype_that_they_will_have() -> None:
 
 
 def partly_frozen(job: Job, *parts: str) -> nn.Module:
-    """A `Tower` whose modules ``parts`` are frozen, sharded as the job says."""
+    """A `Tower` whose modules ``parts`` are frozen, sharded as the job describes."""
     model = Tower().to(device())
     for part in parts:
         model.get_submodule(part).requires_grad_(False)

@@ -101,7 +101,8 @@ SLOW = Cluster(per_machine=2, operations=1e6, within=1e4, between=1e3)
 
 @pytest.mark.spec("COST-18")
 def test_a_step_takes_at_least_the_slowest_of_its_parts_or_their_sum() -> None:
-    # Of 4000 bytes on 4 ranks, each sends 3000 in a collective: half between machines in 1.5 s, half within in 0.15 s.
+    # With 4000 bytes on 4 ranks, each rank sends 3000 in a collective: half between machines in 1.5 s, half within in
+    # 0.15 s.
     job = Job(units=[[(1000,)]], num_shards=4)
     assert sent_by_link(job, 2)["RS"] == Sent(1500, 1500)
     time = step_time(job, 2e6, SLOW)

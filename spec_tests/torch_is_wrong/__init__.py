@@ -91,7 +91,8 @@ def _undented(text: str) -> str:
 
 
 def is_said(expected: str, found: str) -> bool:
-    """Whether the output is the expected one; an expected text that ends in "..." is only compared as a prefix."""
+    """Whether the output is the expected one. If the expected text ends in "...", only the text before it is
+    compared."""
     return found.startswith(expected[:-3]) if expected.endswith("...") else found == expected
 
 

@@ -1,6 +1,6 @@
 """On a CPU, a full state dict with ``offload_to_cpu=True`` and original parameters crashes.
 
-This is the same program as above, with ``use_orig_params=True``. It reads freed memory, and the process crashes.
+This is the program of the previous case, with ``use_orig_params=True``. It reads freed memory, and the process crashes.
 
 With torch 2.13.0::
 

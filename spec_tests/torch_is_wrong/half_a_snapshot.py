@@ -1,7 +1,8 @@
 """A full state dict contains copies of the parameters, but not of the buffers.
 
 The parameters are copies, because the all-gathered memory is freed. The buffers are the model's own tensors and change
-with the next batch. If the dict is kept in memory, for example as a best state, it becomes one that never existed.
+with the next batch. If a program keeps the dict in memory, for example as the best state, the dict mixes old parameters
+with new buffers.
 
 With torch 2.13.0::
 

@@ -48,7 +48,7 @@ def norms(of_root: dict, of_inner: dict) -> str:
     layers = [nn.Linear(4, 4, bias=False) for _ in range(2)]
     for layer in layers:
         nn.init.constant_(layer.weight, 0.5)
-    # Larger gradients for a half of the first layer.
+    # Larger gradients for one half of the first layer.
     layers[1].weight.data[:, 2:] = 1.0
     model = FSDP(nn.Sequential(FSDP(layers[0], **of_inner), layers[1]), **of_root)
     model(torch.ones(1, 4)).sum().backward()

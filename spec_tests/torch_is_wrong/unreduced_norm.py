@@ -1,8 +1,9 @@
 """Clipping gradients that were never reduced gives a meaningless norm.
 
 If the last micro-batch of a step also runs inside ``no_sync()``, each rank has only its own gradients. Clipping treats
-them as shards of one gradient and returns a norm that belongs to no gradient. A following optimizer step fails because
-of their size. Here the gradients are eight times 1 and eight times 3. The norm of their mean is 5.657.
+them as shards of one gradient and returns a number that is not the norm of any gradient. A following optimizer step
+fails, because the gradients have the wrong size. Here the gradients are eight times 1 and eight times 3. The norm of
+their mean is 5.657.
 
 With torch 2.13.0::
 

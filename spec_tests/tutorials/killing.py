@@ -1,7 +1,7 @@
 """Runs the tutorial on ranks that can be killed, and kills one at a chosen moment of a save.
 
-The worker pool of the test harness cannot be used, since no rank survives. Its fork server can: each rank is forked
-from a process that has already imported torch, so a run of six steps takes a second.
+The worker pool of the test harness cannot be used, since no rank survives. But its fork server can be used: each rank
+is forked from a process that has already imported torch, so a run of six steps takes a second.
 
 **Named moments.** A save is a sequence of file system calls, and only these calls have effects that the next run can
 see. So an audit hook observes a rank: Python calls it *before* each of these calls. ``os.fsync`` has no audit event
@@ -38,12 +38,12 @@ TUTORIALS = Path(__file__).resolve().parents[2] / "tutorials"
 STEPS, EVERY = 6, 2
 TINY = ["--device=cpu", "--blocks=1", "--width=16", "--heads=2", "--context=16", "--batch=2", "--sample=1", "--lr=0.1"]
 LIMIT = 90.0  # seconds for a run
-GRACE = 30.0  # seconds for the survivors to notice that a rank is gone
+GRACE = 30.0  # seconds for the survivors to detect that a rank has ended
 
 
 @dataclass(frozen=True)
 class Moment:
-    """When to kill which rank.
+    """A moment of a save, and the rank that is killed at it.
 
     Attributes:
         name: used in the test's name.
@@ -102,7 +102,7 @@ def run(
         save: folder of the checkpoints.
         num_ranks: number of ranks.
         full: whether to save full checkpoints.
-        moment: when to kill which rank.
+        moment: the moment and the rank to kill.
         options: further options of the tutorial.
     """
     work.mkdir(parents=True)
@@ -200,7 +200,7 @@ def rank_main(
         with train_gpt.joined_ranks("cpu") as place:
             losses = train_gpt.train(options, corpus(train_gpt), place)
             if moment is not None:
-                time.sleep(LIMIT)  # A timed kill may come late, but it will come.
+                time.sleep(LIMIT)  # a timed kill can come late
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
@@ -289,6 +289,6 @@ def die() -> None:
 
 
 def cut_off(num_bytes: int) -> None:
-    """Limits every file to ``num_bytes``: the first write beyond is cut off there, and this process dies."""
+    """Limits every file to ``num_bytes``: the first write beyond the limit is cut off, and this process ends."""
     signal.signal(signal.SIGXFSZ, lambda *_: die())
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))

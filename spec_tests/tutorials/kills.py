@@ -60,7 +60,8 @@ def at_step(moment: Moment) -> Moment:
 
 
 def drawn_moments(number: int, seed: int = 1) -> list[Moment]:
-    """Of every five moments, three are named, one is after some milliseconds, and one is before a random call."""
+    """In each group of five moments, three are named, one is after some milliseconds, and one is before a random
+    call."""
     chance = random.Random(seed)
     named: list[Moment] = []
     drawn: list[Moment] = []
@@ -96,7 +97,7 @@ def kill(api: str, moment: Moment, losses: list[float], folder: Path) -> str:
 
     Args:
         api: value of the option ``--api``.
-        moment: when to kill which rank.
+        moment: the moment and the rank to kill.
         losses: those of the uninterrupted run.
         folder: an empty folder.
 

@@ -40,7 +40,7 @@ class Attack:
 
 
 def sealed_again(folder: Path) -> None:
-    """Updates the checksums, as everyone who can write a checkpoint is able to do."""
+    """Updates the checksums. Any program that can write a checkpoint can do this."""
     path = folder / manifest.MANIFEST
     facts = json.loads(path.read_bytes())
     facts.pop("seal")

@@ -47,7 +47,7 @@ def test_50_recorded_kills_with_each_api_lose_no_checkpoint() -> None:
 
 
 def test_the_named_moments_are_those_of_a_real_save_and_come_in_this_order(tmp_path: Path) -> None:
-    """The test above fails if a moment never occurs, but would not notice that a moment is in the wrong place."""
+    """The test above fails if a moment never occurs, but not if a moment is in the wrong place."""
     outcome = killing.run(tmp_path / "work", save=tmp_path / "shelf")
     assert outcome.codes == [0, 0], outcome.outputs
     calls = outcome.calls[0]

@@ -280,7 +280,8 @@ def test_counter_counts_calls_bytes_and_peak_correctly() -> None:
         dist.barrier()
 
     assert counter.num_calls == {"all-reduce": 1, "all-gather": 3, "reduce-scatter": 1, "broadcast": 1}
-    # Of a broadcast, each rank sends half on average: one of the two ranks sends everything, the other nothing.
+    # In a broadcast, each rank sends half on average: one of the two ranks sends everything, and the other sends
+    # nothing.
     sent = {"all-reduce": 400, "all-gather": 400 + 400 + 200, "reduce-scatter": 400, "broadcast": 200}
     assert counter.num_bytes == sent
     assert counter.bytes_sent == sum(sent.values())

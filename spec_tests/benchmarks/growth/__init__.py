@@ -2,9 +2,9 @@
 
     python -m spec_tests.benchmarks.growth
 
-measures all parts and prints tables. ``--only units,large`` measures some of them, and ``--record`` writes
-``docs/data/growth.json``, from which the plots of ``docs/benchmarks.md`` are drawn. Times need an idle machine. Calls
-do not; ``--calls`` measures only these again after a change of the engine.
+The command measures all parts and prints tables. ``--only units,large`` measures some of them, and ``--record`` writes
+``docs/data/growth.json``, the source of the plots in ``docs/benchmarks.md``. Times need an idle machine. Calls do not:
+``--calls`` measures only the calls, for example after a change of the engine.
 
 The process group is torch's *fake* one, a world of up to 1024 ranks in which only rank 0 exists and nothing is sent.
 So the measured step only contains the work of the library, which is the part that can grow. Worked example, Python

@@ -1,4 +1,4 @@
-"""``python -m spec_tests.benchmarks.growth``: measures, prints, and records if asked to."""
+"""``python -m spec_tests.benchmarks.growth``: measures and prints; ``--record`` records the measurements."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(parts: list[str], contenders: list[str]) -> dict[str, Any]:
     return found
 
 
-def count_anew(record: dict[str, Any]) -> None:
+def count_again(record: dict[str, Any]) -> None:
     """Replaces only the calls in a record."""
     with _fresh_processes() as pool:
         for axis in AXES:
@@ -88,7 +88,9 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(PARTS), help=f"parts, of {','.join(PARTS)}")
     parser.add_argument("--contenders", default=",".join(FSDPS), help="names with commas between them")
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}; not with part of the parts")
-    parser.add_argument("--calls", action="store_true", help=f"only the calls in {RECORD.name} anew; on any machine")
+    parser.add_argument(
+        "--calls", action="store_true", help=f"count only the calls in {RECORD.name} again; works on any machine"
+    )
     asked = parser.parse_args()
     parts, contenders = asked.only.split(","), asked.contenders.split(",")
     if unknown := [*(set(parts) - set(PARTS)), *(set(contenders) - set(FSDPS))]:
@@ -99,7 +101,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     if asked.calls:
         record = json.loads(RECORD.read_text(encoding="utf-8"))
-        count_anew(record)
+        count_again(record)
         RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
         return
     begin = time.monotonic()

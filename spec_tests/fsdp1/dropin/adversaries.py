@@ -1,4 +1,4 @@
-"""Two models and two optimizers. A closure runs a step's last micro-batch, and a third model averages weights."""
+"""Trains two models with two optimizers. A closure runs a step's last micro-batch. A third model averages weights."""
 
 import json
 

@@ -58,7 +58,7 @@ def main():
     )
     optimizer = torch.optim.AdamW(parameter_groups(model), lr=1e-2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-2, total_steps=STEPS)
-    # Too large at first, so that all ranks skip the first one or two steps.
+    # The initial scale is too large, so all ranks skip the first one or two steps.
     scaler = ShardedGradScaler(device=device.type, init_scale=2.0**18, growth_interval=2)
 
     report = {"losses": [], "norms": [], "scales": [], "rates": []}

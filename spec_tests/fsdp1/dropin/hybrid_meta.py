@@ -1,4 +1,4 @@
-"""Built on the meta device, with a hybrid strategy, activation checkpointing and saved checkpoints."""
+"""A model built on the meta device, with a hybrid strategy, activation checkpointing and saved checkpoints."""
 
 import functools
 import json

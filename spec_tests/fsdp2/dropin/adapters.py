@@ -1,4 +1,4 @@
-"""Adapters next to a frozen, column-sharded model; a head that runs outside forward, generation, an averaged copy."""
+"""Adapters for a frozen, column-sharded model, a head that runs outside forward, generation, and an averaged copy."""
 
 import json
 import math

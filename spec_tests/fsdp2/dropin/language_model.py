@@ -1,4 +1,4 @@
-"""A small language model in bfloat16: accumulation, explicit prefetching, clipping, a schedule, an evaluation."""
+"""A small language model in bfloat16 with accumulation, explicit prefetching, clipping, a schedule and evaluation."""
 
 import json
 

@@ -28,7 +28,7 @@ sample), how often and where the CPU stops, what can run concurrently, and how m
 does not show code that did not run, the inside of kernels, NCCL's own deadlocks, time, a forward on a stream of the
 user (autograd's backward runs on the default stream here), or CUDA graphs.
 
-Measured: an operator takes about 30 to 60 microseconds on it.
+Measured: an operator on this device takes about 30 to 60 microseconds.
 
 ``minifsdp/`` does not depend on it: the package gets its streams from ``torch.get_device_module`` for any device.
 

@@ -10,13 +10,14 @@ that is certainly complete. Two streams, ``a`` and ``b``::
     b   wait for event  b's clock {b: 1, a: 1}
     b   read x          {b: 2, a: 1}                     the write is operation 1 of a, and b's clock has a: 1: in order
 
-So "does the write come before the read?" is one comparison of numbers, independent of the timing of a real machine.
-The CPU is one more entry, `HOST`: an operation that it launches comes after everything in its clock. It learns of the
-device's progress only when it stops (``synchronize``, ``item``, a blocking copy).
+So "does the write come before the read?" is one comparison of numbers, independent of the timing of a real machine. The
+CPU is one more entry, `HOST`. An operation that it launches comes after everything in the CPU's clock. The device's
+operations enter this clock only when the CPU stops (``synchronize``, ``item``, a blocking copy).
 
-No operation counts as complete before the program waits for it: `Event.query` answers as the slowest device would.
+No operation counts as complete before the program waits for it: `Event.query` answers as on the slowest possible
+device.
 
-*In torch:* ``torch.cuda.Stream`` and ``torch.cuda.Event``, the same verbs.
+*In torch:* ``torch.cuda.Stream`` and ``torch.cuda.Event``, which have the same methods.
 
 Spec: SIM-01.
 """
@@ -83,7 +84,7 @@ class Stream:
 
     @property
     def stream_id(self) -> int:
-        """Its number, as torch calls it."""
+        """Its number, under torch's name."""
         return self.number
 
     def learn(self, clock: Clock) -> None:
@@ -149,7 +150,7 @@ class Event:
         (stream or Stream.current(Stream.current_index())).wait_event(self)
 
     def query(self) -> bool:
-        """Whether the CPU's clock shows that the point has been passed. False if it only could have been passed."""
+        """Whether the CPU's clock shows that the point has been passed. False if this depends on the timing."""
         known = Stream.host_clock
         return all(known.get(stream, 0) >= number for stream, number in self.clock.items() if stream != HOST)
 

@@ -54,7 +54,7 @@ class EngineWithErrors:
             if not _kept:
                 raise
         try:
-            # The first one: others can be a consequence of it.
+            # Raise the first exception, because the others can be a consequence of it.
             raise _kept[0]
         finally:
             _kept.clear()

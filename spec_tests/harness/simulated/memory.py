@@ -9,8 +9,8 @@ allocation. It returns to that stream *as soon as Python releases it*, even if a
                                 del a           block 1 returns to the all-gather stream at once
     on the all-gather stream    c = empty(8)    the same bytes: a write here can change what `a + 1` reads
 
-PyTorch's allocator on CUDA does this. Here its worst case always happens: each new block of a stream counts as made of
-all memory that was ever returned to that stream. A block keeps the last accesses of its earlier owners
+PyTorch's allocator on CUDA does this. The simulation always assumes the worst case: each new block of a stream counts
+as made of all memory that was ever returned to that stream. A block keeps the last accesses of its earlier owners
 (`Block.ghosts`) until a write that comes after them in all orders.
 
 ``record_stream`` delays the return: the block is kept until that stream has passed the point where it was freed. The
@@ -168,7 +168,7 @@ class Memory:
     Attributes:
         num_bytes: size of all living blocks.
         peak: the largest sum of these and of the blocks that ``record_stream`` kept.
-        num_host_blocks: how many host blocks are watched; if none, operators on the CPU have no overhead.
+        num_host_blocks: number of watched host blocks; if 0, operators on the CPU have no overhead.
         first_bytes: by place, the contents of a block when the open log began or first used it.
     """
 

@@ -228,7 +228,7 @@ class SimulatedNccl(dist.ProcessGroup):
         stream: on which asynchronous collectives run.
         kept: tensors of asynchronous collectives that were not waited for.
         num_collectives: so far.
-        has_threads: each collective, also a synchronous one, runs on a stream of its own and returns a ``Work``, as
+        has_threads: each collective, even a synchronous one, runs on a stream of its own and returns a ``Work``, as
             with gloo, which uses threads also for tensors of an accelerator.
     """
 
@@ -304,7 +304,7 @@ class SimulatedNccl(dist.ProcessGroup):
                 del self.kept[work]
             stream = Stream(index, name="thread of the backend") if self.has_threads else self._stream(index)
             stream.wait_stream(current)
-        # Modes that count collectives see this call.
+        # Modes that count collectives intercept this call.
         with unnoted():
             self.wire(name, *_plain(arguments))
         launch = kernel(name.strip("_"), stream, list(reads), list(writes))  # type: ignore[arg-type]

@@ -72,7 +72,7 @@ class Operation:
         args, kwargs: its arguments, with a `Place` for each tensor whose memory other operations can use.
         results: the places of its new tensors, in the order in which the function returns them.
         random_state: of the generator, for operators that draw random numbers.
-        num_bytes: how many bytes it accesses.
+        num_bytes: number of bytes that it accesses.
         where: the lines of the program.
     """
 
@@ -104,7 +104,7 @@ class Verdict:
     """The result of a replay.
 
     Attributes:
-        num_schedules: how many orders were executed.
+        num_schedules: number of orders that were executed.
         different: names of the orders that gave other bits.
         num_operations: in each order.
     """

@@ -12,7 +12,7 @@ asynchronous on request:
 copy                            ``non_blocking=False``   ``non_blocking=True``
 ==============================  =======================  ==================================================
 device to pinned memory         the CPU waits            asynchronous; the CPU must not read before its end
-device to other memory          the CPU waits            the CPU waits all the same
+device to other memory          the CPU waits            the CPU waits, too
 pinned memory to device         the CPU waits            asynchronous; the CPU must not write before its end
 other memory to device          the CPU waits            the source is read at once, the rest is asynchronous
 ==============================  =======================  ==================================================
@@ -446,7 +446,7 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 class Recorder(TorchDispatchMode):
-    """Sees operators without a device tensor among their arguments: factories, and CPU work on host memory."""
+    """Records operators without a device tensor among their arguments: factories, and CPU work on host memory."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

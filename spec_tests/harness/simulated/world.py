@@ -40,7 +40,7 @@ class World:
         memory: the blocks and their accesses.
         host: the CPU's clock.
         races: the collisions, each pair of lines once.
-        stops: how often the host was stopped, by reason and line.
+        stops: number of stops of the host, by reason and line.
         num_operations: launched so far.
         log: the open `Log`, if there is one (see ``replay.py``).
         is_strict: all operations run on one stream, and a remaining collision raises immediately.

@@ -187,7 +187,7 @@ def workers_by_spawn_around_training(api: str) -> None:
 
 # ---- shells ----
 
-# As a user types it. The error is a typing error.
+# Typed as by a user. The error is a typing error.
 TYPED = """
 trained = trainings()
 step_all(trained, 0)
@@ -209,7 +209,7 @@ was_checked = True
 
 
 def console(api: str) -> None:
-    """An `InteractiveConsole` trains. The error that it has shown has no consequence, also not at the end.
+    """An `InteractiveConsole` trains. An error that it has shown has no effect, not even at the end.
 
     The program does not destroy the group. Rank 0, which hosts the store, ends before rank 1.
     """

@@ -441,7 +441,7 @@ def fork_that_ends_as_programs_do(api: str) -> None:
     leave()
 
 
-# ---- ends ----
+# ---- the end of ranks ----
 
 
 def rank_1_ends_later(api: str) -> None:

@@ -54,7 +54,7 @@ def micro_batches_while_unsharded(api: str) -> None:
 
 
 def one_micro_batch_and_many(api: str) -> None:
-    """Rank 0 has one micro-batch in a step, rank 1 has five, and the ranks change places in the next step."""
+    """Rank 0 has one micro-batch in a step, rank 1 has five, and in the next step it is the other way around."""
     training = Training(api, keep=True)
     training.step(99)
     for step in range(2):
@@ -372,7 +372,7 @@ def assert_gradient(module: nn.Module, plain: Towers, name: str, *ranks: int) ->
 
 
 def ddp_with_join_next_to_it(api: str) -> None:
-    """A DDP model has uneven inputs, which `Join` covers, next to a sharded model that has even ones."""
+    """A DDP model with uneven inputs, which `Join` handles, trains next to a sharded model with even inputs."""
     training = Training(api)
     torch.manual_seed(1)
     other = DistributedDataParallel(nn.Linear(WIDTH, WIDTH))

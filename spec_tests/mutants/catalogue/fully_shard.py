@@ -9,7 +9,7 @@ __all__ = ["MUTANTS"]
 MUTANTS = [
     Mutant(
         "class-name-stays",
-        "add_methods",
+        "_sharded_class",
         'type(f"FSDP{original.__name__}", (FSDPModule, original), {})',
         "type(original.__name__, (FSDPModule, original), {})",
         "A sharded module's class keeps its old name.",

@@ -1,4 +1,4 @@
-"""Mutants of GRAD: gradients that share memory, have several dtypes, await reduction, or belong to converted models."""
+"""Mutants of GRAD: gradients that share memory, mix dtypes, wait for reduction, or belong to converted models."""
 
 from __future__ import annotations
 

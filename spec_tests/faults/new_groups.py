@@ -1,6 +1,6 @@
 """A program whose ranks fail, catch the error, and start again with other process groups.
 
-    python -m spec_tests.faults.anew FOLDER
+    python -m spec_tests.faults.new_groups FOLDER
 
 For each of its lives it prints the number of watchdogs and of open pipe ends, and the number of both that are
 left after the process group was destroyed.
