@@ -79,7 +79,8 @@ class Collective:
         position: its position in the collective log.
 
     Raises:
-        RuntimeError: it cannot complete, because another rank has exited or issues a different collective.
+        RuntimeError: if the collective cannot complete, because another rank has exited or issues a different
+            collective.
     """
 
     __slots__ = ("_sizes_agree", "_work", "about", "position")
@@ -120,7 +121,7 @@ class Collective:
         """Waits until the result may be used on the compute stream.
 
         Raises:
-            RuntimeError: the backend reports an error: another rank has exited, or the time-out has passed.
+            RuntimeError: if the backend reports an error, because another rank has exited or the time-out has passed.
         """
         log.waiting = self
         try:

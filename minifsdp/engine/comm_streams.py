@@ -126,7 +126,7 @@ class CommStream:
             self.stream.synchronize()
 
     def handle(self, work: Handle = COMPLETED) -> Handle:
-        """The handle of all work issued on this stream; ``work`` is the last of it. Call it inside the ``with`` block.
+        """The handle of all work issued on this stream, including ``work``. Call it inside the ``with`` block.
 
         On the CPU this is the ``Work`` itself. On CUDA rule 2 requires an event, even without ``work``, because copies
         and casts also run on this stream. An NCCL collective runs on this stream itself. If the backend has its own

@@ -159,7 +159,7 @@ def is_extended(local_shard: torch.Tensor, path: str) -> bool:
     """Whether the local tensor of the parameter ``path`` has the two methods of a custom all-gather.
 
     Raises:
-        AssertionError: it has only one of the two methods.
+        AssertionError: if the tensor has only one of the two methods.
     """
     has = [name for name in (BEFORE, AFTER) if hasattr(local_shard, name)]
     if len(has) == 1:

@@ -303,7 +303,7 @@ class FlatLayout(Layout):
         return self.registered.shard.detach()
 
     def _write_back(self) -> None:
-        """Copies parameters into the shard if the user gave them other memory; not inside ``summon_full_params``."""
+        """Updates the shard with parameters that the user gave other memory; not inside ``summon_full_params``."""
         if not self.is_summoned:
             self.registered.write_back()
 

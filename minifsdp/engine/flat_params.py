@@ -77,7 +77,7 @@ class RegisteredParams(ABC):
     # --- values ---
 
     def write_back(self) -> bool:
-        """Copies values that the user has put into other memory into the shard. Returns whether there were any."""
+        """Updates the shard with values that the user has put into other memory. Returns whether there were any."""
         return False
 
     def refresh_from_module(self) -> None:  # noqa: B027
@@ -104,7 +104,7 @@ class RegisteredFlatParam(RegisteredParams):
         shard: 1-D, this rank's shard, in the stored dtype and on the storage device.
 
     Raises:
-        ValueError: some parameters are frozen and some are trained. The message has the names of both.
+        ValueError: if some parameters are frozen and some are trained. The message has the names of both.
     """
 
     def __init__(self, module: nn.Module, parameters: Mapping[nn.Parameter, ParamInfo], shard: torch.Tensor) -> None:
@@ -202,7 +202,7 @@ class RegisteredOrigParams(RegisteredParams):
         """Copies parameters that have other memory into the shard, and makes them views again. Returns whether any had.
 
         Raises:
-            RuntimeError: the new tensor has another number of elements.
+            RuntimeError: if the new tensor has another number of elements.
         """
         has_copied = False
         for path, original, view in zip(self._paths, self.parameters, self._shard_views, strict=True):
@@ -254,7 +254,7 @@ def check_uniform_dtype(module: nn.Module, parameters: Mapping[nn.Parameter, Par
     """Checks that the parameters can be one flat tensor: they have one dtype, and autograd supports it.
 
     Raises:
-        ValueError: the parameters have several dtypes, or an integer dtype.
+        ValueError: if the parameters have several dtypes or an integer dtype.
     """
     kind, dtypes = type(module).__name__, sorted({str(original.dtype) for original in parameters})
     if len(dtypes) > 1:

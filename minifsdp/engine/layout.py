@@ -98,7 +98,7 @@ def owned_parameters(
         ignored: parameters to skip.
 
     Raises:
-        ValueError: a parameter already belongs to another unit.
+        ValueError: if a parameter already belongs to another unit.
     """
     found: dict[nn.Parameter, ParamInfo] = {}
     for prefix, module in modules:
@@ -209,7 +209,7 @@ class Layout(ABC):
         """Accepts tensors that the user has put in place of the unit's parameters, or raises an error.
 
         Raises:
-            RuntimeError: a parameter was removed, or replaced by something that is not a valid replacement.
+            RuntimeError: if a parameter was removed, or replaced by an object that is not a valid replacement.
         """
 
     @abstractmethod

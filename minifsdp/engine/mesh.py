@@ -75,7 +75,7 @@ class Group:
         """Reads the properties of the process group once. Does not communicate.
 
         Raises:
-            ValueError: this process is not a member.
+            ValueError: if this process is not a member.
         """
         if not hasattr(process_group, "rank"):
             # For a group that this rank is not in, torch.distributed returns a number instead of a group.
@@ -159,7 +159,7 @@ def default_group(argument: str = "process_group") -> dist.ProcessGroup:
     """The default process group. ``argument`` is the name of the caller's argument for another group.
 
     Raises:
-        RuntimeError: there is none yet.
+        RuntimeError: if there is no default process group yet.
     """
     if not dist.is_initialized():
         raise RuntimeError(message("no-process-group", argument=argument))
@@ -186,7 +186,7 @@ def node_groups(device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGr
     Worked example, four ranks, two on each node: rank 3 gets ``(group of {2, 3}, group of {1, 3})``.
 
     Raises:
-        ValueError: the number of ranks is not a multiple of the ranks on one node.
+        ValueError: if the number of ranks is not a multiple of the ranks on one node.
     """
     world = default_group()
     num_ranks, per_node = dist.get_world_size(), node_size(device)

@@ -123,7 +123,7 @@ class RankChecks:
             Whether all ranks agree on this unit, so that no further check is needed.
 
         Raises:
-            RuntimeError: the ranks all-gather different units.
+            RuntimeError: if the ranks all-gather different units.
         """
         if unit in self._pending:
             question, answers = self._pending.pop(unit)
@@ -181,7 +181,7 @@ class RankChecks:
         """Called at the end of a backward, after the wait for its last reduction. Does nothing on an accelerator.
 
         Raises:
-            RuntimeError: the ranks issued different collectives.
+            RuntimeError: if the ranks issued different collectives.
         """
         if self._arrived is None:
             self.read_now()
@@ -190,7 +190,7 @@ class RankChecks:
         """Reads the answer. The CPU waits for it if it has not arrived.
 
         Raises:
-            RuntimeError: the ranks issued different collectives.
+            RuntimeError: if the ranks issued different collectives.
         """
         asked, self._asked = self._asked, []
         arrived, self._arrived = self._arrived, None
@@ -228,7 +228,7 @@ def read_all(*_: Any) -> None:
     """Called before a state dict is created, and when the program ends: reads all answers.
 
     Raises:
-        RuntimeError: the ranks issued different collectives for units of some root.
+        RuntimeError: if the ranks issued different collectives for units of some root.
     """
     while RankChecks.unread:
         RankChecks.unread[0].read_now()

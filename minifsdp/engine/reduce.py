@@ -31,9 +31,9 @@ accelerator, a wait does not block other streams, so all stages are issued at on
     reduce stream                    2 3                 2 3                         reduce-scatter, and reduction
     all-reduce stream                    4 5 copy            4 5 copy
 
-With replicas, stages 4 and 5 have their own stream; otherwise they run on the reduce stream. With CPU offload, a copy
-to pinned memory follows there. The CPU waits once for all copies, at the end of backward. It waits earlier only if it
-reads a gradient, to add it to another gradient or to pass it to hooks.
+With replicas, stages 4 and 5 have their own stream; otherwise they run on the reduce stream. With CPU offload, they are
+followed by a copy to pinned memory. The CPU waits once for all copies, at the end of backward. It waits earlier only if
+it reads a gradient, to add it to another gradient or to pass it to hooks.
 
 Memory must not be reused while a stream reads it. `_InFlight` keeps the packed gradient until the compute stream has
 waited for the reduce-scatter, and the inputs of all later stages until it has waited for the last stage.

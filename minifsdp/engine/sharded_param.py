@@ -106,8 +106,8 @@ class ShardedParam:
         is_trained: ``requires_grad`` of `parameter` and `leaf` when both were last equal.
 
     Raises:
-        NotImplementedError: the size of a dim other than the first is not divisible, or the values are not contiguous.
-        ValueError: a parameter without dims, or a placement that is not a ``Shard``.
+        NotImplementedError: if the dim is not the first and not divisible, or the values are not contiguous.
+        ValueError: if the parameter has no dims, or the placement is not a ``Shard``.
     """
 
     def __init__(

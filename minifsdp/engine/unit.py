@@ -207,7 +207,7 @@ class Unit(Generic[LayoutT]):
         """GATHERING -> UNSHARDED: afterwards the compute stream can use the parameters.
 
         Raises:
-            RuntimeError: `unshard` was not called.
+            RuntimeError: if `unshard` was not called.
         """
         if self.state is State.UNSHARDED:
             return

@@ -63,7 +63,7 @@ def check_free(parameter: nn.Parameter, module: nn.Module, name: str, path: str)
     """Checks that a unit may take ``parameter``, which is attribute ``name`` of ``module``.
 
     Raises:
-        ValueError: another unit has taken this attribute, or another attribute with the same tensor.
+        ValueError: if another unit has taken this attribute, or another attribute with the same tensor.
     """
     if name in _places.get(module, {}):
         first = _places[module][name]
@@ -84,7 +84,7 @@ def check_one_api(module: nn.Module, api: str) -> None:
     """Checks that no submodule of ``module`` was sharded through another API, and records the API ``api``.
 
     Raises:
-        ValueError: a submodule was sharded through another API.
+        ValueError: if a submodule was sharded through another API.
     """
     for name, inner in module.named_modules():
         other = _apis.get(inner, api)

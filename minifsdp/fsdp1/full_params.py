@@ -119,7 +119,7 @@ def _full_params(unit: FlatUnit, flat: torch.Tensor, gradients: FullGradients | 
         keeps: whether to write this rank's changes to the shard at the end.
 
     Raises:
-        RuntimeError: a module has another parameter at the end, or a parameter has a gradient and ``gradients`` is
+        RuntimeError: if a module has another parameter at the end, or a parameter has a gradient and ``gradients`` is
             ``None``.
     """
     layout = unit.layout
