@@ -75,8 +75,8 @@ class UnitName(str):
 
     Attributes:
         identities: the identity of the unit in each sequence.
-        digest: hash of the number among equal units, and of the shapes and names of the parameters, without indices and
-            without the components that wrappers add.
+        digest: hash of the unit's number among equal units, and of the shapes and names of the parameters, without
+            indices and without the components that wrappers add.
         root_id: as given.
     """
 

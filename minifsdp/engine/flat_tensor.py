@@ -192,7 +192,7 @@ class UnshardedTensor:
 
     def allocate(self) -> None:
         """Allocates memory, with undefined values."""
-        # 1. Resized, not replaced.
+        # 1. Resize the storage instead of replacing it.
         self.alias.untyped_storage().resize_(self.num_bytes)
 
     def release(self) -> ReleaseEvent | None:

@@ -1,4 +1,4 @@
-"""When memory that two streams use may be reused, and the rate limiter.
+"""Rules for reusing memory that two streams use, and the rate limiter.
 
 The memory of an unsharded unit is written on the all-gather stream and read on the compute stream. PyTorch's CUDA
 allocator returns a block to the stream that allocated it *as soon as Python frees it*, even if the compute stream still
