@@ -46,7 +46,7 @@ APART = (
 BUDGETS = {
     # Names of torch that other programs read: 34 lines. The state of a module after an evaluation, and a count of steps
     # per root: 44. Gradients that share memory, and their dtypes: 50. The order check of each unit: 12.
-    "house": 6077,
+    "house": 6084,
     "story": 2993,
     # Messages of a new order have their own tags: 9 lines.
     TRANSPORT: 185,
@@ -54,7 +54,7 @@ BUDGETS = {
     ARGUMENTS: 58,
     "batches.py": 78,
     # Units are identified by their parameters, not by their names in a message: 35 lines.
-    "engine/collective_log.py": 316,
+    "engine/collective_log.py": 315,
     "engine/rank_checks.py": 116,
     # Includes the location of the error in a program that is about to end, fast answers after a query, and ranks killed
     # on this machine. It ends with its process group, and restores what it replaced.
@@ -63,7 +63,7 @@ BUDGETS = {
     "checkpoint/": 1200,
     "compat/": 191,
     # The calculator includes data in flight between CPUs, and the time at which a unit's activations are freed.
-    TOOLS: 524,
+    TOOLS: 526,
     # The list of tools, and the explanation of an error message.
     COMMAND: 32,
     # For a given model it reports which ranks send between CPUs, and whether reductions overlap.
@@ -71,7 +71,7 @@ BUDGETS = {
 }
 LONGEST_FILE = 300  # including prose
 LONGER = {
-    "engine/collective_log.py": 316,
+    "engine/collective_log.py": 315,
     "fsdp1/wrapper.py": 307,
     "engine/flat.py": 354,
     "engine/gloo.py": 332,
