@@ -60,7 +60,7 @@ def test_every_page_can_be_found(site: Path) -> None:
         ("spec.html", "PREF-16"),
         ("read/engine/unit.html", "The state machine of one unit"),
         ("learn/schedule.html", "Units <strong>leave</strong>"),
-        ("lab/slow_rank.html", "Wait where there is more time"),
+        ("lab/slow_rank.html", "a separate process group with a longer time-out"),
         ("troubleshoot.html", "mixed torch.Tensor and DTensor"),
     ],
 )
