@@ -5,7 +5,7 @@
 
 Output: the difference between the two scripts, their losses side by side, and checkpoints with the same names.
 
-It takes about a minute on two CPU cores. The model is all-MiniLM-L6-v2, a BERT with 22.7 million parameters. Its
+It takes about half a minute on two CPU cores. The model is all-MiniLM-L6-v2, a BERT with 22.7 million parameters. Its
 pre-trained weights are in a Python package, so the script downloads nothing from a hub. The model predicts from which
 package of Python's standard library a docstring comes. There are eight packages with about 1700 docstrings. Every
 Python installation contains them.

@@ -70,6 +70,7 @@ WORDS = {
     "a few seconds": range(2, 11),
     "some seconds": range(5, 21),
     "about a quarter of a minute": range(8, 24),
+    "about half a minute": range(20, 46),
     "about a minute": range(40, 91),
     "about a minute and a half": range(60, 135),
 }

@@ -95,7 +95,7 @@ def test_a_note_is_read_with_its_function_and_its_statement(tmp_path: Path) -> N
 
 def test_a_note_takes_nobodys_address() -> None:
     anchors = {row.anchor: row for row in read_module("engine/unit.py").rows}
-    assert anchors["Unit.unshard-1"].comment.startswith("A unit of the user's")
+    assert anchors["Unit.unshard-1"].comment.startswith("A unit in the user's")
     assert anchors["Unit.unshard-n1"].note.startswith("The rate limiter.")
     # A recording that is older than the note refers to the row's earlier anchor.
     assert read_module("engine/unit.py").anchor_of(anchors["Unit.unshard-n1"].lines[0]) == "Unit.unshard-1"
