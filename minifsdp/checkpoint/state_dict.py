@@ -79,18 +79,19 @@ def save(wrapper: Wrapper, walk: Callable[..., dict[str, Any]], *args: Any, **kw
     return state
 
 
-def _unchanged_until_forward(wrappers: Iterable[Wrapper], tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The buffers and ignored parameters that neither a backward nor an optimizer changes before the next forward.
+def _unchanged_until_forward(wrappers: Iterable[Wrapper], tensors: Iterable[Tensor]) -> set[int | None]:
+    """Memory of buffers and ignored parameters that neither a backward nor an optimizer changes before a forward.
 
     Returns none between a forward and its backward, because a recomputed module changes its buffers in backward.
     """
     units = [wrapper._unit for wrapper in wrappers if wrapper._unit is not None]
     if any(unit.phase is not Phase.IDLE or unit.awaits_backward for unit in units):
-        return []
+        return set()
     managed = {None, *(memory_of(unit.layout.local_values()) for unit in units)}
     # On the CPU, another process can write to shared memory.
-    own_memory = [tensor for tensor in tensors if memory_of(tensor) not in managed]
-    return [one for one in own_memory if one.grad is None and (one.device.type != "cpu" or not one.is_shared())]
+    leaves = [one for one in tensors if one.is_leaf and memory_of(one) not in managed]
+    unchanged = [one for one in leaves if one.grad is None and (one.device.type != "cpu" or not one.is_shared())]
+    return set(map(memory_of, unchanged))
 
 
 def agree(wrapper: Wrapper, call: str, meshes: Iterable[MeshGroups], has_code: Callable[[nn.Module], bool]) -> None:

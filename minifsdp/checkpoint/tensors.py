@@ -25,7 +25,7 @@ Spec: SD-SHARD-01, SD-SHARD-02, SD-CFG-18, SD-FULL-07, SAVE-01.
 
 import warnings
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, MutableMapping
+from collections.abc import Collection, Generator, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -226,7 +226,7 @@ def memory_of(tensor: Tensor) -> int | None:
 
 
 def copy_shared(
-    state: MutableMapping[str, Any], keys: Iterable[str], own: Iterable[Tensor], unchanged: Iterable[Tensor] = ()
+    state: MutableMapping[str, Any], keys: Iterable[str], own: Iterable[Tensor], unchanged: Collection[int | None] = ()
 ) -> list[Tensor]:
     """Copies every tensor under ``keys`` that uses the model's memory, including tensors in a list or a dict.
 
@@ -236,15 +236,14 @@ def copy_shared(
         state: the dict.
         keys: the keys of the entries to check.
         own: tensors of the model.
-        unchanged: those of ``own`` that nothing writes to before the next forward. An entry of the dict is not copied
-            if it consists of all elements of one of them, and no other entry uses this memory.
+        unchanged: the memory of tensors of ``own`` that nothing writes to before the next forward. An entry of the dict
+            is not copied if it consists of all elements there, and no other entry uses this memory.
 
     Returns:
         The entries that still use the model's memory.
     """
     # The address of a storage without elements is 0.
     memory = {memory_of(tensor) for tensor in own} - {0}
-    may_share = {memory_of(tensor) for tensor in unchanged} - {0, None}
     num_uses = Counter(memory_of(value) for value in state.values() if isinstance(value, Tensor))
     copies: dict[Any, Tensor] = {}
     shared = []
@@ -255,7 +254,7 @@ def copy_shared(
             return tensor
         if where is None or on_this_rank(tensor) is not tensor:
             return tensor.detach().clone()
-        if where in may_share and num_uses[where] == 1 and tensor.untyped_storage().nbytes() == tensor.nbytes:
+        if where in unchanged and num_uses[where] == 1 and tensor.untyped_storage().nbytes() == tensor.nbytes:
             shared.append(tensor)
             return tensor
         same = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())

@@ -58,7 +58,7 @@ MUTANTS = [
     Mutant(
         "idle-models-are-copied",
         "copy_shared",
-        "where in may_share",
+        "where in unchanged",
         "False",
         "Buffers and ignored parameters of an idle model are copied at once.",
         "SAVE-01",
