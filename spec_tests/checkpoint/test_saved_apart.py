@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -367,6 +368,18 @@ def test_a_sparse_buffer_is_copied_too() -> None:
     saved = model.state_dict()["sparse"]
     plain.sparse.mul_(3)
     assert torch.equal(saved.to_dense(), torch.eye(2))
+
+
+@pytest.mark.spec("SAVE-01")
+@ranks(2)
+def test_a_buffer_that_autograd_has_computed_is_copied_without_a_warning() -> None:
+    plain = made()
+    plain.register_buffer("computed", torch.ones(2, requires_grad=True, device=device()) * 3)
+    model, _ = wrapped(plain, ShardingStrategy.FULL_SHARD, keep=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        saved = model.state_dict()["computed"]
+    assert memory_of(saved) != memory_of(model.module.computed)
 
 
 @pytest.mark.spec("SD-FULL-07")
