@@ -32,7 +32,7 @@ from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.fsdp2.subject import fully_shard
 from spec_tests.harness import device, plain_tensor, ranks
 from spec_tests.models.modules import WIDTH, Block, Stack, seeded
-from spec_tests.models.running import iterate
+from spec_tests.models.running import detailed_debugging, iterate
 from spec_tests.models.sharding import grid_mesh, sharded
 from spec_tests.models.values import assert_same, full_values, named
 from spec_tests.oracles import count_collectives
@@ -248,12 +248,8 @@ def test_dtensors_over_other_ranks_are_refused_before_anything_is_copied(assign:
 @ranks(2)
 def test_while_debugging_plain_tensors_are_sharded_instead() -> None:
     model = other()
-    before = dist.get_debug_level()
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
-    try:
+    with detailed_debugging():
         model.load_state_dict(seeded().state_dict())
-    finally:
-        dist.set_debug_level(before)
     assert {type(p.data) for p in model.parameters()} == {DTensor}
     assert_same(full_values(model), named(seeded()))
 
@@ -262,12 +258,8 @@ def test_while_debugging_plain_tensors_are_sharded_instead() -> None:
 @ranks(2)
 def test_while_debugging_plain_tensors_replace_parameters_on_the_meta_device() -> None:
     model = on_meta()
-    before = dist.get_debug_level()
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
-    try:
+    with detailed_debugging():
         model.load_state_dict(seeded().state_dict(), assign=True)
-    finally:
-        dist.set_debug_level(before)
     assert_same(full_values(model), named(seeded()))
 
 

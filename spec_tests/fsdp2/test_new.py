@@ -22,7 +22,7 @@ from spec_tests.fsdp2.test_counts import WHOLE
 from spec_tests.harness import device, ranks
 from spec_tests.models import MODELS
 from spec_tests.models.modules import WIDTH, Stack, seeded, wide
-from spec_tests.models.running import batch, iterate, loss_of, of_unit, recorded_iteration
+from spec_tests.models.running import batch, detailed_debugging, iterate, loss_of, of_unit, recorded_iteration
 from spec_tests.models.sharding import grid_mesh, sharded
 from spec_tests.models.values import assert_same, full_gradients, full_values, mean_gradients, named
 from spec_tests.oracles import Recipe, assert_same_training, tolerance_for, train_fsdp2, train_single
@@ -337,16 +337,12 @@ def test_different_all_gather_order_raises_with_names() -> None:
 @pytest.mark.spec("NEW-19")
 @ranks(2)
 def test_while_debugging_every_iteration_is_checked() -> None:
-    before = dist.get_debug_level()
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
-    try:
+    with detailed_debugging():
         model = sharded()
         iterate(model)
         order = ((0, 1, 2, 3), (0, 2, 1, 3))[dist.get_rank()]
         with pytest.raises(RuntimeError, match=r"blocks\.1.*blocks\.2"):
             model(batch(), order=order)
-    finally:
-        dist.set_debug_level(before)
 
 
 @pytest.mark.spec("NEW-20")
@@ -358,15 +354,11 @@ def test_while_debugging_initial_weights_that_differ_between_ranks_are_noticed()
             model.blocks[2].linear.bias.add_(dist.get_rank())
         return model
 
-    before = dist.get_debug_level()
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
-    try:
+    with detailed_debugging():
         iterate(sharded())
         # The test configuration turns warnings into errors.
         with pytest.raises((RuntimeError, ValueError, UserWarning), match=r"linear\.bias"):
             iterate(sharded(differing()))
-    finally:
-        dist.set_debug_level(before)
     iterate(sharded(differing()))
 
 

@@ -8,8 +8,9 @@ and a bar separates forward from backward::
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +22,17 @@ from torch.utils._pytree import tree_leaves
 from minifsdp import trace
 from spec_tests.harness import device
 from spec_tests.models.modules import WIDTH, Stack
+
+
+@contextlib.contextmanager
+def detailed_debugging() -> Iterator[None]:
+    """Sets torch's debug level to ``DETAIL`` inside the block."""
+    before = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        yield
+    finally:
+        dist.set_debug_level(before)
 
 
 def batch(step: int = 0, rank: int | None = None, width: int = WIDTH) -> Tensor:
