@@ -22,6 +22,7 @@ connection. It works even if collectives do not::
 
     asked      3             number of questions so far; any rank increases it
     host       0             1 as soon as the rank that hosts the store has exited
+    destroyed  0             number of ranks that have destroyed the group
     0/process  [...]         machine and process of rank 0
     0/state    {...}         state of rank 0, and the number of the question that it answers
     0/wanted   1             how often other ranks asked for the list of rank 0
@@ -33,7 +34,7 @@ publishes an *exit record*, a state that answers all questions.
 
 *In torch:* ``torchfrtrace`` compares the files of NCCL's flight recorder.
 
-Spec: LEDGER-02, LEDGER-04, LEDGER-05, LEDGER-13, LEDGER-14, LEDGER-16, LEDGER-18, HEALTHY-01.
+Spec: LEDGER-02, LEDGER-04, LEDGER-05, LEDGER-13, LEDGER-14, LEDGER-16, LEDGER-18, HEALTHY-01, HEALTHY-06.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ State = dict[str, Any]
 Line = list[Any]  # sequence, epoch, number, what, where, iteration, bytes, identity
 EXIT_RECORD = 1 << 60  # the number of an answer to all questions
 HASTE = 0.05  # seconds between two reads while answers are expected
+_DESTROYED = "destroyed"  # the key that counts the ranks that have destroyed the group
 _HOST = 0  # the rank that hosts the store, if no launcher does
 _SYSTEM = Path("/proc")
 # The reason if other ranks cannot be queried.
@@ -254,7 +256,8 @@ class StoreChannel:
     """
 
     def __init__(self, store: Any, meanwhile: Callable[[], None]) -> None:
-        self._store = PrefixStore("minifsdp/ledger", store.clone() if hasattr(store, "clone") else store)
+        self._of_group = store.clone() if hasattr(store, "clone") else store
+        self._store = PrefixStore("minifsdp/ledger", self._of_group)
         self.rank, self.num_ranks, self._meanwhile = dist.get_rank(), dist.get_world_size(), meanwhile
         self.is_gone = self._is_open = False
         self.of_host: State | None = None
@@ -302,6 +305,31 @@ class StoreChannel:
     def is_lost(self, rank: int) -> bool:
         """Whether the process of a rank ran on this machine and has ended."""
         return (process := self._read(f"{rank}/process")) is not None and has_ended(process)
+
+    def delete_keys(self, limit: float) -> None:
+        """Deletes the keys of the destroyed group, once all ranks have destroyed it. Waits for them up to ``limit``.
+
+        A store may outlive the group, such as the store of torchrun. The next group then has the same keys, and a rank
+        would connect to the addresses that gloo has stored for the destroyed group.
+        """
+        if not hasattr(self._of_group, "list_keys"):
+            return
+        # Only some stores list their keys. The others raise on all ranks.
+        self._of_group.list_keys()
+        if int(self._call("add", _DESTROYED, 1)) == self.num_ranks:
+            for key in self._of_group.list_keys():
+                if not key.endswith(_DESTROYED):
+                    self._of_group.delete_key(key)
+            self._call("delete_key", _DESTROYED)
+            return
+        until, counts = time.monotonic() + limit, True
+        while self._call("check", [_DESTROYED]):
+            if time.monotonic() > until:
+                # The last rank deletes the keys only if it counts all others. It may be doing this at this moment.
+                if not counts or int(self._call("add", _DESTROYED, -1)) != self.num_ranks - 1:
+                    return
+                until, counts = until + limit, False
+            time.sleep(HASTE)
 
     def _answers(self, what: str, numbers: Mapping[int, int], limit: float) -> dict[int, State | None]:
         found: dict[int, State | None] = dict.fromkeys(numbers)

@@ -51,6 +51,7 @@ from minifsdp.watchdog.report import EXIT_RECORD, HASTE, Findings, State, StoreC
 
 TICK = 0.25  # seconds between two looks at the store
 PATIENCE = 2.0  # seconds that the main thread may wait before this thread queries the others
+DESTROY_LIMIT = 1.0  # seconds that a rank waits, after it has destroyed its group, until others have done so
 LIMIT = 2.0  # seconds that other ranks have to answer
 
 
@@ -107,6 +108,9 @@ class Watchdog:
         if not self.thread.is_alive():
             os.close(self._pipe_end)
             os.close(self.wake_up_end)
+            with suppress(Exception):
+                # Stores without a list of keys, or whose host has ended, raise.
+                self._channel.delete_keys(DESTROY_LIMIT)
 
     def leave(self, ended: str) -> None:
         """Publishes an exit record, because the program ends.

@@ -157,7 +157,11 @@ def test_registered_method_all_gathers_module_without_forward() -> None:
     model, plain = fully_shard(seeded(Encoder)), seeded(Encoder)
     register_fsdp_forward_method(model, "encode")
     assert torch.equal(model.encode(batch()), plain.encode(batch()))
-    assert (model.encode.__name__, model.encode.__doc__, model.encode.__self__) == ("encode", plain.encode.__doc__, model)
+    assert (model.encode.__name__, model.encode.__doc__, model.encode.__self__) == (
+        "encode",
+        plain.encode.__doc__,
+        model,
+    )
 
 
 class Chain(nn.ModuleList):

@@ -38,6 +38,7 @@ BOTH = {
 }
 # The behaviour of these does not depend on the API.
 ONE = {
+    "HEALTHY-06": [("destroyed_on_one_rank_first", "torchrun")],
     "HEALTHY-07": [("hash_store", "plain")],
     "HEALTHY-08": [
         ("sigterm_handler_set_before", "torchrun"),

@@ -73,17 +73,34 @@ def store_of_launcher() -> Any:
 
 
 def join_life(life: object, store: Any) -> None:
-    """Without a prefix, torch sometimes finds addresses of an earlier life in the store and waits for them."""
+    """If a rank destroys its groups early, torch finds its addresses of an earlier life in a store without a prefix."""
     join(store=dist.PrefixStore(f"life {life}", store), rank=RANK, world_size=WORLD)
 
 
 def destroyed_and_made_again(api: str) -> None:
-    """The default group is destroyed and recreated with the same store and a prefix; a rank is late in the second."""
+    """The default group is destroyed and recreated at the same store; a rank joins late, and is late in a step."""
     store = store_of_launcher()
-    for life, seconds in enumerate((0.0, SECONDS)):
-        join_life(life, store)
+    store.set_timeout(timedelta(seconds=60))
+    for seconds in (0.0, SECONDS, 0.0):
+        join(store=store, rank=RANK, world_size=WORLD)
         train(api, seconds)
         leave()
+        time.sleep(0.5 * RANK)
+
+
+def destroyed_on_one_rank_first(api: str) -> None:
+    """Rank 0 destroys its groups while rank 1 continues. It waits for a moment only; the store works on."""
+    store = store_of_launcher()
+    join_life(0, store)
+    train(api)
+    dist.barrier()
+    time.sleep(SECONDS * RANK)
+    started = time.monotonic()
+    dist.destroy_process_group()
+    assert time.monotonic() - started < 2.5
+    join_life(1, store)
+    train(api)
+    leave()
 
 
 def two_models_in_turn_with_a_store_each(api: str) -> None:

@@ -40,6 +40,14 @@ MUTANTS = [
         "HEALTHY-05",
     ),
     Mutant(
+        "a-destroyed-group-leaves-its-keys",
+        "StoreChannel.delete_keys",
+        "self._of_group.delete_key(key)",
+        "pass",
+        "A rank of a new group connects to an address of the destroyed group.",
+        "HEALTHY-06",
+    ),
+    Mutant(
         "the-watchdog-outlives-its-group",
         "_stop",
         "watchdog.stop()",
