@@ -39,8 +39,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions
-from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, ReduceScatterOptions
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+)
 
 from minifsdp.engine.collective_log import log
 from minifsdp.engine.mesh import Group
