@@ -75,8 +75,7 @@ def as_sharded_tensor(rows: Tensor, shape: torch.Size, group: Group) -> sharded_
         start = [there.start, *[0] * (len(shape) - 1)]
         sizes, place = [len(there), *shape[1:]], f"rank:{rank}/{rows.device}"
         table.append(sharded_tensor.ShardMetadata(start, sizes, place))
-    properties = sharded_tensor.TensorProperties(dtype=rows.dtype)
-    metadata = sharded_tensor.ShardedTensorMetadata(table, shape, properties)
+    metadata = sharded_tensor.ShardedTensorMetadata(table, shape, sharded_tensor.TensorProperties(dtype=rows.dtype))
     with no_deprecation_warning():
         return sharded_tensor.ShardedTensor._init_from_local_shards_and_global_metadata(
             [sharded_tensor.Shard(rows, table[group.rank])],
