@@ -46,11 +46,11 @@ APART = (
 BUDGETS = {
     # Names of torch that other programs read: 34 lines. The state of a module after an evaluation, and a count of steps
     # per root: 44. Gradients that share memory, and their dtypes: 50. The order check of each unit: 12.
-    "house": 6084,
-    "story": 2993,
+    "house": 6093,
+    "story": 3000,
     # Messages of a new order have their own tags: 9 lines.
-    TRANSPORT: 185,
-    DEBUGGING: 340,
+    TRANSPORT: 186,
+    DEBUGGING: 338,
     ARGUMENTS: 58,
     "batches.py": 78,
     # Units are identified by their parameters, not by their names in a message: 35 lines.
@@ -58,10 +58,10 @@ BUDGETS = {
     "engine/rank_checks.py": 116,
     # Includes the location of the error in a program that is about to end, fast answers after a query, and ranks killed
     # on this machine. It ends with its process group, and restores what it replaced.
-    WATCHDOG: 463,
+    WATCHDOG: 485,
     "ledger.py": 50,
     "checkpoint/": 1200,
-    "compat/": 191,
+    "compat/": 190,
     # The calculator includes data in flight between CPUs, and the time at which a unit's activations are freed.
     TOOLS: 526,
     # The list of tools, and the explanation of an error message.
@@ -72,14 +72,14 @@ BUDGETS = {
 LONGEST_FILE = 300  # including prose
 LONGER = {
     "engine/collective_log.py": 315,
-    "fsdp1/wrapper.py": 307,
+    "fsdp1/wrapper.py": 308,
     "engine/flat.py": 354,
-    "engine/gloo.py": 332,
+    "engine/gloo.py": 333,
     "engine/per_param.py": 336,
     "engine/reduce.py": 364,
     # Lists every public method of the wrapper.
     "fully_sharded_data_parallel.py": 571,
-    "watchdog/report.py": 330,
+    "watchdog/report.py": 358,
 }
 LONGEST_FUNCTION = 35  # in lines of code
 LONGER_FUNCTIONS = {
@@ -122,7 +122,7 @@ def code_lines(module: str) -> set[int]:
 
 # Code lines of all modules that `fully_shard` imports, without the parts that no training step needs.
 # `bucket` imports `extension` directly: 112 of these.
-FULLY_SHARD = 2657
+FULLY_SHARD = 2663
 NOT_FOR_A_STEP = (
     "checkpoint/",
     "compat/",

@@ -34,7 +34,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from minifsdp import trace
 from minifsdp.checkpoint import agreement
@@ -250,7 +249,7 @@ def _write_buffers(wrapper: Wrapper, form: Form, state: MutableMapping[str, Any]
     A local dict keeps the compute dtype, because it is only for the same run (MP-10).
     """
     for path, module in wrapper._own_modules():
-        for name in module._buffers:
+        for name, _ in module.named_buffers(recurse=False, remove_duplicate=False):
             key = prefix + dotted(path) + name
             value = state.get(key)
             if value is not None:
@@ -288,4 +287,4 @@ def _is_custom(module: nn.Module, num_hooks: int, *methods: str) -> bool:
     if num_hooks and not hasattr(module, "_checkpoint_wrapped_module"):
         return True
     # A batch norm has custom code for its counter, which is not a parameter.
-    return any(getattr(type(module), m) not in (getattr(nn.Module, m), getattr(_NormBase, m)) for m in methods)
+    return any(getattr(type(module), m) not in (getattr(nn.Module, m), getattr(nn.BatchNorm1d, m)) for m in methods)

@@ -191,8 +191,9 @@ class _Expected:
         self.extra_states = {start + "_extra_state" for start, _ in modules}
         for start, module in modules:
             left_out = {FLAT_NAME, *module._non_persistent_buffers_set}
-            for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-                if tensor is not None and name not in left_out and not is_lazy(tensor):
+            parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+            for name, tensor in [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]:
+                if name not in left_out and not is_lazy(tensor):
                     self.shapes.setdefault(start + name, tuple(tensor.shape))
 
     def is_free(self, key: str) -> bool:

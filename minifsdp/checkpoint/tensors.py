@@ -32,16 +32,13 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
-from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
+from torch.distributed._shard import sharded_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.overrides import is_tensor_like
-from torch.utils._pytree import tree_map_only
+from torch.utils import _pytree as pytree
 
 from minifsdp.engine import collectives
 from minifsdp.engine.mesh import Group
@@ -68,7 +65,7 @@ def rows_of(full: Tensor, group: Group) -> Tensor:
     return full[mine.start : mine.stop]
 
 
-def as_sharded_tensor(rows: Tensor, shape: torch.Size, group: Group) -> ShardedTensor:
+def as_sharded_tensor(rows: Tensor, shape: torch.Size, group: Group) -> sharded_tensor.ShardedTensor:
     """This rank's rows of a tensor of ``shape``, as a ``ShardedTensor``, without communication."""
     table = []
     for index, rank in enumerate(group.ranks):
@@ -76,11 +73,14 @@ def as_sharded_tensor(rows: Tensor, shape: torch.Size, group: Group) -> ShardedT
         # torch.distributed.checkpoint would assume a checkpoint of torch 2.3, and fail to load it.
         there = rows_at(index, shape[0], group.size)
         start = [there.start, *[0] * (len(shape) - 1)]
-        table.append(ShardMetadata(start, [len(there), *shape[1:]], f"rank:{rank}/{rows.device}"))
-    metadata = ShardedTensorMetadata(table, shape, TensorProperties(dtype=rows.dtype))
+        sizes, place = [len(there), *shape[1:]], f"rank:{rank}/{rows.device}"
+        table.append(sharded_tensor.ShardMetadata(start, sizes, place))
+    metadata = sharded_tensor.ShardedTensorMetadata(table, shape, sharded_tensor.TensorProperties(dtype=rows.dtype))
     with no_deprecation_warning():
-        return ShardedTensor._init_from_local_shards_and_global_metadata(
-            [LocalShard(rows, table[group.rank])], sharded_tensor_metadata=metadata, process_group=group.process_group
+        return sharded_tensor.ShardedTensor._init_from_local_shards_and_global_metadata(
+            [sharded_tensor.Shard(rows, table[group.rank])],
+            sharded_tensor_metadata=metadata,
+            process_group=group.process_group,
         )
 
 
@@ -121,7 +121,7 @@ def local_rows(value: Any) -> Tensor | None:
     """
     if isinstance(value, DTensor):
         return value.to_local()
-    if isinstance(value, ShardedTensor):
+    if isinstance(value, sharded_tensor.ShardedTensor):
         shards, size = value.local_shards(), value.size()
         return shards[0].tensor if shards else torch.empty((0, *size[1:]), dtype=value.dtype)
     return None
@@ -264,5 +264,5 @@ def copy_shared(
         return copies[same]
 
     for key in keys:
-        state[key] = tree_map_only(Tensor, unshared, state[key])
+        state[key] = pytree.tree_map_only(Tensor, unshared, state[key])
     return shared

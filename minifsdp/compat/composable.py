@@ -30,10 +30,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed._composable_state import _insert_module_state, _State
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp_common
 
 from minifsdp.engine.compiler import step_over_this_package
 from minifsdp.engine.per_param import PerParameterLayout
@@ -55,12 +55,12 @@ class ParamGroup:
     _reshard_to: bool | int | None
 
     @property
-    def mesh_info(self) -> FSDPMeshInfo:
+    def mesh_info(self) -> fsdp_common.FSDPMeshInfo:
         """The mesh that the parameters are sharded over."""
         return _info(self._unit.layout.params[0].mesh)
 
     @property
-    def post_forward_mesh_info(self) -> FSDPMeshInfo | None:
+    def post_forward_mesh_info(self) -> fsdp_common.FSDPMeshInfo | None:
         """The mesh that the parameters are resharded to after forward; ``None`` if they stay unsharded."""
         policy, mesh = self._unit.policy, self.mesh_info.mesh
         if not policy.reshard_after_forward:
@@ -79,17 +79,16 @@ class ParamGroup:
         return reduce if is_trained and reduce is not self.mp_policy.param_dtype else None
 
 
-def _info(mesh: DeviceMesh) -> FSDPMeshInfo:
+def _info(mesh: DeviceMesh) -> fsdp_common.FSDPMeshInfo:
     """Converts the mesh to torch's class."""
     if mesh.ndim == 1:
-        return FSDPMeshInfo(mesh, shard_mesh_dim=0)
-    return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+        return fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    return fsdp_common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
 def register(state: _State, modules: list[nn.Module]) -> None:
     """Stores the state of ``modules`` where PyTorch and libraries look for it."""
     step_over_this_package()
-    item = RegistryItem()
     for module in modules:
-        module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = item
+        module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = None
         _insert_module_state(module, state)

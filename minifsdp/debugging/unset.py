@@ -69,8 +69,7 @@ def _after_to_empty(_: nn.Module, module: nn.Module, *, device: Any, recurse: bo
 
 
 def _own(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    both = [*module._parameters.items(), *module._buffers.items()]
-    return [(name, tensor) for name, tensor in both if tensor is not None]
+    return [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
 
 
 @torch.no_grad()

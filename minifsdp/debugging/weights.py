@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from minifsdp.checkpoint.agreement import exchange, groups_of, some
 from minifsdp.debugging.attach import attached, late_units_named
@@ -85,7 +84,7 @@ def compare(unit: str, parameters: Iterable[tuple[nn.Parameter, ParamInfo]], mes
 
 
 def _checksum_of_bits(values: torch.Tensor) -> int:
-    if is_traceable_wrapper_subclass(values) or values.element_size() not in _INTEGERS:
+    if hasattr(values, "__tensor_flatten__") or values.element_size() not in _INTEGERS:
         # The bits are in inner tensors, or there is no integer dtype of that size.
         return 0
     bits = values.reshape(-1).view(_INTEGERS[values.element_size()]).to(torch.int64)

@@ -39,8 +39,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions
-from torch.distributed.distributed_c10d import AllreduceOptions, BroadcastOptions, ReduceScatterOptions
+from torch.distributed import distributed_c10d as c10d
 
 from minifsdp.engine.collective_log import log
 from minifsdp.engine.mesh import Group
@@ -54,9 +53,9 @@ def _on_current_stream(options: Any) -> Any:
     return options
 
 
-_GATHER = _on_current_stream(AllgatherOptions())
-_REDUCE_SCATTER = _on_current_stream(ReduceScatterOptions())
-_ALL_REDUCE = _on_current_stream(AllreduceOptions())
+_GATHER = _on_current_stream(c10d.AllgatherOptions())
+_REDUCE_SCATTER = _on_current_stream(c10d.ReduceScatterOptions())
+_ALL_REDUCE = _on_current_stream(c10d.AllreduceOptions())
 
 # torch 2.13 introduced the new names; earlier versions have only the old ones.
 _IS_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
@@ -246,7 +245,7 @@ def all_reduce(
 
 def broadcast(group: Group, tensor: torch.Tensor, source: int = 0) -> None:
     """Copies ``tensor`` from position ``source`` to all ranks of the group and waits. Every rank must call it."""
-    options = _on_current_stream(BroadcastOptions())
+    options = _on_current_stream(c10d.BroadcastOptions())
     options.rootRank = source
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

@@ -49,7 +49,7 @@ from itertools import accumulate, pairwise
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor import _dtensor_spec as dtensor_spec
 
 from minifsdp.engine import lifetime
 from minifsdp.engine.lifetime import ReleaseEvent
@@ -57,14 +57,14 @@ from minifsdp.engine.messages import message
 from minifsdp.engine.shards import local_tensor
 
 
-def distributed_tensor(view: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
+def distributed_tensor(view: torch.Tensor, spec: dtensor_spec.DTensorSpec | None) -> torch.Tensor:
     """The ``DTensor`` of a view, for tensor parallelism, or the view itself; differentiable."""
     if spec is None:
         return view
     return DTensor.from_local(view, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
 
 
-def local_values(value: torch.Tensor, spec: DTensorSpec | None, local_shape: torch.Size) -> torch.Tensor:
+def local_values(value: torch.Tensor, spec: dtensor_spec.DTensorSpec | None, local_shape: torch.Size) -> torch.Tensor:
     """The local values of an unsharded or distributed ``value`` for a parameter. Does not communicate.
 
     Args:

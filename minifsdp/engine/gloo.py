@@ -62,8 +62,9 @@ from zlib import crc32
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, FakeProcessGroup, HashStore
-from torch.distributed.distributed_c10d import AllToAllOptions
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch.distributed import HashStore
+from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.utils._python_dispatch import _disable_current_modes
 
 from minifsdp.engine.comm_streams import Handle

@@ -177,6 +177,15 @@ def node_size(device: torch.device) -> int:
 
 # One pair of groups for each default group and node size. Units that were wrapped one by one must share a pair.
 # Creating a group is a collective, which should not be repeated for each of a hundred units.
+def exists(process_group: dist.ProcessGroup) -> bool:
+    """Whether a process group has not been destroyed."""
+    try:
+        dist.get_backend(process_group)
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
 _node_groups: dict[tuple[dist.ProcessGroup, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
@@ -193,8 +202,7 @@ def node_groups(device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGr
     if num_ranks % per_node:
         raise ValueError(message("uneven-nodes", num_ranks=num_ranks, per_node=per_node))
     key = (world, per_node)
-    alive = dist.distributed_c10d._world.pg_map
-    if key not in _node_groups or any(group not in alive for group in _node_groups[key]):
+    if key not in _node_groups or not all(map(exists, _node_groups[key])):
         for stale in [k for k in _node_groups if k[0] is not world]:
             del _node_groups[stale]
         nodes = [list(range(start, start + per_node)) for start in range(0, num_ranks, per_node)]

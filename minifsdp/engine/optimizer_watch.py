@@ -55,6 +55,8 @@ class OptimizerWatch:
         # All layouts, and the layouts of each optimizer that has taken a step, with the sizes of its groups then.
         self._layouts: weakref.WeakSet[Layout] = weakref.WeakSet()
         self._held = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], list[weakref.ref[Layout]]]]()
+        # The optimizers whose `state_dict()` reads the answers of all ranks first.
+        self._with_hook = weakref.WeakSet[torch.optim.Optimizer]()
         # The handle of the hook while it is installed.
         self._hook: Any = None
 
@@ -135,7 +137,8 @@ class OptimizerWatch:
                 warn(message("stale-optimizer", num_stale=num_stale, number=len(parameters), type=kind))
             held = set(parameters)
             mine = [weakref.ref(layout) for layout in self._layouts if not held.isdisjoint(layout.local_parameters())]
-            if mine and read_all not in optimizer._optimizer_state_dict_pre_hooks.values():
+            if mine and optimizer not in self._with_hook:
+                self._with_hook.add(optimizer)
                 optimizer.register_state_dict_pre_hook(read_all)
             known = self._held[optimizer] = sizes, mine
         return [layout for reference in known[1] if (layout := reference()) is not None]

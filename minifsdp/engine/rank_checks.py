@@ -55,7 +55,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-defined]
+from torch.distributed import DebugLevel, get_debug_level
 from torch.utils._python_dispatch import _disable_current_modes
 
 from minifsdp.engine import collectives

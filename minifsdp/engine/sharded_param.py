@@ -35,7 +35,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor import _dtensor_spec as dtensor_spec
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from minifsdp.engine import validation
@@ -135,14 +135,16 @@ class ShardedParam:
                 message("uneven-dim", dim=dim, shape=tuple(self.shape), num_shards=self.num_shards)
             )
         self.chunk_numel = padded_shard_numel(self.shape, dim, self.num_shards)
-        self._tensor_parallel: DTensorSpec | None = original._spec if isinstance(original, DTensor) else None
+        self._tensor_parallel: dtensor_spec.DTensorSpec | None = (
+            original._spec if isinstance(original, DTensor) else None
+        )
         self._spec = self._make_spec(original, mesh)
         self.local_shard = shard_of(local, dim, self.num_shards, mesh_groups.shard_index)
         self.parameter = self.leaf = self.plain_leaf = original
         self.unreduced: torch.Tensor | None = None
         self.is_trained = original.requires_grad
 
-    def _make_spec(self, original: nn.Parameter, mesh: DeviceMesh) -> DTensorSpec:
+    def _make_spec(self, original: nn.Parameter, mesh: DeviceMesh) -> dtensor_spec.DTensorSpec:
         dim, inner = self.dim, self._tensor_parallel
         placements: tuple[Placement, ...] = (Shard(dim),)
         if inner is not None:
@@ -151,8 +153,8 @@ class ShardedParam:
             placements = (own, *inner.placements)
         # Axes before the shard axis are replicate axes.
         placements = (Replicate(),) * (mesh.ndim - len(placements)) + placements
-        meta = TensorMeta(original.shape, original.stride(), original.dtype)
-        return DTensorSpec(mesh, placements, tensor_meta=meta)
+        meta = dtensor_spec.TensorMeta(original.shape, original.stride(), original.dtype)
+        return dtensor_spec.DTensorSpec(mesh, placements, tensor_meta=meta)
 
     @property
     def shard_axis(self) -> DeviceMesh:
@@ -195,7 +197,7 @@ class ShardedParam:
         if self._tensor_parallel is not None:
             return self.parameter
         placements = (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(self.dim))
-        spec = DTensorSpec(mesh, placements, tensor_meta=self._spec.tensor_meta)
+        spec = dtensor_spec.DTensorSpec(mesh, placements, tensor_meta=self._spec.tensor_meta)
         return nn.Parameter(_around(local_shard, spec), requires_grad=self.parameter.requires_grad)
 
     # --- the unsharded parameter ---
@@ -229,10 +231,10 @@ class ShardedParam:
         return gradient
 
 
-def _around(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+def _around(local: torch.Tensor, spec: dtensor_spec.DTensorSpec) -> DTensor:
     """Wraps a local tensor of any dtype in a DTensor, without communication and without autograd."""
     meta = spec.tensor_meta
     assert meta is not None
     if meta.dtype is not local.dtype:
-        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta._replace(dtype=local.dtype))
+        spec = dtensor_spec.DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta._replace(dtype=local.dtype))
     return DTensor(local, spec, requires_grad=False)

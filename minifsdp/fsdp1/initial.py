@@ -35,8 +35,8 @@ Modules = Sequence[tuple[str, nn.Module]]
 
 
 def _own_tensors(module: nn.Module, ignored: set[nn.Parameter]) -> list[torch.Tensor]:
-    parameters = [p for p in module._parameters.values() if p is not None and p not in ignored]
-    return [*parameters, *(b for b in module._buffers.values() if b is not None)]
+    parameters = [p for p in module.parameters(recurse=False) if p not in ignored]
+    return [*parameters, *module.buffers(recurse=False)]
 
 
 def materialize(modules: Modules, param_init_fn: Any, device: torch.device, ignored: set[nn.Parameter]) -> None:
@@ -55,7 +55,8 @@ def materialize(modules: Modules, param_init_fn: Any, device: torch.device, igno
             param_init_fn(module)
         else:
             _reset(path, module, device)
-        left = [name for name, t in {**module._parameters, **module._buffers}.items() if t is not None and t.is_meta]
+        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        left = [name for name, tensor in tensors if tensor.is_meta]
         if left:
             raise RuntimeError(message("init-fn-left-meta", left=left, path=path, type=type(module).__name__))
 

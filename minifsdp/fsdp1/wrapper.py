@@ -286,12 +286,13 @@ class Wrapper(nn.Module):
             return
         stored = self._full_precision_in_eval and not self.module.training
         for _, owner in self._own_modules():
-            for name, buffer in owner._buffers.items():
-                if buffer is not None and buffer.is_floating_point():
+            for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
+                if buffer.is_floating_point():
                     key = owner, name
                     if not stored and buffer.dtype is not dtype:
                         self._buffer_dtypes[key] = buffer.dtype
-                    owner._buffers[name] = buffer.to(self._buffer_dtypes.get(key, buffer.dtype) if stored else dtype)
+                    to = self._buffer_dtypes.get(key, buffer.dtype) if stored else dtype
+                    setattr(owner, name, buffer.to(to))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -183,9 +183,9 @@ def _move_to(
         if parameter.device != device and parameter.device.type != "meta":
             parameter.data = parameter.data.to(device)
     for _, module in owners:
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.device != device and buffer.device.type != "meta":
-                module._buffers[name] = buffer.to(device)
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if buffer.device != device and buffer.device.type != "meta":
+                setattr(module, name, buffer.to(device))
 
 
 def _sharded_params(

@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from minifsdp.engine.mesh import Group
+from minifsdp.engine.mesh import Group, exists
 from minifsdp.engine.messages import message
 from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.unit import PostForwardMesh, Unit
@@ -58,7 +58,7 @@ _made: dict[tuple[Any, ...], tuple[dist.ProcessGroup, DeviceMesh]] = {}
 def smaller_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
     """``mesh`` reshaped to ``size`` ranks in the last dimension. Every rank of the world must call it."""
     key = (mesh.get_group(mesh.ndim - 1), tuple(mesh.mesh.flatten().tolist()), mesh.device_type, size)
-    if key not in _made or _made[key][0] not in dist.distributed_c10d._world.pg_map:
+    if key not in _made or not exists(_made[key][0]):
         # The mesh does not exist, or its groups have been destroyed since it was created.
         made = _make(mesh, size)
         _made[key] = (made.get_group(1), made)

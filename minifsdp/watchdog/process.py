@@ -33,7 +33,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, TCPStore
 
 from minifsdp.engine.collective_log import called, log, where
 from minifsdp.engine.messages import MORE, NOT_THE_PROGRAM, message

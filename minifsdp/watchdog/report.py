@@ -48,7 +48,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore
 
 from minifsdp.engine.collective_log import CollectiveSequence, Entry, Position, called, log, where
 from minifsdp.engine.messages import rank_of_this_process, way_out_of_main_thread

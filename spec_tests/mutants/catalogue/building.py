@@ -170,7 +170,7 @@ MUTANTS = [
     Mutant(
         "buffers-of-meta-modules-are-forgotten",
         "_own_tensors",
-        "return [*parameters, *(b for b in module._buffers.values() if b is not None)]",
+        "return [*parameters, *module.buffers(recurse=False)]",
         "return [*parameters]",
         "A module whose only meta tensor is a buffer stays on meta.",
         "META-01",

@@ -678,8 +678,8 @@ MUTANTS = [
     Mutant(
         "meta-buffers-are-moved",
         "_move_to",
-        'if buffer is not None and buffer.device != device and buffer.device.type != "meta":',
-        "if buffer is not None and buffer.device != device:",
+        'if buffer.device != device and buffer.device.type != "meta":',
+        "if buffer.device != device:",
         "Buffers on meta are moved, which raises an error.",
         "FS2-META-01",
     ),

@@ -34,8 +34,8 @@ MUTANTS = [
     Mutant(
         "integer-buffers-are-cast",
         "Wrapper._cast_buffers",
-        " and buffer.is_floating_point()",
-        "",
+        "if buffer.is_floating_point():",
+        "if True:",
         "buffer_dtype also casts integer buffers to floating point.",
         "MP-17",
     ),
