@@ -119,8 +119,9 @@ def svg(
     Raises:
         ValueError: the number of origins is not the number of ranks, or the width is too small for a track.
     """
-    if width < 2 * (_LEFT + _RIGHT):
-        raise ValueError(message("timeline-width", width=width))
+    least = 2 * (_LEFT + _RIGHT)
+    if width < least:
+        raise ValueError(message("timeline-width", width=width, least=least))
     ranks = from_zero(events_per_rank, origins)
     everything = [event for events in ranks for event in events]
     # A recording without events, or of a single moment, still has a width.
