@@ -91,7 +91,7 @@ class RootState:
         self.comm_streams = comm_streams or CommStreams(device)
         self.limiter = RateLimiter(limit_all_gathers)
         self.units = [unit for _, unit in units]
-        self._forward_is_open = self.is_dissolved = False
+        self.is_dissolved = False
         self.after_optimizer: Any = None
         # A root state that is created again, for example after a conversion, keeps its identity for other ranks.
         root_id = units[0][1].root_id if units else RootId()
@@ -146,7 +146,7 @@ class RootState:
             Whether this is the outermost of the running calls. That call must call `end_forward` or `fail_forward`. It
             is usually the call of the outermost module, but an inner unit may be called on its own.
         """
-        if self._forward_is_open or graph_task() != NOT_IN_BACKWARD:
+        if self.iteration.in_forward or graph_task() != NOT_IN_BACKWARD:
             # A forward inside another forward, or a recomputation during backward, does not begin an iteration.
             return False
         # 1. An iteration that ended normally leaves no unit in forward and no backward open.
@@ -174,13 +174,13 @@ class RootState:
                 or unit.layout.is_stale()
             ):
                 unit.reshard()
-        self._forward_is_open, self._caller = True, caller
+        self.iteration.in_forward, self._caller = True, caller
         self.iteration.num_forwards += 1
         return True
 
     def end_forward(self) -> None:
         """Called when the outermost call has returned."""
-        self._forward_is_open = False
+        self.iteration.in_forward = False
         # Without a backward, the optimizer may run next and write to a shard that an unused prefetch still reads.
         self.comm_streams.all_gather.join()
         units = self.units if self._caller is None else (self._caller,)
@@ -199,7 +199,7 @@ class RootState:
 
     def fail_forward(self) -> None:
         """Called when the outermost call has raised an error. Resets the units to their state before the forward."""
-        self._forward_is_open = False
+        self.iteration.in_forward = False
         self.iteration.recover()
 
     def recover_after_error(self) -> None:
@@ -210,4 +210,4 @@ class RootState:
     @property
     def is_busy(self) -> bool:
         """Whether a forward or a backward of this root is running."""
-        return self._forward_is_open or self.iteration.in_backward
+        return self.iteration.in_forward or self.iteration.in_backward
