@@ -252,6 +252,10 @@ class Layout(ABC):
         return gradient
 
     @abstractmethod
+    def leaves_of(self, numbers: list[int]) -> list[torch.Tensor]:
+        """The leaves whose gradients give the gradients of some of `local_parameters`, by number."""
+
+    @abstractmethod
     def keep_unreduced(self, gradient: Gradient) -> None:
         """Accumulates unsharded gradients for a later reduction."""
 

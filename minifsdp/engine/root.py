@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from minifsdp.engine import validation
+from minifsdp.engine import requested, validation
 from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task
 from minifsdp.engine.collective_log import RootId, UnitName, log
 from minifsdp.engine.comm_streams import CommStreams
@@ -112,6 +112,7 @@ class RootState:
             backward_prefetch=backward_prefetch,
             forward_prefetch=forward_prefetch,
         )
+        self._requested = requested.RequestedParameters(self.units)
         self._connect_units()
 
     def _connect_units(self) -> None:
@@ -178,14 +179,16 @@ class RootState:
         self.iteration.num_forwards += 1
         return True
 
-    def end_forward(self) -> None:
-        """Called when the outermost call has returned."""
+    def end_forward(self, output: Any) -> Any:
+        """Called when the outermost call has returned. Returns the output to pass to the caller."""
         self.iteration.in_forward = False
+        if self.iteration.is_recorded:
+            output = self._requested.watch_output(output)
         # Without a backward, the optimizer may run next and write to a shard that an unused prefetch still reads.
         self.comm_streams.all_gather.join()
         units = self.units if self._caller is None else (self._caller,)
         if self.iteration.is_recorded and any(unit.counted_in == self.iteration.num_forwards for unit in units):
-            return
+            return output
         # 5. Memory is kept for later evaluations, or for the backward of an earlier forward.
         for unit in self.units:
             if unit.ran_in == self.iteration.num_forwards and unit.state is not State.SHARDED:
@@ -196,6 +199,7 @@ class RootState:
         if any(unit.layout.offloads for unit in self.units):
             # No backward will wait for the copies of the shards, and the user may write to the shards next.
             self.comm_streams.all_gather.synchronize()
+        return output
 
     def fail_forward(self) -> None:
         """Called when the outermost call has raised an error. Resets the units to their state before the forward."""
