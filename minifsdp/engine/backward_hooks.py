@@ -38,6 +38,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.graph import register_multi_grad_hook
 
 from minifsdp.engine.precision import map_tensors, tensors_in
@@ -187,6 +188,9 @@ def register_pre_backward_hook(
         if tensor.requires_grad:
             is_registered = True
             tensor.register_hook(notify)
+            if forward_ad._current_level >= 0 and (tangent := forward_ad.unpack_dual(tensor).tangent) is not None:
+                # The tangent of forward-mode differentiation has a graph of its own.
+                register_pre_backward_hook(tangent, notify)
             if tensor._base is not None and tensor._base.grad_fn is not None:
                 # The caller may change a view in place. Autograd then bypasses the view and uses its base.
                 tensor._base.register_hook(notify)

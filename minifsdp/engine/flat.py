@@ -40,7 +40,6 @@ from minifsdp.engine.flat_params import RegisteredFlatParam, RegisteredOrigParam
 from minifsdp.engine.flat_tensor import FlatSharding, UnshardedTensor, distributed_tensor
 from minifsdp.engine.layout import Gradient, Layout, ParamInfo, replaced_parameter_error
 from minifsdp.engine.lifetime import ReleaseEvent
-from minifsdp.engine.messages import message
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.placeholder import GUARD, guards_for
 from minifsdp.engine.precision import Precision
@@ -270,13 +269,9 @@ class FlatLayout(Layout):
                 gradient, self._is_shared = unreduced.add_(gradient) if is_same else unreduced + gradient, False
         return Gradient([gradient])
 
-    def leaves_of(self, numbers: list[int]) -> list[torch.Tensor]:
-        """The unit has one gradient, so all of its trained parameters must be requested."""
-        parameters = self.registered.parameters
-        missing = [n for n, parameter in enumerate(parameters) if parameter.requires_grad and n not in numbers]
-        if missing:
-            names = ", ".join(self.full_name(self.parameters[n].path) for n in missing)
-            raise RuntimeError(message("part-of-unit", unit=self.name, missing=names))
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """One leaf for all parameters, in each dtype that is in use."""
         return [variant.leaf for variant in self._variants.values()]
 
     def keep_unreduced(self, gradient: Gradient) -> None:

@@ -54,6 +54,7 @@ from minifsdp.engine.messages import message
 from minifsdp.engine.rank_checks import RankChecks
 from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.schedule import BackwardPrefetch, Schedule
+from minifsdp.engine.sharded_param import VERSION
 from minifsdp.engine.unit import Phase, State, Unit, not_while_summoned
 
 
@@ -94,6 +95,10 @@ class IterationState:
         self._spans: dict[Unit, trace.Event] = {}
         # 2. Created once, not in each forward. The kind depends on the layout.
         self.backward_hooks: dict[Unit, backward_hooks.BackwardHooks] = {}
+        self._parameters = [parameter for unit in units for parameter in unit.layout.local_parameters()]
+        # The versions of the parameters after the last recorded forward, and units whose parameters have changed since.
+        self._versions: tuple[int, list[int]] | None = None
+        self._changed: set[Unit] = set()
         for unit in units:
             has_leaf_hook = unit.layout.on_gradient(partial(self.post_backward, unit), reducer.before_concat)
             kind = backward_hooks.LeafHooks if has_leaf_hook else backward_hooks.InputsHooks
@@ -166,10 +171,25 @@ class IterationState:
 
     # --- backward ---
 
+    def note_versions(self, *, is_known: bool) -> None:
+        """Called when a recorded forward begins and ends. A backward then checks that no parameter has changed."""
+        self._versions, self._changed = self._current_versions() if is_known else None, set()
+
+    def _current_versions(self) -> tuple[int, list[int]]:
+        # The version of a parameter does not show every step, see ``optimizer_watch.py``.
+        return self.units[0].layout.steps.count if self.units else 0, list(map(VERSION, self._parameters))
+
+    def _changed_units(self, num_steps: int, versions: list[int]) -> set[Unit]:
+        edited = {p for p, version in zip(self._parameters, versions, strict=True) if p._version != version}
+        layouts = [(unit, unit.layout) for unit in self.units]
+        return {u for u, lay in layouts if lay.stepped_at > num_steps or not edited.isdisjoint(lay.local_parameters())}
+
     def begin_backward(self) -> None:
         """Called by the first hook of this root that runs in a backward."""
         if not self.in_backward:
             self.in_backward = True
+            if self._versions is not None and self._current_versions() != self._versions:
+                self._changed = self._changed_units(*self._versions)
             self.rank_checks.begin_backward()
             # 3. Only possible during a backward.
             Variable._execution_engine.queue_callback(self.end_backward)
@@ -182,6 +202,8 @@ class IterationState:
             raise not_while_summoned(unit, "backward")
         if not self.in_backward:
             self.begin_backward()
+        if unit in self._changed:
+            raise RuntimeError(message("changed-since-forward", unit=unit.name))
         unit.phase = Phase.PRE_BACKWARD
         unit.graph_task = graph_task()
         if trace.recorder is not None:

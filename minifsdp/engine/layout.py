@@ -145,6 +145,7 @@ class Layout(ABC):
         parameters: the unit's original parameters, in order.
         reduces_unused: whether the reduction includes zeros for trainable parameters without a gradient.
         steps: the number of optimizer steps, shared by all units of the root.
+        stepped_at: the number of the last step with gradients of an optimizer that holds parameters of this layout.
     """
 
     name: str = ""
@@ -154,6 +155,7 @@ class Layout(ABC):
     offloads: bool
     parameters: list[ParamInfo]
     reduces_unused: bool = False
+    stepped_at: int = 0
     steps = Steps()
 
     def full_name(self, path: str) -> str:
@@ -251,9 +253,10 @@ class Layout(ABC):
         """The part of ``gradient`` whose parameters are sharded over ``mesh``; all of it if there is only one mesh."""
         return gradient
 
+    @property
     @abstractmethod
-    def leaves_of(self, numbers: list[int]) -> list[torch.Tensor]:
-        """The leaves whose gradients give the gradients of some of `local_parameters`, by number."""
+    def leaves(self) -> list[torch.Tensor]:
+        """The leaves that autograd computes gradients of; one for each of `local_parameters`, or for all of them."""
 
     @abstractmethod
     def keep_unreduced(self, gradient: Gradient) -> None:

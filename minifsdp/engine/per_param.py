@@ -267,9 +267,10 @@ class PerParameterLayout(Layout):
         over = [index for index, number in enumerate(gradient.numbers) if self.params[number].mesh_groups == mesh]
         return Gradient([gradient.parts[index] for index in over], [gradient.numbers[index] for index in over])
 
-    def leaves_of(self, numbers: list[int]) -> list[torch.Tensor]:
+    @property
+    def leaves(self) -> list[torch.Tensor]:
         """Each parameter has its own leaf."""
-        return [self.params[number].leaf for number in numbers]
+        return self._leaves
 
     def keep_unreduced(self, gradient: Gradient) -> None:
         """Accumulates in the reduce dtype. A backward that fails does not change the accumulated gradients."""

@@ -4,7 +4,7 @@
 lead to the requested tensors. Users pass the *registered* parameters, but the leaves of the graph are other tensors,
 the unsharded parameters. So autograd would find no path, compute nothing and raise no error.
 
-Therefore the outputs of the root pass through a node, which has a path to all registered parameters::
+Therefore each output of the root passes through a node, which has a path to all registered parameters::
 
     loss ... output --(node)-- output of the root's module ... unsharded parameters
                        |
@@ -30,12 +30,12 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from minifsdp.engine.messages import message
-from minifsdp.engine.precision import map_tensors, tensors_in
+from minifsdp.engine.precision import map_tensors
 from minifsdp.engine.unit import Unit
 
 
 class RequestedParameters:
-    """The registered parameters of one root, and the node at its outputs.
+    """The registered parameters of one root, and the nodes at its outputs.
 
     Args:
         units: the units of the root.
@@ -43,21 +43,21 @@ class RequestedParameters:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
-        self._parameters = [parameter for unit in units for parameter in unit.layout.local_parameters()]
-        # No user requests this tensor, so autograd reaches its node only in a backward that requests nothing.
+        self._registered = [parameter for unit in units for parameter in unit.layout.local_parameters()]
+        # No user requests this tensor, so autograd only reaches its node in a backward that requests nothing.
         self._unrequested = torch.zeros(0, requires_grad=True)
         self._probe = _node_of(self._unrequested)
 
     def watch_output(self, output: Any) -> Any:
         """Called after a recorded forward of the root; returns the output to pass to the caller."""
-        watched = [tensor for tensor in tensors_in(output) if tensor.requires_grad and not tensor.is_leaf]
-        if not watched or torch._C._are_functorch_transforms_active():
+        if not isinstance(output, torch.Tensor | tuple | list | dict):
             return output
         # Autograd would call the hooks of a registered parameter without a gradient.
-        registered = [parameter for parameter in self._parameters if not parameter._backward_hooks]
-        path = _Path.apply(self._unrequested, *registered)  # type: ignore[no-untyped-call]
-        passed = {id(tensor): _Identity.apply(self, tensor, path) for tensor in watched}  # type: ignore[no-untyped-call]
-        return map_tensors(lambda tensor: passed.get(id(tensor), tensor), output)
+        paths = [self._unrequested, *(p for p in self._registered if not p._backward_hooks)]
+        return map_tensors(
+            lambda t: _Identity.apply(self, t, *paths) if t.grad_fn else t,  # type: ignore[no-untyped-call]
+            output,
+        )
 
     def compute(self, edge: GradientEdge, gradient: torch.Tensor) -> None:
         """Computes the requested gradients in a nested backward. Does nothing in a backward that requests nothing.
@@ -66,22 +66,25 @@ class RequestedParameters:
             edge: where the graph of the root's module begins.
             gradient: the gradient of the output there.
         """
-        is_requested = torch._C._will_engine_execute_node
-        if is_requested(self._probe):
-            return
-        leaves = []
-        for unit in self._units:
-            trained = [(n, p) for n, p in enumerate(unit.layout.local_parameters()) if p.requires_grad]
+        is_requested, inputs = torch._C._will_engine_execute_node, []
+        for unit in self._units if not is_requested(self._probe) else ():
+            leaves, trained = unit.layout.leaves, [p for p in unit.layout.local_parameters() if p.requires_grad]
             try:
-                numbers = [n for n, p in trained if is_requested(_node_of(p))]
+                requested = {p for p in trained if is_requested(_node_of(p))}
             except RuntimeError as error:
                 # Raised for a parameter that is requested with `autograd.grad`.
                 raise RuntimeError(message("autograd-grad", unit=unit.name)) from error
-            if numbers and torch.is_grad_enabled():
+            if requested and torch.is_grad_enabled():
                 raise RuntimeError(message("graph-of-gradients", unit=unit.name))
-            leaves += unit.layout.leaves_of(numbers) if numbers else []
-        if leaves:
-            torch.autograd.backward([edge], [gradient], retain_graph=True, inputs=leaves)
+            if len(leaves) == len(unit.layout.local_parameters()):
+                leaves = [
+                    leaf for leaf, p in zip(leaves, unit.layout.local_parameters(), strict=True) if p in requested
+                ]
+            elif 0 < len(requested) < len(trained):
+                raise RuntimeError(message("part-of-unit", unit=unit.name, num=len(requested), number=len(trained)))
+            inputs += leaves if requested else []
+        if inputs:
+            torch.autograd.backward([edge], [gradient], retain_graph=True, inputs=inputs)
 
 
 def _node_of(parameter: torch.Tensor) -> Any:
@@ -90,33 +93,20 @@ def _node_of(parameter: torch.Tensor) -> Any:
         return parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
-class _Path(torch.autograd.Function):
-    """Connects tensors to the graph, without a gradient for them."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.num_tensors = len(tensors)
-        return torch.empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor) -> tuple[None, ...]:
-        return (None,) * ctx.num_tensors
-
-
 class _Identity(torch.autograd.Function):
-    """The node at an output of the root. The output shares its memory and its version with ``tensor``."""
+    """The node at an output of the root, whose other inputs get no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, requested: RequestedParameters, tensor: torch.Tensor, path: torch.Tensor) -> torch.Tensor:
-        ctx.requested = requested
+    def forward(ctx: Any, requested: RequestedParameters, tensor: torch.Tensor, *paths: torch.Tensor) -> torch.Tensor:
+        ctx.requested, ctx.num_paths = requested, len(paths)
         # Not ``tensor`` itself: autograd would not allow the caller to change it in place.
         return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.requested.compute(GradientEdge(*ctx.next_functions[0]), gradient)
-        return None, gradient, None
+        return None, gradient, *(None,) * ctx.num_paths
 
     @staticmethod
-    def jvp(ctx: Any, _: None, tangent: torch.Tensor, __: None) -> torch.Tensor:
+    def jvp(ctx: Any, _: None, tangent: torch.Tensor, *paths: None) -> torch.Tensor:
         return tangent.view_as(tangent)

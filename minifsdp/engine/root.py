@@ -40,9 +40,11 @@ from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.hooks import IterationState
 from minifsdp.engine.layout import Steps
 from minifsdp.engine.lifetime import RateLimiter
+from minifsdp.engine.messages import message
 from minifsdp.engine.rank_checks import RankChecks
 from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.schedule import BackwardPrefetch
+from minifsdp.engine.side_outputs import SideOutputs
 from minifsdp.engine.unit import Phase, State, Unit, not_while_summoned
 
 
@@ -113,6 +115,7 @@ class RootState:
             forward_prefetch=forward_prefetch,
         )
         self._requested = requested.RequestedParameters(self.units)
+        self._side_outputs = SideOutputs(self.units, self.iteration)
         self._connect_units()
 
     def _connect_units(self) -> None:
@@ -154,6 +157,8 @@ class RootState:
         if self.iteration.in_backward or Phase.FORWARD in [unit.phase for unit in self.units]:
             self.iteration.recover()
         # 2. Check before the first collective, so that a mistake raises an error on every rank.
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(message("function-transform", unit=self.units[0].name if self.units else ""))
         for unit in self.units if caller is None else (caller, *caller.inner):
             if unit.phase is Phase.SUMMONED:
                 raise not_while_summoned(unit, "forward")
@@ -167,8 +172,11 @@ class RootState:
         self.comm_streams.all_gather.wait_compute(self.after_optimizer)
         self.after_optimizer = None
         log.iteration += 1
+        self._side_outputs.watch_hooked_modules()
         # 4. Reshard units whose shard has changed since the all-gather.
         is_recorded = self.iteration.is_recorded = torch.is_grad_enabled()
+        if is_recorded:
+            self.iteration.note_versions(is_known=False)
         for unit in self.units:
             if (unit.state is not State.SHARDED or unit.policy.post_forward_mesh is not None) and (
                 (unit.is_for_evaluation and (is_recorded or unit.policy.reshard_after_evaluation))
@@ -184,6 +192,8 @@ class RootState:
         self.iteration.in_forward = False
         if self.iteration.is_recorded:
             output = self._requested.watch_output(output)
+            self.iteration.note_versions(is_known=True)
+            self._side_outputs.watch_attributes()
         # Without a backward, the optimizer may run next and write to a shard that an unused prefetch still reads.
         self.comm_streams.all_gather.join()
         units = self.units if self._caller is None else (self._caller,)
