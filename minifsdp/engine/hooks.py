@@ -239,8 +239,8 @@ class IterationState:
             self._prefetch_backward(unit)
         if gradient is None:
             return
-        for part in gradient.parts:
-            if part.requires_grad:
+        for computed in gradient.parts:
+            if computed.requires_grad:
                 raise RuntimeError(message("graph-of-gradients", unit=unit.name))
         unit.keeps_for_graph = False
         if not unit.policy.reduces:

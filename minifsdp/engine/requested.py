@@ -53,7 +53,7 @@ class RequestedParameters:
         if not isinstance(output, torch.Tensor | tuple | list | dict):
             return output
         # Autograd would call the hooks of a registered parameter without a gradient.
-        paths = [self._unrequested, *(p for p in self._registered if not p._backward_hooks)]
+        paths = [self._unrequested, *[p for p in self._registered if not p._backward_hooks]]
         return map_tensors(
             lambda t: _Identity.apply(self, t, *paths) if t.grad_fn else t,  # type: ignore[no-untyped-call]
             output,

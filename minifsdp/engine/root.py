@@ -115,7 +115,7 @@ class RootState:
             forward_prefetch=forward_prefetch,
         )
         self._requested = requested.RequestedParameters(self.units)
-        self._side_outputs = SideOutputs(self.units, self.iteration)
+        self._side_outputs = SideOutputs(self.units, self.iteration.pre_backward)
         self._connect_units()
 
     def _connect_units(self) -> None:

@@ -28,8 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from minifsdp.engine.backward_hooks import register_pre_backward_hook
-from minifsdp.engine.hooks import IterationState
+from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, UnitCallback, graph_task, register_pre_backward_hook
 from minifsdp.engine.precision import tensors_in
 from minifsdp.engine.unit import State, Unit
 
@@ -42,11 +41,11 @@ class SideOutputs:
 
     Args:
         units: the units of the root.
-        iteration: calls the pre-backward hook.
+        pre_backward: called when the gradient of such an activation is computed.
     """
 
-    def __init__(self, units: Sequence[Unit], iteration: IterationState) -> None:
-        self._iteration, outputs = iteration, {unit.module for unit in units}
+    def __init__(self, units: Sequence[Unit], pre_backward: UnitCallback) -> None:
+        self._pre_backward, outputs = pre_backward, {unit.module for unit in units}
         # The innermost unit of each module.
         self._unit_of: dict[nn.Module, Unit] = {}
         for unit in sorted(units, key=lambda unit: -len(list(unit.module.modules()))):
@@ -61,8 +60,9 @@ class SideOutputs:
         if sum(map(len, self._hooks)) != self._num_hooks:
             for module in self._inside:
                 watch = partial(self._watch, self._unit_of[module])
-                if module._forward_hooks and WATCH not in module._forward_hooks:
-                    module._forward_hooks[WATCH] = watch  # type: ignore[index]
+                hooks: dict[Any, Any] = module._forward_hooks
+                if hooks and WATCH not in hooks:
+                    hooks[WATCH] = watch
             self._num_hooks = sum(map(len, self._hooks))
 
     def watch_attributes(self) -> None:
@@ -82,5 +82,5 @@ class SideOutputs:
         return bool(kept)
 
     def _watch(self, unit: Unit, _: nn.Module | None, inputs: Any, output: Any) -> None:
-        if torch.is_grad_enabled() and not self._iteration.in_backward:
-            register_pre_backward_hook((inputs, output), lambda _: self._iteration.pre_backward(unit))
+        if torch.is_grad_enabled() and graph_task() == NOT_IN_BACKWARD:
+            register_pre_backward_hook((inputs, output), lambda _: self._pre_backward(unit))
