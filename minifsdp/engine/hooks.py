@@ -181,7 +181,7 @@ class IterationState:
 
     def _changed_units(self, num_steps: int, versions: list[int]) -> set[Unit]:
         edited = {p for p, version in zip(self._parameters, versions, strict=True) if p._version != version}
-        layouts = [(unit, unit.layout) for unit in self.units]
+        layouts = [(unit, unit.layout) for unit in self.units if not unit.layout.is_marked_stale]
         return {u for u, lay in layouts if lay.stepped_at > num_steps or not edited.isdisjoint(lay.local_parameters())}
 
     def begin_backward(self) -> None:

@@ -145,6 +145,7 @@ class Layout(ABC):
         parameters: the unit's original parameters, in order.
         reduces_unused: whether the reduction includes zeros for trainable parameters without a gradient.
         steps: the number of optimizer steps, shared by all units of the root.
+        is_marked_stale: whether the shard was written since the last all-gather, possibly without a change.
         stepped_at: the number of the last step with gradients of an optimizer that holds parameters of this layout.
     """
 
@@ -155,6 +156,7 @@ class Layout(ABC):
     offloads: bool
     parameters: list[ParamInfo]
     reduces_unused: bool = False
+    is_marked_stale: bool = False
     stepped_at: int = 0
     steps = Steps()
 

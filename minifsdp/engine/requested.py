@@ -45,8 +45,9 @@ class RequestedParameters:
         self._units = units
         self._registered = [parameter for unit in units for parameter in unit.layout.local_parameters()]
         # No user requests this tensor, so autograd only reaches its node in a backward that requests nothing.
-        self._unrequested = torch.zeros(0, requires_grad=True)
-        self._probe = _node_of(self._unrequested)
+        with torch.inference_mode(False):
+            self._unrequested = torch.zeros(0, requires_grad=True)
+            self._probe = _node_of(self._unrequested)
 
     def watch_output(self, output: Any) -> Any:
         """Called after a recorded forward of the root; returns the output to pass to the caller."""

@@ -14,7 +14,7 @@ these tensors get the pre-backward hook as well::
 * *Attributes.* After the first recorded forward, `SideOutputs` looks for tensors with a graph in the attributes of all
   modules, also in lists, tuples and dicts. Later forwards only look at the attributes that had one.
 * *Forward hooks.* If the number of forward hooks of all modules has changed, the hooked modules get one more hook. It
-  registers the pre-backward hook on their inputs and outputs.
+  registers the pre-backward hook on their outputs.
 
 *In torch:* such a loss raises an error about a storage of size 0.
 
@@ -30,7 +30,7 @@ from torch import nn
 
 from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, UnitCallback, graph_task, register_pre_backward_hook
 from minifsdp.engine.precision import tensors_in
-from minifsdp.engine.unit import State, Unit
+from minifsdp.engine.unit import Phase, State, Unit
 
 # The key of the added hook in the forward hooks of a module.
 WATCH = "minifsdp: side outputs"
@@ -78,9 +78,14 @@ class SideOutputs:
 
     def _watch_attribute(self, unit: Unit, attributes: dict[str, Any], name: str) -> bool:
         kept = [tensor for tensor in tensors_in(attributes.get(name)) if tensor.grad_fn is not None]
-        self._watch(unit, None, (), kept)
+        self._watch(unit, None, None, kept)
         return bool(kept)
 
-    def _watch(self, unit: Unit, _: nn.Module | None, inputs: Any, output: Any) -> None:
+    def _watch(self, unit: Unit, _: nn.Module | None, __: Any, output: Any) -> None:
         if torch.is_grad_enabled() and graph_task() == NOT_IN_BACKWARD:
-            register_pre_backward_hook((inputs, output), lambda _: self._pre_backward(unit))
+            register_pre_backward_hook([output], lambda _: self._reached(unit))
+
+    def _reached(self, unit: Unit) -> None:
+        # After its backward, the unit does not need its parameters again.
+        if unit.phase is not Phase.POST_BACKWARD:
+            self._pre_backward(unit)

@@ -138,8 +138,7 @@ def _full_params(unit: FlatUnit, flat: torch.Tensor, gradients: FullGradients | 
         replaced = layout.remove_full_params(full_params)
         if keeps:
             _copy_replaced(layout.views_of(flat), new_values)
-            # Without a change, the parameters keep their version: a backward may follow.
-            if layout.mesh.shard is not None and not torch.equal(flat[layout.shard_range], layout.registered.shard):
+            if layout.mesh.shard is not None:
                 layout.registered.overwrite(flat[layout.shard_range])
             # If the unit is not sharded, `flat` is the shard. A copy in another dtype may exist.
             layout.mark_stale()
