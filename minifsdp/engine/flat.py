@@ -158,7 +158,8 @@ class FlatLayout(Layout):
         if self.registered.write_back():
             # Copied on the compute stream. The communication stream must wait for that.
             comm_streams.all_gather.wait_compute()
-        self._last_all_gather, self.is_marked_stale = (self.steps.count, self.registered.stamp()), False
+        self._last_all_gather = self.steps.count, self.registered.stamp()
+        self.is_marked_stale = False
         output, shard, group = self._unsharded, self.registered.shard.data, self.mesh.shard
         if output.is_borrowed:
             output.use_memory_of(shard)
@@ -349,7 +350,8 @@ class FlatLayout(Layout):
 
     def mark_stale(self) -> None:
         """Marks the unsharded tensor as stale. Called after a change that `stamp` does not detect."""
-        self._last_all_gather, self.is_marked_stale = None, True
+        self._last_all_gather = None
+        self.is_marked_stale = True
 
 
 def _complete(this: weakref.ref[FlatLayout], leaf: torch.Tensor) -> None:
