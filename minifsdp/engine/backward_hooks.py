@@ -1,4 +1,4 @@
-"""Detects where a unit's backward starts and ends, with tensor hooks and a pass-through autograd node.
+"""Detects where a unit's backward starts and ends, with tensor hooks.
 
 A unit's backward begins when the gradient of its output is computed. It ends when the gradients of its parameters are
 complete. The layout determines how to detect this, so there are two kinds of `BackwardHooks`:
@@ -8,20 +8,24 @@ complete. The layout determines how to detect this, so there are two kinds of `B
    A unit without trainable parameters has no gradient to wait for: its backward ends when the gradients of its inputs
    are computed, or, if no input needs a gradient, at the end of backward.
 2. *Inputs hooks.* With one leaf for each parameter, the leaves that get a gradient can differ between backwards. So the
-   inputs of the module pass through an autograd node. When autograd reaches this node, the backward of the unit is
-   done. If no input needs a gradient, the end of backward handles the unit (`BackwardHooks.is_overdue`).
+   module gets views of its inputs. When the gradients of these views are computed, the backward of the unit is done.
+   If no input needs a gradient, the end of backward handles the unit (`BackwardHooks.is_overdue`).
 
 Three mechanisms:
 
 * a **tensor hook** runs when the gradient of the tensor is computed, before autograd uses this gradient;
-* a tensor can **pass through a node** that is the identity in forward. Autograd reaches the node after the backward of
-  all operations on the node's output. A hook on the input would also wait for other operations on that input;
+* a **view** of an input has its own gradient, which is complete after the backward of all operations of the unit on
+  it. A hook on the input itself would also wait for other operations on that input. If the module changes the view in
+  place, autograd updates the input as well, and no longer calls the hook: the end of backward handles the unit;
 * the **ID of the running backward** in this thread distinguishes nested backwards.
 
 Worked example, ``y = unit(x)`` where ``x`` is also used elsewhere::
 
-    x --(node)-- x'  -->  unit  -->  y --(hook)
-    backward:    the hook runs when dy is computed, the node when dx' is computed; dx also needs the other uses of x
+    x --(view)-- x' (hook)  -->  unit  -->  y (hook)
+    backward:    one hook runs when dy is computed, the other when dx' is computed; dx also needs the other uses of x
+
+3. *Results in the inputs.* A module that returns None can put its result in a list or dict of its inputs, or change
+   an input in place. So all tensors in its inputs get the pre-backward hook.
 
 *In torch:* ``RegisterPostBackwardFunction`` and ``_register_pre_backward_hook`` of FSDP2. FSDP1 registers its hook for
 the gradient in each forward, on a node that it gets by expanding the flat parameter.
@@ -30,10 +34,11 @@ Spec: FS2-13, FWD-06, ORIG-14, PAR-07.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.graph import register_multi_grad_hook
 
 from minifsdp.engine.precision import map_tensors, tensors_in
@@ -80,7 +85,7 @@ class LeafHooks(BackwardHooks):
 
     def watch_output(self, inputs: Any, output: Any) -> bool:
         """Registers the pre-backward hook, and hooks the inputs of a frozen unit."""
-        unit, is_registered = self._unit, register_pre_backward_hook(output, self._pre_backward)
+        unit, is_registered = self._unit, register_pre_backward_hook(output, self._pre_backward, inputs=inputs)
         if is_registered and not unit.layout.is_trained:
             # If the unit is used more than once, it stays unsharded for the other uses until the end of backward.
             unit.num_uses += 1
@@ -91,25 +96,55 @@ class LeafHooks(BackwardHooks):
 
 
 class InputsHooks(BackwardHooks):
-    """2. The node at the inputs calls the post-backward hook. The end of backward handles the remaining cases."""
+    """2. A hook of the inputs calls the post-backward hook. The end of backward handles the remaining cases."""
+
+    # 3. If the inputs contain lists or dicts: pairs of each value of the caller and the value that the module got.
+    _passed: Sequence[tuple[Any, Any]] = ()
 
     def watch_inputs(self, inputs: Any) -> Any:
-        """Passes the tensors in ``inputs`` through a node that runs when their gradients are computed."""
+        """Returns ``inputs`` with views, whose hook runs when their gradients are computed."""
         if not torch.is_grad_enabled() or self._unit.phase is not Phase.FORWARD:
             return inputs
         watched = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
         if not watched:
             return inputs
-        passed = iter(_Node.apply(self._reached, *watched))  # type: ignore[no-untyped-call]
-        return map_tensors(lambda tensor: next(passed) if tensor.requires_grad else tensor, inputs)
+        views = [tensor.view_as(tensor) for tensor in watched]
+        if len(views) == 1:
+            views[0].register_hook(self._reached)
+        else:
+            register_multi_grad_hook(views, self._reached)
+        left = iter(views)
+        passed = map_tensors(lambda tensor: next(left) if tensor.requires_grad else tensor, inputs)
+        for value in (*inputs[0], *inputs[1].values()):
+            if isinstance(value, list | dict):
+                self._passed = list(_pairs(inputs, passed))
+                break
+        return passed
 
-    def _reached(self) -> None:
+    def _reached(self, gradients: Any) -> None:
+        if torch.is_grad_enabled():
+            # A backward through these gradients (``create_graph=True``) needs the parameters again.
+            register_pre_backward_hook(gradients, self._pre_backward)
         if self._unit.phase is Phase.PRE_BACKWARD:
             self._post_backward(self._unit)
 
     def watch_output(self, inputs: Any, output: Any) -> bool:
         """Registers the pre-backward hook, except on inputs that the module returns unchanged."""
-        return register_pre_backward_hook(output, self._pre_backward, apart_from=inputs)
+        if self._passed:
+            self._update_originals()
+        return register_pre_backward_hook(output, self._pre_backward, apart_from=inputs, inputs=inputs)
+
+    def _update_originals(self) -> None:
+        """3. Repeats the changes that the module has made to a copied list or dict in the caller's object."""
+        pairs, self._passed = self._passed, ()
+        originals = {id(copy): original for original, copy in pairs}
+        for original, copy in pairs:
+            if type(original) is list:
+                original[:] = [originals.get(id(item), item) for item in copy]
+            elif type(original) is dict:
+                items = {key: originals.get(id(item), item) for key, item in copy.items()}
+                original.clear()
+                original.update(items)
 
     def is_overdue(self) -> bool:
         """Whether gradients remain to be reduced: no input needed a gradient, or autograd did not reach the inputs."""
@@ -121,14 +156,31 @@ class InputsHooks(BackwardHooks):
         )
 
 
-def register_pre_backward_hook(output: Any, notify: Callable[[torch.Tensor], None], *, apart_from: Any = ()) -> bool:
+def _pairs(original: Any, copy: Any) -> Iterator[tuple[Any, Any]]:
+    """The two values, and every two values at the same place inside them."""
+    yield original, copy
+    if isinstance(original, (tuple, list)):
+        for pair in zip(original, copy, strict=True):
+            yield from _pairs(*pair)
+    elif isinstance(original, Mapping):
+        for key in original:
+            yield from _pairs(original[key], copy[key])
+
+
+def register_pre_backward_hook(
+    output: Any, notify: Callable[[torch.Tensor], None], *, apart_from: Any = (), inputs: Any = ()
+) -> bool:
     """Calls ``notify`` when the gradient of any tensor in ``output`` is computed, except those in ``apart_from``.
 
+    If ``output`` is None, the tensors in ``inputs`` get the hook instead (note 3).
+
     Returns:
-        Whether ``output`` has a tensor that requires grad.
+        Whether a tensor requires grad.
     """
     tensors = [output]
-    if not isinstance(output, torch.Tensor):
+    if output is None:
+        tensors = list(tensors_in(inputs))
+    elif not isinstance(output, torch.Tensor):
         left_out = {id(tensor) for tensor in tensors_in(apart_from)}
         tensors = [tensor for tensor in tensors_in(output) if id(tensor) not in left_out]
     is_registered = False
@@ -136,21 +188,10 @@ def register_pre_backward_hook(output: Any, notify: Callable[[torch.Tensor], Non
         if tensor.requires_grad:
             is_registered = True
             tensor.register_hook(notify)
+            if forward_ad._current_level >= 0 and (tangent := forward_ad.unpack_dual(tensor).tangent) is not None:
+                # The tangent of forward-mode differentiation has a graph of its own.
+                register_pre_backward_hook(tangent, notify)
             if tensor._base is not None and tensor._base.grad_fn is not None:
                 # The caller may change a view in place. Autograd then bypasses the view and uses its base.
                 tensor._base.register_hook(notify)
     return is_registered
-
-
-class _Node(torch.autograd.Function):
-    """Identity in forward; calls `notify` in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, notify: Callable[[], None], *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.notify = notify
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.notify()
-        return (None, *gradients)

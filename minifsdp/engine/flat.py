@@ -159,6 +159,7 @@ class FlatLayout(Layout):
             # Copied on the compute stream. The communication stream must wait for that.
             comm_streams.all_gather.wait_compute()
         self._last_all_gather = self.steps.count, self.registered.stamp()
+        self.is_marked_stale = False
         output, shard, group = self._unsharded, self.registered.shard.data, self.mesh.shard
         if output.is_borrowed:
             output.use_memory_of(shard)
@@ -269,6 +270,11 @@ class FlatLayout(Layout):
                 gradient, self._is_shared = unreduced.add_(gradient) if is_same else unreduced + gradient, False
         return Gradient([gradient])
 
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """One leaf for all parameters, in each dtype that is in use."""
+        return [variant.leaf for variant in self._variants.values()]
+
     def keep_unreduced(self, gradient: Gradient) -> None:
         """Adds ``gradient`` to the unreduced gradient in ``.grad``."""
         self.gradients.keep_unreduced(gradient.parts[0].clone() if self._is_shared else gradient.parts[0])
@@ -345,6 +351,7 @@ class FlatLayout(Layout):
     def mark_stale(self) -> None:
         """Marks the unsharded tensor as stale. Called after a change that `stamp` does not detect."""
         self._last_all_gather = None
+        self.is_marked_stale = True
 
 
 def _complete(this: weakref.ref[FlatLayout], leaf: torch.Tensor) -> None:

@@ -27,6 +27,15 @@ running. Two rules change:
    a gradient is complete inside a nested backward (reentrant checkpointing of a part of the unit), because another part
    may still need the same parameters for its recomputation.
 
+A backward can run *inside a forward*, and with ``create_graph=True``, for example to compute forces from an energy:
+
+6. The end of a backward inside a forward does not reshard: the modules still compute, and the next backward needs the
+   parameters.
+7. The graph that ``create_graph=True`` records refers to the parameters as well, and no hook of a module's output
+   precedes its nodes. So the units in it stay unsharded until the gradients of their parameters are computed, or until
+   the parameters change. A gradient of a parameter cannot have a graph itself, because its reduction is outside of
+   autograd: this raises an error.
+
 *In torch:* ``_runtime_utils.py``, 1654 lines. With reentrant checkpointing (note 5) it uses 3 all-gathers instead of 2.
 
 Spec: SHARD-04, SHARD-08, SHARD-10, SHARD-14, FWD-06, PREF-02 to PREF-06, NOSYNC-01, NOSYNC-07, PAR-07.
@@ -41,9 +50,11 @@ from torch.autograd import Variable
 from minifsdp import trace
 from minifsdp.engine import backward_hooks
 from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task, register_pre_backward_hook
+from minifsdp.engine.messages import message
 from minifsdp.engine.rank_checks import RankChecks
 from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.schedule import BackwardPrefetch, Schedule
+from minifsdp.engine.sharded_param import VERSION
 from minifsdp.engine.unit import Phase, State, Unit, not_while_summoned
 
 
@@ -59,6 +70,7 @@ class IterationState:
 
     Attributes:
         backward_hooks: for each unit, the object that calls its backward hooks.
+        in_forward: whether a forward of this root is running.
         in_backward: whether a backward of this root has begun and not ended.
         is_recorded: whether grad mode was on when the outermost of the running forwards began.
         num_forwards: number of outermost forwards that have begun.
@@ -77,12 +89,16 @@ class IterationState:
         self.units, self.reducer, self.rank_checks = units, reducer, rank_checks
         self.backward_prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
         self.schedule = Schedule()
-        self.in_backward = self.is_recorded = False
+        self.in_forward = self.in_backward = self.is_recorded = False
         self.is_last_backward, self.num_forwards = True, 0
         self._deferred: Unit | None = None
         self._spans: dict[Unit, trace.Event] = {}
         # 2. Created once, not in each forward. The kind depends on the layout.
         self.backward_hooks: dict[Unit, backward_hooks.BackwardHooks] = {}
+        self._parameters = [parameter for unit in units for parameter in unit.layout.local_parameters()]
+        # The versions of the parameters after the last recorded forward, and units whose parameters have changed since.
+        self._versions: tuple[int, list[int]] | None = None
+        self._changed: set[Unit] = set()
         for unit in units:
             has_leaf_hook = unit.layout.on_gradient(partial(self.post_backward, unit), reducer.before_concat)
             kind = backward_hooks.LeafHooks if has_leaf_hook else backward_hooks.InputsHooks
@@ -145,6 +161,8 @@ class IterationState:
             unit.layout.use_kept_params(is_kept=not unit.policy.reshard_after_forward)
 
     def _frees_after_forward(self, unit: Unit) -> bool:
+        if unit.keeps_for_graph:
+            return False
         if unit.policy.reshard_after_forward:
             # The root's backward runs right after its forward: resharding would only cause another all-gather.
             return not (unit.policy.keep_unsharded_for_backward and unit.awaits_backward and self.is_recorded)
@@ -153,10 +171,25 @@ class IterationState:
 
     # --- backward ---
 
+    def note_versions(self, *, is_known: bool) -> None:
+        """Called when a recorded forward begins and ends. A backward then checks that no parameter has changed."""
+        self._versions, self._changed = self._current_versions() if is_known else None, set()
+
+    def _current_versions(self) -> tuple[int, list[int]]:
+        # The version of a parameter does not show every step, see ``optimizer_watch.py``.
+        return self.units[0].layout.steps.count if self.units else 0, list(map(VERSION, self._parameters))
+
+    def _changed_units(self, num_steps: int, versions: list[int]) -> set[Unit]:
+        edited = {p for p, version in zip(self._parameters, versions, strict=True) if p._version != version}
+        layouts = [(unit, unit.layout) for unit in self.units if not unit.layout.is_marked_stale]
+        return {u for u, lay in layouts if lay.stepped_at > num_steps or not edited.isdisjoint(lay.local_parameters())}
+
     def begin_backward(self) -> None:
         """Called by the first hook of this root that runs in a backward."""
         if not self.in_backward:
             self.in_backward = True
+            if self._versions is not None and self._current_versions() != self._versions:
+                self._changed = self._changed_units(*self._versions)
             self.rank_checks.begin_backward()
             # 3. Only possible during a backward.
             Variable._execution_engine.queue_callback(self.end_backward)
@@ -169,6 +202,8 @@ class IterationState:
             raise not_while_summoned(unit, "backward")
         if not self.in_backward:
             self.begin_backward()
+        if unit in self._changed:
+            raise RuntimeError(message("changed-since-forward", unit=unit.name))
         unit.phase = Phase.PRE_BACKWARD
         unit.graph_task = graph_task()
         if trace.recorder is not None:
@@ -176,6 +211,8 @@ class IterationState:
         if self._deferred is not None:
             self._run_deferred_reshard(self._deferred, unit)
         unit.awaits_backward = False
+        # 7. Autograd turns on grad mode only with `create_graph=True`.
+        unit.keeps_for_graph |= torch.is_grad_enabled()
         if unit.policy.unshards_in_backward and unit.state is State.SHARDED:
             unit.unshard()
         if unit.state is not State.SHARDED:
@@ -196,12 +233,16 @@ class IterationState:
             trace.recorder.finish(self._spans.pop(unit, None))
         if nested and unit.state is State.UNSHARDED:
             self._deferred = unit
-        elif unit.policy.reshard_after_backward:
+        elif unit.policy.reshard_after_backward and not unit.keeps_for_graph:
             unit.reshard()
         if self.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch_backward(unit)
         if gradient is None:
             return
+        for computed in gradient.parts:
+            if computed.requires_grad:
+                raise RuntimeError(message("graph-of-gradients", unit=unit.name))
+        unit.keeps_for_graph = False
         if not unit.policy.reduces:
             unit.layout.keep_unreduced(gradient)
             return
@@ -226,6 +267,7 @@ class IterationState:
         self._deferred = None
         if (
             deferred.phase is not Phase.PRE_BACKWARD
+            and not deferred.keeps_for_graph
             and deferred.policy.reshard_after_forward
             and not deferred.policy.keep_unsharded_for_backward
         ):
@@ -235,7 +277,7 @@ class IterationState:
         """Ends this backward for the unit."""
         unit.phase = Phase.IDLE
         unit.awaits_backward = False
-        if unit.policy.reshard_after_backward:
+        if unit.policy.reshard_after_backward and not unit.keeps_for_graph:
             unit.reshard()
         else:
             # The memory is kept for the next iteration, but the user may now read the gradients.
@@ -248,8 +290,12 @@ class IterationState:
         parameters. Such a unit is resharded, because the next forward must not use values from before the step.
         """
         for unit in reversed(self.units):
-            if unit.phase is not Phase.POST_BACKWARD and self.backward_hooks[unit].is_overdue():
+            if unit.phase not in (Phase.POST_BACKWARD, Phase.FORWARD) and self.backward_hooks[unit].is_overdue():
                 self.post_backward(unit)
+        if self.in_forward:
+            # 6. The next backward waits for the reductions.
+            self._leave_backward()
+            return
         if not self.is_last_backward:
             # This iteration has another backward, which waits for these reductions and uses the recorded order.
             for unit in self.units:
@@ -274,8 +320,8 @@ class IterationState:
 
     def _leave_backward(self) -> None:
         for unit in self.units:
-            # The user may summon the parameters of one unit while other units compute.
-            if unit.phase is not Phase.SUMMONED:
+            # The user may summon the parameters of one unit while other units compute. 6. A forward may be running.
+            if unit.phase not in (Phase.SUMMONED, Phase.FORWARD):
                 unit.phase = Phase.IDLE
         self._spans.clear()
         self.in_backward = False
@@ -291,6 +337,8 @@ class IterationState:
         """Resets every unit after an iteration that ended in an exception, so that a new iteration can begin."""
         self.reducer.drop()
         for unit in self.units:
+            if unit.phase is Phase.FORWARD:
+                unit.phase = Phase.IDLE
             unit.layout.take_gradient(with_unreduced=False)
             unit.reshard()
             unit.limiter.clear()

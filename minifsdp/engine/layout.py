@@ -145,6 +145,8 @@ class Layout(ABC):
         parameters: the unit's original parameters, in order.
         reduces_unused: whether the reduction includes zeros for trainable parameters without a gradient.
         steps: the number of optimizer steps, shared by all units of the root.
+        is_marked_stale: whether the shard was written since the last all-gather, possibly without a change.
+        stepped_at: the number of the last step with gradients of an optimizer that holds parameters of this layout.
     """
 
     name: str = ""
@@ -154,6 +156,8 @@ class Layout(ABC):
     offloads: bool
     parameters: list[ParamInfo]
     reduces_unused: bool = False
+    is_marked_stale: bool = False
+    stepped_at: int = 0
     steps = Steps()
 
     def full_name(self, path: str) -> str:
@@ -250,6 +254,11 @@ class Layout(ABC):
     def part_over(self, mesh: MeshGroups, gradient: Gradient) -> Gradient:
         """The part of ``gradient`` whose parameters are sharded over ``mesh``; all of it if there is only one mesh."""
         return gradient
+
+    @property
+    @abstractmethod
+    def leaves(self) -> list[torch.Tensor]:
+        """The leaves that autograd computes gradients of; one for each of `local_parameters`, or for all of them."""
 
     @abstractmethod
     def keep_unreduced(self, gradient: Gradient) -> None:

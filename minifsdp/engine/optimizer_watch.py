@@ -114,9 +114,13 @@ class OptimizerWatch:
 
     def _count_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Counts a step for each root whose parameters ``optimizer`` holds. Returns whether there are any."""
-        counts = {layout.steps for layout in self._layouts_of(optimizer)}
+        layouts = self._layouts_of(optimizer)
+        counts = {layout.steps for layout in layouts}
         for steps in counts:
             steps.count += 1
+        if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
+            for layout in layouts:
+                layout.stepped_at = layout.steps.count
         return bool(counts)
 
     def _check_gradients_of(self, optimizer: torch.optim.Optimizer) -> None:

@@ -267,6 +267,11 @@ class PerParameterLayout(Layout):
         over = [index for index, number in enumerate(gradient.numbers) if self.params[number].mesh_groups == mesh]
         return Gradient([gradient.parts[index] for index in over], [gradient.numbers[index] for index in over])
 
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """Each parameter has its own leaf."""
+        return self._leaves
+
     def keep_unreduced(self, gradient: Gradient) -> None:
         """Accumulates in the reduce dtype. A backward that fails does not change the accumulated gradients."""
         for number, part in zip(gradient.numbers, gradient.parts, strict=True):

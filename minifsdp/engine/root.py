@@ -33,16 +33,18 @@ from typing import Any
 
 import torch
 
-from minifsdp.engine import validation
+from minifsdp.engine import requested, validation
 from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task
 from minifsdp.engine.collective_log import RootId, UnitName, log
 from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.hooks import IterationState
 from minifsdp.engine.layout import Steps
 from minifsdp.engine.lifetime import RateLimiter
+from minifsdp.engine.messages import message
 from minifsdp.engine.rank_checks import RankChecks
 from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.schedule import BackwardPrefetch
+from minifsdp.engine.side_outputs import SideOutputs
 from minifsdp.engine.unit import Phase, State, Unit, not_while_summoned
 
 
@@ -91,7 +93,7 @@ class RootState:
         self.comm_streams = comm_streams or CommStreams(device)
         self.limiter = RateLimiter(limit_all_gathers)
         self.units = [unit for _, unit in units]
-        self._forward_is_open = self.is_dissolved = False
+        self.is_dissolved = False
         self.after_optimizer: Any = None
         # A root state that is created again, for example after a conversion, keeps its identity for other ranks.
         root_id = units[0][1].root_id if units else RootId()
@@ -112,6 +114,8 @@ class RootState:
             backward_prefetch=backward_prefetch,
             forward_prefetch=forward_prefetch,
         )
+        self._requested = requested.RequestedParameters(self.units)
+        self._side_outputs = SideOutputs(self.units, self.iteration.pre_backward)
         self._connect_units()
 
     def _connect_units(self) -> None:
@@ -146,13 +150,15 @@ class RootState:
             Whether this is the outermost of the running calls. That call must call `end_forward` or `fail_forward`. It
             is usually the call of the outermost module, but an inner unit may be called on its own.
         """
-        if self._forward_is_open or graph_task() != NOT_IN_BACKWARD:
+        if self.iteration.in_forward or graph_task() != NOT_IN_BACKWARD:
             # A forward inside another forward, or a recomputation during backward, does not begin an iteration.
             return False
         # 1. An iteration that ended normally leaves no unit in forward and no backward open.
         if self.iteration.in_backward or Phase.FORWARD in [unit.phase for unit in self.units]:
             self.iteration.recover()
         # 2. Check before the first collective, so that a mistake raises an error on every rank.
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(message("function-transform", unit=self.units[0].name if self.units else ""))
         for unit in self.units if caller is None else (caller, *caller.inner):
             if unit.phase is Phase.SUMMONED:
                 raise not_while_summoned(unit, "forward")
@@ -166,26 +172,33 @@ class RootState:
         self.comm_streams.all_gather.wait_compute(self.after_optimizer)
         self.after_optimizer = None
         log.iteration += 1
+        self._side_outputs.watch_hooked_modules()
         # 4. Reshard units whose shard has changed since the all-gather.
         is_recorded = self.iteration.is_recorded = torch.is_grad_enabled()
+        if is_recorded:
+            self.iteration.note_versions(is_known=False)
         for unit in self.units:
             if (unit.state is not State.SHARDED or unit.policy.post_forward_mesh is not None) and (
                 (unit.is_for_evaluation and (is_recorded or unit.policy.reshard_after_evaluation))
                 or unit.layout.is_stale()
             ):
                 unit.reshard()
-        self._forward_is_open, self._caller = True, caller
+        self.iteration.in_forward, self._caller = True, caller
         self.iteration.num_forwards += 1
         return True
 
-    def end_forward(self) -> None:
-        """Called when the outermost call has returned."""
-        self._forward_is_open = False
+    def end_forward(self, output: Any) -> Any:
+        """Called when the outermost call has returned. Returns the output to pass to the caller."""
+        self.iteration.in_forward = False
+        if self.iteration.is_recorded:
+            output = self._requested.watch_output(output)
+            self.iteration.note_versions(is_known=True)
+            self._side_outputs.watch_attributes()
         # Without a backward, the optimizer may run next and write to a shard that an unused prefetch still reads.
         self.comm_streams.all_gather.join()
         units = self.units if self._caller is None else (self._caller,)
         if self.iteration.is_recorded and any(unit.counted_in == self.iteration.num_forwards for unit in units):
-            return
+            return output
         # 5. Memory is kept for later evaluations, or for the backward of an earlier forward.
         for unit in self.units:
             if unit.ran_in == self.iteration.num_forwards and unit.state is not State.SHARDED:
@@ -196,10 +209,11 @@ class RootState:
         if any(unit.layout.offloads for unit in self.units):
             # No backward will wait for the copies of the shards, and the user may write to the shards next.
             self.comm_streams.all_gather.synchronize()
+        return output
 
     def fail_forward(self) -> None:
         """Called when the outermost call has raised an error. Resets the units to their state before the forward."""
-        self._forward_is_open = False
+        self.iteration.in_forward = False
         self.iteration.recover()
 
     def recover_after_error(self) -> None:
@@ -210,4 +224,4 @@ class RootState:
     @property
     def is_busy(self) -> bool:
         """Whether a forward or a backward of this root is running."""
-        return self._forward_is_open or self.iteration.in_backward
+        return self.iteration.in_forward or self.iteration.in_backward

@@ -137,6 +137,8 @@ class Unit(Generic[LayoutT]):
         planned_for: the dtype of the unsharded parameters when the reductions were planned.
         num_uses: number of recorded forwards since the last backward, only for units without trainable parameters.
         is_for_evaluation: whether the parameters were all-gathered for a forward without a backward.
+        keeps_for_graph: whether a backward with ``create_graph=True`` used the parameters. The graph of its gradients
+            refers to them, so they stay unsharded until the gradients of the parameters are computed.
     """
 
     def __init__(
@@ -154,7 +156,7 @@ class Unit(Generic[LayoutT]):
         self.name, self.root_id = type(module).__name__, RootId()
         self.state, self.phase = State.SHARDED, Phase.IDLE
         self.planned_for: object = None
-        self.awaits_backward = self.is_for_evaluation = False
+        self.awaits_backward = self.is_for_evaluation = self.keeps_for_graph = False
         self.inner: frozenset[Unit] = frozenset()
         self.graph_task, self.num_uses, self.num_pending, self.counted_in, self.ran_in = -1, 0, 0, -1, -1
         self.comm_streams: CommStreams
@@ -240,7 +242,7 @@ class Unit(Generic[LayoutT]):
         if to_smaller_mesh and post_forward_mesh is not None:
             post_forward_mesh.begin()
         self.layout.use_sharded_params()
-        self.state = State.SHARDED
+        self.state, self.keeps_for_graph = State.SHARDED, False
         event = self.layout.free()
         if event is not None:
             if trace.recorder is not None:

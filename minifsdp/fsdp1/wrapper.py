@@ -201,7 +201,7 @@ class Wrapper(nn.Module):
                 root_state.fail_forward()
             raise
         if is_outermost_call:
-            root_state.end_forward()
+            output = root_state.end_forward(output)
             if self._full_precision_in_eval and not torch.is_grad_enabled():
                 self._choose_precision(for_backward=True)
         return output

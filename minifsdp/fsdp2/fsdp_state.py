@@ -149,7 +149,7 @@ class FSDPState(_State):
                     # Some modules of this state were not called in this forward. The model may use their parameters
                     # anyway, and backward may reach them before it reaches an output of the other modules.
                     state._leave(root_state, state.unit, state._waiting, (args, kwargs), output)
-            root_state.end_forward()
+            output = root_state.end_forward(output)
         return output
 
     def _leave(self, root_state: RootState, unit: Unit, modules: set[nn.Module], inputs: Any, output: Any) -> None:

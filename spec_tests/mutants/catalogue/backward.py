@@ -442,9 +442,9 @@ MUTANTS = [
     ),
     Mutant(
         "nodes-are-silent",
-        "_Node.backward",
-        "        ctx.notify()\n",
-        "",
+        "InputsHooks._reached",
+        "            self._post_backward(self._unit)\n",
+        "            pass\n",
         "The post-backward hook does not run when the gradients of a module's inputs are ready.",
         "FS2-17",
     ),

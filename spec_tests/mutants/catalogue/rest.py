@@ -74,7 +74,7 @@ MUTANTS = [
     Mutant(
         "inputs-that-reach-nobody-are-forgotten",
         "IterationState.end_backward",
-        "if unit.phase is not Phase.POST_BACKWARD and self.backward_hooks[unit].is_overdue():",
+        "if unit.phase not in (Phase.POST_BACKWARD, Phase.FORWARD) and self.backward_hooks[unit].is_overdue():",
         "if False:",
         "A sharded unit whose inputs require no gradient is never reduced.",
         "PAR-05 FS2-13",
@@ -325,7 +325,7 @@ MUTANTS = [
     Mutant(
         "summoned-until-something-runs",
         "IterationState._leave_backward",
-        "if unit.phase is not Phase.SUMMONED:",
+        "if unit.phase not in (Phase.SUMMONED, Phase.FORWARD):",
         "if True:",
         "The end of any iteration resets the summoned state of a unit.",
         "FUZZ-11",

@@ -34,7 +34,7 @@ MUTANTS = [
     Mutant(
         "kept-after-backward",
         "IterationState.post_backward",
-        "elif unit.policy.reshard_after_backward:\n            unit.reshard()",
+        "elif unit.policy.reshard_after_backward and not unit.keeps_for_graph:\n            unit.reshard()",
         "elif False:\n            unit.reshard()",
         "Units are resharded only at the end of the whole backward.",
         "SHARD-04",
@@ -498,7 +498,7 @@ MUTANTS = [
     Mutant(
         "closed-units-are-always-freed",
         "IterationState._close",
-        "if unit.policy.reshard_after_backward:",
+        "if unit.policy.reshard_after_backward and not unit.keeps_for_graph:",
         "if True:",
         "The end of backward reshards units that should stay unsharded.",
         "SHARD-10",

@@ -1,0 +1,113 @@
+"""Detects a backward that requests gradients of registered parameters, and computes them.
+
+``loss.backward(inputs=parameters)`` and ``autograd.grad(loss, parameters)`` only execute the nodes of the graph that
+lead to the requested tensors. Users pass the *registered* parameters, but the leaves of the graph are other tensors,
+the unsharded parameters. So autograd would find no path, compute nothing and raise no error.
+
+Therefore each output of the root passes through a node, which has a path to all registered parameters::
+
+    loss ... output --(node)-- output of the root's module ... unsharded parameters
+                       |
+                       +----- registered parameters
+
+The node is the identity. It sends no gradient to the registered parameters, so a plain backward works as without it. In
+a backward that requests registered parameters, autograd executes the node. The node then runs a nested backward that
+requests the unsharded parameters instead, with all hooks of the units. A gradient of ``autograd.grad`` is returned and
+not accumulated. A shard cannot be returned in this way, so this raises an error.
+
+Worked example: ``backward(inputs=[shard of a.weight, x])``. The nested backward computes the gradient of the unsharded
+``a.weight``, and the hooks of its unit reduce it. Then the outer backward computes the gradient of ``x``.
+
+*In torch:* the flat parameter is also the leaf of the graph. ``fully_shard`` computes nothing and raises no error.
+
+Spec: PROG-20, PROG-30.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from minifsdp.engine.messages import message
+from minifsdp.engine.precision import map_tensors
+from minifsdp.engine.unit import Unit
+
+
+class RequestedParameters:
+    """The registered parameters of one root, and the nodes at its outputs.
+
+    Args:
+        units: the units of the root.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = units
+        self._registered = [parameter for unit in units for parameter in unit.layout.local_parameters()]
+        # No user requests this tensor, so autograd only reaches its node in a backward that requests nothing.
+        with torch.inference_mode(False):
+            self._unrequested = torch.zeros(0, requires_grad=True)
+            self._probe = _node_of(self._unrequested)
+
+    def watch_output(self, output: Any) -> Any:
+        """Called after a recorded forward of the root; returns the output to pass to the caller."""
+        if not isinstance(output, torch.Tensor | tuple | list | dict):
+            return output
+        # Autograd would call the hooks of a registered parameter without a gradient.
+        paths = [self._unrequested, *[p for p in self._registered if not p._backward_hooks]]
+        return map_tensors(
+            lambda t: _Identity.apply(self, t, *paths) if t.grad_fn else t,  # type: ignore[no-untyped-call]
+            output,
+        )
+
+    def compute(self, edge: GradientEdge, gradient: torch.Tensor) -> None:
+        """Computes the requested gradients in a nested backward. Does nothing in a backward that requests nothing.
+
+        Args:
+            edge: where the graph of the root's module begins.
+            gradient: the gradient of the output there.
+        """
+        is_requested, inputs = torch._C._will_engine_execute_node, []
+        for unit in self._units if not is_requested(self._probe) else ():
+            leaves, trained = unit.layout.leaves, [p for p in unit.layout.local_parameters() if p.requires_grad]
+            try:
+                requested = {p for p in trained if is_requested(_node_of(p))}
+            except RuntimeError as error:
+                # Raised for a parameter that is requested with `autograd.grad`.
+                raise RuntimeError(message("autograd-grad", unit=unit.name)) from error
+            if requested and torch.is_grad_enabled():
+                raise RuntimeError(message("graph-of-gradients", unit=unit.name))
+            if len(leaves) == len(unit.layout.local_parameters()):
+                leaves = [
+                    leaf for leaf, p in zip(leaves, unit.layout.local_parameters(), strict=True) if p in requested
+                ]
+            elif 0 < len(requested) < len(trained):
+                raise RuntimeError(message("part-of-unit", unit=unit.name, num=len(requested), number=len(trained)))
+            inputs += leaves if requested else []
+        if inputs:
+            torch.autograd.backward([edge], [gradient], retain_graph=True, inputs=inputs)
+
+
+def _node_of(parameter: torch.Tensor) -> Any:
+    """The node that accumulates the gradient of a leaf tensor."""
+    with torch.enable_grad():
+        return parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+class _Identity(torch.autograd.Function):
+    """The node at an output of the root, whose other inputs get no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, requested: RequestedParameters, tensor: torch.Tensor, *paths: torch.Tensor) -> torch.Tensor:
+        ctx.requested, ctx.num_paths = requested, len(paths)
+        # Not ``tensor`` itself: autograd would not allow the caller to change it in place.
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.requested.compute(GradientEdge(*ctx.next_functions[0]), gradient)
+        return None, gradient, *(None,) * ctx.num_paths
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, tangent: torch.Tensor, *paths: None) -> torch.Tensor:
+        return tangent.view_as(tangent)

@@ -1,0 +1,91 @@
+"""Activations that the program takes from inside a unit, without the output of the unit.
+
+A loss may depend on a tensor that a module keeps as an attribute, or that the program's forward hook has seen. If no
+output of the unit is part of the loss, no pre-backward hook would run, and autograd would read freed parameters. So
+these tensors get the pre-backward hook as well::
+
+    class Block:
+        def forward(self, x):
+            self.balance = self.router(x).var()       # an attribute: found after the first recorded forward
+            return self.experts(x)
+
+    block.experts.register_forward_hook(keep)         # a hook: found before the next forward
+
+* *Attributes.* After the first recorded forward, `SideOutputs` looks for tensors with a graph in the attributes of all
+  modules, also in lists, tuples and dicts. Later forwards only look at the attributes that had one.
+* *Forward hooks.* If the number of forward hooks of all modules has changed, the hooked modules get one more hook. It
+  registers the pre-backward hook on their outputs.
+
+*In torch:* such a loss raises an error about a storage of size 0.
+
+Spec: PROG-27, PROG-28.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, UnitCallback, graph_task, register_pre_backward_hook
+from minifsdp.engine.precision import tensors_in
+from minifsdp.engine.unit import Phase, State, Unit
+
+# The key of the added hook in the forward hooks of a module.
+WATCH = "minifsdp: side outputs"
+
+
+class SideOutputs:
+    """The activations of one root that are kept in attributes of modules or seen by forward hooks.
+
+    Args:
+        units: the units of the root.
+        pre_backward: called when the gradient of such an activation is computed.
+    """
+
+    def __init__(self, units: Sequence[Unit], pre_backward: UnitCallback) -> None:
+        self._pre_backward, outputs = pre_backward, {unit.module for unit in units}
+        # The innermost unit of each module.
+        self._unit_of: dict[nn.Module, Unit] = {}
+        for unit in sorted(units, key=lambda unit: -len(list(unit.module.modules()))):
+            self._unit_of.update(dict.fromkeys(unit.module.modules(), unit))
+        self._inside = [module for module in self._unit_of if module not in outputs]
+        self._hooks, self._num_hooks = [module._forward_hooks for module in self._inside], 0
+        # The attributes that had a tensor with a graph: the unit, the dict of the module, and the name.
+        self._attributes: list[tuple[Unit, dict[str, Any], str]] | None = None
+
+    def watch_hooked_modules(self) -> None:
+        """Called before a forward: adds a hook to each module that has forward hooks of the program."""
+        if sum(map(len, self._hooks)) != self._num_hooks:
+            for module in self._inside:
+                watch = partial(self._watch, self._unit_of[module])
+                hooks: dict[Any, Any] = module._forward_hooks
+                if hooks and WATCH not in hooks:
+                    hooks[WATCH] = watch
+            self._num_hooks = sum(map(len, self._hooks))
+
+    def watch_attributes(self) -> None:
+        """Called after a recorded forward: registers the pre-backward hook on tensors in attributes."""
+        if self._attributes is None:
+            # Attributes of `nn.Module` itself begin with an underscore. A unit that stays unsharded needs no hook.
+            each = [(u, vars(m)) for m, u in self._unit_of.items() if u.state is State.SHARDED]
+            places = [(unit, values, name) for unit, values in each for name in values if not name.startswith("_")]
+            self._attributes = [place for place in places if self._watch_attribute(*place)]
+            return
+        for place in self._attributes:
+            self._watch_attribute(*place)
+
+    def _watch_attribute(self, unit: Unit, attributes: dict[str, Any], name: str) -> bool:
+        kept = [tensor for tensor in tensors_in(attributes.get(name)) if tensor.grad_fn is not None]
+        self._watch(unit, None, None, kept)
+        return bool(kept)
+
+    def _watch(self, unit: Unit, _: nn.Module | None, __: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and graph_task() == NOT_IN_BACKWARD:
+            register_pre_backward_hook([output], lambda _: self._reached(unit))
+
+    def _reached(self, unit: Unit) -> None:
+        # After its backward, the unit does not need its parameters again.
+        if unit.phase is not Phase.POST_BACKWARD:
+            self._pre_backward(unit)

@@ -1,0 +1,367 @@
+"""Programs that use autograd beyond ``loss.backward()``, with both APIs and all strategies.
+
+Each program runs on the sharded model and on a plain copy. All ranks have the same batch, so the mean of the gradients
+over the ranks is the gradient of the plain copy. After two steps, the parameters of both must be equal.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.distributed.tensor import DTensor
+
+from minifsdp import FullyShardedDataParallel, ShardingStrategy
+from minifsdp.wrap import ModuleWrapPolicy
+from spec_tests.fsdp2.subject import fully_shard
+from spec_tests.harness import device, ranks
+
+
+class Block(nn.Module):
+    """A residual block that keeps an auxiliary loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.router = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+        self.kept: Any = None
+
+    def forward(self, x: Tensor) -> Any:
+        y = x + self.second(torch.tanh(self.first(x)))
+        self.kept = [self.router(y).softmax(-1).mean(0).pow(2).sum()]
+        return y
+
+
+class InPlace(Block):
+    def forward(self, x: Tensor) -> Any:
+        x = nn.functional.relu(x, inplace=True)
+        return self.second(torch.tanh(self.first(x))) + self.router(x).sum()
+
+
+class IntoList(Block):
+    def forward(self, x: Any) -> Any:
+        x.append(self.router(x[-1]).sum() + self.second(torch.tanh(self.first(x[-1]))))
+
+
+class IntoInput(Block):
+    def forward(self, x: Any) -> Any:
+        y = 1 * x
+        x += self.router(y).sum() + self.second(torch.tanh(self.first(y)))
+
+
+class Net(nn.Module):
+    """Two blocks between parameters of the root."""
+
+    def __init__(self, kind: type[Block] = Block) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.head = nn.ModuleList(kind() for _ in range(2)), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(torch.tanh(x))
+
+
+class UsesInputAgain(Net):
+    def forward(self, x: Tensor) -> Any:
+        x = self.head.weight * x
+        for block in self.blocks:
+            y = block(x)
+            x = (x if y is None else y + x) * 1
+        return self.head(x)
+
+
+class OneList(Net):
+    def forward(self, x: Tensor) -> Any:
+        passed = [x]
+        for block in self.blocks:
+            block(passed)
+        assert len(passed) == 3
+        return self.head(passed[-1])
+
+
+class Forces(Net):
+    """An energy and its gradient, computed inside the forward."""
+
+    with_graph = True
+
+    def forward(self, x: Tensor) -> Any:
+        h = x = x.clone().requires_grad_()
+        for block in self.blocks:
+            h = block(h)
+        energy = self.head(h).sum()
+        force = torch.autograd.grad(energy, x, create_graph=self.with_graph, retain_graph=True)[0]
+        return energy + self.head(self.blocks[1](x + force)).sum(), force
+
+
+class ForcesWithoutGraph(Forces):
+    with_graph = False
+
+
+def original(block: nn.Module) -> Any:
+    return block.module if isinstance(block, FullyShardedDataParallel) else block
+
+
+def blocks_of(model: nn.Module) -> list[Any]:
+    inside: Any = original(model)
+    return [original(block) for block in inside.blocks]
+
+
+def plain(model: nn.Module, x: Tensor) -> None:
+    model(x).pow(2).mean().backward()
+
+
+def requested(model: nn.Module, x: Tensor) -> None:
+    parameters = list(model.parameters())
+    model(x).pow(2).mean().backward(inputs=parameters)
+
+
+def requested_with_input(model: nn.Module, x: Tensor) -> None:
+    x = x.clone().requires_grad_()
+    parameters = list(model.parameters())
+    model(x).pow(2).mean().backward(inputs=[x, *parameters])
+    assert x.grad is not None
+
+
+def requested_input_first(model: nn.Module, x: Tensor) -> None:
+    x = x.clone().requires_grad_()
+    model(x).pow(2).mean().backward(inputs=[x])
+    assert all(parameter.grad is None for parameter in model.parameters())
+    plain(model, x.detach())
+
+
+def forces(model: nn.Module, x: Tensor) -> None:
+    energy, force = model(x)
+    (energy**2 + force.pow(2).sum()).backward()
+
+
+def penalty(model: nn.Module, x: Tensor) -> None:
+    x = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    ((gradient.norm(dim=1) - 1) ** 2).mean().backward()
+
+
+def penalty_among_forwards(model: nn.Module, x: Tensor) -> None:
+    x = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    (((gradient.norm(dim=1) - 1) ** 2).mean() + model(2 * x).mean() - model(x).mean()).backward()
+
+
+def products(model: nn.Module, x: Tensor) -> None:
+    x = x.clone().requires_grad_()
+    output = model(x)
+    (gradient,) = torch.autograd.grad(output.pow(2).sum(), x, create_graph=True)
+    for _ in range(2):
+        torch.autograd.grad(gradient, x, torch.ones_like(gradient), retain_graph=True)
+    (output.mean() + gradient.pow(2).mean()).backward()
+
+
+def output_gradients(model: nn.Module, x: Tensor) -> None:
+    x = x.clone().requires_grad_()
+    output = model(x)
+    ones = torch.ones_like(output, requires_grad=True)
+    (gradient,) = torch.autograd.grad(output, x, ones, create_graph=True)
+    (tangent,) = torch.autograd.grad(gradient, ones, torch.ones_like(gradient), create_graph=True)
+    tangent.pow(2).sum().backward()
+
+
+def kept(model: nn.Module, x: Tensor) -> None:
+    model(x)
+    torch.stack([block.kept[0] for block in blocks_of(model)]).sum().backward()
+
+
+def hooked(model: nn.Module, x: Tensor) -> None:
+    seen: list[Tensor] = []
+    hooks = [
+        block.first.register_forward_hook(lambda _, __, out: seen.append(out.tanh())) for block in blocks_of(model)
+    ]
+    model(x)
+    for hook in hooks:
+        hook.remove()
+    torch.stack(seen).pow(2).mean().backward()
+
+
+def tangents(model: nn.Module, x: Tensor) -> None:
+    with warnings.catch_warnings(), forward_ad.dual_level():
+        warnings.simplefilter("ignore")  # PyTorch's own, when it loads decompositions.
+        tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+        assert tangent is not None
+        tangent.pow(2).mean().backward()
+
+
+def layouts(model: Net) -> Iterator[tuple[str, nn.Module]]:
+    """The model in all layouts and strategies, each with units."""
+    kind = type(model.blocks[0])
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
+        for originals in (False, True):
+            wrapped = FullyShardedDataParallel(
+                copy.deepcopy(model),
+                auto_wrap_policy=ModuleWrapPolicy({kind}),
+                sharding_strategy=strategy,
+                use_orig_params=originals,
+                device_id=device(),
+            )
+            yield f"{strategy.name} originals={originals}", wrapped
+    for reshard in (True, False):
+        sharded = copy.deepcopy(model).to(device())
+        for block in sharded.blocks:
+            fully_shard(block, reshard_after_forward=reshard)
+        yield f"fully_shard {reshard}", fully_shard(sharded, reshard_after_forward=reshard)
+
+
+def full_values(model: nn.Module) -> list[Tensor]:
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model):
+            return [parameter.detach().clone() for parameter in model.parameters()]
+    parameters = [parameter.detach() for parameter in model.parameters()]
+    return [parameter.full_tensor() if isinstance(parameter, DTensor) else parameter for parameter in parameters]
+
+
+def trained(model: nn.Module, program: Callable[..., None]) -> list[Tensor]:
+    torch.manual_seed(1)
+    x = torch.randn(4, 8).to(device())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        program(model, x)
+        optimizer.step()
+    return full_values(model)
+
+
+def check_equal_to_plain(program: Callable[..., None], make: Callable[[], Net]) -> None:
+    model = make()
+    expected = trained(copy.deepcopy(model).to(device()), program)
+    for name, sharded in layouts(model):
+        for value, right in zip(trained(sharded, program), expected, strict=True):
+            torch.testing.assert_close(
+                value, right, atol=1e-5, rtol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+CASES: dict[str, tuple[Callable[..., None], Callable[[], Net]]] = {
+    "PROG-20 parameters": (requested, Net),
+    "PROG-20 parameters and an input": (requested_with_input, Net),
+    "PROG-20 an input": (requested_input_first, Net),
+    "PROG-23 forces": (forces, Forces),
+    "PROG-23 forces without a graph": (forces, ForcesWithoutGraph),
+    "PROG-24 penalty": (penalty, Net),
+    "PROG-24 penalty among forwards": (penalty_among_forwards, Net),
+    "PROG-24 products": (products, Net),
+    "PROG-24 output gradients": (output_gradients, Net),
+    "PROG-27 attributes": (kept, Net),
+    "PROG-28 hooks": (hooked, Net),
+    "PROG-29 list": (plain, lambda: OneList(IntoList)),
+    "PROG-29 input": (plain, lambda: UsesInputAgain(IntoInput)),
+    "PROG-30 in place": (plain, lambda: UsesInputAgain(InPlace)),
+    "PROG-31 tangents": (tangents, Net),
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.spec(c.split()[0])) for c in CASES])
+@ranks(2)
+def test_program_trains_as_the_plain_model(case: str) -> None:
+    check_equal_to_plain(*CASES[case])
+
+
+def parts_of_a_unit(model: nn.Module, x: Tensor) -> None:
+    model(x).mean().backward(inputs=list(model.parameters())[:1])
+
+
+def gradients_of_parameters(model: nn.Module, x: Tensor) -> None:
+    parameters = list(model.parameters())
+    torch.autograd.grad(model(x).mean(), parameters, allow_unused=True)
+
+
+def graph_of_gradients(model: nn.Module, x: Tensor) -> None:
+    model(x).pow(2).mean().backward(create_graph=True)
+
+
+def graph_of_requested_gradients(model: nn.Module, x: Tensor) -> None:
+    parameters = list(model.parameters())
+    model(x).pow(2).mean().backward(create_graph=True, inputs=parameters)
+
+
+def step_before_backward(model: nn.Module, x: Tensor) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    plain(model, x)
+    loss = model(x).pow(2).mean()
+    optimizer.step()
+    loss.backward()
+
+
+def average_before_backward(model: nn.Module, x: Tensor) -> None:
+    parameters = list(model.parameters())
+    loss = model(x).pow(2).mean()
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.mul_(0.9)
+    loss.backward()
+
+
+def transform(model: nn.Module, x: Tensor) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's own, when it loads decompositions.
+        torch.func.jvp(lambda v: model(v), (x,), (torch.ones_like(x),))
+
+
+REFUSED: dict[str, tuple[Callable[..., None], str]] = {
+    "PROG-22": (gradients_of_parameters, "autograd-grad"),
+    "PROG-25": (graph_of_gradients, "graph-of-gradients"),
+    "PROG-25 requested": (graph_of_requested_gradients, "graph-of-gradients"),
+    "PROG-26 step": (step_before_backward, "changed-since-forward"),
+    "PROG-26 average": (average_before_backward, "changed-since-forward"),
+    "PROG-31": (transform, "function-transform"),
+}
+
+
+def check_refused(program: Callable[..., None], entry: str) -> None:
+    x = torch.ones(4, 8).to(device())
+    for name, model in layouts(Net()):
+        with pytest.raises(RuntimeError, match=f"#E-{entry}"):
+            program(model, x)
+        # The next iteration works.
+        model.zero_grad()
+        plain(model, x)
+        assert any(parameter.grad is not None for parameter in model.parameters()), name
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.spec(c.split()[0])) for c in REFUSED])
+@ranks(2)
+def test_program_is_refused_by_name(case: str) -> None:
+    check_refused(*REFUSED[case])
+
+
+@pytest.mark.spec("PROG-21")
+@ranks(2)
+def test_part_of_a_unit_is_refused() -> None:
+    model = FullyShardedDataParallel(Net(), use_orig_params=True, device_id=device())
+    with pytest.raises(RuntimeError, match="#E-part-of-unit"):
+        parts_of_a_unit(model, torch.ones(4, 8).to(device()))
+
+
+@pytest.mark.spec("PROG-26")
+@ranks(2)
+def test_summoned_parameters_without_a_change_are_not_refused() -> None:
+    model = FullyShardedDataParallel(Net(), auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=device())
+    loss = model(torch.ones(4, 8).to(device())).mean()
+    with FullyShardedDataParallel.summon_full_params(model):
+        pass
+    loss.backward()
+
+
+@pytest.mark.spec("PROG-24")
+@ranks(2)
+def test_units_are_resharded_after_the_gradients_of_parameters() -> None:
+    model = FullyShardedDataParallel(Net(), auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=device())
+    x = torch.ones(4, 8).to(device()).requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    units = model._root_state.iteration.units  # type: ignore[union-attr]
+    assert {unit.state.name for unit in units} == {"UNSHARDED"}
+    gradient.pow(2).sum().backward()
+    assert {unit.state.name for unit in units} == {"SHARDED"}
