@@ -34,6 +34,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from minifsdp.engine.precision import map_tensors, tensors_in
@@ -97,8 +98,14 @@ class InputsHooks(BackwardHooks):
         """Passes the tensors in ``inputs`` through a node that runs when their gradients are computed."""
         if not torch.is_grad_enabled() or self._unit.phase is not Phase.FORWARD:
             return inputs
-        watched = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
+        others: list[torch.Tensor] = []
+        watched = [tensor for tensor in tensors_in(inputs, others) if tensor.requires_grad]
         if not watched:
+            return inputs
+        if any(tensor.requires_grad for tensor in others):
+            # The module may change a container that is no tuple, list or dict, so it must receive the caller's object.
+            # Hooks on the tensors run later than a node, because they also wait for other operations.
+            register_multi_grad_hook(watched, lambda _: self._reached())
             return inputs
         passed = iter(_Node.apply(self._reached, *watched))  # type: ignore[no-untyped-call]
         return map_tensors(lambda tensor: next(passed) if tensor.requires_grad else tensor, inputs)
@@ -131,6 +138,9 @@ def register_pre_backward_hook(output: Any, notify: Callable[[torch.Tensor], Non
     if not isinstance(output, torch.Tensor):
         left_out = {id(tensor) for tensor in tensors_in(apart_from)}
         tensors = [tensor for tensor in tensors_in(output) if id(tensor) not in left_out]
+        if not tensors and hasattr(output, "__dict__") and not isinstance(output, nn.Module):
+            # An object of a user's class.
+            tensors = list(tensors_in(vars(output)))
     is_registered = False
     for tensor in tensors:
         if tensor.requires_grad:
