@@ -290,7 +290,8 @@ def test_a_module_may_add_to_a_registered_container_of_its_caller(trains: bool) 
     plain = nn.ModuleList(Remembers() for _ in range(3)).to(device())
     model = copy.deepcopy(plain)
     for layer in model:
-        fully_shard(layer)
+        # The cast has nothing to do.
+        fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
     if trains:
         learns_as(plain, model, lambda net: run(net)[1].square().mean())
     with torch.set_grad_enabled(trains):
