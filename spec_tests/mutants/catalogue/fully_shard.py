@@ -380,6 +380,14 @@ MUTANTS = [
         "PROG-84",
     ),
     Mutant(
+        "partly-called-units-stay-unsharded",
+        "FSDPState.post_forward",
+        "            for state in self._grouped:\n",
+        "            for state in ():\n",
+        "A unit of several modules stays unsharded if a forward calls only some of them.",
+        "PROG-87",
+    ),
+    Mutant(
         "tensor-classes-are-sliced",
         "shard_of",
         "shards = tensor.chunk(num_shards, dim)",
