@@ -38,6 +38,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import register_multi_grad_hook
 
@@ -105,8 +106,14 @@ class InputsHooks(BackwardHooks):
         """Returns ``inputs`` with views, whose hook runs when their gradients are computed."""
         if not torch.is_grad_enabled() or self._unit.phase is not Phase.FORWARD:
             return inputs
-        watched = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
+        others: list[torch.Tensor] = []
+        watched = [tensor for tensor in tensors_in(inputs, others) if tensor.requires_grad]
         if not watched:
+            return inputs
+        if any(tensor.requires_grad for tensor in others):
+            # The module may change a container that is no tuple, list or dict, so it must receive the caller's object.
+            # Hooks on the caller's tensors run later, because they also wait for the caller's other operations.
+            register_multi_grad_hook(watched, self._reached)
             return inputs
         views = [tensor.view_as(tensor) for tensor in watched]
         if len(views) == 1:
@@ -183,6 +190,9 @@ def register_pre_backward_hook(
     elif not isinstance(output, torch.Tensor):
         left_out = {id(tensor) for tensor in tensors_in(apart_from)}
         tensors = [tensor for tensor in tensors_in(output) if id(tensor) not in left_out]
+        if not tensors and hasattr(output, "__dict__") and not isinstance(output, nn.Module):
+            # An object of a user's class.
+            tensors = list(tensors_in(vars(output)))
     is_registered = False
     for tensor in tensors:
         if tensor.requires_grad:

@@ -82,9 +82,9 @@ class ExtendedBucket:
             part.data = part.clone()
             self._padded, self.local_shards = part, [part]
         else:
-            # 1. A tensor of the parameter's class, with its own memory.
-            self._padded = part.new_zeros(self._padded_shape).to(self._storage_device)
-            self.local_shards = [self._padded.narrow(self._dim, 0, part.shape[self._dim])]
+            # 1. A tensor of the parameter's class, with its own memory. Some classes have no slices.
+            self._padded = own = part.new_zeros(self._padded_shape).to(self._storage_device)
+            self.local_shards = [own if own.shape == part.shape else own.narrow(self._dim, 0, part.shape[self._dim])]
             self.local_shards[0].copy_(part)
 
     def stamp(self) -> object:
@@ -131,11 +131,11 @@ class ExtendedBucket:
             return False
         tensor, inner = after(tuple(self._outputs), self._metadata, self.dtype)
         self._inner = [(one, one.untyped_storage().size()) for one in inner]
-        if tensor.ndim == len(self._shape):
-            # Drops the padding, for any strides.
-            tensor = tensor[tuple(map(slice, self._shape))]
-        else:
+        if tensor.ndim != len(self._shape):
             tensor = tensor.as_strided(self._shape, self._stride, 0)
+        elif tensor.shape != self._shape:
+            # Drops the padding, for any strides. Without padding, the module computes with the tensor as it is.
+            tensor = tensor.narrow(self._dim, 0, self._shape[self._dim])
         # `.data` has its own version counter: a later all-gather must not look like an in-place change.
         self.leaves = [nn.Parameter(tensor.data, requires_grad=False)]
         return True

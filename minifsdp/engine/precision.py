@@ -24,13 +24,16 @@ Inputs are cast as well, but only floating-point tensors. A token ID that is rou
 Spec: MP-02 to MP-17, DEV-08, STREAM-13.
 """
 
+import copy
 import dataclasses
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_flatten
 
 
 @dataclass(frozen=True)
@@ -58,10 +61,11 @@ class Precision:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Applies ``function`` to every tensor in ``value``, inside nested tuples, lists, dicts and dataclasses.
+    """Applies ``function`` to every tensor in ``value``, inside nested containers, see `tensors_in`.
 
-    Returns new containers of the same types, and does not change the caller's containers. Objects that are neither a
-    tensor nor one of these containers are returned unchanged.
+    Returns new containers of the same types, and does not change the caller's containers. A tuple, list or dict is
+    always new. A container of another class is only new if a tensor in it has changed. Objects that are neither a
+    tensor nor a container are returned unchanged.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
@@ -73,42 +77,87 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
         return type(value)(*(map_tensors(function, item) for item in value))
     if type(value) in (tuple, list):
         return type(value)([map_tensors(function, item) for item in value])
-    if isinstance(value, Mapping):
-        return _map_mapping(function, value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        changes = {f.name: map_tensors(function, getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
-        return dataclasses.replace(value, **changes)
-    return value
-
-
-def _map_mapping(function: Callable[[torch.Tensor], torch.Tensor], value: Mapping[Any, Any]) -> Any:
-    items = {key: map_tensors(function, item) for key, item in value.items()}
     if type(value) is dict:
-        return items
-    try:
-        return type(value)(items)  # type: ignore[call-arg]
-    except TypeError:
-        # A mapping with its own constructor, for example a model's output class. A shallow copy keeps its other
-        # attributes, and the items are set one by one.
-        copy = value.copy()  # type: ignore[attr-defined]
-        for key, item in items.items():
-            copy[key] = item
-        return copy
+        return {key: map_tensors(function, item) for key, item in value.items()}
+    parts = _parts(value)
+    if parts is None:
+        return value
+    items, attributes = map_tensors(function, parts[:2])
+    # The module may change the container, as a cache does. The caller only finds changes in the same object.
+    is_same = all(map(operator.is_, tensors_in(parts[:2]), tensors_in((items, attributes))))
+    return value if is_same else _rebuilt(value, items, attributes, parts[2])
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yields every tensor in ``value``, in the order of `map_tensors`."""
+def _parts(value: Any) -> tuple[dict[Any, Any], dict[str, Any], Any] | None:
+    """The items and the attributes of a container that is not a tuple, list or dict, and its pytree spec.
+
+    Returns:
+        ``None`` for an object that is not a container.
+    """
+    if value is None or isinstance(value, (int, float, str)):
+        return None
+    # Opens one level.
+    items, spec = tree_flatten(value, is_leaf=lambda item: item is not value)
+    attributes = getattr(value, "__dict__", {})
+    if not spec.is_leaf():
+        return dict(enumerate(items)), {}, spec
+    if isinstance(value, Mapping):
+        # Some mappings store each item a second time, as an attribute.
+        return dict(value.items()), {name: item for name, item in attributes.items() if name not in value}, spec
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return dict(enumerate(value)), dict(attributes), spec
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = (field.name for field in dataclasses.fields(value))
+        return {}, {name: getattr(value, name) for name in names if hasattr(value, name)}, spec
+    return None
+
+
+def _rebuilt(value: Any, items: dict[Any, Any], attributes: dict[str, Any], spec: Any) -> Any:
+    """A container of the class of ``value`` with these items and attributes."""
+    if not spec.is_leaf():
+        return spec.unflatten(items.values())
+    if isinstance(value, Mapping):
+        try:
+            made: Any = type(value)(items)  # type: ignore[call-arg]
+        except TypeError:
+            # A mapping with its own constructor, for example a model's output class. `dict.copy` returns a plain dict.
+            has_copy = type(value).copy is not dict.copy  # type: ignore[attr-defined]
+            made = value.copy() if has_copy else copy.copy(value)  # type: ignore[attr-defined]
+            for key, item in items.items():
+                made[key] = item
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        made = type(value)(items.values())
+    else:
+        # The constructor of a dataclass may compute fields or have other arguments.
+        made = copy.copy(value)
+    for name, item in attributes.items():
+        object.__setattr__(made, name, item)
+    return made
+
+
+def tensors_in(value: Any, others: list[torch.Tensor] | None = None) -> Iterator[torch.Tensor]:
+    """Yields every tensor in ``value``, in the order of `map_tensors`.
+
+    Looks inside tuples, lists, dicts and sets, also of a user's class, inside mappings and dataclasses, and inside
+    classes that are registered with ``torch.utils._pytree``, for example deques.
+
+    Args:
+        value: a tensor, a container, or another object, in which no tensor is found.
+        others: to this list, adds the tensors in containers that are not a tuple, list or dict.
+    """
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, (tuple, list)):
+    elif type(value) in (tuple, list) or (isinstance(value, tuple) and hasattr(value, "_fields")):
         for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, Mapping):
+            yield from tensors_in(item, others)
+    elif type(value) is dict:
         for item in value.values():
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
+            yield from tensors_in(item, others)
+    elif (parts := _parts(value)) is not None:
+        for tensor in tensors_in(parts[:2]):
+            if others is not None:
+                others.append(tensor)
+            yield tensor
 
 
 def cast_floating(dtype: torch.dtype, args: Any) -> Any:

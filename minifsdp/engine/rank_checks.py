@@ -186,6 +186,7 @@ class RankChecks:
         if self._arrived is None:
             self.read_now()
 
+    @_disable_current_modes()
     def read_now(self) -> None:
         """Reads the answer. The CPU waits for it if it has not arrived.
 

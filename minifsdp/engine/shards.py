@@ -49,9 +49,9 @@ def padded_shard_numel(shape: torch.Size, dim: int, num_shards: int) -> int:
 
 
 def shard_of(tensor: torch.Tensor, dim: int, num_shards: int, index: int) -> torch.Tensor:
-    """Shard ``index`` of an unsharded tensor, as a view."""
-    rows = shard_range(tensor.shape[dim], num_shards, index)
-    return tensor.narrow(dim, rows.start, len(rows))
+    """Shard ``index`` of an unsharded tensor, as a view. Some tensor classes can only be split."""
+    shards = tensor.chunk(num_shards, dim)
+    return shards[index] if index < len(shards) else tensor.narrow(dim, 0, 0)
 
 
 def with_own_storage(view: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ Spec: FS2-09, FS2-13, FS2-17, FS2-21, FS2-MP-04 to FS2-MP-06, NEW-04, NEW-15.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -214,6 +215,20 @@ class FSDPState(_State):
         return root_state
 
     # --- attributes that libraries read ---
+
+    # The schedules call a method of each of these states, and `_root_post_backward_final_callback` after it, which is
+    # enough.
+    _state_ctx = SimpleNamespace(all_states=())
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Reduces all gradients after the last micro-batch, if a pipeline schedule has split each backward.
+
+        The gradients of the weights are then computed by ``autograd.grad``, which calls no hooks of the unit.
+        """
+        iteration = self.current_root_state().iteration
+        iteration.in_backward = True
+        iteration.rank_checks.begin_backward()
+        iteration.end_backward()
 
     @property
     def _fsdp_param_group(self) -> ParamGroup | None:

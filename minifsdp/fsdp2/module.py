@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 from minifsdp.arguments import FACTOR, FUNCTION, MODULES, SWITCH, Kind, is_a, require
@@ -257,7 +258,8 @@ def add_methods(module: nn.Module) -> None:
 @functools.cache
 def _sharded_class(original: type[Any]) -> type[Any]:
     """A subclass of `FSDPModule` and ``original``, created once for each class."""
-    return type(f"FSDP{original.__name__}", (FSDPModule, original), {})
+    # PyTorch's pipeline schedules check for torch's class. Last, so that no other class inherits its methods.
+    return type(f"FSDP{original.__name__}", (FSDPModule, original, torch_fsdp.FSDPModule), {})
 
 
 def _states(module: Any, recurse: bool) -> list[FSDPState]:

@@ -291,8 +291,8 @@ MUTANTS = [
     Mutant(
         "outputs-in-dicts-are-not-watched",
         "tensors_in",
-        "elif isinstance(value, Mapping):",
-        "elif False:",
+        "for item in value.values():",
+        "for item in ():",
         "Outputs inside a dict get no pre-backward hook.",
         "FS2-13",
     ),

@@ -98,8 +98,8 @@ MUTANTS = [
     Mutant(
         "inputs-in-dicts-are-not-moved",
         "map_tensors",
-        "        return _map_mapping(function, value)",
-        "        return value",
+        "return {key: map_tensors(function, item) for key, item in value.items()}",
+        "return value",
         "Tensors inside dicts are neither moved nor cast.",
         "DEV-08",
     ),
