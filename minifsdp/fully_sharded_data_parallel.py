@@ -201,6 +201,10 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         """Raises an error, because shards and hooks cannot be copied individually (NEW-22)."""
         raise RuntimeError(message("copy-of-wrapper"))
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raises an error, because process groups and hooks cannot be pickled (PROG-03)."""
+        raise RuntimeError(message("copy-of-wrapper"))
+
     # --- training ---
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -224,7 +228,8 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
     ) -> AbstractContextManager[None]:
         """Unshards all units in ``module`` inside the context, in the stored dtype (SUMMON-01 to 20).
 
-        All ranks must enter and exit it. Do not run a forward or a backward inside the context.
+        All ranks must enter and exit it. A forward inside the context uses the full parameters, in the stored dtype
+        (PROG-01). A backward of this forward raises an error.
 
         Args:
             module: the module to search for units; it need not be a wrapper itself.

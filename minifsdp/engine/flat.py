@@ -62,7 +62,6 @@ class FlatLayout(Layout):
         specs, local_shapes: for each parameter, its spec if it is a DTensor, and its shape in the flat tensor.
         shard_range: the elements of the flat tensor that this rank stores.
         is_stored, is_recorded_stored: whether to compute in the stored dtype, now and in the last recorded forward.
-        is_summoned: whether the modules have the parameters from ``summon_full_params``.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class FlatLayout(Layout):
         self._keep_reduce_dtype, self._compute_dtype = precision.keep_reduce_dtype, precision.computes_in(shard.dtype)
         self._variants: dict[torch.dtype, UnshardedTensor] = {}
         self.use_stored_dtype(False)
-        self.is_recorded_stored = self.is_summoned = self._is_shared = False
+        self.is_recorded_stored = self._is_shared = False
         self._on_gradient: Callable[[], None] | None = None
         self._before_concat: Callable[..., None] | None = None
         self._last_all_gather: object = None
@@ -224,6 +223,8 @@ class FlatLayout(Layout):
 
     def _assign(self, tensors: Sequence[torch.Tensor]) -> None:
         self._assigned = tensors
+        if self.is_summoned:
+            return
         for dictionary, attribute, index in self._attributes:
             dictionary[attribute.name] = tensors[index]
             if attribute.second_list:

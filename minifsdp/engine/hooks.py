@@ -41,6 +41,7 @@ from torch.autograd import Variable
 from minifsdp import trace
 from minifsdp.engine import backward_hooks
 from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task, register_pre_backward_hook
+from minifsdp.engine.messages import message
 from minifsdp.engine.rank_checks import RankChecks
 from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.schedule import BackwardPrefetch, Schedule
@@ -92,8 +93,8 @@ class IterationState:
 
     def pre_forward(self, unit: Unit) -> None:
         """Called directly before the unit's module runs. Afterwards the unit's parameters are unsharded."""
-        if unit.phase is Phase.PRE_BACKWARD:
-            # 4. Recomputation: the parameters are already unsharded.
+        if unit.phase in (Phase.PRE_BACKWARD, Phase.SUMMONED):
+            # 4. Recomputation, or full parameters of the user: the parameters are already unsharded.
             return
         if self._deferred is not None:
             self._run_deferred_reshard(self._deferred, unit)
@@ -117,7 +118,10 @@ class IterationState:
 
     def post_forward(self, unit: Unit, inputs: Any, output: Any) -> None:
         """Called directly after the unit's module has run."""
-        if unit.phase is not Phase.PRE_BACKWARD:
+        if unit.phase is Phase.SUMMONED:
+            if torch.is_grad_enabled():
+                register_pre_backward_hook(output, partial(_check_still_summoned, unit))
+        elif unit.phase is not Phase.PRE_BACKWARD:
             self.leave_forward(unit, is_recorded=self.watch_output(unit, inputs, output))
 
     def watch_output(self, unit: Unit, inputs: Any, output: Any) -> bool:
@@ -261,7 +265,7 @@ class IterationState:
         self.reducer.finish()
         self.rank_checks.read()
         for unit in self.units:
-            if unit.state is not State.SHARDED:
+            if unit.state is not State.SHARDED and unit.phase is not Phase.SUMMONED:
                 self._close(unit)
         self.schedule.end_iteration()
         self._forget_backward()
@@ -296,3 +300,9 @@ class IterationState:
             unit.limiter.clear()
         self.schedule.abandon_iteration()
         self._forget_backward()
+
+
+def _check_still_summoned(unit: Unit, *_: Any) -> None:
+    """Called in a backward of a forward with full parameters, which exist only inside ``summon_full_params``."""
+    if unit.phase is not Phase.SUMMONED:
+        raise RuntimeError(message("backward-while-summoned", unit=unit.name))

@@ -144,6 +144,7 @@ class Layout(ABC):
         offloads: whether shard and gradient are on the CPU between computations.
         parameters: the unit's original parameters, in order.
         reduces_unused: whether the reduction includes zeros for trainable parameters without a gradient.
+        is_summoned: whether the modules have the parameters from ``summon_full_params``.
         steps: the number of optimizer steps, shared by all units of the root.
     """
 
@@ -154,6 +155,7 @@ class Layout(ABC):
     offloads: bool
     parameters: list[ParamInfo]
     reduces_unused: bool = False
+    is_summoned: bool = False
     steps = Steps()
 
     def full_name(self, path: str) -> str:

@@ -154,7 +154,7 @@ class RootState:
             self.iteration.recover()
         # 2. Check before the first collective, so that a mistake raises an error on every rank.
         for unit in self.units if caller is None else (caller, *caller.inner):
-            if unit.phase is Phase.SUMMONED:
+            if unit.phase is Phase.SUMMONED and not unit.layout.is_summoned:
                 raise not_while_summoned(unit, "forward")
         validation.check_not_in_ddp((unit.layout.local_parameters(), unit.plan.mesh) for unit in self.units)
         for unit in self.units:
@@ -169,6 +169,8 @@ class RootState:
         # 4. Reshard units whose shard has changed since the all-gather.
         is_recorded = self.iteration.is_recorded = torch.is_grad_enabled()
         for unit in self.units:
+            if unit.phase is Phase.SUMMONED:
+                continue
             if (unit.state is not State.SHARDED or unit.policy.post_forward_mesh is not None) and (
                 (unit.is_for_evaluation and (is_recorded or unit.policy.reshard_after_evaluation))
                 or unit.layout.is_stale()
