@@ -178,7 +178,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Same as ``nn.Module``, but without wrapper prefixes inside ``summon_full_params`` (NAMES-02)."""
         self._recover_after_error()
-        return names.shown(self, super().named_parameters(*args, **kwargs))
+        return names.shown(self, names.kept_views(super().named_parameters(*args, **kwargs)))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Same as ``nn.Module``, but without wrapper prefixes inside ``summon_full_params`` (NAMES-03)."""

@@ -216,9 +216,15 @@ class FlatLayout(Layout):
             self.use_sharded_params()
 
     def use_sharded_params(self) -> None:
-        """Assigns the sharded tensors to the modules, unless the unsharded views are always valid."""
+        """Assigns the sharded tensors to the modules, or views of a flat parameter that is always unsharded."""
         sharded_params = self.registered.sharded_params
-        if self._assigned is not sharded_params and (self.use_orig_params or not self._unsharded.is_borrowed):
+        if self._unsharded.is_borrowed and not self.use_orig_params:
+            # Autograd rejects a view of a split after an optimizer step. It accepts a view of a single range.
+            ranges = zip(self.sharding.param_ranges(0), self.local_shapes, self.specs, strict=True)
+            leaf = self._unsharded.leaf
+            with torch.enable_grad():
+                self._assign([distributed_tensor(leaf[part].view(shape), spec) for part, shape, spec in ranges])
+        elif self._assigned is not sharded_params:
             self._assign(sharded_params)
 
     def _assign(self, tensors: Sequence[torch.Tensor]) -> None:
