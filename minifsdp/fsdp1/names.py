@@ -35,9 +35,9 @@ class KeptView(torch.Tensor):
     def _refuse(self, *_: Any) -> NoReturn:
         raise RuntimeError(message("kept-view", shape=tuple(self.shape)))
 
-    is_leaf = property(_refuse)  # type: ignore[assignment]
-    requires_grad_ = _refuse
-    requires_grad = property(lambda _: True, _refuse)  # type: ignore[assignment]
+    is_leaf = property(_refuse)
+    requires_grad_ = _refuse  # type: ignore[assignment]
+    requires_grad = property(lambda _: True, _refuse)
 
 
 def kept_views(named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
