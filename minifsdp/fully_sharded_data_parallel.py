@@ -203,7 +203,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Raises an error, because process groups and hooks cannot be pickled (PROG-03)."""
-        raise RuntimeError(message("copy-of-wrapper"))
+        self.__deepcopy__({})
 
     # --- training ---
 

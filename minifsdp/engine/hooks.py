@@ -41,11 +41,10 @@ from torch.autograd import Variable
 from minifsdp import trace
 from minifsdp.engine import backward_hooks
 from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task, register_pre_backward_hook
-from minifsdp.engine.messages import message
 from minifsdp.engine.rank_checks import RankChecks
 from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.schedule import BackwardPrefetch, Schedule
-from minifsdp.engine.unit import Phase, State, Unit, not_while_summoned
+from minifsdp.engine.unit import Phase, State, Unit, not_while_summoned, unreduced_backward
 
 
 class IterationState:
@@ -305,4 +304,4 @@ class IterationState:
 def _check_still_summoned(unit: Unit, *_: Any) -> None:
     """Called in a backward of a forward with full parameters, which exist only inside ``summon_full_params``."""
     if unit.phase is not Phase.SUMMONED:
-        raise RuntimeError(message("backward-while-summoned", unit=unit.name))
+        raise unreduced_backward(unit.name)

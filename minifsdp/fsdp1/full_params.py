@@ -44,7 +44,7 @@ from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.layout import replaced_parameter_error
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.shards import local_tensor
-from minifsdp.engine.unit import Phase
+from minifsdp.engine.unit import Phase, unreduced_backward
 from minifsdp.fsdp1.build import FlatUnit
 
 # The unsharded gradients in one flat tensor, and for each parameter, whether it has a gradient.
@@ -144,7 +144,7 @@ def _full_params(unit: FlatUnit, flat: torch.Tensor, gradients: FullGradients | 
         yield
         # A parameter that was frozen at the beginning has no hook.
         if gradients is None and any(parameter.grad is not None for parameter in full_params):
-            raise RuntimeError(message("backward-while-summoned", unit=unit.name))
+            raise unreduced_backward(unit.name)
     finally:
         # Afterwards, original parameters have their sharded values and gradients again.
         new_values, new_gradients = [p.data for p in full_params], [p.grad for p in full_params]
@@ -164,7 +164,7 @@ def _full_params(unit: FlatUnit, flat: torch.Tensor, gradients: FullGradients | 
 
 
 def _refuse_backward(unit_name: str, *_: Any) -> NoReturn:
-    raise RuntimeError(message("backward-while-summoned", unit=unit_name))
+    raise unreduced_backward(unit_name)
 
 
 def _copy_replaced(views: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None]) -> None:

@@ -29,6 +29,7 @@ from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.unit import Unit
+from minifsdp.engine.validation import ddp_around
 from minifsdp.fsdp2.fsdp_state import ATTRIBUTE, FSDPState, state_of, states_in
 from minifsdp.fsdp2.functions import UnshardHandle, issue_all_gather, listed
 from minifsdp.fsdp2.reshard import choose_reshard
@@ -43,7 +44,7 @@ class _RefusesDDP:
         for unit in _units(module, recurse=True) if module is not None else []:
             name, mesh = unit.layout.full_name(unit.layout.parameters[0].path), unit.plan.mesh
             group = mesh.shard or mesh.replicate
-            raise RuntimeError(message("ddp-around", name=name, ranks=group and group.ranks))
+            raise ddp_around(name, group and group.ranks)
         return ()
 
 
@@ -63,7 +64,7 @@ class FSDPModule:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Raises an error, because process groups and hooks cannot be pickled (PROG-03)."""
-        raise RuntimeError(message("copy-of-fully-shard"))
+        self.__deepcopy__({})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module, whose hooks all-gather and reshard. After an exception, ends the unfinished calls."""

@@ -24,9 +24,9 @@ pairs = pytest.mark.parametrize(("strategy", "use_orig_params"), PAIRS)
 
 def check_refused(model: nn.Module) -> None:
     for whole in (model, nn.ModuleList([model])):
-        with pytest.raises(RuntimeError, match=r"rank \d: .*torch\.save.*state_dict"):
+        with pytest.raises((RuntimeError, AssertionError), match=r"rank \d: .*torch\.save.*state_dict"):
             torch.save(whole, io.BytesIO())
-        with pytest.raises(RuntimeError, match=r"rank \d: .*pickle.*state_dict"):
+        with pytest.raises((RuntimeError, AssertionError), match=r"rank \d: .*pickle.*state_dict"):
             pickle.dumps(whole)
         with pytest.raises((RuntimeError, AssertionError), match=r"rank \d: .*deepcopy.*state_dict"):
             copy.deepcopy(whole)
