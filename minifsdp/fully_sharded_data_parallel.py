@@ -178,7 +178,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Same as ``nn.Module``, but without wrapper prefixes inside ``summon_full_params`` (NAMES-02)."""
         self._recover_after_error()
-        return names.shown(self, super().named_parameters(*args, **kwargs))
+        return names.shown(self, names.kept_views(super().named_parameters(*args, **kwargs)))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Same as ``nn.Module``, but without wrapper prefixes inside ``summon_full_params`` (NAMES-03)."""
@@ -200,6 +200,10 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Raises an error, because shards and hooks cannot be copied individually (NEW-22)."""
         raise RuntimeError(message("copy-of-wrapper"))
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raises an error, because process groups and hooks cannot be pickled (PROG-03)."""
+        self.__deepcopy__({})
 
     # --- training ---
 
@@ -224,7 +228,8 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
     ) -> AbstractContextManager[None]:
         """Unshards all units in ``module`` inside the context, in the stored dtype (SUMMON-01 to 20).
 
-        All ranks must enter and exit it. Do not run a forward or a backward inside the context.
+        All ranks must enter and exit it. A forward inside the context uses the full parameters, in the stored dtype
+        (PROG-01). A backward of this forward raises an error.
 
         Args:
             module: the module to search for units; it need not be a wrapper itself.

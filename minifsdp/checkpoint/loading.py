@@ -17,6 +17,7 @@ Spec: FS2-SD-04, FS2-SD-05, FS2-SD-14, NEW-21.
 """
 
 import functools
+import weakref
 from typing import Any
 
 import torch
@@ -37,15 +38,17 @@ def register_hooks(state: FSDPState) -> None:
     for module in state.modules:
         module.register_load_state_dict_pre_hook(check_before_load)
     if state.unit is not None:
-        show_sharded = functools.partial(_show_sharded, state.unit)
+        # A weak reference, because `copy.deepcopy` of a module copies its hooks, and a unit cannot be copied.
+        show_sharded = functools.partial(_show_sharded, weakref.ref(state.unit))
         for module in {slot.module for owned in state.unit.layout.parameters for slot in owned.attributes}:
             module.register_state_dict_pre_hook(show_sharded)
             module.register_load_state_dict_pre_hook(show_sharded)
 
 
-def _show_sharded(unit: Unit, *_: Any) -> None:
+def _show_sharded(this: weakref.ref[Unit], *_: Any) -> None:
     read_all()
-    unit.reshard()
+    if (unit := this()) is not None:
+        unit.reshard()
 
 
 def check_before_load(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *rest: Any) -> None:
@@ -69,6 +72,9 @@ def check_before_load(module: nn.Module, state: dict[str, Any], prefix: str, met
     on_meta = [key for key, parameter in sharded.items() if parameter.device.type == "meta"]
     if on_meta and not assigns:
         raise RuntimeError(message("load-into-meta", parameters=some([repr(key) for key in on_meta], 3)))
+    # PyTorch's functions shard a parameter with several names under the first name only.
+    known = {parameter: state[key] for key, parameter in sharded.items() if isinstance(state[key], DTensor)}
+    state.update({key: known[p] for key, p in sharded.items() if p in known and not isinstance(state[key], DTensor)})
     unsharded = [key for key in sharded if not isinstance(state[key], DTensor)]
     # After an evaluation the root is unsharded, and PyTorch's functions then pass full tensors for it.
     helps = get_debug_level() == DebugLevel.DETAIL

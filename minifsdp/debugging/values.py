@@ -138,6 +138,8 @@ def _look(layout: Layout, tensors: Sequence[torch.Tensor], describe: Callable[[i
 
 def _after_forward(_: None, root_state: RootState) -> None:
     # In an evaluation without communication, ranks may reach this point at different times or not at all.
+    if any(unit.phase is Phase.SUMMONED for unit in root_state.units):
+        return
     if root_state.iteration.is_recorded or any(unit.plan.mesh.shard is not None for unit in root_state.units):
         _agree(root_state.units, "forward", root_state.fail_forward)
 

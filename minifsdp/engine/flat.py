@@ -62,7 +62,6 @@ class FlatLayout(Layout):
         specs, local_shapes: for each parameter, its spec if it is a DTensor, and its shape in the flat tensor.
         shard_range: the elements of the flat tensor that this rank stores.
         is_stored, is_recorded_stored: whether to compute in the stored dtype, now and in the last recorded forward.
-        is_summoned: whether the modules have the parameters from ``summon_full_params``.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class FlatLayout(Layout):
         self._keep_reduce_dtype, self._compute_dtype = precision.keep_reduce_dtype, precision.computes_in(shard.dtype)
         self._variants: dict[torch.dtype, UnshardedTensor] = {}
         self.use_stored_dtype(False)
-        self.is_recorded_stored = self.is_summoned = self._is_shared = False
+        self.is_recorded_stored = self._is_shared = False
         self._on_gradient: Callable[[], None] | None = None
         self._before_concat: Callable[..., None] | None = None
         self._last_all_gather: object = None
@@ -218,13 +217,21 @@ class FlatLayout(Layout):
             self.use_sharded_params()
 
     def use_sharded_params(self) -> None:
-        """Assigns the sharded tensors to the modules, unless the unsharded views are always valid."""
+        """Assigns the sharded tensors to the modules, or views of a flat parameter that is always unsharded."""
         sharded_params = self.registered.sharded_params
-        if self._assigned is not sharded_params and (self.use_orig_params or not self._unsharded.is_borrowed):
+        if self._unsharded.is_borrowed and not self.use_orig_params:
+            # Autograd rejects a view of a split after an optimizer step. It accepts a view of a single range.
+            ranges = zip(self.sharding.param_ranges(0), self.local_shapes, self.specs, strict=True)
+            leaf = self._unsharded.leaf
+            with torch.enable_grad():
+                self._assign([distributed_tensor(leaf[part].view(shape), spec) for part, shape, spec in ranges])
+        elif self._assigned is not sharded_params:
             self._assign(sharded_params)
 
     def _assign(self, tensors: Sequence[torch.Tensor]) -> None:
         self._assigned = tensors
+        if self.is_summoned:
+            return
         for dictionary, attribute, index in self._attributes:
             dictionary[attribute.name] = tensors[index]
             if attribute.second_list:

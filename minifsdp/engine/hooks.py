@@ -55,7 +55,7 @@ from minifsdp.engine.rank_checks import RankChecks
 from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.schedule import BackwardPrefetch, Schedule
 from minifsdp.engine.sharded_param import VERSION
-from minifsdp.engine.unit import Phase, State, Unit, not_while_summoned
+from minifsdp.engine.unit import Phase, State, Unit, not_while_summoned, unreduced_backward
 
 
 class IterationState:
@@ -108,8 +108,8 @@ class IterationState:
 
     def pre_forward(self, unit: Unit) -> None:
         """Called directly before the unit's module runs. Afterwards the unit's parameters are unsharded."""
-        if unit.phase is Phase.PRE_BACKWARD:
-            # 4. Recomputation: the parameters are already unsharded.
+        if unit.phase in (Phase.PRE_BACKWARD, Phase.SUMMONED):
+            # 4. Recomputation, or full parameters of the user: the parameters are already unsharded.
             return
         if self._deferred is not None:
             self._run_deferred_reshard(self._deferred, unit)
@@ -133,7 +133,10 @@ class IterationState:
 
     def post_forward(self, unit: Unit, inputs: Any, output: Any) -> None:
         """Called directly after the unit's module has run."""
-        if unit.phase is not Phase.PRE_BACKWARD:
+        if unit.phase is Phase.SUMMONED:
+            if torch.is_grad_enabled():
+                register_pre_backward_hook(output, partial(_check_still_summoned, unit))
+        elif unit.phase is not Phase.PRE_BACKWARD:
             self.leave_forward(unit, is_recorded=self.watch_output(unit, inputs, output))
 
     def watch_output(self, unit: Unit, inputs: Any, output: Any) -> bool:
@@ -307,7 +310,7 @@ class IterationState:
         self.reducer.finish()
         self.rank_checks.read()
         for unit in self.units:
-            if unit.state is not State.SHARDED:
+            if unit.state is not State.SHARDED and unit.phase is not Phase.SUMMONED:
                 self._close(unit)
         self.schedule.end_iteration()
         self._forget_backward()
@@ -344,3 +347,9 @@ class IterationState:
             unit.limiter.clear()
         self.schedule.abandon_iteration()
         self._forget_backward()
+
+
+def _check_still_summoned(unit: Unit, *_: Any) -> None:
+    """Called in a backward of a forward with full parameters, which exist only inside ``summon_full_params``."""
+    if unit.phase is not Phase.SUMMONED:
+        raise unreduced_backward(unit.name)

@@ -144,6 +144,7 @@ class Layout(ABC):
         offloads: whether shard and gradient are on the CPU between computations.
         parameters: the unit's original parameters, in order.
         reduces_unused: whether the reduction includes zeros for trainable parameters without a gradient.
+        is_summoned: whether the modules have the parameters from ``summon_full_params``.
         steps: the number of optimizer steps, shared by all units of the root.
         is_marked_stale: whether the shard was written since the last all-gather, possibly without a change.
         stepped_at: the number of the last step with gradients of an optimizer that holds parameters of this layout.
@@ -158,6 +159,7 @@ class Layout(ABC):
     reduces_unused: bool = False
     is_marked_stale: bool = False
     stepped_at: int = 0
+    is_summoned: bool = False
     steps = Steps()
 
     def full_name(self, path: str) -> str:

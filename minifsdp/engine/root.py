@@ -160,7 +160,7 @@ class RootState:
         if torch._C._are_functorch_transforms_active():
             raise RuntimeError(message("function-transform", unit=self.units[0].name if self.units else ""))
         for unit in self.units if caller is None else (caller, *caller.inner):
-            if unit.phase is Phase.SUMMONED:
+            if unit.phase is Phase.SUMMONED and not unit.layout.is_summoned:
                 raise not_while_summoned(unit, "forward")
         validation.check_not_in_ddp((unit.layout.local_parameters(), unit.plan.mesh) for unit in self.units)
         for unit in self.units:
@@ -178,6 +178,8 @@ class RootState:
         if is_recorded:
             self.iteration.note_versions(is_known=False)
         for unit in self.units:
+            if unit.phase is Phase.SUMMONED:
+                continue
             if (unit.state is not State.SHARDED or unit.policy.post_forward_mesh is not None) and (
                 (unit.is_for_evaluation and (is_recorded or unit.policy.reshard_after_evaluation))
                 or unit.layout.is_stale()

@@ -15,7 +15,7 @@ unused prefetch: the unit waits for it, because other ranks take part in it, and
 A unit also has a *phase*, the current activity of its module::
 
      IDLE -> FORWARD -> IDLE -> PRE_BACKWARD -> POST_BACKWARD -> IDLE
-     IDLE -> SUMMONED -> IDLE        the user reads the full parameters, and no module may compute with them
+     IDLE -> SUMMONED -> IDLE        the user reads the full parameters, and modules can run a forward with them
 
 The state describes memory, and the phase describes the module. They are independent. Between forward and backward, a
 unit with ``SHARD_GRAD_OP`` is UNSHARDED and IDLE, and one with ``FULL_SHARD`` is SHARDED and IDLE.
@@ -182,13 +182,13 @@ class Unit(Generic[LayoutT]):
         self.comm_streams, self.limiter, self.rank_checks = comm_streams, limiter, rank_checks
 
     def unshard(self, *, is_ahead: bool = True) -> None:
-        """SHARDED -> GATHERING: issues the all-gather. Does nothing in other states.
+        """SHARDED -> GATHERING: issues the all-gather. Does nothing in other states and in the phase SUMMONED.
 
         Args:
             is_ahead: whether the caller may do other work before it waits.
         """
         # A unit in the user's prefetch list may not have a root yet. Then its own forward all-gathers it.
-        if self.state is not State.SHARDED or "limiter" not in vars(self):
+        if self.state is not State.SHARDED or self.phase is Phase.SUMMONED or "limiter" not in vars(self):
             return
         if self.rank_checks is not None:
             self.rank_checks.before_all_gather(self.name, self.plan.mesh.shard)
@@ -253,6 +253,11 @@ class Unit(Generic[LayoutT]):
 def not_while_summoned(unit: Unit, what: str) -> RuntimeError:
     """The error for computing while the full parameters are summoned."""
     return RuntimeError(message("while-summoned", what=what, unit=unit.name))
+
+
+def unreduced_backward(unit_name: str) -> RuntimeError:
+    """The error for a backward that reaches full parameters, whose gradients nothing reduces."""
+    return RuntimeError(message("backward-while-summoned", unit=unit_name))
 
 
 def modules_of_unit(roots: Iterable[nn.Module], is_apart: Callable[[nn.Module], bool]) -> list[tuple[str, nn.Module]]:

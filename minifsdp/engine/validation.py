@@ -101,6 +101,11 @@ def is_only_called_in_parts(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
 
 
+def ddp_around(name: str, ranks: object) -> RuntimeError:
+    """The error for a DDP around the sharded parameter ``name``."""
+    return RuntimeError(message("ddp-around", name=name, ranks=ranks))
+
+
 def check_not_in_ddp(owned: Iterable[tuple[Iterable[nn.Parameter], MeshGroups]]) -> None:
     """Checks that no DDP around the model would average sharded gradients. Called before a forward.
 
@@ -117,4 +122,4 @@ def check_not_in_ddp(owned: Iterable[tuple[Iterable[nn.Parameter], MeshGroups]])
     apart = {parameter for parameters, mesh in owned if not mesh.covers(ranks) for parameter in parameters}
     for name, parameter in around.module.named_parameters():
         if parameter in apart and parameter.requires_grad and name not in around.parameters_to_ignore:
-            raise RuntimeError(message("ddp-around", name=name, ranks=ranks))
+            raise ddp_around(name, ranks)

@@ -18,16 +18,25 @@ backward. An in-place change of a parameter changes the buffer. But users may al
 gives a parameter its own memory. Then the address of the parameter differs, and its values are copied into the buffer
 before the write-back.
 
-*In torch:* ``_unshard_param_utils.py``, ``_unshard_params`` and ``_writeback_orig_params``. A forward inside the block
-runs, and the exit fails. In minifsdp, the forward raises an error.
+A forward inside the block computes with these parameters, in the stored dtype and without communication. So it returns
+what the plain model returns. Its backward raises an error, because nothing would reduce the gradients. Autograd would
+accumulate them in the full parameters. A hook on the accumulation node of each full parameter raises the error. This
+node lives as long as a graph that uses the parameter, so the error is also raised after the end of the block.
 
-Spec: SUMMON-01 to SUMMON-20, APPLY-01 to APPLY-04, NAMES-02, NAMES-03, MP-18.
+*In torch:* ``_unshard_param_utils.py``, ``_unshard_params`` and ``_writeback_orig_params``. A forward inside the block
+returns the same output with original parameters, and raises an assertion with flat ones. A backward inside the block
+leaves unreduced gradients in some cases.
+
+Spec: SUMMON-01 to SUMMON-20, PROG-01 to PROG-03, APPLY-01 to APPLY-04, NAMES-02, NAMES-03, MP-18.
 """
 
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from minifsdp.engine import collectives, optimizer_watch
 from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task
@@ -35,7 +44,7 @@ from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.layout import replaced_parameter_error
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.shards import local_tensor
-from minifsdp.engine.unit import Phase
+from minifsdp.engine.unit import Phase, unreduced_backward
 from minifsdp.fsdp1.build import FlatUnit
 
 # The unsharded gradients in one flat tensor, and for each parameter, whether it has a gradient.
@@ -97,7 +106,7 @@ def _one(unit: FlatUnit, writeback: bool, rank0_only: bool, offload_to_cpu: bool
         flat = flat.cpu()
     gradients = _all_gather_gradients(layout) if with_grads else None
     is_registered = mesh.is_first or not rank0_only
-    # With `rank0_only`, the other ranks must not compute either, although they have no unsharded parameters.
+    # With `rank0_only`, a forward raises an error on the other ranks, because they have no unsharded parameters.
     unit.phase = Phase.SUMMONED
     optimizer_watch.watch.summoned.add(layout)
     try:
@@ -127,11 +136,15 @@ def _full_params(unit: FlatUnit, flat: torch.Tensor, gradients: FullGradients | 
     if gradients is not None:
         for parameter, view, is_there in zip(full_params, layout.views_of(gradients[0]), gradients[1], strict=True):
             parameter.grad = view if is_there else None
+    # The nodes exist only while something refers to them.
+    nodes = [get_gradient_edge(parameter).node for parameter in full_params if parameter.requires_grad]
+    for node in nodes:
+        node.register_prehook(partial(_refuse_backward, unit.name))
     try:
         yield
-        # The wrapper's forward raises an error, but users can still call inner modules directly.
+        # A parameter that was frozen at the beginning has no hook.
         if gradients is None and any(parameter.grad is not None for parameter in full_params):
-            raise RuntimeError(message("backward-while-summoned", unit=unit.name))
+            raise unreduced_backward(unit.name)
     finally:
         # Afterwards, original parameters have their sharded values and gradients again.
         new_values, new_gradients = [p.data for p in full_params], [p.grad for p in full_params]
@@ -148,6 +161,10 @@ def _full_params(unit: FlatUnit, flat: torch.Tensor, gradients: FullGradients | 
             layout.gradients.overwrite_reduced(gradients[0][layout.shard_range], present)
         if replaced:
             raise replaced_parameter_error(replaced[0], layout.name)
+
+
+def _refuse_backward(unit_name: str, *_: Any) -> NoReturn:
+    raise unreduced_backward(unit_name)
 
 
 def _copy_replaced(views: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None]) -> None:

@@ -9,15 +9,42 @@ Worked example: the weight of ``FSDP(Sequential(FSDP(Linear(2, 2))))`` is named
 
 *In torch:* methods of the wrapper class.
 
-Spec: NAMES-02, NAMES-03.
+Spec: NAMES-02, NAMES-03, PROG-05.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import Any, NoReturn, TypeVar
 
+import torch
+from torch import nn
+
+from minifsdp.engine.messages import message
 from minifsdp.fsdp1.wrapper import PREFIX, Wrapper
 
 T = TypeVar("T")
+
+
+class KeptView(torch.Tensor):
+    """An unsharded parameter between a forward and its backward, as ``parameters()`` returns it (PROG-05).
+
+    It is the result of an operation and no parameter. An optimizer reads `is_leaf` first.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise RuntimeError(message("kept-view", shape=tuple(self.shape)))
+
+    is_leaf = property(_refuse)
+    requires_grad_ = _refuse  # type: ignore[assignment]
+    requires_grad = property(lambda _: True, _refuse)
+
+
+def kept_views(named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
+    """The names and parameters of ``named``, with a `KeptView` for each view."""
+    for name, value in named:
+        is_view = type(value) is torch.Tensor and not value.is_leaf
+        yield name, value.as_subclass(KeptView) if is_view else value  # type: ignore[misc]
 
 
 def shown(wrapper: Wrapper, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:

@@ -221,12 +221,19 @@ class Wrapper(nn.Module):
                     unit.plan.use(unit.layout.dtype)
 
     def _prepare_inputs(self, args: Any, kwargs: Any, is_outermost_call: bool) -> tuple[Any, Any]:
-        if is_outermost_call and self.compute_device.type != "cpu":
-            args, kwargs = move(self.compute_device, (args, kwargs))
-        chosen = self.mixed_precision
+        device, chosen, unit = self.compute_device, self.mixed_precision, self._unit
+        dtype = chosen.param_dtype
         casts = chosen.cast_root_forward_inputs if self._is_outermost else chosen.cast_forward_inputs
-        if casts and chosen.param_dtype is not None and (self.module.training or not self._full_precision_in_eval):
-            args, kwargs = cast_floating(chosen.param_dtype, (args, kwargs))
+        casts = casts and (self.module.training or not self._full_precision_in_eval)
+        if unit is not None and unit.layout.is_summoned:
+            # The full parameters have the stored dtype, and they may be on the CPU.
+            first = unit.layout.parameters[0]
+            full_param, casts = getattr(first.module, first.name), dtype is not None
+            device, dtype = full_param.device, full_param.dtype
+        if is_outermost_call and self.compute_device.type != "cpu":
+            args, kwargs = move(device, (args, kwargs))
+        if casts and dtype is not None:
+            args, kwargs = cast_floating(dtype, (args, kwargs))
         return args, kwargs
 
     # --- values in state dicts (SAVE-01) ---

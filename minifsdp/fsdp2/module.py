@@ -30,6 +30,7 @@ from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.unit import Unit
+from minifsdp.engine.validation import ddp_around
 from minifsdp.fsdp2.fsdp_state import ATTRIBUTE, FSDPState, state_of, states_in
 from minifsdp.fsdp2.functions import UnshardHandle, issue_all_gather, listed
 from minifsdp.fsdp2.reshard import choose_reshard
@@ -37,8 +38,21 @@ from minifsdp.fsdp2.reshard import choose_reshard
 RESHARD = Kind("a bool here; a number of ranks can be chosen when fully_shard() is called", is_a(bool), ValueError)
 
 
+class _RefusesDDP:
+    """The list of ignored parameters, which `DistributedDataParallel` reads first. A list of the user replaces it."""
+
+    def __get__(self, module: Any, owner: type | None = None) -> Any:
+        for unit in _units(module, recurse=True) if module is not None else []:
+            name, mesh = unit.layout.full_name(unit.layout.parameters[0].path), unit.plan.mesh
+            group = mesh.shard or mesh.replicate
+            raise ddp_around(name, group and group.ranks)
+        return ()
+
+
 class FSDPModule:
     """A module on which ``fully_shard`` was called. It cannot be constructed directly."""
+
+    _ddp_params_and_buffers_to_ignore = _RefusesDDP()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Creates a module of the original class, so ``model[:2]`` of a sharded ``Sequential`` is not sharded."""
@@ -48,6 +62,10 @@ class FSDPModule:
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Raises an error, because shards and hooks cannot be copied individually (NEW-22)."""
         raise AssertionError(message("copy-of-fully-shard"))
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raises an error, because process groups and hooks cannot be pickled (PROG-03)."""
+        self.__deepcopy__({})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module, whose hooks all-gather and reshard. After an exception, ends the unfinished calls."""

@@ -482,8 +482,8 @@ MUTANTS = [
     Mutant(
         "unshared-parameters-are-hidden",
         "FlatLayout.use_sharded_params",
-        "if self._assigned is not sharded_params and (self.use_orig_params or not self._unsharded.is_borrowed):",
-        "if self._assigned is not sharded_params:",
+        "if self._unsharded.is_borrowed and not self.use_orig_params:",
+        "if False:",
         "Parameters that are not sharded are hidden between computations.",
         "CTOR-14",
     ),

@@ -1,0 +1,200 @@
+"""A forward inside ``summon_full_params``: evaluation loops, and ``generate()`` of an inner module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from minifsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from spec_tests.harness import ranks
+from spec_tests.models.modules import Block, seeded
+from spec_tests.models.running import Wire, batch, iterate, loss_of
+from spec_tests.models.sharding import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, wrapped
+from spec_tests.models.values import assert_same, full_values, named
+
+summon = FullyShardedDataParallel.summon_full_params
+PAIRS = [(strategy, orig) for strategy in (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD) for orig in (False, True)]
+pairs = pytest.mark.parametrize(("strategy", "use_orig_params"), PAIRS)
+
+
+def outputs(model: nn.Module) -> list[Tensor]:
+    """The outputs of the model, of the module inside its wrapper if there is one, and of one block."""
+    inner = model.module if isinstance(model, FullyShardedDataParallel) else model
+    return [model(batch()), inner(batch()), inner.blocks[1](batch())]
+
+
+def assert_equal(ours: list[Tensor], expected: list[Tensor]) -> None:
+    assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))
+
+
+@pytest.mark.spec("PROG-01")
+@pairs
+@ranks(2)
+def test_forward_inside_returns_output_of_plain_model(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    model, plain = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params), seeded()
+    for step, (recurse, recorded) in enumerate([(True, False), (False, False), (True, True), (False, True)]):
+        with torch.set_grad_enabled(recorded):
+            with summon(model, recurse=recurse, writeback=False), Wire() as wire:
+                assert_equal(outputs(model), outputs(plain))
+            assert recurse is False or wire.sent == []
+            assert torch.equal(model(batch()), plain(batch()))
+        fresh = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
+        assert iterate(model, step) == iterate(fresh, step)
+        assert_same(full_values(model), named(plain), bitwise=True)
+        model.zero_grad()
+
+
+@pytest.mark.spec("PROG-01")
+@pairs
+@ranks(2)
+def test_forward_inside_uses_changed_values(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    for writeback in (True, False):
+        model, plain = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params), seeded()
+        with torch.no_grad():
+            with summon(model, writeback=writeback):
+                for parameter in (*model.parameters(), *plain.parameters()):
+                    parameter.add_(0.5)
+                assert_equal(outputs(model), outputs(plain))
+                assert_same(named(model), named(plain), bitwise=True)
+            kept = plain if writeback or strategy is NO_SHARD else seeded()
+            assert torch.equal(model(batch()), kept(batch()))
+
+
+@pytest.mark.spec("PROG-01")
+@pairs
+@ranks(2)
+def test_forward_inside_with_other_options(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+    low = MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True)
+    for model in (wrapped(mixed_precision=low, **options), wrapped(cpu_offload=CPUOffload(True), **options)):
+        with torch.no_grad():
+            before = model(batch())
+            with summon(model, writeback=False):
+                assert_equal(outputs(model), outputs(seeded()))
+            assert torch.equal(model(batch()), before)
+            with summon(model.module.blocks[1], writeback=False):
+                assert torch.equal(model.module.blocks[1](batch()), seeded().blocks[1](batch()))
+        loss_of(model(batch())).backward()
+
+
+@pytest.mark.spec("PROG-01")
+@pairs
+@ranks(2)
+def test_first_rank_alone_runs_forward(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    with torch.no_grad(), summon(model, writeback=False, rank0_only=True):
+        if dist.get_rank() == 0:
+            assert_equal(outputs(model), outputs(seeded()))
+        else:
+            with pytest.raises(RuntimeError, match=r"rank 1: forward of unit.*rank0_only"):
+                model(batch())
+    assert iterate(model) == iterate(wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params))
+
+
+@pytest.mark.spec("PROG-01")
+@pairs
+@ranks(2)
+def test_neighbours_of_a_forward_inside(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+    model, plain = wrapped(**options), seeded()
+    iterate(model)
+    loss = loss_of(model(batch()))
+    model.zero_grad()
+
+    def fail(*_: Any) -> None:
+        raise KeyError("mine")
+
+    with torch.no_grad(), summon(model, writeback=False):
+        assert_same(model.state_dict(), plain.state_dict())
+        with pytest.raises(RuntimeError, match="already"), summon(model):
+            pass
+        assert_equal(outputs(model), outputs(plain))
+    loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    iterate(fresh := wrapped(**options))
+    for ours, expected in zip(gradients, fresh.parameters(), strict=True):
+        assert (ours is None and expected.grad is None) or torch.equal(ours, expected.grad)
+    with torch.no_grad(), summon(model, writeback=False):
+        hook = model.module.blocks[2].register_forward_pre_hook(fail)
+        with pytest.raises(KeyError, match="mine"):
+            model(batch())
+        hook.remove()
+        assert_equal(outputs(model), outputs(plain))
+    # The units around a summoned unit run as usual, and do not all-gather it.
+    with torch.no_grad(), summon(model.module.blocks[1], writeback=False):
+        assert torch.equal(model(batch()), plain(batch()))
+    model.module.blocks[0](batch())
+    with summon(model.module.blocks[1], writeback=False):
+        loss_of(model.module.blocks[0](batch())).backward()
+        assert torch.equal(model(batch()), plain(batch()))
+    model.zero_grad()
+    assert iterate(model) == iterate(wrapped(**options))
+
+
+@pytest.mark.spec("PROG-02")
+@pairs
+@ranks(2)
+def test_backward_of_forward_inside_raises_by_name(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+    for recurse in (True, False):
+        model = wrapped(**options)
+        iterate(model)
+        before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+        with summon(model, recurse=recurse):
+            inside = [loss_of(model(batch())), loss_of(model.module(batch()))]
+            later = loss_of(model(batch()))
+            x = batch().requires_grad_()
+            (gradient,) = torch.autograd.grad(loss_of(model(x)), x)
+            assert torch.equal(gradient, torch.autograd.grad(loss_of(seeded()(x)), x)[0])
+            for loss in inside:
+                with pytest.raises(RuntimeError, match=r"rank \d: a backward has reached the full parameters of unit"):
+                    loss.backward()
+        with pytest.raises(RuntimeError, match=r"rank \d: a backward has reached the full parameters of unit"):
+            later.backward()
+        for parameter, gradient in zip(model.parameters(), before, strict=True):
+            assert (parameter.grad is None and gradient is None) or torch.equal(parameter.grad, gradient)
+        model.zero_grad()
+        assert iterate(model) == iterate(wrapped(**options))
+
+
+@pytest.mark.spec("PROG-02")
+@ranks(2)
+def test_backward_with_summoned_gradients_raises_by_name() -> None:
+    model = wrapped(use_orig_params=True)
+    iterate(model)
+    with summon(model, with_grads=True), pytest.raises(RuntimeError, match="a backward has reached"):
+        loss_of(model.module(batch())).backward()
+
+
+class Generator(nn.Module):
+    """A model with a method that calls its forward several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = Block(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+    def generate(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = self(x)
+        return x
+
+
+@pytest.mark.spec("PROG-01")
+@pairs
+@ranks(2)
+def test_generate_inside_returns_result_of_plain_model(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+    options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
+    plain, model = seeded(Generator), seeded(Generator)
+    model.body = FullyShardedDataParallel(model.body, **options)
+    model = FullyShardedDataParallel(model, **options)
+    for recurse in (True, False):
+        with torch.no_grad(), summon(model, recurse=recurse):
+            assert torch.equal(model.generate(batch()), plain.generate(batch()))
+    loss_of(model(batch())).backward()
