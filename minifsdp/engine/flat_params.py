@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from minifsdp.engine import validation
 from minifsdp.engine.flat_tensor import FlatSharding
-from minifsdp.engine.layout import ParamInfo
+from minifsdp.engine.layout import ParamInfo, share_hooks
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.placeholder import PlaceholderParameter
 from minifsdp.engine.shards import local_tensor
@@ -116,6 +116,11 @@ class RegisteredFlatParam(RegisteredParams):
         # `isinstance` and other frameworks recognize torch's FlatParameter by these attributes.
         flat_param._is_flat_param = flat_param._fsdp_flattened = True  # type: ignore[attr-defined]
         placeholders = [PlaceholderParameter(p.shape, p.dtype, p.device, info.path) for p, info in parameters.items()]
+        for original, placeholder in zip(parameters, placeholders, strict=True):
+            placeholder._backward_hooks = original._backward_hooks
+        never = [info.path for original, info in parameters.items() if original._post_accumulate_grad_hooks]
+        if never:
+            warn(message("hooks-on-replaced", parameters=never))
         self._module, self.shard = module, flat_param
         self.parameters, self.sharded_params = [flat_param], placeholders
         for original, info in parameters.items():
@@ -267,7 +272,9 @@ def check_uniform_dtype(module: nn.Module, parameters: Mapping[nn.Parameter, Par
 
 def _ordinary(original: nn.Parameter) -> nn.Parameter:
     """An ordinary parameter that replaces a ``DTensor``. It becomes a view of the shard later."""
-    return nn.Parameter(local_tensor(original.detach()), requires_grad=original.requires_grad)
+    ordinary = nn.Parameter(local_tensor(original.detach()), requires_grad=original.requires_grad)
+    share_hooks(original, ordinary)
+    return ordinary
 
 
 def _frozen_among_trained(parameters: Mapping[nn.Parameter, ParamInfo]) -> list[str]:

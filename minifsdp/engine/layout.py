@@ -113,6 +113,12 @@ def owned_parameters(
     return found
 
 
+def share_hooks(original: torch.Tensor, other: torch.Tensor) -> None:
+    """Uses the hooks of ``original`` for ``other`` too. A hook that the user removes later is removed from both."""
+    other._backward_hooks = original._backward_hooks
+    other._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks
+
+
 def replaced_parameter_error(info: ParamInfo, unit_name: str) -> RuntimeError:
     """The error for a module attribute whose tensor is not the tensor that the layout registered."""
     return RuntimeError(

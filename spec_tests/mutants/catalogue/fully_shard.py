@@ -565,9 +565,9 @@ MUTANTS = [
     ),
     Mutant(
         "recomputed-from-rows",
-        "PerParameterLayout.use_unsharded_params_again",
-        "self._register(self._leaves)",
-        "pass",
+        "PerParameterLayout",
+        "    use_unsharded_params_again = use_unsharded_params\n",
+        "    def use_unsharded_params_again(self) -> None:\n        pass\n",
         "A recomputation in backward uses the sharded parameters.",
         "PAR-07",
     ),
