@@ -256,8 +256,8 @@ class FlatLayout(Layout):
         self._assigned = tensors
         for dictionary, attribute, index in self._attributes:
             dictionary[attribute.name] = tensors[index]
-            if attribute.second_list:
-                attribute.update_second_list(tensors[index])
+            if attribute.second_places:
+                attribute.update_second_places(tensors[index])
         if self._guards:
             self._update_guards()
 
@@ -360,7 +360,7 @@ class FlatLayout(Layout):
         for dictionary, attribute, index in self._attributes:
             dictionary.pop(attribute.name)
             attribute.module._parameters[attribute.name] = full_params[index]
-            attribute.update_second_list(full_params[index])
+            attribute.update_second_places(full_params[index])
         self._update_guards()
         return full_params
 

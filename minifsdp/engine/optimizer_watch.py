@@ -43,6 +43,9 @@ from minifsdp.engine.messages import message, warn
 from minifsdp.engine.rank_checks import read_all
 from minifsdp.engine.validation import replaced
 
+# Parts of the class names of optimizers whose step computes norms, products or matrices of whole parameters.
+_WHOLE = ("lbfgs", "adafactor", "muon", "lamb", "lars", "shampoo", "soap")
+
 
 class OptimizerWatch:
     """Checks the steps of optimizers that hold parameters of units. The process has one, `watch`.
@@ -146,6 +149,10 @@ class OptimizerWatch:
         if self.unreduced or self.summoned:
             marked = self.unreduced | self.summoned
             mine = [layout for layout in self._layouts_of(optimizer) if layout in marked]
+            waiting = [layout.name for layout in mine if layout.shards_are_distributed and layout.has_unreduced]
+            if waiting:
+                warn(message("step-before-reduction", units=waiting, type=type(optimizer).__name__))
+                return
             self.check_reduced(f"{type(optimizer).__name__}.step()", mine)
             self.unreduced.difference_update(mine)
 
@@ -161,7 +168,11 @@ class OptimizerWatch:
             held = set(parameters)
             managed = [layout.local_parameters() for layout in self._layouts]
             self._warn_if_added({one for one in held.difference(*managed) if one.requires_grad})
-            mine = [weakref.ref(layout) for layout in self._layouts if not held.isdisjoint(layout.local_parameters())]
+            found = [layout for layout in self._layouts if not held.isdisjoint(layout.local_parameters())]
+            is_whole = any(name in one.__name__.lower() for one in type(optimizer).__mro__ for name in _WHOLE)
+            if is_whole and any(one.all_gather_group and not one.shards_are_distributed for one in found):
+                warn(message("whole-parameter-optimizer", type=kind))
+            mine = [weakref.ref(layout) for layout in found]
             if mine and read_all not in optimizer._optimizer_state_dict_pre_hooks.values():
                 optimizer.register_state_dict_pre_hook(read_all)
             known = self._held[optimizer] = sizes, mine

@@ -40,7 +40,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from minifsdp.engine import collectives, lifetime
+from minifsdp.engine import collectives, lifetime, optimizer_watch
 from minifsdp.engine.bucket import assign_to_buckets
 from minifsdp.engine.changes import changed_values, check_equal_changes
 from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle
@@ -62,6 +62,8 @@ class PerParameterLayout(Layout):
     Attributes:
         buckets: the memory of the parameters; nearly always one bucket.
     """
+
+    shards_are_distributed = True
 
     def __init__(self, params: Sequence[ShardedParam], options: Options) -> None:
         self.params, self._options = params, options
@@ -252,8 +254,8 @@ class PerParameterLayout(Layout):
         self._registered = tensors
         for dictionary, attribute, index in self._attributes:
             dictionary[attribute.name] = tensors[index]  # type: ignore[assignment]
-            if attribute.second_list:
-                attribute.update_second_list(tensors[index])
+            if attribute.second_places:
+                attribute.update_second_places(tensors[index])
 
     def _keep_changes(self) -> None:
         """Copies values that the user's forward has written to the leaves into the local shards."""
@@ -306,6 +308,7 @@ class PerParameterLayout(Layout):
                 param.unreduced = part.to(self._options.precision.reduces_in(part.dtype))
             else:
                 param.unreduced.add_(part)
+        optimizer_watch.watch.unreduced.add(self)
 
     @property
     def has_unreduced(self) -> bool:

@@ -190,7 +190,7 @@ def test_a_post_accumulate_hook_from_before_sharding_is_called_with_the_sharded_
     # A rank that stores no element of an original parameter has no gradient of it.
     owned = [p for name, p in model.named_parameters() if name.endswith("first.weight") and p.numel()]
     pairs = zip(calls, owned, strict=True)
-    assert all([parameter is expected and has for (parameter, has), expected in pairs])
+    assert all(parameter is expected and has for (parameter, has), expected in pairs)
 
 
 @pytest.mark.spec("PROG-42")
@@ -414,3 +414,105 @@ def test_a_module_that_is_set_on_the_wrapper_instead_of_the_wrapped_module_is_re
     with pytest.raises(AttributeError, match=r"'head' belongs to the wrapped Net.*Set it on wrapper\.module"):
         model.head = nn.Linear(8, 8)
     model.loss = nn.CrossEntropyLoss()
+
+
+# --- parameters in a second place ---
+
+
+class Twice(nn.Module):
+    """A layer that reads its parameters from other places than its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.eye(8)), nn.Parameter(torch.zeros(8))
+        self.places = {"all": [self.weight, self.bias]}
+        vars(self)["alias"] = self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.places["all"]
+        return x @ weight.T + self.alias.sum() + bias
+
+
+class InTuple(Twice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = (self.weight,)
+
+
+@pytest.mark.spec("PROG-48")
+@every_kind
+@ranks(2)
+def test_parameters_in_a_list_a_dict_or_another_attribute_are_the_unsharded_ones_in_forward(kind: str) -> None:
+    plain = Net(Twice(), nn.Linear(8, 8)).to(device())
+    model = ALL[kind](copy.deepcopy(plain))
+    for _ in range(2):
+        for net in (plain, model):
+            step(net)
+    assert_equal_weights(model, plain)
+
+
+@pytest.mark.spec("PROG-49")
+@ranks(2)
+def test_a_place_that_cannot_be_updated_causes_a_warning_with_its_name() -> None:
+    for kind in ("flat", "original", "fully_shard"):
+        net = Net(InTuple())
+        net.of_a_unit = [net.blocks[0].weight]
+        texts = warnings_of(lambda kind=kind, net=net: ALL[kind](net))
+        assert ["'kept' of InTuple" in text or "'of_a_unit' of Net" in text for text in texts] == [True, True]
+
+
+# --- optimizers ---
+
+
+@pytest.mark.spec("PROG-50")
+@ranks(2)
+def test_a_step_of_fully_shard_before_the_reduction_warns_with_the_units() -> None:
+    model = ALL["fully_shard"](Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.set_requires_gradient_sync(False)
+    backward(model)
+    before = weights_of(model)
+    (text,) = warnings_of(optimizer.step)
+    assert "SGD.step() was called while gradients of the units" in text
+    assert "blocks.0" in text
+    assert "set_requires_gradient_sync(True)" in text
+    for name, value in weights_of(model).items():
+        assert torch.equal(value, before[name])
+    model.set_requires_gradient_sync(True)
+    backward(model)
+    assert warnings_of(optimizer.step) == []
+
+
+class Lamb(torch.optim.SGD):
+    """Only the name matters."""
+
+
+@pytest.mark.spec("PROG-51")
+@pytest.mark.parametrize("kind", ALL)
+@ranks(2)
+def test_an_optimizer_that_needs_whole_parameters_warns_once_about_flat_shards(kind: str) -> None:
+    model = ALL[kind](Net())
+    for make in (torch.optim.LBFGS, torch.optim.Adafactor, Lamb, torch.optim.SGD):
+        optimizer: Any = make(model.parameters(), lr=0.1)
+        texts = warnings_of(lambda: optimizer.step(lambda: torch.zeros(())))
+        is_sharded = not kind.startswith("fully_shard") and "NO_SHARD" not in kind
+        if is_sharded and make is not torch.optim.SGD:
+            (text,) = [text for text in texts if "1-D shards" in text]
+            assert make.__name__ in text
+            assert "NO_SHARD" in text
+        else:
+            assert not [text for text in texts if "1-D shards" in text]
+        assert not [text for text in warnings_of(lambda: optimizer.step(lambda: torch.zeros(()))) if "1-D" in text]
+
+
+@pytest.mark.spec("PROG-52")
+@ranks(2)
+def test_a_policy_class_and_a_list_of_parameters_are_refused() -> None:
+    classes: Any = MixedPrecisionPolicy, MixedPrecision
+    with pytest.raises(TypeError, match="mp_policy should be a MixedPrecisionPolicy"):
+        fully_shard(Net(), mp_policy=classes[0])
+    with pytest.raises(TypeError, match="mixed_precision should be a MixedPrecision"):
+        FullyShardedDataParallel(Net(), mixed_precision=classes[1], device_id=device())
+    for module in (nn.ParameterList([torch.ones(3)]), nn.ParameterDict({"one": torch.ones(3)})):
+        with pytest.raises(ValueError, match=f"{type(module).__name__}"):
+            fully_shard(module)
