@@ -111,6 +111,9 @@ def owned_parameters(
             info = ParamInfo.of(module, name, full_name(prefix, name))
             validation.check_free(parameter, module, name, info.path)
             first = found.setdefault(parameter, info)
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                module.sparse = False
+                warn(message("sparse-gradients", parameter=info.path))
             if first is not info:
                 first.ties.append(info)
     for prefix, module in modules:

@@ -290,9 +290,11 @@ class PerParameterLayout(Layout):
             if part is None and self.reduces_unused and with_unreduced and param.parameter.requires_grad:
                 part = torch.zeros(param.shape, dtype=param.leaf.dtype, device=self.device)
             if part is not None and part.numel():
-                # A parameter without elements has nothing to reduce.
                 taken.numbers.append(number)
                 taken.parts.append(part)
+            elif part is not None:
+                # A parameter without elements has nothing to reduce, but the optimizer needs a gradient.
+                param.parameter.grad = torch.zeros_like(param.parameter)
         return taken if taken.parts else None
 
     def part_over(self, mesh: MeshGroups, gradient: Gradient) -> Gradient:

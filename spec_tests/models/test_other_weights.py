@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import prune
 
@@ -516,3 +517,52 @@ def test_a_policy_class_and_a_list_of_parameters_are_refused() -> None:
     for module in (nn.ParameterList([torch.ones(3)]), nn.ParameterDict({"one": torch.ones(3)})):
         with pytest.raises(ValueError, match=f"{type(module).__name__}"):
             fully_shard(module)
+
+
+# --- sparse gradients, and parameters without elements ---
+
+
+class Sparse(nn.Module):
+    def __init__(self, kind: type[nn.Embedding | nn.EmbeddingBag]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([kind(10, 8, sparse=True), nn.Linear(8, 8)])
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        result: Tensor = self.blocks[1](self.blocks[0](numbers))
+        return result
+
+
+@pytest.mark.spec("PROG-53")
+@every_kind
+@ranks(2)
+def test_sparse_gradients_become_dense(kind: str) -> None:
+    for embedding in (nn.Embedding, nn.EmbeddingBag):
+        plain = Sparse(embedding).to(device())
+        shards: list[Any] = []
+        (text,) = warnings_of(lambda plain=plain, shards=shards: shards.append(ALL[kind](copy.deepcopy(plain))))
+        assert "weight' has sparse gradients" in text
+        (model,) = shards
+        for net in (plain, model):
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+            for _ in range(2):
+                net(torch.tensor([[1, 2], [1, 4]], device=device())).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_equal_weights(model, plain)
+
+
+@pytest.mark.spec("PROG-54")
+@pytest.mark.parametrize("kind", [kind for kind in ALL if kind.startswith("fully_shard")])
+@ranks(2)
+def test_the_optimizer_has_a_state_for_a_parameter_without_elements_and_loads_it(kind: str) -> None:
+    model = Net()
+    model.blocks[0].register_parameter("empty", nn.Parameter(torch.empty(0, 8)))
+    model.blocks[0].register_forward_hook(lambda block, _, output: output + block.empty.sum())
+    model = ALL[kind](model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    backward(model)
+    optimizer.step()
+    state = get_optimizer_state_dict(model, optimizer)
+    assert state["state"]["blocks.0.empty"]["exp_avg"].shape == (0, 8)
+    set_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()), state)
