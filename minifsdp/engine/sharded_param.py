@@ -141,6 +141,7 @@ class ShardedParam:
         self.local_shard = shard_of(local, dim, self.num_shards, mesh_groups.shard_index)
         self.parameter = self.leaf = self.plain_leaf = original
         self.unreduced: torch.Tensor | None = None
+        self._user_attributes: dict[str, Any] = {}
         self.is_trained, self.version = original.requires_grad, original._version
 
     def _make_spec(self, original: nn.Parameter, mesh: DeviceMesh) -> DTensorSpec:
@@ -175,8 +176,8 @@ class ShardedParam:
         set_local_shard(self.parameter, self.local_shard)
         # Copy attributes set by users, such as marks for optimizer groups. Skip attributes of a tensor subclass: the
         # shards have them as well, and the attributes of the original may hold unsharded values.
-        for name in vars(original).keys() - vars(self.local_shard).keys():
-            setattr(self.parameter, name, vars(original)[name])
+        self._user_attributes = {n: value for n, value in vars(original).items() if n not in vars(self.local_shard)}
+        vars(self.parameter).update(self._user_attributes)
         share_hooks(original, self.parameter)
         validation.note_taken(original, self.info.path, is_replaced=True)
         for attribute in self.info.attributes:
@@ -212,6 +213,7 @@ class ShardedParam:
         self.is_trained = self.parameter.requires_grad
         self.leaf.requires_grad_(self.is_trained)
         self.version = self.leaf._version
+        vars(self.leaf).update(self._user_attributes)
         if self.unreduced is not None:
             # The model was converted, so convert this gradient as well.
             self.unreduced = self.unreduced.to(reduce_dtype)

@@ -566,3 +566,41 @@ def test_the_optimizer_has_a_state_for_a_parameter_without_elements_and_loads_it
     state = get_optimizer_state_dict(model, optimizer)
     assert state["state"]["blocks.0.empty"]["exp_avg"].shape == (0, 8)
     set_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()), state)
+
+
+# --- attributes of parameters ---
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.weight.scale  # type: ignore[attr-defined]
+
+
+@pytest.mark.spec("PROG-55")
+@every_kind
+@ranks(2)
+def test_a_forward_reads_the_attributes_that_the_user_has_set_on_parameters(kind: str) -> None:
+    plain = Net(Scaled(8, 8), nn.Linear(8, 8))
+    plain.blocks[0].weight.scale = 2.0
+    model = copy.deepcopy(plain)
+    model.blocks[0].weight.scale = 2.0
+    block = model.blocks[0]
+    model = ALL[kind](model)
+    assert block.weight.scale == 2.0
+    for _ in range(2):
+        for net in (plain.to(device()), model):
+            step(net)
+    assert_equal_weights(model, plain)
+
+
+@pytest.mark.spec("PROG-55")
+@ranks(2)
+def test_vmap_over_inputs_computes_what_the_plain_model_computes() -> None:
+    for kind in ("fully_shard", "flat", "original"):
+        plain = Net().to(device())
+        model = ALL[kind](copy.deepcopy(plain))
+        inputs = torch.randn(3, 4, 8, device=device())
+        torch.testing.assert_close(torch.func.vmap(model)(inputs), torch.func.vmap(plain)(inputs))
+        step(plain)
+        step(model)
+        assert_equal_weights(model, plain)
