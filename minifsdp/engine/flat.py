@@ -97,11 +97,6 @@ class FlatLayout(Layout):
         else:
             self.registered = RegisteredFlatParam(module, parameters, shard)
         self.gradients = FlatGradients(self.registered)
-        # Attributes that the user has set on parameters. Modules may read them in forward.
-        plain = [(index, vars(original)) for index, original in enumerate(parameters) if not self.specs[index]]
-        self._user_attributes = [(index, attributes) for index, attributes in plain if attributes]
-        for index, attributes in self._user_attributes:
-            vars(self.registered.sharded_params[index]).update(attributes)
         self._keep_reduce_dtype, self._compute_dtype = precision.keep_reduce_dtype, precision.computes_in(shard.dtype)
         self._variants: dict[torch.dtype, UnshardedTensor] = {}
         self.use_stored_dtype(False)
@@ -354,8 +349,8 @@ class FlatLayout(Layout):
         views = self.sharding.views(flat, self.local_shapes)
         if self.is_distributed:
             views = [distributed_tensor(view, spec) for view, spec in zip(views, self.specs, strict=True)]
-        for index, attributes in self._user_attributes:
-            vars(views[index]).update(attributes)
+        for index, attributes in self.registered.user_attributes:
+            vars(views[index]).update({**attributes, **vars(views[index])})
         return views
 
     def local_parameters(self) -> list[nn.Parameter]:

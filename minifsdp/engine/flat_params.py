@@ -46,11 +46,13 @@ class RegisteredParams(ABC):
     Attributes:
         shard: 1-D, this rank's shard in the stored dtype; the flat parameter, or the memory of the original parameters.
         parameters: the parameters that the optimizer updates.
+        user_attributes: the attributes that the user has set on original parameters, with the parameters' indices.
         sharded_params: for each original parameter, the tensor that modules have while the unit is sharded.
     """
 
     shard: torch.Tensor
     parameters: list[nn.Parameter]
+    user_attributes: list[tuple[int, dict[str, object]]]
     sharded_params: Sequence[torch.Tensor]
 
     @property
@@ -121,7 +123,9 @@ class RegisteredFlatParam(RegisteredParams):
         never = [info.path for original, info in parameters.items() if original._post_accumulate_grad_hooks]
         if never:
             warn(message("hooks-on-replaced", parameters=never))
-        self._module, self.shard = module, flat_param
+        self._module, self.shard, self.user_attributes = module, flat_param, _user_attributes(parameters)
+        for index, attributes in self.user_attributes:
+            vars(placeholders[index]).update(attributes)
         self.parameters, self.sharded_params = [flat_param], placeholders
         for original, info in parameters.items():
             validation.note_taken(original, info.path, is_replaced=True)
@@ -160,6 +164,7 @@ class RegisteredOrigParams(RegisteredParams):
         registered = [_ordinary(original) if isinstance(original, DTensor) else original for original in parameters]
         self.shard, self.parameters, self.sharded_params = shard, registered, registered
         self._sharding, self._shapes = sharding, [parameter.shape for parameter in registered]
+        self.user_attributes = _user_attributes(parameters)
         self._ranges = sharding.param_ranges(index)
         self._shard_views = self.parts(shard)
         self._paths = [info.path for info in parameters.values()]
@@ -275,6 +280,16 @@ def _ordinary(original: nn.Parameter) -> nn.Parameter:
     ordinary = nn.Parameter(local_tensor(original.detach()), requires_grad=original.requires_grad)
     share_hooks(original, ordinary)
     return ordinary
+
+
+def _user_attributes(parameters: Iterable[nn.Parameter]) -> list[tuple[int, dict[str, object]]]:
+    """The attributes that the user has set on parameters. Modules may read them in forward."""
+    found = []
+    for index, parameter in enumerate(parameters):
+        # Skip attributes of a tensor subclass.
+        internal = vars(parameter.detach())
+        found.append((index, {name: value for name, value in vars(parameter).items() if name not in internal}))
+    return [(index, attributes) for index, attributes in found if attributes]
 
 
 def _frozen_among_trained(parameters: Mapping[nn.Parameter, ParamInfo]) -> list[str]:

@@ -213,7 +213,7 @@ class ShardedParam:
         self.is_trained = self.parameter.requires_grad
         self.leaf.requires_grad_(self.is_trained)
         self.version = self.leaf._version
-        vars(self.leaf).update(self._user_attributes)
+        vars(self.leaf).update({**self._user_attributes, **vars(self.leaf)})
         if self.unreduced is not None:
             # The model was converted, so convert this gradient as well.
             self.unreduced = self.unreduced.to(reduce_dtype)

@@ -170,7 +170,7 @@ MUTANTS = [
     Mutant(
         "views-without-attributes",
         "FlatLayout.views_of",
-        "vars(views[index]).update(attributes)",
+        "vars(views[index]).update({**attributes, **vars(views[index])})",
         "pass",
         "The unsharded parameters of a flat unit do not have the attributes that the user has set.",
         "PROG-55",
@@ -178,7 +178,7 @@ MUTANTS = [
     Mutant(
         "leaves-without-attributes",
         "ShardedParam.use_leaf",
-        "vars(self.leaf).update(self._user_attributes)",
+        "vars(self.leaf).update({**self._user_attributes, **vars(self.leaf)})",
         "pass",
         "The unsharded parameters of fully_shard do not have the attributes that the user has set.",
         "PROG-55",
