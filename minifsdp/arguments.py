@@ -67,8 +67,10 @@ def or_none(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def has_dtypes(*names: str) -> Callable[[Any], bool]:
-    """A function that returns whether a value has the attributes ``names``, each a dtype or ``None``."""
-    return lambda value: all(isinstance(getattr(value, name, 3), torch.dtype | None) for name in names)
+    """A function that returns whether a value, not a class, has the attributes ``names``, each a dtype or ``None``."""
+    return lambda value: (
+        not isinstance(value, type) and all(isinstance(getattr(value, name, 3), torch.dtype | None) for name in names)
+    )
 
 
 def _is_number(value: Any) -> bool:

@@ -193,6 +193,13 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
                 raise
             return getattr(self.module, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute. Rejects a tensor or module under a name of the wrapped module, which would not use it."""
+        is_used = isinstance(value, torch.Tensor | nn.Module) and FSDP_WRAPPED_MODULE in self._modules
+        if is_used and name not in self._modules and hasattr(self.module, name):
+            raise AttributeError(message("set-on-wrapper", name=name, type=type(self.module).__name__))
+        super().__setattr__(name, value)
+
     def __getitem__(self, key: Any) -> Any:
         """Indexes the wrapped module (NAMES-08)."""
         return self.module[key]  # type: ignore[index]

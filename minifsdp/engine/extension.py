@@ -128,6 +128,7 @@ class ExtendedBucket:
         after: Any = getattr(self._padded, AFTER)
         if not self.leaves[0].is_meta:
             after(tuple(self._outputs), self._metadata, self.dtype, out=self.leaves[0])
+            self.params[0].version = self.leaves[0]._version
             return False
         tensor, inner = after(tuple(self._outputs), self._metadata, self.dtype)
         self._inner = [(one, one.untyped_storage().size()) for one in inner]

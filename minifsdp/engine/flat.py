@@ -34,6 +34,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from minifsdp.engine import collectives, optimizer_watch
+from minifsdp.engine.changes import changed_values, check_equal_changes
 from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle
 from minifsdp.engine.flat_gradients import FlatGradients
 from minifsdp.engine.flat_params import RegisteredFlatParam, RegisteredOrigParams, RegisteredParams, check_uniform_dtype
@@ -44,6 +45,8 @@ from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.placeholder import GUARD, guards_for
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.shards import local_tensor
+
+_HOOKS = operator.attrgetter("_backward_hooks")
 
 
 class FlatLayout(Layout):
@@ -96,7 +99,7 @@ class FlatLayout(Layout):
         self._keep_reduce_dtype, self._compute_dtype = precision.keep_reduce_dtype, precision.computes_in(shard.dtype)
         self._variants: dict[torch.dtype, UnshardedTensor] = {}
         self.use_stored_dtype(False)
-        self.is_recorded_stored = self._is_shared = False
+        self.is_recorded_stored = self._is_shared = self._is_written = False
         self._on_gradient: Callable[[], None] | None = None
         self._before_concat: Callable[..., None] | None = None
         self._last_all_gather: object = None
@@ -154,9 +157,10 @@ class FlatLayout(Layout):
 
     def all_gather(self, comm_streams: CommStreams) -> Handle | None:
         """Fills the unsharded tensor by an all-gather, or by a copy of the shard if the unit is not sharded."""
-        if self.registered.write_back():
+        if self.registered.write_back() or self._is_written:
             # Copied on the compute stream. The communication stream must wait for that.
             comm_streams.all_gather.wait_compute()
+            self._is_written = False
         self._last_all_gather = self.steps.count, self.registered.stamp()
         self.is_marked_stale = False
         output, shard, group = self._unsharded, self.registered.shard.data, self.mesh.shard
@@ -192,13 +196,21 @@ class FlatLayout(Layout):
                 raise replaced_parameter_error(attribute, self.name)
 
     def use_unsharded_params(self) -> None:
-        """Creates new views and assigns them to the modules."""
+        """Creates new views and assigns them to the modules. Does not overwrite tensors of ``functional_call``."""
+        assigned = self._assigned
+        for dictionary, attribute, index in self._attributes:
+            if dictionary.get(attribute.name) is not assigned[index]:
+                raise replaced_parameter_error(attribute, self.name)
         leaf = self._unsharded.leaf
-        leaf.requires_grad_(self.registered.requires_grad)
+        requires_grad = self.registered.requires_grad
+        if leaf.requires_grad is not requires_grad:
+            leaf.requires_grad_(requires_grad)
         # Notes 1 and 2: create the views at the moment of use, with one split.
         views = self.views_of(leaf)
         if torch.is_grad_enabled():
             self._recorded, self.is_recorded_stored = views, self.is_stored
+            if any(map(_HOOKS, self.registered.sharded_params)):
+                self._call_hooks_for(views)
             if self._before_concat is not None and len(views) > 1 and leaf.requires_grad and not self.is_distributed:
                 # Register on the backward of the split, which runs after the backward of the view.
                 views[0].grad_fn.next_functions[0][0].register_prehook(self._before_concat)  # type: ignore[union-attr]
@@ -209,7 +221,17 @@ class FlatLayout(Layout):
         # Without this check, tensors that the user assigned since the forward would be overwritten silently.
         self.accept_replacements()
         if self._recorded is not None:
+            if any(map(_HOOKS, self.registered.sharded_params)):
+                self._call_hooks_for(self._recorded)
             self._assign(self._recorded)
+
+    def _call_hooks_for(self, views: Sequence[torch.Tensor]) -> None:
+        """Makes autograd call the user's tensor hooks with the gradients of ``views``, before they are reduced."""
+        for view, sharded in zip(views, self.registered.sharded_params, strict=True):
+            hooks = sharded._backward_hooks
+            if hooks and view.grad_fn is not None and view._backward_hooks is not hooks:
+                view._backward_hooks = hooks
+                view.grad_fn._register_hook_dict(view)
 
     def use_kept_params(self, *, is_kept: bool) -> None:
         """Assigns the sharded tensors, unless the strategy keeps original parameters unsharded (ORIG-09)."""
@@ -225,8 +247,19 @@ class FlatLayout(Layout):
             leaf = self._unsharded.leaf
             with torch.enable_grad():
                 self._assign([distributed_tensor(leaf[part].view(shape), spec) for part, shape, spec in ranges])
-        elif self._assigned is not sharded_params:
+            return
+        if self._unsharded.leaf._version != self._unsharded.version and not self._unsharded.is_borrowed:
+            self._keep_changes()
+        if self._assigned is not sharded_params:
             self._assign(sharded_params)
+
+    def _keep_changes(self) -> None:
+        """Copies values that the user's forward has written to the unsharded tensor into the shard."""
+        unsharded, shard = self._unsharded, self.registered.shard
+        unsharded.version = unsharded.leaf._version
+        check_equal_changes({self.name: unsharded.alias}, self.mesh)
+        self.registered.overwrite(changed_values(unsharded.alias[self.shard_range], shard.detach()))
+        self._is_written = True
 
     def _assign(self, tensors: Sequence[torch.Tensor]) -> None:
         self._assigned = tensors
@@ -234,8 +267,8 @@ class FlatLayout(Layout):
             return
         for dictionary, attribute, index in self._attributes:
             dictionary[attribute.name] = tensors[index]
-            if attribute.second_list:
-                attribute.update_second_list(tensors[index])
+            if attribute.second_places:
+                attribute.update_second_places(tensors[index])
         if self._guards:
             self._update_guards()
 
@@ -330,6 +363,8 @@ class FlatLayout(Layout):
         views = self.sharding.views(flat, self.local_shapes)
         if self.is_distributed:
             views = [distributed_tensor(view, spec) for view, spec in zip(views, self.specs, strict=True)]
+        for index, attributes in self.registered.user_attributes:
+            vars(views[index]).update({**attributes, **vars(views[index])})
         return views
 
     def local_parameters(self) -> list[nn.Parameter]:
@@ -343,7 +378,7 @@ class FlatLayout(Layout):
         for dictionary, attribute, index in self._attributes:
             dictionary.pop(attribute.name)
             attribute.module._parameters[attribute.name] = full_params[index]
-            attribute.update_second_list(full_params[index])
+            attribute.update_second_places(full_params[index])
         self._update_guards()
         return full_params
 

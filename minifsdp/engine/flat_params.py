@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from minifsdp.engine import validation
 from minifsdp.engine.flat_tensor import FlatSharding
-from minifsdp.engine.layout import ParamInfo
+from minifsdp.engine.layout import ParamInfo, share_hooks
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.placeholder import PlaceholderParameter
 from minifsdp.engine.shards import local_tensor
@@ -46,11 +46,13 @@ class RegisteredParams(ABC):
     Attributes:
         shard: 1-D, this rank's shard in the stored dtype; the flat parameter, or the memory of the original parameters.
         parameters: the parameters that the optimizer updates.
+        user_attributes: the attributes that the user has set on original parameters, with the parameters' indices.
         sharded_params: for each original parameter, the tensor that modules have while the unit is sharded.
     """
 
     shard: torch.Tensor
     parameters: list[nn.Parameter]
+    user_attributes: list[tuple[int, dict[str, object]]]
     sharded_params: Sequence[torch.Tensor]
 
     @property
@@ -116,7 +118,14 @@ class RegisteredFlatParam(RegisteredParams):
         # `isinstance` and other frameworks recognize torch's FlatParameter by these attributes.
         flat_param._is_flat_param = flat_param._fsdp_flattened = True  # type: ignore[attr-defined]
         placeholders = [PlaceholderParameter(p.shape, p.dtype, p.device, info.path) for p, info in parameters.items()]
-        self._module, self.shard = module, flat_param
+        for original, placeholder in zip(parameters, placeholders, strict=True):
+            placeholder._backward_hooks = original._backward_hooks
+        never = [info.path for original, info in parameters.items() if original._post_accumulate_grad_hooks]
+        if never:
+            warn(message("hooks-on-replaced", parameters=never))
+        self._module, self.shard, self.user_attributes = module, flat_param, _user_attributes(parameters)
+        for index, attributes in self.user_attributes:
+            vars(placeholders[index]).update(attributes)
         self.parameters, self.sharded_params = [flat_param], placeholders
         for original, info in parameters.items():
             validation.note_taken(original, info.path, is_replaced=True)
@@ -155,6 +164,7 @@ class RegisteredOrigParams(RegisteredParams):
         registered = [_ordinary(original) if isinstance(original, DTensor) else original for original in parameters]
         self.shard, self.parameters, self.sharded_params = shard, registered, registered
         self._sharding, self._shapes = sharding, [parameter.shape for parameter in registered]
+        self.user_attributes = _user_attributes(parameters)
         self._ranges = sharding.param_ranges(index)
         self._shard_views = self.parts(shard)
         self._paths = [info.path for info in parameters.values()]
@@ -267,7 +277,19 @@ def check_uniform_dtype(module: nn.Module, parameters: Mapping[nn.Parameter, Par
 
 def _ordinary(original: nn.Parameter) -> nn.Parameter:
     """An ordinary parameter that replaces a ``DTensor``. It becomes a view of the shard later."""
-    return nn.Parameter(local_tensor(original.detach()), requires_grad=original.requires_grad)
+    ordinary = nn.Parameter(local_tensor(original.detach()), requires_grad=original.requires_grad)
+    share_hooks(original, ordinary)
+    return ordinary
+
+
+def _user_attributes(parameters: Iterable[nn.Parameter]) -> list[tuple[int, dict[str, object]]]:
+    """The attributes that the user has set on parameters. Modules may read them in forward."""
+    found = []
+    for index, parameter in enumerate(parameters):
+        # Skip attributes of a tensor subclass.
+        internal = vars(parameter.detach())
+        found.append((index, {name: value for name, value in vars(parameter).items() if name not in internal}))
+    return [(index, attributes) for index, attributes in found if attributes]
 
 
 def _frozen_among_trained(parameters: Mapping[nn.Parameter, ParamInfo]) -> list[str]:

@@ -169,9 +169,10 @@ class UnshardedTensor:
         leaf: the tensor; autograd accumulates gradients into it.
         alias: the same memory, for writing.
         num_bytes: its size while it has memory.
+        version: the version of `leaf` at the last check for changes by the user.
     """
 
-    __slots__ = ("alias", "is_borrowed", "leaf", "num_bytes")
+    __slots__ = ("alias", "is_borrowed", "leaf", "num_bytes", "version")
 
     def __init__(
         self, numel: int, dtype: torch.dtype, device: torch.device, lender: torch.Tensor | None = None
@@ -182,6 +183,7 @@ class UnshardedTensor:
         # 2. `.data` has its own version counter, `.detach()` does not.
         self.alias = tensor.data
         self.leaf = tensor.requires_grad_()
+        self.version = tensor._version
         if lender is None:
             self.alias.untyped_storage().resize_(0)
 

@@ -23,8 +23,9 @@ Spec: SHARD-02, ORIG-01 to ORIG-04, FWD-04, CTOR-12.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,7 +34,7 @@ from minifsdp.engine import validation
 from minifsdp.engine.comm_streams import CommStreams, Handle
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import Group, MeshGroups
-from minifsdp.engine.messages import message
+from minifsdp.engine.messages import message, warn
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +46,8 @@ class ParamInfo:
         name: the attribute's name.
         path: full name inside the unit's module, for messages and state dicts.
         shape: the unsharded shape.
-        second_list: names of the weights that the module also stores in a list, for example in an LSTM.
+        second_places: other places where modules store the parameter, for example the list of an LSTM. Each place is
+            a dict, and the keys that lead from there to the parameter.
         ties: the other module attributes that refer to the same parameter; added later.
     """
 
@@ -53,24 +55,25 @@ class ParamInfo:
     name: str
     path: str
     shape: torch.Size
-    second_list: tuple[str, ...] = ()
+    second_places: list[tuple[Any, ...]] = field(default_factory=list)
     ties: list[ParamInfo] = field(default_factory=list)
 
     @classmethod
     def of(cls, module: nn.Module, name: str, path: str) -> ParamInfo:
         """Describes the parameter ``module.<name>``."""
-        names = tuple(module._flat_weights_names) if isinstance(module, nn.RNNBase) else ()
-        return cls(module, name, path, getattr(module, name).shape, names if name in names else ())
+        return cls(module, name, path, getattr(module, name).shape)
 
     @property
     def attributes(self) -> list[ParamInfo]:
         """Every module attribute that refers to the parameter, this one first."""
         return [self, *self.ties]
 
-    def update_second_list(self, tensor: torch.Tensor) -> None:
-        """Updates the weight list of an RNN module. Layouts bypass ``__setattr__``, which would also update it."""
-        if self.second_list:
-            self.module._flat_weights[self.second_list.index(self.name)] = tensor  # type: ignore[operator]
+    def update_second_places(self, tensor: torch.Tensor) -> None:
+        """Stores ``tensor`` in all second places."""
+        for place, *keys, last in self.second_places:
+            for key in keys:
+                place = place[key]
+            place[last] = tensor
 
 
 @dataclass(slots=True)
@@ -108,9 +111,34 @@ def owned_parameters(
             info = ParamInfo.of(module, name, full_name(prefix, name))
             validation.check_free(parameter, module, name, info.path)
             first = found.setdefault(parameter, info)
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+                module.sparse = False
+                warn(message("sparse-gradients", parameter=info.path))
             if first is not info:
                 first.ties.append(info)
+    for prefix, module in modules:
+        for attribute, value in vars(module).items():
+            for keys, parameter in _parameters_in(value, (attribute,)) if attribute != "_parameters" else ():
+                if parameter in found and None not in keys:
+                    found[parameter].second_places.append((vars(module), *keys))
+                elif parameter in found or validation.is_taken(parameter):
+                    warn(message("second-place", place=full_name(prefix, attribute), type=type(module).__name__))
     return found
+
+
+def _parameters_in(value: Any, keys: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], nn.Parameter]]:
+    """The parameters in nested lists, dicts and tuples, with their keys. A tuple has the key ``None``."""
+    if isinstance(value, nn.Parameter):
+        yield keys, value
+    elif isinstance(value, list | dict | tuple) and len(keys) < 4:
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _parameters_in(inner, (*keys, None if isinstance(value, tuple) else key))
+
+
+def share_hooks(original: torch.Tensor, other: torch.Tensor) -> None:
+    """Uses the hooks of ``original`` for ``other`` too. A hook that the user removes later is removed from both."""
+    other._backward_hooks = original._backward_hooks
+    other._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks
 
 
 def replaced_parameter_error(info: ParamInfo, unit_name: str) -> RuntimeError:
@@ -145,6 +173,7 @@ class Layout(ABC):
         parameters: the unit's original parameters, in order.
         reduces_unused: whether the reduction includes zeros for trainable parameters without a gradient.
         is_summoned: whether the modules have the parameters from ``summon_full_params``.
+        shards_are_distributed: whether the optimizer's parameters are DTensors, which compute over all ranks.
         steps: the number of optimizer steps, shared by all units of the root.
         is_marked_stale: whether the shard was written since the last all-gather, possibly without a change.
         stepped_at: the number of the last step with gradients of an optimizer that holds parameters of this layout.
@@ -160,6 +189,7 @@ class Layout(ABC):
     is_marked_stale: bool = False
     stepped_at: int = 0
     is_summoned: bool = False
+    shards_are_distributed = False
     steps = Steps()
 
     def full_name(self, path: str) -> str:

@@ -5,6 +5,8 @@
   records every parameter that a unit has replaced, and the first step of each optimizer checks for them.
 * *A step after* ``no_sync()`` *without a reducing backward.* Then ``.grad`` holds the sum of this rank only, in the
   unsharded size, instead of this rank's shard of the mean.
+* *Parameters that were added after sharding.* No unit manages them, so each rank trains its own copy. `note_modules`
+  records the parameters of each module when it is sharded. The first step of each optimizer looks for others.
 * *A step inside* ``summon_full_params()``. Inside the block, the modules do not use the optimizer's parameters. The end
   of the block overwrites these parameters.
 
@@ -28,17 +30,21 @@ Spec: CTOR-05, NOSYNC-10, FUZZ-06, FRESH-04, FRESH-06.
 
 import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 from minifsdp.engine.collective_log import log
-from minifsdp.engine.layout import Layout, Steps
+from minifsdp.engine.layout import Layout, Steps, full_name
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.rank_checks import read_all
 from minifsdp.engine.validation import replaced
+
+# Parts of the class names of optimizers whose step computes norms, products or matrices of whole parameters.
+_WHOLE = ("lbfgs", "adafactor", "muon", "lamb", "lars", "shampoo", "soap")
 
 
 class OptimizerWatch:
@@ -57,6 +63,8 @@ class OptimizerWatch:
         self._held = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], list[weakref.ref[Layout]]]]()
         # The optimizers whose `state_dict()` reads the answers of all ranks first.
         self._with_hook = weakref.WeakSet[torch.optim.Optimizer]()
+        # The names of the parameters that each module had when it was sharded.
+        self._names = weakref.WeakKeyDictionary[nn.Module, frozenset[str]]()
         # The handle of the hook while it is installed.
         self._hook: Any = None
 
@@ -69,6 +77,26 @@ class OptimizerWatch:
         layout.steps = Steps()
         self._layouts.add(layout)
         weakref.finalize(layout, self._end).atexit = False
+
+    def note_modules(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        """Called when ``modules``, with their paths, are sharded. Records the names of their parameters."""
+        for _, module in modules:
+            self._names[module] = self._names.get(module, frozenset()) | module._parameters.keys()
+
+    def _warn_if_added(self, unmanaged: set[torch.Tensor]) -> None:
+        """Issues a warning if parameters in ``unmanaged`` were added to a sharded model later."""
+        if not unmanaged:
+            return
+        known, added = self._names, []
+        for module, names in list(known.items()):
+            new = [(name, child) for name, child in module.named_children() if child not in known]
+            below = [place for name, child in new for place in child.named_modules(prefix=name)]
+            for path, one in [("", module), *((path, one) for path, one in below if one not in known)]:
+                for name, parameter in one._parameters.items():
+                    if parameter in unmanaged and (one is not module or name not in names):
+                        added.append(f"{full_name(path, name)!r} of {type(module).__name__}")
+        if added:
+            warn(message("added-after-sharding", parameters=", ".join(added)))
 
     def _end(self) -> None:
         """Called when a layout was deleted. Removes the hook if this was the last layout."""
@@ -127,6 +155,10 @@ class OptimizerWatch:
         if self.unreduced or self.summoned:
             marked = self.unreduced | self.summoned
             mine = [layout for layout in self._layouts_of(optimizer) if layout in marked]
+            waiting = [layout.name for layout in mine if layout.shards_are_distributed and layout.has_unreduced]
+            if waiting:
+                warn(message("step-before-reduction", units=waiting, type=type(optimizer).__name__))
+                return
             self.check_reduced(f"{type(optimizer).__name__}.step()", mine)
             self.unreduced.difference_update(mine)
 
@@ -140,7 +172,13 @@ class OptimizerWatch:
             if num_stale:
                 warn(message("stale-optimizer", num_stale=num_stale, number=len(parameters), type=kind))
             held = set(parameters)
-            mine = [weakref.ref(layout) for layout in self._layouts if not held.isdisjoint(layout.local_parameters())]
+            managed = [layout.local_parameters() for layout in self._layouts]
+            self._warn_if_added({one for one in held.difference(*managed) if one.requires_grad})
+            found = [layout for layout in self._layouts if not held.isdisjoint(layout.local_parameters())]
+            is_whole = any(name in one.__name__.lower() for one in type(optimizer).__mro__ for name in _WHOLE)
+            if is_whole and any(one.all_gather_group and not one.shards_are_distributed for one in found):
+                warn(message("whole-parameter-optimizer", type=kind))
+            mine = [weakref.ref(layout) for layout in found]
             if mine and optimizer not in self._with_hook:
                 self._with_hook.add(optimizer)
                 optimizer.register_state_dict_pre_hook(read_all)

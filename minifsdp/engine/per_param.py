@@ -40,14 +40,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from minifsdp.engine import collectives, lifetime
+from minifsdp.engine import collectives, lifetime, optimizer_watch
 from minifsdp.engine.bucket import assign_to_buckets
+from minifsdp.engine.changes import changed_values, check_equal_changes
 from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle
-from minifsdp.engine.layout import Gradient, Layout, replaced_parameter_error
+from minifsdp.engine.layout import Gradient, Layout, ParamInfo
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import message
 from minifsdp.engine.sharded_param import VERSION, Options, ShardedParam, local_shard_of, set_local_shard
+from minifsdp.engine.shards import shard_of
 
 
 class PerParameterLayout(Layout):
@@ -60,6 +62,8 @@ class PerParameterLayout(Layout):
     Attributes:
         buckets: the memory of the parameters; nearly always one bucket.
     """
+
+    shards_are_distributed = True
 
     def __init__(self, params: Sequence[ShardedParam], options: Options) -> None:
         self.params, self._options = params, options
@@ -204,7 +208,7 @@ class PerParameterLayout(Layout):
             found, param = dictionary.get(attribute.name), self.params[index]
             if found is not self._registered[index]:
                 if not isinstance(found, nn.Parameter) or not param.fits(found):
-                    raise replaced_parameter_error(attribute, self.name)
+                    raise self._replaced(attribute)
                 param.parameter, is_edited = found, True
             elif local_shard_of(param.parameter) is not param.local_shard:
                 is_edited = True
@@ -215,27 +219,56 @@ class PerParameterLayout(Layout):
             self._choose_dtype()
 
     def use_unsharded_params(self) -> None:
-        """Registers the leaves on the modules; they are the same tensors every time."""
+        """Registers the leaves on the modules; they are the same tensors every time.
+
+        Raises:
+            RuntimeError: if a module has another tensor, for example inside ``functional_call``.
+        """
+        registered = self._registered
+        for dictionary, attribute, index in self._attributes:
+            if dictionary.get(attribute.name) is not registered[index]:
+                raise self._replaced(attribute)
         self._register(self._leaves)
 
-    def use_unsharded_params_again(self) -> None:
-        """Registers the leaves, as in forward."""
-        self._register(self._leaves)
+    use_unsharded_params_again = use_unsharded_params
+
+    def _replaced(self, attribute: ParamInfo) -> RuntimeError:
+        parameter, kind = self.full_name(attribute.path), type(attribute.module).__name__
+        return RuntimeError(message("replaced-dtensor", parameter=parameter, type=kind))
 
     def use_sharded_params(self) -> None:
         """Registers the DTensors on the modules."""
         self._register(self._sharded if self._post_forward_params is None else self._post_forward_params)
 
     def _register(self, tensors: list[torch.Tensor]) -> None:
+        is_written = False
         for param in self.params:
+            is_written |= param.leaf._version != param.version
             # The user has changed `requires_grad` since then.
             if not param.leaf.requires_grad is param.parameter.requires_grad is param.is_trained:
                 param.toggle_requires_grad()
+            if param.leaf._backward_hooks is not param.parameter._backward_hooks:
+                param.share_tensor_hooks()
+        if is_written:
+            self._keep_changes()
         self._registered = tensors
         for dictionary, attribute, index in self._attributes:
             dictionary[attribute.name] = tensors[index]  # type: ignore[assignment]
-            if attribute.second_list:
-                attribute.update_second_list(tensors[index])
+            if attribute.second_places:
+                attribute.update_second_places(tensors[index])
+
+    def _keep_changes(self) -> None:
+        """Copies values that the user's forward has written to the leaves into the local shards."""
+        written = [param for param in self.params if param.leaf._version != param.version]
+        for param in written:
+            param.version = param.leaf._version
+        for groups in dict.fromkeys(param.mesh_groups for param in written if not self._is_borrowed):
+            mine = [param for param in written if param.mesh_groups == groups]
+            check_equal_changes({self.full_name(p.info.path): p.plain_leaf for p in mine}, groups)
+            for p in mine:
+                part = shard_of(p.plain_leaf.data, p.dim, p.num_shards, groups.shard_index)
+                p.local_shard.copy_(changed_values(part, p.local_shard))
+                self._has_copied = True
 
     # --- gradients ---
 
@@ -257,9 +290,11 @@ class PerParameterLayout(Layout):
             if part is None and self.reduces_unused and with_unreduced and param.parameter.requires_grad:
                 part = torch.zeros(param.shape, dtype=param.leaf.dtype, device=self.device)
             if part is not None and part.numel():
-                # A parameter without elements has nothing to reduce.
                 taken.numbers.append(number)
                 taken.parts.append(part)
+            elif part is not None:
+                # A parameter without elements has nothing to reduce, but the optimizer needs a gradient.
+                param.parameter.grad = torch.zeros_like(param.parameter)
         return taken if taken.parts else None
 
     def part_over(self, mesh: MeshGroups, gradient: Gradient) -> Gradient:
@@ -280,6 +315,7 @@ class PerParameterLayout(Layout):
                 param.unreduced = part.to(self._options.precision.reduces_in(part.dtype))
             else:
                 param.unreduced.add_(part)
+        optimizer_watch.watch.unreduced.add(self)
 
     @property
     def has_unreduced(self) -> bool:

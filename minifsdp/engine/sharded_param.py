@@ -39,7 +39,7 @@ from torch.distributed.tensor import _dtensor_spec as dtensor_spec
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from minifsdp.engine import validation
-from minifsdp.engine.layout import ParamInfo
+from minifsdp.engine.layout import ParamInfo, share_hooks
 from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import message
 from minifsdp.engine.precision import Precision
@@ -103,6 +103,7 @@ class ShardedParam:
         leaf: the unsharded parameter, which autograd owns and modules compute with.
         plain_leaf: the memory of `leaf`; the same tensor, except with tensor parallelism.
         unreduced: the unreduced gradient.
+        version: the version of `leaf` at the last check for changes by the user.
         is_trained: ``requires_grad`` of `parameter` and `leaf` when both were last equal.
 
     Raises:
@@ -142,7 +143,8 @@ class ShardedParam:
         self.local_shard = shard_of(local, dim, self.num_shards, mesh_groups.shard_index)
         self.parameter = self.leaf = self.plain_leaf = original
         self.unreduced: torch.Tensor | None = None
-        self.is_trained = original.requires_grad
+        self._user_attributes: dict[str, Any] = {}
+        self.is_trained, self.version = original.requires_grad, original._version
 
     def _make_spec(self, original: nn.Parameter, mesh: DeviceMesh) -> dtensor_spec.DTensorSpec:
         dim, inner = self.dim, self._tensor_parallel
@@ -176,8 +178,9 @@ class ShardedParam:
         set_local_shard(self.parameter, self.local_shard)
         # Copy attributes set by users, such as marks for optimizer groups. Skip attributes of a tensor subclass: the
         # shards have them as well, and the attributes of the original may hold unsharded values.
-        for name in vars(original).keys() - vars(self.local_shard).keys():
-            setattr(self.parameter, name, vars(original)[name])
+        self._user_attributes = {n: value for n, value in vars(original).items() if n not in vars(self.local_shard)}
+        vars(self.parameter).update(self._user_attributes)
+        share_hooks(original, self.parameter)
         validation.note_taken(original, self.info.path, is_replaced=True)
         for attribute in self.info.attributes:
             # Store module and name. A reference to the tensor, even a weak one, makes `to()` fail for a DTensor.
@@ -211,6 +214,8 @@ class ShardedParam:
             self.leaf = nn.Parameter(_around(plain_leaf.data, inner), requires_grad=False)
         self.is_trained = self.parameter.requires_grad
         self.leaf.requires_grad_(self.is_trained)
+        self.version = self.leaf._version
+        vars(self.leaf).update({**self._user_attributes, **vars(self.leaf)})
         if self.unreduced is not None:
             # The model was converted, so convert this gradient as well.
             self.unreduced = self.unreduced.to(reduce_dtype)
@@ -220,6 +225,14 @@ class ShardedParam:
         self.is_trained = not self.is_trained
         self.leaf.requires_grad_(self.is_trained)
         self.parameter.requires_grad_(self.is_trained)
+
+    def share_tensor_hooks(self) -> None:
+        """Called after the user registered the first hook of `parameter` or `leaf`. Autograd calls those of `leaf`."""
+        hooks = self.parameter._backward_hooks
+        if hooks is None:
+            self.parameter._backward_hooks = self.leaf._backward_hooks
+        else:
+            self.leaf._backward_hooks = hooks
 
     def local_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Converts the gradient of the unsharded parameter to the gradient of the tensor that is sharded here."""

@@ -72,6 +72,11 @@ def check_free(parameter: nn.Parameter, module: nn.Module, name: str, path: str)
         raise ValueError(message("tied-across-units", path=path, other=_taken[parameter]))
 
 
+def is_taken(parameter: nn.Parameter) -> bool:
+    """Whether ``parameter`` belongs to a unit."""
+    return parameter in _taken
+
+
 def is_flattened(module: nn.Module, name: str) -> bool:
     """Whether attribute ``name`` of ``module`` is part of a flat unit. Later units do not take it (CTOR-17).
 
@@ -94,11 +99,12 @@ def check_one_api(module: nn.Module, api: str) -> None:
 
 
 def is_only_called_in_parts(module: nn.Module) -> bool:
-    """Whether ``module`` is a list or dict of modules. It has no forward, so its unit would never be all-gathered.
+    """Whether ``module`` is a list or dict. It has no forward, so its unit would never be all-gathered.
 
     Other modules without a forward may have another method that issues the all-gather.
     """
-    return isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward
+    lists = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
+    return isinstance(module, lists) and type(module).forward is nn.Module.forward
 
 
 def ddp_around(name: str, ranks: object) -> RuntimeError:

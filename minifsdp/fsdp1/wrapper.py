@@ -38,7 +38,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from minifsdp.engine import validation
+from minifsdp.engine import optimizer_watch, validation
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.layout import owned_parameters
 from minifsdp.engine.messages import message
@@ -110,6 +110,7 @@ class Wrapper(nn.Module):
         modules = self._own_modules()
         self._initialize(modules, options)
         self._unit = self._make_unit(module, modules)
+        optimizer_watch.watch.note_modules([("", self), *modules_of_unit([module], is_wrapper)])
 
     def _options_of_inner(self, options: Options, groups: ProcessGroups) -> dict[str, Any]:
         """Arguments for the units of an auto-wrap policy: these options with groups and ignored modules resolved."""
@@ -182,8 +183,8 @@ class Wrapper(nn.Module):
         """
         root_state = self._current_root_state()
         is_outermost_call = root_state.begin_forward(self._unit)
+        unit = self._unit
         try:
-            unit = self._unit
             if is_outermost_call and self._shared_values:
                 self._copy_shared_values()
             if is_outermost_call and self._full_precision_in_eval:
@@ -196,9 +197,11 @@ class Wrapper(nn.Module):
                 root_state.iteration.post_forward(unit, (args, kwargs), output)
             elif is_outermost_call:
                 root_state.iteration.watch(output)
-        except BaseException:
+        except BaseException as error:
             if is_outermost_call:
                 root_state.fail_forward()
+            if unit is not None and "function that returns multiple views" in str(error):
+                raise RuntimeError(message("changed-in-flat", unit=unit.name)) from error
             raise
         if is_outermost_call:
             output = root_state.end_forward(output)

@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from minifsdp.arguments import FUNCTION_OR_NONE, MESH, PARAMETERS, PRECISION_POLICY, Kind, require
 from minifsdp.checkpoint import loading
 from minifsdp.compat import composable
-from minifsdp.engine import validation
+from minifsdp.engine import optimizer_watch, validation
 from minifsdp.engine.layout import ParamInfo, owned_parameters
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import message
@@ -113,6 +113,7 @@ def fully_shard(
     _move_to(device, owners, parameters)
     params = _sharded_params(parameters, mesh, shard_placement_fn)
     warn_if_different(params, device)
+    optimizer_watch.watch.note_modules(modules_of_unit(modules, lambda one: state_of(one) is not None))
     options = _options(device, mp_policy, offload_policy)
     unit = _make_unit(modules[0], params, options, reshard_after_forward) if params else None
     # 3. The state registers the hooks.

@@ -62,17 +62,17 @@ def test_parameters_of_the_outermost_module_itself_have_no_prefix() -> None:
 def test_module_with_second_weight_list_gets_both_updated(kind: type[nn.RNNBase]) -> None:
     module = kind(2, 3)
     for name in ("weight_ih_l0", "bias_hh_l0"):
-        info, replacement = ParamInfo.of(module, name, name), torch.zeros(1)
-        info.update_second_list(replacement)
+        infos, replacement = owned_parameters([("", module)], set()).values(), torch.zeros(1)
+        next(info for info in infos if info.name == name).update_second_places(replacement)
         index = module._flat_weights_names.index(name)
         assert module._flat_weights[index] is replacement
 
 
 @pytest.mark.pure
-def test_an_ordinary_module_has_no_second_list() -> None:
+def test_an_ordinary_module_has_no_second_place() -> None:
     info = ParamInfo.of(nn.Linear(2, 2), "weight", "weight")
-    assert info.second_list == ()
-    info.update_second_list(torch.zeros(1))
+    assert info.second_places == []
+    info.update_second_places(torch.zeros(1))
 
 
 @ranks(2)

@@ -21,6 +21,7 @@ from spec_tests.mutants.catalogue import (
     start,
     switches,
     training,
+    weights,
 )
 from spec_tests.mutants.mutant import Mutant
 
@@ -45,5 +46,6 @@ EVERY: list[Mutant] = [
     *saving.MUTANTS,
     *start.MUTANTS,
     *programs.MUTANTS,
+    *weights.MUTANTS,
 ]
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in EVERY}

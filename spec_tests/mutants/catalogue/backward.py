@@ -363,7 +363,7 @@ MUTANTS = [
     Mutant(
         "leaf-stays-frozen",
         "FlatLayout.use_unsharded_params",
-        "leaf.requires_grad_(self.registered.requires_grad)",
+        "leaf.requires_grad_(requires_grad)",
         "pass",
         "A change of requires_grad after wrapping does not reach the unsharded parameters.",
         "ORIG-14",

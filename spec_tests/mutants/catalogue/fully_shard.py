@@ -286,7 +286,7 @@ MUTANTS = [
     Mutant(
         "marks-lost",
         "ShardedParam.replace_original",
-        "setattr(self.parameter, name, vars(original)[name])",
+        "vars(self.parameter).update(self._user_attributes)",
         "pass",
         "Attributes that the program set on a parameter are lost.",
         "FS2-04",
@@ -629,9 +629,9 @@ MUTANTS = [
     ),
     Mutant(
         "recomputed-from-rows",
-        "PerParameterLayout.use_unsharded_params_again",
-        "self._register(self._leaves)",
-        "pass",
+        "PerParameterLayout",
+        "    use_unsharded_params_again = use_unsharded_params\n",
+        "    def use_unsharded_params_again(self) -> None:\n        pass\n",
         "A recomputation in backward uses the sharded parameters.",
         "PAR-07",
     ),
@@ -830,8 +830,8 @@ MUTANTS = [
     Mutant(
         "whole-values-stay-beside-a-shard",
         "ShardedParam.replace_original",
-        "vars(original).keys() - vars(self.local_shard).keys()",
-        "vars(original)",
+        " if n not in vars(self.local_shard)",
+        "",
         "An attribute of a tensor subclass with the unsharded values is copied to its DTensor.",
         "FS2-EXT-01",
     ),

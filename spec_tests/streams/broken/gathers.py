@@ -182,9 +182,10 @@ BREAKS = [
         "new-data-not-followed",
         FLAT,
         """\
-        if self.registered.write_back():
+        if self.registered.write_back() or self._is_written:
             # Copied on the compute stream. The communication stream must wait for that.
             comm_streams.all_gather.wait_compute()
+            self._is_written = False
 """,
         "        self.registered.write_back()\n",
         "The all-gather stream does not wait for the copy of values assigned by p.data.",

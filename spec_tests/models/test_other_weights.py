@@ -1,0 +1,606 @@
+"""Programs that use parameters in unusual ways: hooks, changes in forward, other weights, and additions after sharding.
+
+Each program runs on a plain model and on the sharded model. Both ranks have the same batch, so the mean of the
+gradients over the ranks equals the gradient of the plain model.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import prune
+
+from minifsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from spec_tests.harness import device, ranks
+
+Shard = Callable[[Any], Any]
+
+
+class Net(nn.Module):
+    """Inner units, and parameters of the root's unit before and after them."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(blocks or (nn.Linear(8, 8), nn.Linear(8, 8)))
+        for parameter in self.blocks.parameters():
+            nn.init.uniform_(parameter, -0.5, 0.5)
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (self.first, *self.blocks):
+            x = torch.tanh(block(x))
+        result: Tensor = self.head(x)
+        return result
+
+
+def in_place(*, units: bool = True, **options: Any) -> Shard:
+    def shard(model: Net) -> Any:
+        for block in model.blocks if units else ():
+            fully_shard(block, **options)
+        return fully_shard(model, **options)
+
+    return shard
+
+
+def around(strategy: str, *, original: bool, units: bool = True) -> Shard:
+    def shard(model: Net) -> Any:
+        options: Any = {
+            "sharding_strategy": ShardingStrategy[strategy],
+            "use_orig_params": original,
+            "device_id": device(),
+        }
+        for index, block in enumerate(model.blocks) if units else ():
+            model.blocks[index] = FullyShardedDataParallel(block, **options)
+        return FullyShardedDataParallel(model, **options)
+
+    return shard
+
+
+ALL: dict[str, Shard] = {
+    "fully_shard": in_place(),
+    "fully_shard keeps": in_place(reshard_after_forward=False),
+    "fully_shard one unit": in_place(units=False),
+    "flat": around("FULL_SHARD", original=False),
+    "flat SHARD_GRAD_OP": around("SHARD_GRAD_OP", original=False),
+    "flat NO_SHARD": around("NO_SHARD", original=False),
+    "flat one unit": around("FULL_SHARD", original=False, units=False),
+    "original": around("FULL_SHARD", original=True),
+    "original SHARD_GRAD_OP": around("SHARD_GRAD_OP", original=True),
+    "original NO_SHARD": around("NO_SHARD", original=True),
+    "original one unit": around("FULL_SHARD", original=True, units=False),
+}
+every_kind = pytest.mark.parametrize("kind", ALL)
+named_kinds = pytest.mark.parametrize("kind", [kind for kind in ALL if not kind.startswith("flat")])
+
+
+def batch() -> Tensor:
+    return torch.linspace(-1, 1, 32).view(4, 8).to(device())
+
+
+def backward(model: nn.Module) -> None:
+    model(batch()).square().mean().backward()
+
+
+def step(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    backward(model)
+    optimizer.step()
+
+
+def weights_of(model: Any) -> dict[str, Tensor]:
+    found = {
+        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()
+    }
+    return {name: value.detach().clone() for name, value in found.items()}
+
+
+def assert_equal_weights(model: Any, plain: nn.Module) -> None:
+    found, expected = weights_of(model), weights_of(plain)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def warnings_of(action: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        action()
+    return [str(warning.message) for warning in caught]
+
+
+# --- hooks of parameters ---
+
+
+def mask(gradient: Tensor) -> Tensor:
+    return gradient * torch.linspace(0, 1, gradient.numel(), device=gradient.device).view(gradient.shape)
+
+
+@pytest.mark.spec("PROG-40")
+@every_kind
+@ranks(2)
+def test_a_hook_from_before_sharding_changes_the_unsharded_gradient(kind: str) -> None:
+    plain = Net().to(device())
+    model = copy.deepcopy(plain)
+    calls: list[torch.Size] = []
+    for net in (plain, model):
+        net.first.weight.register_hook(mask)
+        handle = net.blocks[1].weight.register_hook(mask)
+        net.blocks[1].bias.register_hook(lambda gradient: calls.append(gradient.shape))
+    model = ALL[kind](model)
+    for _ in range(2):
+        for net in (plain, model):
+            step(net)
+    assert calls == [torch.Size([8])] * 4
+    assert_equal_weights(model, plain)
+    handle.remove()
+
+
+@pytest.mark.spec("PROG-41")
+@named_kinds
+@ranks(2)
+def test_a_hook_from_after_sharding_changes_the_unsharded_gradient_until_it_is_removed(kind: str) -> None:
+    plain = Net().to(device())
+    model = ALL[kind](copy.deepcopy(plain))
+    for _ in range(2):
+        handles = [parameter.register_hook(mask) for net in (plain, model) for parameter in net.parameters()]
+        for net in (plain, model):
+            step(net)
+        assert_equal_weights(model, plain)
+        for handle in handles:
+            handle.remove()
+        for net in (plain, model):
+            step(net)
+        assert_equal_weights(model, plain)
+
+
+@pytest.mark.spec("PROG-41")
+@named_kinds
+@ranks(2)
+def test_a_hook_that_is_registered_between_forward_and_backward_is_called(kind: str) -> None:
+    plain = Net().to(device())
+    model = ALL[kind](copy.deepcopy(plain))
+    for net in (plain, model):
+        loss = net(batch()).square().mean()
+        for parameter in net.parameters():
+            parameter.register_hook(mask)
+        loss.backward()
+        torch.optim.SGD(net.parameters(), lr=0.5).step()
+    assert_equal_weights(model, plain)
+
+
+@pytest.mark.spec("PROG-42")
+@named_kinds
+@ranks(2)
+def test_a_post_accumulate_hook_from_before_sharding_is_called_with_the_sharded_parameter(kind: str) -> None:
+    calls = []
+    model = Net()
+    model.first.weight.register_post_accumulate_grad_hook(lambda p: calls.append((p, p.grad is not None)))
+    model = ALL[kind](model)
+    backward(model)
+    # A rank that stores no element of an original parameter has no gradient of it.
+    owned = [p for name, p in model.named_parameters() if name.endswith("first.weight") and p.numel()]
+    pairs = zip(calls, owned, strict=True)
+    assert all(parameter is expected and has for (parameter, has), expected in pairs)
+
+
+@pytest.mark.spec("PROG-42")
+@ranks(2)
+def test_a_flat_parameter_warns_about_post_accumulate_hooks_of_the_parameters_that_it_replaces() -> None:
+    model = Net()
+    model.first.weight.register_post_accumulate_grad_hook(lambda p: None)
+    (text,) = warnings_of(lambda: ALL["flat"](model))
+    assert "['first.weight']" in text
+    assert "register_post_accumulate_grad_hook()" in text
+    assert "use_orig_params=True" in text
+
+
+# --- forwards that change parameters ---
+
+
+class Book(nn.Module):
+    """Codes that move in forward: the same values on all ranks, or not."""
+
+    def __init__(self, *, differs: bool = False, requires_grad: bool = False) -> None:
+        super().__init__()
+        self.book, self.differs = nn.Parameter(torch.zeros(5, 8), requires_grad), differs
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.book[3].add_(dist.get_rank() if self.differs else 1)
+        return x + self.book.sum(0)
+
+
+def clamp(module: Any, _: Any) -> None:
+    with torch.no_grad():
+        module.weight.clamp_(-0.2, 0.2)
+
+
+with_units = pytest.mark.parametrize("kind", [kind for kind in ALL if not kind.endswith("one unit")])
+
+
+@pytest.mark.spec("PROG-43")
+@with_units
+@ranks(2)
+def test_equal_changes_in_forward_are_kept(kind: str) -> None:
+    plain = Net(nn.Linear(8, 8, bias=False), Book()).to(device())
+    plain.blocks[0].register_forward_pre_hook(clamp)
+    model = ALL[kind](copy.deepcopy(plain))
+    for _ in range(2):
+        for net in (plain, model):
+            step(net)
+        assert_equal_weights(model, plain)
+    for net in (plain, model):
+        with torch.no_grad():
+            net(batch())
+    assert_equal_weights(model, plain)
+
+
+@pytest.mark.spec("PROG-43")
+@ranks(2)
+def test_the_rows_of_an_embedding_keep_their_largest_norm() -> None:
+    for kind in ("fully_shard", "fully_shard one unit", "flat", "original"):
+        plain = nn.Sequential(nn.Embedding(5, 8, max_norm=0.5), nn.Linear(8, 2)).to(device())
+        model: Any = copy.deepcopy(plain)
+        if kind.startswith("fully_shard"):
+            _ = fully_shard(model[0]) if kind == "fully_shard" else None
+            fully_shard(model)
+        else:
+            options: Any = {"device_id": device(), "use_orig_params": kind == "original"}
+            model[0] = FullyShardedDataParallel(model[0], **options)
+            model = FullyShardedDataParallel(model, **options)
+        for net in (plain, model):
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+            for _ in range(2):
+                net(torch.arange(4, device=device())).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_equal_weights(model, plain)
+
+
+@pytest.mark.spec("PROG-43")
+@ranks(2)
+def test_unchanged_values_keep_their_stored_precision() -> None:
+    precision: Any = MixedPrecision(param_dtype=torch.bfloat16)
+    wrapped = FullyShardedDataParallel(Book(), mixed_precision=precision, device_id=device())
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for model in (wrapped, fully_shard(Book(), mp_policy=policy)):
+        for parameter in model.parameters():
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local.detach().fill_(1 / 3)
+        with torch.no_grad():
+            model(batch())
+        expected = torch.full((5, 8), 1 / 3)
+        expected[3] = torch.tensor(1 / 3).bfloat16() + 1
+        torch.testing.assert_close(weights_of(model)["book"].cpu(), expected, rtol=0, atol=0)
+
+
+@pytest.mark.spec("PROG-44")
+@pytest.mark.parametrize("kind", ["fully_shard", "fully_shard keeps", "fully_shard one unit", "flat", "original"])
+@ranks(2)
+def test_different_changes_in_forward_are_refused_by_name_on_every_rank(kind: str) -> None:
+    model = ALL[kind](Net(nn.Linear(8, 8), Book(differs=True)))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"blocks\.1.*changed in place while they were unsharded.*ignored_"):
+            backward(model)
+    model.get_submodule("blocks.1" if "fully" in kind else "_fsdp_wrapped_module.blocks.1.module").differs = False
+    backward(model)
+
+
+@pytest.mark.spec("PROG-44")
+@pytest.mark.parametrize("kind", ["flat one unit", "original one unit"])
+@ranks(2)
+def test_a_change_of_one_of_several_views_is_refused_with_the_remedy(kind: str) -> None:
+    model = ALL[kind](Net(nn.Linear(8, 8), Book(requires_grad=True)))
+    with pytest.raises(RuntimeError, match=r"changes a parameter in place.*unit of its own"):
+        backward(model)
+
+
+# --- parameters and modules that are added or replaced after sharding ---
+
+
+@pytest.mark.spec("PROG-45")
+@every_kind
+@ranks(2)
+def test_the_first_step_names_parameters_that_were_added_after_sharding(kind: str) -> None:
+    model = ALL[kind](Net())
+    inside = model if isinstance(model, Net) else model.module
+    step(model)
+    inside.added = nn.Sequential(nn.Linear(8, 8))
+    inside.blocks[0].register_parameter("prompt", nn.Parameter(torch.ones(3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (text,) = warnings_of(optimizer.step)
+    assert "'added.0.weight' of " in text
+    assert "'added.0.bias' of " in text
+    assert "'prompt' of " in text
+    assert "average their gradients" in text
+    assert warnings_of(optimizer.step) == []
+
+
+@pytest.mark.spec("PROG-45")
+@ranks(2)
+def test_ignored_parameters_and_other_models_cause_no_warning() -> None:
+    for kind in ("flat", "original", "fully_shard"):
+        net, other = Net(), nn.Linear(8, 8)
+        ignored = set(net.head.parameters())
+        if kind == "fully_shard":
+            fully_shard(net.blocks[0])
+            model: Any = fully_shard(net, ignored_params=ignored)
+        else:
+            model = FullyShardedDataParallel(
+                net, ignored_states=ignored, use_orig_params=kind == "original", device_id=device()
+            )
+        optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+        assert warnings_of(optimizer.step) == []
+
+
+@pytest.mark.spec("PROG-46")
+@pytest.mark.parametrize("change", ["parametrization", "pruning"])
+@ranks(2)
+def test_the_remedy_for_a_replaced_parameter_is_one_of_the_same_api(change: str) -> None:
+    for kind in ("fully_shard", "original"):
+        model = ALL[kind](Net())
+        head = model.get_submodule("head" if kind == "fully_shard" else "_fsdp_wrapped_module.head")
+        if change == "pruning":
+            prune.identity(head, "weight")
+        else:
+            head.register_parameter("weight", nn.Parameter(torch.zeros(8, 8)))
+        with pytest.raises(RuntimeError, match=r"'head.weight' of Linear was removed or replaced") as caught:
+            model(batch())
+        assert ("summon_full_params" in str(caught.value)) is (kind == "original")
+        assert ("fully_shard()" in str(caught.value)) is (kind == "fully_shard")
+
+
+# --- other weights for a unit ---
+
+
+class Hyper(nn.Module):
+    """A module that computes the weights of another module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generate, self.inner = nn.Linear(8, 64), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.generate(x[0]).view(8, 8)
+        prefix = "_fsdp_wrapped_module." if hasattr(self.inner, "_fsdp_wrapped_module") else ""
+        result: Tensor = torch.func.functional_call(self.inner, {f"{prefix if LONG[0] else ''}weight": weight}, (x,))
+        return result
+
+
+LONG = [False]
+
+
+@pytest.mark.spec("PROG-47")
+@pytest.mark.parametrize("is_long", [False, True])
+@ranks(2)
+def test_a_functional_call_of_a_unit_is_refused_and_of_a_part_of_a_unit_is_right(is_long: bool) -> None:
+    LONG[0] = is_long
+    for kind in ("fully_shard", "flat", "original"):
+        for is_unit in (True, False):
+            torch.manual_seed(0)
+            plain = Hyper().to(device())
+            model: Any = copy.deepcopy(plain)
+            if kind == "fully_shard":
+                _ = fully_shard(model.inner) if is_unit else None
+                fully_shard(model)
+            else:
+                options: Any = {"device_id": device(), "use_orig_params": kind == "original"}
+                if is_unit:
+                    model.inner = FullyShardedDataParallel(model.inner, **options)
+                model = FullyShardedDataParallel(model, **options)
+            if is_unit:
+                with pytest.raises((RuntimeError, AttributeError), match=r"weight.*functional_call\(\)"):
+                    model(batch())
+            elif kind == "fully_shard":
+                for net in (plain, model):
+                    step(net)
+                assert_equal_weights(model, plain)
+
+
+@pytest.mark.spec("PROG-47")
+@ranks(2)
+def test_a_module_that_is_set_on_the_wrapper_instead_of_the_wrapped_module_is_refused() -> None:
+    model = ALL["original"](Net())
+    with pytest.raises(AttributeError, match=r"'head' belongs to the wrapped Net.*Set it on wrapper\.module"):
+        model.head = nn.Linear(8, 8)
+    model.loss = nn.CrossEntropyLoss()
+
+
+# --- parameters in a second place ---
+
+
+class Twice(nn.Module):
+    """A layer that reads its parameters from other places than its attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.eye(8)), nn.Parameter(torch.zeros(8))
+        self.places = {"all": [self.weight, self.bias]}
+        vars(self)["alias"] = self.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.places["all"]
+        return x @ weight.T + self.alias.sum() + bias
+
+
+class InTuple(Twice):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = (self.weight,)
+
+
+@pytest.mark.spec("PROG-48")
+@every_kind
+@ranks(2)
+def test_parameters_in_a_list_a_dict_or_another_attribute_are_the_unsharded_ones_in_forward(kind: str) -> None:
+    plain = Net(Twice(), nn.Linear(8, 8)).to(device())
+    model = ALL[kind](copy.deepcopy(plain))
+    for _ in range(2):
+        for net in (plain, model):
+            step(net)
+    assert_equal_weights(model, plain)
+
+
+@pytest.mark.spec("PROG-49")
+@ranks(2)
+def test_a_place_that_cannot_be_updated_causes_a_warning_with_its_name() -> None:
+    for kind in ("flat", "original", "fully_shard"):
+        net = Net(InTuple())
+        net.of_a_unit = [net.blocks[0].weight]
+        texts = warnings_of(lambda kind=kind, net=net: ALL[kind](net))
+        assert ["'kept' of InTuple" in text or "'of_a_unit' of Net" in text for text in texts] == [True, True]
+
+
+# --- optimizers ---
+
+
+@pytest.mark.spec("PROG-50")
+@ranks(2)
+def test_a_step_of_fully_shard_before_the_reduction_warns_with_the_units() -> None:
+    model = ALL["fully_shard"](Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.set_requires_gradient_sync(False)
+    backward(model)
+    before = weights_of(model)
+    (text,) = warnings_of(optimizer.step)
+    assert "SGD.step() was called while gradients of the units" in text
+    assert "blocks.0" in text
+    assert "set_requires_gradient_sync(True)" in text
+    for name, value in weights_of(model).items():
+        assert torch.equal(value, before[name])
+    model.set_requires_gradient_sync(True)
+    backward(model)
+    assert warnings_of(optimizer.step) == []
+
+
+class Lamb(torch.optim.SGD):
+    """Only the name matters."""
+
+
+@pytest.mark.spec("PROG-51")
+@pytest.mark.parametrize("kind", ALL)
+@ranks(2)
+def test_an_optimizer_that_needs_whole_parameters_warns_once_about_flat_shards(kind: str) -> None:
+    model = ALL[kind](Net())
+    for make in (torch.optim.LBFGS, torch.optim.Adafactor, Lamb, torch.optim.SGD):
+        optimizer: Any = make(model.parameters(), lr=0.1)
+        texts = warnings_of(lambda: optimizer.step(lambda: torch.zeros(())))
+        is_sharded = not kind.startswith("fully_shard") and "NO_SHARD" not in kind
+        if is_sharded and make is not torch.optim.SGD:
+            (text,) = [text for text in texts if "1-D shards" in text]
+            assert make.__name__ in text
+            assert "NO_SHARD" in text
+        else:
+            assert not [text for text in texts if "1-D shards" in text]
+        assert not [text for text in warnings_of(lambda: optimizer.step(lambda: torch.zeros(()))) if "1-D" in text]
+
+
+@pytest.mark.spec("PROG-52")
+@ranks(2)
+def test_a_policy_class_and_a_list_of_parameters_are_refused() -> None:
+    classes: Any = MixedPrecisionPolicy, MixedPrecision
+    with pytest.raises(TypeError, match="mp_policy should be a MixedPrecisionPolicy"):
+        fully_shard(Net(), mp_policy=classes[0])
+    with pytest.raises(TypeError, match="mixed_precision should be a MixedPrecision"):
+        FullyShardedDataParallel(Net(), mixed_precision=classes[1], device_id=device())
+    for module in (nn.ParameterList([torch.ones(3)]), nn.ParameterDict({"one": torch.ones(3)})):
+        with pytest.raises(ValueError, match=f"{type(module).__name__}"):
+            fully_shard(module)
+
+
+# --- sparse gradients, and parameters without elements ---
+
+
+class Sparse(nn.Module):
+    def __init__(self, kind: type[nn.Embedding | nn.EmbeddingBag]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([kind(10, 8, sparse=True), nn.Linear(8, 8)])
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        result: Tensor = self.blocks[1](self.blocks[0](numbers))
+        return result
+
+
+@pytest.mark.spec("PROG-53")
+@every_kind
+@ranks(2)
+def test_sparse_gradients_become_dense(kind: str) -> None:
+    for embedding in (nn.Embedding, nn.EmbeddingBag):
+        plain = Sparse(embedding).to(device())
+        shards: list[Any] = []
+        (text,) = warnings_of(lambda plain=plain, shards=shards: shards.append(ALL[kind](copy.deepcopy(plain))))
+        assert "weight' has sparse gradients" in text
+        (model,) = shards
+        for net in (plain, model):
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+            for _ in range(2):
+                net(torch.tensor([[1, 2], [1, 4]], device=device())).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_equal_weights(model, plain)
+
+
+@pytest.mark.spec("PROG-54")
+@pytest.mark.parametrize("kind", [kind for kind in ALL if kind.startswith("fully_shard")])
+@ranks(2)
+def test_the_optimizer_has_a_state_for_a_parameter_without_elements_and_loads_it(kind: str) -> None:
+    model = Net()
+    model.blocks[0].register_parameter("empty", nn.Parameter(torch.empty(0, 8)))
+    model.blocks[0].register_forward_hook(lambda block, _, output: output + block.empty.sum())
+    model = ALL[kind](model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    backward(model)
+    optimizer.step()
+    state = get_optimizer_state_dict(model, optimizer)
+    assert state["state"]["blocks.0.empty"]["exp_avg"].shape == (0, 8)
+    set_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()), state)
+
+
+# --- attributes of parameters ---
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.weight.scale  # type: ignore[attr-defined]
+
+
+@pytest.mark.spec("PROG-55")
+@every_kind
+@ranks(2)
+def test_a_forward_reads_the_attributes_that_the_user_has_set_on_parameters(kind: str) -> None:
+    plain = Net(Scaled(8, 8), nn.Linear(8, 8))
+    plain.blocks[0].weight.scale = 2.0
+    model = copy.deepcopy(plain)
+    model.blocks[0].weight.scale = 2.0
+    block = model.blocks[0]
+    model = ALL[kind](model)
+    assert block.weight.scale == 2.0
+    for _ in range(2):
+        for net in (plain.to(device()), model):
+            step(net)
+    assert_equal_weights(model, plain)
+
+
+@pytest.mark.spec("PROG-55")
+@ranks(2)
+def test_vmap_over_inputs_computes_what_the_plain_model_computes() -> None:
+    for kind in ("fully_shard", "flat", "original"):
+        plain = Net().to(device())
+        model = ALL[kind](copy.deepcopy(plain))
+        inputs = torch.randn(3, 4, 8, device=device())
+        torch.testing.assert_close(torch.func.vmap(model)(inputs), torch.func.vmap(plain)(inputs))
+        step(plain)
+        step(model)
+        assert_equal_weights(model, plain)
