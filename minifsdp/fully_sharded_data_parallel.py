@@ -381,6 +381,7 @@ class FullyShardedDataParallel(Wrapper, TorchFSDP):  # type: ignore[misc]
         require(arguments.MODULE, "optim_state_dict", model=model)
         require(OPTIMIZER, "optim_state_dict", optim=optim)
         require(arguments.WHOLE_OPTIMIZER_STATE, "optim_state_dict", optim_state_dict=optim_state_dict)
+        optim_state_legacy.convert_once(optim)
         given = optim.state_dict() if optim_state_dict is None else optim_state_dict
         return optim_state.save(model, optim, given, options.form_for_optimizer(model), group)
 
@@ -412,6 +413,7 @@ class FullyShardedDataParallel(Wrapper, TorchFSDP):  # type: ignore[misc]
         require(arguments.MODULE, "optim_state_dict_to_load", model=model)
         require(OPTIMIZER, "optim_state_dict_to_load", optim=optim)
         require(arguments.OPTIMIZER_STATE, "optim_state_dict_to_load", optim_state_dict=optim_state_dict)
+        optim_state_legacy.convert_once(optim)
         loadable = optim_state_load.load_for(model, optim, optim_state_dict, by_name=is_named_optimizer)
         if load_directly:
             optim.load_state_dict(loadable)

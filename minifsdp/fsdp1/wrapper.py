@@ -131,6 +131,8 @@ class Wrapper(nn.Module):
         """Materializes this unit's initial values, moves them to the device and, if requested, broadcasts them."""
         ignored = {*self._ignored_parameters, *build.flattened_in(modules)}
         initial.materialize(modules, options.param_init_fn, self.compute_device, ignored)
+        self._ignored_parameters = initial.current(self._ignored_parameters)
+        ignored = initial.current(ignored)
         if options.device_id is not None:
             initial.move_modules(modules, self.compute_device, ignored)
         else:

@@ -1,4 +1,4 @@
-"""Functions of ``torch.distributed.checkpoint.state_dict`` with a wrapper, and those of minifsdp with the same names."""
+"""Functions of ``torch.distributed.checkpoint.state_dict`` with a wrapper, and minifsdp's of the same names."""
 
 from __future__ import annotations
 
