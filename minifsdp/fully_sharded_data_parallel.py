@@ -50,7 +50,7 @@ from minifsdp.engine.compiler import step_over_this_package
 from minifsdp.engine.flat_params import FLAT_NAME as FLAT_PARAM
 from minifsdp.engine.messages import message, warn_renamed
 from minifsdp.engine.schedule import BackwardPrefetch
-from minifsdp.fsdp1 import names, training
+from minifsdp.fsdp1 import names, parts, training
 from minifsdp.fsdp1.options import CPUOffload, MixedPrecision, Options, ProcessGroups, ShardingStrategy
 from minifsdp.fsdp1.policies import CustomPolicy, ModuleWrapPolicy
 from minifsdp.fsdp1.wrapper import PREFIX as FSDP_PREFIX
@@ -157,6 +157,8 @@ class FullyShardedDataParallel(Wrapper, TorchFSDP):  # type: ignore[misc]
         super().__init__(module, given, FullyShardedDataParallel)
         self._state_dict_state = options.StateDictState()
         state_dict_load.register_hooks(self)
+        if self._unit is not None:
+            parts.register_hooks(self._unit)
         step_over_this_package()
 
     # --- names, attributes and items ---
