@@ -13,6 +13,7 @@ from spec_tests.mutants.catalogue import (
     healthy,
     optimizer_states,
     precision,
+    programs_saving,
     rest,
     saving,
     sending,
@@ -43,5 +44,6 @@ EVERY: list[Mutant] = [
     *fuzz.MUTANTS,
     *saving.MUTANTS,
     *start.MUTANTS,
+    *programs_saving.MUTANTS,
 ]
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in EVERY}
