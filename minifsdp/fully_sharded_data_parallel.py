@@ -157,8 +157,7 @@ class FullyShardedDataParallel(Wrapper, TorchFSDP):  # type: ignore[misc]
         super().__init__(module, given, FullyShardedDataParallel)
         self._state_dict_state = options.StateDictState()
         state_dict_load.register_hooks(self)
-        if self._unit is not None:
-            parts.register_hooks(self._unit)
+        parts.register_hooks(self._unit)
         step_over_this_package()
 
     # --- names, attributes and items ---

@@ -50,9 +50,9 @@ class PartHook:
         raise RuntimeError(message("part-of-a-unit", type=type(module).__name__, unit=unit.name))
 
 
-def register_hooks(unit: FlatUnit) -> None:
+def register_hooks(unit: FlatUnit | None) -> None:
     """Registers hooks on the modules that own parameters of ``unit``, if these are not full parameters."""
-    if not unit.layout.use_orig_params or unit.plan.mesh.shard is not None:
+    if unit is not None and (not unit.layout.use_orig_params or unit.plan.mesh.shard is not None):
         hook = PartHook(unit)
         for module in {place.module for info in unit.layout.parameters for place in info.attributes}:
             module.register_state_dict_pre_hook(hook)
