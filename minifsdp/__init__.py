@@ -16,6 +16,12 @@ from minifsdp.batches import token_scale, token_weighted, while_all_have_data
 from minifsdp.checkpoint.state_dict_options import OptimStateKeyType
 from minifsdp.compat.bfloat16 import bf16_supported
 from minifsdp.compat.flat_param import FlatParameter
+from minifsdp.compat.state_dict_functions import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from minifsdp.debugging import switch as _debugging
 from minifsdp.debugging.switch import debug
 from minifsdp.fsdp1.grad_scaler import ShardedGradScaler
@@ -42,8 +48,12 @@ __all__ = [
     "debug",
     "explain",
     "fully_shard",
+    "get_optimizer_state_dict",
+    "get_state_dict",
     "register_fsdp_forward_method",
+    "set_optimizer_state_dict",
     "set_reduction_overlap",
+    "set_state_dict",
     "share_comm_ctx",
     "token_scale",
     "token_weighted",

@@ -20,9 +20,10 @@ names. Worked example, the unit of ``optim_state.py``, on rank 1 of two, whose l
    * all ranks have rows: they are all-gathered for one parameter at a time, and each rank copies its own shard.
 3. *Keys.* Numbers, counted over the optimizer's own groups, or names for optimizers that use names as keys.
 
-A parameter may have no state because it never had a gradient. If no parameter of its unit has a state, the unit starts
-without states. If others have one, the dict is probably damaged. If the missing state is intended, add an empty entry,
-``optim_state_dict["state"][name] = {}``; a flat parameter then gets zeros.
+A parameter may have no state because it never had a gradient, or because it was frozen when the dict was written. If no
+rank's dict has a state for it, it starts without one, as with a plain optimizer. A flat parameter has one state for all
+its parameters, so if some of them have a state, the others need an entry. If the missing state is intended, add an
+empty one, ``optim_state_dict["state"][name] = {}``; this part of the flat parameter then gets zeros.
 
 *In torch:* ``_flatten_optim_state_dict``. A dict that only the first rank has is broadcast in full. Values are checked
 only when they are used, after other values have been loaded, and only one rank raises.
@@ -106,12 +107,13 @@ def load(target: Target, given: Any, *, communicates: bool = True) -> dict[str, 
         apart = [unit for unit in names.units if unit.mesh.is_first is not mesh.is_first]
         problems += [detail("first-rank-apart", unit=unit.unit.name) for unit in apart]
     agreement.refuse_together(groups, problems)
-    state = source["state"]
-    if target.form.is_sharded:
+    state, in_units = source["state"], {name for unit in names.units for name in unit.names}
+    if not first_only:
         # Rows are all-gathered one by one, so each rank must have them, with the same dtype.
         rows = [(n, k, t.dtype) for n, k, t in _tensors_in(state, names) if tensors.local_rows(t) is not None]
-        agreement.refuse_lacking(groups, (detail("rows-lacking", name=n, key=k, dtype=d) for n, k, d in rows))
-    in_units = {name for unit in names.units for name in unit.names}
+        mine = [detail("states-on-others", name=name) for name in in_units if state.get(name)]
+        mine += (detail("rows-lacking", name=n, key=k, dtype=d) for n, k, d in rows)
+        agreement.refuse_lacking(groups, mine)
     rest = {name: entries for name, entries in state.items() if name not in in_units}
     outline = _facts_given(names, state), rest, source.get("param_groups")
     by_unit, rest, given_groups = agreement.value_of_first_rank(outline, mesh) if first_only else outline
@@ -161,15 +163,8 @@ def _problems(given: Any, target: Target) -> list[str]:
             return [detail("state-no-dict", name=name, found=type(state[name]).__name__)]
     units = list(zip(names.units, _facts_given(names, state), strict=True))
     problems = [*_name_problems(given, target), *_tensor_problems(state, target)]
-    for unit, facts in units:
-        # If other parameters of the unit have states, a parameter without states needs an empty entry.
-        present = [unit.names[number] for number, of_parameter in facts.items() if of_parameter]
-        for number, owner in enumerate(unit.owners):
-            is_stepped = owner in target.keys and owner.requires_grad and unit.shapes[number].numel()
-            if present and number not in facts and is_stepped:
-                problems.append(detail("states-missing", name=unit.names[number], first=present[0]))
     # Values are compared with each other only if each of them is valid.
-    return problems or [problem for unit, facts in units if unit.is_flat for problem in _stored_once(unit, facts)]
+    return problems or [text for unit, facts in units if unit.is_flat for text in _stored_once(unit, facts, target)]
 
 
 def _name_problems(given: Mapping[str, Any], target: Target) -> Iterator[str]:
@@ -210,9 +205,14 @@ def _tensor_problems(state: Mapping[str, Any], target: Target) -> Iterator[str]:
         yield from tensors.all_unsharded((where, tensor) for where, name, tensor in found if name in sharded)
 
 
-def _stored_once(unit: UnitCodec, facts: Facts) -> Iterator[str]:
+def _stored_once(unit: UnitCodec, facts: Facts, target: Target) -> Iterator[str]:
     """A flat parameter has each state once, so all parameters in it must have the same states with equal values."""
     reported = {unit.names[number]: of_parameter for number, of_parameter in facts.items() if of_parameter}
+    for number, owner in enumerate(unit.owners):
+        # If other parameters of the unit have states, a parameter without states needs an empty entry.
+        is_stepped = owner in target.keys and owner.requires_grad and unit.shapes[number].numel()
+        if reported and number not in facts and is_stepped:
+            yield detail("states-missing", name=unit.names[number], first=next(iter(reported)))
     for key, first, name in differences(reported):
         there, other = (first, name) if key in reported[first] else (name, first)
         if key not in reported[other]:

@@ -44,6 +44,7 @@ from minifsdp.engine.layout import ParamInfo
 from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import message, rank_of_this_process
 from minifsdp.engine.unit import Phase
+from minifsdp.fsdp1 import parts
 from minifsdp.fsdp1.build import FlatUnit
 from minifsdp.fsdp1.full_params import all_gather_values, check_idle, summoned
 from minifsdp.fsdp1.wrapper import PREFIX, Wrapper, is_wrapper
@@ -265,14 +266,14 @@ def saves_itself(module: nn.Module) -> bool:
     if is_wrapper(module):
         # Hooks that run after the wrapper's own hook get the finished dict.
         return bool(module._state_dict_pre_hooks)
-    num_hooks = len(module._state_dict_pre_hooks) + len(module._state_dict_hooks)
+    num_hooks = parts.num_of_user(module._state_dict_pre_hooks.values()) + len(module._state_dict_hooks)
     return _is_custom(module, num_hooks, "state_dict", "_save_to_state_dict", "get_extra_state")
 
 
 def loads_itself(module: nn.Module) -> bool:
     """Whether custom code of the module, or a hook of the user, decides which keys ``load_state_dict()`` loads."""
     # One hook of a wrapper is the wrapper's own.
-    num_hooks = len(module._load_state_dict_pre_hooks) - is_wrapper(module)
+    num_hooks = parts.num_of_user(module._load_state_dict_pre_hooks.values()) - is_wrapper(module)
     return _is_custom(module, num_hooks, "_load_from_state_dict")
 
 

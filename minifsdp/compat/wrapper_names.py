@@ -18,7 +18,7 @@ Worked example, one unit of 3 and 1 elements on two ranks. Rank 0's shard ``[a0 
 The functions of ``torch.distributed.checkpoint.state_dict`` set three more attributes before they call
 ``state_dict()``. Their values are of torch's classes, so they are converted. With these attributes, torch's functions
 save and load the model correctly. They do not support the optimizer state, because torch's code reads internals of the
-handle. Reading these raises an error that names the function to call instead.
+handle. Reading these raises an error that names the functions of ``state_dict_functions.py``.
 
 *In torch:* ``params``, ``_has_params``, ``_flat_param``, ``_handle``, ``_is_root``, ``_state_dict_type``,
 ``_state_dict_config``, ``_optim_state_dict_config``, ``_sync_gradients`` and the attributes of ``_FSDPState`` that

@@ -6,7 +6,8 @@ ranks. Each of the three steps handles the modules of one unit only, so a device
 1. *materialize*: modules that were built on the meta device have shapes but no memory. They get memory, and their own
    ``reset_parameters()`` is called. If the user passes ``param_init_fn``, it does both. Each module initializes only
    the tensors that it owns directly, not those of its children, so no tensor is initialized twice. Modules that already
-   have values are not changed.
+   have values are not changed. A parameter that several modules share gets memory with the first of them, and stays
+   shared; without this, each module would train its own.
 2. *move*: modules move to ``device_id``, if it is given. Otherwise, if the module is on the CPU and the compute device
    is an accelerator, the unit is sharded on the CPU and only its shards move. This is slower, so it causes a warning.
 3. *synchronize*: rank 0 broadcasts its values. Without this step, each rank keeps its own random values, and the shards
@@ -51,14 +52,35 @@ def materialize(modules: Modules, param_init_fn: Any, device: torch.device, igno
         raise ValueError(message("init-fn-type", param_init_fn=param_init_fn))
     on_meta = on_meta or _deferred(modules, ignored)
     for path, module in on_meta:
+        before = _parameters_on_meta(module)
+        for owner, name, parameter in before:
+            # Memory replaces a parameter object, so a parameter that another module shares has a new one already.
+            if hasattr(parameter, "_materialized"):
+                setattr(owner, name, parameter._materialized)
+        if before and not any(t.is_meta for t in _own_tensors(module, ignored)):
+            continue
         if param_init_fn is not None:
             param_init_fn(module)
         else:
             _reset(path, module, device)
+        for owner, name, parameter in before:
+            if owner._parameters[name] is not parameter:
+                parameter._materialized = owner._parameters[name]  # type: ignore[attr-defined]
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         left = [name for name, tensor in tensors if tensor.is_meta]
         if left:
             raise RuntimeError(message("init-fn-left-meta", left=left, path=path, type=type(module).__name__))
+
+
+def _parameters_on_meta(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """The parameters inside ``module`` that have no memory, with their places. An initialization may be recursive."""
+    named = [(owner, *item) for owner in module.modules() for item in owner._parameters.items()]
+    return [(owner, name, parameter) for owner, name, parameter in named if parameter is not None and parameter.is_meta]
+
+
+def current(parameters: set[nn.Parameter]) -> set[nn.Parameter]:
+    """``parameters``, and the ones that have replaced them when they got memory."""
+    return parameters | {p._materialized for p in parameters if hasattr(p, "_materialized")}
 
 
 def _deferred(modules: Modules, ignored: set[nn.Parameter]) -> list[tuple[str, nn.Module]]:

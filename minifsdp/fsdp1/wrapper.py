@@ -78,7 +78,7 @@ class Wrapper(nn.Module):
 
     def __init__(self, module: nn.Module, options: Options, inner_class: type[Wrapper]) -> None:
         build.check_options(module, options)
-        super().__init__()
+        nn.Module.__init__(self)
         strategy = options.sharding_strategy or ShardingStrategy.FULL_SHARD
         ignored = find_ignored(module, options.ignored_modules, options.ignored_states, is_wrapper)
         self._ignored_modules, self._ignored_parameters = ignored
@@ -132,6 +132,8 @@ class Wrapper(nn.Module):
         """Materializes this unit's initial values, moves them to the device and, if requested, broadcasts them."""
         ignored = {*self._ignored_parameters, *build.flattened_in(modules)}
         initial.materialize(modules, options.param_init_fn, self.compute_device, ignored)
+        self._ignored_parameters = initial.current(self._ignored_parameters)
+        ignored = initial.current(ignored)
         if options.device_id is not None:
             initial.move_modules(modules, self.compute_device, ignored)
         else:
@@ -305,7 +307,7 @@ class Wrapper(nn.Module):
                     setattr(owner, name, buffer.to(to))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        nn.Module._apply(self, fn, recurse)
         # Dtype or device may have changed. The layout adapts to this, and the next forward creates a new root state.
         if self._root_state is not None and not self._root_state.is_dissolved:
             self._root_state.dissolve()

@@ -14,6 +14,7 @@ from spec_tests.mutants.catalogue import (
     optimizer_states,
     precision,
     programs,
+    programs_saving,
     rest,
     saving,
     sending,
@@ -47,5 +48,6 @@ EVERY: list[Mutant] = [
     *start.MUTANTS,
     *programs.MUTANTS,
     *weights.MUTANTS,
+    *programs_saving.MUTANTS,
 ]
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in EVERY}

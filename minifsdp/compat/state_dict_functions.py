@@ -1,0 +1,166 @@
+"""``get_state_dict``, ``set_state_dict`` and the functions for optimizers alone, for models with wrappers.
+
+The functions of the same names in ``torch.distributed.checkpoint.state_dict`` convert the model's state correctly for a
+wrapper. For the optimizer's state they call static methods of torch's own wrapper class, which read its internals. So
+these four functions convert the optimizer's state with ``checkpoint/``, and leave everything else to torch's functions.
+Only the import line of a program changes::
+
+    from minifsdp import get_state_dict, set_state_dict
+
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+
+Worked example, Adam and a unit with ``weight`` (2 x 3) on two ranks, for some options::
+
+    no options                      {"state": {"weight": {"exp_avg": this rank's row}}, "param_groups": [...]}
+    full_state_dict                 {"state": {"weight": {"exp_avg": 2 x 3}}, "param_groups": [...]}
+    full_state_dict, cpu_offload    the same on rank 0, on the CPU; {} on rank 1
+    flatten_optimizer_state_dict    {"state.weight.exp_avg": ..., "param_groups.weight.lr": 0.1, ...}
+
+An optimizer that has not taken a step has no states. ``dcp.load`` needs tensors to read into, so the functions first
+create states with a step of gradients that are zero, as torch's functions do.
+
+*In torch:* ``torch/distributed/checkpoint/state_dict.py``, with the same signatures.
+
+Spec: PROG-63, PROG-64.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+# Imported as objects: a program may replace the names in torch's module by the functions below.
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as get_without_wrappers
+from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as set_without_wrappers
+from torch.optim import Optimizer
+
+from minifsdp.checkpoint import optim_state, optim_state_load
+from minifsdp.checkpoint.codec import parameters_of
+from minifsdp.checkpoint.optim_state_load import Target
+from minifsdp.checkpoint.state_dict_options import Form, StateDictType
+from minifsdp.fsdp1.wrapper import Wrapper
+
+Optimizers = Optimizer | Iterable[Optimizer]
+
+
+def get_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The model's state and the state of its optimizers. Every rank must call it."""
+    state = get_model_state_dict(model, submodules=submodules, options=options)
+    return state, get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
+
+
+def set_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    model_state_dict: dict[str, Any],
+    optim_state_dict: dict[str, Any],
+    options: StateDictOptions | None = None,
+) -> Any:
+    """Loads the model's state and the state of its optimizers. Every rank must call it.
+
+    Returns:
+        The missing and the unexpected keys of the model's state.
+    """
+    set_optimizer_state_dict(model, optimizers, optim_state_dict, options=options)
+    return set_model_state_dict(model, model_state_dict, options=options)
+
+
+def get_optimizer_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    *,
+    submodules: set[nn.Module] | None = None,
+    options: StateDictOptions | None = None,
+) -> dict[str, Any]:
+    """The state of all optimizers of a model by original names. Every rank must call it."""
+    if not Wrapper.fsdp_modules(model):
+        chosen: Any = {"submodules": submodules, "options": options}
+        return get_without_wrappers(model, optimizers, **chosen)
+    options = options or StateDictOptions()
+    merged: dict[str, Any] = {"state": {}, "param_groups": []}
+    for optimizer in _listed(optimizers):
+        if not optimizer.state:
+            # Torch's function creates the states of any optimizer. Its result is not used.
+            get_without_wrappers(_only_parameters_of(optimizer), optimizer)
+        saved = optim_state.save(model, optimizer, optimizer.state_dict(), _form(options))
+        if not saved:
+            return {}
+        merged["state"].update(saved["state"])
+        merged["param_groups"].extend(saved["param_groups"])
+    return _flattened(merged) if options.flatten_optimizer_state_dict else merged
+
+
+def set_optimizer_state_dict(
+    model: nn.Module,
+    optimizers: Optimizers,
+    optim_state_dict: dict[str, Any],
+    *,
+    options: StateDictOptions | None = None,
+) -> None:
+    """Loads the state of all optimizers of a model. Every rank must call it.
+
+    Raises:
+        StateDictMismatchError: on all ranks, before any change of this optimizer, if the dict does not fit.
+    """
+    if not Wrapper.fsdp_modules(model):
+        set_without_wrappers(model, optimizers, optim_state_dict, options=options)
+        return
+    listed, form = _listed(optimizers), _form(options or StateDictOptions())
+    for optimizer in listed:
+        target, given = Target(model, optimizer, form), optim_state_dict
+        groups = [target.names.originals_of(group["params"]) for group in optimizer.param_groups]
+        if given and "state" not in given:
+            given = _unflattened(given, groups)
+        if given and len(listed) > 1:
+            given = _part(given, {name for group in groups for name in group})
+        optimizer.load_state_dict(optim_state_load.load(target, given))
+
+
+def _listed(optimizers: Optimizers) -> list[Optimizer]:
+    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+
+
+def _only_parameters_of(optimizer: Optimizer) -> nn.Module:
+    return nn.ParameterList(parameters_of(optimizer.param_groups))
+
+
+def _form(options: StateDictOptions) -> Form:
+    if not options.full_state_dict:
+        return Form(StateDictType.SHARDED_STATE_DICT, offload=options.cpu_offload)
+    return Form(offload=options.cpu_offload, first_only=options.cpu_offload or options.broadcast_from_rank0)
+
+
+def _part(given: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    """The part of a dict of several optimizers that belongs to the optimizer of the parameters ``names``."""
+    groups = [group for group in given["param_groups"] if names.intersection(group["params"])]
+    return {"state": {name: of for name, of in given["state"].items() if name in names}, "param_groups": groups}
+
+
+def _flattened(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A dict with one level. The settings of a group are stored for each of its parameters."""
+    flat = {f"state.{name}.{key}": value for name, of in given["state"].items() for key, value in of.items()}
+    for group in given["param_groups"]:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        flat |= {f"param_groups.{name}.{key}": value for name in group["params"] for key, value in settings.items()}
+    return flat
+
+
+def _unflattened(flat: Mapping[str, Any], groups: list[list[str]]) -> dict[str, Any]:
+    """The reverse of `_flattened`, for an optimizer with ``groups`` of parameters. Names of states have no dot."""
+    found: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
+    for key, value in flat.items():
+        path, _, entry = key.rpartition(".")
+        section, _, name = path.partition(".")
+        found[section].setdefault(name, {})[entry] = value
+    names, settings = {name for group in groups for name in group}, found["param_groups"]
+    state = {name: of for name, of in found["state"].items() if name in names}
+    return {"state": state, "param_groups": [{**settings.get(n[0], {}), "params": n} for n in groups if n]}

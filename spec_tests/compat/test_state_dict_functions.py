@@ -1,0 +1,242 @@
+"""Functions of ``torch.distributed.checkpoint.state_dict`` with a wrapper, and minifsdp's of the same names."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict as helpers
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.checkpoint.stateful import Stateful
+
+import minifsdp
+from minifsdp import FullyShardedDataParallel, ShardingStrategy
+from spec_tests.checkpoint.checkpoints import flat_or_original, make, quiet, step, wrapped
+from spec_tests.harness import device, ranks
+from spec_tests.models.sharding import FLAT_STRATEGIES
+from spec_tests.models.values import assert_same, full_values
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+NAMES = ("get_state_dict", "set_state_dict", "get_optimizer_state_dict", "set_optimizer_state_dict")
+FORMS = {
+    "sharded": StateDictOptions(),
+    "full": StateDictOptions(full_state_dict=True),
+    "flattened": StateDictOptions(flatten_optimizer_state_dict=True),
+}
+
+
+def frozen_in_part() -> nn.Module:
+    model = make()
+    model.first.requires_grad_(False)
+    return model
+
+
+@ranks(2)
+def check_frozen(keep: bool, full: bool) -> None:
+    model = wrapped(frozen_in_part(), use_orig_params=keep)
+    expected = [name for name in make().state_dict() if not name.startswith("first.")]
+    options = StateDictOptions(full_state_dict=full, ignore_frozen_params=True)
+    assert list(helpers.get_model_state_dict(model, options=options)) == expected
+
+
+@pytest.mark.parametrize("full", [False, True])
+@flat_or_original
+@pytest.mark.spec("PROG-60")
+def test_a_dict_without_frozen_parameters_has_the_keys_of_the_others(keep: bool, full: bool) -> None:
+    check_frozen(keep=keep, full=full)
+
+
+@ranks(2)
+def check_from_rank_0(keep: bool) -> None:
+    model, whole = wrapped(make(1), use_orig_params=keep), make().state_dict()
+    given = dict(whole) if dist.get_rank() == 0 else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    helpers.set_model_state_dict(model, given, options=options)
+    assert_same(full_values(model), dict(make().named_parameters()), bitwise=True)
+    other, mine = wrapped(make(1), use_orig_params=keep), dict(whole)
+    helpers.set_model_state_dict(other, mine, options=StateDictOptions(full_state_dict=True))
+    assert mine.keys() == whole.keys()
+    assert_same(full_values(other), full_values(model), bitwise=True)
+
+
+@flat_or_original
+@pytest.mark.spec("PROG-61")
+def test_the_dict_of_rank_0_is_loaded_on_all_ranks(keep: bool) -> None:
+    check_from_rank_0(keep=keep)
+
+
+@ranks(2)
+def check_refused(keep: bool) -> None:
+    model = wrapped(make(), use_orig_params=keep)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with quiet():
+        saved = minifsdp.get_state_dict(model, optimizer)
+    for number in range(2):
+        with pytest.raises(AttributeError, match=rf"rank {dist.get_rank()}: .*from minifsdp"):
+            helpers.get_state_dict(model, optimizer)
+        with pytest.raises(AttributeError, match=rf"rank {dist.get_rank()}: .*from minifsdp"):
+            helpers.set_state_dict(model, optimizer, model_state_dict=saved[0], optim_state_dict=saved[1])
+        step(model, optimizer, number)
+
+
+@flat_or_original
+@pytest.mark.spec("PROG-62")
+def test_torchs_functions_for_optimizers_name_those_of_minifsdp(keep: bool) -> None:
+    check_refused(keep=keep)
+
+
+class App(Stateful):
+    """The model and the optimizer of torch's recipe for distributed checkpoints."""
+
+    def __init__(self, model: nn.Module, optimizer: Any, options: StateDictOptions) -> None:
+        self.model, self.optimizer, self.options = model, optimizer, options
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = minifsdp.get_state_dict(self.model, self.optimizer, options=self.options)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        minifsdp.set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state_dict["model"],
+            optim_state_dict=state_dict["optimizer"],
+            options=self.options,
+        )
+
+
+def directory() -> str:
+    box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(box)
+    return str(box[0])
+
+
+@ranks(2)
+def check_recipe(keep: bool, strategy: ShardingStrategy, form: str) -> None:
+    plain, options = make(), {"use_orig_params": keep, "sharding_strategy": strategy}
+    model, resumed = wrapped(make(), **options), wrapped(make(1), **options)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (plain, model)]
+    fresh, path = torch.optim.AdamW(resumed.parameters(), lr=1.0), directory()
+    for number in range(2):
+        step(plain, optimizers[0], number, everybody=True)
+        step(model, optimizers[1], number)
+    with quiet():
+        dcp.save({"app": App(model, optimizers[1], FORMS[form])}, checkpoint_id=path)
+        dcp.load({"app": App(resumed, fresh, FORMS[form])}, checkpoint_id=path)
+    for number in range(2, 4):
+        step(plain, optimizers[0], number, everybody=True)
+        step(model, optimizers[1], number)
+        step(resumed, fresh, number)
+    assert_same(full_values(resumed), full_values(model), bitwise=True)
+    assert_same(full_values(resumed), dict(plain.named_parameters()))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
+@flat_or_original
+@pytest.mark.spec("PROG-63")
+def test_the_recipe_for_distributed_checkpoints_resumes_a_training(
+    keep: bool, strategy: ShardingStrategy, form: str
+) -> None:
+    check_recipe(keep=keep, strategy=strategy, form=form)
+
+
+@ranks(2)
+def check_from_the_first_rank(keep: bool) -> None:
+    model, fresh_model, plain = (make() for _ in range(3))
+    model, fresh_model = (wrapped(m, use_orig_params=keep) for m in (model, fresh_model))
+    optimizer, fresh, oracle = (torch.optim.Adam(m.parameters(), lr=0.01) for m in (model, fresh_model, plain))
+    step(model, optimizer, 0)
+    step(plain, oracle, 0, everybody=True)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = minifsdp.get_optimizer_state_dict(model, optimizer, options=options)
+    expected = helpers.get_optimizer_state_dict(plain, oracle)
+    if dist.get_rank():
+        assert state == {}
+    else:
+        assert state["state"].keys() == expected["state"].keys()
+        for name, entries in expected["state"].items():
+            for key, value in entries.items():
+                torch.testing.assert_close(state["state"][name][key], value.cpu())
+    given = copy.deepcopy(state)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    minifsdp.set_optimizer_state_dict(fresh_model, fresh, given, options=options)
+    again = minifsdp.get_optimizer_state_dict(fresh_model, fresh, options=StateDictOptions(full_state_dict=True))
+    for name, entries in state.get("state", {}).items():
+        assert all(torch.equal(again["state"][name][key].cpu(), value) for key, value in entries.items())
+
+
+@flat_or_original
+@pytest.mark.spec("PROG-63")
+def test_rank_0_gets_the_full_state_of_the_optimizer_and_gives_it_to_all(keep: bool) -> None:
+    check_from_the_first_rank(keep=keep)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.spec("PROG-63")
+def test_signatures_are_those_of_torch(name: str) -> None:
+    ours, theirs = (inspect.signature(getattr(module, name)).parameters for module in (minifsdp, helpers))
+    assert [(p.name, p.kind, p.default) for p in ours.values()] == [
+        (p.name, p.kind, p.default) for p in theirs.values()
+    ]
+
+
+def two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    parameters = list(model.parameters())
+    return [torch.optim.Adam(parameters[:1], lr=0.01), torch.optim.SGD(parameters[1:], lr=0.1, momentum=0.9)]
+
+
+@ranks(2)
+def check_several(keep: bool, form: str) -> None:
+    model, resumed = wrapped(make(), use_orig_params=keep), wrapped(make(1), use_orig_params=keep)
+    optimizers, fresh = two_optimizers(model), two_optimizers(resumed)
+    for one in optimizers:
+        step(model, one, 0)
+    with quiet():
+        saved = minifsdp.get_state_dict(model, optimizers, options=FORMS[form])
+        minifsdp.set_state_dict(
+            resumed, fresh, model_state_dict=saved[0], optim_state_dict=saved[1], options=FORMS[form]
+        )
+    for number in (1, 2):
+        for one, other in zip(optimizers, fresh, strict=True):
+            step(model, one, number)
+            step(resumed, other, number)
+    assert_same(full_values(resumed), full_values(model), bitwise=True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@flat_or_original
+@pytest.mark.spec("PROG-64")
+def test_several_optimizers_share_one_dict(keep: bool, form: str) -> None:
+    check_several(keep=keep, form=form)
+
+
+@pytest.mark.spec("PROG-64")
+@ranks(2)
+def test_a_model_without_a_wrapper_gets_the_results_of_torchs_functions() -> None:
+    for model in (make(), minifsdp.fully_shard(make())):
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        step(model, optimizer, 0)
+        ours, theirs = (module.get_state_dict(model, optimizer) for module in (minifsdp, helpers))
+        assert str(ours) == str(theirs)
+        fresh = torch.optim.Adam(model.parameters(), lr=0.01)
+        minifsdp.set_state_dict(model, fresh, model_state_dict=ours[0], optim_state_dict=ours[1])
+        assert str(fresh.state_dict()) == str(optimizer.state_dict())
+
+
+@pytest.mark.spec("PROG-63")
+@ranks(2)
+def test_torchs_class_is_a_base_class_whose_code_is_not_used() -> None:
+    model = FullyShardedDataParallel(nn.Linear(2, 2, device=device()))
+    assert isinstance(model, helpers.FSDP)
+    # Public names, and those that `nn.Module` calls.
+    own = {name for name in vars(helpers.FSDP) if not name.startswith("_") or name in vars(nn.Module)}
+    inherited = {name for name in own if getattr(type(model), name) is getattr(helpers.FSDP, name)}
+    assert inherited == set()

@@ -1,0 +1,130 @@
+"""Shared and ignored parameters of a model that is built on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from minifsdp import FullyShardedDataParallel as FSDP
+from spec_tests.harness import device, ranks
+from spec_tests.models.values import assert_same, full_values
+
+
+class Tied(nn.Module):
+    """A language model whose embedding and head share their weight."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.embedding, self.middle = nn.Embedding(6, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.head = nn.Linear(4, 6, bias=bias)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        result: Tensor = self.head(self.middle(self.embedding(tokens)))
+        return result
+
+
+def tied(bias: bool, on_meta: bool) -> Tied:
+    torch.manual_seed(0)
+    with torch.device("meta" if on_meta else device()):
+        return Tied(bias)
+
+
+def empty(module: nn.Module) -> None:
+    module.to_empty(device=device(), recurse=False)
+
+
+def remembering() -> Callable[[nn.Module], None]:
+    """Gives memory to each parameter once, and registers the same one again in the next module."""
+    given: dict[nn.Parameter, nn.Parameter] = {}
+
+    def fill(module: nn.Module) -> None:
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and parameter.is_meta:
+                given.setdefault(parameter, nn.Parameter(torch.ones_like(parameter, device=device())))
+                setattr(module, name, given[parameter])
+
+    return fill
+
+
+def trained(model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.arange(3, device=device())).square().mean().backward()
+    optimizer.step()
+
+
+@ranks(2)
+def check_tied(start: str, keep: bool, bias: bool, has_units: bool) -> None:
+    is_real = start == "real on rank 0" and dist.get_rank() == 0
+    functions = {"real on rank 0": None if is_real else empty, "reset": None, "remembering": remembering()}
+    model: Any = tied(bias, on_meta=not is_real)
+    options: Any = {"param_init_fn": functions[start], "use_orig_params": keep, "sync_module_states": True}
+    if has_units:
+        model.middle = FSDP(model.middle, device_id=device(), **options)
+    model = FSDP(model, device_id=device(), **options)
+    oracle = tied(bias, on_meta=False)
+    if start == "real on rank 0":
+        assert_same(full_values(model), dict(oracle.named_parameters()), bitwise=True)
+    oracle.load_state_dict(model.state_dict())
+    assert torch.equal(oracle.embedding.weight, model.state_dict()["head.weight"])
+    trained(model)
+    trained(oracle)
+    assert_same(full_values(model), dict(oracle.named_parameters()))
+
+
+@pytest.mark.parametrize("has_units", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
+@pytest.mark.parametrize("start", ["real on rank 0", "reset", "remembering"])
+@pytest.mark.spec("PROG-66")
+def test_a_shared_parameter_on_the_meta_device_is_still_shared(
+    start: str, keep: bool, bias: bool, has_units: bool
+) -> None:
+    check_tied(start=start, keep=keep, bias=bias, has_units=has_units)
+
+
+@ranks(2)
+def check_in_two_units(keep: bool, on_meta: bool) -> None:
+    model: Any = tied(bias=False, on_meta=on_meta)
+    model.embedding = FSDP(model.embedding, use_orig_params=keep, device_id=device())
+    with pytest.raises(ValueError, match=rf"rank {dist.get_rank()}: .*weight"):
+        FSDP(model, use_orig_params=keep, device_id=device())
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+@pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
+@pytest.mark.spec("PROG-66")
+def test_a_shared_parameter_in_two_units_is_refused(keep: bool, on_meta: bool) -> None:
+    check_in_two_units(keep=keep, on_meta=on_meta)
+
+
+@ranks(2)
+def check_ignored(keep: bool, start: str) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    fill = remembering() if start == "remembering" else None
+    wrapper: Any = FSDP(
+        model,
+        ignored_states=[model[0].bias],
+        param_init_fn=fill,
+        use_orig_params=keep,
+        sync_module_states=False,
+        device_id=device(),
+    )
+    assert wrapper.module[0].bias.shape == (5,)
+    assert any(wrapper.module[0].bias is parameter for parameter in wrapper.parameters())
+    assert wrapper._unit.layout.sharding.padded_numel == 15 + 10 + 2 + 1
+    wrapper(torch.ones(2, 3, device=device())).sum().backward()
+    assert wrapper.module[0].bias.grad.shape == (5,)
+
+
+@pytest.mark.parametrize("start", ["reset", "remembering"])
+@pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
+@pytest.mark.spec("PROG-67")
+def test_an_ignored_parameter_on_the_meta_device_stays_ignored(keep: bool, start: str) -> None:
+    check_ignored(keep=keep, start=start)

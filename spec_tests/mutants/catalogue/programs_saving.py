@@ -1,0 +1,58 @@
+"""Mutants of PROG-60 to PROG-68: saving, loading and the meta device in other people's programs."""
+
+from __future__ import annotations
+
+from spec_tests.mutants.mutant import Mutant
+
+__all__ = ["MUTANTS"]
+
+MUTANTS = [
+    Mutant(
+        "dict-of-each-rank",
+        "_form",
+        "first_only=options.cpu_offload or options.broadcast_from_rank0",
+        "first_only=options.cpu_offload",
+        "The optimizer's dict of rank 0 is not sent to the other ranks.",
+        "PROG-63",
+    ),
+    Mutant(
+        "whole-dict-for-each-optimizer",
+        "set_optimizer_state_dict",
+        "if given and len(listed) > 1:",
+        "if False:",
+        "Each of several optimizers gets the states of all.",
+        "PROG-64",
+    ),
+    Mutant(
+        "states-of-one-rank-only",
+        "load",
+        'mine = [detail("states-on-others", name=name) for name in in_units if state.get(name)]',
+        "mine = []",
+        "A state that one rank's dict lacks is not noticed.",
+        "OSD-LOAD-01 OSD-LOAD-03",
+    ),
+    Mutant(
+        "shared-on-meta-twice",
+        "materialize",
+        'if hasattr(parameter, "_materialized"):',
+        "if False:",
+        "A shared parameter on the meta device gets memory once for each module.",
+        "PROG-66",
+    ),
+    Mutant(
+        "ignored-on-meta-forgotten",
+        "Wrapper._initialize",
+        "self._ignored_parameters = initial.current(self._ignored_parameters)",
+        "pass",
+        "An ignored parameter that got memory is sharded.",
+        "PROG-67",
+    ),
+    Mutant(
+        "parts-are-saved",
+        "PartHook.__call__",
+        "if unit is None or unit.layout.is_summoned or PREFIX in prefix:",
+        "if True:",
+        "A part of a unit saves its shards.",
+        "PROG-68",
+    ),
+]
