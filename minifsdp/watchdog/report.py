@@ -85,6 +85,7 @@ def state_of_this_rank(ended: str = "", failed_at: str = "") -> State:
         "iteration": log.iteration,
         "last": Entry(*last).what if last else "",
         "waits": waits_for,
+        "waits_at": [at[0].key, list(at[0].ranks), at[1:]] if (at := getattr(log.waiting, "position", None)) else None,
         "sequences": {one.key: [[one.epoch, one.number, one.digest], one.last_epoch] for one in _sequences()},
     }
 
@@ -208,7 +209,20 @@ class Findings(NamedTuple):
         sequence, epoch, number = position
         ended = [state for rank in sequence.ranks if (state := self.states[rank]) and state["ended"]]
         reached = [one["sequences"].get(sequence.key) for one in ended if on_cpu and one["ended"] == IN_ORDER]
+        if on_cpu and any(self._wait_for_each_other(position, rank) for rank in sequence.ranks):
+            return True
         return bool(self.diverging) or len(ended) > sum(both[0][:2] > [epoch, number] for both in reached if both)
+
+    def _wait_for_each_other(self, position: Position, rank: int) -> bool:
+        """Whether ``rank`` waits for this rank in another group, and neither has issued the collective of the other."""
+        (sequence, *at), me = position, rank_of_this_process()
+        mine, other = self.states[me], self.states[rank]
+        if rank == me or not mine or not other or not other.get("waits_at"):
+            return False
+        key, ranks, there = other["waits_at"]
+        others, own = other["sequences"].get(sequence.key), mine["sequences"].get(key)
+        is_behind = (others is None or others[0][:2] <= at) and (own is None or own[0][:2] <= there)
+        return key != sequence.key and me in ranks and is_behind
 
 
 # --- processes of this machine ---
@@ -288,6 +302,10 @@ class StoreChannel:
     def publish_list(self, number: int) -> None:
         """Publishes this rank's last collectives for all requests up to ``number``."""
         self._call("set", f"{self.rank}/list", json.dumps({"lines": lines_of_this_rank(), "answers": number}))
+
+    def value_of_first(self, key: str, value: str) -> str:
+        """Publishes ``value`` if no other rank has published a value. Returns the value of the first rank."""
+        return str(self._call("compare_set", key, "", value).decode())
 
     def announce_exit(self) -> None:
         """Notifies all ranks that the host of the store exits; its exit record is already published."""
