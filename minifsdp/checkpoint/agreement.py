@@ -204,6 +204,7 @@ def _wait_for_all(group: Group, call: str, has_facts: bool, how: str) -> bool:
         log.undo(position, hash_before)
         store.add(arrived, -1)
         store.delete_key(f"{key}/{group.rank}")
+        store.delete_key(f"{key}/first")
         raise RuntimeError(
             message("missing-ranks", call=call, ranks=ranks, missing=missing, seconds=seconds, report=report)
         ) from error

@@ -183,15 +183,16 @@ class CollectiveSequence:
         return self.identity_of(unit) | number % 2**15 << 32 | self._built[key] % 2**15 << 47
 
     @staticmethod
-    def agree(questions: Iterable[int]) -> bool:
+    def agree(questions: Sequence[int]) -> bool:
         """Whether all ranks mean the same unit.
 
         If the ranks constructed different numbers of equal units, the order of construction proves nothing.
         """
-        identities, numbers, totals = zip(
-            *((q & 0xFFFFFFFF, q >> 32 & 0x7FFF, q >> 47) for q in questions), strict=True
+        numbers, totals = (
+            {question >> 32 & 0x7FFF for question in questions},
+            {question >> 47 for question in questions},
         )
-        return len(set(identities)) == 1 and (len(set(numbers)) == 1 or len(set(totals)) > 1)
+        return len({question & 0xFFFFFFFF for question in questions}) == 1 and (len(numbers) == 1 or len(totals) > 1)
 
     @property
     def digest(self) -> int:

@@ -195,14 +195,14 @@ class Unit(Generic[LayoutT]):
         return self
 
     def _facts(self) -> list[str]:
-        """What all ranks must have in common, as text: the parameters in order, and the options of the unit."""
+        """The properties that are equal on all ranks, as text: the parameters in order, and options of the unit."""
         # A flat parameter has the properties of all its parameters.
         local = self.layout.local_parameters()
         facts = [f"unsharded parameters in {self.layout.dtype}"]
         for number, info in enumerate(self.layout.parameters):
             mine = local[min(number, len(local) - 1)]
-            about = f"{mine.dtype}, requires_grad={mine.requires_grad}"
-            facts.append(f"parameter {clean_path(info.path)!r} of shape {tuple(info.shape)}, {about}")
+            about = f"{tuple(info.shape)}, {mine.dtype}, requires_grad={mine.requires_grad}"
+            facts.append(f"parameter {clean_path(info.path)!r} of shape {about}")
         for plan in self.plans:
             divisor = plan.scaling.before * plan.scaling.after
             sizes = f"{plan.mesh.num_shards} shards and {plan.mesh.num_ranks} ranks"

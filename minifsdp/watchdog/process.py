@@ -69,11 +69,10 @@ def _stop(_: Any) -> None:
         return
     _leave_signals()
     watchdog, log.watchdog = log.watchdog, None
+    log.clear()
     atexit.unregister(at_exit)
     if watchdog is not None:
         watchdog.stop()
-        _set_status(watchdog)
-    log.clear()
     _let_threads_finish()
 
 
@@ -106,8 +105,8 @@ def _leave_exit_record(watchdog: Watchdog) -> None:
     was_shown = hasattr(sys, "ps1") or (trace is not None and trace.tb_frame.f_back is not None)
     error = None if was_shown else getattr(sys, "last_value", None)
     if error is not None:
-        text = str(error)[:_LONGEST]
-        ended, watchdog.failed_at = f"by {type(error).__name__}: {text}", _line_of(error.__traceback__)
+        ended = f"by {type(error).__name__}: {str(error)[:_LONGEST]}"
+        watchdog.failed_at = _line_of(error.__traceback__)
     try:
         read_all()
     except RuntimeError as differs:
@@ -118,13 +117,6 @@ def _leave_exit_record(watchdog: Watchdog) -> None:
     if error is not None and _is_of_backend(error):
         print(message("sent-by-others", report=watchdog.ask(None)), file=sys.stderr, flush=True)
     watchdog.leave(ended)
-    _set_status(watchdog)
-
-
-def _set_status(watchdog: Watchdog) -> None:
-    """Ends the program with another status later, because the results of the program are wrong."""
-    if watchdog.has_differed:
-        log.exit_status = _ExitStatus(1)
 
 
 def _line_of(trace: TracebackType | None) -> str:

@@ -303,10 +303,6 @@ class StoreChannel:
         """Publishes this rank's last collectives for all requests up to ``number``."""
         self._call("set", f"{self.rank}/list", json.dumps({"lines": lines_of_this_rank(), "answers": number}))
 
-    def value_of_first(self, key: str, value: str) -> str:
-        """Publishes ``value`` if no other rank has published a value. Returns the value of the first rank."""
-        return str(self._call("compare_set", key, "", value).decode())
-
     def announce_exit(self) -> None:
         """Notifies all ranks that the host of the store exits; its exit record is already published."""
         self._call("add", "host", 1)

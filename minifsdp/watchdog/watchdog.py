@@ -83,7 +83,7 @@ class Watchdog:
         self._stuck_since, self._patience = 0.0, PATIENCE
         self._has_printed = self._has_sigterm = False
         self._ended, self._stopped = "", threading.Event()
-        self.failed_at, self.has_differed = "", False
+        self.failed_at = ""
         # The first look is immediate. After it, other ranks can determine whether this process has ended.
         self._wake()
         self.thread = threading.Thread(target=self._run, name="minifsdp watchdog", daemon=True)
@@ -148,8 +148,6 @@ class Watchdog:
             except Exception:
                 # For example, the store's host has ended. The next look may not need the store.
                 self._stopped.wait(TICK)
-        if self._ended in ("", report.IN_ORDER):
-            self._compare_ends()
         if self._ended:
             with suppress(Exception):
                 self._publish_exit(self._ended)
@@ -184,18 +182,6 @@ class Watchdog:
         if wanted > self._listed:
             self._channel.publish_list(wanted)
             self._listed = wanted
-
-    def _compare_ends(self) -> None:
-        """Compares the last collectives of each group with the first rank that ended at the same position.
-
-        No backward has compared them, for example after an evaluation. This rank does not wait for other ranks.
-        """
-        with suppress(Exception):
-            for sequence in list(log.sequences.values()):
-                place, mine = f"ends/{sequence.key}/{sequence.epoch}/{sequence.number}", str(sequence.digest)
-                if self._channel.value_of_first(place, mine) != mine:
-                    print(message("ended-apart", ranks=list(sequence.ranks)), file=sys.stderr, flush=True)
-                    self.has_differed = True
 
     def _publish_exit(self, ended: str) -> None:
         self._answered = self._listed = EXIT_RECORD

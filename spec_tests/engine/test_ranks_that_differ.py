@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from threading import Event, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +18,8 @@ from torch import Tensor, nn
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import MixedPrecision, MixedPrecisionPolicy, StateDictType, fully_shard
 from minifsdp.engine.collective_log import CollectiveLog, CollectiveSequence
+from minifsdp.ledger import written
+from minifsdp.watchdog import process
 from minifsdp.watchdog.report import Findings
 from spec_tests.harness import device, ranks
 
@@ -273,3 +278,21 @@ def test_ranks_that_wait_in_two_groups(number: int, is_certain: bool) -> None:
     theirs["sequences"] = {"one#1": [[0, number, 5], [-1, 0, 0]], "two#1": [[0, 1, 5], [-1, 0, 0]]}
     found = Findings({0: mine, 1: theirs}, {})
     assert found.prove_a_hang((sequence, 0, 0), on_cpu=True) is is_certain
+
+
+@pytest.mark.spec("AGREE-11")
+def test_long_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[str] = []
+    watchdog: Any = SimpleNamespace(leave=ends.append, failed_at="")
+    monkeypatch.setattr(sys, "last_value", ValueError("x" * 1_000_000), raising=False)
+    monkeypatch.setattr(sys, "last_traceback", None, raising=False)
+    process._leave_exit_record(watchdog)
+    assert ends == ["by ValueError: " + "x" * 10_000]
+
+
+@pytest.mark.spec("AGREE-11")
+def test_run_id_with_a_slash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "team/run")
+    monkeypatch.setenv("MINIFSDP_LEDGER_DIR", str(tmp_path))
+    assert "could not be written" not in written(Findings({}, {}))
+    assert [path.name.startswith("minifsdp-ledger-team_run-") for path in tmp_path.iterdir()] == [True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from spec_tests.mutants.catalogue import (
+    agreement,
     backward,
     building,
     checkpoints,
@@ -43,5 +44,6 @@ EVERY: list[Mutant] = [
     *fuzz.MUTANTS,
     *saving.MUTANTS,
     *start.MUTANTS,
+    *agreement.MUTANTS,
 ]
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in EVERY}
