@@ -111,7 +111,8 @@ def agree(wrapper: Wrapper, call: str, meshes: Iterable[MeshGroups], has_code: C
         not state_of(inner).form.is_local and any(map(has_code, [inner, *(m for _, m in inner._own_modules())]))
         for inner in wrappers
     ]
-    how = " ".join(state_of(inner).form.type.name for inner in wrappers)
+    # Ranks may have different numbers of units over other groups.
+    how = " ".join(sorted({state_of(inner).form.type.name for inner in wrappers}))
     groups = agreement.monitored_barrier(agreement.groups_of(meshes), call, has_facts=any(mine), how=how)
     reported = agreement.exchange(groups, mine)
     for number, inner in enumerate(wrappers):

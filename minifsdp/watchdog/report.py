@@ -209,20 +209,23 @@ class Findings(NamedTuple):
         sequence, epoch, number = position
         ended = [state for rank in sequence.ranks if (state := self.states[rank]) and state["ended"]]
         reached = [one["sequences"].get(sequence.key) for one in ended if on_cpu and one["ended"] == IN_ORDER]
-        if on_cpu and any(self._wait_for_each_other(position, rank) for rank in sequence.ranks):
-            return True
-        return bool(self.diverging) or len(ended) > sum(both[0][:2] > [epoch, number] for both in reached if both)
+        crossed = on_cpu and any(self._wait_for_each_other(position, rank) for rank in sequence.ranks)
+        return (
+            crossed
+            or bool(self.diverging)
+            or len(ended) > sum(both[0][:2] > [epoch, number] for both in reached if both)
+        )
 
     def _wait_for_each_other(self, position: Position, rank: int) -> bool:
         """Whether ``rank`` waits for this rank in another group, and neither has issued the collective of the other."""
         (sequence, *at), me = position, rank_of_this_process()
-        mine, other = self.states[me], self.states[rank]
-        if rank == me or not mine or not other or not other.get("waits_at"):
+        mine, other = self.states[me] or {"sequences": {}}, self.states[rank] or {}
+        key, ranks, there = other.get("waits_at") or (sequence.key, (), [])
+        if key == sequence.key or me not in ranks:
             return False
-        key, ranks, there = other["waits_at"]
-        others, own = other["sequences"].get(sequence.key), mine["sequences"].get(key)
-        is_behind = (others is None or others[0][:2] <= at) and (own is None or own[0][:2] <= there)
-        return key != sequence.key and me in ranks and is_behind
+        # A sequence without any collective is behind every position.
+        others, own = (one["sequences"].get(k, [[]])[0][:2] for one, k in ((other, sequence.key), (mine, key)))
+        return bool(others <= at and own <= there)
 
 
 # --- processes of this machine ---
