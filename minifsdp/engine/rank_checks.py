@@ -13,6 +13,10 @@ second check at the end of each backward. (A third check, of sizes between CPUs,
     rank 0: a    rank 1: a        equal, never checked again
     rank 0: a    rank 1: b        RuntimeError on both, with the names and the previous units
 
+The identity includes the shapes, dtypes and ``requires_grad`` of the parameters, the precision, and the division of
+gradients. Only after a difference, the ranks exchange these facts as text, and the error contains the first difference.
+Two equal units are distinguished by the order of their construction.
+
 This costs a small all-gather, once for each unit and group. Where a forward needs the unit, the rank waits for the
 answer before it issues the all-gather. A prefetch or ``unshard()`` issues the all-gather without a wait, because other
 ranks may depend on something that the program does first. Then the rank reads the answer when the unit is used. With
@@ -45,7 +49,7 @@ A rank that issues fewer collectives makes the other ranks wait. The watchdog de
 
 *In torch:* FSDP1 has the first check in ``_exec_order_utils.py``, for debugging only; FSDP2 has none.
 
-Spec: NEW-19, ORDER-01 to ORDER-09, ORDER-12, ORDER-13, HEALTHY-01.
+Spec: NEW-19, ORDER-01 to ORDER-09, ORDER-12, ORDER-13, HEALTHY-01, AGREE-01 to AGREE-05.
 """
 
 from __future__ import annotations

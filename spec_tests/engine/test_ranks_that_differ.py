@@ -228,6 +228,7 @@ def test_another_type_of_state_dict(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["flat", "originals"])
+@pytest.mark.cpu
 @pytest.mark.spec("AGREE-07")
 @ranks(2)
 def test_another_norm(layout: str) -> None:
