@@ -242,7 +242,9 @@ def _read(unit: Any, question: _Question, before: Sequence[str] = ()) -> None:
     first = next((line for line in lines if len(set(line)) > 1), ())
     if first and all(others == names[0] for others in names):
         raise RuntimeError(message("different-unit", unit=str(unit), difference=_by_rank(sequence, first)))
-    about_to = _by_rank(sequence, [name for name, _ in found])
+    # Equal units of two models usually have equal names. Only then, the number is added.
+    plain = [name.partition(" (number ")[0] for name, _ in found]
+    about_to = _by_rank(sequence, plain if len(set(plain)) > 1 else [name for name, _ in found])
     raise RuntimeError(message("different-order", about_to=about_to, before=list(before)))
 
 
@@ -258,8 +260,7 @@ def _units_of_all_ranks(unit: Any, sequence: CollectiveSequence) -> list[tuple[s
     group: Any = sequence.process_group()
     store, key = group.get_group_store(), f"minifsdp/agreement/{sequence.key}/{sequence.num_disagreements}"
     sequence.num_disagreements += 1
-    # Equal units of two models usually have equal names.
-    name = repr(str(unit)) + f" (number {unit.built[1] + 1} of its kind)" * (unit.built[1] > 0 or not unit)
+    name = f"{str(unit)!r} (number {unit.built[1] + 1} of its kind)"
     store.set(f"{key}/{group.rank()}", json.dumps((name, unit.facts())))
     keys = [f"{key}/{index}" for index in range(group.size())]
     with suppress(RuntimeError):
