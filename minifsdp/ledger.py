@@ -46,7 +46,8 @@ def _write(text: str) -> str:
     """
     folder = os.environ.get(FOLDER) or tempfile.mkdtemp(prefix="minifsdp-")
     # Two jobs without an ID, two starts of a job, and two reports of a process use different files.
-    run, life = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "none").replace("/", "_")
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
     prefix = f"minifsdp-ledger-{run}-{life}-rank{rank_of_this_process()}-{os.getpid()}-"
     with tempfile.NamedTemporaryFile("w", dir=folder, prefix=prefix, suffix=".json", delete=False) as file:
         file.write(text)

@@ -149,35 +149,36 @@ def some(words: Sequence[str], most: int = MOST_LINES) -> str:
     return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
 
-def monitored_barrier(groups: Sequence[Group], call: str, *, has_facts: bool = False) -> list[Group]:
+def monitored_barrier(groups: Sequence[Group], call: str, *, has_facts: bool = False, how: str = "") -> list[Group]:
     """Waits until every rank of the groups has made the same call. All of them must call it.
 
     Args:
         groups: the groups to synchronize.
         call: the name of the call, for the message and for the keys in the store.
         has_facts: whether this rank has a fact to send. This is rare, so ranks exchange facts only if it is set.
+        how: options of the call that must be equal on all ranks, as text.
 
     Returns:
         The groups in which any rank has set ``has_facts``; all ranks of a group return the same.
 
     Raises:
         RuntimeError: some rank did not arrive within the group's timeout. The message names the call and the ranks.
-            Also raised if the ranks have issued different collectives before.
+            Also raised if the ranks have issued different collectives before, or have different options.
     """
     rank_checks.read_all()
-    return [group for group in groups if _any_has_facts(group, call, has_facts)]
+    return [group for group in groups if _any_has_facts(group, call, has_facts, how)]
 
 
-def _any_has_facts(group: Group, call: str, has_facts: bool) -> bool:
+def _any_has_facts(group: Group, call: str, has_facts: bool, how: str) -> bool:
     try:
-        return _wait_for_all(group, call, has_facts)
+        return _wait_for_all(group, call, has_facts, how)
     except dist.DistNetworkError:
         # The host of the store has ended. The ranks of this group can still exchange values in collectives.
         return any(exchange([group], has_facts).values())
 
 
-def _wait_for_all(group: Group, call: str, has_facts: bool) -> bool:
-    store = group.process_group.get_group_store()
+def _wait_for_all(group: Group, call: str, has_facts: bool, how: str) -> bool:
+    sequence, store = group.sequence, group.process_group.get_group_store()
     # The number of arrivals in all calls so far. No further call can complete before this rank arrives.
     arrived = f"minifsdp/{call}/arrived"
     number = store.add(arrived, 0) // group.size
@@ -185,6 +186,9 @@ def _wait_for_all(group: Group, call: str, has_facts: bool) -> bool:
     store.set(f"{key}/{group.rank}", "")
     if has_facts:
         store.set(f"{key}/facts", "")
+    mine = f"{how}; collectives {sequence.epoch} {sequence.number} {sequence.digest}"
+    if (first := store.compare_set(f"{key}/first", "", mine).decode()) != mine:
+        store.set(f"{key}/differs", mine)
     # With a counter, the number of messages per rank does not depend on the number of ranks.
     if store.add(arrived, 1) == (number + 1) * group.size:
         store.set(f"{key}/complete", "")
@@ -200,11 +204,16 @@ def _wait_for_all(group: Group, call: str, has_facts: bool) -> bool:
         log.undo(position, hash_before)
         store.add(arrived, -1)
         store.delete_key(f"{key}/{group.rank}")
+        store.delete_key(f"{key}/first")
         raise RuntimeError(
             message("missing-ranks", call=call, ranks=ranks, missing=missing, seconds=seconds, report=report)
         ) from error
     store.delete_key(f"{key}/{group.rank}")
-    for mark in ("complete", "facts") if group.rank == 0 and number else ():
+    if store.check([f"{key}/differs"]):
+        other, report = store.get(f"{key}/differs").decode(), log.diagnosis(position)
+        sequence.begin_epoch()
+        raise RuntimeError(message("call-differs", call=call, first=first, other=other, report=report))
+    for mark in ("complete", "facts", "first") if group.rank == 0 and number else ():
         # No rank waits for the previous call any more.
         store.delete_key(f"minifsdp/{call}/{number - 1}/{mark}")
     return bool(store.check([f"{key}/facts"]))

@@ -46,7 +46,7 @@ from minifsdp.engine.messages import message, rank_of_this_process
 from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1 import parts
 from minifsdp.fsdp1.build import FlatUnit
-from minifsdp.fsdp1.full_params import all_gather_values, check_idle, summoned
+from minifsdp.fsdp1.full_params import all_gather_by_hand, check_idle, summoned
 from minifsdp.fsdp1.wrapper import PREFIX, Wrapper, is_wrapper
 
 
@@ -111,7 +111,9 @@ def agree(wrapper: Wrapper, call: str, meshes: Iterable[MeshGroups], has_code: C
         not state_of(inner).form.is_local and any(map(has_code, [inner, *(m for _, m in inner._own_modules())]))
         for inner in wrappers
     ]
-    groups = agreement.monitored_barrier(agreement.groups_of(meshes), call, has_facts=any(mine))
+    # Ranks may have different numbers of units over other groups.
+    how = " ".join(sorted({state_of(inner).form.type.name for inner in wrappers}))
+    groups = agreement.monitored_barrier(agreement.groups_of(meshes), call, has_facts=any(mine), how=how)
     reported = agreement.exchange(groups, mine)
     for number, inner in enumerate(wrappers):
         group = inner.mesh.shard
@@ -239,7 +241,7 @@ def _gathered(unit: FlatUnit) -> Generator[list[torch.Tensor]]:
     layout, group = unit.layout, unit.plan.mesh.shard
     if trace.recorder is not None and group is not None:
         trace.recorder.begin("AG", unit.name, num_bytes=layout.num_bytes, ranks=group.ranks, stream="gather")
-    yield layout.views_of(all_gather_values(layout))
+    yield layout.views_of(all_gather_by_hand(unit))
     if trace.recorder is not None and group is not None:
         trace.recorder.begin("FREE", unit.name, num_bytes=layout.num_bytes)
 

@@ -33,14 +33,14 @@ import itertools
 import sys
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from minifsdp.engine.messages import NOT_THE_PROGRAM, way_out_of_main_thread
+from minifsdp.engine.messages import NOT_THE_PROGRAM, message, way_out_of_main_thread
 
 # Name components that wrappers add and that do not identify a parameter.
 _OF_WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "module"}
@@ -72,9 +72,13 @@ class UnitName(str):
         root_id: the units of the same root.
         ranks: the ranks of the unit's process groups.
         num_equal: the number of units of this root with equal parameters and ranks so far. This unit adds 1 to it.
+        facts: returns the properties of the unit that are equal on all ranks, as text.
+        built: a key that equal units have in common, and the number of equal units that this process constructed
+            earlier, see `CollectiveSequence.count_unit`.
 
     Attributes:
-        identities: the identity of the unit in each sequence.
+        identities: the identity of the unit in each sequence. Cleared if the facts change.
+        facts, built: as given.
         digest: hash of the unit's number among equal units, and of the shapes and names of the parameters, without
             indices and without the components that wrappers add.
         root_id: as given.
@@ -83,6 +87,8 @@ class UnitName(str):
     digest: int
     root_id: RootId
     identities: dict[CollectiveSequence, int]
+    facts: Callable[[], list[str]]
+    built: tuple[int, int]
 
     def __new__(
         cls,
@@ -91,16 +97,17 @@ class UnitName(str):
         root_id: RootId,
         ranks: Sequence[Sequence[int]],
         num_equal: Counter[str],
+        facts: Callable[[], list[str]],
+        built: tuple[int, int],
     ) -> UnitName:
         """Computes the digest once, because it is part of every entry."""
         made = super().__new__(cls, name)
-        paths = [(f"{name}.{path}".split("."), tuple(shape)) for path, shape in parameters]
-        cleaned = [([part for part in parts if not _is_local(part)], shape) for parts, shape in paths]
+        cleaned = [(clean_path(f"{name}.{path}"), tuple(shape)) for path, shape in parameters]
         # Ranks of different shard groups compare their replicas, so the group is not a part of the digest.
         equal = repr((cleaned, ranks))
         made.digest = crc32(repr((cleaned, num_equal[equal])).encode())
         num_equal[equal] += 1
-        made.root_id, made.identities = root_id, {}
+        made.root_id, made.identities, made.facts, made.built = root_id, {}, facts, built
         return made
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
@@ -108,9 +115,9 @@ class UnitName(str):
         return str, (str(self),)
 
 
-def _is_local(component: str) -> bool:
-    """Whether a component of a path can be different on each rank."""
-    return component.isdigit() or component in _OF_WRAPPERS
+def clean_path(path: str) -> str:
+    """A path without the components that can be different on each rank: indices, and names from wrappers."""
+    return ".".join(part for part in path.split(".") if not (part.isdigit() or part in _OF_WRAPPERS))
 
 
 class CollectiveSequence:
@@ -128,15 +135,18 @@ class CollectiveSequence:
         last_epoch: epoch, number and digest of the previous epoch.
         transport: the transport between CPUs; ``None`` if the process group sends the data.
         agreed: identities of the units that all ranks agreed to all-gather (``rank_checks.py``).
+        num_disagreements: how often they did not agree.
     """
 
     def __init__(self, key: str, ranks: tuple[int, ...], process_group: Any) -> None:
         self.key, self.ranks, self.process_group = key, ranks, weakref.ref(process_group)
-        self.epoch, self.number, self.hash = 0, 0, blake2b(digest_size=7)
+        self.epoch, self.number = 0, 0
+        self.hash: Any = blake2b(digest_size=7)
         self.last_epoch = (-1, 0, self.digest)
         self.transport: Any = None
-        self.agreed: set[int] = set()
+        self.agreed, self.num_disagreements = set[int](), 0
         self._root_numbers: dict[int, int] = {}
+        self._built = Counter[int]()
 
     def begin_epoch(self) -> None:
         """Starts a new epoch, at the same position on all ranks."""
@@ -155,13 +165,46 @@ class CollectiveSequence:
     def identity_of(self, unit: UnitName) -> int:
         """Identifies a unit on this group: its parameters, and the number of its root among the roots that used it."""
         number = self._root_numbers.setdefault(unit.root_id.number, len(self._root_numbers))
-        unit.identities[self] = identity = crc32(b"%d" % number, unit.digest)
+        unit.identities[self] = identity = crc32(f"{number} {unit.facts()}".encode(), unit.digest)
         return identity
+
+    def count_unit(self, key: int) -> tuple[int, int]:
+        """Counts a unit that was constructed over this group. Returns ``key`` and the number of earlier equal units.
+
+        Args:
+            key: hash of the parameters; the same for equal units.
+        """
+        self._built[key] += 1
+        return key, self._built[key] - 1
+
+    def question_about(self, unit: UnitName) -> int:
+        """The identity of a unit (32 bits), its number among equal units, and how many of these there are."""
+        key, number = unit.built
+        return self.identity_of(unit) | number % 2**15 << 32 | self._built[key] % 2**15 << 47
+
+    @staticmethod
+    def agree(questions: Sequence[int]) -> bool:
+        """Whether all ranks mean the same unit.
+
+        If the ranks constructed different numbers of equal units, the order of construction proves nothing.
+        """
+        numbers, totals = (
+            {question >> 32 & 0x7FFF for question in questions},
+            {question >> 47 for question in questions},
+        )
+        return len({question & 0xFFFFFFFF for question in questions}) == 1 and (len(numbers) == 1 or len(totals) > 1)
 
     @property
     def digest(self) -> int:
         """The hash of this epoch's order, 56 bits."""
         return int.from_bytes(self.hash.digest(), "big")
+
+
+class _DestroyedGroup:
+    """In place of the hash of a sequence: refuses collectives of a process group that was destroyed."""
+
+    def update(self, _: bytes) -> None:
+        raise RuntimeError(message("destroyed-group"))
 
 
 Position = tuple[CollectiveSequence, int, int]  # a sequence, an epoch, and a number in it
@@ -308,6 +351,8 @@ class CollectiveLog:
         """Called when the default process group, and with it all other groups, was destroyed."""
         self.waiting = self.latest = self.last_event = None
         self.fatal_error = ""
+        for sequence in self.sequences.values():
+            sequence.hash = _DestroyedGroup()
         self.sequences.clear()
         self.entries.clear()
 

@@ -253,11 +253,14 @@ def broadcast(group: Group, tensor: torch.Tensor, source: int = 0) -> None:
     Collective("broadcast", group, tensor.nbytes, send, [tensor], options, on_cpu=tensor.is_cpu).wait()
 
 
-def call(function: Callable[..., Any], group: Group, *arguments: Any, **options: Any) -> None:
-    """Calls a blocking collective function of ``torch.distributed`` for ``group``. Every rank must call it."""
+def call(function: Callable[..., Any], group: Group, *arguments: Any, about: str = "", **options: Any) -> None:
+    """Calls a blocking collective function of ``torch.distributed`` for ``group``. Every rank must call it.
+
+    All ranks must pass the same text ``about``, which describes the values.
+    """
     issue = partial(function, *arguments, **options, group=group.process_group)
     # Objects are sent between CPUs if the group supports CPU tensors.
-    Collective(function.__name__, group, 0, issue, on_cpu=True).wait()
+    Collective(function.__name__ + about, group, 0, issue, on_cpu=True).wait()
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,10 @@ second check at the end of each backward. (A third check, of sizes between CPUs,
     rank 0: a    rank 1: a        equal, never checked again
     rank 0: a    rank 1: b        RuntimeError on both, with the names and the previous units
 
+The identity includes the shapes, dtypes and ``requires_grad`` of the parameters, the precision, and the division of
+gradients. Only after a difference, the ranks exchange these facts as text, and the error contains the first difference.
+Two equal units are distinguished by the order of their construction.
+
 This costs a small all-gather, once for each unit and group. Where a forward needs the unit, the rank waits for the
 answer before it issues the all-gather. A prefetch or ``unshard()`` issues the all-gather without a wait, because other
 ranks may depend on something that the program does first. Then the rank reads the answer when the unit is used. With
@@ -45,12 +49,16 @@ A rank that issues fewer collectives makes the other ranks wait. The watchdog de
 
 *In torch:* FSDP1 has the first check in ``_exec_order_utils.py``, for debugging only; FSDP2 has none.
 
-Spec: NEW-19, ORDER-01 to ORDER-09, ORDER-12, ORDER-13, HEALTHY-01.
+Spec: NEW-19, ORDER-01 to ORDER-09, ORDER-12, ORDER-13, HEALTHY-01, AGREE-01 to AGREE-05.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from itertools import zip_longest
 from typing import Any, ClassVar
 
 import torch
@@ -59,17 +67,19 @@ from torch.distributed import DebugLevel, get_debug_level
 from torch.utils._python_dispatch import _disable_current_modes
 
 from minifsdp.engine import collectives
-from minifsdp.engine.collective_log import RootId, UnitName, log
+from minifsdp.engine.collective_log import CollectiveSequence, RootId, UnitName, log
 from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import message, warn
+
+# A question about a unit, and the answers of all ranks.
+_Question = tuple[collectives.Collective, torch.Tensor]
 
 
 class RankChecks:
     """The checks of one root.
 
     Args:
-        names: the names of all units of the root.
         meshes: the shard groups and replicate groups of these units, in the same order on every rank.
         comm_streams: the communication streams of the root.
         root_id: the units in the collective log.
@@ -82,15 +92,13 @@ class RankChecks:
     always: ClassVar[bool] = False
     unread: ClassVar[list[RankChecks]] = []
 
-    def __init__(
-        self, names: Sequence[str], meshes: Sequence[MeshGroups], comm_streams: CommStreams, root_id: RootId
-    ) -> None:
-        self._names, self._comm_streams, self._root_id = names, comm_streams, root_id
+    def __init__(self, meshes: Sequence[MeshGroups], comm_streams: CommStreams, root_id: RootId) -> None:
+        self._comm_streams, self._root_id = comm_streams, root_id
         groups = [mesh.shard for mesh in meshes] + [mesh.replicate for mesh in meshes]
         self._groups = {group.sequence: group for group in groups if group is not None}
         self._is_detailed = dist.is_initialized() and get_debug_level() == DebugLevel.DETAIL
         # Before an all-gather: the questions without an answer yet, and the units that all ranks have all-gathered.
-        self._pending: dict[str, tuple[collectives.Collective, torch.Tensor]] = {}
+        self._pending: dict[str, _Question] = {}
         self._all_gathered: dict[str, None] = {}
         # At the end of a backward: the questions, the answers of the last group, and an accelerator's event after them.
         self._asked: list[collectives.Collective] = []
@@ -106,15 +114,8 @@ class RankChecks:
         if group is None:
             return
         assert isinstance(unit, UnitName)
-        sequence, device = group.sequence, self._comm_streams.device
-        identity = sequence.identity_of(unit)
-        if identity in sequence.agreed and not (self._is_detailed or self.always):
-            return
-        sequence.agreed.add(identity)
-        # This question is not a part of training: dispatch modes for counting, and fake tensor modes, do not see it.
-        with _disable_current_modes():
-            answers = torch.full((group.size,), identity, device=device)
-            self._pending[unit] = collectives.ask(group, answers, torch.tensor([identity], device=device)), answers
+        if group.sequence.identity_of(unit) not in group.sequence.agreed or self._is_detailed or self.always:
+            self._pending[unit] = _ask(unit, group, self._comm_streams.device)
 
     def before_use(self, unit: str) -> bool:
         """Called before ``unit`` is used: waits for the answer to the question of `before_all_gather`, if any.
@@ -126,23 +127,9 @@ class RankChecks:
             RuntimeError: if the ranks all-gather different units.
         """
         if unit in self._pending:
-            question, answers = self._pending.pop(unit)
-            question.wait()
-            with _disable_current_modes():
-                identities: list[int] = answers.tolist()
-            if len(set(identities)) > 1:
-                raise self._different_units(unit, question, identities)
+            _read(unit, self._pending.pop(unit), [*self._all_gathered])
             self._all_gathered[str(unit)] = None
         return not (self._is_detailed or self.always)
-
-    def _different_units(self, unit: Any, question: collectives.Collective, identities: Sequence[int]) -> RuntimeError:
-        sequence = question.position[0]
-        sequence.forget_sizes()
-        sequence.agreed.discard(sequence.identity_of(unit))
-        names = {sequence.identity_of(name): repr(name) for name in self._names if isinstance(name, UnitName)}
-        both = zip(sequence.ranks, identities, strict=True)
-        about_to = [f"rank {rank}: {names.get(number, 'another unit')}" for rank, number in both]
-        return RuntimeError(message("different-order", about_to=", ".join(about_to), before=[*self._all_gathered]))
 
     # --- at the end of a backward ---
 
@@ -218,6 +205,68 @@ class RankChecks:
             self._has_warned = True
             both = zip(asked[-1].position[0].ranks, have_stepped, strict=True)
             warn(message("uneven-steps", ranks=[rank for rank, stepped in both if stepped]))
+
+
+def agree(unit: Any, group: Group | None, device: torch.device) -> None:
+    """Called before an all-gather by hand, which no forward of ``unit`` needs. All ranks of ``group`` must call it.
+
+    Raises:
+        RuntimeError: if the ranks all-gather different units.
+    """
+    if group is not None and group.sequence.identity_of(unit) not in group.sequence.agreed:
+        _read(unit, _ask(unit, group, device))
+
+
+def _ask(unit: Any, group: Group, device: torch.device) -> _Question:
+    sequence = group.sequence
+    sequence.agreed.add(sequence.identity_of(unit))
+    # This question is not a part of training: dispatch modes for counting, and fake tensor modes, do not see it.
+    with _disable_current_modes():
+        mine = sequence.question_about(unit)
+        answers = torch.full((group.size,), mine, device=device)
+        return collectives.ask(group, answers, torch.tensor([mine], device=device)), answers
+
+
+def _read(unit: Any, question: _Question, before: Sequence[str] = ()) -> None:
+    collective, answers = question
+    collective.wait()
+    sequence = collective.position[0]
+    with _disable_current_modes():
+        if sequence.agree(answers.tolist()):
+            return
+    sequence.forget_sizes()
+    sequence.agreed.discard(sequence.identity_of(unit))
+    found = _units_of_all_ranks(unit, sequence)
+    # Parameters with equal names, but in another order, are one unit that the ranks have constructed differently.
+    names = [sorted(line.partition(" of shape")[0] for line in facts if " of shape" in line) for _, facts in found]
+    lines = zip_longest(*(facts for _, facts in found), fillvalue="nothing")
+    first = next((line for line in lines if len(set(line)) > 1), ())
+    if first and all(others == names[0] for others in names):
+        raise RuntimeError(message("different-unit", unit=str(unit), difference=_by_rank(sequence, first)))
+    # Equal units of two models usually have equal names. Only then, the number is added.
+    plain = [name.partition(" (number ")[0] for name, _ in found]
+    about_to = _by_rank(sequence, plain if len(set(plain)) > 1 else [name for name, _ in found])
+    raise RuntimeError(message("different-order", about_to=about_to, before=list(before)))
+
+
+def _by_rank(sequence: CollectiveSequence, texts: Sequence[str]) -> str:
+    return ", ".join(f"rank {rank}: {text}" for rank, text in zip(sequence.ranks, texts, strict=True))
+
+
+def _units_of_all_ranks(unit: Any, sequence: CollectiveSequence) -> list[tuple[str, list[str]]]:
+    """For each rank, the name and the facts of the unit that it was about to all-gather.
+
+    The ranks exchange them through the store, because they may have issued different collectives.
+    """
+    group: Any = sequence.process_group()
+    store, key = group.get_group_store(), f"minifsdp/agreement/{sequence.key}/{sequence.num_disagreements}"
+    sequence.num_disagreements += 1
+    name = f"{str(unit)!r} (number {unit.built[1] + 1} of its kind)"
+    store.set(f"{key}/{group.rank()}", json.dumps((name, unit.facts())))
+    keys = [f"{key}/{index}" for index in range(group.size())]
+    with suppress(RuntimeError):
+        store.wait(keys, timedelta(seconds=5))
+    return [json.loads(store.get(each)) if store.check([each]) else ("another unit", []) for each in keys]
 
 
 def _differ(answers: torch.Tensor) -> torch.Tensor:

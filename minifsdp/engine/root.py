@@ -29,13 +29,14 @@ Spec: CTOR-10, CTOR-11, SHARD-05, NEW-15, FRESH-01 to FRESH-05.
 
 from collections import Counter
 from collections.abc import Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
 
 from minifsdp.engine import requested, validation
 from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task
-from minifsdp.engine.collective_log import RootId, UnitName, log
+from minifsdp.engine.collective_log import RootId, log
 from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.hooks import IterationState
 from minifsdp.engine.layout import Steps
@@ -53,10 +54,7 @@ def _name_units(units: Sequence[tuple[str, Unit]], root_id: RootId) -> None:
     num_equal = Counter[str]()
     for name, unit in units:
         unit.root_id = root_id
-        shapes = [(info.path, info.shape) for info in unit.layout.parameters]
-        groups = [group for plan in unit.plans for group in (plan.mesh.shard, plan.mesh.replicate)]
-        ranks = [group.ranks for group in groups if group is not None]
-        unit.name = unit.layout.name = UnitName(name, shapes, root_id, ranks, num_equal)
+        unit.name = unit.layout.name = unit.named(name, root_id, num_equal)
 
 
 class RootState:
@@ -94,6 +92,8 @@ class RootState:
         self.limiter = RateLimiter(limit_all_gathers)
         self.units = [unit for _, unit in units]
         self.is_dissolved = False
+        # The thread of the outermost forward that is running; 0 if none.
+        self._thread = 0
         self.after_optimizer: Any = None
         # A root state that is created again, for example after a conversion, keeps its identity for other ranks.
         root_id = units[0][1].root_id if units else RootId()
@@ -104,7 +104,7 @@ class RootState:
                 unit.layout.refresh_from_module()
             unit.plan_reductions()
         meshes = [plan.mesh for unit in self.units for plan in unit.plans]
-        rank_checks = RankChecks([unit.name for unit in self.units], meshes, self.comm_streams, root_id)
+        rank_checks = RankChecks(meshes, self.comm_streams, root_id)
         for unit in self.units:
             unit.join(self.comm_streams, self.limiter, rank_checks)
         self.iteration = IterationState(
@@ -150,9 +150,23 @@ class RootState:
             Whether this is the outermost of the running calls. That call must call `end_forward` or `fail_forward`. It
             is usually the call of the outermost module, but an inner unit may be called on its own.
         """
+        if caller is self._caller and self._thread not in (0, get_ident()):
+            self.check_thread()
         if self.iteration.in_forward or graph_task() != NOT_IN_BACKWARD:
             # A forward inside another forward, or a recomputation during backward, does not begin an iteration.
             return False
+        self._thread = get_ident()
+        try:
+            self._prepare(caller)
+        except BaseException:
+            self._thread = 0
+            raise
+        self.iteration.in_forward, self._caller = True, caller
+        self.iteration.num_forwards += 1
+        return True
+
+    def _prepare(self, caller: Unit | None) -> None:
+        """Prepares all units for an iteration; see `begin_forward`."""
         # 1. An iteration that ended normally leaves no unit in forward and no backward open.
         if self.iteration.in_backward or Phase.FORWARD in [unit.phase for unit in self.units]:
             self.iteration.recover()
@@ -185,13 +199,19 @@ class RootState:
                 or unit.layout.is_stale()
             ):
                 unit.reshard()
-        self.iteration.in_forward, self._caller = True, caller
-        self.iteration.num_forwards += 1
-        return True
+
+    def check_thread(self) -> None:
+        """Called when the outermost module is called, maybe by itself.
+
+        Raises:
+            RuntimeError: if another thread is running the outermost forward.
+        """
+        if self._thread not in (0, get_ident()) and graph_task() == NOT_IN_BACKWARD:
+            raise RuntimeError(message("two-threads"))
 
     def end_forward(self, output: Any) -> Any:
         """Called when the outermost call has returned. Returns the output to pass to the caller."""
-        self.iteration.in_forward = False
+        self.iteration.in_forward, self._thread = False, 0
         if self.iteration.is_recorded:
             output = self._requested.watch_output(output)
             self.iteration.note_versions(is_known=True)
@@ -215,7 +235,7 @@ class RootState:
 
     def fail_forward(self) -> None:
         """Called when the outermost call has raised an error. Resets the units to their state before the forward."""
-        self.iteration.in_forward = False
+        self.iteration.in_forward, self._thread = False, 0
         self.iteration.recover()
 
     def recover_after_error(self) -> None:

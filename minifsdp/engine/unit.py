@@ -31,17 +31,19 @@ Spec: SHARD-04, SHARD-08, SHARD-13, PREF-02 to PREF-06, LIM-02.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Any, Generic
+from typing import Any, Generic, Self
+from zlib import crc32
 
 from torch import nn
 from typing_extensions import TypeVar
 
 from minifsdp import trace
 from minifsdp.engine import optimizer_watch
-from minifsdp.engine.collective_log import RootId
+from minifsdp.engine.collective_log import RootId, UnitName, clean_path
 from minifsdp.engine.comm_streams import CommStreams, Handle
 from minifsdp.engine.layout import Layout, full_name
 from minifsdp.engine.lifetime import RateLimiter
@@ -165,6 +167,8 @@ class Unit(Generic[LayoutT]):
         self.rank_checks: RankChecks | None = None
         self._handle: Handle | None = None
         self._event: trace.Event | None = None
+        self._all_checks: RankChecks | None = None
+        self._built = (0, 0)
         optimizer_watch.watch.add(layout)
 
     def update_policy(self, **changes: Any) -> None:
@@ -176,10 +180,47 @@ class Unit(Generic[LayoutT]):
         self.planned_for = self.layout.dtype
         for plan in self.plans:
             plan.use(self.precision.reduces_in(self.planned_for))
+        self.check_again()
+
+    def named(self, name: str, root_id: RootId, num_equal: Counter[str]) -> UnitName:
+        """The name by which the ranks compare the collectives of this unit. The arguments are those of `UnitName`."""
+        groups = [group for plan in self.plans for group in (plan.mesh.shard, plan.mesh.replicate)]
+        ranks = [group.ranks for group in groups if group is not None]
+        shapes = [(info.path, info.shape) for info in self.layout.parameters]
+        return UnitName(name, shapes, root_id, ranks, num_equal, self._facts, self._built)
+
+    def counted(self) -> Self:
+        """Counts this unit among the equal units over its shard group, after its construction. Returns the unit."""
+        if (shard := self.plan.mesh.shard) is not None:
+            shapes = [(clean_path(info.path), info.shape) for info in self.layout.parameters]
+            self._built = shard.sequence.count_unit(crc32(repr(shapes).encode()))
+        return self
+
+    def _facts(self) -> list[str]:
+        """The properties that are equal on all ranks, as text: the parameters in order, and options of the unit."""
+        # A flat parameter has the properties of all its parameters.
+        local = self.layout.local_parameters()
+        facts = [f"unsharded parameters in {self.layout.dtype}"]
+        for number, info in enumerate(self.layout.parameters):
+            mine = local[min(number, len(local) - 1)]
+            about = f"{tuple(info.shape)}, {mine.dtype}, requires_grad={mine.requires_grad}"
+            facts.append(f"parameter {clean_path(info.path)!r} of shape {about}")
+        for plan in self.plans:
+            divisor = plan.scaling.before * plan.scaling.after
+            sizes = f"{plan.mesh.num_shards} shards and {plan.mesh.num_ranks} ranks"
+            facts.append(f"gradients reduced in {plan.dtype}, divided by {divisor:g}, over {sizes}")
+        return facts
+
+    def check_again(self) -> None:
+        """Compares the unit between all ranks again before its next all-gather, because its facts have changed."""
+        if isinstance(self.name, UnitName):
+            self.name.identities.clear()
+        self.rank_checks = self._all_checks
 
     def join(self, comm_streams: CommStreams, limiter: RateLimiter, rank_checks: RankChecks | None = None) -> None:
         """Adds the unit to a root. The unit then uses the root's communication streams, rate limiter and checks."""
-        self.comm_streams, self.limiter, self.rank_checks = comm_streams, limiter, rank_checks
+        self.comm_streams, self.limiter = comm_streams, limiter
+        self.rank_checks = self._all_checks = rank_checks
 
     def unshard(self, *, is_ahead: bool = True) -> None:
         """SHARDED -> GATHERING: issues the all-gather. Does nothing in other states and in the phase SUMMONED.

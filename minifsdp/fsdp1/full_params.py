@@ -30,6 +30,7 @@ leaves unreduced gradients in some cases.
 Spec: SUMMON-01 to SUMMON-20, PROG-01 to PROG-03, APPLY-01 to APPLY-04, NAMES-02, NAMES-03, MP-18.
 """
 
+from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -40,9 +41,11 @@ from torch.autograd.graph import get_gradient_edge
 
 from minifsdp.engine import collectives, optimizer_watch
 from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task
+from minifsdp.engine.collective_log import UnitName
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.layout import replaced_parameter_error
 from minifsdp.engine.messages import message, warn
+from minifsdp.engine.rank_checks import agree
 from minifsdp.engine.shards import local_tensor
 from minifsdp.engine.unit import Phase, unreduced_backward
 from minifsdp.fsdp1.build import FlatUnit
@@ -101,7 +104,7 @@ def check_idle(unit: FlatUnit) -> None:
 @contextmanager
 def _one(unit: FlatUnit, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> Generator[None]:
     layout, mesh = unit.layout, unit.plan.mesh
-    flat = all_gather_values(layout)
+    flat = all_gather_by_hand(unit)
     if offload_to_cpu and mesh.shard is not None:
         flat = flat.cpu()
     gradients = _all_gather_gradients(layout) if with_grads else None
@@ -177,7 +180,17 @@ def _copy_replaced(views: Sequence[torch.Tensor], values: Sequence[torch.Tensor 
             target.copy_(source)
 
 
-def all_gather_values(layout: FlatLayout, shard: torch.Tensor | None = None) -> torch.Tensor:
+def all_gather_by_hand(unit: FlatUnit) -> torch.Tensor:
+    """`all_gather_values` of one unit, after all ranks of its shard group have agreed on the unit."""
+    layout, name = unit.layout, unit.name
+    if not isinstance(name, UnitName):
+        # The unit has no root yet.
+        name = unit.name = unit.named(name, unit.root_id, Counter())
+    agree(name, layout.mesh.shard, layout.device)
+    return all_gather_values(layout, name=name)
+
+
+def all_gather_values(layout: FlatLayout, shard: torch.Tensor | None = None, name: str | None = None) -> torch.Tensor:
     """The unsharded flat tensor in the stored dtype; the shard itself if nothing is sharded.
 
     All ranks of the shard group must call it.
@@ -185,12 +198,13 @@ def all_gather_values(layout: FlatLayout, shard: torch.Tensor | None = None) -> 
     Args:
         layout: the unit's layout.
         shard: another tensor of the shard's size to all-gather; ``None`` for the shard.
+        name: the name of the unit in the collective log.
     """
     shard, group = layout.local_values().data if shard is None else shard, layout.mesh.shard
     if group is None:
         return shard
     flat = torch.empty(layout.sharding.padded_numel, dtype=shard.dtype, device=layout.device)
-    collectives.all_gather(group, flat, shard.to(layout.device)).wait()
+    collectives.all_gather(group, flat, shard.to(layout.device), name).wait()
     return flat
 
 

@@ -108,9 +108,10 @@ def _norm(gradients: Iterable[torch.Tensor], norm_type: float, device: torch.dev
 
 
 def _sum_over(group: Group, local: torch.Tensor, norm_type: float) -> torch.Tensor:
+    about = f" of the {float(norm_type)}-norm"
     if norm_type == math.inf:
-        collectives.call(dist.all_reduce, group, local, dist.ReduceOp.MAX)
+        collectives.call(dist.all_reduce, group, local, dist.ReduceOp.MAX, about=about)
         return local
     power = local**norm_type
-    collectives.call(dist.all_reduce, group, power)
+    collectives.call(dist.all_reduce, group, power, about=about)
     return torch.as_tensor(power ** (1.0 / norm_type))

@@ -107,6 +107,8 @@ class FSDPState(_State):
         """The forward pre-hook. Returns the inputs to pass to the module: arguments and keyword arguments."""
         root_state = self.current_root_state()
         is_inner = module in self.running
+        if is_inner:
+            root_state.check_thread()
         self.running.append(module)
         if not is_inner and root_state.begin_forward(self.unit):
             self._has_begun = True

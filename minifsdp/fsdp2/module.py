@@ -132,8 +132,10 @@ class FSDPModule:
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Sets the factor by which this module's gradients are divided, instead of the number of ranks (NEW-10)."""
         require(FACTOR, "set_gradient_divide_factor", factor=factor)
-        for plan in _plans(self, recurse=False):
-            plan.scaling = Scaling.of(factor, plan.dtype)
+        for unit in _units(self, recurse=False):
+            for plan in unit.plans:
+                plan.scaling = Scaling.of(factor, plan.dtype)
+            unit.check_again()
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor` (NEW-10)."""

@@ -41,6 +41,9 @@ from minifsdp.engine.rank_checks import read_all
 from minifsdp.watchdog import report
 from minifsdp.watchdog.watchdog import LIMIT, TICK, Watchdog
 
+# Characters of the text of an error. The store sends it to all ranks.
+_LONGEST = 10_000
+
 
 def start() -> None:
     """Called for each process group that is used: starts the watchdog, once for each default process group."""
@@ -102,7 +105,8 @@ def _leave_exit_record(watchdog: Watchdog) -> None:
     was_shown = hasattr(sys, "ps1") or (trace is not None and trace.tb_frame.f_back is not None)
     error = None if was_shown else getattr(sys, "last_value", None)
     if error is not None:
-        ended, watchdog.failed_at = f"by {type(error).__name__}: {error}", _line_of(error.__traceback__)
+        ended = f"by {type(error).__name__}: {str(error)[:_LONGEST]}"
+        watchdog.failed_at = _line_of(error.__traceback__)
     try:
         read_all()
     except RuntimeError as differs:

@@ -85,6 +85,7 @@ def state_of_this_rank(ended: str = "", failed_at: str = "") -> State:
         "iteration": log.iteration,
         "last": Entry(*last).what if last else "",
         "waits": waits_for,
+        "waits_at": [at[0].key, list(at[0].ranks), at[1:]] if (at := getattr(log.waiting, "position", None)) else None,
         "sequences": {one.key: [[one.epoch, one.number, one.digest], one.last_epoch] for one in _sequences()},
     }
 
@@ -208,7 +209,23 @@ class Findings(NamedTuple):
         sequence, epoch, number = position
         ended = [state for rank in sequence.ranks if (state := self.states[rank]) and state["ended"]]
         reached = [one["sequences"].get(sequence.key) for one in ended if on_cpu and one["ended"] == IN_ORDER]
-        return bool(self.diverging) or len(ended) > sum(both[0][:2] > [epoch, number] for both in reached if both)
+        crossed = on_cpu and any(self._wait_for_each_other(position, rank) for rank in sequence.ranks)
+        return (
+            crossed
+            or bool(self.diverging)
+            or len(ended) > sum(both[0][:2] > [epoch, number] for both in reached if both)
+        )
+
+    def _wait_for_each_other(self, position: Position, rank: int) -> bool:
+        """Whether ``rank`` waits for this rank in another group, and neither has issued the collective of the other."""
+        (sequence, *at), me = position, rank_of_this_process()
+        mine, other = self.states[me] or {"sequences": {}}, self.states[rank] or {}
+        key, ranks, there = other.get("waits_at") or (sequence.key, (), [])
+        if key == sequence.key or me not in ranks:
+            return False
+        # A sequence without any collective is behind every position.
+        others, own = (one["sequences"].get(k, [[]])[0][:2] for one, k in ((other, sequence.key), (mine, key)))
+        return bool(others <= at and own <= there)
 
 
 # --- processes of this machine ---

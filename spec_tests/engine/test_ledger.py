@@ -153,7 +153,7 @@ def test_a_unit_that_fails_on_one_rank_leaves_its_name_to_nothing_that_is_sent_l
             unit.unshard()
     log.entries.clear()
     model.clip_grad_norm_(1.0)
-    assert [(entry.kind, entry.unit) for entry in entries()] == [("all_reduce", None)]
+    assert [(entry.kind, entry.unit) for entry in entries()] == [("all_reduce of the 2.0-norm", None)]
     # In this step, the ranks compare their collectives.
     train_once(model)
 
@@ -173,7 +173,7 @@ def test_a_backward_that_is_broken_off_leaves_no_unit_to_what_is_sent_later() ->
     handle.remove()
     log.entries.clear()
     model.clip_grad_norm_(1.0)
-    assert [(entry.kind, entry.unit) for entry in entries()] == [("all_reduce", None)]
+    assert [(entry.kind, entry.unit) for entry in entries()] == [("all_reduce of the 2.0-norm", None)]
     train_once(model)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from spec_tests.mutants.catalogue import (
+    agreement,
     backward,
     building,
     checkpoints,
@@ -49,5 +50,6 @@ EVERY: list[Mutant] = [
     *programs.MUTANTS,
     *weights.MUTANTS,
     *programs_saving.MUTANTS,
+    *agreement.MUTANTS,
 ]
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in EVERY}

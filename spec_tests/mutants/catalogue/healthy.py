@@ -9,16 +9,16 @@ __all__ = ["MUTANTS"]
 MUTANTS = [
     Mutant(
         "names-of-wrappers-count",
-        "_is_local",
-        " or component in _OF_WRAPPERS",
+        "clean_path",
+        " or part in _OF_WRAPPERS",
         "",
         "Ranks that wrap their modules differently count as issuing different collectives.",
         "HEALTHY-04",
     ),
     Mutant(
         "indices-of-modules-count",
-        "_is_local",
-        "component.isdigit() or ",
+        "clean_path",
+        "part.isdigit() or ",
         "",
         "Ranks with different numbers of ignored modules count as issuing different collectives.",
         "HEALTHY-04",

@@ -347,7 +347,7 @@ MUTANTS = [
     Mutant(
         "norm-of-this-rank",
         "_sum_over",
-        "    collectives.call(dist.all_reduce, group, power)\n",
+        "    collectives.call(dist.all_reduce, group, power, about=about)\n",
         "",
         "The norm covers only this rank's gradients.",
         "CLIP-02",
@@ -355,7 +355,7 @@ MUTANTS = [
     Mutant(
         "largest-of-this-rank",
         "_sum_over",
-        "        collectives.call(dist.all_reduce, group, local, dist.ReduceOp.MAX)\n",
+        "        collectives.call(dist.all_reduce, group, local, dist.ReduceOp.MAX, about=about)\n",
         "",
         "The infinity norm covers only this rank's gradients.",
         "CLIP-02",

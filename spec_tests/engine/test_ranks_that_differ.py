@@ -1,0 +1,299 @@
+"""Ranks whose models, options or calls differ raise errors that name the difference."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from threading import Event, Thread
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp import MixedPrecision, MixedPrecisionPolicy, StateDictType, fully_shard
+from minifsdp.engine.collective_log import CollectiveLog, CollectiveSequence
+from minifsdp.ledger import written
+from minifsdp.watchdog import process
+from minifsdp.watchdog.report import Findings
+from spec_tests.harness import device, ranks
+
+LAYOUTS = ("flat", "originals", "fully_shard")
+HALF = (torch.float16, torch.bfloat16)
+
+
+class Net(nn.Module):
+    """Two layers of its own, and two equal blocks."""
+
+    def __init__(self, *names: str, wide: bool = False) -> None:
+        super().__init__()
+        for name in names or ("first", "second"):
+            self.add_module(name, nn.Linear(4, 4))
+        self.table = nn.Parameter(torch.ones((2, 8) if wide else (8, 2)))
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor, *, reverse: bool = False) -> Tensor:
+        x = self.second(self.first(x)) + self.table.sum()
+        for block in reversed(self.blocks) if reverse else self.blocks:
+            x = block(x)
+        return x
+
+
+def shard(layout: str, model: Any, **dtypes: Any) -> Any:
+    """The model with a unit for each block, and one for the rest."""
+    model = model.to(device())
+    if layout == "fully_shard":
+        for module in (*model.blocks, model):
+            fully_shard(module, mp_policy=MixedPrecisionPolicy(**dtypes))
+        return model
+    options: Any = {"use_orig_params": layout == "originals", "mixed_precision": MixedPrecision(**dtypes)}
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = FSDP(block, device_id=device(), **options)
+    return FSDP(model, device_id=device(), **options)
+
+
+def batch(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(3, 4, dtype=dtype, device=device())
+
+
+def train(model: Any, **options: Any) -> None:
+    model(batch(), **options).float().sum().backward()
+
+
+def blocks_of(model: Any) -> Any:
+    return (model.module if isinstance(model, FSDP) else model).blocks
+
+
+def refused(*parts: str) -> Any:
+    return pytest.raises(RuntimeError, match="(?s)" + ".*".join([f"rank {dist.get_rank()}: ", *parts]))
+
+
+# --- two models ---
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.spec("AGREE-01")
+@ranks(2)
+def test_two_models_of_one_class_in_another_order(layout: str, evaluates: bool) -> None:
+    models = [shard(layout, Net()) for _ in range(2)]
+    grad_mode = torch.no_grad() if evaluates else nullcontext()
+    with refused("different units", r"number \d+ of its kind", r"number \d+ of its kind"), grad_mode:
+        models[dist.get_rank()](batch())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.spec("AGREE-02")
+@ranks(2)
+def test_a_model_that_only_one_rank_constructed_first(layout: str) -> None:
+    def make() -> Any:
+        # Its parameters are unlike those of the other tests, which use the same process group.
+        model: Any = nn.Sequential(nn.LayerNorm(4)).to(device())
+        options: Any = {"use_orig_params": layout == "originals", "device_id": device()}
+        return fully_shard(model) if layout == "fully_shard" else FSDP(model, **options)
+
+    if dist.get_rank() == 0:
+        make()
+    model = make()
+    for _ in range(2):
+        train(model)
+
+
+# --- units that differ ---
+
+
+def _frozen() -> Net:
+    net = Net()
+    net.first.requires_grad_(False)
+    return net
+
+
+DIFFERENT: dict[str, tuple[Callable[[str], Any], Callable[[str], Any], str]] = {
+    "transposed": (
+        lambda layout: shard(layout, Net()),
+        lambda layout: shard(layout, Net(wide=True)),
+        r"'table' of shape \(8, 2\).*'table' of shape \(2, 8\)",
+    ),
+    "children in another order": (
+        lambda layout: shard(layout, Net()),
+        lambda layout: shard(layout, Net("second", "first")),
+        "'first.weight'.*'second.weight'",
+    ),
+    "a frozen layer": (
+        lambda layout: shard(layout, Net()),
+        lambda layout: shard(layout, _frozen()),
+        "'first.weight'.*requires_grad=True.*'first.weight'.*requires_grad=False",
+    ),
+    "dtype": (
+        lambda layout: shard(layout, Net().half()),
+        lambda layout: shard(layout, Net().bfloat16()),
+        "torch.float16.*torch.bfloat16",
+    ),
+    "compute dtype": (
+        lambda layout: shard(layout, Net(), param_dtype=HALF[0]),
+        lambda layout: shard(layout, Net(), param_dtype=HALF[1]),
+        "unsharded parameters in torch.float16.*unsharded parameters in torch.bfloat16",
+    ),
+    "reduce dtype": (
+        lambda layout: shard(layout, Net(), reduce_dtype=HALF[0]),
+        lambda layout: shard(layout, Net(), reduce_dtype=HALF[1]),
+        "reduced in torch.float16.*reduced in torch.bfloat16",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*a unit has frozen parameters")
+@pytest.mark.parametrize("kind", DIFFERENT)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.spec("AGREE-03")
+@ranks(2)
+def test_units_that_differ(layout: str, kind: str) -> None:
+    if layout == "flat" and kind == "a frozen layer":
+        layout = "originals"
+    *make, difference = DIFFERENT[kind]
+    model = make[dist.get_rank()](layout)
+    with refused("unit '' differs between the ranks: rank 0: ", difference), torch.no_grad():
+        model(batch(next(model.parameters()).dtype))
+
+
+@pytest.mark.spec("AGREE-04")
+@ranks(2)
+def test_another_divide_factor() -> None:
+    model = shard("fully_shard", Net())
+    if dist.get_rank() == 1:
+        model.blocks[0].set_gradient_divide_factor(4.0)
+    with refused("unit 'blocks.0' differs between the ranks", "divided by 2,", "divided by 4,"):
+        train(model)
+
+
+@pytest.mark.spec("AGREE-04")
+@ranks(2)
+def test_a_factor_that_changes_on_all_ranks() -> None:
+    model = shard("fully_shard", Net())
+    for factor in (2.0, 4.0, 2.0):
+        model.blocks[0].set_gradient_divide_factor(factor)
+        train(model)
+
+
+# --- the order of all-gathers without a backward ---
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.spec("AGREE-05")
+@ranks(2)
+def test_first_evaluation_in_another_order(layout: str) -> None:
+    model = shard(layout, Net())
+    with refused("different units", "rank 0: 'blocks.0'", "rank 1: 'blocks.1'"), torch.no_grad():
+        model(batch(), reverse=dist.get_rank() == 1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.spec("AGREE-05")
+@ranks(2)
+def test_manual_all_gathers_in_another_order(layout: str) -> None:
+    model = shard(layout, Net())
+    block = blocks_of(model)[dist.get_rank()]
+    with refused("different units"):
+        if layout == "fully_shard":
+            block.unshard()
+        else:
+            with FSDP.summon_full_params(block):
+                pass
+
+
+@pytest.mark.parametrize("layout", ["flat", "originals"])
+@pytest.mark.spec("AGREE-06")
+@ranks(2)
+def test_two_models_saved_in_another_order(layout: str) -> None:
+    models = [shard(layout, Net()) for _ in range(2)]
+    with refused("different units"):
+        models[dist.get_rank()].state_dict()
+
+
+@pytest.mark.parametrize("layout", ["flat", "originals"])
+@pytest.mark.spec("AGREE-06")
+@ranks(2)
+def test_another_type_of_state_dict(layout: str) -> None:
+    model = shard(layout, Net())
+    kinds = (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT)
+    same = r"same call of state_dict\(\)"
+    with FSDP.state_dict_type(model, kinds[dist.get_rank()]), refused(same, "_STATE_DICT", "_STATE_DICT"):
+        model.state_dict()
+    assert model.state_dict()
+
+
+@pytest.mark.parametrize("layout", ["flat", "originals"])
+@pytest.mark.cpu
+@pytest.mark.spec("AGREE-07")
+@ranks(2)
+def test_another_norm(layout: str) -> None:
+    model = shard(layout, Net())
+    train(model)
+    with refused("different collectives"):
+        model.clip_grad_norm_(1.0, (2.0, torch.inf)[dist.get_rank()])
+
+
+# --- the rest ---
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.spec("AGREE-08")
+@ranks(1)
+def test_second_thread(layout: str) -> None:
+    model, is_inside, may_end = shard(layout, Net()), Event(), Event()
+    hook = blocks_of(model)[0].register_forward_hook(lambda *_: (is_inside.set(), may_end.wait(30), None)[2])
+    thread = Thread(target=train, args=(model,))
+    thread.start()
+    assert is_inside.wait(30)
+    with pytest.raises(RuntimeError, match="another thread is running a forward"):
+        model(batch())
+    may_end.set()
+    thread.join()
+    hook.remove()
+    train(model)
+
+
+@pytest.mark.spec("AGREE-09")
+def test_collective_of_a_destroyed_group() -> None:
+    log, group = CollectiveLog(), Event()
+    sequence = log.sequence_of(group, (0, 1))
+    log.record(sequence, "all-gather", 8, None, (), None)
+    log.clear()
+    with pytest.raises(RuntimeError, match="process group of this model was destroyed"):
+        log.record(sequence, "all-gather", 8, None, (), None)
+
+
+@pytest.mark.parametrize(("number", "is_certain"), [(0, True), (1, False)])
+@pytest.mark.spec("AGREE-10")
+def test_ranks_that_wait_in_two_groups(number: int, is_certain: bool) -> None:
+    sequence = CollectiveSequence("one#1", (0, 1), group := Event())
+    del group
+    base: dict[str, Any] = {"ended": "", "waits": "all-gather of 'a'", "place": "", "iteration": 1, "last": ""}
+    mine = {**base, "rank": 0, "sequences": {"one#1": [[0, 1, 5], [-1, 0, 0]]}}
+    theirs = {**base, "rank": 1, "waits_at": ["two#1", [0, 1], [0, 0]]}
+    theirs["sequences"] = {"one#1": [[0, number, 5], [-1, 0, 0]], "two#1": [[0, 1, 5], [-1, 0, 0]]}
+    found = Findings({0: mine, 1: theirs}, {})
+    assert found.prove_a_hang((sequence, 0, 0), on_cpu=True) is is_certain
+
+
+@pytest.mark.spec("AGREE-11")
+def test_long_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[str] = []
+    watchdog: Any = SimpleNamespace(leave=ends.append, failed_at="")
+    monkeypatch.setattr(sys, "last_value", ValueError("x" * 1_000_000), raising=False)
+    monkeypatch.setattr(sys, "last_traceback", None, raising=False)
+    process._leave_exit_record(watchdog)
+    assert ends == ["by ValueError: " + "x" * 10_000]
+
+
+@pytest.mark.spec("AGREE-11")
+def test_run_id_with_a_slash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "team/run")
+    monkeypatch.setenv("MINIFSDP_LEDGER_DIR", str(tmp_path))
+    assert "could not be written" not in written(Findings({}, {}))
+    assert [path.name.startswith("minifsdp-ledger-team_run-") for path in tmp_path.iterdir()] == [True]
