@@ -159,4 +159,12 @@ MUTANTS = [
         "Each save leaves two keys in the store.",
         "SD-FULL-03",
     ),
+    Mutant(
+        "only-some-names-of-a-tie",
+        "advice_for",
+        'ties=", ".join(parameter.ties)',
+        "ties=some(parameter.ties)",
+        "The warning for a parameter in many places leaves out names.",
+        "EXPLAIN-08",
+    ),
 ]
