@@ -9,7 +9,7 @@ from spec_tests.engine.test_schedule import iterate, units
 
 
 @pytest.mark.pure
-@pytest.mark.spec("PREF-06", "NEW-15")
+@pytest.mark.spec("PREF-12", "NEW-15")
 def test_after_a_failed_first_iteration_the_next_one_records_the_order() -> None:
     a, b, c = units(3)
     schedule = Schedule()

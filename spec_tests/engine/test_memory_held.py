@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import weakref
 from typing import Any
 
@@ -49,6 +50,18 @@ def test_gradients_hold_the_memory_of_their_shards_and_no_more(
     stored = num_bytes_behind([parameter.detach() for parameter in model.parameters()])
     # The gradients of a unit are packed with the same padding as its parameters.
     assert num_bytes_behind(gradients) <= stored + 4 * len(gradients)
+
+
+@pytest.mark.spec("FS2-SD-01", "FS2-05")
+@ranks(2)
+def test_a_saved_shard_has_the_bytes_of_its_own_elements_only() -> None:
+    """`torch.save` writes the whole storage of a tensor, so a shard must not share the storage of its unit."""
+    model = sharded(seeded(lambda: Stack(hidden=(1000, 2000, 3000, 4000))))
+    for name, value in model.state_dict().items():
+        file = io.BytesIO()
+        torch.save(value.to_local(), file)
+        assert value.to_local().untyped_storage().nbytes() == value.to_local().nbytes, name
+        assert file.tell() < value.to_local().nbytes + 4000, name
 
 
 class Counted:
