@@ -1,4 +1,4 @@
-"""What an iteration that failed must not leave behind."""
+"""An iteration that failed leaves nothing behind that the next iteration uses."""
 
 from __future__ import annotations
 

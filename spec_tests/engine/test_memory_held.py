@@ -1,4 +1,4 @@
-"""What must not stay in memory after a step, and what must not grow with the number of steps and of saves."""
+"""Memory is released after a step, and no record grows with the number of steps or of saves."""
 
 from __future__ import annotations
 

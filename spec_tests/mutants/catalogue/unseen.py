@@ -199,4 +199,12 @@ MUTANTS = [
         "The sequences of an unsorted packed sequence change places.",
         "DEV-08",
     ),
+    Mutant(
+        "placeholder-is-exported",
+        "PlaceholderParameter",
+        "tolist = numpy = share_memory_ = __dlpack__ = __reduce_ex__ = _refuse",
+        "tolist = numpy = __reduce_ex__ = _refuse",
+        "A placeholder can be passed to another library, which reads memory that does not exist.",
+        "ORIG-11",
+    ),
 ]
