@@ -207,4 +207,12 @@ MUTANTS = [
         "A placeholder can be passed to another library, which reads memory that does not exist.",
         "ORIG-11",
     ),
+    Mutant(
+        "zeroing-keeps-the-reduced-gradient",
+        "FlatGradients.take_unreduced",
+        "before.zero_()",
+        "pass",
+        "`zero_grad(set_to_none=False)` after `no_sync` does not clear the reduced gradient.",
+        "NOSYNC-02",
+    ),
 ]
