@@ -24,6 +24,7 @@ from spec_tests.mutants.catalogue import (
     switches,
     training,
     weights,
+    unseen,
 )
 from spec_tests.mutants.mutant import Mutant
 
@@ -51,5 +52,6 @@ EVERY: list[Mutant] = [
     *weights.MUTANTS,
     *programs_saving.MUTANTS,
     *agreement.MUTANTS,
+    *unseen.MUTANTS,
 ]
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in EVERY}
