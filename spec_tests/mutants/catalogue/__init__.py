@@ -23,8 +23,8 @@ from spec_tests.mutants.catalogue import (
     start,
     switches,
     training,
-    weights,
     unseen,
+    weights,
 )
 from spec_tests.mutants.mutant import Mutant
 
