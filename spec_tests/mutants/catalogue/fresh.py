@@ -25,8 +25,8 @@ MUTANTS = [
     ),
     Mutant(
         "evaluation-memory-serves-training",
-        "RootState.begin_forward",
-        "(unit.is_for_evaluation and (is_recorded or unit.policy.reshard_after_evaluation))\n                    or ",
+        "RootState._prepare",
+        "(unit.is_for_evaluation and (is_recorded or unit.policy.reshard_after_evaluation))\n                or ",
         "",
         "A recorded forward uses parameters that an evaluation has all-gathered.",
         "FRESH-03",

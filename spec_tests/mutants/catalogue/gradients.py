@@ -57,7 +57,7 @@ MUTANTS = [
     ),
     Mutant(
         "keeps-the-dtype-before-a-conversion",
-        "RootState.begin_forward",
+        "RootState._prepare",
         "if unit.layout.dtype is not unit.planned_for:",
         "if False:",
         "A converted model reduces in its old dtype.",

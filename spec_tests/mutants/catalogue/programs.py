@@ -81,7 +81,7 @@ MUTANTS = [
     ),
     Mutant(
         "hooked-modules-are-not-watched",
-        "RootState.begin_forward",
+        "RootState._prepare",
         "        self._side_outputs.watch_hooked_modules()\n",
         "",
         "A loss of activations that forward hooks have seen reads freed parameters.",
@@ -113,7 +113,7 @@ MUTANTS = [
     ),
     Mutant(
         "transforms-begin-a-forward",
-        "RootState.begin_forward",
+        "RootState._prepare",
         "        if torch._C._are_functorch_transforms_active():\n",
         "        if False:\n",
         "A forward inside a function transform ends in an error of a collective.",

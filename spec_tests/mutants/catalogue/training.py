@@ -105,7 +105,7 @@ MUTANTS = [
     ),
     Mutant(
         "forward-while-summoned",
-        "RootState.begin_forward",
+        "RootState._prepare",
         "if unit.phase is Phase.SUMMONED and not unit.layout.is_summoned:",
         "if False:",
         "A forward inside summon_full_params(rank0_only=True) is accepted on all ranks.",

@@ -57,7 +57,7 @@ MUTANTS = [
     ),
     Mutant(
         "frozen-parameters-need-states",
-        "_problems",
+        "_stored_once",
         "is_stepped = owner in target.keys and owner.requires_grad and",
         "is_stepped = owner in target.keys and",
         "A run with frozen parameters cannot load the optimizer state that it has saved.",
@@ -170,8 +170,8 @@ MUTANTS = [
     Mutant(
         "meta-buffers-pass",
         "materialize",
-        "{**module._parameters, **module._buffers}.items()",
-        "module._parameters.items()",
+        "[*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]",
+        "[*module.named_parameters(recurse=False)]",
         "A buffer that `param_init_fn` leaves on the meta device is not refused.",
         "META-03",
     ),

@@ -191,8 +191,8 @@ BREAKS = [
     Break(
         "event-of-the-optimizer-used-twice",
         ROOT,
-        "            self.after_optimizer = None\n            log",
-        "            log",
+        "        self.after_optimizer = None\n        log",
+        "        log",
         "The event of one optimizer step is reused for the next step.",
         "each_after_an_event",
     ),
@@ -479,8 +479,8 @@ BREAKS = [
     Break(
         "stale-root-is-kept",
         ROOT,
-        "or unit.layout.is_stale()\n                ):\n                    unit.reshard()\n",
-        "or unit.layout.is_stale()\n                ):\n                    pass\n",
+        "or unit.layout.is_stale()\n            ):\n                unit.reshard()\n",
+        "or unit.layout.is_stale()\n            ):\n                pass\n",
         "Forward uses a root that has been unsharded since before the optimizer step.",
         "flat_loss_abandoned",
         "wrong values",
