@@ -46,8 +46,8 @@ APART = (
 BUDGETS = {
     # Names of torch that other programs read: 34 lines. The state of a module after an evaluation, and a count of steps
     # per root: 44. Gradients that share memory, and their dtypes: 50. The order check of each unit: 12.
-    "house": 6800,
-    "story": 3315,
+    "house": 6804,
+    "story": 3317,
     # Messages of a new order have their own tags: 9 lines.
     TRANSPORT: 186,
     DEBUGGING: 340,
@@ -75,6 +75,11 @@ LONGER = {
     "fsdp1/wrapper.py": 320,
     "engine/flat.py": 403,
     "engine/gloo.py": 333,
+    "engine/hooks.py": 354,
+    "engine/layout.py": 340,
+    "engine/unit.py": 322,
+    # Lists every public method of a sharded module.
+    "fsdp2/module.py": 315,
     "engine/per_param.py": 377,
     "engine/reduce.py": 364,
     # Lists every public method of the wrapper.
@@ -84,7 +89,7 @@ LONGER = {
 LONGEST_FUNCTION = 35  # in lines of code
 LONGER_FUNCTIONS = {
     ("engine/flat.py", "__init__"): 43,
-    ("engine/root.py", "__init__"): 39,
+    ("engine/root.py", "__init__"): 40,
     # 17 arguments, most of them on two lines.
     ("fully_sharded_data_parallel.py", "__init__"): 47,
 }
@@ -122,7 +127,7 @@ def code_lines(module: str) -> set[int]:
 
 # Code lines of all modules that `fully_shard` imports, without the parts that no training step needs.
 # `bucket` imports `extension` directly: 112 of these.
-FULLY_SHARD = 3080
+FULLY_SHARD = 3083
 NOT_FOR_A_STEP = (
     "checkpoint/",
     "compat/",

@@ -242,9 +242,8 @@ class IterationState:
             self._prefetch_backward(unit)
         if gradient is None:
             return
-        for computed in gradient.parts:
-            if computed.requires_grad:
-                raise RuntimeError(message("graph-of-gradients", unit=unit.name))
+        if any(part.requires_grad for part in gradient.parts):
+            raise RuntimeError(message("graph-of-gradients", unit=unit.name))
         unit.keeps_for_graph = False
         if not unit.policy.reduces:
             unit.layout.keep_unreduced(gradient)

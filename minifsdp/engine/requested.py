@@ -54,7 +54,8 @@ class RequestedParameters:
         if not isinstance(output, torch.Tensor | tuple | list | dict):
             return output
         # Autograd would call the hooks of a registered parameter without a gradient.
-        paths = [self._unrequested, *[p for p in self._registered if not p._backward_hooks]]
+        without_hooks = [p for p in self._registered if not (p._backward_hooks or p._post_accumulate_grad_hooks)]
+        paths = [self._unrequested, *without_hooks]
         return map_tensors(
             lambda t: _Identity.apply(self, t, *paths) if t.grad_fn else t,  # type: ignore[no-untyped-call]
             output,

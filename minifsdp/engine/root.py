@@ -57,6 +57,12 @@ def _name_units(units: Sequence[tuple[str, Unit]], root_id: RootId) -> None:
         unit.name = unit.layout.name = unit.named(name, root_id, num_equal)
 
 
+def _only_vmap() -> bool:
+    """Whether ``torch.vmap`` is the only function transform that is active."""
+    functorch = torch._C._functorch
+    return all(level.key() == functorch.TransformType.Vmap for level in functorch.get_interpreter_stack() or [])
+
+
 class RootState:
     """The state that the units of one root share.
 
@@ -171,7 +177,7 @@ class RootState:
         if self.iteration.in_backward or Phase.FORWARD in [unit.phase for unit in self.units]:
             self.iteration.recover()
         # 2. Check before the first collective, so that a mistake raises an error on every rank.
-        if torch._C._are_functorch_transforms_active():
+        if torch._C._are_functorch_transforms_active() and not _only_vmap():
             raise RuntimeError(message("function-transform", unit=self.units[0].name if self.units else ""))
         for unit in self.units if caller is None else (caller, *caller.inner):
             if unit.phase is Phase.SUMMONED and not unit.layout.is_summoned:

@@ -34,7 +34,6 @@ from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NoReturn
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -166,8 +165,10 @@ def _full_params(unit: FlatUnit, flat: torch.Tensor, gradients: FullGradients | 
             raise replaced_parameter_error(replaced[0], layout.name)
 
 
-def _refuse_backward(unit_name: str, *_: Any) -> NoReturn:
-    raise unreduced_backward(unit_name)
+def _refuse_backward(unit_name: str, gradients: Sequence[torch.Tensor | None]) -> None:
+    # The node at the output of the root has a path to registered parameters, but sends no gradient (`requested.py`).
+    if any(gradient is not None for gradient in gradients):
+        raise unreduced_backward(unit_name)
 
 
 def _copy_replaced(views: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None]) -> None:

@@ -27,7 +27,7 @@ T = TypeVar("T")
 class KeptView(torch.Tensor):
     """An unsharded parameter between a forward and its backward, as ``parameters()`` returns it (PROG-05).
 
-    It is the result of an operation and no parameter. An optimizer reads `is_leaf` first.
+    It is the result of an operation and no parameter. An optimizer reads `retains_grad` of a tensor that is no leaf.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -35,7 +35,8 @@ class KeptView(torch.Tensor):
     def _refuse(self, *_: Any) -> NoReturn:
         raise RuntimeError(message("kept-view", shape=tuple(self.shape)))
 
-    is_leaf = property(_refuse)
+    is_leaf = property(lambda _: False)
+    retains_grad = property(_refuse)
     requires_grad_ = _refuse  # type: ignore[assignment]
     requires_grad = property(lambda _: True, _refuse)
 

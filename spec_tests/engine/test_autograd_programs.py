@@ -245,27 +245,27 @@ def check_equal_to_plain(program: Callable[..., None], make: Callable[[], Net]) 
 
 
 CASES: dict[str, tuple[Callable[..., None], Callable[[], Net]]] = {
-    "PROG-20 parameters": (requested, Net),
-    "PROG-20 parameters and an input": (requested_with_input, Net),
-    "PROG-20 an input": (requested_input_first, Net),
-    "PROG-23 forces": (forces, Forces),
-    "PROG-23 forces without a graph": (forces, ForcesWithoutGraph),
-    "PROG-24 penalty": (penalty, Net),
-    "PROG-24 penalty among forwards": (penalty_among_forwards, Net),
-    "PROG-24 products": (products, Net),
-    "PROG-24 output gradients": (output_gradients, Net),
-    "PROG-27 attributes": (kept, Net),
-    "PROG-28 hooks": (hooked, Net),
-    "PROG-29 list": (plain, lambda: OneList(IntoList)),
-    "PROG-29 input": (plain, lambda: UsesInputAgain(IntoInput)),
-    "PROG-30 in place": (plain, lambda: UsesInputAgain(InPlace)),
-    "PROG-31 tangents": (tangents, Net),
+    ("PROG-20", "parameters"): (requested, Net),
+    ("PROG-20", "parameters and an input"): (requested_with_input, Net),
+    ("PROG-20", "an input"): (requested_input_first, Net),
+    ("PROG-23", "forces"): (forces, Forces),
+    ("PROG-23", "forces without a graph"): (forces, ForcesWithoutGraph),
+    ("PROG-24", "penalty"): (penalty, Net),
+    ("PROG-24", "penalty among forwards"): (penalty_among_forwards, Net),
+    ("PROG-24", "products"): (products, Net),
+    ("PROG-24", "output gradients"): (output_gradients, Net),
+    ("PROG-27", "attributes"): (kept, Net),
+    ("PROG-28", "hooks"): (hooked, Net),
+    ("PROG-29", "list"): (plain, lambda: OneList(IntoList)),
+    ("PROG-29", "input"): (plain, lambda: UsesInputAgain(IntoInput)),
+    ("PROG-30", "in place"): (plain, lambda: UsesInputAgain(InPlace)),
+    ("PROG-31", "tangents"): (tangents, Net),
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.spec(c.split()[0])) for c in CASES])
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.spec(c[0]), id=" ".join(c)) for c in CASES])
 @ranks(2)
-def test_program_trains_as_the_plain_model(case: str) -> None:
+def test_program_trains_as_the_plain_model(case: tuple[str, str]) -> None:
     check_equal_to_plain(*CASES[case])
 
 
@@ -311,12 +311,12 @@ def transform(model: nn.Module, x: Tensor) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[..., None], str]] = {
-    "PROG-22": (gradients_of_parameters, "autograd-grad"),
-    "PROG-25": (graph_of_gradients, "graph-of-gradients"),
-    "PROG-25 requested": (graph_of_requested_gradients, "graph-of-gradients"),
-    "PROG-26 step": (step_before_backward, "changed-since-forward"),
-    "PROG-26 average": (average_before_backward, "changed-since-forward"),
-    "PROG-31": (transform, "function-transform"),
+    ("PROG-22", "one"): (gradients_of_parameters, "autograd-grad"),
+    ("PROG-25", "one"): (graph_of_gradients, "graph-of-gradients"),
+    ("PROG-25", "requested"): (graph_of_requested_gradients, "graph-of-gradients"),
+    ("PROG-26", "step"): (step_before_backward, "changed-since-forward"),
+    ("PROG-26", "average"): (average_before_backward, "changed-since-forward"),
+    ("PROG-31", "one"): (transform, "function-transform"),
 }
 
 
@@ -331,9 +331,9 @@ def check_refused(program: Callable[..., None], entry: str) -> None:
         assert any(parameter.grad is not None for parameter in model.parameters()), name
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.spec(c.split()[0])) for c in REFUSED])
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.spec(c[0]), id=" ".join(c)) for c in REFUSED])
 @ranks(2)
-def test_program_is_refused_by_name(case: str) -> None:
+def test_program_is_refused_by_name(case: tuple[str, str]) -> None:
     check_refused(*REFUSED[case])
 
 

@@ -123,7 +123,9 @@ def test_no_verb_changes_the_phase(state: State) -> None:
     for phase in Phase:
         unit.phase = phase
         unit.unshard()
-        unit.wait()
+        if phase is not Phase.SUMMONED:
+            # The full parameters of a summoned unit are not all-gathered here.
+            unit.wait()
         unit.reshard()
         assert unit.phase is phase
 

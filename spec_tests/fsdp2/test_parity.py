@@ -186,7 +186,9 @@ def test_bfloat16_is_near_to_float32(name: str) -> None:
 
 @pytest.mark.spec("PAR-03", "PAR-06")
 @ranks(2)
-def test_a_unit_that_overwrites_its_input_is_refused_by_autograd_and_never_wrong() -> None:
-    """Inputs pass through an autograd function, which detects when their gradients are ready; torch does the same."""
-    with pytest.raises(RuntimeError, match="inplace"):
-        train("writes_input", Recipe(steps=1))
+def test_unit_that_overwrites_its_input_trains() -> None:
+    """torch's fully_shard refuses it: its inputs are results of a custom autograd function."""
+    recipe = Recipe(steps=2)
+    assert_same_training(
+        train("writes_input", recipe), train_single(MODELS["writes_input"], 2, recipe), tolerance_for(2)
+    )

@@ -50,8 +50,8 @@ MUTANTS = [
     Mutant(
         "gradients-with-a-graph-are-reduced",
         "IterationState.post_backward",
-        "            if computed.requires_grad:\n",
-        "            if False:\n",
+        "        if any(part.requires_grad for part in gradient.parts):\n",
+        "        if False:\n",
         "backward(create_graph=True) reduces gradients without their graph, and raises no error.",
         "PROG-25",
     ),
@@ -114,7 +114,7 @@ MUTANTS = [
     Mutant(
         "transforms-begin-a-forward",
         "RootState._prepare",
-        "        if torch._C._are_functorch_transforms_active():\n",
+        "        if torch._C._are_functorch_transforms_active() and not _only_vmap():\n",
         "        if False:\n",
         "A forward inside a function transform ends in an error of a collective.",
         "PROG-31",
