@@ -31,7 +31,7 @@ def test_docs_explain_choice_of_hybrid() -> None:
 
 @pytest.mark.pure
 @pytest.mark.spec("PREF-16", "LIM-07")
-def test_it_advises_on_prefetch_and_on_the_limiter() -> None:
+def test_docs_give_advice_on_prefetch_and_limiter() -> None:
     assert says(r"Avoid `None`.*throughput", r"CPU-bound work.*`forward_prefetch=True`")
     assert says(r"off only for CPU-bound work with low memory pressure")
 

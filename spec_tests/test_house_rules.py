@@ -156,7 +156,7 @@ def imported_for(module: str) -> set[str]:
     return found
 
 
-def test_fully_shard_imports_what_a_training_step_needs() -> None:
+def test_fully_shard_imports_limited_code() -> None:
     imported = [
         one for one in imported_for("fsdp2/fully_shard.py") if not one.startswith((TRANSPORT, WATCHDOG, "ledger"))
     ]
@@ -183,23 +183,23 @@ def test_each_folder_stays_within_code_limit(room: str) -> None:
 CALLS_OTHER_PARTS = ["fsdp2/fsdp_state.py", "fsdp2/fully_shard.py"]
 
 
-def test_the_story_knows_nothing_of_the_other_parts() -> None:
+def test_core_does_not_import_the_other_parts() -> None:
     others = re.compile(r"(from|import) minifsdp\.(checkpoint|compat|debugging|tools)\b")
     assert [module for module in story() if others.search(text_of(module))] == CALLS_OTHER_PARTS
     assert not re.search(r"minifsdp\.(debugging|tools)\b", "".join(map(text_of, CALLS_OTHER_PARTS)))
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_a_file_can_be_read_in_one_sitting(module: str) -> None:
+def test_module_file_has_limited_length(module: str) -> None:
     assert len(text_of(module).splitlines()) <= LONGER.get(module, LONGEST_FILE)
 
 
-def test_no_file_is_excused_that_is_short_enough() -> None:
+def test_short_file_has_no_exception_for_its_length() -> None:
     assert [module for module in LONGER if len(text_of(module).splitlines()) <= LONGEST_FILE] == []
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_a_function_fits_on_a_screen(module: str) -> None:
+def test_function_has_limited_length(module: str) -> None:
     lines = code_lines(module)
     for node in ast.walk(ast.parse(text_of(module))):
         if isinstance(node, ast.FunctionDef):
@@ -213,7 +213,7 @@ def test_vocabulary_is_that_of_pytorch(module: str) -> None:
     assert [f"line {number}: {line.strip()}" for number, line in lines if re.search(BANNED, line, re.IGNORECASE)] == []
 
 
-def test_the_floors_on_the_map_are_those_of_the_import_contract() -> None:
+def test_layers_on_the_map_equal_those_of_the_import_contract() -> None:
     (contract, *_) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     floors = {
         module.removeprefix("minifsdp.").replace(".", "/") + ("" if "." in module[9:] else "/"): number
@@ -228,7 +228,7 @@ def test_the_floors_on_the_map_are_those_of_the_import_contract() -> None:
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if not m.endswith("__init__.py")])
-def test_every_module_is_on_the_map_and_tells_what_torch_does(module: str) -> None:
+def test_every_module_is_on_the_map_with_the_behaviour_of_torch(module: str) -> None:
     named = re.findall(r"`([\w/*]+\.py)`", (ROOT / "docs" / "modules.md").read_text(encoding="utf-8"))
     assert any(re.fullmatch(name.replace(".", r"\.").replace("*", r"\w*"), module) for name in named)
     assert module in PATHS or "*In torch:*" in text_of(module)

@@ -59,7 +59,7 @@ Optimizer = Callable[..., torch.optim.Optimizer]
 
 @pytest.mark.pure
 @every_model
-def test_a_model_is_built_alike_every_time_and_leaves_the_random_state_alone(name: str) -> None:
+def test_model_construction_is_deterministic_and_keeps_the_random_state(name: str) -> None:
     before = torch.get_rng_state()
     first, second = MODELS[name].build().state_dict(), MODELS[name].build().state_dict()
     assert torch.equal(torch.get_rng_state(), before)
@@ -69,7 +69,7 @@ def test_a_model_is_built_alike_every_time_and_leaves_the_random_state_alone(nam
 
 @pytest.mark.pure
 @every_model
-def test_batches_differ_by_seed_step_and_rank_and_by_nothing_else(name: str) -> None:
+def test_batches_differ_only_by_seed_step_and_rank(name: str) -> None:
     def drawn(*key: int) -> Tensor:
         leaves = torch.utils._pytree.tree_leaves(MODELS[name].batch(*key))
         return torch.cat([leaf.detach().double().flatten() for leaf in leaves if isinstance(leaf, Tensor)])
@@ -81,7 +81,7 @@ def test_batches_differ_by_seed_step_and_rank_and_by_nothing_else(name: str) -> 
 
 @pytest.mark.pure
 @every_model
-def test_every_trained_parameter_of_a_model_moves_unless_it_may_be_left_out(name: str) -> None:
+def test_every_trained_parameter_changes_unless_it_may_be_unused(name: str) -> None:
     info = MODELS[name]
     before = {clean_name(key): parameter for key, parameter in info.build().named_parameters()}
     after = train_single(info, 2).parameters
@@ -163,7 +163,7 @@ def test_accumulation_is_the_same_in_every_trainer(no_sync: bool) -> None:
 
 
 @ranks(2)
-def test_bfloat16_stays_near_float32_and_away_from_it() -> None:
+def test_bfloat16_is_near_float32_but_not_equal() -> None:
     expected = train_single(MODELS["mlp"], 2)
     record = train_torch_fsdp1(MODELS["mlp"], mixed_precision={"param_dtype": torch.bfloat16})
     assert_same_training(as_float32(record), expected, LOW_PRECISION)
@@ -176,7 +176,7 @@ def as_float32(record: Record) -> Record:
 
 
 @ranks(2)
-def test_a_flat_parameter_decays_what_has_no_gradient_and_ddp_does_not() -> None:
+def test_weight_decay_changes_flat_parameters_without_gradient_unlike_in_ddp() -> None:
     info, recipe = MODELS["unused"], Recipe(optimizer=adamw)
     plain, flat = train_single(info, 2, recipe), train_single(info, 2, recipe, flat_units=True)
     assert_same_training(train_ddp(info, recipe), plain, tolerance_for(2))
@@ -206,7 +206,7 @@ def test_manual_all_gather_equals_torch_summon(name: str, use_orig_params: bool)
 
 
 @ranks(2)
-def test_flat_chunks_are_named_by_unit_and_padded_at_the_end_only() -> None:
+def test_flat_shards_are_named_by_unit_and_padded_only_at_the_end() -> None:
     model = shard_fsdp1(torch_fsdp.FullyShardedDataParallel, MODELS["uneven"])
     chunks = flat_chunks(model)
     assert {unit: values.shape for unit, (values, _) in chunks.items()} == {"": (23,), "1": (23,), "2": (1,)}
@@ -216,7 +216,7 @@ def test_flat_chunks_are_named_by_unit_and_padded_at_the_end_only() -> None:
 
 
 @pytest.mark.pure
-def test_units_own_what_no_inner_unit_owns_and_a_shared_parameter_once() -> None:
+def test_units_exclude_parameters_of_inner_units_and_contain_a_shared_parameter_once() -> None:
     def names(info: str) -> dict[str, list[str]]:
         units = units_of(MODELS[info].build(), MODELS[info].unit_classes)
         return {unit: list(shapes) for unit, shapes in units.items()}
@@ -287,21 +287,21 @@ COUNTS = {
 
 @pytest.mark.parametrize("name", COUNTS)
 @ranks(2)
-def test_the_counter_sees_every_collective_of_torch_in_forward_and_backward(name: str) -> None:
+def test_counter_counts_every_collective_of_torch_in_forward_and_backward(name: str) -> None:
     info = MODELS[name]
     fsdp1, fsdp2 = torch_fsdp.FullyShardedDataParallel, torch_fsdp.fully_shard
-    for door, model in (("fsdp1", shard_fsdp1(fsdp1, info)), ("fsdp2", shard_fsdp2(fsdp2, info))):
+    for api, model in (("fsdp1", shard_fsdp1(fsdp1, info)), ("fsdp2", shard_fsdp2(fsdp2, info))):
         forward_backward(model, info, Recipe(), dist.get_rank(), step=0)
         with count_collectives() as counts:
             forward_backward(model, info, Recipe(), dist.get_rank(), step=1)
-        gathers, reductions = COUNTS[name][door]
+        gathers, reductions = COUNTS[name][api]
         assert counts.gathers_and_reductions == (gathers, reductions)
         # 280 parameters in a unit, no padding.
         assert counts.num_bytes == {"all_gather": gathers * 1120, "reduce_scatter": reductions * 1120}
 
 
 @ranks(2)
-def test_the_counter_sees_ddp_and_calls_on_the_group_itself() -> None:
+def test_counter_counts_ddp_and_calls_on_the_process_group() -> None:
     ddp = torch.nn.parallel.DistributedDataParallel(MODELS["mlp"].build().to(device()))
     with count_collectives() as counts:
         forward_backward(ddp, MODELS["mlp"], Recipe(), dist.get_rank(), 0)

@@ -43,7 +43,7 @@ def has(kind: str, **fields: object) -> object:
 
 @quick
 @given(descriptions(2, "fsdp1"))
-def test_description_survives_json(description: Description) -> None:
+def test_description_is_unchanged_after_conversion_to_json(description: Description) -> None:
     assert from_json(to_json(description)) == description
 
 
@@ -87,7 +87,7 @@ def test_the_oracle_trains_as_one_process_does_on_the_concatenated_batch(descrip
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_the_same_seed_draws_the_same_and_another_one_draws_others() -> None:
+def test_same_seed_draws_the_same_cases_and_another_seed_draws_others() -> None:
     first, again, others = (drawn(20, seed, 2, "fsdp1") for seed in (1, 1, 2))
     assert first == again
     assert first != others
@@ -113,7 +113,7 @@ def test_illegal_description_becomes_legal() -> None:
     assert legal(Description(micro_batches=(True, False))).micro_batches == (True, True)
 
 
-def test_shrinking_leaves_nothing_that_can_be_left_out() -> None:
+def test_shrinking_removes_all_unnecessary_parts() -> None:
     large = next(d for d in drawn(60, 3, 2, "fsdp1") if has("norm", unit=True)([d]) and len(to_json(d)) > 400)
     small = simplest(large, has("norm", unit=True))
     assert to_json(small) == '{"model":{"kind":"chain","children":[{"kind":"norm","unit":true}]}}'
@@ -127,7 +127,7 @@ CARELESS = Description(
             Node("sum", children=(Node("embedding", size=5, unit=True, times=2), Node("norm", unit=True))),
         ),
     ),
-    door="careless",
+    api="careless",
     strategy="SHARD_GRAD_OP",
     micro_batches=(False, True),
     evaluates="after",
@@ -135,8 +135,8 @@ CARELESS = Description(
 
 
 @pytest.mark.ranks
-def test_a_mistake_is_found_made_small_and_can_be_seen_again() -> None:
-    innocent = [replace(d, door="careless") for d in drawn(5, 0, 2, "fsdp1")]
+def test_hunt_finds_shrinks_and_replays_an_error() -> None:
+    innocent = [replace(d, api="careless") for d in drawn(5, 0, 2, "fsdp1")]
     innocent = [d for d in innocent if has("embedding", times=2)([d]) is None]
     report = hunt([*innocent, CARELESS])
     assert report is not None
@@ -160,7 +160,7 @@ def _surroundings() -> dict[str, str]:
 
 @pytest.mark.ranks
 def test_replay_of_correct_case_succeeds() -> None:
-    line = shlex.split(replay_line(replace(CARELESS, door="fsdp1")))
+    line = shlex.split(replay_line(replace(CARELESS, api="fsdp1")))
     again = subprocess.run(
         [sys.executable, *line[1:]], cwd=ROOT, capture_output=True, text=True, timeout=120, env=_surroundings()
     )
@@ -168,11 +168,11 @@ def test_replay_of_correct_case_succeeds() -> None:
 
 
 @pytest.mark.ranks
-def test_torchs_wrapper_passes_where_ours_does() -> None:
+def test_wrapper_of_torch_passes_the_same_property_tests() -> None:
     """The oracle agrees with torch's own FSDP."""
     chosen = [d for d in drawn(12, 5, 2, "fsdp1") if not d.offload and not d.clips]
-    assert findings_of([replace(d, door="fsdp1") for d in chosen]) == [None] * len(chosen)
+    assert findings_of([replace(d, api="fsdp1") for d in chosen]) == [None] * len(chosen)
     model = Node("chain", children=(Node("linear", unit=True), Node("mlp", unit=True, times=2), Node("norm")))
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
-        plain = Description(model, door="torch_fsdp1", strategy=strategy, micro_batches=(False, True), momentum=True)
+        plain = Description(model, api="torch_fsdp1", strategy=strategy, micro_batches=(False, True), momentum=True)
         assert first_failure([plain]) is None

@@ -16,12 +16,12 @@ from spec_tests.models.modules import chain
 
 
 @pytest.mark.pure
-def test_it_is_off_by_default() -> None:
+def test_recorder_is_off_by_default() -> None:
     assert trace.recorder is None
 
 
 @pytest.mark.pure
-def test_an_event_begins_as_a_moment_and_becomes_a_span_when_it_is_finished() -> None:
+def test_event_begins_as_an_instant_and_becomes_a_span_when_it_ends() -> None:
     recorder = Recorder()
     before = time.perf_counter()
     event = recorder.begin("AG", "0", num_bytes=32, ranks=(0, 1), dtype=torch.bfloat16, stream="gather")
@@ -41,14 +41,14 @@ def test_new_event_has_empty_defaults() -> None:
 
 
 @pytest.mark.pure
-def test_a_span_that_began_before_the_recorder_was_there_may_be_finished() -> None:
+def test_recorder_may_finish_a_span_that_began_before_recording() -> None:
     recorder = Recorder()
     recorder.finish(None)
     assert recorder.events == []
 
 
 @pytest.mark.pure
-def test_the_order_is_that_of_the_beginnings_whatever_is_finished_first() -> None:
+def test_events_are_ordered_by_their_beginning() -> None:
     recorder = Recorder()
     outer, inner = recorder.begin("F", ""), recorder.begin("F", "0.layer")
     recorder.begin("FREE", "0.layer")
@@ -62,7 +62,7 @@ def test_the_order_is_that_of_the_beginnings_whatever_is_finished_first() -> Non
 
 
 @pytest.mark.pure
-def test_recordings_may_be_nested_and_the_inner_one_takes_the_events() -> None:
+def test_inner_recording_gets_the_events_of_nested_recordings() -> None:
     with trace.record() as outer:
         assert trace.recorder is outer
         outer.begin("F", "before")
@@ -77,7 +77,7 @@ def test_recordings_may_be_nested_and_the_inner_one_takes_the_events() -> None:
 
 
 @pytest.mark.pure
-def test_an_exception_ends_the_recording_and_what_was_recorded_stays() -> None:
+def test_exception_ends_the_recording_and_recorded_events_remain() -> None:
     kept: list[Recorder] = []
 
     def interrupted() -> None:
@@ -106,7 +106,7 @@ def test_two_recordings_have_lists_of_their_own() -> None:
 
 
 @ranks(2)
-def test_the_example_of_the_essay_holds() -> None:
+def test_documented_example_is_correct() -> None:
     model = shard_each(torch.nn.Sequential(torch.nn.Linear(3, 2)))
     with trace.record() as recorder, torch.no_grad():
         model(draw(0))
@@ -140,7 +140,7 @@ def test_every_span_of_a_step_has_ended_when_the_step_has() -> None:
 
 
 @ranks(2)
-def test_a_recording_that_begins_or_ends_in_the_middle_of_a_step_does_no_harm() -> None:
+def test_recording_may_begin_or_end_in_the_middle_of_a_step() -> None:
     model = shard_each(chain())
     for _ in range(2):
         with trace.record() as forward:

@@ -285,18 +285,18 @@ def lesson_alone(place: Place) -> None:
         return
     patient = dist.new_group(timeout=timedelta(seconds=4))
     model = FSDP(build(place), process_group=patient, device_id=place.device)
-    complaint = ""
+    problem = ""
     if place.rank == 0:
         try:
             model(batches(place)[0][0])
         except RuntimeError as error:
-            complaint = str(error)
+            problem = str(error)
     # The ranks synchronize on the default group, which still works.
-    complaints = from_all_ranks(complaint)
-    first_line = complaints[0].partition("\n")[0]
+    problems = from_all_ranks(problem)
+    first_line = problems[0].partition("\n")[0]
     say(place, f"7. rank 0 evaluates alone, and after four seconds: {first_line[-70:]}")
-    assert "Timed out" in complaints[0]
-    assert complaints[1] == ""
+    assert "Timed out" in problems[0]
+    assert problems[1] == ""
 
 
 def lesson(options: argparse.Namespace, place: Place) -> None:

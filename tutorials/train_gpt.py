@@ -51,10 +51,10 @@ from typing import Any
 import gpt  # noqa: F401  (first, since it silences a warning that torch's import gives without NumPy)
 import torch
 import torch.nn.functional as F
-from gpt.checkpoint import Shelf, choose
+from gpt.apis import FunctionApi, WrapperApi
+from gpt.checkpoint import CheckpointFolder, choose
 from gpt.compare import compare
 from gpt.data import Corpus, batch_of, read_standard_library
-from gpt.doors import FunctionDoor, WrapperDoor
 from gpt.model import GPT, Block, generate
 from gpt.options import parse
 from gpt.ranks import Place, joined_ranks, mesh_of, require_equal, start_ranks, started_by_torchrun
@@ -149,8 +149,8 @@ def start(model: nn.Module, options: argparse.Namespace, place: Place) -> Traini
     # 3. After sharding. All parameters have the same weight decay, because a flat shard mixes matrices and norms.
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, options))
-    door = WrapperDoor(options.library) if options.api == "wrapper" else FunctionDoor()
-    return Training(model, optimizer, door, scheduler)
+    api = WrapperApi(options.library) if options.api == "wrapper" else FunctionApi()
+    return Training(model, optimizer, api, scheduler)
 
 
 def notes(options: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:
@@ -186,9 +186,9 @@ def train(options: argparse.Namespace, corpus: Corpus, place: Place) -> list[flo
     training = start(plain, options, place)
     take_up(training, options, corpus, place)
     model, optimizer, losses = training.model, training.optimizer, training.losses
-    shelf = Shelf(options.save, options.keep) if options.save else None
-    if shelf:
-        shelf.tidy()
+    checkpoints = CheckpointFolder(options.save, options.keep) if options.save else None
+    if checkpoints:
+        checkpoints.tidy()
     recordings = Recordings(options.trace, options.timeline)
     tokens, todo = place.num_ranks * options.batch * options.context, range(training.step, options.steps)
     progress = Progress(options.steps, training.step, tokens, shown=place.speaks)
@@ -198,8 +198,8 @@ def train(options: argparse.Namespace, corpus: Corpus, place: Place) -> list[flo
             loss = train_step(model, optimizer, inputs, targets)
         training.finish_step(mean_over_ranks(loss))
         progress.advance(step, losses[-1])
-        if shelf and (training.step % options.save_every == 0 or training.step == options.steps):
-            progress.remark("saved", str(save(shelf, training, **notes(options, corpus), full=options.full)))
+        if checkpoints and (training.step % options.save_every == 0 or training.step == options.steps):
+            progress.remark("saved", str(save(checkpoints, training, **notes(options, corpus), full=options.full)))
     seconds = progress.close()
     stored = measure(model, optimizer)
 

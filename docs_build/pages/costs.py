@@ -30,14 +30,14 @@ UNITS = 48
 @of_record("debug-cost")
 def checks(record: Any) -> str:
     """A row for each check, permanent or of ``minifsdp.debug()``, with the conditions below the table."""
-    measured = [(door, of_door, what) for door, of_door in record["doors"].items() for what in ("step", "start")]
-    names = next(iter(record["doors"].values()))["step"]
+    measured = [(api, of_api, what) for api, of_api in record["apis"].items() for what in ("step", "start")]
+    names = next(iter(record["apis"].values()))["step"]
     rows = [
-        [CHECKS.get(name, f"`{name}`"), *(_ratio(of_door[what].get(name)) for _, of_door, what in measured)]
+        [CHECKS.get(name, f"`{name}`"), *(_ratio(of_api[what].get(name)) for _, of_api, what in measured)]
         for name in names
     ]
-    rows.append(["no check", *(f"{of_door[f'{what}_ms']:,.0f} ms" for _, of_door, what in measured)])
-    lines = [table(["check", *(f"{what}, `{door}`" for door, _, what in measured)], rows, "lr"), ""]
+    rows.append(["no check", *(f"{of_api[f'{what}_ms']:,.0f} ms" for _, of_api, what in measured)])
+    lines = [table(["check", *(f"{what}, `{api}`" for api, _, what in measured)], rows, "lr"), ""]
     lines += [f"{record['model']}; two ranks on gloo. Medians of {record['steps']} pairs of steps and"]
     return "\n".join([*lines, f"{record['starts']} pairs of starts.", "", *record["circumstances"]])
 

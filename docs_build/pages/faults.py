@@ -83,19 +83,19 @@ def kills(record: Any) -> str:
     for kill in record["kills"]:
         name = kill["moment"].split(" call ")[0].split(" ms")[0].rstrip("0123456789. ")
         name = {"after": "some milliseconds after it began", "before": "before any call"}.get(name, name)
-        counts[name, kill["door"]] += 1
-    lost = Counter(kill["door"] for kill in record["kills"] if "wrong" in kill)
-    moments, doors = (list(dict.fromkeys(key[part] for key in counts)) for part in (0, 1))
-    rows = [[name, *(counts[name, door] for door in doors)] for name in moments]
-    sums = (f"**{sum(counts[name, door] for name in moments)}, {lost[door]}**" for door in doors)
+        counts[name, kill["api"]] += 1
+    lost = Counter(kill["api"] for kill in record["kills"] if "wrong" in kill)
+    moments, apis = (list(dict.fromkeys(key[part] for key in counts)) for part in (0, 1))
+    rows = [[name, *(counts[name, api] for api in apis)] for name in moments]
+    sums = (f"**{sum(counts[name, api] for name in moments)}, {lost[api]}**" for api in apis)
     rows.append(["**all, checkpoints lost**", *sums])
-    heads = ["killed", *(f"`{door}`" for door in doors)]
+    heads = ["killed", *(f"`{api}`" for api in apis)]
     return _stated(heads, rows, record, f"Checkpoints lost: {lost.total()}.")
 
 
 # ---- long runs ----
 
-DOORS = {"wrapped": "`FullyShardedDataParallel`", "composed": "`fully_shard`"}
+APIS = {"wrapped": "`FullyShardedDataParallel`", "composed": "`fully_shard`"}
 PROGRAMS = ("programs", "calls", "refused", "hybrid", "mixed precision", "ended early", "findings")
 # Each resource: its description, unit and divisor.
 HELD = {
@@ -116,7 +116,7 @@ HELD = {
 def fuzz(record: Any) -> str:
     """A row for each run of random programs."""
     rows = [
-        [DOORS[run["door"]] + ", ranks do different things" * run["apart"], *(f"{run[c]:,}" for c in PROGRAMS)]
+        [APIS[run["api"]] + ", ranks do different things" * run["apart"], *(f"{run[c]:,}" for c in PROGRAMS)]
         for run in record["runs"]
     ]
     total = sum(run["programs"] for run in record["runs"])

@@ -45,7 +45,7 @@ class Known:
     Attributes:
         id: its anchor on the page.
         title: its heading.
-        door: the source of the error, ``minifsdp`` or ``PyTorch``.
+        api: the source of the error, ``minifsdp`` or ``PyTorch``.
         kind: ``error``; ``warning``, after which a program continues; ``follows``, mostly caused by another error.
         wholes: texts that match, each as its fixed parts in order.
         lines: the same for single lines of the message, which are used if no text in ``wholes`` matches.
@@ -53,7 +53,7 @@ class Known:
 
     id: str
     title: str
-    door: str
+    api: str
     kind: str
     wholes: list[list[str]]
     lines: list[list[str]]

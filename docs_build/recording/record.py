@@ -62,7 +62,7 @@ class Run:
     """One training to record.
 
     Attributes:
-        door: ``"fsdp1"`` or ``"fsdp2"``; ``"torch1"`` or ``"torch2"`` for torch's own.
+        api: ``"fsdp1"`` or ``"fsdp2"``; ``"torch1"`` or ``"torch2"`` for torch's own.
         strategy: a key of `STRATEGIES`; ``"keep2"`` is ``reshard_after_forward=2`` of ``fully_shard``.
         prefetch: a key of `PREFETCH`; ``"ahead"`` is an explicit list of two units of ``fully_shard``.
         wrap: a key of `WRAPS`, the modules that become units.
@@ -72,7 +72,7 @@ class Run:
         extra: ``"nosync"`` accumulates over three batches, ``"bf16"`` computes and sends in bfloat16.
     """
 
-    door: str
+    api: str
     strategy: str
     prefetch: str
     wrap: str
@@ -84,12 +84,12 @@ class Run:
     @property
     def is_torch(self) -> bool:
         """Whether it is torch's own FSDP."""
-        return self.door.startswith("torch")
+        return self.api.startswith("torch")
 
     @property
     def key(self) -> str:
         """The name of the run in the records."""
-        parts = [self.door, self.strategy, self.prefetch, self.wrap, str(self.ranks)]
+        parts = [self.api, self.strategy, self.prefetch, self.wrap, str(self.ranks)]
         return "-".join([*parts, self.extra] if self.extra else parts) + ("-wide" if self.width > 64 else "")
 
 
@@ -114,8 +114,8 @@ def _player_runs(ranks: int) -> Iterator[Run]:
             yield Run("fsdp2", strategy, prefetch, wrap, ranks)
     if ranks == 2:
         # For comparison with the same runs of this package.
-        for door, strategy in itertools.product(["torch1", "torch2"], ["full", "zero2"]):
-            yield Run(door, strategy, "pre", "block", ranks)
+        for api, strategy in itertools.product(["torch1", "torch2"], ["full", "zero2"]):
+            yield Run(api, strategy, "pre", "block", ranks)
 
 
 def _picture_runs(ranks: int) -> Iterator[Run]:
@@ -125,8 +125,8 @@ def _picture_runs(ranks: int) -> Iterator[Run]:
         kinds += ["fsdp1 zero2 pre block", "fsdp1 none pre block", "fsdp1 full pre whole"]
         kinds += [f"fsdp1 full pre block {extra}" for extra in ("nosync", "bf16")]
         kinds += ["fsdp2 full pre block", "fsdp2 full ahead block"]
-    for door, strategy, prefetch, wrap, *extra in map(str.split, kinds):
-        yield Run(door, strategy, prefetch, wrap, ranks, 320, 320, *extra)
+    for api, strategy, prefetch, wrap, *extra in map(str.split, kinds):
+        yield Run(api, strategy, prefetch, wrap, ranks, 320, 320, *extra)
 
 
 # --- building ---
@@ -137,7 +137,7 @@ def build(run: Run) -> nn.Module:
     torch.manual_seed(0)
     model, library = Net(run.width), torch_fsdp if run.is_torch else minifsdp
     mesh = _mesh(run.ranks, hybrid=True) if run.strategy.startswith("hybrid") else None
-    return (_first_door if run.door.endswith("1") else _second_door)(run, model, library, mesh)
+    return (_first_api if run.api.endswith("1") else _second_api)(run, model, library, mesh)
 
 
 @cache
@@ -148,7 +148,7 @@ def _mesh(ranks: int, *, hybrid: bool) -> Any:
     return init_device_mesh("cpu", (ranks,))
 
 
-def _first_door(run: Run, model: nn.Module, library: Any, mesh: Any) -> nn.Module:
+def _first_api(run: Run, model: nn.Module, library: Any, mesh: Any) -> nn.Module:
     wrapped, prefetch, narrow = WRAPS[run.wrap], PREFETCH[run.prefetch], torch.bfloat16
     mixed = library.MixedPrecision(param_dtype=narrow, reduce_dtype=narrow) if run.extra == "bf16" else None
     return library.FullyShardedDataParallel(
@@ -163,7 +163,7 @@ def _first_door(run: Run, model: nn.Module, library: Any, mesh: Any) -> nn.Modul
     )
 
 
-def _second_door(run: Run, model: nn.Module, library: Any, mesh: Any) -> nn.Module:
+def _second_api(run: Run, model: nn.Module, library: Any, mesh: Any) -> nn.Module:
     mesh = mesh or _mesh(run.ranks, hybrid=False)
     reshard = {"zero2": False, "hybrid2": False, "keep2": 2}.get(run.strategy)
     wrapped = WRAPS[run.wrap]

@@ -22,12 +22,12 @@ from spec_tests.harness import device, ranks
 from spec_tests.models.values import assert_same, full_gradients
 
 WIDTH = 5
-DOORS = ("wrapper", "function")
+APIS = ("wrapper", "function")
 
 
 @pytest.mark.spec("BATCH-01")
 @ranks(2)
-def test_all_ranks_end_when_the_first_has_no_more() -> None:
+def test_all_ranks_end_when_the_first_rank_has_no_more_data() -> None:
     mine = range(3 if dist.get_rank() == 0 else 5)
     assert list(minifsdp.while_all_have_data(mine)) == [0, 1, 2]
     # No message is pending, so the next loop starts normally.
@@ -103,7 +103,7 @@ def test_leftover_batches_are_counted_on_request() -> None:
 
 @pytest.mark.spec("BATCH-01")
 @ranks(4)
-def test_only_the_ranks_of_the_group_end_together() -> None:
+def test_while_all_have_data_ends_only_the_ranks_of_its_group() -> None:
     rank = dist.get_rank()
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     assert list(minifsdp.while_all_have_data(range(rank + 1), groups[rank // 2])) == [*range(1 if rank < 2 else 3)]
@@ -128,11 +128,11 @@ def loss_sum(model: nn.Module, tokens: Tensor) -> Tensor:
     return total
 
 
-def sharded(door: str, is_hybrid: bool) -> Any:
+def sharded(api: str, is_hybrid: bool) -> Any:
     model = net()
     names = ("replicate", "shard") if is_hybrid else None
     mesh = init_device_mesh(device().type, (2, 2) if is_hybrid else (dist.get_world_size(),), mesh_dim_names=names)
-    if door == "function":
+    if api == "function":
         return fully_shard(model, mesh=mesh)
     strategy = ShardingStrategy.HYBRID_SHARD if is_hybrid else ShardingStrategy.FULL_SHARD
     return FSDP(model, device_mesh=mesh, sharding_strategy=strategy, device_id=device(), use_orig_params=True)
@@ -154,10 +154,10 @@ def expected(num_parts: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.spec("BATCH-06")
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("api", APIS)
 @ranks(2)
-def test_a_token_counts_the_same_on_each_rank(door: str) -> None:
-    model = sharded(door, is_hybrid=False)
+def test_a_token_counts_the_same_on_each_rank(api: str) -> None:
+    model = sharded(api, is_hybrid=False)
     mine = tokens_of(dist.get_rank())
     loss = minifsdp.token_weighted(loss_sum(model, mine), len(mine))
     loss.backward()
@@ -165,20 +165,20 @@ def test_a_token_counts_the_same_on_each_rank(door: str) -> None:
 
 
 @pytest.mark.spec("BATCH-06")
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("api", APIS)
 @ranks(4)
-def test_with_replicas_too(door: str) -> None:
-    model = sharded(door, is_hybrid=True)
+def test_token_weighted_gradients_are_correct_with_replicas(api: str) -> None:
+    model = sharded(api, is_hybrid=True)
     mine = tokens_of(dist.get_rank())
     minifsdp.token_weighted(loss_sum(model, mine), torch.tensor(len(mine), device=device())).backward()
     assert_same(gradients(model), expected(1), bitwise=False)
 
 
 @pytest.mark.spec("BATCH-07")
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("api", APIS)
 @ranks(2)
-def test_with_micro_batches_the_scale_is_that_of_the_step(door: str) -> None:
-    model = sharded(door, is_hybrid=False)
+def test_token_scale_with_micro_batches_is_that_of_the_step(api: str) -> None:
+    model = sharded(api, is_hybrid=False)
     parts = [tokens_of(dist.get_rank(), part) for part in range(2)]
     scale = minifsdp.token_scale(sum(map(len, parts)))
     for part in parts:
@@ -188,7 +188,7 @@ def test_with_micro_batches_the_scale_is_that_of_the_step(door: str) -> None:
 
 @pytest.mark.spec("BATCH-07")
 @ranks(2)
-def test_without_any_token_the_scale_is_nothing() -> None:
+def test_token_scale_is_zero_without_tokens() -> None:
     assert minifsdp.token_scale(0).item() == 0.0
     assert minifsdp.token_scale(dist.get_rank() * 3).item() == pytest.approx(2 / 3)
 

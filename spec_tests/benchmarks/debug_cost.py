@@ -45,11 +45,11 @@ from spec_tests.benchmarks.without_ledger import without_ledger
 from spec_tests.benchmarks.workloads import WORKLOADS, Workload, adamw
 from spec_tests.oracles.gathering import wrap_units
 
-__all__ = ["CHECKS", "DOORS", "RECORD", "interval", "measure"]
+__all__ = ["CHECKS", "APIS", "RECORD", "interval", "measure"]
 
 RECORD = Path(__file__).resolve().parents[2] / "docs" / "data" / "debug-cost.json"
 CPU = torch.device("cpu")
-DOORS = ("FullyShardedDataParallel", "fully_shard")
+APIS = ("FullyShardedDataParallel", "fully_shard")
 ALWAYS_ON = "ledger"
 CHECKS: dict[str, tuple[str, ...]] = {ALWAYS_ON: (), **{name: (name,) for name in switch.CHECKS}, "all": ()}
 AT_START = ("weights", "meta", "all")
@@ -75,17 +75,17 @@ def measure(workload: Workload, *, steps: int, starts: int) -> dict[str, Any]:
     with warnings.catch_warnings():
         # `weights` and `meta` warn if the model has been trained already.
         warnings.simplefilter("ignore")
-        return {door: _of_door(door, workload, steps, starts) for door in DOORS}
+        return {api: _of_api(api, workload, steps, starts) for api in APIS}
 
 
-def _of_door(door: str, workload: Workload, steps: int, starts: int) -> dict[str, Any]:
-    step = _stepper(_taken(door, workload, is_meta=False), workload)
+def _of_api(api: str, workload: Workload, steps: int, starts: int) -> dict[str, Any]:
+    step = _stepper(_taken(api, workload, is_meta=False), workload)
     with minifsdp.debug("order"):
         for _ in range(NUM_WARM):
             step()
 
     def start_of(name: str) -> Callable[[], Any]:
-        return lambda: _stepper(_taken(door, workload, is_meta=name == "meta"), workload)()
+        return lambda: _stepper(_taken(api, workload, is_meta=name == "meta"), workload)()
 
     found: dict[str, Any] = {}
     found["step"], found["step_ms"] = _ratios(lambda name: step, tuple(CHECKS), steps, repeats=True)
@@ -162,11 +162,11 @@ def _stepper(model: nn.Module, workload: Workload) -> Callable[[], None]:
     return step
 
 
-def _taken(door: str, workload: Workload, *, is_meta: bool) -> nn.Module:
+def _taken(api: str, workload: Workload, *, is_meta: bool) -> nn.Module:
     """The sharded model. A meta-device model is materialized, with the same values on all ranks."""
     with torch.device("meta") if is_meta else nullcontext():
         model = workload.model()
-    if door == "fully_shard":
+    if api == "fully_shard":
         sharded: nn.Module = wrap_units(model, (workload.unit_class,), minifsdp.fully_shard)
         return sharded.to_empty(device=CPU).apply(_set) if is_meta else sharded
     options: dict[str, Any] = {"param_init_fn": _make_real if is_meta else None, "device_id": CPU}
@@ -190,12 +190,12 @@ def _set(module: nn.Module) -> None:
 def table(found: dict[str, Any]) -> list[str]:
     """A table for the terminal, with a row for each front end and check."""
     lines = [f"{'':36}" + "".join(f"{what:>10} {clock}" for what in ("step", "start") for clock in CLOCKS)]
-    for door, measured in found.items():
+    for api, measured in found.items():
         for name in CHECKS:
             ratios = [measured[what].get(name, {}).get(clock) for what in ("step", "start") for clock in CLOCKS]
             cells = [f"{'-' if ratio is None else format(ratio, '.3f'):>14}" for ratio in ratios]
-            lines.append(f"{door:26}{name:10}" + "".join(cells))
-        lines.append(f"{door:26}off: a step {measured['step_ms']} ms, a start {measured['start_ms']} ms")
+            lines.append(f"{api:26}{name:10}" + "".join(cells))
+        lines.append(f"{api:26}off: a step {measured['step_ms']} ms, a start {measured['start_ms']} ms")
     return lines
 
 
@@ -232,7 +232,7 @@ def main() -> None:
             "model": WORKLOADS[asked.workload].about,
         }
         pairs = {"steps": asked.steps, "starts": asked.starts}
-        RECORD.write_text(json.dumps({**what, **pairs, "doors": found}, indent=1) + "\n", encoding="utf-8")
+        RECORD.write_text(json.dumps({**what, **pairs, "apis": found}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

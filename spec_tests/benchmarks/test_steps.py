@@ -97,13 +97,13 @@ def _extra(workload: str, outcomes: list[Outcome], mine: Outcome) -> dict[str, A
 
 
 @pytest.mark.parametrize(("workload", "contender"), OURS)
-def test_ours_enters_fewer_python_functions_than_its_peer(race: Race, workload: Any, contender: Any) -> None:
+def test_minifsdp_enters_fewer_python_functions_than_torch(race: Race, workload: Any, contender: Any) -> None:
     outcomes = race(workload.name)[0]
     assert _of(outcomes, contender.name).calls < _of(outcomes, contender.peer).calls
 
 
 @pytest.mark.parametrize(("workload", "contender"), OURS)
-def test_ours_sends_no_more_than_its_peer(race: Race, workload: Any, contender: Any) -> None:
+def test_minifsdp_sends_no_more_bytes_than_torch(race: Race, workload: Any, contender: Any) -> None:
     outcomes = race(workload.name)[0]
     ours, theirs = _of(outcomes, contender.name), _of(outcomes, contender.peer)
     assert ours.asked <= theirs.asked
@@ -113,7 +113,7 @@ def test_ours_sends_no_more_than_its_peer(race: Race, workload: Any, contender: 
 
 
 @pytest.mark.parametrize(("workload", "contender"), OURS)
-def test_ours_needs_no_more_memory(race: Race, workload: Any, contender: Any) -> None:
+def test_minifsdp_needs_no_more_memory_than_torch(race: Race, workload: Any, contender: Any) -> None:
     outcomes = race(workload.name)[0]
     ours, theirs = _of(outcomes, contender.name), _of(outcomes, contender.peer)
     # No communication is in flight between two steps.

@@ -36,7 +36,7 @@ def test_agreement_goes_through_shard_then_replicate_group() -> None:
 
 @pytest.mark.spec("SD-FULL-09", "HYB-10")
 @ranks(4)
-def test_one_ranks_refusal_is_everybodys_and_equal_complaints_are_listed_once() -> None:
+def test_one_ranks_refusal_is_everybodys_and_equal_problems_are_listed_once() -> None:
     groups = agreement.groups_of([hybrid()])
     agreement.refuse_together(groups, [])
     rank = dist.get_rank()
@@ -61,7 +61,7 @@ def test_one_ranks_refusal_is_everybodys_and_equal_complaints_are_listed_once() 
 @pytest.mark.spec("SD-FULL-09", "OSD-LOAD-01", "HYB-10")
 @flat_or_original
 @ranks(4)
-def test_under_hybrid_the_other_copy_refuses_too(keep: bool) -> None:
+def test_all_replicas_of_a_hybrid_refuse_an_invalid_dict(keep: bool) -> None:
     groups = grid()
     dist.barrier()
     model = wrapped(make(), use_orig_params=keep, sharding_strategy=ShardingStrategy.HYBRID_SHARD, process_group=groups)
@@ -105,7 +105,7 @@ def test_refused_call_stays_refused_until_all_ranks_arrive(present: list[int]) -
 @pytest.mark.spec("ORDER-11")
 @flat_or_original
 @ranks(2)
-def test_a_state_dict_that_one_rank_has_tried_alone_is_not_held_against_the_next_steps(keep: bool) -> None:
+def test_state_dict_call_on_one_rank_does_not_affect_the_next_steps(keep: bool) -> None:
     group = dist.new_group([0, 1])
     model = wrapped(make(), use_orig_params=keep, process_group=group)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

@@ -166,7 +166,7 @@ def test_a_hybrid_model_is_written_and_read(use_dtensor: bool, tmp_path: Path) -
 
 @pytest.mark.spec("SD-SHARD-05")
 @ranks(2)
-def test_one_ranks_part_saved_with_torch_save_is_one_ranks_part() -> None:
+def test_torch_save_on_one_rank_writes_only_its_shards() -> None:
     model, _ = trained(None, use_dtensor=True)
     state = model.state_dict()
     stored = io.BytesIO()
@@ -185,7 +185,7 @@ def test_one_ranks_part_saved_with_torch_save_is_one_ranks_part() -> None:
 @pytest.mark.parametrize("form", [FULL, SHARDED], ids=["full", "sharded"])
 @flat_or_original
 @ranks(2)
-def test_torchs_helpers_read_and_write_the_models_state_in_the_chosen_form(keep: bool, form: Any) -> None:
+def test_helpers_of_torch_read_and_write_the_model_state_in_the_chosen_type(keep: bool, form: Any) -> None:
     model = wrapped(make(), use_orig_params=keep)
     again = wrapped(make(1), use_orig_params=keep)
     expected = model.state_dict()
@@ -200,7 +200,7 @@ def test_torchs_helpers_read_and_write_the_models_state_in_the_chosen_form(keep:
 @pytest.mark.spec("SD-FULL-08")
 @flat_or_original
 @ranks(2)
-def test_torchs_helpers_read_a_full_dict_to_which_they_add_slices(keep: bool) -> None:
+def test_helpers_of_torch_load_a_full_dict_with_added_slices(keep: bool) -> None:
     again = wrapped(make(1), use_orig_params=keep)
     expected = make().state_dict()
     with quiet():

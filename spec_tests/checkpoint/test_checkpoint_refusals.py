@@ -240,7 +240,7 @@ def test_dtensor_with_wrong_sharding_is_refused_with_remedy(keep: bool) -> None:
 @pytest.mark.spec("SD-CFG-08", "SD-CFG-09")
 @flat_or_original
 @ranks(2)
-def test_a_dict_of_another_form_than_the_chosen_one_is_refused(keep: bool) -> None:
+def test_state_dict_of_another_type_than_the_current_one_is_refused(keep: bool) -> None:
     model = model_of(keep)
     states = {}
     for form in (FULL, SHARDED, LOCAL):
@@ -322,9 +322,7 @@ def test_custom_loading_of_module_is_respected() -> None:
 @pytest.mark.spec("SD-FULL-03", "OSD-FULL-02")
 @pytest.mark.parametrize(("caller", "missing"), [(0, "[1]"), (1, "[0]")])
 @ranks(2)
-def test_a_lone_call_ends_within_the_groups_time_limit_and_names_itself_and_who_is_missing(
-    caller: int, missing: str
-) -> None:
+def test_call_on_one_rank_times_out_with_its_name_and_the_missing_ranks(caller: int, missing: str) -> None:
     group = dist.new_group([0, 1])
     model = wrapped(make(), process_group=group)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

@@ -67,7 +67,7 @@ def assert_same(state: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.spec("SD-FULL-01", "SD-FULL-07", "SD-FULL-08")
 @flat_or_original
 @ranks(2)
-def test_a_module_that_writes_and_reads_by_itself_sees_full_values(keep: bool) -> None:
+def test_custom_state_code_of_a_module_uses_full_values(keep: bool) -> None:
     expected = plain_model(Upright).state_dict()
     model = sharded(plain_model(Upright), keep)
     state = model.state_dict()
@@ -147,7 +147,7 @@ def test_a_hook_may_rename_keys_of_an_older_version(keep: bool, where: str) -> N
 
 @pytest.mark.spec("SD-FULL-09")
 @ranks(2)
-def test_a_value_that_an_outer_hook_has_spoiled_is_refused() -> None:
+def test_value_that_an_outer_load_hook_resized_is_refused() -> None:
     plain = plain_model(nn.Linear)
     model = sharded(plain, keep=False)
     state = model.state_dict()
@@ -177,7 +177,7 @@ def test_assign_to_module_with_custom_loading_keeps_unit_intact(keep: bool) -> N
 @pytest.mark.spec("SD-FULL-01")
 @flat_or_original
 @ranks(2)
-def test_hooks_of_the_user_on_a_wrapper_find_the_finished_dict(keep: bool) -> None:
+def test_state_dict_hooks_of_the_user_on_a_wrapper_get_the_finished_dict(keep: bool) -> None:
     model = sharded(plain_model(nn.Linear), keep)
     seen = []
 
@@ -229,7 +229,7 @@ def test_modules_without_custom_state_unshard_one_at_a_time() -> None:
 @pytest.mark.spec("SUMMON-02", "SD-FULL-01", "SD-FULL-07")
 @flat_or_original
 @ranks(2)
-def test_a_summoned_model_can_be_written_as_it_is_shown(keep: bool) -> None:
+def test_state_dict_of_summoned_model_has_its_current_values(keep: bool) -> None:
     model = sharded(plain_model(nn.Linear), keep)
     with FSDP.summon_full_params(model):
         for parameter in model.parameters():
@@ -275,7 +275,7 @@ def test_load_state_dict_inside_summon_persists(keep: bool) -> None:
 @pytest.mark.spec("SD-FULL-08")
 @flat_or_original
 @ranks(2)
-def test_the_helper_for_dicts_reads_buffers_extra_states_and_what_is_in_checkpoints(keep: bool) -> None:
+def test_set_model_state_dict_loads_buffers_extra_states_and_checkpointed_modules(keep: bool) -> None:
     expected = plain_model(Summed).state_dict()
     expected["2.running_mean"] += 1
     model = sharded(plain_model(Summed, 1), keep)
@@ -288,7 +288,7 @@ def test_the_helper_for_dicts_reads_buffers_extra_states_and_what_is_in_checkpoi
 @pytest.mark.spec("SD-FULL-13")
 @flat_or_original
 @ranks(2)
-def test_the_helper_for_dicts_may_be_given_one_that_lacks_a_key(keep: bool) -> None:
+def test_set_model_state_dict_accepts_a_dict_without_a_key(keep: bool) -> None:
     model = sharded(plain_model(nn.Linear, 1), keep)
     before = model.state_dict()
     state = plain_model(nn.Linear).state_dict()

@@ -120,7 +120,7 @@ OLD = [[-0.0, -1.0, -2.0, -3.0]] * 3
 @pytest.mark.spec("SAVE-03")
 @flat_or_original
 @ranks(2)
-def test_versions_of_modules_come_along_from_and_to_a_plain_model(keep: bool) -> None:
+def test_versions_of_modules_are_kept_from_and_to_a_plain_model(keep: bool) -> None:
     model, target = wrapped(keep), plain()
     target.load_state_dict(model.state_dict())
     assert weights(target) == NEW
@@ -140,7 +140,7 @@ def test_versions_of_modules_come_along_from_and_to_a_plain_model(keep: bool) ->
 @pytest.mark.parametrize("form", [FULL, SHARDED, LOCAL], ids=["full", "sharded", "local"])
 @flat_or_original
 @ranks(2)
-def test_versions_of_modules_come_along_between_wrapped_models(keep: bool, form: Any) -> None:
+def test_versions_of_modules_are_kept_between_wrapped_models(keep: bool, form: Any) -> None:
     model = wrapped(keep)
     around = nn.Sequential(FSDP(Versioned(), use_orig_params=keep, **CPU))
     for saving in (model, around):
@@ -153,7 +153,7 @@ def test_versions_of_modules_come_along_between_wrapped_models(keep: bool, form:
 
 @pytest.mark.spec("SAVE-03")
 @ranks(2)
-def test_the_prefix_of_a_dict_stays_in_the_paths_of_its_versions() -> None:
+def test_prefix_of_a_state_dict_is_kept_in_the_paths_of_its_versions() -> None:
     state = wrapped(keep=True).state_dict(prefix="model.")
     expected = plain().state_dict(prefix="model.")
     assert all(state._metadata[path] == version for path, version in expected._metadata.items())

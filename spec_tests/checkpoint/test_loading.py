@@ -75,7 +75,7 @@ def on_meta() -> Any:
 
 @pytest.mark.spec("FS2-SD-01")
 @ranks(2)
-def test_the_state_dict_holds_dtensors_under_plain_names_and_sends_nothing() -> None:
+def test_state_dict_has_dtensors_under_plain_names_and_sends_nothing() -> None:
     model = sharded()
     iterate(model)
     with count_collectives() as counts:
@@ -103,7 +103,7 @@ def test_state_dict_is_sharded_while_units_are_unsharded() -> None:
 
 @pytest.mark.spec("FS2-SD-01")
 @ranks(2)
-def test_buffers_are_in_the_state_dict_as_they_are() -> None:
+def test_state_dict_contains_buffers_as_plain_tensors() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(device())
     fully_shard(model)
     state = model.state_dict()
@@ -149,7 +149,7 @@ def loaded_by_hand(model: nn.Module, path: Path) -> None:
 
 @pytest.mark.spec("FS2-SD-02", "FS2-SD-03", "FS2-SD-09")
 @ranks(2)
-def test_a_full_state_dict_is_saved_and_loaded_by_hand(tmp_path: Path) -> None:
+def test_full_state_dict_is_saved_and_loaded_manually(tmp_path: Path) -> None:
     source = sharded()
     train(source, adam(source), range(2))
     kept = saved_by_hand(source)
@@ -268,7 +268,7 @@ def test_while_debugging_plain_tensors_replace_parameters_on_the_meta_device() -
 
 @pytest.mark.spec("FS2-SD-06", "MIG-12")
 @ranks(2)
-def test_rank_0_alone_needs_the_dictionary() -> None:
+def test_only_rank_0_needs_the_dictionary() -> None:
     for target in (other(), on_meta()):
         if any(p.is_meta for p in target.parameters()):
             target.to_empty(device=device())
@@ -289,14 +289,14 @@ def test_a_full_dictionary_on_every_rank_needs_no_broadcast() -> None:
 
 @pytest.mark.spec("FS2-SD-07")
 @ranks(2)
-def test_a_broadcast_is_for_full_dictionaries_only() -> None:
+def test_broadcast_accepts_only_full_dictionaries() -> None:
     with pytest.raises(ValueError, match="full_state_dict"):
         set_model_state_dict(other(), {}, options=StateDictOptions(broadcast_from_rank0=True))
 
 
 @pytest.mark.spec("FS2-SD-08", "FS2-SD-09")
 @ranks(2)
-def test_a_full_dictionary_on_the_cpu_is_rank_0s_and_the_others_get_an_empty_one() -> None:
+def test_full_state_dict_on_the_cpu_is_empty_on_ranks_other_than_0() -> None:
     model = sharded()
     train(model, adam(model), range(1))
     state = get_model_state_dict(model, options=FULL)
@@ -310,7 +310,7 @@ def test_a_full_dictionary_on_the_cpu_is_rank_0s_and_the_others_get_an_empty_one
 
 @pytest.mark.spec("FS2-SD-08")
 @ranks(2)
-def test_without_the_cpu_all_ranks_get_it() -> None:
+def test_full_state_dict_without_cpu_offload_is_on_all_ranks() -> None:
     model = sharded()
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     assert {type(value) for value in state.values()} == {plain_tensor()}
@@ -319,7 +319,7 @@ def test_without_the_cpu_all_ranks_get_it() -> None:
 
 @pytest.mark.spec("FS2-SD-10")
 @ranks(2)
-def test_the_optimizers_state_goes_the_same_way() -> None:
+def test_optimizer_state_is_saved_and_loaded_manually() -> None:
     source = sharded()
     optimizer = adam(source)
     train(source, optimizer, range(3))
@@ -378,7 +378,7 @@ WAYS = {"DTensor": (save_dtensor, load_dtensor), "DCP": (save_dcp, load_dcp)}
 @pytest.mark.spec("FS2-SD-11")
 @pytest.mark.parametrize("way", WAYS)
 @ranks(2)
-def test_a_second_run_resumes_from_what_the_first_has_written(way: str, tmp_path: Path) -> None:
+def test_second_run_resumes_from_the_checkpoint_of_the_first(way: str, tmp_path: Path) -> None:
     save, load = WAYS[way]
     first = sharded()
     optimizer = adam(first)
@@ -410,7 +410,7 @@ def test_distributed_checkpoint_all_gathers_no_parameter(tmp_path: Path) -> None
 
 @pytest.mark.spec("FS2-SD-12")
 @ranks(4)
-def test_a_distributed_checkpoint_can_be_read_under_another_mesh(tmp_path: Path) -> None:
+def test_distributed_checkpoint_is_loaded_under_another_mesh(tmp_path: Path) -> None:
     source, target = sharded(), sharded(mesh=grid_mesh())
     train(source, adam(source), range(1))
     dcp.save({"model": get_model_state_dict(source)}, checkpoint_id=tmp_path)
@@ -425,7 +425,7 @@ def test_a_distributed_checkpoint_can_be_read_under_another_mesh(tmp_path: Path)
 
 @pytest.mark.spec("FS2-SD-13")
 @ranks(2)
-def test_the_wrappers_state_dict_type_changes_nothing_here() -> None:
+def test_state_dict_type_of_the_wrapper_does_not_affect_fully_shard() -> None:
     model = sharded()
     expected = model.state_dict()
     with FSDP1.state_dict_type(model, minifsdp.StateDictType.FULL_STATE_DICT):

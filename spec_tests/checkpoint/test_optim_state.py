@@ -93,7 +93,7 @@ def test_the_signature_is_that_of_torch() -> None:
 @flat_or_original
 @every_optimizer
 @ranks(2)
-def test_the_full_form_is_that_of_a_single_process_under_original_names(kind: str, keep: bool) -> None:
+def test_full_optim_state_dict_equals_a_single_process_under_original_names(kind: str, keep: bool) -> None:
     model, optimizer = trained(kind, use_orig_params=keep)
     found = FSDP.optim_state_dict(model, optimizer)
     expected = single_process(kind)
@@ -109,7 +109,7 @@ def test_the_full_form_is_that_of_a_single_process_under_original_names(kind: st
 @flat_or_original
 @every_optimizer
 @ranks(2)
-def test_it_equals_torchs_own_key_by_key_and_bit_by_bit(kind: str, keep: bool) -> None:
+def test_optim_state_dict_equals_that_of_torch_bitwise(kind: str, keep: bool) -> None:
     ours = FSDP.optim_state_dict(*trained(kind, use_orig_params=keep))
     with quiet():
         flat = torch_fsdp.FullyShardedDataParallel.optim_state_dict(*as_torch(kind))
@@ -206,7 +206,7 @@ def test_sharded_optim_state_has_same_shards_as_torch(keep: bool) -> None:
 
 @pytest.mark.spec("OSD-07")
 @ranks(2)
-def test_the_local_form_is_refused() -> None:
+def test_local_state_dict_type_is_refused_for_optimizer_states() -> None:
     model, optimizer = trained("adam", 1)
     with (
         FSDP.state_dict_type(model, LOCAL),
@@ -234,7 +234,7 @@ def test_several_groups_keep_their_settings_and_name_their_parameters(keep: bool
 @pytest.mark.spec("OSD-08")
 @flat_or_original
 @ranks(2)
-def test_frozen_and_ignored_parameters(keep: bool) -> None:
+def test_optim_state_dict_supports_frozen_and_ignored_parameters(keep: bool) -> None:
     plain = make()
     plain.first.requires_grad_(False)
     ignored = list(plain.head.parameters())
@@ -271,7 +271,7 @@ def test_a_unit_that_was_never_used_has_no_state(keep: bool) -> None:
 
 @pytest.mark.spec("OSD-08")
 @ranks(2)
-def test_names_and_states_come_together_also_where_a_rank_has_no_element_of_a_parameter() -> None:
+def test_names_and_states_match_on_a_rank_without_elements_of_a_parameter() -> None:
     """With original parameters, the 1-element ``scale`` is on one rank, so the other rank's optimizer has no state."""
     model, optimizer = trained("adam", use_orig_params=True)
     scale = next(p for name, p in model.named_parameters() if name.endswith("scale"))
@@ -326,7 +326,7 @@ def test_a_model_on_a_group_of_its_own_needs_only_the_ranks_of_that_group() -> N
 @pytest.mark.spec("OSD-09", "OSD-05", "OSD-FULL-01", "HYB-10")
 @flat_or_original
 @ranks(4)
-def test_the_first_rank_of_the_group_that_is_given_speaks_for_its_ranks(keep: bool) -> None:
+def test_rank0_only_with_a_given_group_gives_the_dict_to_the_first_rank_of_the_group(keep: bool) -> None:
     """Four ranks form a 2-D grid. With the group of a row or column, each row or column can write a separate file."""
     row, column = groups = grid()
     dist.barrier()
@@ -368,7 +368,7 @@ def test_hybrid_optim_state_is_equal_and_sharded_in_group(keep: bool) -> None:
 @pytest.mark.spec("OSD-04", "OSD-08")
 @flat_or_original
 @ranks(2)
-def test_units_that_are_not_sharded(keep: bool) -> None:
+def test_optim_state_dict_of_no_shard_units_equals_a_single_process(keep: bool) -> None:
     model, optimizer = trained("adam", use_orig_params=keep, sharding_strategy=ShardingStrategy.NO_SHARD)
     for form in (FULL, SHARDED):
         with FSDP.state_dict_type(model, form):
@@ -396,7 +396,7 @@ def test_factored_optimizer_state_needs_unsharded_parameters() -> None:
 @pytest.mark.spec("OSD-04")
 @flat_or_original
 @ranks(2)
-def test_low_precision_states_stay_what_they_are(keep: bool) -> None:
+def test_low_precision_states_keep_their_dtype(keep: bool) -> None:
     """States in bfloat16 and float32: each is sent in its own dtype."""
     model, optimizer = trained("adam", 1, use_orig_params=keep)
     given = copy.deepcopy(optimizer.state_dict())
@@ -425,7 +425,7 @@ def test_optimizer_with_names_lists_original_names(keep: bool) -> None:
 
 @pytest.mark.spec("OSD-03")
 @ranks(2)
-def test_keys_of_the_users_own_are_copied_with_a_warning_and_groups_may_be_missing() -> None:
+def test_custom_keys_are_copied_with_a_warning_and_groups_may_be_missing() -> None:
     model, optimizer = trained("adam", 1)
     given = copy.deepcopy(optimizer.state_dict())
     given["state"]["schedule"] = torch.tensor(3.0)
@@ -439,7 +439,7 @@ def test_keys_of_the_users_own_are_copied_with_a_warning_and_groups_may_be_missi
 @pytest.mark.spec("OSD-01", "OSD-08")
 @flat_or_original
 @ranks(2)
-def test_ranks_whose_states_do_not_fit_together_all_refuse(keep: bool) -> None:
+def test_incompatible_states_of_the_ranks_are_refused_on_all_ranks(keep: bool) -> None:
     model, optimizer = trained("adam", 1, use_orig_params=keep)
     rank = dist.get_rank()
     given = copy.deepcopy(optimizer.state_dict())
@@ -458,7 +458,7 @@ def test_ranks_whose_states_do_not_fit_together_all_refuse(keep: bool) -> None:
 
 @pytest.mark.spec("OSD-08")
 @ranks(2)
-def test_an_optimizer_that_was_built_before_wrapping_is_found_out_on_all_ranks() -> None:
+def test_optimizer_from_before_wrapping_is_refused_on_all_ranks() -> None:
     model, right = trained("adam", 1)
     states = FSDP.optim_state_dict(model, right)
     optimizer = right
@@ -481,7 +481,7 @@ def test_an_optimizer_that_was_built_before_wrapping_is_found_out_on_all_ranks()
 @pytest.mark.spec("OSD-01", "OSD-03")
 @flat_or_original
 @ranks(1)
-def test_one_rank_alone(keep: bool) -> None:
+def test_optim_state_dict_on_one_rank_equals_a_single_process(keep: bool) -> None:
     model, optimizer = trained("adam", use_orig_params=keep)
     for form in (FULL, SHARDED):
         with FSDP.state_dict_type(model, form):

@@ -44,7 +44,7 @@ def trained(**options: Any) -> tuple[FSDP, torch.optim.Optimizer]:
 @pytest.mark.parametrize("form", FORMS)
 @flat_or_original
 @ranks(2)
-def test_a_state_without_dimensions_keeps_its_dtype_there_and_back(keep: bool, form: str) -> None:
+def test_scalar_state_keeps_its_dtype_when_saved_and_loaded(keep: bool, form: str) -> None:
     model, optimizer = trained(use_orig_params=keep)
     given = copy.deepcopy(optimizer.state_dict())
     numbers = {

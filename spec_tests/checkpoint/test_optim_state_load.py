@@ -91,7 +91,7 @@ def test_restored_state_continues_training_bitwise(kind: str, form: Any, keep: b
 @pytest.mark.spec("OSD-LOAD-01", "OSD-LOAD-03")
 @flat_or_original
 @ranks(2)
-def test_the_result_is_the_optimizers_own_dict(keep: bool) -> None:
+def test_optim_state_dict_to_load_returns_the_dict_of_the_optimizer(keep: bool) -> None:
     model, optimizer = trained(use_orig_params=keep)
     own = optimizer.state_dict()
     found = FSDP.optim_state_dict_to_load(model, optimizer, FSDP.optim_state_dict(model, optimizer))
@@ -102,7 +102,7 @@ def test_the_result_is_the_optimizers_own_dict(keep: bool) -> None:
 @pytest.mark.spec("OSD-LOAD-01")
 @flat_or_original
 @ranks(2)
-def test_it_equals_what_torch_makes_of_the_same_dict(keep: bool) -> None:
+def test_optim_state_dict_to_load_equals_that_of_torch(keep: bool) -> None:
     """Compares states only with flat parameters, because torch pads between original parameters."""
     model, optimizer = trained(use_orig_params=keep)
     states = FSDP.optim_state_dict(model, optimizer)
@@ -125,7 +125,7 @@ def test_it_equals_what_torch_makes_of_the_same_dict(keep: bool) -> None:
 
 @pytest.mark.spec("OSD-LOAD-02")
 @ranks(2)
-def test_the_order_of_the_examples_is_understood_and_warned_of() -> None:
+def test_argument_order_of_the_examples_is_accepted_with_a_warning() -> None:
     model, optimizer = trained()
     states = FSDP.optim_state_dict(model, optimizer)
     expected = FSDP.optim_state_dict_to_load(model, optimizer, states)
@@ -192,7 +192,7 @@ def test_with_rank0_only_a_unit_of_other_ranks_is_refused(keep: bool) -> None:
 @pytest.mark.spec("OSD-LOAD-05", "HYB-10")
 @flat_or_original
 @ranks(4)
-def test_under_hybrid_all_forms_restore_all_copies(keep: bool) -> None:
+def test_state_dicts_of_all_types_restore_all_replicas_of_a_hybrid(keep: bool) -> None:
     groups = grid()
     dist.barrier()
     hybrid = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "process_group": groups}
@@ -269,7 +269,7 @@ class OneIdle(nn.Module):
 
 @pytest.mark.spec("OSD-LOAD-01")
 @ranks(2)
-def test_full_states_of_what_is_not_sharded_belong_into_a_sharded_dict_also_alone() -> None:
+def test_full_states_of_no_shard_units_are_allowed_in_a_sharded_dict() -> None:
     model = FSDP(OneIdle(), sharding_strategy=ShardingStrategy.NO_SHARD, device_id=device())
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(2, 3, device=device())).sum().backward()
@@ -296,7 +296,7 @@ def test_names_are_found_while_modules_show_full_views() -> None:
 
 @pytest.mark.spec("OSD-LOAD-06")
 @ranks(2)
-def test_torchs_own_named_optimizer() -> None:
+def test_named_optimizer_of_torch_saves_and_loads_states() -> None:
     with quiet():
         from torch.distributed.optim import _NamedOptimizer
 
@@ -332,7 +332,7 @@ def test_a_model_without_units_is_refused() -> None:
 @pytest.mark.spec("OSD-LOAD-08", "SD-FULL-11")
 @flat_or_original
 @ranks(4)
-def test_the_number_of_ranks_and_the_wrapping_may_change(keep: bool) -> None:
+def test_optimizer_state_loads_with_other_number_of_ranks_and_other_wrapping(keep: bool) -> None:
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     model, optimizer = trained(use_orig_params=keep)
     weights, states = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
@@ -389,7 +389,7 @@ def test_a_group_without_parameters_finds_its_settings_by_its_place(keep: bool) 
 @pytest.mark.spec("OSD-08")
 @flat_or_original
 @ranks(2)
-def test_frozen_ignored_and_unused_parts(keep: bool) -> None:
+def test_optim_state_dict_to_load_supports_frozen_ignored_and_unused_parameters(keep: bool) -> None:
     def build(seed: int) -> tuple[FSDP, torch.optim.Optimizer]:
         plain = make(seed)
         plain.first.requires_grad_(False)
@@ -437,7 +437,7 @@ def test_a_parameter_without_dimensions_and_one_without_elements() -> None:
 
 @pytest.mark.spec("OSD-LOAD-09")
 @ranks(2)
-def test_an_untransformed_dict_of_rank_0_gives_everybody_rank_0s_moments() -> None:
+def test_untransformed_optimizer_dict_of_rank_0_gives_all_ranks_its_moments() -> None:
     """The optimizer accepts the wrong dict without an error. `optim_state_dict_to_load` refuses it."""
     model, optimizer = trained()
     right = FSDP.optim_state_dict(model, optimizer)["state"]
@@ -510,7 +510,7 @@ def test_invalid_state_on_one_rank_is_refused_on_all(keep: bool) -> None:
 @pytest.mark.spec("OSD-LOAD-01", "OSD-10")
 @flat_or_original
 @ranks(2)
-def test_a_dict_of_another_form_than_the_chosen_one_is_refused(keep: bool) -> None:
+def test_state_dict_of_another_type_than_the_current_one_is_refused(keep: bool) -> None:
     model, optimizer = trained(use_orig_params=keep)
     full = FSDP.optim_state_dict(model, optimizer)
     with FSDP.state_dict_type(model, SHARDED):

@@ -116,7 +116,7 @@ def assert_no_views(saved: Any) -> None:
 @every_strategy
 @flat_or_original
 @ranks(2)
-def test_a_saved_model_stays_what_it_was_in_every_form(keep: bool, strategy: ShardingStrategy, form: str) -> None:
+def test_state_dict_of_each_type_is_a_copy(keep: bool, strategy: ShardingStrategy, form: str) -> None:
     model, optimizer = wrapped(made(), strategy, keep)
     step(model, optimizer)
     with FSDP.state_dict_type(model, *FORMS[form]):
@@ -136,7 +136,7 @@ def test_a_saved_model_stays_what_it_was_in_every_form(keep: bool, strategy: Sha
 @every_strategy
 @flat_or_original
 @ranks(2)
-def test_a_saved_optimizer_stays_what_it_was_and_so_does_what_was_made_of_it_to_load(
+def test_optimizer_state_dict_and_the_dict_to_load_are_copies(
     keep: bool, strategy: ShardingStrategy, form: str
 ) -> None:
     model, optimizer = wrapped(made(), strategy, keep)
@@ -212,7 +212,7 @@ def test_values_written_by_custom_state_code_stay_unchanged(keep: bool, strategy
 @every_strategy
 @flat_or_original
 @ranks(2)
-def test_a_model_that_is_saved_while_it_is_summoned_stays_what_it_was(keep: bool, strategy: ShardingStrategy) -> None:
+def test_state_dict_of_summoned_model_is_a_copy(keep: bool, strategy: ShardingStrategy) -> None:
     model, optimizer = wrapped(made(Outspoken), strategy, keep)
     with FSDP.summon_full_params(model):
         saved = model.state_dict()
@@ -236,7 +236,7 @@ def places(model: nn.Module) -> list[int]:
 @pytest.mark.spec("SD-FULL-07", "SAVE-01")
 @pytest.mark.parametrize("form", FORMS)
 @ranks(2)
-def test_the_model_keeps_its_memory_and_its_hooks_when_it_is_saved(form: str) -> None:
+def test_saving_does_not_change_memory_and_hooks_of_the_model(form: str) -> None:
     model, optimizer = wrapped(made(), ShardingStrategy.FULL_SHARD, keep=False)
     then = places(model)
     with FSDP.state_dict_type(model, *FORMS[form]):
@@ -318,7 +318,7 @@ class Views(nn.Module):
 @pytest.mark.spec("SAVE-01")
 @pytest.mark.parametrize("form", [form for form in FORMS if "offloaded" not in form])
 @ranks(2)
-def test_views_and_shared_tables_stay_joined_after_a_save(form: str) -> None:
+def test_views_and_shared_tensors_share_memory_after_a_save(form: str) -> None:
     plain = Views()
     model = FSDP(plain, ignored_states=[plain.table], device_id=torch.device("cpu"))
     with FSDP.state_dict_type(model, *FORMS[form]):
@@ -348,7 +348,7 @@ def test_copies_in_a_dict_take_no_more_memory_than_the_buffers() -> None:
 
 @pytest.mark.spec("SAVE-01")
 @ranks(2)
-def test_an_optimizer_hook_that_comes_after_a_save_is_called_in_the_next_step() -> None:
+def test_optimizer_hook_added_after_a_save_is_called_in_the_next_step() -> None:
     model, optimizer = wrapped(made(), ShardingStrategy.FULL_SHARD, keep=False)
     model(torch.randn(4, 3, device=device())).sum().backward()
     saved, seen = model.state_dict(), []
@@ -404,7 +404,7 @@ def test_keep_vars_returns_own_tensors_only_outside_units(keep: bool, strategy: 
 
 @pytest.mark.spec("SD-FULL-07")
 @ranks(2)
-def test_a_plain_module_around_hands_out_its_own_tensors_as_torch_documents() -> None:
+def test_plain_outer_module_shares_its_own_tensors_with_the_state_dict_like_in_torch() -> None:
     model, optimizer = wrapped(made(), ShardingStrategy.FULL_SHARD, keep=False)
     around = nn.Sequential(model, nn.BatchNorm1d(5).to(device()))
     saved = around.state_dict()

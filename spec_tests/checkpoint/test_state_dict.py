@@ -51,7 +51,7 @@ def sharded(model: nn.Module, **options: Any) -> FSDP:
 @pytest.mark.spec("SD-FULL-01", "SD-FULL-02", "SD-FULL-04", "SD-CFG-01")
 @flat_or_original
 @ranks(2)
-def test_without_any_setting_the_dict_is_that_of_the_plain_module(keep: bool) -> None:
+def test_default_state_dict_equals_that_of_the_plain_module(keep: bool) -> None:
     plain = plain_model()
     state = sharded(copy.deepcopy(plain), use_orig_params=keep).state_dict()
     expected = plain.state_dict()
@@ -67,9 +67,7 @@ def test_without_any_setting_the_dict_is_that_of_the_plain_module(keep: bool) ->
 @flat_or_original
 @pytest.mark.parametrize("form", [FULL, SHARDED])
 @ranks(2)
-def test_a_model_can_be_read_right_after_a_forward_that_has_kept_its_parameters(
-    keep: bool, form: StateDictType
-) -> None:
+def test_model_can_be_loaded_after_a_forward_that_keeps_its_parameters(keep: bool, form: StateDictType) -> None:
     model = sharded(plain_model(1), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, use_orig_params=keep)
     other = sharded(plain_model(), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, use_orig_params=keep)
     x = torch.ones(2, 3, device=device())
@@ -146,7 +144,7 @@ class ReadLate:
 @pytest.mark.spec("SD-FULL-08", "SD-FULL-09")
 @flat_or_original
 @ranks(2)
-def test_values_that_are_read_only_when_they_are_copied_are_loaded_too(keep: bool) -> None:
+def test_lazily_read_values_are_loaded(keep: bool) -> None:
     model = sharded(plain_model(), use_orig_params=keep)
     wanted = plain_model(7).state_dict()
     model.load_state_dict({key: ReadLate(value) for key, value in wanted.items()})
@@ -204,7 +202,7 @@ def test_units_that_are_not_sharded_give_plain_tensors() -> None:
 @pytest.mark.spec("SD-LOCAL-01", "SD-LOCAL-02", "SD-LOCAL-03", "SD-LOCAL-04")
 @flat_or_original
 @ranks(2)
-def test_local_dict_has_one_slice_per_unit_without_all_gather(keep: bool) -> None:
+def test_local_dict_has_one_shard_per_unit_without_all_gather(keep: bool) -> None:
     model = sharded(plain_model(), use_orig_params=keep)
     before = model.state_dict()
     with FSDP.state_dict_type(model, LOCAL, LocalStateDictConfig()), trace.record() as r:
@@ -224,7 +222,7 @@ def test_local_dict_has_one_slice_per_unit_without_all_gather(keep: bool) -> Non
 @pytest.mark.spec("SD-LOCAL-06")
 @flat_or_original
 @ranks(2)
-def test_on_a_device_mesh_a_local_dict_is_that_of_a_group(keep: bool) -> None:
+def test_local_state_dict_with_a_device_mesh_equals_that_with_a_group(keep: bool) -> None:
     mesh = init_device_mesh(device().type, (2,))
     model, other = (sharded(plain_model(seed), use_orig_params=keep, device_mesh=mesh) for seed in (0, 7))
     usual = sharded(plain_model(0), use_orig_params=keep)
@@ -244,7 +242,7 @@ def test_on_a_device_mesh_a_local_dict_is_that_of_a_group(keep: bool) -> None:
 
 @pytest.mark.spec("MP-04", "MP-10")
 @ranks(2)
-def test_checkpoints_are_in_full_precision_whatever_is_computed_in() -> None:
+def test_checkpoints_are_in_full_precision_for_any_compute_dtype() -> None:
     precision = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16, _module_classes_to_ignore=())
     model = FSDP(plain_model(), mixed_precision=precision)
     model.eval()
@@ -278,7 +276,7 @@ def test_state_dict_type_is_set_for_tree_and_restored() -> None:
 
 @pytest.mark.spec("SD-CFG-06", "SD-CFG-19", "FS2-SD-13")
 @ranks(2)
-def test_a_module_without_units_has_no_settings_and_the_context_leaves_it_alone() -> None:
+def test_module_without_units_has_no_settings_and_is_not_changed_by_the_context() -> None:
     with FSDP.state_dict_type(nn.Linear(2, 2), SHARDED):
         assert FSDP.get_state_dict_type(nn.Linear(2, 2)).state_dict_type is None
     with pytest.raises(TypeError):
@@ -287,7 +285,7 @@ def test_a_module_without_units_has_no_settings_and_the_context_leaves_it_alone(
 
 @pytest.mark.spec("SD-CFG-11", "IGN-08")
 @ranks(2)
-def test_a_unit_in_a_plain_module_and_an_ignored_part_are_written_under_plain_names() -> None:
+def test_unit_in_a_plain_module_and_an_ignored_module_are_saved_under_plain_names() -> None:
     plain = nn.Sequential(nn.Linear(3, 5), nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 2))).to(device())
     expected = copy.deepcopy(plain).state_dict()
     plain[1] = FSDP(plain[1], ignored_states=[plain[1][1]])
@@ -322,7 +320,7 @@ def test_hybrid_state_dict_is_equal_and_sharded_in_group(
 @pytest.mark.spec("SD-CFG-04")
 @pytest.mark.parametrize("form", [FULL, SHARDED, LOCAL])
 @ranks(1)
-def test_a_configuration_that_is_not_given_is_the_default_of_the_type(form: StateDictType) -> None:
+def test_omitted_config_is_the_default_config_of_the_state_dict_type(form: StateDictType) -> None:
     model = sharded(plain_model())
     FSDP.set_state_dict_type(model, form)
     settings = FSDP.get_state_dict_type(model)
@@ -363,7 +361,7 @@ def fields_of(config: Any) -> dict[str, Any]:
 
 @pytest.mark.spec("SD-CFG-12")
 @ranks(1)
-def test_a_base_class_is_no_configuration_of_any_type() -> None:
+def test_set_state_dict_type_refuses_base_class_of_config() -> None:
     model = sharded(plain_model())
     for form in (FULL, SHARDED, LOCAL):
         with pytest.raises(RuntimeError, match=r"rank 0: Expected state_dict_config of type \w+Config"):
@@ -389,7 +387,7 @@ def test_settings_are_a_plain_record() -> None:
 )
 @flat_or_original
 @ranks(2)
-def test_values_are_on_the_cpu_if_wished_and_else_where_they_were_and_the_same(
+def test_state_dict_values_are_on_the_cpu_only_on_request(
     keep: bool, form: StateDictType, kind: dict[str, bool], offload: bool
 ) -> None:
     model = sharded(plain_model(), use_orig_params=keep)
@@ -424,7 +422,7 @@ def local_part(value: Any) -> torch.Tensor:
 
 @pytest.mark.spec("SD-LOCAL-05", "MP-10")
 @ranks(2)
-def test_a_local_dict_has_buffers_as_they_are_computed_with() -> None:
+def test_local_state_dict_has_buffers_in_buffer_dtype() -> None:
     precision = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16, _module_classes_to_ignore=())
     model = FSDP(plain_model(), mixed_precision=precision)
     model(torch.ones(4, 3, device=device()))
@@ -442,7 +440,7 @@ def test_a_local_dict_has_buffers_as_they_are_computed_with() -> None:
 @pytest.mark.parametrize("form", [FULL, SHARDED, LOCAL])
 @flat_or_original
 @ranks(2)
-def test_ignored_parameters_are_plain_in_every_form_and_are_read_again(keep: bool, form: StateDictType) -> None:
+def test_ignored_parameters_are_plain_in_every_state_dict_type_and_load_again(keep: bool, form: StateDictType) -> None:
     plain = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5)).to(device())
     expected = plain[1].weight.detach().clone()
     model = FSDP(plain, ignored_states=[plain[1].weight, plain[1].bias], use_orig_params=keep)

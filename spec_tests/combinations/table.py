@@ -86,30 +86,30 @@ def wanted(options: Mapping[str, tuple[str, ...]], *, triples: bool) -> Iterator
         yield from meetings({name: values for name, values in options.items() if name in IN_ITERATION}, 3, is_allowed)
 
 
-def table(door: str, seed: int = 0, *, triples: bool = False, **fixed: str) -> list[Row]:
+def table(api: str, seed: int = 0, *, triples: bool = False, **fixed: str) -> list[Row]:
     """Rows that contain all `wanted` combinations; the options in ``fixed`` have the same value in each row."""
-    options = {name: (fixed[name],) if name in fixed else values for name, values in OPTIONS[door].items()}
+    options = {name: (fixed[name],) if name in fixed else values for name, values in OPTIONS[api].items()}
     return covering(options, wanted(options, triples=triples), is_allowed, seed)
 
 
-def plain(door: str) -> Row:
+def plain(api: str) -> Row:
     """The row with the default of every option."""
-    return {name: values[0] for name, values in OPTIONS[door].items()}
+    return {name: values[0] for name, values in OPTIONS[api].items()}
 
 
-def line_of(row: Row, door: str) -> str:
+def line_of(row: Row, api: str) -> str:
     """The row, and the command that replays it."""
     words = " ".join(f"{name}={shlex.quote(value)}" for name, value in row.items())
-    return f"{door} {words}: {replay_line(description_of(row, door))}"
+    return f"{api} {words}: {replay_line(description_of(row, api))}"
 
 
-def description_of(row: Mapping[str, str], door: str, seed: int = 0) -> Description:
+def description_of(row: Mapping[str, str], api: str, seed: int = 0) -> Description:
     """The training run of a row."""
     num_ranks = int(row["ranks"])
     return Description(
         model=_model(row["frozen"], "" if row["checkpoint"] == "none" else row["checkpoint"]),
         num_ranks=num_ranks,
-        door=door,
+        api=api,
         strategy=row["strategy"],
         # Two ranks hold one copy each, and nothing is sharded; four ranks form a 2x2 mesh.
         num_replicas=2 if row["strategy"] in HYBRID else 1,

@@ -14,20 +14,20 @@ from spec_tests.harness import ranks
 from spec_tests.properties.build import Groups, plain_model, sharded
 from spec_tests.properties.hunt import BATCH, findings_of
 
-doors = pytest.mark.parametrize("door", OPTIONS)
+apis = pytest.mark.parametrize("api", OPTIONS)
 
 
 @pytest.mark.ranks
 @pytest.mark.spec("PAR-08")
 @pytest.mark.parametrize("num_ranks", OPTIONS["fsdp1"]["ranks"])
-@doors
-def test_any_options_together_train_and_resume_like_one_process(door: str, num_ranks: str) -> None:
+@apis
+def test_any_options_together_train_and_resume_like_one_process(api: str, num_ranks: str) -> None:
     # On two ranks the comparison is bitwise, and a row costs a quarter.
-    rows = table(door, triples=num_ranks == "2", ranks=num_ranks)
+    rows = table(api, triples=num_ranks == "2", ranks=num_ranks)
     for start in range(0, len(rows), BATCH):
         batch = rows[start : start + BATCH]
-        findings = findings_of([description_of(row, door) for row in batch])
-        failures = [(line_of(row, door), text) for row, text in zip(batch, findings, strict=True) if text]
+        findings = findings_of([description_of(row, api) for row in batch])
+        failures = [(line_of(row, api), text) for row, text in zip(batch, findings, strict=True) if text]
         if failures:
             pytest.fail("\n".join([*(line for line, _ in failures), failures[0][1]]), pytrace=False)
 
@@ -53,14 +53,14 @@ def test_exclusive_options_are_refused_in_any_combination(story: str) -> None:
 
 
 @pytest.mark.parametrize("triples", [False, True])
-@doors
-def test_table_contains_all_wanted_combinations(door: str, triples: bool) -> None:
-    rows = table(door, triples=triples)
+@apis
+def test_table_contains_all_wanted_combinations(api: str, triples: bool) -> None:
+    rows = table(api, triples=triples)
     met = {frozenset(some) for row in rows for size in (2, 3) for some in itertools.combinations(row.items(), size)}
-    assert met >= set(wanted(OPTIONS[door], triples=triples))
+    assert met >= set(wanted(OPTIONS[api], triples=triples))
 
 
-def test_wanted_are_all_values_that_may_meet() -> None:
+def test_wanted_pairs_contain_all_values_that_can_be_combined() -> None:
     options = {"strategy": ("FULL_SHARD", "HYBRID_SHARD"), "hook": ("none", "communication"), "tied": ("no", "yes")}
     pairs = set(wanted(options, triples=False))
     assert len(pairs) == 12 - 1
@@ -69,21 +69,21 @@ def test_wanted_are_all_values_that_may_meet() -> None:
     assert len(list(wanted(OPTIONS["fsdp1"], triples=True))) > 2000
 
 
-@doors
-def test_table_has_no_refused_combination(door: str) -> None:
-    assert all(is_allowed(row) for row in table(door, triples=True))
-    assert is_allowed(plain(door))
+@apis
+def test_table_has_no_refused_combination(api: str) -> None:
+    assert all(is_allowed(row) for row in table(api, triples=True))
+    assert is_allowed(plain(api))
 
 
-def test_the_same_seed_draws_the_same_table_and_another_one_another() -> None:
+def test_same_seed_gives_the_same_table_and_another_seed_gives_another() -> None:
     assert table("fsdp1") == table("fsdp1")
     assert table("fsdp1") != table("fsdp1", seed=1)
 
 
-@doors
-def test_each_value_of_an_option_is_another_training_run(door: str) -> None:
+@apis
+def test_each_value_of_an_option_is_another_training_run(api: str) -> None:
     def run(**changed: str) -> object:
-        return description_of({**plain(door), **changed}, door)
+        return description_of({**plain(api), **changed}, api)
 
-    rows: list[Row] = [{name: value} for name, values in OPTIONS[door].items() for value in values[1:]]
+    rows: list[Row] = [{name: value} for name, values in OPTIONS[api].items() for value in values[1:]]
     assert len({run(), *(run(**row) for row in rows)}) == 1 + len(rows)

@@ -56,7 +56,7 @@ def check_same_as_torch(policy: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES, ids=["plain", "param", "reduce wider", "both"])
 @pytest.mark.spec("FS2-29")
-def test_the_registry_of_states_answers_what_torchs_answers(policy: dict[str, Any]) -> None:
+def test_state_registry_returns_the_same_results_as_in_torch(policy: dict[str, Any]) -> None:
     check_same_as_torch(policy=policy)
 
 
@@ -114,7 +114,7 @@ def check_meshes(shape: tuple[int, ...], choice: bool | int | None) -> None:
 @pytest.mark.parametrize("choice", [None, True, False, 1, 2])
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
 @pytest.mark.spec("START-07")
-def test_the_mesh_of_a_group_and_that_after_forward_are_torchs(
+def test_mesh_and_post_forward_mesh_of_a_group_equal_those_of_torch(
     shape: tuple[int, ...], choice: bool | int | None
 ) -> None:
     check_meshes(shape=shape, choice=choice)

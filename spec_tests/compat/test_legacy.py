@@ -49,14 +49,14 @@ def test_the_old_and_the_new_keyword_together_are_refused() -> None:
 
 @pytest.mark.spec("LEGACY-04")
 @ranks(2)
-def test_an_offload_in_third_place_is_refused_with_the_keyword_to_use() -> None:
+def test_offload_as_third_argument_is_refused_with_the_keyword_to_use() -> None:
     with refused(TypeError, "CPUOffload", "cpu_offload="):
         FSDP(two_layers(), None, CPUOffload(offload_params=True))  # type: ignore[arg-type]
 
 
 @pytest.mark.spec("NAMES-09")
 @ranks(2)
-def test_params_with_grad_lists_what_has_a_gradient_and_warns() -> None:
+def test_params_with_grad_lists_parameters_with_a_gradient_and_warns() -> None:
     model = FSDP(two_layers(), auto_wrap_policy=POLICY)
     with pytest.warns(FutureWarning, match="params_with_grad"):
         assert model.params_with_grad == []
@@ -68,7 +68,7 @@ def test_params_with_grad_lists_what_has_a_gradient_and_warns() -> None:
 
 @pytest.mark.spec("LEGACY-09", "LEGACY-10")
 @ranks(2)
-def test_calls_in_the_shorter_forms_of_1_13_need_no_new_argument() -> None:
+def test_short_calls_of_1_13_need_no_new_argument() -> None:
     from minifsdp import FullStateDictConfig, StateDictType
 
     model = FSDP(two_layers())
@@ -119,14 +119,14 @@ def test_the_constructor_of_1_13_is_a_prefix_and_positional_calls_keep_their_mea
 
 @pytest.mark.spec("LEGACY-05", "PREF-01")
 @ranks(2)
-def test_an_omitted_prefetch_means_another_one_now_than_in_1_13() -> None:
+def test_omitted_backward_prefetch_means_another_value_than_in_1_13() -> None:
     assert FSDP(two_layers(), None, None, None, None).backward_prefetch is BackwardPrefetch.BACKWARD_PRE
     assert FSDP(two_layers(), None, None, None, None, None).backward_prefetch is None
 
 
 @pytest.mark.spec("LEGACY-07", "HYB-02")
 @ranks(4)
-def test_one_group_means_what_it_meant_and_a_pair_means_a_hybrid() -> None:
+def test_one_process_group_keeps_its_meaning_and_a_pair_means_a_hybrid() -> None:
     pair = grid()
     one = wrapped(process_group=pair[0])
     assert one.process_group is pair[0]
@@ -177,7 +177,7 @@ def test_legacy_mixed_precision_excludes_batch_norms_by_default(ignored: Any) ->
 @pytest.mark.spec("LEGACY-13", "CLIP-05", "CLIP-06")
 @pytest.mark.parametrize("strategy", [ShardingStrategy.NO_SHARD, ShardingStrategy.FULL_SHARD])
 @ranks(2)
-def test_the_utility_of_torch_is_right_where_nothing_is_sharded_and_the_method_is_right_everywhere(
+def test_norm_function_of_torch_is_correct_only_without_sharding_and_the_method_always(
     strategy: ShardingStrategy,
 ) -> None:
     model = wrapped(sharding_strategy=strategy)
@@ -205,7 +205,7 @@ def test_optimizer_state_follows_offloaded_parameters_to_the_cpu() -> None:
 
 @pytest.mark.spec("LEGACY-15", "PAR-07")
 @ranks(2)
-def test_the_old_name_of_activation_checkpointing_does_what_the_new_one_does_and_warns() -> None:
+def test_old_name_of_activation_checkpointing_works_and_warns() -> None:
     def checkpointed(function: Any) -> FSDP:
         model = wrapped()
         function(model, checkpoint_wrapper_fn=checkpoint_wrapper.checkpoint_wrapper, check_fn=is_block)

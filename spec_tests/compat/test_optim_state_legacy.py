@@ -78,7 +78,7 @@ def test_the_signatures_are_those_of_torch(name: str) -> None:
 @pytest.mark.spec("OSD-FULL-01", "OSD-FULL-02", "OSD-FULL-03", "OSD-FULL-04")
 @flat_or_original
 @ranks(2)
-def test_the_full_one_is_todays_on_the_first_rank_or_on_all(keep: bool) -> None:
+def test_legacy_full_optim_state_dict_equals_optim_state_dict_on_rank_0_or_all_ranks(keep: bool) -> None:
     model, optimizer = trained(keep)
     expected = FSDP.optim_state_dict(model, optimizer)
     everywhere = old("full_optim_state_dict", model, optimizer, rank0_only=False)
@@ -99,7 +99,7 @@ def test_the_full_one_is_todays_on_the_first_rank_or_on_all(keep: bool) -> None:
 
 @pytest.mark.spec("OSD-FULL-01", "OSD-FULL-03")
 @ranks(2)
-def test_the_full_one_equals_torchs() -> None:
+def test_legacy_full_optim_state_dict_equals_that_of_torch() -> None:
     found = old("full_optim_state_dict", *trained(), rank0_only=False)
     with quiet():
         wrapper = torch_fsdp.FullyShardedDataParallel
@@ -129,7 +129,7 @@ def test_optim_input_warns_and_is_ignored_where_the_optimizer_is_given(keep: boo
 @pytest.mark.spec("OSD-SHARD-01", "OSD-SCAT-02")
 @flat_or_original
 @ranks(2)
-def test_sharding_a_full_dict_sends_nothing_and_gives_the_optimizers_own(keep: bool) -> None:
+def test_full_dict_is_sharded_without_communication_into_the_dict_of_the_optimizer(keep: bool) -> None:
     model, optimizer = trained(keep)
     full = old("full_optim_state_dict", model, optimizer, rank0_only=False)
     with Wire() as wire, trace.record() as r:
@@ -147,7 +147,7 @@ def test_sharding_a_full_dict_sends_nothing_and_gives_the_optimizers_own(keep: b
 @pytest.mark.spec("OSD-SHARD-02", "LEGACY-12")
 @flat_or_original
 @ranks(2)
-def test_without_an_optimizer_the_input_or_the_model_tells_how_parameters_are_counted(keep: bool) -> None:
+def test_optim_input_or_the_model_determines_parameter_numbers_without_an_optimizer(keep: bool) -> None:
     model, optimizer = trained(keep)
     full = old("full_optim_state_dict", model, optimizer, rank0_only=False)
     own = optimizer.state_dict()["state"]
@@ -218,7 +218,7 @@ def test_legacy_sharded_state_is_flattened_with_all_gathers(keep: bool) -> None:
 
 @pytest.mark.spec("OSD-SHD-02")
 @ranks(2)
-def test_the_sharded_one_is_refused_by_an_optimizer() -> None:
+def test_legacy_sharded_dict_is_refused_by_an_optimizer() -> None:
     model, optimizer = trained()
     rows = old("sharded_optim_state_dict", model, optimizer)
     with pytest.raises(ValueError, match="doesn't match the size of optimizer's group"):
@@ -228,7 +228,7 @@ def test_the_sharded_one_is_refused_by_an_optimizer() -> None:
 @pytest.mark.spec("OSD-REKEY-01", "OSD-REKEY-02")
 @flat_or_original
 @ranks(2)
-def test_with_numbers_it_loads_into_the_optimizer_of_a_plain_model(keep: bool) -> None:
+def test_dict_keyed_by_numbers_loads_into_the_optimizer_of_a_plain_model(keep: bool) -> None:
     model, optimizer = trained(keep)
     full = old("full_optim_state_dict", model, optimizer, rank0_only=False)
     plain = make(7)
@@ -265,7 +265,7 @@ def test_with_names_a_plain_optimizers_dict_loads_into_that_of_the_wrapped_model
 
 @pytest.mark.spec("OSD-REKEY-04")
 @ranks(1)
-def test_rekeying_what_is_keyed_so_already_and_what_cannot_be() -> None:
+def test_rekey_keeps_a_dict_with_the_requested_keys_and_refuses_an_invalid_one() -> None:
     plain, optimizer = plain_trained()
     numbered = optimizer.state_dict()
     named = FSDP.rekey_optim_state_dict(numbered, NAME, plain, optim=optimizer)
@@ -282,7 +282,7 @@ def test_rekeying_what_is_keyed_so_already_and_what_cannot_be() -> None:
 @pytest.mark.spec("OSD-SHARD-01", "OSD-SCAT-01")
 @flat_or_original
 @ranks(2)
-def test_a_dict_that_does_not_fit_is_refused_by_whoever_looks_at_it(keep: bool) -> None:
+def test_invalid_dict_is_refused_by_each_function_that_reads_its_states(keep: bool) -> None:
     model, optimizer = trained(keep)
     full = old("full_optim_state_dict", model, optimizer, rank0_only=False)
     full["state"]["head.weight"]["exp_avg"] = torch.ones(5, 2)

@@ -78,7 +78,7 @@ def check_widened(use_orig_params: bool) -> None:
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.spec("NAMES-08", "ORIG-01")
-def test_a_model_loaded_in_bfloat16_is_widened_by_what_frameworks_do(use_orig_params: bool) -> None:
+def test_frameworks_widen_a_model_that_was_loaded_in_bfloat16(use_orig_params: bool) -> None:
     check_widened(use_orig_params=use_orig_params)
 
 
@@ -164,7 +164,7 @@ def test_state_registry_contains_only_wrappers() -> None:
 
 @pytest.mark.spec("NAMES-11")
 @ranks(2)
-def test_an_unrelated_question_to_a_slice_is_not_answered_with_optimizer_states() -> None:
+def test_unrelated_attribute_error_of_a_slice_does_not_mention_optimizer_states() -> None:
     wrapper = FullyShardedDataParallel(nn.Linear(2, 2, device=device()), use_orig_params=True)
     with pytest.raises(AttributeError, match=r"no attribute 'grad'.*use_orig_params=False") as error:
         _ = wrapper._flat_param.grad
@@ -222,7 +222,7 @@ def check_optimizer_part_is_refused(use_orig_params: bool) -> None:
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_the_optimizers_part_is_refused_with_the_way_to_get_it(use_orig_params: bool) -> None:
+def test_optimizer_state_dict_helper_of_torch_is_refused_with_remedy(use_orig_params: bool) -> None:
     check_optimizer_part_is_refused(use_orig_params=use_orig_params)
 
 
@@ -249,7 +249,7 @@ def check_in_the_place_of_torchs_names(use_orig_params: bool, full: bool) -> Non
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.spec("OSD-01", "OSD-LOAD-01")
-def test_in_the_place_of_torchs_names_they_resume_a_training(use_orig_params: bool, full: bool) -> None:
+def test_training_resumes_with_these_names_in_place_of_those_of_torch(use_orig_params: bool, full: bool) -> None:
     check_in_the_place_of_torchs_names(use_orig_params=use_orig_params, full=full)
 
 
@@ -315,5 +315,5 @@ def fail_in_backward(model: Any) -> None:
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.spec("START-09")
-def test_torchs_final_callback_ends_a_backward_that_has_failed(use_orig_params: bool) -> None:
+def test_final_callback_of_torch_ends_a_failed_backward(use_orig_params: bool) -> None:
     check_retry(use_orig_params=use_orig_params)

@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from spec_tests.models.sharding import sharded, wrapped
 
 FLAT, ORIGINALS, FUNCTION = "flat", "originals", "function"
-DOORS = (FLAT, ORIGINALS, FUNCTION)
-each_door = pytest.mark.parametrize("door", DOORS)
+APIS = (FLAT, ORIGINALS, FUNCTION)
+each_api = pytest.mark.parametrize("api", APIS)
 
 
-def through(door: str, model: nn.Module | None = None, **options: Any) -> Any:
+def through(api: str, model: nn.Module | None = None, **options: Any) -> Any:
     """A `Stack` in which each block is a unit, sharded with one of the APIs."""
-    if door == FUNCTION:
+    if api == FUNCTION:
         return sharded(model, **options)
-    return wrapped(model, use_orig_params=door == ORIGINALS, **options)
+    return wrapped(model, use_orig_params=api == ORIGINALS, **options)
 
 
 @contextmanager
@@ -65,8 +65,8 @@ class Spoiler:
         return spoiled
 
 
-def local_values(model: Any, door: str, block: int) -> Tensor:
+def local_values(model: Any, api: str, block: int) -> Tensor:
     """This rank's shard of a block, or of the block's weight. Not a copy."""
-    if door == FUNCTION:
+    if api == FUNCTION:
         return model.blocks[block].linear.weight.to_local().detach()
     return model.module.blocks[block]._unit.layout.local_values()

@@ -19,7 +19,7 @@ from spec_tests.harness import ranks
 def test_each_check_is_measured_with_each_api() -> None:
     small = replace(WORKLOADS["tiny"], build=lambda: nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)))
     found = debug_cost.measure(small, steps=1, starts=1)
-    assert tuple(found) == debug_cost.DOORS
+    assert tuple(found) == debug_cost.APIS
     for measured in found.values():
         assert tuple(measured["step"]) == tuple(debug_cost.CHECKS)
         assert tuple(measured["start"]) == debug_cost.AT_START

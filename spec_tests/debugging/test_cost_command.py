@@ -47,13 +47,13 @@ def test_the_command_writes_what_the_ranks_have_measured(
         "step_ms": 9.0,
         "start_ms": 20.0,
     }
-    doors = dict.fromkeys(debug_cost.DOORS, measured)
+    apis = dict.fromkeys(debug_cost.APIS, measured)
     asked: list[Any] = []
 
     def spawn(function: Any, arguments: Any, nprocs: int) -> None:
         folder, *rest = arguments
         asked.append((function, rest, nprocs))
-        Path(folder, "found.json").write_text(json.dumps(doors))
+        Path(folder, "found.json").write_text(json.dumps(apis))
 
     monkeypatch.setattr(debug_cost.mp, "spawn", spawn)
     monkeypatch.setattr(debug_cost, "circumstances", lambda seconds: ["* today"])
@@ -65,9 +65,9 @@ def test_the_command_writes_what_the_ranks_have_measured(
     debug_cost.main()
     assert asked == [(debug_cost._rank, ["tiny", 2, 1], debug_cost.NUM_RANKS)]
     shown = capsys.readouterr().out
-    assert all(f"{door:26}{name:10}" in shown for door in debug_cost.DOORS for name in debug_cost.CHECKS)
+    assert all(f"{api:26}{name:10}" in shown for api in debug_cost.APIS for name in debug_cost.CHECKS)
     assert debug_cost.RECORD.exists() is records
     if records:
         written = json.loads(debug_cost.RECORD.read_text())
-        assert written["doors"] == doors
+        assert written["apis"] == apis
         assert (written["steps"], written["starts"], written["circumstances"]) == (2, 1, ["* today"])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import minifsdp
 from minifsdp import FullyShardedDataParallel as FSDP
-from spec_tests.debugging.faults import FLAT, FUNCTION, ORIGINALS, each_door, on_rank, said, through
+from spec_tests.debugging.faults import FLAT, FUNCTION, ORIGINALS, each_api, on_rank, said, through
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import batch, iterate
@@ -63,11 +63,11 @@ class Model(nn.Module):
         return x * self.scale
 
 
-def made(door: str, sets_table: bool, **options: Any) -> Any:
+def made(api: str, sets_table: bool, **options: Any) -> Any:
     """Builds the model on the meta device, shards it, and initializes the parameters and buffers of all modules."""
     with torch.device("meta"):
         model = Model(sets_table)
-    if door == FUNCTION:
+    if api == FUNCTION:
         for layer in model.layers:
             minifsdp.fully_shard(layer)
         minifsdp.fully_shard(model)
@@ -75,8 +75,8 @@ def made(door: str, sets_table: bool, **options: Any) -> Any:
         reset_all(model)
         return model
     for index, layer in enumerate(model.layers):
-        model.layers[index] = FSDP(layer, use_orig_params=door == ORIGINALS, device_id=device(), **options)
-    return FSDP(model, use_orig_params=door == ORIGINALS, device_id=device(), **options)
+        model.layers[index] = FSDP(layer, use_orig_params=api == ORIGINALS, device_id=device(), **options)
+    return FSDP(model, use_orig_params=api == ORIGINALS, device_id=device(), **options)
 
 
 def reset_all(model: nn.Module) -> None:
@@ -94,7 +94,7 @@ def reset_all(model: nn.Module) -> None:
 
 @pytest.mark.spec("DEBUG-08")
 @pytest.mark.pure
-def test_fresh_memory_cannot_look_plausible() -> None:
+def test_new_memory_contains_no_plausible_values_in_debug_mode() -> None:
     with torch.device("meta"):
         model = nn.Sequential(Rotary(True), nn.Sequential(nn.BatchNorm1d(3)).to(torch.bfloat16))
     with minifsdp.debug("meta"):
@@ -108,30 +108,30 @@ def test_fresh_memory_cannot_look_plausible() -> None:
 
 
 @pytest.mark.spec("DEBUG-08", "DEBUG-09")
-@each_door
+@each_api
 @ranks(2)
-def test_a_model_whose_modules_set_all_they_own_trains_in_silence(door: str) -> None:
+def test_model_with_complete_reset_parameters_gives_no_warning(api: str) -> None:
     with minifsdp.debug("meta"), said() as texts:
-        model = made(door, True)
+        model = made(api, True)
         iterate(model)
     assert texts == []
 
 
 @pytest.mark.spec("DEBUG-08")
-@pytest.mark.parametrize("door", [FLAT, ORIGINALS])
+@pytest.mark.parametrize("api", [FLAT, ORIGINALS])
 @ranks(2)
-def test_the_wrapper_lists_what_reset_parameters_has_not_set(door: str) -> None:
+def test_wrapper_lists_tensors_that_reset_parameters_did_not_set(api: str) -> None:
     with minifsdp.debug("meta"), said() as texts:
-        made(door, False)
+        made(api, False)
     assert len(texts) == 1
     assert texts[0].startswith(f"rank {dist.get_rank()}: Rotary was on the meta device")
     assert "the values of inverse in it are not initialized. " in texts[0]
 
 
 @pytest.mark.spec("DEBUG-08")
-@pytest.mark.parametrize("door", [FLAT, ORIGINALS])
+@pytest.mark.parametrize("api", [FLAT, ORIGINALS])
 @ranks(2)
-def test_the_wrapper_lists_what_a_function_of_the_user_has_not_set(door: str) -> None:
+def test_wrapper_lists_tensors_that_param_init_fn_did_not_set(api: str) -> None:
     def fill(module: nn.Module) -> None:
         module.to_empty(device=device(), recurse=False)
         if isinstance(module, nn.Linear):
@@ -140,16 +140,16 @@ def test_the_wrapper_lists_what_a_function_of_the_user_has_not_set(door: str) ->
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     with minifsdp.debug("meta"), said() as texts:
-        FSDP(model, use_orig_params=door == ORIGINALS, device_id=device(), param_init_fn=fill)
+        FSDP(model, use_orig_params=api == ORIGINALS, device_id=device(), param_init_fn=fill)
     assert len(texts) == 1
     names = "0.bias, 1.weight, 1.bias, 1.running_mean, 1.running_var, 1.num_batches_tracked"
     assert f"the values of {names} in it are not initialized. " in texts[0]
 
 
 @pytest.mark.spec("DEBUG-08", "DEBUG-09")
-@pytest.mark.parametrize("door", [FLAT, ORIGINALS])
+@pytest.mark.parametrize("api", [FLAT, ORIGINALS])
 @ranks(2)
-def test_synced_meta_params_give_no_warning(door: str) -> None:
+def test_synced_meta_params_give_no_warning(api: str) -> None:
     """The setup in which only one rank needs memory for the unsharded model."""
     model = seeded()
     if dist.get_rank():
@@ -159,19 +159,19 @@ def test_synced_meta_params_give_no_warning(door: str) -> None:
         module.to_empty(device=device(), recurse=False)
 
     with minifsdp.debug("meta"), said() as texts:
-        made = through(door, model, sync_module_states=True, param_init_fn=fill, device_id=device())
+        made = through(api, model, sync_module_states=True, param_init_fn=fill, device_id=device())
         iterate(made)
     assert texts == []
-    assert_same(full_values(made), full_values(through(door)))
+    assert_same(full_values(made), full_values(through(api)))
 
 
 @pytest.mark.spec("DEBUG-09")
-@each_door
+@each_api
 @ranks(2)
-def test_a_buffer_without_values_is_refused_on_every_rank_at_the_first_forward(door: str) -> None:
+def test_a_buffer_without_values_is_refused_on_every_rank_at_the_first_forward(api: str) -> None:
     with minifsdp.debug("meta"):
         with said():
-            model = made(door, False)
+            model = made(api, False)
         buffer = [buffer for name, buffer in model.named_buffers() if name.endswith("inverse")][1]
         on_rank(0, lambda: buffer.copy_(Rotary._table()))
         refused(model, "the values of 'layers.1.inverse' (rank 1) are not")
@@ -181,24 +181,24 @@ def test_a_buffer_without_values_is_refused_on_every_rank_at_the_first_forward(d
 
 
 @pytest.mark.spec("DEBUG-09")
-@each_door
+@each_api
 @ranks(2)
-def test_a_parameter_without_values_is_refused_on_every_rank(door: str) -> None:
+def test_a_parameter_without_values_is_refused_on_every_rank(api: str) -> None:
     """One row of the second layer is not initialized, and only on the rank that stores it."""
     with torch.device("meta"):
-        model = Model(door == FUNCTION)
+        model = Model(api == FUNCTION)
     with minifsdp.debug("meta"):
         with said() as texts:
-            if door == FUNCTION:
+            if api == FUNCTION:
                 minifsdp.fully_shard(model)
                 model.to_empty(device=device())
                 reset_all(model)
                 weight = model.layers[1].weight
                 on_rank(1, lambda: weight.to_local()[-1].fill_(float("nan")))
             else:
-                options = {"use_orig_params": door == ORIGINALS, "device_id": device()}
+                options = {"use_orig_params": api == ORIGINALS, "device_id": device()}
                 model = FSDP(model, param_init_fn=all_but_the_last_row, **options)
-        assert len(texts) == (door != FUNCTION)
+        assert len(texts) == (api != FUNCTION)
         refused(model, "the values of 'layers.1.weight' (rank 1) are not")
 
 
@@ -213,7 +213,7 @@ def all_but_the_last_row(module: nn.Module) -> None:
 
 @pytest.mark.spec("DEBUG-09")
 @ranks(2)
-def test_a_buffer_of_a_root_without_parameters_is_seen() -> None:
+def test_uninitialized_buffer_of_a_root_without_parameters_is_reported() -> None:
     with torch.device("meta"):
         model: Any = Model(True)
     with minifsdp.debug("meta"):

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 import minifsdp
-from spec_tests.debugging.faults import each_door, through
+from spec_tests.debugging.faults import each_api, through
 from spec_tests.harness import ranks
 from spec_tests.models.running import batch, iterate
 
@@ -14,10 +14,10 @@ ORDERS = ((0, 1, 2, 3), (0, 2, 1, 3))
 
 
 @pytest.mark.spec("DEBUG-07")
-@each_door
+@each_api
 @ranks(2)
-def test_later_order_difference_is_reported_on_both_ranks(door: str) -> None:
-    model = through(door)
+def test_later_order_difference_is_reported_on_both_ranks(api: str) -> None:
+    model = through(api)
     iterate(model)
     iterate(model)
     with minifsdp.debug("order"):

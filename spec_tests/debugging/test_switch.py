@@ -22,7 +22,7 @@ from minifsdp.engine.unit import Unit
 from minifsdp.fsdp1.wrapper import Wrapper
 from minifsdp.fsdp2 import fully_shard
 from minifsdp.fsdp2.fsdp_state import FSDPState
-from spec_tests.debugging.faults import each_door, said, through
+from spec_tests.debugging.faults import each_api, said, through
 from spec_tests.engine.count_calls import calls_by_file
 from spec_tests.harness import ranks
 from spec_tests.harness.checkout import is_of_package
@@ -39,7 +39,7 @@ def on() -> set[str]:
 
 @pytest.mark.pure
 @pytest.mark.spec("DEBUG-01")
-def test_without_names_all_are_on_and_off_again() -> None:
+def test_debug_without_names_switches_all_checks_on_and_off() -> None:
     debugging = minifsdp.debug()
     assert on() == ALL
     debugging.off()
@@ -49,7 +49,7 @@ def test_without_names_all_are_on_and_off_again() -> None:
 
 @pytest.mark.pure
 @pytest.mark.spec("DEBUG-01")
-def test_they_are_on_as_long_as_any_call_wants_them() -> None:
+def test_debug_checks_stay_on_until_the_last_call_ends() -> None:
     with minifsdp.debug("values", "order"):
         inner = minifsdp.debug("values")
         with minifsdp.debug("meta", "values"):
@@ -99,7 +99,7 @@ def test_the_environment_is_read_when_the_package_is_imported() -> None:
 @pytest.mark.pure
 @pytest.mark.spec("DEBUG-03")
 @pytest.mark.parametrize("leaves_early", [False, True])
-def test_off_means_that_nothing_of_it_is_there(leaves_early: bool) -> None:
+def test_switched_off_debug_mode_restores_all_classes(leaves_early: bool) -> None:
     before = everything_of_classes()
     look = fully_shard.warn_if_different
     first, second = minifsdp.debug("weights", "values"), minifsdp.debug()
@@ -117,10 +117,10 @@ def everything_of_classes() -> list[dict[str, int]]:
 
 
 @pytest.mark.spec("DEBUG-03")
-@each_door
+@each_api
 @ranks(2)
-def test_a_step_makes_the_same_calls_after_it_was_on(door: str) -> None:
-    model = through(door)
+def test_debug_mode_adds_no_calls_to_steps_after_it_ends(api: str) -> None:
+    model = through(api)
     iterate(model)
     iterate(model)
 
@@ -140,19 +140,19 @@ def test_a_step_makes_the_same_calls_after_it_was_on(door: str) -> None:
 
 
 @pytest.mark.spec("DEBUG-11")
-@each_door
+@each_api
 @ranks(2)
-def test_healthy_model_prints_nothing_and_keeps_its_values(door: str) -> None:
-    plain, looked_at = train(door), None
+def test_healthy_model_prints_nothing_and_keeps_its_values(api: str) -> None:
+    plain, looked_at = train(api), None
     with said() as texts, minifsdp.debug():
-        looked_at = train(door)
+        looked_at = train(api)
     assert texts == []
     assert_same(looked_at[1], plain[1], bitwise=True)
     assert looked_at[0] == plain[0]
 
 
-def train(door: str) -> Any:
-    model = through(door)
+def train(api: str) -> Any:
+    model = through(api)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     losses = [iterate(model, step, optimizer) for step in range(3)]
     return losses, full_values(model)
@@ -160,10 +160,10 @@ def train(door: str) -> Any:
 
 @pytest.mark.spec("DEBUG-10")
 @pytest.mark.parametrize("check", ["weights", "meta"])
-@each_door
+@each_api
 @ranks(2)
-def test_late_debug_check_warns_once(door: str, check: str) -> None:
-    model = through(door)
+def test_late_debug_check_warns_once(api: str, check: str) -> None:
+    model = through(api)
     with minifsdp.debug(check):
         with said() as texts:
             iterate(model)
@@ -173,5 +173,5 @@ def test_late_debug_check_warns_once(door: str, check: str) -> None:
         assert "'blocks.3'" in texts[0]
         with said() as texts:
             iterate(model)
-            through(door)(batch())
+            through(api)(batch())
         assert texts == []

@@ -15,7 +15,7 @@ import minifsdp
 from minifsdp.engine.root import RootState
 from minifsdp.engine.unit import State
 from minifsdp.fsdp2.fsdp_state import state_of
-from spec_tests.debugging.faults import FLAT, FUNCTION, ORIGINALS, Spoiler, each_door, local_values, on_rank, through
+from spec_tests.debugging.faults import FLAT, FUNCTION, ORIGINALS, Spoiler, each_api, local_values, on_rank, through
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import batch, iterate, loss_of
@@ -34,12 +34,12 @@ def places(action: Callable[[], Any]) -> tuple[str, list[str]]:
 
 
 @pytest.mark.spec("DEBUG-05")
-@each_door
+@each_api
 @ranks(2)
-def test_a_gradient_is_named_on_every_rank_before_it_is_reduced(door: str) -> None:
+def test_non_finite_gradient_is_reported_on_every_rank_before_the_reduction(api: str) -> None:
     model = seeded()
     Spoiler(model.blocks[1].linear, 1, float("nan"), in_backward=True)
-    model = through(door, model)
+    model = through(api, model)
     with minifsdp.debug("values"):
         loss = loss_of(model(batch()))
         during, found = places(loss.backward)
@@ -50,12 +50,12 @@ def test_a_gradient_is_named_on_every_rank_before_it_is_reduced(door: str) -> No
 
 
 @pytest.mark.spec("DEBUG-05")
-@each_door
+@each_api
 @ranks(2)
-def test_an_activation_is_named_on_every_rank(door: str) -> None:
+def test_an_activation_is_named_on_every_rank(api: str) -> None:
     model = seeded()
     Spoiler(model.blocks[2].linear, 0, float("nan"), in_backward=False)
-    model = through(door, model)
+    model = through(api, model)
     with minifsdp.debug("values"):
         during, found = places(lambda: model(batch()))
     assert during == "forward"
@@ -63,15 +63,15 @@ def test_an_activation_is_named_on_every_rank(door: str) -> None:
 
 
 @pytest.mark.spec("DEBUG-05")
-@each_door
+@each_api
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @ranks(2)
-def test_every_unsharding_rank_names_bad_parameter(door: str, strategy: str) -> None:
+def test_every_unsharding_rank_names_bad_parameter(api: str, strategy: str) -> None:
     keeps = strategy == "SHARD_GRAD_OP"
     options: dict[str, Any] = {"sharding_strategy": SHARD_GRAD_OP if keeps else FULL_SHARD}
-    model = through(door, **({"reshard_after_forward": not keeps} if door == FUNCTION else options))
+    model = through(api, **({"reshard_after_forward": not keeps} if api == FUNCTION else options))
     iterate(model)
-    on_rank(1, lambda: local_values(model, door, 3).view(-1)[0:2].copy_(torch.tensor([float("inf"), float("nan")])))
+    on_rank(1, lambda: local_values(model, api, 3).view(-1)[0:2].copy_(torch.tensor([float("inf"), float("nan")])))
     with minifsdp.debug("values"), torch.no_grad():
         during, found = places(lambda: model(batch(1)))
     assert during == "forward"
@@ -80,13 +80,13 @@ def test_every_unsharding_rank_names_bad_parameter(door: str, strategy: str) -> 
 
 
 @pytest.mark.spec("DEBUG-05")
-@each_door
+@each_api
 @ranks(2)
-def test_each_rank_tells_its_own_first_place(door: str) -> None:
+def test_each_rank_reports_its_own_first_non_finite_activation(api: str) -> None:
     model = seeded()
     Spoiler(model.blocks[3].linear, 0, float("nan"), in_backward=False)
     Spoiler(model.blocks[1].linear, 1, float("nan"), in_backward=False)
-    model = through(door, model)
+    model = through(api, model)
     with minifsdp.debug("values"):
         _, found = places(lambda: model(batch()))
     assert [re.findall(r"rank (\d): activation that unit '([\w.]*)'", line) for line in found] == [
@@ -96,14 +96,14 @@ def test_each_rank_tells_its_own_first_place(door: str) -> None:
 
 
 @pytest.mark.spec("DEBUG-05")
-@pytest.mark.parametrize("door", [FLAT, FUNCTION])
+@pytest.mark.parametrize("api", [FLAT, FUNCTION])
 @pytest.mark.parametrize("rank", [0, 3])
 @ranks(4)
-def test_all_ranks_of_a_hybrid_mesh_raise(door: str, rank: int) -> None:
+def test_all_ranks_of_a_hybrid_mesh_raise(api: str, rank: int) -> None:
     model = seeded()
     Spoiler(model.blocks[0].linear, rank, float("inf"), in_backward=True)
-    options: dict[str, Any] = {"mesh": grid_mesh()} if door == FUNCTION else {"sharding_strategy": HYBRID_SHARD}
-    model = through(door, model, **options)
+    options: dict[str, Any] = {"mesh": grid_mesh()} if api == FUNCTION else {"sharding_strategy": HYBRID_SHARD}
+    model = through(api, model, **options)
     with minifsdp.debug("values"):
         loss = loss_of(model(batch()))
         _, found = places(loss.backward)
@@ -111,17 +111,17 @@ def test_all_ranks_of_a_hybrid_mesh_raise(door: str, rank: int) -> None:
 
 
 @pytest.mark.spec("DEBUG-05")
-@each_door
+@each_api
 @ranks(2)
-def test_in_accumulation_the_micro_batch_that_has_it_fails(door: str) -> None:
+def test_accumulation_raises_in_the_micro_batch_with_a_non_finite_gradient(api: str) -> None:
     model = seeded()
     spoiler = Spoiler(model.blocks[2].linear, 1, float("nan"), in_backward=True)
     spoiler.is_armed = False
-    model = through(door, model)
+    model = through(api, model)
     with minifsdp.debug("values"):
         for step in range(3):
             spoiler.is_armed = step == 1
-            loss = functools.partial(micro_batch, model, door, step)
+            loss = functools.partial(micro_batch, model, api, step)
             if step == 1:
                 _, found = places(loss)
                 assert "rank 1: gradient of 'blocks.2.linear.weight'" in found[0]
@@ -129,8 +129,8 @@ def test_in_accumulation_the_micro_batch_that_has_it_fails(door: str) -> None:
             loss()
 
 
-def micro_batch(model: Any, door: str, step: int) -> None:
-    if door == FUNCTION:
+def micro_batch(model: Any, api: str, step: int) -> None:
+    if api == FUNCTION:
         model.set_requires_gradient_sync(False)
         iterate(model, step)
     else:
@@ -139,11 +139,11 @@ def micro_batch(model: Any, door: str, step: int) -> None:
 
 
 @pytest.mark.spec("DEBUG-05")
-@pytest.mark.parametrize("door", [FLAT, FUNCTION])
+@pytest.mark.parametrize("api", [FLAT, FUNCTION])
 @ranks(2)
-def test_evaluation_without_communication_works_on_one_rank(door: str) -> None:
-    options = {"mesh": column_mesh()} if door == FUNCTION else {"sharding_strategy": NO_SHARD}
-    model = through(door, **options)
+def test_evaluation_without_communication_works_on_one_rank(api: str) -> None:
+    options = {"mesh": column_mesh()} if api == FUNCTION else {"sharding_strategy": NO_SHARD}
+    model = through(api, **options)
     with minifsdp.debug("values"):
         iterate(model)
         if dist.get_rank() == 0:
@@ -153,26 +153,26 @@ def test_evaluation_without_communication_works_on_one_rank(door: str) -> None:
 
 
 @pytest.mark.spec("DEBUG-05")
-@pytest.mark.parametrize("door", [FLAT, FUNCTION])
+@pytest.mark.parametrize("api", [FLAT, FUNCTION])
 @ranks(2)
-def test_a_sum_that_overflows_is_no_value_that_is_not_finite(door: str) -> None:
+def test_overflowing_sum_of_finite_values_is_not_reported(api: str) -> None:
     model = seeded()
     with torch.no_grad():
         model.enter.weight.fill_(3e38)
         model.enter.weight[3:].neg_()
-    model = through(door, model)
+    model = through(api, model)
     with minifsdp.debug("values"), torch.no_grad():
         model(torch.zeros(3, 6, device=device()))
 
 
 @pytest.mark.spec("DEBUG-06")
-@each_door
+@each_api
 @pytest.mark.parametrize("in_backward", [False, True])
 @ranks(2)
-def test_training_continues_after_fault(door: str, in_backward: bool) -> None:
-    model, untouched = seeded(), through(door)
+def test_training_continues_after_fault(api: str, in_backward: bool) -> None:
+    model, untouched = seeded(), through(api)
     spoiler = Spoiler(model.blocks[1].linear, 1, float("nan"), in_backward=in_backward)
-    model = through(door, model)
+    model = through(api, model)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, untouched)]
     with minifsdp.debug("values"):
         places(lambda: iterate(model))
@@ -191,13 +191,13 @@ def tree_of(model: Any) -> RootState:
 
 
 @pytest.mark.spec("DEBUG-06")
-@pytest.mark.parametrize("door", [ORIGINALS, FUNCTION])
+@pytest.mark.parametrize("api", [ORIGINALS, FUNCTION])
 @ranks(2)
-def test_interrupted_forward_leaves_no_report_for_later(door: str) -> None:
+def test_interrupted_forward_leaves_no_report_for_later(api: str) -> None:
     model = seeded()
     spoiler = Spoiler(model.blocks[0].linear, 0, float("nan"), in_backward=False)
     broken = model.blocks[2].register_forward_pre_hook(lambda *_: 1 / 0)
-    model = through(door, model)
+    model = through(api, model)
     with minifsdp.debug("values"):
         with pytest.raises(ZeroDivisionError):
             model(batch())

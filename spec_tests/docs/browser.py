@@ -178,7 +178,7 @@ class Tab:
             " return true; })()"
         )
 
-    def complaints(self) -> list[str]:
+    def problems(self) -> list[str]:
         """Errors on the console and exceptions since the page was opened."""
         found = []
         for event in self.browser.events:

@@ -40,7 +40,7 @@ def test_every_public_name_is_on_the_page(module: str) -> None:
     assert [name for name in names if name not in named_on_the_page()] == []
 
 
-def test_the_public_modules_are_those_that_one_expects() -> None:
+def test_public_modules_include_the_expected_ones() -> None:
     assert {"minifsdp.cost", "minifsdp.checkpoint_wrapper", "minifsdp.wrap", "minifsdp.trace"} < set(PUBLIC)
     assert "cost_of" in names_of("minifsdp.cost")
 
@@ -58,7 +58,7 @@ def test_every_public_name_can_be_linked_to_on_the_built_page(site: Path, module
 @pytest.mark.docs
 @pytest.mark.needs("mkdocs")
 @pytest.mark.parametrize("name", ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"])
-def test_a_function_whose_arguments_are_checked_is_shown_as_a_function(site: Path, name: str) -> None:
+def test_function_with_checked_arguments_has_its_parameters_on_the_page(site: Path, name: str) -> None:
     page = (site / "api.html").read_text(encoding="utf-8")
     entry = page.partition(f'id="minifsdp.{name}"')[2].partition('<h3 id="')[0]
     text = re.sub("<[^>]+>", "", entry)

@@ -39,7 +39,7 @@ def reduce_scatter(number: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("number", [MESSAGES, COLLECTIVES])
 @pytest.mark.parametrize(("kind", "issue"), [("AG", gather), ("RS", reduce_scatter)])
 @ranks(2)
-def test_data_has_arrived_when_the_other_rank_has_sent_it_and_not_when_it_is_waited_for(
+def test_data_arrives_when_the_other_rank_sends_and_not_when_this_rank_waits(
     kind: str,
     issue: Callable[[int], tuple[Any, torch.Tensor, torch.Tensor]],
     number: int,
@@ -66,7 +66,7 @@ def test_data_has_arrived_when_the_other_rank_has_sent_it_and_not_when_it_is_wai
 
 
 @ranks(2)
-def test_memory_that_is_given_back_after_the_wait_is_looked_at_no_more() -> None:
+def test_memory_released_after_the_wait_is_not_read() -> None:
     recorder = trace.Recorder()
     with arrivals.noted(recorder):
         for _ in range(50):

@@ -29,7 +29,7 @@ def broken() -> list[tuple[str, str, str, str, str]]:
     return [EXAMPLE, *(found.groups() for found in row.finditer(PAGE))]  # type: ignore[list-item]
 
 
-def test_the_worked_example_and_the_table_are_found() -> None:
+def test_page_contains_the_worked_example_and_the_table() -> None:
     assert all(words in PAGE for words in EXAMPLE)
     assert len(broken()) == 4
 
@@ -43,7 +43,7 @@ def test_exercise_finds_its_line_and_test_once(module: str, line: str, instead: 
 
 @pytest.mark.docs
 @pytest.mark.parametrize(("module", "line", "instead", "file", "test"), broken())
-def test_the_named_test_fails_once_the_line_is_changed(
+def test_named_test_fails_after_the_change_of_the_line(
     tmp_path: Path, module: str, line: str, instead: str, file: str, test: str
 ) -> None:
     for name in ("minifsdp", "spec_tests", "docs"):

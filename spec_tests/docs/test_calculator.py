@@ -103,7 +103,7 @@ def in_script(code: str, given: Any) -> Any:
 
 
 @pytest.mark.spec("COST-01", "COST-02", "COST-03", "COST-06", "COST-07", "COST-08")
-def test_both_give_the_same_numbers_for_every_job() -> None:
+def test_page_and_package_give_the_same_costs_for_every_job() -> None:
     grid = jobs()
     theirs = in_script("console.log(JSON.stringify(given.map(c.costOf)))", [as_script(job) for job in grid])
     assert len(grid) > 300
@@ -117,7 +117,7 @@ def test_both_give_the_same_numbers_for_every_job() -> None:
 
 
 @pytest.mark.parametrize("text", ["4 * 1000", "root: 5x3, 1\n7x5, 3\n2 * 11  # two of them"])
-def test_a_model_is_read_from_lines(text: str) -> None:
+def test_model_description_is_parsed_from_lines(text: str) -> None:
     found = in_script("console.log(JSON.stringify(models.parseModel(given)))", text)
     expected = {
         "4 * 1000": {"units": [[[1000]]] * 4, "root": []},
@@ -131,7 +131,7 @@ def test_a_model_is_read_from_lines(text: str) -> None:
 
 @pytest.mark.spec("COST-15", "COST-16", "COST-17", "COST-18")
 @pytest.mark.parametrize("per_machine", [1, 2, 3, 8])
-def test_both_give_the_same_links_times_and_estimates_for_every_job(per_machine: int) -> None:
+def test_page_and_package_give_the_same_links_times_and_estimates_for_every_job(per_machine: int) -> None:
     grid, tokens = jobs(), 17
     cluster = Cluster(per_machine, operations=1e5, within=3e3, between=7e2)
     code = """console.log(JSON.stringify(given.jobs.map((job) => {
@@ -207,7 +207,7 @@ def test_the_smaller_gpt_has_its_true_shapes() -> None:
     assert ours == sorted(sorted(p.shape) for p in model.parameters())
 
 
-def test_every_named_model_is_read_and_known_by_its_name() -> None:
+def test_every_named_model_is_parsed_and_has_its_name() -> None:
     code = """console.log(JSON.stringify(Object.entries(models.PRESETS).map(([name, text]) =>
         [name, models.nameOf(text), models.nameOf(text + ", 1"), models.parseModel(text).units.length])))"""
     for name, known, edited, units in in_script(code, None):
@@ -230,7 +230,7 @@ def test_every_named_model_is_read_and_known_by_its_name() -> None:
         ("9999999999x2", "line 1: a dimension of more"),
     ],
 )
-def test_nonsense_is_refused_with_its_line(text: str, says: str) -> None:
+def test_invalid_model_description_is_refused_with_its_line(text: str, says: str) -> None:
     code = "try { models.parseModel(given); console.log('null') } catch (e) { console.log(JSON.stringify(e.message)) }"
     assert str(in_script(code, text)).startswith(says)
 
@@ -286,7 +286,7 @@ def test_activations_are_required_but_may_be_zero(typed: str, good: bool) -> Non
         {"lines": "root: 5x3 # ü & = +\n4 * 7", "preset": ""},
     ],
 )
-def test_an_address_keeps_all_inputs_and_nothing_that_is_as_at_the_beginning(changed: dict[str, Any]) -> None:
+def test_address_keeps_all_changed_inputs_and_no_default(changed: dict[str, Any]) -> None:
     code = """const texts = { ...inputs.BEGINNING, ...given }, address = inputs.toAddress(texts);
         console.log(JSON.stringify([texts, address, inputs.fromAddress("#" + address)]))"""
     texts, address, back = in_script(code, changed)
@@ -295,7 +295,7 @@ def test_an_address_keeps_all_inputs_and_nothing_that_is_as_at_the_beginning(cha
     assert {part.partition("=")[0] for part in address.split("&") if part} == {*changed} - {"preset"}
 
 
-def test_an_address_names_a_model_and_what_is_unknown_in_it_is_left_out() -> None:
+def test_address_names_a_model_and_its_unknown_fields_are_ignored() -> None:
     code = """const texts = inputs.fromAddress(given);
         console.log(JSON.stringify([texts.preset, texts.lines === models.PRESETS["Llama-3 70B"], texts.strategy,
             inputs.readAll(texts).errors, Object.keys(texts).length === Object.keys(inputs.FIELDS).length]))"""
@@ -305,7 +305,7 @@ def test_an_address_names_a_model_and_what_is_unknown_in_it_is_left_out() -> Non
     assert list(errors) == ["ranks"]
 
 
-def test_the_answers_are_those_of_the_package() -> None:
+def test_calculator_gives_the_results_of_the_package() -> None:
     """Llama-3 70B on 8 machines: the strategies send similar amounts in total, but not between machines."""
     code = """const { read } = inputs.readAll(inputs.fromAddress("#preset=Llama-3+70B&ranks=64&machines=8"));
         console.log(JSON.stringify([read.model, inputs.answer(read).strategies]))"""

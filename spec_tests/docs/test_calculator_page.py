@@ -53,7 +53,7 @@ def column(tab: Tab, row: str) -> dict[str, str]:
     return dict(zip(tab.look(names), tab.look(cells), strict=True))
 
 
-def test_it_answers_mouse_and_keys(page: Tab) -> None:
+def test_calculator_page_reacts_to_mouse_and_keys(page: Tab) -> None:
     before = page.look(STORED)
     page.click("#calc-ranks")
     page.look("document.getElementById('calc-ranks').select()")
@@ -64,7 +64,7 @@ def test_it_answers_mouse_and_keys(page: Tab) -> None:
     assert page.look(STORED) == "0 B"
     page.choose("#calc-preset", "four equal units")
     assert "4,000 parameters in 4 units" in page.look("document.querySelector('.calc-facts').textContent")
-    assert page.complaints() == []
+    assert page.problems() == []
 
 
 def test_between_machines_a_hybrid_strategy_sends_less(address: str, tab: Tab) -> None:
@@ -106,7 +106,7 @@ def test_activations_are_estimated_or_typed(page: Tab) -> None:
     assert column(page, "activations")["FULL_SHARD"] == "3 GB"
 
 
-def test_the_name_of_a_model_goes_when_a_number_was_changed_and_comes_back_with_it(page: Tab) -> None:
+def test_model_name_disappears_when_a_number_changes_and_returns_with_the_old_number(page: Tab) -> None:
     lines = value(page, "lines")
     page.choose("#calc-lines", lines.replace("32 *", "31 *"))
     assert value(page, "preset") == ""
@@ -143,10 +143,12 @@ def test_error_is_shown_at_its_field_and_linked_to_it(page: Tab, field: str, wro
     page.choose(f"#calc-{field}", {"lines": "4 * 1000"}.get(field, "1"))
     assert errors(page) == {}
     assert "at least" in page.look(VERDICT)
-    assert page.complaints() == []
+    assert page.problems() == []
 
 
-def test_the_address_keeps_all_inputs_over_a_reload_and_for_others(page: Tab, address: str, site: Path) -> None:
+def test_calculator_address_keeps_all_inputs_after_a_reload_and_for_other_users(
+    page: Tab, address: str, site: Path
+) -> None:
     page.choose("#calc-preset", "Llama-3 70B")
     page.choose("#calc-ranks", "64")
     page.choose("#calc-machines", "8")
@@ -166,17 +168,17 @@ def test_the_address_keeps_all_inputs_over_a_reload_and_for_others(page: Tab, ad
         page.look("location.hash = '#ranks=2'")
         page.wait_for("document.getElementById('calc-ranks').value === '2'")
         assert value(page, "preset") == "Llama-3 8B"
-        assert page.complaints() == []
+        assert page.problems() == []
 
 
 def test_a_broken_address_is_refused_field_by_field(address: str, tab: Tab) -> None:
     at(tab, address, "#ranks=-8&length=abc&strategy=nonsense&lines=7x")
     assert list(errors(tab)) == ["lines", "ranks", "length"]
     assert value(tab, "strategy") == "FULL_SHARD"
-    assert tab.complaints() == []
+    assert tab.problems() == []
 
 
-def test_an_address_of_a_heading_is_left_alone(address: str, tab: Tab) -> None:
+def test_address_of_a_heading_is_not_changed(address: str, tab: Tab) -> None:
     at(tab, address, "#an-example")
     assert tab.look("location.hash") == "#an-example"
     assert "at least" in tab.look(VERDICT)
@@ -231,7 +233,7 @@ def test_the_parts_of_a_bar_differ_without_colour(page: Tab) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_it_is_no_wider_than_the_screen(address: str, tab: Tab, size: str) -> None:
+def test_calculator_page_is_not_wider_than_the_screen(address: str, tab: Tab, size: str) -> None:
     tab.resize(*SIZES[size])
     at(tab, address, "#preset=Llama-3+70B&ranks=64&machines=8&memory=typed&kept=typed")
     assert tab.look("document.documentElement.scrollWidth") <= SIZES[size][0]

@@ -25,7 +25,7 @@ def test_every_text_has_enough_contrast(site: Path, tab: Tab, page: str, scheme:
     assert {name: round(ratio, 2) for ratio, name in reversed(found) if ratio < 4.5} == {}
 
 
-def test_texts_of_pictures_are_measured_against_the_boxes_behind_them(site: Path, tab: Tab) -> None:
+def test_texts_in_pictures_are_compared_with_the_boxes_behind_them(site: Path, tab: Tab) -> None:
     tab.open((site / "learn/schedule.html").as_uri())
     texts = "article svg text"
     assert contrasts(tab, texts)[0][0] > 4.5

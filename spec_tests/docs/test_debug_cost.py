@@ -14,16 +14,16 @@ from spec_tests.benchmarks import debug_cost
 
 
 @pytest.mark.spec("DEBUG-12")
-def test_the_table_is_made_from_what_the_command_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_table_is_generated_from_the_output_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert debug_cost.RECORD.parent == records.DATA
     monkeypatch.setattr(records, "DATA", tmp_path)
     assert costs.checks() == "No run is recorded."
     ratios = {"wall": 1.25, "cpu": 1.5}
     steps = dict.fromkeys(debug_cost.CHECKS, ratios)
     found = {"step": steps, "start": {"meta": ratios}, "step_ms": 9.0, "start_ms": 1e4}
-    doors = dict.fromkeys(debug_cost.DOORS, found)
+    apis = dict.fromkeys(debug_cost.APIS, found)
     head = {"circumstances": ["* recorded today"], "model": "a model", "steps": 7, "starts": 3}
-    (tmp_path / debug_cost.RECORD.name).write_text(json.dumps({**head, "doors": doors}))
+    (tmp_path / debug_cost.RECORD.name).write_text(json.dumps({**head, "apis": apis}))
     lines = costs.checks().splitlines()
     assert "| `values` | 1.25 (1.50) |  | 1.25 (1.50) |  |" in lines
     assert "| `meta` | 1.25 (1.50) | 1.25 (1.50) | 1.25 (1.50) | 1.25 (1.50) |" in lines
@@ -32,7 +32,7 @@ def test_the_table_is_made_from_what_the_command_writes(tmp_path: Path, monkeypa
 
 
 @pytest.mark.spec("DEBUG-12")
-def test_the_interval_has_the_median_of_ratios_in_95_of_100_measurements() -> None:
+def test_confidence_interval_contains_the_median_of_ratios_in_95_of_100_measurements() -> None:
     chance = random.Random(0)
     inside = 0
     for _ in range(1000):
@@ -50,7 +50,7 @@ def test_intervals_in_record_are_shown() -> None:
 
 @pytest.mark.spec("DEBUG-12")
 def test_recorded_run_has_all_checks_and_both_apis() -> None:
-    doors = json.loads(debug_cost.RECORD.read_text())["doors"]
-    assert tuple(doors) == debug_cost.DOORS
-    for measured in doors.values():
+    apis = json.loads(debug_cost.RECORD.read_text())["apis"]
+    assert tuple(apis) == debug_cost.APIS
+    for measured in apis.values():
         assert (*measured["step"], *measured["start"]) == (*debug_cost.CHECKS, *debug_cost.AT_START)

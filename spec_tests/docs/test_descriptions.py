@@ -29,7 +29,7 @@ def heads() -> dict[str, tuple[dict[str, Any], str]]:
     return found
 
 
-def test_every_page_has_a_description_of_its_own_that_is_neither_short_nor_long() -> None:
+def test_every_page_has_a_unique_description_of_suitable_length() -> None:
     from docs_build.pages import descriptions
 
     said = {uri: descriptions.description(uri, head, title) or "" for uri, (head, title) in heads().items()}

@@ -28,7 +28,7 @@ def test_each_script_has_page_and_index_entry() -> None:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_record_is_that_of_the_script_as_it_is(name: str) -> None:
+def test_record_equals_the_output_of_the_current_script(name: str) -> None:
     from docs_build.recording import failures
 
     run = failures.recorded()[name]

@@ -75,11 +75,11 @@ def test_restart_table_groups_by_fault_and_api(data: Path) -> None:
 @pytest.mark.spec("FAULT-04")
 def test_kills_are_counted_by_moment(data: Path) -> None:
     rows = [
-        {"door": api, "moment": moment.name, "went on from": "step-000002"}
+        {"api": api, "moment": moment.name, "went on from": "step-000002"}
         for api in kills.APIS
         for moment in kills.drawn_moments(50)
     ]
-    rows[0] = {"door": "wrapper", "moment": rows[0]["moment"], "wrong": "lost"}
+    rows[0] = {"api": "wrapper", "moment": rows[0]["moment"], "wrong": "lost"}
     (data / "kills.json").write_text(json.dumps({**REPORTED, "kills": rows}))
     lines = faults.kills().splitlines()
     assert "| some milliseconds after it began | 10 | 10 |" in lines
@@ -89,8 +89,8 @@ def test_kills_are_counted_by_moment(data: Path) -> None:
 
 
 @pytest.mark.spec("FUZZ-01", "SOAK-01")
-def test_long_runs_are_shown_with_what_was_counted(data: Path) -> None:
-    runs = [{"door": door, "apart": apart, **summary([])} for door, apart, _ in fuzz.RECORDED]
+def test_long_fuzz_runs_are_shown_with_their_counts(data: Path) -> None:
+    runs = [{"api": api, "apart": apart, **summary([])} for api, apart, _ in fuzz.RECORDED]
     (data / "fuzz.json").write_text(json.dumps({**REPORTED, "runs": [{**run, "programs": 1500} for run in runs]}))
     lines = faults.fuzz().splitlines()
     assert "| `fully_shard`, ranks do different things | 1,500 | 0 | 0 | 0 | 0 | 0 | 0 |" in lines

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.docs, pytest.mark.needs("mkdocs")]
 BOTTOM = "document.querySelector('{}').getBoundingClientRect().bottom"
 
 
-def test_every_built_page_carries_its_own_description(site: Path) -> None:
+def test_every_built_page_has_its_own_description(site: Path) -> None:
     pages = [path for path in site.rglob("*.html") if path.name != "404.html"]
     found = {page: re.findall(r'<meta name="description" content="(.*?)">', page.read_text()) for page in pages}
     assert len(found) >= 125
@@ -25,7 +25,7 @@ def test_every_built_page_carries_its_own_description(site: Path) -> None:
     assert [text for text, number in Counter(texts[0] for texts in found.values()).items() if number > 1] == []
 
 
-def test_command_start_and_picture_are_seen_without_scrolling(address: str, tab: Tab) -> None:
+def test_command_start_and_picture_are_visible_without_scrolling(address: str, tab: Tab) -> None:
     tab.resize(1440, 900)
     tab.open(address + "index.html")
     for selector in (".home-words .command", ".home-words .md-button--primary", ".home-picture svg"):
@@ -38,7 +38,7 @@ def test_command_start_and_picture_are_seen_without_scrolling(address: str, tab:
 
 def test_cards_are_ordered_by_importance(address: str, tab: Tab) -> None:
     tab.open(address + "index.html")
-    cards = tab.look("[...document.querySelectorAll('.doors a')].map(card => card.getAttribute('href'))")
+    cards = tab.look("[...document.querySelectorAll('.apis a')].map(card => card.getAttribute('href'))")
     assert cards[:3] == ["tutorials/naive_fsdp.html", "learn/index.html", "tools/player.html"]
     assert tab.look("document.querySelector('.md-button--primary').getAttribute('href')") == cards[0]
 

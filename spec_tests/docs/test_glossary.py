@@ -44,11 +44,11 @@ def test_only_the_first_place_of_a_term_is_marked_whatever_its_form() -> None:
     assert f'<abbr title="{definition}" tabindex="0">rank</abbr>' in html
 
 
-def test_the_longer_term_wins() -> None:
+def test_longer_term_has_priority() -> None:
     assert marked(converted("A local shard, a shard and a root unit.")) == ["local shard", "shard", "root unit"]
 
 
-def test_code_headlines_and_links_are_left_alone() -> None:
+def test_code_headlines_and_links_are_not_changed() -> None:
     html = converted("# The unit\n\n`unit` and [the rank](x.md)\n\n```python\nunit = mesh\n```\n\nOf a unit.")
     assert marked(html) == ["unit"]
     assert html.index("<abbr") > html.index("mesh")

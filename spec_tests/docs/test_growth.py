@@ -23,7 +23,7 @@ def recorded(path: Path, calls: tuple[float, float]) -> None:
     path.write_text(json.dumps({"axes": AXES, "circumstances": ["* recorded today", "* a machine"], **record}))
 
 
-def test_a_plot_is_drawn_from_the_record_and_needs_nothing_from_elsewhere(
+def test_plot_is_drawn_from_the_record_without_external_resources(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from docs_build.drawing import plots
@@ -45,7 +45,7 @@ def test_a_plot_is_drawn_from_the_record_and_needs_nothing_from_elsewhere(
     assert "| minifsdp FSDP2 | 1.3 | 401.6 | 404 |" in costs.large()
 
 
-def test_a_cost_that_stays_is_a_level_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constant_cost_is_drawn_as_a_horizontal_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from docs_build.drawing import plots
     from docs_build.recording import records
 
@@ -56,7 +56,7 @@ def test_a_cost_that_stays_is_a_level_line(tmp_path: Path, monkeypatch: pytest.M
     assert heights[1] == heights[2]
 
 
-def test_the_page_draws_what_is_recorded_of_every_axis_and_of_the_large_model() -> None:
+def test_page_draws_every_recorded_axis_and_the_large_model() -> None:
     from docs_build.drawing import plots
     from docs_build.pages import directives
     from docs_build.pages.raw import put_back
@@ -102,7 +102,7 @@ def test_the_readme_the_page_and_the_tests_count_the_same_calls() -> None:
             assert high == pytest.approx(max(found), rel=0.05)
 
 
-def test_the_record_counts_the_calls_of_the_engine_as_it_is() -> None:
+def test_record_counts_the_calls_of_the_current_engine() -> None:
     from docs_build.recording import records
     from spec_tests.engine.count_growth import OURS, UNITS
     from spec_tests.engine.test_growth import counted

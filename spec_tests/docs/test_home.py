@@ -14,7 +14,7 @@ pytestmark = pytest.mark.needs("mkdocs")
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_figures_are_those_of_the_records() -> None:
+def test_home_page_figures_equal_those_of_the_records() -> None:
     from docs_build.pages import evidence
 
     shown = re.findall(r"<b>(.*?)</b>", evidence.figures())
@@ -50,7 +50,7 @@ def test_the_command_is_that_of_the_readme() -> None:
     assert command in readme.read_text(encoding="utf-8").splitlines()
 
 
-def test_a_repository_is_linked_only_where_an_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repository_link_requires_a_configured_address(monkeypatch: pytest.MonkeyPatch) -> None:
     from mkdocs.config import load_config
 
     from docs_build import hook

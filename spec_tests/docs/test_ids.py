@@ -26,7 +26,7 @@ def twice(html: str) -> list[str]:
     return [name for name, number in ids.found.items() if number > 1]
 
 
-def test_an_id_that_is_there_twice_is_found_in_pictures_too() -> None:
+def test_duplicate_id_inside_a_picture_is_found() -> None:
     assert twice('<h2 id="a">x</h2><svg><defs><marker id="a"/></defs></svg><p id="b">') == ["a"]
 
 

@@ -51,7 +51,7 @@ def test_index_shows_requirements_and_results_of_lessons() -> None:
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
-def test_a_lessons_title_is_short_and_for_people(lesson: Lesson) -> None:
+def test_lesson_title_is_short_and_readable(lesson: Lesson) -> None:
     assert ".py" not in lesson.title
     assert 8 <= len(lesson.title) <= 48
     assert lesson.title in re.sub(r"[`*]", "", (ROOT / lesson.name).read_text().split("\n")[0])
@@ -113,7 +113,7 @@ def timeline_of(*lengths: float) -> str:
     return "<svg>" + "".join(boxes) + "<title>B root, at 0.000 ms, for 90.000 ms</title></svg>"
 
 
-def test_equal_blocks_are_compared_and_what_contains_them_is_not() -> None:
+def test_unevenness_compares_equal_blocks_and_not_their_containers() -> None:
     assert unevenness(timeline_of(3.0, 2.0, 2.5)) == 1.5
     assert unevenness("<svg></svg>") == 1.0
 

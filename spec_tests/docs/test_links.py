@@ -17,7 +17,7 @@ def site(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("link", ["sub/b.html", "sub/b.html#here", "#own", "https://example.org/x", "mailto:a@b.c"])
-def test_good_links_are_no_problem(site: Path, link: str) -> None:
+def test_valid_links_are_not_reported(site: Path, link: str) -> None:
     (site / "a.html").write_text(f'<p id="own"><a href="{link}">x</a></p>')
     assert list(problems(site)) == []
 

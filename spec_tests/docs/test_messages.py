@@ -23,7 +23,7 @@ from spec_tests.harness import ranks
 WRITTEN = ROOT / "docs" / "troubleshoot.md"
 
 
-def test_addresses_are_unique_and_differ_from_those_written_by_hand() -> None:
+def test_addresses_are_unique_and_differ_from_manually_written_ones() -> None:
     ids = [message.id for message in messages()]
     written = re.findall(r"\{ #(E-[a-z0-9-]+)", WRITTEN.read_text())
     assert len(ids + written) == len({*ids, *written})
@@ -69,7 +69,7 @@ def _has_ends(call: ast.Call) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["message", "detail"])
-def test_each_text_of_the_catalogue_is_used_with_exactly_what_its_braces_name(kind: str) -> None:
+def test_each_message_template_is_used_with_exactly_its_fields(kind: str) -> None:
     nodes = [node for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
     calls = [node for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "id", "") == kind]
     used = {ast.literal_eval(call.args[0]): {keyword.arg for keyword in call.keywords} for call in calls}

@@ -30,7 +30,7 @@ def test_table_and_text_are_generated_from_record(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.needs("mkdocs")
-def test_the_page_shows_it_and_has_no_figures_of_its_own() -> None:
+def test_page_shows_the_optimizer_table_and_contains_no_typed_times() -> None:
     from docs_build.reading.order import ROOT
 
     page = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
@@ -41,7 +41,7 @@ def test_the_page_shows_it_and_has_no_figures_of_its_own() -> None:
 
 @pytest.mark.cpu
 @ranks(2)
-def test_every_fsdp_takes_every_action() -> None:
+def test_every_fsdp_library_performs_every_action() -> None:
     found = measure(1)
     assert set(found) == {"single", *(contender.name for contender in CONTENDERS if contender.shards)}
     for by_action in found.values():

@@ -26,7 +26,7 @@ def test_every_message_has_searchable_text() -> None:
     assert min(words.values()) > 10
 
 
-def test_at_least_25_errors_of_torch_are_known_and_each_has_an_example_here() -> None:
+def test_page_has_at_least_25_errors_of_torch_with_an_example_each() -> None:
     assert len(PAGES_OWN) >= 25
     assert {one.id for one in PAGES_OWN} == OF_TORCH.keys()
 
@@ -36,7 +36,7 @@ def test_entries_have_different_quotes() -> None:
     assert [quote for quote, number in quotes.items() if number > 1] == []
 
 
-def test_every_line_of_a_longer_message_leads_to_it() -> None:
+def test_every_line_of_a_long_message_finds_its_entry() -> None:
     lines = {"".join(line) for one in paste.known() for line in [*one.lines, *one.wholes]}
     details = {name: paste._pieces(text) for name, text in texts()["detail"].items() if not name.startswith("explain-")}
     assert [name for name, pieces in details.items() if "".join(pieces) not in lines] == []
@@ -102,7 +102,7 @@ def share(what: str, found: dict[str, list[str]]) -> float:
 @pytest.mark.needs("mkdocs")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("has_address", [False, True], ids=["words", "address"])
-def test_each_message_of_ours_finds_its_entry_first(page: Tab, way: Any, has_address: bool) -> None:
+def test_each_message_of_this_package_finds_its_entry_first(page: Tab, way: Any, has_address: bool) -> None:
     pasted = {message.id: way(spoken(message, has_address)) for message in messages()}
     assert share(f"box, ours, {way.__name__}", found_in(page, pasted)) == 1
 
@@ -116,7 +116,7 @@ def test_each_error_of_torch_finds_its_entry_first(page: Tab, way: Any) -> None:
 
 @pytest.mark.docs
 @pytest.mark.needs("mkdocs")
-def test_an_address_alone_and_half_a_message_find_their_entries(page: Tab) -> None:
+def test_address_alone_or_half_a_message_finds_its_entry(page: Tab) -> None:
     addresses = {message.id: f"see {message.id} please" for message in messages()}
     assert share("box, address alone", found_in(page, addresses)) == 1
     long = [message for message in messages() if len(message.text) > 150]
@@ -153,7 +153,7 @@ def test_unknown_text_matches_no_entry(page: Tab, text: str) -> None:
 
 @pytest.mark.docs
 @pytest.mark.needs("mkdocs")
-def test_a_large_log_is_searched_at_once(page: Tab) -> None:
+def test_search_in_a_large_log_is_fast(page: Tab) -> None:
     log = "\n".join(traceback("KeyError: 'input_ids'", f"[rank{rank % 8}]: ") for rank in range(4000))
     text = log + "\n" + traceback(OF_TORCH["E-freed-storage"], "[rank3]: ")
     assert len(text) > 10**6
@@ -166,7 +166,7 @@ def test_a_large_log_is_searched_at_once(page: Tab) -> None:
 
 @pytest.mark.docs
 @pytest.mark.needs("mkdocs")
-def test_by_keyboard_from_a_disk(site: Path, tab: Tab) -> None:
+def test_error_search_works_by_keyboard_from_a_local_file(site: Path, tab: Tab) -> None:
     tab.open((site / PAGE).as_uri())
     tab.wait_for("!!window.findTroubles")
     tab.look("document.getElementById('paste-text').focus()")
@@ -183,12 +183,12 @@ def test_by_keyboard_from_a_disk(site: Path, tab: Tab) -> None:
     assert [id for id, number in Counter(ids).items() if number > 1 and id.startswith(("E-", "paste"))] == []
     assert tab.look("document.getElementById('paste-status').getAttribute('aria-live')") == "polite"
     assert tab.look("document.querySelector('label[for=paste-text]').textContent") == "Paste your traceback"
-    assert tab.complaints() == []
+    assert tab.problems() == []
 
 
 @pytest.mark.docs
 @pytest.mark.needs("mkdocs")
-def test_the_example_the_reset_and_an_honest_no(page: Tab) -> None:
+def test_error_search_shows_the_example_resets_and_reports_no_match(page: Tab) -> None:
     page.click("#paste-example")
     ids = page.look("[...document.querySelectorAll('.paste-title')].map(e => e.getAttribute('href'))")
     assert ids[0] == "#E-not-allocated"

@@ -94,7 +94,7 @@ def after(run: dict[str, Any], rank: int, n: int) -> dict[str, int]:
 
 
 @in_browser
-def test_keys_are_the_players_before_anything_was_clicked(address: str, tab: Tab) -> None:
+def test_player_handles_keys_before_the_first_click(address: str, tab: Tab) -> None:
     at(tab, address)
     tab.press("ArrowRight")
     tab.press("ArrowRight")
@@ -111,11 +111,11 @@ def test_keys_are_the_players_before_anything_was_clicked(address: str, tab: Tab
     assert tab.look("document.querySelector('.player-play').textContent") == "Play"
     # No element got the focus, and the page did not scroll.
     assert tab.look("[document.activeElement.tagName, scrollY]") == ["BODY", 0]
-    assert tab.complaints() == []
+    assert tab.problems() == []
 
 
 @in_browser
-def test_keys_go_to_the_page_where_the_player_is_out_of_sight(address: str, tab: Tab) -> None:
+def test_page_handles_keys_if_the_player_is_not_visible(address: str, tab: Tab) -> None:
     at(tab, address, size="phone")
     tab.look("scrollTo({ top: document.body.scrollHeight, behavior: 'instant' })")
     before = moment(tab)
@@ -140,7 +140,7 @@ def test_player_moves_by_mouse_and_by_timeline(address: str, tab: Tab) -> None:
 
 
 @in_browser
-def test_its_speed_can_be_chosen(address: str, tab: Tab) -> None:
+def test_player_speed_can_be_chosen(address: str, tab: Tab) -> None:
     at(tab, address)
     tab.look(
         "window.delays = []; const real = setTimeout; window.setTimeout = (f, ms) => (delays.push(ms), real(f, ms))"
@@ -154,7 +154,7 @@ def test_its_speed_can_be_chosen(address: str, tab: Tab) -> None:
 
 
 @in_browser
-def test_one_rank_can_be_followed(address: str, tab: Tab) -> None:
+def test_player_can_follow_one_rank(address: str, tab: Tab) -> None:
     at(tab, address)
     run = recordings.find(KEY)
     mine = [m[0] for m in run["ranks"][1]["moments"]]
@@ -173,23 +173,23 @@ def test_one_rank_can_be_followed(address: str, tab: Tab) -> None:
 def test_every_choice_has_a_recording(address: str, tab: Tab) -> None:
     at(tab, address)
     for selector, value in [
-        ("#player-door", "fsdp1"),
+        ("#player-api", "fsdp1"),
         ("#player-strategy", "zero2"),
         ("#player-strategy", "none"),
         ("#player-ranks", "4"),
         ("#player-strategy", "hybrid"),
         ("#player-prefetch", "post"),
         ("#player-wrap", "whole"),
-        ("#player-door", "fsdp2"),
+        ("#player-api", "fsdp2"),
     ]:
         tab.choose(selector, value)
         tab.wait_for(f"{STATUS}.includes('moments')")
         assert tab.look(f"document.querySelector('{selector}').value") == value
-    assert tab.complaints() == []
+    assert tab.problems() == []
 
 
 @in_browser
-def test_it_works_from_a_disk(site: Path, tab: Tab) -> None:
+def test_player_works_from_a_local_file(site: Path, tab: Tab) -> None:
     at(tab, site.as_uri() + "/")
     tab.wait_for("!!document.querySelector('.source-line[aria-current]')")
 
@@ -201,7 +201,7 @@ def test_it_works_from_a_disk(site: Path, tab: Tab) -> None:
 def test_the_address_keeps_run_and_moment(address: str, tab: Tab) -> None:
     at(tab, address, f"#{KEY.replace('fsdp2', 'fsdp1')}/30")
     assert moment(tab) == 30
-    assert tab.look("document.getElementById('player-door').value") == "fsdp1"
+    assert tab.look("document.getElementById('player-api').value") == "fsdp1"
     tab.press("ArrowRight")
     tab.wait_for("location.hash.endsWith('-2/31')")
     tab.send("Page.reload")
@@ -209,15 +209,15 @@ def test_the_address_keeps_run_and_moment(address: str, tab: Tab) -> None:
     # Change the address while the page is open.
     tab.look(f"location.hash = '#{KEY}/7'")
     tab.wait_for(f"{CLOCK}.startsWith('7 /')")
-    assert tab.look("document.getElementById('player-door').value") == "fsdp2"
+    assert tab.look("document.getElementById('player-api').value") == "fsdp2"
 
 
 @in_browser
 @pytest.mark.parametrize("hash_", ["#nonsense/3", f"#{KEY}/999999", f"#{KEY}+nonsense", "#how-to-read-it"])
-def test_an_address_without_such_a_run_or_moment_does_no_harm(address: str, tab: Tab, hash_: str) -> None:
+def test_address_with_unknown_run_or_moment_shows_a_valid_moment(address: str, tab: Tab, hash_: str) -> None:
     at(tab, address, hash_)
     assert 1 <= moment(tab) <= number(tab)
-    assert tab.complaints() == []
+    assert tab.problems() == []
 
 
 # --- the view ---
@@ -362,7 +362,7 @@ def test_two_runs_share_one_axis(address: str, tab: Tab) -> None:
     assert tab.look("document.querySelectorAll('.card').length") == 4
     tab.click(".player-beside")
     assert number(tab) == alone
-    assert tab.complaints() == []
+    assert tab.problems() == []
 
 
 @in_browser
@@ -380,7 +380,7 @@ def test_player_compares_torch_with_this_package(address: str, tab: Tab) -> None
     # A single torch run shows why it has no source.
     at(tab, address, "#" + torchs)
     assert "are not shown" in tab.look("document.querySelector('.source-title').textContent")
-    assert tab.complaints() == []
+    assert tab.problems() == []
 
 
 # --- visibility ---
@@ -388,7 +388,7 @@ def test_player_compares_torch_with_this_package(address: str, tab: Tab) -> None
 
 @in_browser
 @pytest.mark.parametrize("key", [KEY, "fsdp1-full-pre-block-4", "fsdp1-hybrid-pre-block-4", f"{KEY}+{KEY}"])
-def test_everything_is_in_sight_without_scrolling(address: str, tab: Tab, key: str) -> None:
+def test_player_and_cards_are_visible_without_scrolling(address: str, tab: Tab, key: str) -> None:
     at(tab, address, "#" + key + "/40")
     parts = "[...document.querySelectorAll('.player, .player-stage > *, .card')]"
     assert tab.look("document.querySelectorAll('.card').length") == (2 if key == KEY else 4)
@@ -506,7 +506,7 @@ def steps() -> str:
 
 
 @in_browser
-def test_a_trace_is_dropped_and_plays(address: str, tab: Tab, steps: str) -> None:
+def test_dropped_trace_file_is_played(address: str, tab: Tab, steps: str) -> None:
     at(tab, address)
     drop(tab, "steps.json", steps)
     tab.wait_for(f"{STATUS}.includes('steps.json')")
@@ -529,7 +529,7 @@ def test_a_trace_is_dropped_and_plays(address: str, tab: Tab, steps: str) -> Non
     # Return to the recorded run.
     tab.click(".player-back")
     tab.wait_for(f"{STATUS} === '118 moments on 2 ranks, 5 units.'")
-    assert tab.complaints() == []
+    assert tab.problems() == []
 
 
 @in_browser
@@ -557,7 +557,7 @@ def test_trace_is_opened_by_keyboard_and_compared_with_run(address: str, tab: Ta
     drop(tab, "other.json", steps, ".player-run[data-slot='1']")
     tab.wait_for("document.querySelectorAll('.player-title')[1].textContent === 'other.json'")
     assert tab.look("document.querySelector('.player-title').textContent") == "mine.json"
-    assert tab.complaints() == []
+    assert tab.problems() == []
 
 
 @in_browser
@@ -594,11 +594,11 @@ def test_wrong_file_shows_error_and_changes_nothing(address: str, tab: Tab, text
     assert moment(tab) == 5
     # The status is visible without scrolling right after the page is opened.
     assert 0 < tab.look("document.querySelector('.player-status').getBoundingClientRect().top") < 400
-    assert tab.complaints() == []
+    assert tab.problems() == []
 
 
 @ranks(2)
-def test_the_lines_on_the_page_write_such_a_file(tmp_path: Path) -> None:
+def test_example_code_on_the_page_writes_a_trace_file(tmp_path: Path) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / PAGE.replace("html", "md")).read_text(encoding="utf-8")
     code = page.partition("```python\n")[2].partition("```")[0].replace('"steps.json"', repr(str(tmp_path / "s.json")))
     model = fully_shard(nn.Linear(4, 4))

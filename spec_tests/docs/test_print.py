@@ -63,7 +63,7 @@ LAST_OF_CODE = (
 
 @pytest.mark.needs("pypdf")
 @pytest.mark.parametrize("page", PAGES)
-def test_the_last_label_and_the_last_line_are_on_paper(site: Path, tab: Tab, page: str) -> None:
+def test_printed_page_contains_the_last_label_and_the_last_line(site: Path, tab: Tab, page: str) -> None:
     tab.open((site / page).as_uri())
     last = [label for labels in tab.look(LAST_OF_PICTURES) for label in labels] + tab.look(LAST_OF_CODE)
     text = printed(tab)

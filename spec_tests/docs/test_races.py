@@ -59,7 +59,7 @@ def test_bar_shows_median_and_line_shows_quartiles() -> None:
     assert set(re.findall(r"https?://[^\"]*", html)) <= {"http://www.w3.org/2000/svg"}
 
 
-def test_memory_shows_both_of_a_kind_and_no_other() -> None:
+def test_memory_plot_shows_only_the_two_contenders_of_one_kind() -> None:
     from docs_build.drawing import plots
 
     html = plots.raced("memory flat", "Memory.")
@@ -85,7 +85,7 @@ def test_missing_record_gives_no_figure(tmp_path: Path) -> None:
     assert plots.raced("memory flat", "Memory.") == "No run is recorded."
 
 
-def test_the_page_has_all_pictures_that_there_are() -> None:
+def test_page_shows_all_pictures() -> None:
     from docs_build.reading.order import ROOT
 
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")

@@ -93,7 +93,7 @@ def test_a_note_is_read_with_its_function_and_its_statement(tmp_path: Path) -> N
     assert notes_of("n.py", tmp_path) == []
 
 
-def test_a_note_takes_nobodys_address() -> None:
+def test_note_does_not_change_anchors_of_other_rows() -> None:
     anchors = {row.anchor: row for row in read_module("engine/unit.py").rows}
     assert anchors["Unit.unshard-1"].comment.startswith("A unit in the user's")
     assert anchors["Unit.unshard-n1"].note.startswith("The rate limiter.")
@@ -163,7 +163,7 @@ def test_visible_code_needs_no_recording_code(name: str) -> None:
             assert stays & (stored - kept) == set(), function.name
 
 
-def test_the_recorders_are_out_of_sight_in_the_core() -> None:
+def test_recorder_calls_are_hidden_in_the_core() -> None:
     for name in CORE:
         module = read_module(name)
         lines = enumerate(module.text.splitlines(), 1)
@@ -175,7 +175,7 @@ def test_the_recorders_are_out_of_sight_in_the_core() -> None:
 
 
 @pytest.mark.needs("mkdocs")
-def test_each_line_has_a_number_and_what_records_is_folded() -> None:
+def test_each_code_line_has_a_number_and_recording_lines_are_folded() -> None:
     from docs_build.pages.modulepage import code_block
 
     html = code_block([3, 4, 7], ["", "", "a", "b", "", "", "c"], {4})
@@ -236,7 +236,7 @@ def test_function_links_to_its_learn_page() -> None:
 
 @pytest.mark.parametrize("name", CORE)
 @pytest.mark.needs("mkdocs")
-def test_a_core_module_leads_to_learn_and_to_its_tests(name: str) -> None:
+def test_page_of_a_core_module_links_to_learn_page_and_tests(name: str) -> None:
     from docs_build.pages.asides import of_module
 
     above = " ".join(of_module(read_module(name), f"read/{name.removesuffix('.py')}.html"))

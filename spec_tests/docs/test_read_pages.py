@@ -43,22 +43,22 @@ def in_sight(line: int) -> str:
 
 @pytest.mark.parametrize(("width", "height"), [(1440, 900), (820, 1180), (390, 844)])
 @pytest.mark.parametrize("line", [PLAIN, FOLDED])
-def test_the_address_of_a_line_shows_it(address: str, tab: Tab, line: int, width: int, height: int) -> None:
+def test_address_of_a_line_shows_the_line(address: str, tab: Tab, line: int, width: int, height: int) -> None:
     tab.resize(width, height)
     open_at(tab, address, line)
     tab.wait_for(in_sight(line))
     assert tab.look(f"{number(line)}.matches(':target')")
-    assert tab.complaints() == []
+    assert tab.problems() == []
     tab.resize(1280, 900)
 
 
 def test_the_address_of_a_line_works_from_a_disk(site: Path, tab: Tab) -> None:
     tab.open((site / PAGE).as_uri() + f"#L{FOLDED}")
     tab.wait_for(in_sight(FOLDED))
-    assert tab.complaints() == []
+    assert tab.problems() == []
 
 
-def test_the_address_of_a_line_of_prose_shows_the_code_before_it(address: str, tab: Tab) -> None:
+def test_address_of_a_prose_line_shows_the_preceding_code(address: str, tab: Tab) -> None:
     before = max(n for row in MODULE.rows for n in row.lines if n < PROSE)
     assert LINES[before - 1].strip() == "def wait(self) -> None:"
     open_at(tab, address, PROSE)
@@ -77,7 +77,7 @@ def test_recording_code_is_folded_and_opens_by_key(address: str, tab: Tab) -> No
     tab.wait_for(f"!{fold}.open")
 
 
-def test_arrows_go_from_line_to_line_and_tab_past_them(address: str, tab: Tab) -> None:
+def test_arrow_keys_move_between_lines_and_tab_key_leaves_them(address: str, tab: Tab) -> None:
     assert MODULE.recording >= {*range(BEFORE + 1, PLAIN)}
     open_at(tab, address, BEFORE)
     stops = "[...document.querySelectorAll('.sbs-code a[data-n]')].filter(e => e.tabIndex === 0).map(e => e.id)"
@@ -99,7 +99,7 @@ def test_a_click_on_a_number_copies_the_link(address: str, tab: Tab) -> None:
     tab.click(f"#L{PLAIN}")
     tab.wait_for(f"document.querySelector('[role=status].read-said').textContent.includes('line {PLAIN}')")
     assert tab.look("location.hash") == f"#L{PLAIN}"
-    assert tab.complaints() == []
+    assert tab.problems() == []
 
 
 def test_a_selection_of_code_has_no_numbers(address: str, tab: Tab) -> None:
@@ -112,7 +112,7 @@ def test_a_selection_of_code_has_no_numbers(address: str, tab: Tab) -> None:
     assert tab.look(f"getComputedStyle({number(PLAIN)}).visibility") == "visible"
 
 
-def test_on_paper_all_of_the_code_is_there(address: str, tab: Tab) -> None:
+def test_printed_page_shows_all_code(address: str, tab: Tab) -> None:
     tab.open(f"{address}{PAGE}")
     tab.send("Emulation.setEmulatedMedia", media="print")
     try:

@@ -28,7 +28,7 @@ def test_equal_blocks_take_about_the_same_time(key: str) -> None:
     assert all(record.unevenness(events) <= record.EVEN for events in pictures.events_of(key))
 
 
-def test_a_step_in_which_another_program_was_at_work_is_not_even() -> None:
+def test_step_disturbed_by_another_program_counts_as_uneven() -> None:
     lengths = {"0": 2.7, "1": 29.0, "2": 2.9}
     events = [Event("F", f"stage.block{name}", 0.0, length) for name, length in lengths.items()]
     assert record.unevenness(events) == pytest.approx(29.0 / 2.7)
@@ -43,10 +43,10 @@ def test_collectives_in_picture_have_arrival_times() -> None:
             assert event.start < event.arrived <= event.end
 
 
-@pytest.mark.parametrize("door", ["fsdp1", "fsdp2"])
+@pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
 @ranks(2)
-def test_the_engine_does_what_was_recorded(door: str) -> None:
-    run = record.Run(door, "full", "pre", "block", 2)
+def test_engine_performs_the_recorded_steps(api: str) -> None:
+    run = record.Run(api, "full", "pre", "block", 2)
     found = record.perform(run)
     if found is None:
         assert dist.get_rank() == 1
@@ -60,10 +60,10 @@ def test_the_engine_does_what_was_recorded(door: str) -> None:
         ], "the engine has changed: python -m docs_build.recording.record --player"
 
 
-@pytest.mark.parametrize("door", ["torch1", "torch2"])
+@pytest.mark.parametrize("api", ["torch1", "torch2"])
 @ranks(2)
-def test_torch_does_what_was_recorded(door: str) -> None:
-    run = record.Run(door, "full", "pre", "block", 2)
+def test_torch_performs_the_recorded_steps(api: str) -> None:
+    run = record.Run(api, "full", "pre", "block", 2)
     found = record.perform(run)
     if found is None:
         assert dist.get_rank() == 1
@@ -76,7 +76,7 @@ def test_torch_does_what_was_recorded(door: str) -> None:
 @pytest.mark.parametrize("strategy", ["full", "zero2"])
 @pytest.mark.parametrize("generation", "12")
 def test_torch_run_has_same_events_as_ours(generation: str, strategy: str) -> None:
-    runs = [recordings.find(f"{door}{generation}-{strategy}-pre-block-2") for door in ("fsdp", "torch")]
+    runs = [recordings.find(f"{api}{generation}-{strategy}-pre-block-2") for api in ("fsdp", "torch")]
     assert runs[0]["units"] == runs[1]["units"]
     for ours, torchs in zip(*(run["ranks"] for run in runs), strict=True):
         assert ours["pieces"] == torchs["pieces"]
@@ -94,7 +94,7 @@ def test_recorded_functions_have_their_source_rows() -> None:
             assert anchor in {row.anchor for row in read_module(name).rows}
 
 
-def test_the_line_of_each_recorded_function_is_found_and_does_not_only_record() -> None:
+def test_line_of_each_recorded_function_is_found_and_not_only_recording_code() -> None:
     found = set()
     for run in recordings.load()["runs"].values():
         for kind, _, begins, *_, stack, _, _ in (moment for rank in run["ranks"] for moment in rank["moments"]):

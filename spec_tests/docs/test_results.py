@@ -52,7 +52,7 @@ def test_results_of_other_backend_stay_in_record(tmp_path: Path, monkeypatch: py
     assert written["rows"]["CTOR-01"]["kinds"] == {"cpu-gloo": "text"}
 
 
-def test_the_numbers_of_the_readme_are_those_of_the_record() -> None:
+def test_numbers_in_the_readme_equal_those_of_the_record() -> None:
     rows = json.loads(results.RECORD.read_text())["rows"].values()
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     lines = {line.group(1): line.group(2) for line in re.finditer(r"^\| `([a-z-]+)` \| (.*) \|$", readme, re.MULTILINE)}

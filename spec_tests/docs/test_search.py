@@ -54,10 +54,10 @@ def found_in(tab: Tab, asked: dict[str, str]) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("part", OURS)
-def test_each_message_of_ours_finds_its_entry_first(page: Tab, part: str) -> None:
+def test_each_message_of_this_package_finds_its_entry_first(page: Tab, part: str) -> None:
     asked = {message.id: OURS[part](message) for message in messages()}
     assert share(f"search, ours, {part}", found_in(page, asked)) == 1
-    assert page.complaints() == []
+    assert page.problems() == []
 
 
 def test_each_error_of_torch_finds_its_entry_first(page: Tab) -> None:
@@ -71,9 +71,9 @@ def test_theme_handles_other_searches(page: Tab, words: str) -> None:
     assert found_in(page, {"it": words})["it"]
 
 
-def test_it_does_so_from_a_disk(site: Path, tab: Tab) -> None:
+def test_search_finds_errors_from_a_local_file(site: Path, tab: Tab) -> None:
     tab.open((site / "learn/why.html").as_uri())
     tab.click(".md-search__input")
     tab.wait_for("document.querySelector('.md-search-result__meta').textContent.includes('Type to start')", 120)
     assert found_in(tab, {"it": OF_TORCH["E-freed-storage"]})["it"][0] == "E-freed-storage"
-    assert tab.complaints() == []
+    assert tab.problems() == []

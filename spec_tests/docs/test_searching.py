@@ -41,7 +41,7 @@ def test_exclusion_matches_full_class_and_keeps_attributes() -> None:
 
 @docs
 @pytest.mark.parametrize("words", NOT_TEXT)
-def test_no_excerpt_has_what_is_not_the_pages_text(site: Path, words: str) -> None:
+def test_search_excerpts_contain_only_text_of_the_page(site: Path, words: str) -> None:
     found = {one["location"]: re.search(f".{{0,40}}(?:{words})", one["text"]) for one in documents(site)}
     assert {place: match[0] for place, match in found.items() if match} == {}
 
@@ -64,7 +64,7 @@ def test_every_page_can_be_found(site: Path) -> None:
         ("troubleshoot.html", "mixed torch.Tensor and DTensor"),
     ],
 )
-def test_the_texts_are_all_there(site: Path, page: str, words: str) -> None:
+def test_search_index_contains_the_texts_of_the_pages(site: Path, page: str, words: str) -> None:
     plain = re.sub("<[^>]+>", "", words)
     texts = [one["title"] + one["text"] for one in documents(site) if one["location"].startswith(page)]
     assert any(plain in re.sub("<[^>]+>", "", text) for text in texts)
@@ -83,11 +83,11 @@ def test_search_texts_load_at_first_search(site: Path, address: str, tab: Tab, f
     tab.press("End")
     tab.wait_for("!!document.querySelector('.md-search-result__link')", 120)
     assert len([url for url in tab.requests() if "documents.js" in url]) == 1
-    assert tab.complaints() == []
+    assert tab.problems() == []
 
 
 @docs
-def test_a_search_in_the_address_is_answered(address: str, tab: Tab) -> None:
+def test_search_query_in_the_address_gives_results(address: str, tab: Tab) -> None:
     tab.open("about:blank")
     tab.open(address + "index.html?q=record_stream")
     tab.wait_for("!!document.querySelector('.md-search-result__link')", 120)

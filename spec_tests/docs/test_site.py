@@ -26,7 +26,7 @@ def test_every_link_and_anchor_leads_somewhere(site: Path) -> None:
     assert list(links.problems(site)) == []
 
 
-def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+def test_site_loads_no_external_resources(site: Path) -> None:
     assert list(links.external(site)) == []
 
 
@@ -51,13 +51,13 @@ def survey(site: Path, address: str, tab: Tab) -> dict[str, tuple[list[str], lis
         tab.open(address + page)
         tab.resize(*PHONE)
         width = tab.look("document.documentElement.scrollWidth")
-        found[page] = (tab.complaints(), tab.requests(), width)
+        found[page] = (tab.problems(), tab.requests(), width)
     tab.resize(*DESK)
     return found
 
 
-def test_every_page_opens_without_complaint(survey: dict[str, tuple[list[str], list[str], int]]) -> None:
-    assert {page: complaints for page, (complaints, _, _) in survey.items() if complaints} == {}
+def test_every_page_opens_without_problem(survey: dict[str, tuple[list[str], list[str], int]]) -> None:
+    assert {page: problems for page, (problems, _, _) in survey.items() if problems} == {}
 
 
 def test_pages_load_nothing_from_other_sites(survey: dict[str, tuple[list[str], list[str], int]], address: str) -> None:
@@ -78,7 +78,7 @@ def find_the_error_of_mixed_tensors(tab: Tab) -> None:
     # The search field listens for keyup events. Without one, it would use inserted text only at the next key.
     tab.press("End")
     tab.wait_for("!!document.querySelector('.md-search-result__link[href*=troubleshoot]')", 120)
-    assert tab.complaints() == []
+    assert tab.problems() == []
 
 
 def test_the_search_works_from_a_disk(site: Path, tab: Tab) -> None:
@@ -102,7 +102,7 @@ def test_the_search_finds_an_error_by_its_text(address: str, tab: Tab) -> None:
     find_the_error_of_mixed_tensors(tab)
 
 
-def test_dark_and_light_both_have_a_readable_ground(address: str, tab: Tab) -> None:
+def test_dark_and_light_theme_have_readable_background_colours(address: str, tab: Tab) -> None:
     tab.open(address + "read/engine/unit.html")
     ground = "getComputedStyle(document.body).backgroundColor"
     grounds = set()

@@ -58,7 +58,7 @@ def test_drawn_weight_has_row_shards_of_torch() -> None:
 
 
 @pytest.mark.parametrize("strategy", linkbytes.STRATEGIES)
-def test_the_links_of_a_drawing_carry_what_the_package_counts(strategy: str) -> None:
+def test_links_of_a_drawing_have_the_bytes_that_the_package_counts(strategy: str) -> None:
     summed = Counter[bool]()
     for (a, b), num_bytes in linkbytes.links(strategy).items():
         summed[a // 2 != b // 2] += num_bytes
@@ -93,7 +93,7 @@ def test_hybrid_sketch_shows_recorded_bytes_per_link() -> None:
 
 
 @pytest.mark.needs("mkdocs")
-def test_the_hybrid_tutorials_page_shows_that_drawing() -> None:
+def test_page_of_the_hybrid_tutorial_shows_the_drawing() -> None:
     from docs_build.pages.lessonpage import lesson_page
 
     page = lesson_page("tutorials/hybrid.py")
@@ -101,7 +101,7 @@ def test_the_hybrid_tutorials_page_shows_that_drawing() -> None:
     assert "50.1 kB between machines. Between steps a rank stores 50.1 kB" in page
 
 
-def test_the_steps_of_a_unit_are_those_of_the_recorded_run() -> None:
+def test_drawn_steps_of_a_unit_equal_the_recorded_run() -> None:
     steps = {hook: hooksteps.after(hook) for hook in hooksteps.STEPS}
     own = {hook: [kind for kind, unit, begins, _ in step.happened if unit == hooksteps.UNIT and begins]
            for hook, step in steps.items()}  # fmt: skip
@@ -148,7 +148,7 @@ def test_every_drawing_is_on_a_page() -> None:
 @pytest.mark.docs
 @pytest.mark.needs("mkdocs")
 @pytest.mark.parametrize("page", PAGES)
-def test_drawings_can_be_read_on_a_phone_and_in_the_dark(site: Path, tab: Tab, page: str) -> None:
+def test_drawings_are_readable_on_a_phone_and_in_dark_theme(site: Path, tab: Tab, page: str) -> None:
     tab.resize(390, 844)
     tab.open((site / f"{page}.html").as_uri())
     panels = "[...document.querySelectorAll('.sketch-panel svg')]"

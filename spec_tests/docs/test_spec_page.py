@@ -33,7 +33,7 @@ def test_address_filters_open_and_partial_requirements(address: str, tab: Tab) -
         assert tab.look(COUNTED).startswith(str(len(with_tag(tag))))
 
 
-def test_the_choice_is_kept_in_the_address_from_a_disk_too(site: Path, address: str, tab: Tab) -> None:
+def test_choice_is_kept_in_the_address_also_from_a_local_file(site: Path, address: str, tab: Tab) -> None:
     for start in (address, site.as_uri() + "/"):
         visit(tab, start + "spec.html")
         tab.choose("#spec-section", "PREF")
@@ -49,7 +49,7 @@ def test_the_choice_is_kept_in_the_address_from_a_disk_too(site: Path, address: 
         tab.choose("#spec-verdict", "")
         tab.choose("#spec-words", "")
         assert tab.look("location.href") == start + "spec.html"
-        assert tab.complaints() == []
+        assert tab.problems() == []
 
 
 def test_address_with_invalid_filter_shows_all_requirements(address: str, tab: Tab) -> None:
@@ -107,7 +107,7 @@ def test_badges_can_be_read_in_light_and_in_dark(address: str, tab: Tab, scheme:
     assert {name: ratio for name, ratio in lowest.items() if ratio < 4.5} == {}
 
 
-def test_the_table_of_what_ran_where_is_a_table(address: str, tab: Tab) -> None:
+def test_results_of_each_backend_are_shown_in_a_table(address: str, tab: Tab) -> None:
     visit(tab, f"{address}spec.html")
     cells = tab.look("[...document.querySelectorAll('article table tbody tr')].slice(0, 3).map(row => row.innerText)")
     assert [text.split("\t")[0] for text in cells] == list(results.WHERE.values())

@@ -20,12 +20,12 @@ def says(page: str, *patterns: str) -> bool:
 
 
 @pytest.mark.spec("MIG-06")
-def test_the_way_to_fsdp2_names_ddp_for_what_has_no_counterpart() -> None:
+def test_migration_page_to_fsdp2_names_ddp_in_place_of_no_shard() -> None:
     assert says("moving/from-fsdp1.md", r"`NO_SHARD` \| DDP")
 
 
 @pytest.mark.spec("IGN-11")
-def test_it_calls_ignored_states_the_preferred_spelling() -> None:
+def test_migration_page_calls_ignored_states_the_preferred_spelling() -> None:
     assert says("moving/from-fsdp1.md", r"`ignored_modules` is still accepted; `ignored_states`.*preferred spelling")
 
 
@@ -68,7 +68,7 @@ def test_troubleshoot_warns_of_hangs_and_lost_gradients() -> None:
 
 
 @pytest.mark.spec("TRAIN-26")
-def test_the_way_from_ddp_leaves_the_learning_rate_alone() -> None:
+def test_migration_page_from_ddp_keeps_the_learning_rate() -> None:
     assert says("moving/from-ddp.md", r"learning rate stays.*is an option when large batches.*nothing to do with FSDP")
 
 

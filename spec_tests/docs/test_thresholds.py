@@ -34,7 +34,7 @@ def largest(num_shards: int, unsharded: float = 0.0) -> float:
     return HALF / (states + unsharded) / 1e9
 
 
-def test_the_largest_models_are_those_of_the_formulas() -> None:
+def test_largest_models_equal_those_of_the_formulas() -> None:
     found = {int(ranks): cells for ranks, *cells in rows_of("### Memory")}
     for ranks, cells in found.items():
         computed = [largest(1), largest(8), largest(ranks, 2.0), largest(ranks)]
@@ -46,7 +46,7 @@ def test_the_largest_models_are_those_of_the_formulas() -> None:
     assert list(found) == [8, 16, 64]
 
 
-def test_the_first_table_agrees_with_them() -> None:
+def test_thresholds_table_agrees_with_the_calculated_sizes() -> None:
     rules = " ".join(" ".join(row) for row in rows_of("## Thresholds"))
     assert "2.5 billion parameters with 80 GB, 0.75 billion with 24 GB" in rules
     assert (largest(1), largest(1) * 24 / 80) == (2.5, 0.75)
@@ -86,13 +86,13 @@ def test_the_tokens_are_those_of_the_formulas() -> None:
     assert len(table) == 5
 
 
-def test_hybrid_divides_the_traffic_as_the_page_says() -> None:
+def test_hybrid_sends_the_traffic_that_the_page_states() -> None:
     ratios = {n: model_crossings("FULL_SHARD", n)[1] / model_crossings("HYBRID_SHARD", n)[1] for n in (2, 4, 16)}
     assert {n: f"{ratio:.1f}" for n, ratio in ratios.items()} == {2: "2.8", 4: "1.9", 16: "1.6"}
     assert "by 2.8 with two machines, by 1.9\nwith four, and by 1.6 with sixteen" in PAGE
 
 
-def test_the_other_numbers_follow_from_the_page_itself() -> None:
+def test_other_numbers_on_the_page_follow_from_its_formulas() -> None:
     assert [row[1] for row in rows_of("### Dtypes")] == [str(2 * low + high) for low, high in ((4, 4), (2, 4), (2, 2))]
     assert (16 * 29_975_214_080 // 8 + 500_000_000) // 10**9 == 60
     assert round(16 * 8.03e9 * (1 / 8 - 1 / 128) / 2**30, 1) == 14.0
@@ -106,7 +106,7 @@ def test_the_other_numbers_follow_from_the_page_itself() -> None:
     assert (round(100 * (1 - 5605 / 5762), 1), round(4 * 22.2)) == (2.7, 89)
 
 
-def test_the_snippet_that_swaps_the_names_works() -> None:
+def test_snippet_that_replaces_the_names_of_torch_works() -> None:
     """A module that imports torch's names afterwards trains with this package."""
     page = (ROOT / "docs" / "job-fails.md").read_text(encoding="utf-8")
     snippet = page.partition("```python\n")[2].partition("```")[0]

@@ -44,7 +44,7 @@ def cold(address: str, tab: Tab) -> dict[str, dict[str, int]]:
     return found
 
 
-def test_no_page_is_heavier_than_it_must_be(cold: dict[str, dict[str, int]]) -> None:
+def test_page_size_is_limited(cold: dict[str, dict[str, int]]) -> None:
     weights = {page: sum(files.values()) for page, files in cold.items()}
     print(weights)
     assert min(weights.values()) > 100_000

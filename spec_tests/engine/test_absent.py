@@ -35,7 +35,7 @@ def test_placeholder_has_shape_dtype_and_device(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.pure
-def test_its_text_names_the_parameter_and_has_no_values() -> None:
+def test_placeholder_text_names_the_parameter_and_has_no_values() -> None:
     text = "PlaceholderParameter('layer.weight', shape=(2, 3), dtype=torch.float32)"
     assert repr(placeholder()) == text
     assert str(placeholder()) == text
@@ -75,7 +75,7 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.pure
 @pytest.mark.spec("ORIG-11")
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_any_operation_raises_with_the_name_and_the_remedy(operation: str) -> None:
+def test_any_operation_on_a_placeholder_raises_with_name_and_remedy(operation: str) -> None:
     with pytest.raises(RuntimeError) as caught:
         OPERATIONS[operation](placeholder())
     message = str(caught.value)
@@ -85,7 +85,7 @@ def test_any_operation_raises_with_the_name_and_the_remedy(operation: str) -> No
 
 
 @pytest.mark.pure
-def test_it_has_no_memory_to_read_by_accident() -> None:
+def test_placeholder_has_no_memory() -> None:
     assert placeholder().data_ptr() == 0
 
 
@@ -98,7 +98,7 @@ def test_a_deep_copy_raises_with_the_remedy() -> None:
 
 
 @pytest.mark.pure
-def test_a_place_that_shows_it_can_be_looked_at() -> None:
+def test_placeholder_parameter_can_be_read_from_the_module() -> None:
     linear = nn.Linear(3, 2)
     info = ParamInfo.of(linear, "weight", "layer.weight")
     del linear.weight

@@ -89,7 +89,7 @@ def test_the_leaves_have_the_compute_dtype_and_the_shards_their_own() -> None:
 
 @pytest.mark.spec("FS2-26")
 @ranks(2)
-def test_the_leaves_have_memory_from_copy_out_to_free_and_stay_the_same_tensors() -> None:
+def test_leaves_have_memory_from_copy_out_to_free_and_remain_the_same_tensors() -> None:
     bucket = bucket_of(world())
     leaves, storage = list(bucket.leaves), bucket.leaves[0].untyped_storage()
     for _ in range(2):

@@ -43,7 +43,7 @@ def test_factors_before_and_after_multiply_to_world_size(num_ranks: int, dtype: 
 @pytest.mark.pure
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d is not torch.float16], ids=str)
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 64])
-def test_a_wide_dtype_is_divided_only_after_the_sum_where_least_is_left(num_ranks: int, dtype: torch.dtype) -> None:
+def test_wide_dtype_is_divided_only_after_the_sum(num_ranks: int, dtype: torch.dtype) -> None:
     assert Scaling.of(num_ranks, dtype) == Scaling(1.0, float(num_ranks))
 
 
@@ -52,7 +52,7 @@ def test_a_wide_dtype_is_divided_only_after_the_sum_where_least_is_left(num_rank
     ("num_ranks", "before", "after"),
     [(1, 1, 1), (2, 2, 1), (3, 2, 1.5), (4, 2, 2), (6, 4, 1.5), (8, 4, 2), (12, 4, 3), (16, 4, 4), (64, 8, 8)],
 )
-def test_float16_is_divided_in_two_parts_as_near_to_the_root_as_powers_of_two_allow(
+def test_float16_is_divided_in_two_steps_by_powers_of_two_near_the_square_root(
     num_ranks: int, before: float, after: float
 ) -> None:
     assert Scaling.of(num_ranks, torch.float16) == Scaling(before, after)
@@ -60,7 +60,7 @@ def test_float16_is_divided_in_two_parts_as_near_to_the_root_as_powers_of_two_al
 
 @pytest.mark.pure
 @given(st.integers(1, 4096))
-def test_the_two_parts_in_float16_are_within_a_factor_of_two_where_the_number_of_ranks_is_a_power_of_two(
+def test_float16_divisors_differ_at_most_by_a_factor_of_two_for_a_power_of_two_of_ranks(
     num_ranks: int,
 ) -> None:
     scaling = Scaling.of(num_ranks, torch.float16)
@@ -79,7 +79,7 @@ def test_the_rule_for_float16_is_that_of_torch() -> None:
 
 
 @pytest.mark.pure
-def test_a_sum_that_would_overflow_in_float16_does_not() -> None:
+def test_float16_gradients_whose_sum_would_overflow_are_reduced_correctly() -> None:
     gradients = [torch.full((3,), 16384.0, dtype=torch.float16) for _ in range(8)]
     assert torch.isinf(torch.stack(gradients).sum(0)).all()
     scaling = Scaling.of(8, torch.float16)
@@ -92,7 +92,7 @@ def test_a_sum_that_would_overflow_in_float16_does_not() -> None:
 
 
 @pytest.mark.pure
-def test_a_division_by_one_touches_nothing() -> None:
+def test_division_by_one_does_not_change_the_tensor() -> None:
     tensor = torch.ones(3)
     version = tensor._version
     Scaling(1.0, 1.0).prepare(tensor)
@@ -137,7 +137,7 @@ def test_a_broadcast_leaves_the_value_of_the_source_everywhere(source: int) -> N
 
 @ranks(2)
 @pytest.mark.spec("SHARD-06")
-def test_complex_numbers_travel_and_are_added_like_others() -> None:
+def test_complex_tensors_are_sent_and_summed_like_other_tensors() -> None:
     rank = dist.get_rank()
     mine = torch.tensor([1 + 2j, 3 - 1j], device=device()) * (rank + 1)
     output = torch.zeros(4, dtype=mine.dtype, device=device())
@@ -153,7 +153,7 @@ def test_complex_numbers_travel_and_are_added_like_others() -> None:
 
 
 @ranks(4)
-def test_the_source_of_a_broadcast_is_a_position_in_the_group_and_no_global_rank() -> None:
+def test_source_of_a_broadcast_is_an_index_in_the_group_and_not_a_global_rank() -> None:
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = dist.get_rank() // 2
     tensor = row(dist.get_rank())
@@ -184,6 +184,6 @@ def test_all_reduce_equals_reduce_scatter_and_all_gather_bitwise(num_elements: i
 @pytest.mark.spec("PAR-04")
 @pytest.mark.parametrize("num_elements", [4, 64, 10000])
 @ranks(4)
-def test_on_four_ranks_the_two_ways_differ_by_the_order_of_the_sum_at_most(num_elements: int) -> None:
+def test_both_forms_of_all_reduce_on_four_ranks_differ_at_most_by_the_order_of_the_sum(num_elements: int) -> None:
     reduced, put_together = _all_reduce_two_ways(num_elements)
     torch.testing.assert_close(reduced, put_together, rtol=1e-6, atol=1e-6)

@@ -28,7 +28,7 @@ def test_there_are_three_named_comm_streams() -> None:
 
 
 @pytest.mark.pure
-def test_cpu_handle_is_the_work_and_not_yet_waited_for() -> None:
+def test_cpu_handle_is_the_work_before_any_wait() -> None:
     comm_stream, work = CommStream("gather", CPU), Work()
     with comm_stream as entered:
         handle = comm_stream.handle(work)

@@ -25,7 +25,7 @@ from spec_tests.harness import device, ranks
 from spec_tests.models.running import Wire
 
 WIDTH = 6
-DOORS = ("wrapper", "function")
+APIS = ("wrapper", "function")
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP")
 
 
@@ -43,9 +43,9 @@ class Pair(nn.Module):
         return x
 
 
-def sharded(door: str, strategy: str = "FULL_SHARD", mesh: Any = None) -> Any:
+def sharded(api: str, strategy: str = "FULL_SHARD", mesh: Any = None) -> Any:
     model = Pair().to(device())
-    if door == "function":
+    if api == "function":
         mesh = mesh or init_device_mesh(device().type, (dist.get_world_size(),))
         keeps = strategy == "SHARD_GRAD_OP"
         for part in (model.a, model.b, model):
@@ -82,10 +82,10 @@ def parts_in(model: Any, train: Callable[[], None], then: Callable[[], None]) ->
 
 @pytest.mark.spec("ORDER-01", "ORDER-02", "ORDER-03", "ORDER-07")
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("api", APIS)
 @ranks(2)
-def test_another_order_in_the_third_iteration_is_noticed_on_every_rank(door: str, strategy: str) -> None:
-    model = sharded(door, strategy)
+def test_another_order_in_the_third_iteration_is_noticed_on_every_rank(api: str, strategy: str) -> None:
+    model = sharded(api, strategy)
     for _ in range(2):
         step(model)
         model.zero_grad()
@@ -112,11 +112,11 @@ class Layers(nn.Module):
 
 
 @pytest.mark.spec("ORDER-01", "ORDER-03")
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("api", APIS)
 @ranks(2)
-def test_another_order_of_the_layers_in_a_list_is_noticed(door: str) -> None:
+def test_another_order_of_the_layers_in_a_list_is_noticed(api: str) -> None:
     model: Any = Layers().to(device())
-    if door == "wrapper":
+    if api == "wrapper":
         model.layers = nn.ModuleList(FSDP(layer, device_id=device()) for layer in model.layers)
         model = FSDP(model, device_id=device())
     else:
@@ -150,10 +150,10 @@ SAVES: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.spec("ORDER-12")
 @pytest.mark.accelerator
 @pytest.mark.parametrize("what", SAVES)
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("api", APIS)
 @ranks(2)
-def test_divergence_of_last_iteration_is_reported_before_save(door: str, what: str) -> None:
-    model = sharded(door)
+def test_divergence_of_last_iteration_is_reported_before_save(api: str, what: str) -> None:
+    model = sharded(api)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model)
     optimizer.step()
@@ -178,7 +178,7 @@ def test_divergence_of_last_iteration_is_reported_before_save(door: str, what: s
 @pytest.mark.spec("ORDER-12")
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
 @ranks(2)
-def test_the_message_counts_the_steps_that_were_taken_since(num_steps: int) -> None:
+def test_message_counts_the_optimizer_steps_since_the_difference(num_steps: int) -> None:
     model = sharded("wrapper")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model)
@@ -192,11 +192,11 @@ def test_the_message_counts_the_steps_that_were_taken_since(num_steps: int) -> N
 
 
 @pytest.mark.spec("ORDER-04")
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("api", APIS)
 @ranks(4)
-def test_with_replicas_all_ranks_raise(door: str) -> None:
+def test_order_error_with_replicas_is_raised_on_all_ranks(api: str) -> None:
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = sharded(door, "HYBRID_SHARD", mesh)
+    model = sharded(api, "HYBRID_SHARD", mesh)
     step(model)
     # Rank 0 shares one group with rank 1 and one with rank 2, and both issue the same collectives as rank 0.
     text = parts_in(model, lambda: step(model, "ba" if dist.get_rank() == 3 else "ab"), lambda: step(model))
@@ -243,7 +243,7 @@ def test_experts_that_only_one_of_four_ranks_has_used_are_noticed_by_all_replica
 
 @pytest.mark.spec("ORDER-08")
 @ranks(2)
-def test_in_one_flat_unit_each_experts_gradient_has_its_place_and_nothing_is_refused() -> None:
+def test_one_flat_unit_trains_experts_that_run_on_different_ranks() -> None:
     model = FSDP(Experts(), device_id=device(), use_orig_params=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -256,10 +256,10 @@ def test_in_one_flat_unit_each_experts_gradient_has_its_place_and_nothing_is_ref
 
 @pytest.mark.spec("ORDER-08")
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("api", APIS)
 @ranks(2)
-def test_equal_collectives_on_all_ranks_are_accepted(door: str, strategy: str) -> None:
-    model = sharded(door, strategy)
+def test_equal_collectives_on_all_ranks_are_accepted(api: str, strategy: str) -> None:
+    model = sharded(api, strategy)
     step(model, "a")  # All ranks skip a unit.
     step(model)
     with pytest.raises(AttributeError):
@@ -269,7 +269,7 @@ def test_equal_collectives_on_all_ranks_are_accepted(door: str, strategy: str) -
 
 @pytest.mark.spec("ORDER-08")
 @ranks(2)
-def test_a_rank_may_use_a_frozen_model_alone_where_nothing_is_sent() -> None:
+def test_one_rank_may_run_a_frozen_model_that_needs_no_communication() -> None:
     model = sharded("wrapper", "NO_SHARD")
     step(model)
     for parameter in model.parameters():
@@ -285,10 +285,10 @@ def test_a_rank_may_use_a_frozen_model_alone_where_nothing_is_sent() -> None:
 
 
 @pytest.mark.spec("ORDER-09")
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("api", APIS)
 @ranks(2)
-def test_it_costs_one_small_collective_that_modes_do_not_see(door: str) -> None:
-    model = sharded(door)
+def test_order_check_issues_one_small_collective_that_modes_do_not_count(api: str) -> None:
+    model = sharded(api)
     step(model)
     ask, asked = collectives.ask, []
     with pytest.MonkeyPatch.context() as patch, Wire() as wire:

@@ -159,7 +159,7 @@ def test_a_post_accumulate_grad_hook_raises(api: str, offload: bool) -> None:
 
 @pytest.mark.spec("GRAD-05")
 @ranks(1)
-def test_a_stream_that_is_entered_again_is_left_in_order() -> None:
+def test_nested_contexts_of_one_stream_restore_the_previous_stream() -> None:
     comm_streams = CommStreams(device())
     if comm_streams.reduce.stream is None:
         return

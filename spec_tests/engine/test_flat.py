@@ -56,7 +56,7 @@ def values_of(module: nn.Module) -> list[Tensor]:
 @pytest.mark.spec("SHARD-02", "SHARD-03")
 @both_kinds
 @ranks(4)
-def test_each_rank_stores_an_equal_slice_and_only_the_last_one_has_padding(original: bool) -> None:
+def test_each_rank_stores_an_equal_shard_and_only_the_last_one_has_padding(original: bool) -> None:
     layout = lay_out(a_block(), use_orig_params=original)
     row = torch.cat([p.detach().reshape(-1) for p in a_block().parameters()])
     rank = dist.get_rank()
@@ -122,7 +122,7 @@ def test_all_gather_shows_full_views_and_reshard_frees_them(original: bool) -> N
 
 @pytest.mark.spec("ORIG-11")
 @ranks(2)
-def test_a_sharded_module_shows_absent_parameters() -> None:
+def test_sharded_module_has_placeholder_parameters() -> None:
     block = a_block()
     layout = lay_out(block)
     for round_ in range(2):
@@ -136,7 +136,7 @@ def test_a_sharded_module_shows_absent_parameters() -> None:
 
 @pytest.mark.spec("ORIG-03", "ORIG-08")
 @ranks(2)
-def test_with_original_parameters_a_sharded_module_shows_its_own_part_of_each() -> None:
+def test_module_with_original_parameters_shows_the_local_shard_of_each_parameter() -> None:
     block = a_block()
     mine = list(block.parameters())
     layout = lay_out(block, use_orig_params=True)
@@ -298,7 +298,7 @@ def test_frozen_and_trained_parameters_in_one_flat_parameter_raise_with_both_lis
 
 
 @ranks(2)
-def test_after_that_error_the_module_is_as_it_was() -> None:
+def test_mixed_requires_grad_error_leaves_the_module_unchanged() -> None:
     block = a_block()
     block.up.bias.requires_grad_(False)
     with pytest.raises(ValueError, match="requires_grad"):
@@ -326,7 +326,7 @@ def test_integer_only_unit_raises_with_names_and_remedy(original: bool) -> None:
 
 
 @ranks(2)
-def test_a_unit_of_one_element_leaves_a_rank_with_padding_alone_and_trains() -> None:
+def test_unit_of_one_element_trains_with_only_padding_on_one_rank() -> None:
     for original in (False, True):
         model = shard_each(nn.Sequential(Scale().to(device())), use_orig_params=original)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)

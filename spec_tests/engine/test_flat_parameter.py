@@ -62,7 +62,7 @@ def test_a_reduced_gradient_is_widened_unless_it_may_keep_its_dtype(keep: bool) 
 
 @pytest.mark.pure
 @pytest.mark.spec("NOSYNC-05")
-def test_an_unreduced_gradient_is_shown_in_full_size_and_adds_up() -> None:
+def test_unreduced_gradient_is_shown_in_full_size_and_accumulates() -> None:
     made = registered()
     gradients = FlatGradients(made)
     gradients.keep_unreduced(row(1, 1, 1, 1))
@@ -79,7 +79,7 @@ def test_an_unreduced_gradient_is_shown_in_full_size_and_adds_up() -> None:
 
 
 @pytest.mark.pure
-def test_a_reduced_gradient_is_put_aside_for_an_unreduced_one_and_comes_back() -> None:
+def test_reduced_gradient_is_restored_after_the_unreduced_gradient_is_taken() -> None:
     made = registered()
     gradients = FlatGradients(made)
     gradients.add_reduced(row(5, 6))
@@ -94,7 +94,7 @@ def test_a_reduced_gradient_is_put_aside_for_an_unreduced_one_and_comes_back() -
 
 @pytest.mark.pure
 @pytest.mark.spec("FWD-08")
-def test_zero_grad_drops_the_unreduced_gradient_and_what_was_put_aside() -> None:
+def test_zero_grad_drops_the_reduced_and_the_unreduced_gradient() -> None:
     made = registered()
     gradients = FlatGradients(made)
     gradients.add_reduced(row(5, 6))
@@ -106,7 +106,7 @@ def test_zero_grad_drops_the_unreduced_gradient_and_what_was_put_aside() -> None
 
 
 @pytest.mark.pure
-def test_there_is_nothing_to_take_where_nothing_was_kept() -> None:
+def test_take_unreduced_returns_none_without_an_unreduced_gradient() -> None:
     made = registered()
     gradients = FlatGradients(made)
     gradients.add_reduced(row(5, 6))
@@ -116,7 +116,7 @@ def test_there_is_nothing_to_take_where_nothing_was_kept() -> None:
 
 
 @pytest.mark.pure
-def test_the_stamp_changes_with_the_values_and_with_the_memory_and_with_nothing_else() -> None:
+def test_stamp_changes_only_with_the_values_and_the_memory() -> None:
     made = registered()
     gradients = FlatGradients(made)
     first = made.stamp()
@@ -131,7 +131,7 @@ def test_the_stamp_changes_with_the_values_and_with_the_memory_and_with_nothing_
 
 
 @pytest.mark.pure
-def test_while_it_is_lent_the_flat_parameter_is_not_listed() -> None:
+def test_flat_parameter_is_not_listed_while_full_parameters_are_in_use() -> None:
     made = registered()
     shown = made.use_full_params([row(1).view(1, 1), row(2)])
     assert [type(p) for p in shown] == [nn.Parameter, nn.Parameter]

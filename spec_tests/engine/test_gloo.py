@@ -84,7 +84,7 @@ def test_two_ranks_all_gather_and_reduce_scatter_correctly(number: int, dtype: t
 @pytest.mark.spec("WIRE-01", "WIRE-02")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @WAYS
-def test_so_do_four_and_they_sum_in_the_order_of_the_ranks(dtype: torch.dtype, least_bytes: int) -> None:
+def test_four_ranks_sum_in_the_order_of_the_ranks(dtype: torch.dtype, least_bytes: int) -> None:
     check_four(number=1000, dtype=dtype, least_bytes=least_bytes)
 
 
@@ -199,7 +199,7 @@ def test_small_shard_is_polled_before_sleep(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.spec("WIRE-11")
 @pytest.mark.parametrize("size", [2, 3])
 @ranks(3)
-def test_so_are_all_that_go_in_gloos_thread(size: int) -> None:
+def test_collectives_in_the_gloo_thread_return_a_polling_work(size: int) -> None:
     process_group = dist.new_group(list(range(size)))
     if dist.get_rank() >= size:
         return
@@ -309,7 +309,7 @@ def test_unawaited_collective_does_not_affect_the_next() -> None:
 
 @pytest.mark.spec("WIRE-06")
 @ranks(2)
-def test_modes_that_count_collectives_see_each_of_them_once() -> None:
+def test_counting_modes_count_each_collective_once() -> None:
     group, output, local_shard = world(), torch.zeros(6), torch.ones(3)
     with count_collectives() as counts:
         collectives.all_gather(group, output, local_shard).wait()
@@ -359,7 +359,7 @@ HERE = pathlib.Path(__file__).parent
 
 
 @pytest.mark.spec("WIRE-08")
-def test_a_rank_that_dies_ends_the_wait_of_the_other() -> None:
+def test_exit_of_one_rank_ends_the_wait_of_the_other() -> None:
     # Clear the variable, so that the default applies.
     environment = {"MINIFSDP_TRANSPORT": ""}
     printed = output_of_ranks(HERE / "wire_ends.py", num_ranks=2, environment=environment, limit=60.0)
@@ -376,7 +376,7 @@ def test_detail_debug_mode_uses_torch_collectives() -> None:
 
 @pytest.mark.spec("WIRE-08")
 @ranks(2)
-def test_a_rank_that_never_comes_ends_it_after_the_time_limit_of_the_group() -> None:
+def test_missing_rank_ends_a_collective_after_the_timeout_of_the_group() -> None:
     os.environ["MINIFSDP_TRANSPORT"] = "messages"
     group, new = (Group.of(dist.new_group([0, 1], timeout=timedelta(seconds=1))) for _ in range(2))
     collectives.all_gather(group, torch.zeros(4), torch.zeros(2)).wait()

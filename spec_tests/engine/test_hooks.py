@@ -316,7 +316,7 @@ def test_a_loss_may_change_the_output_in_place() -> None:
 
 
 @ranks(2)
-def test_an_output_that_is_passed_on_unchanged_does_no_harm() -> None:
+def test_output_equal_to_the_input_does_not_affect_gradients() -> None:
     class Passing(MLP):
         def forward(self, x: Tensor) -> Any:
             return x, super().forward(x)
@@ -471,7 +471,7 @@ def with_frozen(index: int) -> Callable[[Wrap], nn.Module]:
 
 @pytest.mark.spec("ORIG-14")
 @ranks(2)
-def test_a_frozen_unit_is_closed_when_the_gradients_of_its_inputs_are_known_and_is_never_reduced() -> None:
+def test_frozen_unit_reshards_after_its_input_gradients_and_is_never_reduced() -> None:
     build = with_frozen(1)
     model: Any = build(wrapper())
     for _ in range(2):
@@ -491,7 +491,9 @@ def test_a_frozen_unit_is_closed_when_the_gradients_of_its_inputs_are_known_and_
 @pytest.mark.parametrize("index", [0, 1, 2])
 @each_strategy
 @ranks(2)
-def test_wherever_the_frozen_unit_is_the_others_train_right(index: int, strategy: ShardingStrategy) -> None:
+def test_other_units_train_correctly_for_any_position_of_the_frozen_unit(
+    index: int, strategy: ShardingStrategy
+) -> None:
     build = with_frozen(index)
     model: Any = build(wrapper(sharding_strategy=strategy))
     for _ in range(2):
@@ -518,7 +520,7 @@ def with_the_second_one_frozen(build: Callable[[Wrap], nn.Module], wrap: Wrap) -
 @pytest.mark.parametrize("strategy", [FULL, KEEP], ids=lambda s: s.name)
 @pytest.mark.parametrize("name", CASES)
 @ranks(2)
-def test_a_frozen_unit_is_there_as_long_as_it_is_used_however_it_is_used(name: str, strategy: ShardingStrategy) -> None:
+def test_frozen_unit_stays_unsharded_during_each_kind_of_use(name: str, strategy: ShardingStrategy) -> None:
     case = CASES[name]
     model: Any = with_the_second_one_frozen(case.build, wrapper(sharding_strategy=strategy))
     plain = with_the_second_one_frozen(case.build, left_plain)
@@ -676,7 +678,7 @@ def test_a_unit_around_a_unit_trains_right_also_when_it_is_recomputed(
 @pytest.mark.spec("NOSYNC-01", "NOSYNC-02", "NOSYNC-08", "SHARD-10")
 @each_strategy
 @ranks(2)
-def test_under_no_sync_nothing_is_reduced_and_the_first_backward_after_it_reduces_the_sum(
+def test_first_backward_after_no_sync_reduces_the_sum_and_no_sync_reduces_nothing(
     strategy: ShardingStrategy,
 ) -> None:
     model: Any = in_a_row(wrapper(sharding_strategy=strategy))
@@ -737,7 +739,7 @@ def test_only_root_is_kept_until_backward() -> None:
 
 @pytest.mark.spec("SHARD-14")
 @ranks(2)
-def test_the_root_does_not_keep_them_after_an_evaluation() -> None:
+def test_root_is_resharded_after_an_evaluation() -> None:
     model: Any = with_own_layer(wrapper())
     with torch.no_grad():
         model(draw(0))

@@ -25,7 +25,7 @@ def test_parameters_are_found_in_the_order_of_the_walk_with_their_paths() -> Non
 
 @pytest.mark.pure
 @pytest.mark.spec("ORIG-15")
-def test_a_tied_parameter_is_found_once_with_all_its_places() -> None:
+def test_tied_parameter_is_found_once_with_all_its_paths() -> None:
     model = Tied()
     found = owned_parameters(model.named_modules(), set())
     assert [owned.path for owned in found.values()] == [
@@ -43,7 +43,7 @@ def test_a_tied_parameter_is_found_once_with_all_its_places() -> None:
 
 
 @pytest.mark.pure
-def test_ignored_parameters_and_absent_ones_are_left_alone() -> None:
+def test_ignored_and_missing_parameters_are_skipped() -> None:
     block = MLP(3, 4)
     block.up.bias = None  # type: ignore[assignment]
     found = owned_parameters(block.named_modules(), {block.down.weight})

@@ -54,7 +54,7 @@ def test_collective_log_adds_few_calls(key: str) -> None:
 
 @pytest.mark.pure
 @pytest.mark.parametrize("key", ["FULL_SHARD flat", "FULL_SHARD original", *IN_PLACE])
-def test_torch_needs_several_times_as_many(key: str) -> None:
+def test_torch_needs_several_times_as_many_calls(key: str) -> None:
     calls = counted()["calls"]
     # In torch 2.11, torch's fully_shard needs fewer calls: 689 and 510.
     assert calls[f"torch {key}"] > (3 if key in IN_PLACE else 4) * calls[f"minifsdp {key}"]
@@ -62,7 +62,7 @@ def test_torch_needs_several_times_as_many(key: str) -> None:
 
 @pytest.mark.pure
 @pytest.mark.parametrize("key", KEYS)
-def test_a_warm_step_opens_no_profiler_range_inspects_no_signature_and_lays_no_permanent_hook(key: str) -> None:
+def test_warm_step_opens_no_profiler_range_inspects_no_signature_and_adds_no_permanent_hook(key: str) -> None:
     assert counted()["costly"][key] == {"record_function": 0, "signature": 0, "post_accumulate": 0}
 
 
@@ -79,6 +79,6 @@ def test_with_tracing_off_no_function_of_the_trace_is_called(key: str) -> None:
 
 
 @pytest.mark.pure
-def test_with_tracing_on_its_functions_are_seen() -> None:
+def test_recording_calls_the_functions_of_the_trace() -> None:
     # Two compute spans, two all-gathers and one reduction have a begin and an end each; two frees have only a begin.
     assert counted()["trace"]["recording"] >= 12 * 48

@@ -57,7 +57,7 @@ def line_of(word: str) -> int:
 
 @pytest.mark.spec("LEDGER-01")
 @ranks(2)
-def test_the_collectives_of_a_step_are_written_down_with_all_that_is_to_be_known() -> None:
+def test_collective_log_contains_all_data_of_the_collectives_of_a_step() -> None:
     model = shard_each(chain(2))
     train_once(model)
     log.entries.clear()
@@ -86,7 +86,7 @@ def test_the_collectives_of_a_step_are_written_down_with_all_that_is_to_be_known
 
 @pytest.mark.spec("LEDGER-01")
 @ranks(2)
-def test_state_dicts_clipping_and_the_scaler_are_in_it_too() -> None:
+def test_collective_log_includes_state_dicts_clipping_and_the_scaler() -> None:
     model = FSDP(MLP(), device_id=device())
     model(torch.ones(2, 8, device=device())).sum().backward()
     log.entries.clear()
@@ -103,7 +103,7 @@ def test_state_dicts_clipping_and_the_scaler_are_in_it_too() -> None:
 
 @pytest.mark.spec("LEDGER-01")
 @ranks(2)
-def test_it_is_bounded_and_keeps_no_tensor_alive() -> None:
+def test_collective_log_is_bounded_and_keeps_no_tensor_alive() -> None:
     group = Group.of(dist.group.WORLD)
     large = torch.zeros(1000, device=device())
     memory = weakref.ref(large)
@@ -137,7 +137,7 @@ def test_completed_collective_keeps_no_tensor_alive() -> None:
 
 @pytest.mark.spec("ORDER-08", "LEDGER-01")
 @ranks(2)
-def test_a_unit_that_fails_on_one_rank_leaves_its_name_to_nothing_that_is_sent_later(
+def test_unit_that_fails_on_one_rank_leaves_no_name_for_later_collectives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = shard_each(chain())
@@ -160,7 +160,7 @@ def test_a_unit_that_fails_on_one_rank_leaves_its_name_to_nothing_that_is_sent_l
 
 @pytest.mark.spec("ORDER-08", "LEDGER-01")
 @ranks(2)
-def test_a_backward_that_is_broken_off_leaves_no_unit_to_what_is_sent_later() -> None:
+def test_interrupted_backward_leaves_no_unit_name_for_later_collectives() -> None:
     model = shard_each(chain())
 
     def fail(*_: Any) -> None:
@@ -179,7 +179,7 @@ def test_a_backward_that_is_broken_off_leaves_no_unit_to_what_is_sent_later() ->
 
 @pytest.mark.spec("LEDGER-06")
 @ranks(2)
-def test_a_handler_of_the_programs_own_is_left_alone_and_a_forked_process_has_none() -> None:
+def test_signal_handler_of_the_program_stays_and_a_forked_process_has_none() -> None:
     FSDP(MLP(), device_id=device())
     assert log.watchdog is not None
     before = signal.getsignal(signal.SIGTERM)
@@ -206,7 +206,7 @@ def test_a_handler_of_the_programs_own_is_left_alone_and_a_forked_process_has_no
 @pytest.mark.spec("LEDGER-11")
 @pytest.mark.parametrize("error", [RuntimeError, TimeoutError, KeyboardInterrupt])
 @ranks(2)
-def test_a_rank_whose_collective_has_failed_waits_for_it_no_more(error: type[BaseException]) -> None:
+def test_failed_collective_is_no_longer_recorded_as_waiting(error: type[BaseException]) -> None:
     group = Group.of(dist.new_group([0, 1]))
 
     def fail() -> None:
@@ -224,7 +224,7 @@ def test_a_rank_whose_collective_has_failed_waits_for_it_no_more(error: type[Bas
 @pytest.mark.spec("LEDGER-13")
 @pytest.mark.cpu
 @ranks(3)
-def test_while_a_rank_is_slow_no_file_is_written_and_no_list_sent_that_is_like_another() -> None:
+def test_slow_rank_causes_no_repeated_file_and_no_repeated_list() -> None:
     model = FSDP(MLP(), device_id=device())
     model(torch.ones(2, 8)).sum().backward()
     dist.barrier()
@@ -268,7 +268,7 @@ def test_watchdog_continues_after_failed_check() -> None:
 
 @pytest.mark.spec("LEDGER-14")
 @pytest.mark.pure
-def test_chains_may_come_and_go_while_a_rank_tells_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collective_logs_may_be_created_and_removed_during_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
     class Group:
         """Replaces a process group."""
 
@@ -295,7 +295,7 @@ def test_chains_may_come_and_go_while_a_rank_tells_of_them(monkeypatch: pytest.M
 
 @pytest.mark.spec("LEDGER-19")
 @pytest.mark.pure
-def test_the_import_changes_nothing_in_the_process() -> None:
+def test_import_does_not_change_the_process() -> None:
     program = (
         "import importlib, sys\n"
         "from spec_tests.harness.process_state import changes, state_of_process\n"
@@ -321,7 +321,7 @@ def run_python(program: str, given: str = "") -> str:
 
 @pytest.mark.spec("LEDGER-20")
 @pytest.mark.pure
-def test_a_report_is_a_new_file_for_its_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_is_a_new_file_with_access_only_for_its_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINIFSDP_LEDGER_DIR", str(tmp_path))
     first = Path(written(Findings({})).split()[-1])
     assert first.stat().st_mode & 0o777 == 0o600
@@ -348,7 +348,7 @@ def test_a_report_needs_no_file(place: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.spec("LEDGER-21")
 @ranks(2)
-def test_an_event_is_queried_only_after_a_while_and_then_forgotten() -> None:
+def test_event_is_queried_only_after_a_delay_and_then_dropped() -> None:
     FSDP(MLP(), device_id=device())
     queries: list[float] = []
 
@@ -364,7 +364,7 @@ def test_an_event_is_queried_only_after_a_while_and_then_forgotten() -> None:
 
 @pytest.mark.spec("LEDGER-17")
 @pytest.mark.pure
-def test_jobs_and_lives_of_a_job_write_to_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_and_restarts_of_a_job_write_to_separate_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINIFSDP_LEDGER_DIR", str(tmp_path))
     lives: list[dict[str, str]] = [{}, {"RUN_ID": "a"}, {"RUN_ID": "a", "RESTART_COUNT": "1"}]
     for pid in (10, 11):
@@ -382,7 +382,7 @@ def test_jobs_and_lives_of_a_job_write_to_files_of_their_own(tmp_path: Path, mon
 @pytest.mark.parametrize("level", [dist.DebugLevel.OFF, dist.DebugLevel.DETAIL], ids=["plain", "wrapped"])
 @pytest.mark.cpu
 @ranks(2)
-def test_a_group_is_closed_also_where_torch_has_wrapped_it(level: Any) -> None:
+def test_closing_a_group_that_torch_wraps_ends_its_waits(level: Any) -> None:
     dist.set_debug_level(level)
     try:
         group = dist.new_group([0, 1], timeout=timedelta(seconds=20))
@@ -402,7 +402,7 @@ def test_a_group_is_closed_also_where_torch_has_wrapped_it(level: Any) -> None:
 
 @pytest.mark.spec("LEDGER-01")
 @pytest.mark.pure
-def test_an_entry_is_nothing_that_the_garbage_collector_must_look_at() -> None:
+def test_log_entry_is_not_tracked_by_the_garbage_collector() -> None:
     fields: Any = ("all-gather", "a", (), 4, 1, 5, "0", 0, 0, inspect.currentframe().f_code, None, 1)  # type: ignore[union-attr]
     assert len(fields) == len(Entry._fields)
     gc.collect()

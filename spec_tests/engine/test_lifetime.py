@@ -66,7 +66,7 @@ def run_units(limiter: RateLimiter, gpu: SlowGPU, num_units: int) -> list[int]:
 @pytest.mark.pure
 @pytest.mark.spec("LIM-02")
 @given(st.integers(1, 30))
-def test_never_more_than_two_units_are_in_flight_and_the_queue_is_never_longer_than_two(num_units: int) -> None:
+def test_at_most_two_units_are_in_flight_and_at_most_two_releases_are_queued(num_units: int) -> None:
     limiter, gpu = RateLimiter(True), SlowGPU()
     lengths = run_units(limiter, gpu, num_units)
     assert gpu.peak == min(num_units, 2)
@@ -75,7 +75,7 @@ def test_never_more_than_two_units_are_in_flight_and_the_queue_is_never_longer_t
 
 @pytest.mark.pure
 @pytest.mark.spec("LIM-02")
-def test_the_cpu_waits_for_the_oldest_release_and_for_no_other() -> None:
+def test_cpu_waits_only_for_the_oldest_release() -> None:
     limiter, gpu = RateLimiter(True), SlowGPU()
     events = []
     for index in range(2):
@@ -90,7 +90,7 @@ def test_the_cpu_waits_for_the_oldest_release_and_for_no_other() -> None:
 
 @pytest.mark.pure
 @pytest.mark.spec("LIM-03", "LIM-06")
-def test_a_limiter_that_is_off_never_waits_and_the_memory_of_all_units_is_in_use_at_once() -> None:
+def test_disabled_limiter_never_waits_and_the_memory_of_all_units_is_in_use() -> None:
     limiter, gpu = RateLimiter(False), SlowGPU()
     with trace.record() as recorder:
         lengths = run_units(limiter, gpu, 10)
@@ -144,7 +144,7 @@ def test_releases_without_all_gathers_do_not_grow_queue() -> None:
 
 @pytest.mark.pure
 @pytest.mark.spec("LIM-02")
-def test_a_limiter_that_was_cleared_waits_for_nothing_before() -> None:
+def test_cleared_limiter_does_not_wait_for_earlier_releases() -> None:
     limiter, gpu = RateLimiter(True), SlowGPU()
     run_units(limiter, gpu, 2)
     limiter.clear()
@@ -156,7 +156,7 @@ def test_a_limiter_that_was_cleared_waits_for_nothing_before() -> None:
 
 @pytest.mark.pure
 @pytest.mark.spec("SHARD-13")
-def test_a_release_leaves_the_tensor_and_its_views_and_takes_their_memory() -> None:
+def test_release_frees_the_storage_and_keeps_the_tensor_and_its_views() -> None:
     row = torch.arange(8.0)
     view, storage = row[2:5], row.untyped_storage()
     event = release(row)
@@ -192,7 +192,7 @@ def with_slow_releases(model: Any, gpu: SlowGPU) -> Any:
 @pytest.mark.spec("LIM-02", "LIM-03", "LIM-06")
 @pytest.mark.parametrize("limit", [True, False])
 @ranks(2)
-def test_in_training_the_limiter_holds_two_units_in_flight_where_without_it_the_cpu_runs_ahead(limit: bool) -> None:
+def test_limiter_keeps_two_units_in_flight_and_without_limiter_the_cpu_runs_ahead(limit: bool) -> None:
     gpu = SlowGPU()
     model = shard_each(chain(6), limit_all_gathers=limit)
     patched = with_slow_releases(model, gpu)

@@ -48,7 +48,7 @@ def test_mesh_has_its_size_rank_index_and_first_rank(
 
 @pytest.mark.spec("MYTH-28")
 @ranks(4)
-def test_a_mean_over_a_table_of_all_ranks_covers_every_one_of_them() -> None:
+def test_only_the_hybrid_mesh_covers_all_ranks() -> None:
     rank = dist.get_rank()
     row, column = group(rank // 2 * 2, rank // 2 * 2 + 1), group(rank % 2, rank % 2 + 2)
     assert MeshGroups.hybrid(row, column).covers(range(4))
@@ -74,7 +74,7 @@ def test_missing_process_group_error_names_init_function() -> None:
 
 
 @ranks(4)
-def test_a_group_is_seen_from_this_rank() -> None:
+def test_group_contains_its_size_its_ranks_and_the_index_of_this_rank() -> None:
     back = dist.new_group([3, 1])
     rank = dist.get_rank()
     if rank in (1, 3):
@@ -87,7 +87,7 @@ def test_a_group_is_seen_from_this_rank() -> None:
 
 
 @ranks(4)
-def test_a_group_of_others_is_refused_with_the_rank_in_the_message() -> None:
+def test_group_without_this_rank_raises_with_the_rank() -> None:
     front = dist.new_group([0, 1])
     # Wait until all ranks have created the group, before any rank finishes and its groups are destroyed.
     dist.barrier()

@@ -32,7 +32,7 @@ def test_without_a_process_group_a_message_names_rank_0() -> None:
 
 @pytest.mark.spec("LEDGER-02")
 @pytest.mark.pure
-def test_a_program_that_reads_a_text_is_at_its_own_line_and_not_at_one_of_pythons_codecs() -> None:
+def test_program_that_reads_text_is_reported_at_its_own_line_and_not_inside_codecs() -> None:
     source, target = os.pipe()
     main = threading.main_thread().ident or 0
     found = []

@@ -98,7 +98,7 @@ def test_with_original_parameters_an_optimizer_from_before_wrapping_works_and_do
 
 
 @ranks(2)
-def test_an_optimizer_of_a_model_that_was_never_sharded_is_left_in_peace() -> None:
+def test_optimizer_of_an_unsharded_model_is_not_checked() -> None:
     shard_each(chain(1))
     other = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
@@ -107,7 +107,7 @@ def test_an_optimizer_of_a_model_that_was_never_sharded_is_left_in_peace() -> No
 
 
 @ranks(2)
-def test_the_originals_are_not_kept_alive_by_being_remembered() -> None:
+def test_replaced_original_parameters_are_not_kept_alive() -> None:
     plain = chain(1)
     originals = [weakref.ref(parameter) for parameter in plain.parameters()]
     model = shard_each(plain)
@@ -159,7 +159,7 @@ except RuntimeError as error:
 
 @pytest.mark.pure
 @pytest.mark.spec("NOSYNC-10")
-def test_a_process_that_has_only_original_parameters_watches_its_optimizers_too(tmp_path: Path) -> None:
+def test_process_with_only_original_parameters_also_checks_its_optimizers(tmp_path: Path) -> None:
     # The worker processes have run other tests before, and everything that those tests switched on is still on.
     script = tmp_path / "new_process.py"
     script.write_text(A_NEW_PROCESS)
@@ -170,7 +170,7 @@ def test_a_process_that_has_only_original_parameters_watches_its_optimizers_too(
 @pytest.mark.spec("NOSYNC-10")
 @pytest.mark.parametrize("original", [False, True])
 @ranks(2)
-def test_the_error_comes_again_as_long_as_nothing_is_done_about_it(original: bool) -> None:
+def test_error_is_raised_again_until_the_remedy_is_applied(original: bool) -> None:
     model = shard_each(chain(2), use_orig_params=original)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     with model.no_sync():
@@ -184,7 +184,7 @@ def test_the_error_comes_again_as_long_as_nothing_is_done_about_it(original: boo
 @pytest.mark.parametrize("original", [False, True])
 @pytest.mark.parametrize("remedy", ["a reducing backward", "zero_grad"])
 @ranks(2)
-def test_after_the_remedy_the_step_is_allowed(remedy: str, original: bool) -> None:
+def test_step_is_allowed_after_the_remedy(remedy: str, original: bool) -> None:
     model = shard_each(chain(2), use_orig_params=original)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     with model.no_sync():
@@ -200,7 +200,7 @@ def test_after_the_remedy_the_step_is_allowed(remedy: str, original: bool) -> No
 
 @pytest.mark.spec("NOSYNC-10")
 @ranks(2)
-def test_an_optimizer_that_has_nothing_to_do_with_the_unreduced_gradients_may_step() -> None:
+def test_optimizer_without_unreduced_gradients_may_step() -> None:
     model, other = shard_each(chain(2)), shard_each(chain(1))
     optimizer = torch.optim.SGD(other.parameters(), lr=0.5)
     with model.no_sync():
@@ -253,14 +253,14 @@ def test_a_parameter_of_an_inner_unit_and_of_the_root_raises_with_both_names(ori
 @pytest.mark.spec("ORIG-15")
 @pytest.mark.parametrize("original", [False, True])
 @ranks(2)
-def test_a_parameter_that_is_tied_inside_one_unit_is_no_mistake(original: bool) -> None:
+def test_parameter_tied_inside_one_unit_is_accepted(original: bool) -> None:
     model = FSDP(two_tied("two inner units"), device_id=device(), use_orig_params=original)
     assert len(units_of(model)) == 1
     model(draw(0)).sum().backward()
 
 
 @ranks(2)
-def test_a_model_may_be_sharded_after_another_one_was_thrown_away() -> None:
+def test_model_may_be_sharded_after_another_one_is_deleted() -> None:
     # Python reuses addresses: a new parameter at an old address must not be mistaken for the old parameter.
     for _ in range(4):
         model = shard_each(chain(2))

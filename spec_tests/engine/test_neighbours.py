@@ -27,7 +27,7 @@ def other() -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.spec("LEDGER-18")
-def test_a_process_of_this_machine_is_over_as_soon_as_it_was_killed(other: subprocess.Popen[str]) -> None:
+def test_killed_process_of_this_machine_counts_as_ended_immediately(other: subprocess.Popen[str]) -> None:
     assert other.stdout is not None
     machine, _, number = other.stdout.readline().strip().rpartition(" ")
     assert [machine, number] == [this_process()[0], str(other.pid)]

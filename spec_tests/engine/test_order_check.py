@@ -41,7 +41,7 @@ def test_different_units_raise_on_every_rank_with_both_names() -> None:
 
 @pytest.mark.spec("NEW-19", "NEW-15")
 @ranks(2)
-def test_after_that_error_the_ranks_may_agree() -> None:
+def test_training_continues_after_an_order_error() -> None:
     rank = dist.get_rank()
     model: Any = FSDP(Tower(), device_id=device())
     with pytest.raises(RuntimeError, match="different units"):

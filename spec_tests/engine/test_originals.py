@@ -41,7 +41,7 @@ def row(*values: float) -> torch.Tensor:
 @pytest.mark.pure
 @pytest.mark.spec("ORIG-02", "ORIG-03", "ORIG-04")
 @pytest.mark.parametrize(("index", "weight", "bias"), [(0, [0, 1, 2, 3, 4], []), (1, [5], [6, 7, 8])])
-def test_the_same_objects_stay_registered_and_show_their_part_of_the_shard(
+def test_registered_parameters_remain_the_same_objects_and_show_their_shard(
     index: int, weight: list[float], bias: list[float]
 ) -> None:
     home = Unit()
@@ -97,7 +97,7 @@ def test_uniformly_trained_or_frozen_unit_gives_no_warning(frozen: list[str]) ->
 
 @pytest.mark.pure
 @pytest.mark.spec("SHARD-06", "FWD-07")
-def test_reduced_gradients_add_up_in_the_shape_of_the_slices() -> None:
+def test_reduced_gradients_accumulate_in_the_shape_of_the_shards() -> None:
     home = Unit()
     gradients = FlatGradients(own(home, 1))
     for _ in range(2):
@@ -110,7 +110,7 @@ def test_reduced_gradients_add_up_in_the_shape_of_the_slices() -> None:
 
 @pytest.mark.pure
 @pytest.mark.spec("NOSYNC-05")
-def test_unreduced_gradients_have_the_original_shapes_and_the_reduced_ones_come_back() -> None:
+def test_unreduced_gradients_have_original_shapes_and_reduced_ones_are_restored() -> None:
     home = Unit()
     gradients = FlatGradients(own(home, 1))
     gradients.add_reduced(row(1, 2, 3, 4, 0))
@@ -131,7 +131,7 @@ def test_unreduced_gradients_have_the_original_shapes_and_the_reduced_ones_come_
 
 @pytest.mark.pure
 @pytest.mark.spec("FWD-08")
-def test_zero_grad_of_one_parameter_drops_its_part_and_of_all_drops_everything() -> None:
+def test_zero_grad_of_one_parameter_drops_its_part_and_zero_grad_of_all_drops_everything() -> None:
     home = Unit()
     gradients = FlatGradients(own(home, 1))
     gradients.keep_unreduced(torch.ones(10))
@@ -146,7 +146,7 @@ def test_zero_grad_of_one_parameter_drops_its_part_and_of_all_drops_everything()
 
 
 @pytest.mark.pure
-def test_a_parameter_that_was_given_other_memory_is_copied_into_the_shard_and_is_a_slice_again() -> None:
+def test_data_assigned_to_a_parameter_is_copied_into_the_shard() -> None:
     home = Unit()
     made = own(home, 1)
     before = made.stamp()
@@ -169,7 +169,7 @@ def test_a_parameter_that_was_given_another_size_raises_with_its_name() -> None:
 
 
 @pytest.mark.pure
-def test_a_parameter_that_has_no_part_here_must_not_be_given_one() -> None:
+def test_setting_data_of_a_parameter_without_local_elements_raises() -> None:
     home = Unit()
     made = own(home, 0)
     home.bias.data = torch.zeros(3)
@@ -201,7 +201,7 @@ def test_reduced_gradients_are_widened_unless_they_may_keep_their_dtype(keep: bo
 
 
 @pytest.mark.pure
-def test_the_stamp_changes_when_one_of_the_values_does() -> None:
+def test_stamp_changes_with_each_value() -> None:
     home = Unit()
     made = own(home, 1)
     first = made.stamp()
@@ -227,7 +227,7 @@ def test_one_rank_unit_shows_params_in_original_shape() -> None:
 
 @pytest.mark.pure
 @pytest.mark.spec("SUMMON-15", "MP-12")
-def test_the_reduced_gradient_keeps_the_dtype_that_it_has() -> None:
+def test_reduced_gradient_keeps_its_dtype() -> None:
     gradients = FlatGradients(own(Unit(), 1))
     gradients.add_reduced(row(1, 2, 3, 4, 0).bfloat16())
     local_shard, present = gradients.reduced()

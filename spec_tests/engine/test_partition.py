@@ -78,7 +78,7 @@ def test_padding_is_never_inside_a_parameter(sharding: FlatSharding) -> None:
 
 @pytest.mark.pure
 @given(shardings)
-def test_views_are_views_and_have_the_given_shapes(sharding: FlatSharding) -> None:
+def test_views_share_memory_and_have_the_given_shapes(sharding: FlatSharding) -> None:
     row = row_of(sharding)
     shapes = [torch.Size([1, numel, 1]) for numel in sharding.numels]
     views = sharding.views(row, shapes)
@@ -103,7 +103,7 @@ def test_bucket_gradient_is_zero_for_padding_and_unused_params(sharding: FlatSha
 
 
 @pytest.mark.pure
-def test_the_example_of_the_essay_holds() -> None:
+def test_documented_example_is_correct() -> None:
     sharding = FlatSharding((3, 4), 2)
     assert (sharding.numel, sharding.shard_numel, sharding.padded_numel) == (7, 4, 8)
     assert sharding.split_sizes == [3, 4, 1]

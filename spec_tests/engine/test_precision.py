@@ -154,7 +154,7 @@ def test_a_tensor_that_has_the_dtype_already_is_not_copied() -> None:
 
 
 @pytest.mark.pure
-def test_a_cast_passes_the_gradient_on() -> None:
+def test_backward_of_a_cast_passes_the_gradient() -> None:
     tensor = torch.ones(2, requires_grad=True)
     cast_floating(torch.bfloat16, [tensor])[0].sum().backward()
     assert tensor.grad is not None

@@ -73,7 +73,7 @@ def world() -> Group:
 
 @pytest.mark.spec("SHARD-06")
 @ranks(2)
-def test_a_sharded_unit_gets_its_slice_of_the_mean() -> None:
+def test_sharded_unit_gets_its_shard_of_the_mean() -> None:
     rank = dist.get_rank()
     whole = torch.tensor([1.0, 2, 3, 4], device=device()) * (rank + 1)
     local_shard = reduced(ReducePlan.mean(MeshGroups.sharded(world()), F32), whole)
@@ -108,7 +108,7 @@ def test_hybrid_unit_reduce_scatters_then_all_reduces() -> None:
 
 @pytest.mark.spec("HYB-05")
 @ranks(4)
-def test_hybrid_unit_gets_slice_of_its_shard_index() -> None:
+def test_hybrid_unit_gets_the_shard_of_its_shard_index() -> None:
     rank = dist.get_rank()
     whole = torch.arange(4.0, device=device()) + 10 * rank
     local_shard = reduced(ReducePlan.mean(two_by_two(), F32), whole)
@@ -129,7 +129,7 @@ def test_a_unit_of_one_rank_keeps_its_gradient_and_sends_nothing() -> None:
 @pytest.mark.spec("MP-05")
 @pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
 @ranks(2)
-def test_gradients_travel_and_arrive_in_the_dtype_of_the_plan(dtype: torch.dtype) -> None:
+def test_gradients_are_reduced_and_stored_in_the_dtype_of_the_plan(dtype: torch.dtype) -> None:
     whole = full(dist.get_rank() + 1, dtype=BF16)
     with trace.record() as recorder:
         local_shard = reduced(ReducePlan.mean(MeshGroups.sharded(world()), dtype), whole)
@@ -141,7 +141,7 @@ def test_gradients_travel_and_arrive_in_the_dtype_of_the_plan(dtype: torch.dtype
 
 @pytest.mark.spec("MP-07")
 @ranks(2)
-def test_a_sum_in_float32_keeps_what_a_sum_in_bfloat16_loses() -> None:
+def test_sum_in_float32_is_more_precise_than_a_sum_in_bfloat16() -> None:
     # bfloat16 cannot represent 256 + 1: the next number after 256 is 258.
     whole = full(256.0 if dist.get_rank() == 0 else 1.0, dtype=BF16)
     mesh = MeshGroups.sharded(world())
@@ -249,7 +249,7 @@ def test_a_gradient_that_goes_to_the_cpu_is_recorded_after_its_reduction() -> No
 
 
 @ranks(2)
-def test_the_span_of_a_reduction_ends_when_it_was_waited_for() -> None:
+def test_span_of_a_reduction_ends_after_its_wait() -> None:
     plan = ReducePlan.mean(MeshGroups.sharded(world()), F32)
     target: Any = Kept()
     one = reducer()

@@ -17,11 +17,11 @@ WIDTH, NUM_BLOCKS = 128, 4
 BLOCK = 4 * WIDTH * WIDTH  # bytes
 
 
-def sharded(door: str, overlaps: bool) -> Any:
+def sharded(api: str, overlaps: bool) -> Any:
     """A stack of linear layers, each of which is a unit."""
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_BLOCKS)))
-    if door == "fully_shard":
+    if api == "fully_shard":
         for layer in model:
             fully_shard(layer)
         fully_shard(model)
@@ -29,8 +29,8 @@ def sharded(door: str, overlaps: bool) -> Any:
         model = FullyShardedDataParallel(
             model,
             auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
-            use_orig_params=door == "original",
-            backward_prefetch=None if door == "no prefetch" else BackwardPrefetch.BACKWARD_PRE,
+            use_orig_params=api == "original",
+            backward_prefetch=None if api == "no prefetch" else BackwardPrefetch.BACKWARD_PRE,
         )
     set_reduction_overlap(model, overlaps)
     return model
@@ -52,14 +52,14 @@ def peak_of_backward(model: Any) -> int:
     return live.peak
 
 
-DOORS = pytest.mark.parametrize("door", ["flat", "original", "no prefetch", "fully_shard"])
+APIS = pytest.mark.parametrize("api", ["flat", "original", "no prefetch", "fully_shard"])
 
 
 @pytest.mark.spec("NEW-24")
-@DOORS
+@APIS
 @ranks(2)
-def test_without_overlap_a_reduction_is_over_before_the_next_backward_begins(door: str) -> None:
-    model = sharded(door, overlaps=False)
+def test_reduction_without_overlap_ends_before_the_next_backward_begins(api: str) -> None:
+    model = sharded(api, overlaps=False)
     backward(model)
     with trace.record() as recorder:
         backward(model)
@@ -72,12 +72,12 @@ def test_without_overlap_a_reduction_is_over_before_the_next_backward_begins(doo
 
 
 @pytest.mark.spec("NEW-24")
-@DOORS
+@APIS
 @ranks(2)
-def test_memory_drops_by_one_gradient_without_overlap(door: str) -> None:
+def test_memory_drops_by_one_gradient_without_overlap(api: str) -> None:
     peaks, gradients = [], []
     for overlaps in (True, False):
-        model = sharded(door, overlaps)
+        model = sharded(api, overlaps)
         peaks.append(min(peak_of_backward(model) for _ in range(5)))
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
     for one, other in zip(*gradients, strict=True):
@@ -91,7 +91,7 @@ def _local(gradient: Any) -> torch.Tensor:
 
 @pytest.mark.spec("NEW-24")
 @ranks(2)
-def test_it_can_be_chosen_for_one_group_alone() -> None:
+def test_reduction_overlap_can_be_set_for_one_group() -> None:
     model = sharded("fully_shard", overlaps=True)
     set_reduction_overlap(model[2], False)
     backward(model)

@@ -35,7 +35,7 @@ class Delayed(MLP):
         time.sleep(self.delays.uniform(0.0, LONGEST_DELAY))
 
 
-def trained(door: str, strategy: str, seed: int) -> list[Tensor]:
+def trained(api: str, strategy: str, seed: int) -> list[Tensor]:
     """This rank's shards after a few steps; ``seed`` changes only the delays."""
     rank = dist.get_rank()
     Delayed.delays = random.Random(100 * seed + rank)
@@ -44,7 +44,7 @@ def trained(door: str, strategy: str, seed: int) -> list[Tensor]:
     mesh = None
     if strategy == "HYBRID_SHARD":
         mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
-    if door == "fully_shard":
+    if api == "fully_shard":
         for module in model:
             minifsdp.fully_shard(module, mesh=mesh)
         minifsdp.fully_shard(model, mesh=mesh)
@@ -68,9 +68,9 @@ def trained(door: str, strategy: str, seed: int) -> list[Tensor]:
 
 @pytest.mark.spec("WIRE-02")
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
-@pytest.mark.parametrize("door", ["FullyShardedDataParallel", "fully_shard"])
+@pytest.mark.parametrize("api", ["FullyShardedDataParallel", "fully_shard"])
 @ranks(4)
-def test_a_training_on_four_ranks_comes_to_the_same_bits_whoever_is_late(door: str, strategy: str) -> None:
-    first, second = trained(door, strategy, 1), trained(door, strategy, 2)
+def test_training_on_four_ranks_is_bitwise_equal_for_any_delays(api: str, strategy: str) -> None:
+    first, second = trained(api, strategy, 1), trained(api, strategy, 2)
     assert all(map(torch.equal, first, second))
     assert any(shard.count_nonzero() for shard in first)

@@ -54,7 +54,7 @@ def sharded(**options: Any) -> Any:
 
 @pytest.mark.spec("CTOR-10")
 @ranks(2)
-def test_the_unit_whose_forward_runs_first_with_no_other_around_it_is_the_root() -> None:
+def test_unit_with_the_first_outer_forward_is_the_root() -> None:
     model = sharded()
     model(draw(0))
     root, first, second = units_of(model)
@@ -132,7 +132,7 @@ def test_root_takes_over_submodule_that_ran_alone(strategy: ShardingStrategy, be
 
 @pytest.mark.spec("CTOR-11")
 @ranks(2)
-def test_a_part_that_was_a_root_is_none_any_more_and_frees_after_forward() -> None:
+def test_former_root_in_a_larger_tree_reshards_after_forward() -> None:
     model = sharded()
     model[0](draw(3))
     unit = model[0]._unit
@@ -384,9 +384,7 @@ def test_the_iteration_after_an_exception_is_right(strategy: ShardingStrategy, m
 @pytest.mark.parametrize("original", [False, True])
 @pytest.mark.parametrize("moment", ["forward", "backward"])
 @ranks(2)
-def test_after_an_exception_parameters_can_be_changed_and_the_next_iteration_has_the_new_ones(
-    moment: str, original: bool
-) -> None:
+def test_parameters_changed_after_an_exception_are_used_in_the_next_iteration(moment: str, original: bool) -> None:
     def wrap(module: nn.Module) -> nn.Module:
         return FSDP(module, device_id=device(), use_orig_params=original)
 
@@ -465,7 +463,7 @@ def test_an_evaluation_may_follow_an_exception_and_be_interrupted_by_one(strateg
 
 @pytest.mark.spec("NEW-15")
 @ranks(2)
-def test_a_broken_iteration_between_forward_and_backward_of_another_does_not_break_that_one() -> None:
+def test_interrupted_iteration_does_not_break_another_one_between_forward_and_backward() -> None:
     model: Any = with_fuses(lambda module: FSDP(module, device_id=device()))
     plain = with_fuses(lambda module: module)
     loss = from_input(model, dist.get_rank())
@@ -485,7 +483,7 @@ def test_a_broken_iteration_between_forward_and_backward_of_another_does_not_bre
 @pytest.mark.spec("NEW-15", "PREF-12")
 @pytest.mark.parametrize("moment", ["forward", "backward"])
 @ranks(2)
-def test_an_exception_in_the_first_iteration_does_not_spoil_the_order_that_forward_prefetch_follows(
+def test_exception_in_the_first_iteration_does_not_change_the_forward_prefetch_order(
     moment: str,
 ) -> None:
     model: Any = with_fuses(lambda module: FSDP(module, device_id=device(), forward_prefetch=True))

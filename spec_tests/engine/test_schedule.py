@@ -36,7 +36,7 @@ def iterate(schedule: Schedule, *order: Any) -> None:
 
 @pytest.mark.pure
 @pytest.mark.spec("PREF-08")
-def test_next_in_backward_is_who_left_forward_before() -> None:
+def test_next_unit_in_backward_is_the_unit_that_ended_its_forward_before() -> None:
     a, b, c = units(3)
     schedule = Schedule()
     for unit in (a, b, c):
@@ -47,7 +47,7 @@ def test_next_in_backward_is_who_left_forward_before() -> None:
 
 @pytest.mark.pure
 @pytest.mark.spec("PREF-08")
-def test_the_backward_order_is_that_of_leaving_and_not_that_of_entering() -> None:
+def test_backward_order_is_the_reverse_of_forward_exit_and_not_of_forward_entry() -> None:
     a, b, root = units(3)
     schedule = Schedule()
     schedule.enter(root)
@@ -60,7 +60,7 @@ def test_the_backward_order_is_that_of_leaving_and_not_that_of_entering() -> Non
 
 @pytest.mark.pure
 @pytest.mark.spec("PREF-08")
-def test_a_model_that_takes_another_branch_today_is_followed_today() -> None:
+def test_prefetch_follows_the_branch_of_the_current_iteration() -> None:
     a, b, c = units(3)
     schedule = Schedule()
     iterate(schedule, a, b, c)
@@ -73,7 +73,7 @@ def test_a_model_that_takes_another_branch_today_is_followed_today() -> None:
 
 @pytest.mark.pure
 @pytest.mark.spec("PREF-08")
-def test_a_unit_that_ran_twice_is_met_twice_its_last_use_first() -> None:
+def test_unit_that_ran_twice_is_prefetched_for_both_uses_in_reverse_order() -> None:
     a, b = units(2)
     schedule = Schedule()
     for unit in (a, b, a):
@@ -86,7 +86,7 @@ def test_a_unit_that_ran_twice_is_met_twice_its_last_use_first() -> None:
 
 @pytest.mark.pure
 @pytest.mark.spec("PREF-08")
-def test_unit_run_twice_does_not_prefetch_itself() -> None:
+def test_unit_run_twice_does_not_prefetch_the_same_unit() -> None:
     a, b = units(2)
     schedule = Schedule()
     for unit in (a, a, b, b):
@@ -97,7 +97,7 @@ def test_unit_run_twice_does_not_prefetch_itself() -> None:
 
 @pytest.mark.pure
 @pytest.mark.spec("PREF-12")
-def test_the_first_iteration_only_records_and_the_second_follows_its_order() -> None:
+def test_first_iteration_only_records_and_the_second_follows_its_order() -> None:
     a, b, c = units(3)
     schedule = Schedule()
     for unit in (a, b, c):
@@ -115,7 +115,7 @@ def test_the_first_iteration_only_records_and_the_second_follows_its_order() -> 
 
 @pytest.mark.pure
 @pytest.mark.spec("PREF-12")
-def test_the_order_of_the_first_iteration_stays_the_order_for_good() -> None:
+def test_order_of_the_first_iteration_stays_permanently() -> None:
     a, b, c = units(3)
     schedule = Schedule()
     iterate(schedule, a, b, c)
@@ -136,7 +136,7 @@ def test_iteration_without_units_is_not_the_first() -> None:
 
 @pytest.mark.pure
 @pytest.mark.spec("PREF-12")
-def test_a_unit_that_is_called_twice_has_the_successor_of_its_first_call_and_no_warning_is_given() -> None:
+def test_unit_called_twice_keeps_the_successor_of_its_first_call_without_warning() -> None:
     a, b = units(2)
     schedule = Schedule()
     iterate(schedule, a, a, b, b)
@@ -148,7 +148,7 @@ def test_a_unit_that_is_called_twice_has_the_successor_of_its_first_call_and_no_
 
 @pytest.mark.pure
 @pytest.mark.spec("PREF-13")
-def test_units_that_came_in_another_order_give_one_warning_with_both_names() -> None:
+def test_units_in_another_order_give_one_warning_with_both_names() -> None:
     a, b, c = units(3)
     schedule = Schedule()
     iterate(schedule, a, b, c)
@@ -165,7 +165,7 @@ def test_units_that_came_in_another_order_give_one_warning_with_both_names() -> 
 
 @pytest.mark.pure
 @pytest.mark.spec("PREF-13")
-def test_a_unit_that_the_first_iteration_did_not_have_gives_the_warning_and_no_successor() -> None:
+def test_unit_missing_in_the_first_iteration_gives_a_warning_and_no_prefetch() -> None:
     a, b, new = units(3)
     schedule = Schedule()
     iterate(schedule, a, b)
@@ -176,7 +176,7 @@ def test_a_unit_that_the_first_iteration_did_not_have_gives_the_warning_and_no_s
 
 @pytest.mark.pure
 @pytest.mark.spec("PREF-13")
-def test_a_new_unit_behind_the_last_of_the_recorded_ones_is_noticed_as_well() -> None:
+def test_new_unit_after_the_last_recorded_unit_gives_a_warning() -> None:
     a, new = units(2)
     schedule = Schedule()
     iterate(schedule, a)

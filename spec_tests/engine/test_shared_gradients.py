@@ -162,7 +162,7 @@ def by_a_hook(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("overlaps", [True, False])
 @ranks(2)
-def test_other_code_may_write_to_the_gradient_of_the_input_while_that_of_the_unit_is_sent(
+def test_user_code_may_change_the_input_gradient_during_the_reduction_of_the_unit(
     change: Any, strategy: ShardingStrategy, dtype: torch.dtype, overlaps: bool
 ) -> None:
     # Large enough that on CPUs it is sent directly from its own memory.
@@ -223,7 +223,7 @@ def test_complex_parameters_keep_their_imaginary_parts_under_mixed_precision() -
 @pytest.mark.spec("GRAD-03")
 @pytest.mark.parametrize("set_to_none", [True, False])
 @ranks(2)
-def test_zero_grad_drops_gradients_that_wait_for_their_reduction(set_to_none: bool) -> None:
+def test_zero_grad_drops_unreduced_gradients(set_to_none: bool) -> None:
     model: Any = fully_shard(nn.Linear(4, 4).to(device()), mesh=both())
     model.set_requires_gradient_sync(False)
     model(batch(dist.get_rank())).sum().backward()
@@ -235,7 +235,7 @@ def test_zero_grad_drops_gradients_that_wait_for_their_reduction(set_to_none: bo
 
 @pytest.mark.spec("GRAD-04")
 @ranks(2)
-def test_gradients_travel_in_the_dtype_to_which_the_model_was_converted() -> None:
+def test_gradients_are_reduced_in_the_dtype_of_the_converted_model() -> None:
     model: Any = fully_shard(nn.Linear(4, 4).to(device(), torch.bfloat16), mesh=both())
     model(torch.ones(1, 4, device=device(), dtype=torch.bfloat16)).sum().backward()
     model.float()
@@ -248,7 +248,7 @@ def test_gradients_travel_in_the_dtype_to_which_the_model_was_converted() -> Non
 @pytest.mark.spec("GRAD-05")
 @pytest.mark.accelerator
 @ranks(2)
-def test_a_stream_that_is_entered_twice_is_left_twice() -> None:
+def test_stream_stays_current_until_its_outer_context_ends() -> None:
     comm_stream, before = CommStream("test", device()), current_stream(device())
     with comm_stream:
         with comm_stream:
@@ -260,7 +260,7 @@ def test_a_stream_that_is_entered_twice_is_left_twice() -> None:
 @pytest.mark.spec("GRAD-05")
 @pytest.mark.accelerator
 @ranks(2)
-def test_after_a_hook_that_raises_no_memory_is_reused_that_a_stream_still_reads() -> None:
+def test_memory_is_not_reused_during_a_stream_read_after_a_failed_hook() -> None:
     model: Any = fully_shard(nn.Linear(64, 64).to(device()), mesh=dist.init_device_mesh(device().type, (1, 2)))
 
     def fail(_: Tensor) -> None:

@@ -228,7 +228,7 @@ def _group_of_each_rank() -> Any:
 
 @pytest.mark.spec("FRESH-06")
 @pytest.mark.pure
-def test_the_hook_is_installed_with_the_first_unit_and_removed_with_the_last() -> None:
+def test_optimizer_hook_is_installed_with_the_first_unit_and_removed_with_the_last() -> None:
     script = Path(__file__).with_name("hooks_of_optimizers.py")
     stages = ["two models 1", "one model 1", "no model 0"]
     assert output_of_ranks(script, num_ranks=1, environment={}).splitlines() == ["before 0", *stages, *stages]
@@ -236,7 +236,7 @@ def test_the_hook_is_installed_with_the_first_unit_and_removed_with_the_last() -
 
 @pytest.mark.spec("FRESH-06")
 @ranks(1)
-def test_a_model_that_ends_during_a_step_does_not_disturb_it() -> None:
+def test_model_that_is_deleted_during_a_step_does_not_disturb_the_step() -> None:
     """PyTorch iterates over the hooks during a step."""
     plain = tiny()
     models = [in_place(tiny())]

@@ -70,7 +70,7 @@ def quiet_of(kind: type[Group], process_group: Any) -> Group:
 
 @pytest.mark.spec("STREAM-01")
 @ranks(2)
-def test_collectives_that_return_nothing_can_be_waited_for() -> None:
+def test_collectives_without_return_value_can_be_awaited() -> None:
     group, mine = quiet_of(Group, default_group()), torch.ones(2, device=device())
     whole = torch.zeros(4, device=device())
     collectives.all_gather(group, whole, mine).wait()
@@ -100,7 +100,7 @@ def test_a_model_trains_and_is_summoned_where_collectives_return_nothing(use_ori
 @pytest.mark.pure
 @pytest.mark.spec("STREAM-02")
 @pytest.mark.proof("order only")
-def test_a_work_of_an_accelerator_is_waited_for_on_the_communication_stream_and_before_its_event(
+def test_accelerator_work_is_awaited_on_its_comm_stream_before_the_event(
     machine: StandIn,
 ) -> None:
     class Work:
@@ -199,7 +199,7 @@ def on_hook(*_: Any) -> None:
     [(MeshGroups(None, None), None), (MeshGroups.sharded(PAIR), on_hook), (MeshGroups.replicated(PAIR), on_hook)],
     ids=["one rank", "a hook of a sharded unit", "a hook of a replicated unit"],
 )
-def test_a_reduction_that_sends_nothing_itself_is_waited_for_all_the_same(
+def test_compute_stream_waits_for_a_reduction_without_a_collective(
     machine: StandIn, plan: Callable[[MeshGroups], ReducePlan], mesh: MeshGroups, hook: Any
 ) -> None:
     one = plan(mesh)
@@ -282,7 +282,7 @@ def test_a_hook_with_a_stream_of_its_own_runs_between_the_division_and_the_compu
 @pytest.mark.pure
 @pytest.mark.spec("STREAM-06")
 @pytest.mark.proof("order only")
-def test_a_partial_sum_lives_until_the_compute_stream_has_waited_for_the_all_reduce_that_took_it_along(
+def test_partial_sum_stays_in_memory_until_the_compute_stream_waits_for_its_all_reduce(
     machine: StandIn, plan: Callable[[MeshGroups], ReducePlan]
 ) -> None:
     one, reducer, kept = plan(MeshGroups.hybrid(PAIR, PAIR)), Reducer(machine.comm_streams()), Kept(machine)
@@ -330,7 +330,7 @@ def test_gradients_are_copied_to_the_host_on_the_stream_that_reduced_them_with_o
 @pytest.mark.pure
 @pytest.mark.spec("STREAM-11")
 @pytest.mark.proof("order only")
-def test_before_the_host_reads_a_gradient_it_waits_for_that_copy_alone(
+def test_cpu_waits_only_for_the_copy_of_the_gradient_that_a_hook_reads(
     machine: StandIn, plan: Callable[[MeshGroups], ReducePlan]
 ) -> None:
     log = reduce_once(machine, plan(MeshGroups.sharded(PAIR)), offloads=True, reads_gradient=True)
@@ -349,7 +349,7 @@ def flat(*, keeps: bool = False, **options: Any) -> FlatLayout:
 @pytest.mark.pure
 @pytest.mark.spec("STREAM-11")
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_a_gradient_is_read_where_there_is_one_already_or_a_hook_waits_for_it(use_orig_params: bool) -> None:
+def test_gradient_is_read_if_there_is_one_or_a_post_accumulate_hook(use_orig_params: bool) -> None:
     layout = flat(use_orig_params=use_orig_params)
     assert not layout.reads_gradient
     parameter = layout.local_parameters()[0]
@@ -370,7 +370,7 @@ def test_gradient_is_copied_to_cpu_in_stored_dtype(keeps: bool, dtype: torch.dty
 
 @pytest.mark.spec("STREAM-10")
 @ranks(2)
-def test_a_unit_of_several_dtypes_or_without_pinned_memory_sends_nothing_ahead() -> None:
+def test_unit_of_several_dtypes_or_without_pinned_memory_makes_no_early_host_copy() -> None:
     layer = nn.Linear(4, 4, device=device())
     layer.bias = nn.Parameter(layer.bias.to(BF16))
     mixed, plain = units_of_two(layer), units_of_two(nn.Linear(4, 4, device=device()))
@@ -463,7 +463,7 @@ def aligned(group: Group | None, dtype: torch.dtype | None) -> Bucket:
 @pytest.mark.spec("STREAM-12")
 @pytest.mark.parametrize("group", [None, PAIR], ids=["one rank", "two ranks"])
 @pytest.mark.parametrize("dtype", [None, BF16, torch.uint8], ids=str)
-def test_leaves_begin_at_multiples_of_16_bytes_and_what_travels_has_no_gaps(
+def test_leaves_begin_at_multiples_of_16_bytes_and_sent_data_has_no_gaps(
     group: Group | None, dtype: torch.dtype | None
 ) -> None:
     bucket = aligned(group, dtype)
@@ -477,7 +477,7 @@ def test_leaves_begin_at_multiples_of_16_bytes_and_what_travels_has_no_gaps(
 @pytest.mark.pure
 @pytest.mark.spec("STREAM-12")
 @pytest.mark.parametrize("dtype", [None, BF16], ids=str)
-def test_gaps_between_the_leaves_of_one_rank_stay_where_they_are_when_values_are_cast(
+def test_gaps_between_leaves_of_one_rank_keep_their_positions_under_a_cast(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype | None
 ) -> None:
     monkeypatch.setattr(Bucket, "_aligned", lambda self, numel: -(-numel // 16) * 16)
@@ -562,7 +562,7 @@ def test_clipping_offloaded_gradients_takes_one_copy_to_the_device_and_one_back(
 
 @pytest.mark.spec("STREAM-10")
 @ranks(2)
-def test_offloaded_gradients_are_those_of_a_model_that_is_not() -> None:
+def test_offloaded_gradients_equal_those_without_offload() -> None:
     models = [shard_each(chain(), cpu_offload=CPUOffload(offload)) for offload in (False, True)]
     for model in models:
         for step in range(2):

@@ -118,7 +118,7 @@ def test_each_unit_method_leads_to_state_in_table(before: State, verb: str, afte
 
 @pytest.mark.pure
 @pytest.mark.parametrize("state", State)
-def test_no_verb_changes_the_phase(state: State) -> None:
+def test_unshard_wait_and_reshard_do_not_change_the_phase(state: State) -> None:
     unit = brought_to(state, Log())
     for phase in Phase:
         unit.phase = phase
@@ -157,7 +157,7 @@ def test_limiter_is_called_before_each_all_gather(
 
 
 @pytest.mark.pure
-def test_a_unit_without_anything_to_wait_for_or_to_release_goes_through_the_same_states() -> None:
+def test_unit_without_handle_and_memory_has_the_same_states() -> None:
     log = Log(has_promise=False, has_memory=False)
     unit = make(log)
     with trace.record() as recorder:

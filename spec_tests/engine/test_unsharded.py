@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 @pytest.mark.pure
 @pytest.mark.spec("SHARD-13")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_its_memory_comes_and_goes_and_its_shape_stays(dtype: torch.dtype) -> None:
+def test_unsharded_tensor_allocates_and_releases_memory_and_keeps_its_shape(dtype: torch.dtype) -> None:
     tensor = UnshardedTensor(4, dtype, CPU)
     storage = tensor.leaf.untyped_storage()
     assert tensor.num_bytes == 4 * dtype.itemsize
@@ -31,7 +31,7 @@ def test_its_memory_comes_and_goes_and_its_shape_stays(dtype: torch.dtype) -> No
 
 
 @pytest.mark.pure
-def test_writing_through_the_alias_does_not_look_like_a_change_to_autograd() -> None:
+def test_write_through_the_alias_is_not_a_change_for_autograd() -> None:
     tensor = UnshardedTensor(4, torch.float32, CPU)
     tensor.allocate()
     tensor.alias.fill_(3)
@@ -64,7 +64,7 @@ def test_borrowed_tensor_uses_memory_of_lender() -> None:
 
 @pytest.mark.pure
 @pytest.mark.spec("STREAM-05")
-def test_it_follows_a_lender_that_was_given_other_memory() -> None:
+def test_unsharded_tensor_uses_the_new_memory_of_its_lender() -> None:
     lender = torch.ones(4)
     tensor = UnshardedTensor(4, torch.float32, CPU, lender)
     leaf = tensor.leaf

@@ -28,14 +28,14 @@ def kind_of(cell: Cell) -> str:
     """The kind of training in words. With the store on rank 0 each victim is one kind; APIs and shardings alternate."""
     if cell.store == "of rank 0":
         return f"{cell.victim}, the store on rank 0"
-    return f"{cell.victim}, {cell.door}, {cell.sharding}"
+    return f"{cell.victim}, {cell.api}, {cell.sharding}"
 
 
 def rows_of(outcomes: Iterable[Outcome]) -> Rows:
-    """The seconds until all other ranks had ended; ``None`` if the cell has a complaint."""
+    """The seconds until all other ranks had ended; ``None`` if the cell has a problem."""
     rows: Rows = {}
     for outcome in outcomes:
-        cell, seconds = outcome.cell, None if outcome.complaint else round(outcome.seconds, 1)
+        cell, seconds = outcome.cell, None if outcome.problem else round(outcome.seconds, 1)
         rows.setdefault(kind_of(cell), {}).setdefault(cell.stage, {})[cell.fault] = seconds
     return rows
 
@@ -46,7 +46,7 @@ def rows_at(rows: Rows, stage: str) -> list[dict[str, float | None]]:
 
 
 def cell_text(seconds: list[float | None]) -> str:
-    """The range of the seconds, or WRONG if a cell has a complaint."""
+    """The range of the seconds, or WRONG if a cell has a problem."""
     known = [each for each in seconds if each is not None]
     return f"{min(known):.1f} - {max(known):.1f}" if len(known) == len(seconds) else "WRONG"
 
@@ -69,12 +69,12 @@ def keep(outcome: Outcome) -> None:
 def kept() -> dict[Cell, Outcome]:
     """The cells that passed before a recording was interrupted."""
     reported = [json.loads(line) for line in LINES.read_text().splitlines()] if LINES.exists() else []
-    outcomes = [Outcome(Cell(**each["cell"]), each["seconds"], each["complaint"]) for each in reported]
-    return {outcome.cell: outcome for outcome in outcomes if not outcome.complaint}
+    outcomes = [Outcome(Cell(**each["cell"]), each["seconds"], each["problem"]) for each in reported]
+    return {outcome.cell: outcome for outcome in outcomes if not outcome.problem}
 
 
 def main() -> int:
-    """Runs the command. Returns the number of cells with a complaint."""
+    """Runs the command. Returns the number of cells with a problem."""
     parser = argparse.ArgumentParser(prog="python -m spec_tests.faults")
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
     parser.add_argument("--turns", action="store_true", help="half of them: the victims take turns")
@@ -92,9 +92,9 @@ def main() -> int:
     for stage in STAGES:
         cells = [cell_text([row[fault] for row in rows_at(rows, stage) if fault in row]) for fault in FAULTS]
         print(f"{stage:34}" + "".join(f"{cell:>14}" for cell in cells))
-    wrong = [outcome for outcome in outcomes if outcome.complaint]
+    wrong = [outcome for outcome in outcomes if outcome.problem]
     for outcome in wrong:
-        print(f"\n{outcome.cell}: {outcome.complaint}")
+        print(f"\n{outcome.cell}: {outcome.problem}")
     print(f"\n{len(outcomes)} cells, {len(wrong)} not as they should be, {time.monotonic() - begun:.0f} s")
     if options.record:
         reported = {"circumstances": circumstances(time.monotonic() - begun), "timeout": TIMEOUT}

@@ -28,7 +28,7 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from minifsdp.watchdog.report import GONE, LOST, SILENT
-from spec_tests.faults.job import DOORS, FAULTS, SHARDINGS, STAGES, STEPS, TIMEOUT, TO_MEET
+from spec_tests.faults.job import APIS, FAULTS, SHARDINGS, STAGES, STEPS, TIMEOUT, TO_MEET
 from spec_tests.harness import pool
 from spec_tests.harness.programs import start_module
 from spec_tests.waiting import comes_true
@@ -64,7 +64,7 @@ WAITED_FOR = {
 class Cell:
     """One fault of one rank at one stage, in one kind of training."""
 
-    door: str
+    api: str
     sharding: str
     victim: str
     fault: str
@@ -91,19 +91,19 @@ class Outcome:
     Attributes:
         cell: the cell.
         seconds: from the fault until the last survivor had ended.
-        complaint: what is wrong; empty if nothing is.
+        problem: what is wrong; empty if nothing is.
     """
 
     cell: Cell
     seconds: float
-    complaint: str
+    problem: str
 
 
 def every_cell() -> Iterator[Cell]:
     """All cells with torchrun's store. With the store on rank 0, one per victim and stage; the other axes alternate."""
-    for door, sharding, victim, stage, fault in itertools.product(DOORS, SHARDINGS, VICTIMS, STAGES, FAULTS):
-        yield Cell(door, sharding, victim, fault, stage)
-    kinds = itertools.cycle(itertools.product(DOORS, SHARDINGS))
+    for api, sharding, victim, stage, fault in itertools.product(APIS, SHARDINGS, VICTIMS, STAGES, FAULTS):
+        yield Cell(api, sharding, victim, fault, stage)
+    kinds = itertools.cycle(itertools.product(APIS, SHARDINGS))
     for victim, (number, stage) in itertools.product(VICTIMS, enumerate(STAGES)):
         yield Cell(*next(kinds), victim, FAULTS[number % len(FAULTS)], stage, "of rank 0")
 
@@ -111,7 +111,7 @@ def every_cell() -> Iterator[Cell]:
 def in_turns() -> Iterator[Cell]:
     """Half of the cells with torchrun's store: every fault, stage and kind of training. Victims alternate."""
     for cell in every_cell():
-        axes = ((DOORS, cell.door), (SHARDINGS, cell.sharding), (FAULTS, cell.fault), (STAGES, cell.stage))
+        axes = ((APIS, cell.api), (SHARDINGS, cell.sharding), (FAULTS, cell.fault), (STAGES, cell.stage))
         number = sum([*names].index(name) for names, name in axes)
         if cell.store == "of rank 0" or VICTIMS[number % 2] == cell.victim:
             yield cell
@@ -122,15 +122,15 @@ def run_all(cells: Iterable[Cell], at_once: int = 6, tell: Callable[[Outcome], o
     pool.start_early()
     cells = list(cells)
     with ThreadPoolExecutor(at_once) as threads:
-        kinds = {(cell.door, cell.sharding): None for cell in cells}
+        kinds = {(cell.api, cell.sharding): None for cell in cells}
         curves = dict(zip(kinds, threads.map(lambda kind: undisturbed(*kind), kinds), strict=True))
-        return list(threads.map(lambda cell: run(cell, curves[cell.door, cell.sharding], tell), cells))
+        return list(threads.map(lambda cell: run(cell, curves[cell.api, cell.sharding], tell), cells))
 
 
-def undisturbed(door: str, sharding: str) -> list[float]:
+def undisturbed(api: str, sharding: str) -> list[float]:
     """The losses of a job without a fault."""
     with tempfile.TemporaryDirectory() as folder:
-        losses: list[float] = _reported(Cell(door, sharding, "last rank", "none", ""), Path(folder))
+        losses: list[float] = _reported(Cell(api, sharding, "last rank", "none", ""), Path(folder))
         assert len({*losses}) == STEPS, losses
         return losses
 
@@ -146,14 +146,14 @@ def run(cell: Cell, losses: list[float], tell: Callable[[Outcome], object] | Non
     for attempt in range(ATTEMPTS):
         with tempfile.TemporaryDirectory() as kept:
             folder = Path(kept)
-            seconds, complaint = _first_life(cell, folder)
+            seconds, problem = _first_life(cell, folder)
             if not (folder / "struck").exists() and attempt < ATTEMPTS - 1:
                 continue
-            complaint = complaint or complaint_about_disk(folder / "runs", STAGES[cell.stage])
-            if not complaint and (reported := _reported(cell, folder)) != losses:
-                complaint = f"the losses of the job that was started again are {reported}, and should be {losses}"
+            problem = problem or problem_about_disk(folder / "runs", STAGES[cell.stage])
+            if not problem and (reported := _reported(cell, folder)) != losses:
+                problem = f"the losses of the job that was started again are {reported}, and should be {losses}"
             break
-    outcome = Outcome(cell, seconds, complaint)
+    outcome = Outcome(cell, seconds, problem)
     if tell is not None:
         tell(outcome)
     return outcome
@@ -166,7 +166,7 @@ def _first_life(cell: Cell, folder: Path) -> tuple[float, str]:
         begun = time.time()
         for rank in cell.survivors:
             processes[rank].join(max(0.0, begun + LIMIT - time.time()))
-        return time.time() - begun, _complaint(cell, [processes[rank].exitcode for rank in cell.survivors], folder)
+        return time.time() - begun, _problem(cell, [processes[rank].exitcode for rank in cell.survivors], folder)
 
 
 def _reported(cell: Cell, folder: Path) -> Any:
@@ -188,7 +188,7 @@ class _Ranks:
         # Every run has its own store, as under torchrun.
         hosts = cell.store == "of torchrun"
         self.store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), False) if hosts else None
-        arguments = (cell.door, cell.sharding, fault, cell.stage, str(cell.faulty), str(folder))
+        arguments = (cell.api, cell.sharding, fault, cell.stage, str(cell.faulty), str(folder))
         port = self.store.port if self.store else None
         self.processes = start_ranks(
             "job", *arguments, num_ranks=cell.num_ranks, folder=outputs or folder, port_of_store=port
@@ -228,7 +228,7 @@ def start_ranks(
     return processes
 
 
-def _complaint(cell: Cell, codes: list[int | None], folder: Path) -> str:
+def _problem(cell: Cell, codes: list[int | None], folder: Path) -> str:
     if not (folder / "struck").exists():
         return "the fault never came:\n" + said_by(folder, cell.faulty)
     reported = {rank: said_by(folder, rank) for rank in cell.survivors}
@@ -263,8 +263,8 @@ def _says_what_has_become(cell: Cell, said: str) -> bool:
     return says is not None or _is_told_by_torch(cell, said)
 
 
-def complaint_about_disk(runs: Path, newest: str) -> str:
-    """A complaint if a checkpoint that is marked complete is not, or if the newest checkpoint is not ``newest``."""
+def problem_about_disk(runs: Path, newest: str) -> str:
+    """A problem if a checkpoint that is marked complete is not, or if the newest checkpoint is not ``newest``."""
     for checkpoint in sorted(runs.glob("step-*")):
         listed = json.loads((checkpoint / "manifest.json").read_text())["files"]
         there = sorted({path.name for path in checkpoint.iterdir()} - {"manifest.json"})

@@ -1,6 +1,6 @@
 """A small training on two or four ranks. In the third iteration one rank, usually rank 1, does something else.
 
-    python -m spec_tests.faults.deviate DOOR WHAT
+    python -m spec_tests.faults.deviate API WHAT
 
 The groups' time-out is minutes, so a rank that waits for it exceeds the test's limit.
 """
@@ -41,12 +41,12 @@ class Pair(nn.Module):
         return x
 
 
-def sharded(door: str, keeps: bool, are_equal: bool) -> Any:
+def sharded(api: str, keeps: bool, are_equal: bool) -> Any:
     """Shards the model; four ranks use a mesh of 2 x 2."""
     torch.manual_seed(0)
     model: Any = Pair(are_equal)
     mesh = dist.init_device_mesh("cpu", (2, 2)) if dist.get_world_size() == 4 else None
-    if door == "function":
+    if api == "function":
         for part in (model.a, model.b, model):
             fully_shard(part, mesh=mesh, reshard_after_forward=not keeps)
         return model
@@ -58,9 +58,9 @@ def sharded(door: str, keeps: bool, are_equal: bool) -> Any:
     return FSDP(model, sharding_strategy=strategy, device_mesh=mesh)
 
 
-def micro_batch(model: Any, door: str, syncs: bool, order: str) -> None:
+def micro_batch(model: Any, api: str, syncs: bool, order: str) -> None:
     x = torch.ones(2, 8)
-    if door == "function":
+    if api == "function":
         model.set_requires_gradient_sync(syncs)
     elif not syncs:
         with model.no_sync():
@@ -74,8 +74,8 @@ def main() -> None:
     # A fork of a process that has imported torch has not read this variable.
     dist.set_debug_level_from_env()
     dist.init_process_group("gloo", timeout=TIMEOUT)
-    door, what = sys.argv[1:]
-    model = sharded(door, keeps=what == "keeps and no_sync", are_equal="of other sizes" not in what)
+    api, what = sys.argv[1:]
+    model = sharded(api, keeps=what == "keeps and no_sync", are_equal="of other sizes" not in what)
     # Late enough that all collectives have been issued before.
     last = 11 if what.endswith("late") else 3
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -116,7 +116,7 @@ def main() -> None:
         if what.startswith("catches") and step == last - 1:
             try:
                 # The second layer is new on both ranks, so both check with the other rank first.
-                micro_batch(model, door, True, "ba" if deviates else "bb")
+                micro_batch(model, api, True, "ba" if deviates else "bb")
             except RuntimeError as error:
                 print(error)
             # Longer than the watchdog waits before it queries the other ranks.
@@ -125,7 +125,7 @@ def main() -> None:
         for number in range(2):
             no_sync = "no_sync" in what and deviates and number == 0
             order = {"leaves out": "b", "swaps layers": "ba"}.get(what.partition(" of ")[0], "ab") if deviates else "ab"
-            micro_batch(model, door, not no_sync, order)
+            micro_batch(model, api, not no_sync, order)
         optimizer.step()
         optimizer.zero_grad()
     time.sleep(0.1)

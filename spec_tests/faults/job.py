@@ -1,6 +1,6 @@
 """A training that runs every stage once, with a fault of one rank at one stage.
 
-    python -m spec_tests.faults.job DOOR SHARDING FAULT STAGE VICTIM FOLDER
+    python -m spec_tests.faults.job API SHARDING FAULT STAGE VICTIM FOLDER
 
 All other ranks are correct; the matrix checks their reports of the fault. If the job is started again with the fault
 ``none``, as torchrun restarts a job, it continues from its newest checkpoint. ::
@@ -38,11 +38,11 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import ShardingStrategy, StateDictType
 from minifsdp.engine import collectives
 from spec_tests.faults.ends import ends_as_python_does
-from tutorials.gpt.checkpoint import Shelf, choose
-from tutorials.gpt.doors import FunctionDoor, WrapperDoor
+from tutorials.gpt.apis import FunctionApi, WrapperApi
+from tutorials.gpt.checkpoint import CheckpointFolder, choose
 from tutorials.gpt.resume import Training, resume, save
 
-DOORS = ("wrapper", "function")
+APIS = ("wrapper", "function")
 SHARDINGS = {"full": 2, "hybrid": 4}  # with their numbers of ranks
 FAULTS = ("raises", "exits", "is killed", "is stopped", "is slow")
 STEPS = 4
@@ -67,16 +67,16 @@ class Job:
     """The job on one rank.
 
     Args:
-        door, sharding: how the model is sharded.
+        api, sharding: how the model is sharded.
         fault, stage, victim: the fault, its stage, and the rank that has it.
         folder: for checkpoints, for the time of the fault, and for the losses.
         limit: the time-out of the process groups.
     """
 
     def __init__(
-        self, door: str, sharding: str, fault: str, stage: str, victim: str, folder: Path, limit: timedelta
+        self, api: str, sharding: str, fault: str, stage: str, victim: str, folder: Path, limit: timedelta
     ) -> None:
-        self.door, self.sharding, self.fault, self.stage, self.folder = door, sharding, fault, stage, folder
+        self.api, self.sharding, self.fault, self.stage, self.folder = api, sharding, fault, stage, folder
         self.is_victim = fault != "none" and dist.get_rank() == int(victim)
         self.mesh = two_by_two(limit) if sharding == "hybrid" else init_device_mesh("cpu", (2,))
         self.forward_stage = ""
@@ -126,7 +126,7 @@ class Job:
         return self.unit(model, strategy)
 
     def unit(self, module: nn.Module, strategy: ShardingStrategy) -> nn.Module:
-        if self.door == "function":
+        if self.api == "function":
             minifsdp.fully_shard(module, mesh=self.mesh)
             return module
         return FSDP(module, device_mesh=self.mesh, sharding_strategy=strategy, sync_module_states=True)
@@ -135,8 +135,8 @@ class Job:
         """Runs the first life, or without a fault the second."""
         self.model = self.sharded()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
-        door = FunctionDoor() if self.door == "function" else WrapperDoor("minifsdp")
-        self.training = Training(self.model, self.optimizer, door)
+        api = FunctionApi() if self.api == "function" else WrapperApi("minifsdp")
+        self.training = Training(self.model, self.optimizer, api)
         if self.fault != "none":
             self.everything()
         else:
@@ -148,9 +148,9 @@ class Job:
 
     def everything(self) -> None:
         """Runs all stages, one after the other."""
-        shelf = Shelf(self.folder / "runs")
+        checkpoints = CheckpointFolder(self.folder / "runs")
         self.iterate("first forward")
-        save(shelf, self.training, **NOTES, full=False)
+        save(checkpoints, self.training, **NOTES, full=False)
         with self.striking_at(collectives, "all_gather", "gather"):
             self.iterate("compute")
         with self.striking_at(collectives, "reduce_scatter", "reduce"):
@@ -158,7 +158,7 @@ class Job:
         self.states()
         self.strike("save")
         with self.striking_at(dcp.FileSystemWriter, "write_data", "inside a save", behind=True):
-            save(shelf, self.training, **NOTES, full=False)
+            save(checkpoints, self.training, **NOTES, full=False)
         self.strike("load")
         with self.striking_at(dcp.FileSystemReader, "read_data", "inside a load", behind=True):
             self.read()
@@ -173,7 +173,7 @@ class Job:
         loss.backward()
         if stage == "compute":
             self.strike("clip")
-        if self.door == "wrapper":
+        if self.api == "wrapper":
             self.model.clip_grad_norm_(1.0)
         else:
             nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -184,7 +184,7 @@ class Job:
 
     def states(self) -> None:
         """Creates every kind of state dict, and loads the full ones."""
-        (self.states_of_wrapper if self.door == "wrapper" else self.states_of_function)()
+        (self.states_of_wrapper if self.api == "wrapper" else self.states_of_function)()
 
     def states_of_wrapper(self) -> None:
         for kind in ("full", "sharded", "local"):
@@ -261,11 +261,11 @@ def meet(limit: timedelta) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    door, sharding, fault, stage, victim, folder = sys.argv[1:]
+    api, sharding, fault, stage, victim, folder = sys.argv[1:]
     # Without a fault, a slow rank must not cause an error.
     limit = timedelta(seconds=TO_MEET) if fault == "none" else LIMIT
     meet(limit)
-    Job(door, sharding, fault, stage, victim, Path(folder), limit).run()
+    Job(api, sharding, fault, stage, victim, Path(folder), limit).run()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spec_tests.benchmarks.page import circumstances
-from spec_tests.faults.cells import ROOT, complaint_about_disk
+from spec_tests.faults.cells import ROOT, problem_about_disk
 from spec_tests.faults.job import FAULTS
 from spec_tests.faults.restarted import EVERY, STEPS, STRUCK_IN
 from spec_tests.tutorials import killing
@@ -55,7 +55,7 @@ def every_restart() -> Iterator[Restart]:
 
 
 def run_all(restarts: Iterable[Restart], at_once: int = 2) -> list[tuple[float, str]]:
-    """For each job, the duration of both lives in seconds and the complaint."""
+    """For each job, the duration of both lives in seconds and the problem."""
     restarts = list(restarts)
     kinds = {(restart.api, restart.strategy): restart for restart in restarts}
     curves = {kind: undisturbed(restart) for kind, restart in kinds.items()}
@@ -88,21 +88,21 @@ def run(restart: Restart, losses: list[float]) -> tuple[float, str]:
         expected = {"losses": losses, "lives": 2, "begun at": [STRUCK_IN - EVERY]}
         if reported != expected:
             return seconds, f"{reported}, and should be {expected}"
-        return seconds, complaint_about_disk(Path(kept) / "runs", f"step-{STEPS:06}")
+        return seconds, problem_about_disk(Path(kept) / "runs", f"step-{STEPS:06}")
 
 
 def main() -> int:
-    """Runs the command. Returns the number of jobs with a complaint."""
+    """Runs the command. Returns the number of jobs with a problem."""
     parser = argparse.ArgumentParser(prog="python -m spec_tests.faults.restarts")
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
     parser.add_argument("--at-once", type=int, default=2, help="jobs that run at the same time")
     options = parser.parse_args()
     begun, restarts = time.monotonic(), list(every_restart())
     rows, num_wrong = [], 0
-    for restart, (seconds, complaint) in zip(restarts, run_all(restarts, options.at_once), strict=True):
-        print(f"{restart}: {complaint or 'goes on as if nothing had happened'}, {seconds:.0f} s", flush=True)
-        rows.append({**vars(restart), "seconds": None if complaint else round(seconds)})
-        num_wrong += bool(complaint)
+    for restart, (seconds, problem) in zip(restarts, run_all(restarts, options.at_once), strict=True):
+        print(f"{restart}: {problem or 'goes on as if nothing had happened'}, {seconds:.0f} s", flush=True)
+        rows.append({**vars(restart), "seconds": None if problem else round(seconds)})
+        num_wrong += bool(problem)
     if options.record:
         lines = ",\n  ".join(map(json.dumps, rows))
         reported = json.dumps({"circumstances": circumstances(time.monotonic() - begun)}, indent=1)[:-2]

@@ -20,13 +20,13 @@ from spec_tests.faults.cells import (
     VICTIMS,
     Cell,
     Outcome,
-    complaint_about_disk,
     every_cell,
+    problem_about_disk,
     run_all,
     said_by,
     start_ranks,
 )
-from spec_tests.faults.job import DOORS, FAULTS, STAGES
+from spec_tests.faults.job import APIS, FAULTS, STAGES
 from spec_tests.faults.restarts import Restart
 from spec_tests.harness import pool
 from spec_tests.harness.programs import run_module
@@ -37,10 +37,10 @@ ROOT = Path(__file__).resolve().parents[2]
 IN_SECONDS = 20.0  # instead of after five minutes
 
 
-def deviate(folder: Path, door: str, what: str, num_ranks: int = 2) -> list[Any]:
+def deviate(folder: Path, api: str, what: str, num_ranks: int = 2) -> list[Any]:
     """The exit statuses of the ranks' processes, which must end in time."""
     pool.start_early()
-    processes = start_ranks("deviate", door, what, num_ranks=num_ranks, folder=folder)
+    processes = start_ranks("deviate", api, what, num_ranks=num_ranks, folder=folder)
     until = time.monotonic() + IN_SECONDS
     for process in processes:
         process.join(max(0.0, until - time.monotonic()))
@@ -53,9 +53,9 @@ def deviate(folder: Path, door: str, what: str, num_ranks: int = 2) -> list[Any]
 
 
 @pytest.mark.spec("LEDGER-03", "LEDGER-02")
-@pytest.mark.parametrize("door", DOORS)
-def test_divergent_ranks_are_reported_within_seconds(door: str, tmp_path: Path) -> None:
-    assert deviate(tmp_path, door, "leaves out") == [1, 1]
+@pytest.mark.parametrize("api", APIS)
+def test_divergent_ranks_are_reported_within_seconds(api: str, tmp_path: Path) -> None:
+    assert deviate(tmp_path, api, "leaves out") == [1, 1]
     for rank in range(2):
         said = said_by(tmp_path, rank)
         assert re.search(r"The ranks diverge at collective 0 of group \S+ since its last comparison:", said)
@@ -66,13 +66,13 @@ def test_divergent_ranks_are_reported_within_seconds(door: str, tmp_path: Path) 
 
 @pytest.mark.spec("ORDER-10")
 @pytest.mark.parametrize("when", ["early", "late"])
-@pytest.mark.parametrize("door", DOORS)
-def test_nothing_is_sent_to_a_rank_that_expects_another_size(
-    door: str, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("api", APIS)
+def test_no_data_is_sent_to_a_rank_that_expects_another_size(
+    api: str, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Without a transport, a rank cannot check with the others before it sends.
     monkeypatch.delenv("MINIFSDP_TRANSPORT", raising=False)
-    assert deviate(tmp_path, door, f"swaps layers of other sizes {when}") == [1, 1]
+    assert deviate(tmp_path, api, f"swaps layers of other sizes {when}") == [1, 1]
     for rank in range(2):
         said = said_by(tmp_path, rank)
         assert "gloo::EnforceNotMet" not in said
@@ -82,23 +82,23 @@ def test_nothing_is_sent_to_a_rank_that_expects_another_size(
 
 
 @pytest.mark.spec("LEDGER-11", "ORDER-10")
-@pytest.mark.parametrize("door", DOORS)
-def test_an_order_that_all_ranks_have_caught_is_not_held_against_what_they_do_later(
-    door: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("api", APIS)
+def test_caught_order_difference_does_not_affect_later_checks(
+    api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MINIFSDP_TRANSPORT", raising=False)
-    assert deviate(tmp_path, door, "catches that it swaps layers of other sizes") == [0, 0], said_by(tmp_path, 0)
+    assert deviate(tmp_path, api, "catches that it swaps layers of other sizes") == [0, 0], said_by(tmp_path, 0)
     for rank in range(2):
         assert "are about to issue different collectives" in (tmp_path / str(rank) / "stdout").read_text()
 
 
 @pytest.mark.spec("ORDER-06", "ORDER-13", "LEDGER-03")
 @pytest.mark.parametrize("what", ["no_sync", "keeps and no_sync"])
-@pytest.mark.parametrize("door", DOORS)
-def test_no_sync_on_one_rank_is_noticed(door: str, what: str, tmp_path: Path) -> None:
-    codes = deviate(tmp_path, door, what)
+@pytest.mark.parametrize("api", APIS)
+def test_no_sync_on_one_rank_is_noticed(api: str, what: str, tmp_path: Path) -> None:
+    codes = deviate(tmp_path, api, what)
     said = said_by(tmp_path, 0) + said_by(tmp_path, 1)
-    if (door, what) == ("wrapper", "keeps and no_sync"):
+    if (api, what) == ("wrapper", "keeps and no_sync"):
         # Unequal numbers of micro-batches are correct, so only the optimizer steps show the error, and collectives do
         # not.
         assert codes == [1, 0]
@@ -112,12 +112,12 @@ def test_no_sync_on_one_rank_is_noticed(door: str, what: str, tmp_path: Path) ->
 
 @pytest.mark.spec("ORDER-06", "ORDER-04", "LEDGER-03")
 @pytest.mark.parametrize("what", ["no_sync", "keeps and no_sync"])
-@pytest.mark.parametrize("door", DOORS)
-def test_no_sync_on_one_rank_of_a_mesh_is_noticed_by_its_replicas_too(door: str, what: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("api", APIS)
+def test_no_sync_on_one_rank_of_a_mesh_is_noticed_by_its_replicas_too(api: str, what: str, tmp_path: Path) -> None:
     # Ranks 2 and 3 share a shard group and agree. They wait for their replicas.
-    codes = deviate(tmp_path, door, what, num_ranks=4)
+    codes = deviate(tmp_path, api, what, num_ranks=4)
     said = "".join(said_by(tmp_path, rank) for rank in range(4))
-    if (door, what) == ("wrapper", "keeps and no_sync"):
+    if (api, what) == ("wrapper", "keeps and no_sync"):
         assert codes == [1, 0, 1, 1]
         assert "optimizers have stepped on ranks [1] only" in said
         return
@@ -127,13 +127,13 @@ def test_no_sync_on_one_rank_of_a_mesh_is_noticed_by_its_replicas_too(door: str,
 
 
 @pytest.mark.spec("LEDGER-03", "LEDGER-05")
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize(
     ("what", "words"),
     [("ends", "has ended, at the end of its program"), ("fails", "has ended, by LookupError: no such picture")],
 )
-def test_ended_rank_leaves_exit_record(door: str, what: str, words: str, tmp_path: Path) -> None:
-    codes = deviate(tmp_path, door, what)
+def test_ended_rank_leaves_exit_record(api: str, what: str, words: str, tmp_path: Path) -> None:
+    codes = deviate(tmp_path, api, what)
     assert codes == [1, 0 if what == "ends" else 1]
     assert f"rank 1: {words}" in said_by(tmp_path, 0)
     assert "deviate.py:" in said_by(tmp_path, 0)
@@ -186,7 +186,7 @@ def both_wait(folder: Path) -> bool:
 
 
 @pytest.mark.spec("LEDGER-04", "LEDGER-06", "LEDGER-07")
-def test_a_sigterm_is_reported_though_the_main_thread_is_stuck(tmp_path: Path) -> None:
+def test_sigterm_is_reported_while_the_main_thread_is_blocked(tmp_path: Path) -> None:
     pool.start_early()
     processes = start_ranks("deviate", "wrapper", "is stuck", num_ranks=2, folder=tmp_path)
     try:
@@ -212,7 +212,7 @@ def test_a_sigterm_is_reported_though_the_main_thread_is_stuck(tmp_path: Path) -
 
 
 @pytest.mark.spec("LEDGER-06")
-def test_a_sigterm_is_reported_by_all_who_get_it_whatever_they_wait_for(tmp_path: Path) -> None:
+def test_each_rank_that_gets_sigterm_reports_it_during_any_wait(tmp_path: Path) -> None:
     pool.start_early()
     # One rank is in a collective that minifsdp did not issue, the other in none.
     processes = start_ranks("deviate", "wrapper", "is stuck in a barrier", num_ranks=2, folder=tmp_path)
@@ -266,7 +266,7 @@ def test_wrapped_torch_groups_still_detect_divergent_ranks(
 # Each fault at each stage once; APIs, shardings, victims and stores alternate. All: python -m spec_tests.faults
 SOME = [
     Cell(
-        DOORS[(i + j) % 2],
+        APIS[(i + j) % 2],
         "hybrid" if (i + 2 * j) % 5 == 0 else "full",
         VICTIMS[(i + j // 2) % 2],
         fault,
@@ -282,24 +282,24 @@ SOME = [
 @pytest.mark.parametrize("fault", FAULTS)
 def test_other_ranks_end_in_time_and_print_all_positions(fault: str) -> None:
     outcomes = run_all([cell for cell in SOME if cell.fault == fault])
-    assert [(outcome.cell, outcome.complaint) for outcome in outcomes if outcome.complaint] == []
+    assert [(outcome.cell, outcome.problem) for outcome in outcomes if outcome.problem] == []
 
 
 @pytest.mark.spec("FAULT-01")
-def test_a_checkpoint_that_is_damaged_or_not_the_newest_is_complained_about(tmp_path: Path) -> None:
-    assert complaint_about_disk(tmp_path, "") == ""
-    assert complaint_about_disk(tmp_path, "step-000001") == "the newest checkpoint should be step-000001, and is none"
+def test_disk_check_reports_damaged_or_outdated_newest_checkpoint(tmp_path: Path) -> None:
+    assert problem_about_disk(tmp_path, "") == ""
+    assert problem_about_disk(tmp_path, "step-000001") == "the newest checkpoint should be step-000001, and is none"
     folder = tmp_path / "step-000001"
     folder.mkdir()
     (folder / "data").write_bytes(b"1234")
     seal = {"bytes": 4, "sha256": hashlib.sha256(b"1234").hexdigest()}
     (folder / "manifest.json").write_text(json.dumps({"files": {"data": seal}}))
     (tmp_path / "newest").write_text("step-000001")
-    assert complaint_about_disk(tmp_path, "step-000001") == ""
+    assert problem_about_disk(tmp_path, "step-000001") == ""
     (folder / "data").write_bytes(b"1235")
-    assert complaint_about_disk(tmp_path, "step-000001") == "data of step-000001 is damaged"
+    assert problem_about_disk(tmp_path, "step-000001") == "data of step-000001 is damaged"
     (folder / "data").unlink()
-    assert complaint_about_disk(tmp_path, "step-000001") == "step-000001 should have the files ['data'], and has []"
+    assert problem_about_disk(tmp_path, "step-000001") == "step-000001 should have the files ['data'], and has []"
 
 
 # Both APIs, both shardings, both victims and both moments. All: python -m spec_tests.faults.restarts
@@ -313,8 +313,8 @@ SOME_RESTARTS = [
 
 @pytest.mark.spec("LEDGER-10")
 def test_job_under_torchrun_resumes_from_last_checkpoint() -> None:
-    complaints = [complaint for _, complaint in restarts.run_all(SOME_RESTARTS)]
-    assert complaints == [""] * len(SOME_RESTARTS)
+    problems = [problem for _, problem in restarts.run_all(SOME_RESTARTS)]
+    assert problems == [""] * len(SOME_RESTARTS)
 
 
 @pytest.mark.spec("LEDGER-09")
@@ -337,7 +337,7 @@ def test_restart_record_has_every_job_and_all_resumed() -> None:
 
 
 @pytest.mark.spec("LEDGER-09", "FAULT-01", "FAULT-02", "FAULT-03")
-def test_the_record_has_every_fault_at_every_stage_of_every_kind_of_training_and_each_is_good() -> None:
+def test_record_has_every_fault_at_every_stage_of_every_kind_of_training_without_failure() -> None:
     rows = json.loads(matrix.RECORD.read_text())["rows"]
     there = {(kind, stage, fault) for kind in rows for stage in rows[kind] for fault in rows[kind][stage]}
     expected = {(matrix.kind_of(cell), cell.stage, cell.fault) for cell in cells.in_turns()}

@@ -40,7 +40,7 @@ def visits_of(model: nn.Module, *, wrappers: bool = False) -> list[tuple[Any, ..
 @pytest.mark.spec("APPLY-01")
 @pairs
 @ranks(2)
-def test_every_submodule_and_itself_are_visited_children_first_with_full_parameters(
+def test_apply_visits_every_module_after_its_children_with_full_parameters(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
@@ -55,7 +55,7 @@ def test_every_submodule_and_itself_are_visited_children_first_with_full_paramet
 @pytest.mark.spec("APPLY-01")
 @either
 @ranks(2)
-def test_the_wrappers_are_visited_too_in_the_order_of_torch(use_orig_params: bool) -> None:
+def test_apply_also_visits_the_wrappers_in_the_order_of_torch(use_orig_params: bool) -> None:
     ours = visits_of(wrapped(use_orig_params=use_orig_params), wrappers=True)
     theirs = visits_of(as_torch(seeded(), use_orig_params=use_orig_params), wrappers=True)
     assert [name for name, _ in ours] == [name for name, _ in theirs]
@@ -72,7 +72,7 @@ def fill(module: nn.Module) -> None:
 @pytest.mark.spec("APPLY-01")
 @pytest.mark.parametrize(("strategy", "use_orig_params"), [*PAIRS, (HYBRID_SHARD, False), (HYBRID_SHARD, True)])
 @ranks(4)
-def test_changes_persist(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+def test_changes_by_apply_persist(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     plain = seeded().apply(fill)
     model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
     with torch.no_grad():
@@ -105,7 +105,7 @@ def test_a_plain_module_around_wrapped_ones_applies_to_them() -> None:
 @pytest.mark.spec("APPLY-02")
 @either
 @ranks(2)
-def test_it_returns_itself(use_orig_params: bool) -> None:
+def test_apply_returns_the_module(use_orig_params: bool) -> None:
     model = wrapped(use_orig_params=use_orig_params)
     inner = model.module.blocks[1]
     assert model.apply(fill) is model
@@ -116,7 +116,7 @@ def test_it_returns_itself(use_orig_params: bool) -> None:
 @pytest.mark.parametrize("options", [{}, {"writeback": False, "rank0_only": True}])
 @pairs
 @ranks(2)
-def test_inside_summon_full_params_it_raises_and_calls_nothing(
+def test_apply_raises_inside_summon_full_params_and_calls_nothing(
     strategy: ShardingStrategy, use_orig_params: bool, options: dict[str, bool]
 ) -> None:
     model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
@@ -132,7 +132,7 @@ def test_inside_summon_full_params_it_raises_and_calls_nothing(
 
 @pytest.mark.spec("APPLY-03")
 @ranks(2)
-def test_a_root_without_parameters_of_its_own_refuses_as_well() -> None:
+def test_apply_of_a_root_without_parameters_raises_inside_summon() -> None:
     blocks = seeded(lambda: nn.Sequential(*Stack().blocks))
     model = wrapped(blocks)
     called: list[nn.Module] = []
@@ -143,7 +143,7 @@ def test_a_root_without_parameters_of_its_own_refuses_as_well() -> None:
 
 @pytest.mark.spec("APPLY-03")
 @ranks(2)
-def test_during_forward_it_raises_too() -> None:
+def test_apply_raises_during_forward() -> None:
     model = wrapped()
     hook = model.module.blocks[1].module.linear.register_forward_hook(lambda *_: model.apply(fill))
     with pytest.raises(RuntimeError, match="during forward"):
@@ -193,7 +193,7 @@ def test_with_one_seed_on_all_ranks_initialising_equals_that_of_the_plain_module
 
 @pytest.mark.spec("APPLY-04")
 @ranks(2)
-def test_with_different_seeds_each_rank_keeps_its_own_chunk() -> None:
+def test_each_rank_keeps_its_own_shard_with_different_seeds() -> None:
     expected = []
     for seed in (0, 1):
         torch.manual_seed(seed)

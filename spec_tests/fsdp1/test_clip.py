@@ -263,7 +263,7 @@ def test_every_rank_issues_the_reduction_of_the_norm(strategy: ShardingStrategy)
 
 @pytest.mark.spec("CLIP-04", "CLIP-02")
 @ranks(2)
-def test_a_rank_without_any_gradient_issues_it_too_and_gets_the_norm() -> None:
+def test_rank_without_gradients_issues_the_norm_all_reduce_and_gets_the_norm() -> None:
     # The model has only one element, so the second rank stores nothing.
     model = FullyShardedDataParallel(nn.Linear(1, 1, bias=False).to(device()), use_orig_params=True)
     model(torch.full((1, 1), 3.0, device=device())).sum().backward()
@@ -278,7 +278,7 @@ def test_a_rank_without_any_gradient_issues_it_too_and_gets_the_norm() -> None:
 @either
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 @ranks(2)
-def test_without_sharding_it_is_the_function_of_torch(norm_type: float | str, use_orig_params: bool) -> None:
+def test_clipping_without_sharding_equals_the_function_of_torch(norm_type: float | str, use_orig_params: bool) -> None:
     ours, other = (wrapped(sharding_strategy=NO_SHARD, use_orig_params=use_orig_params) for _ in range(2))
     for model in (ours, other):
         iterate(model)
@@ -291,7 +291,7 @@ def test_without_sharding_it_is_the_function_of_torch(norm_type: float | str, us
 @pytest.mark.spec("CLIP-06")
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
 @ranks(2)
-def test_the_function_of_torch_sees_local_chunks_only(strategy: ShardingStrategy) -> None:
+def test_norm_function_of_torch_uses_only_local_shards(strategy: ShardingStrategy) -> None:
     model = wrapped(sharding_strategy=strategy)
     iterate(model)
     seen = torch.stack(of_all_ranks(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])))
@@ -400,7 +400,7 @@ def test_a_shared_parameter_counts_once(strategy: ShardingStrategy, use_orig_par
 
 @pytest.mark.spec("CLIP-08")
 @ranks(2)
-def test_frozen_units_do_not_count() -> None:
+def test_frozen_units_do_not_count_for_the_norm() -> None:
     plain = seeded()
     plain.blocks[1].requires_grad_(False)
     model = wrapped(seeded(lambda: plain))
@@ -414,7 +414,7 @@ def test_frozen_units_do_not_count() -> None:
 
 @pytest.mark.spec("CLIP-09")
 @ranks(2)
-def test_it_belongs_to_the_root() -> None:
+def test_only_the_root_clips_gradients() -> None:
     model = wrapped()
     for _ in range(2):
         # The first call comes before the first forward, when the nesting is known only from the constructor.
@@ -433,7 +433,7 @@ def test_it_belongs_to_the_root() -> None:
 @either
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @ranks(2)
-def test_without_gradients_it_returns_zero_and_warns(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+def test_clipping_without_gradients_returns_zero_and_warns(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         model = wrapped(seeded().to(dtype), sharding_strategy=strategy, use_orig_params=use_orig_params)
         with pytest.warns(UserWarning, match=rf"rank {dist.get_rank()}.*no gradients") as caught:
@@ -447,7 +447,7 @@ def test_without_gradients_it_returns_zero_and_warns(strategy: ShardingStrategy,
 
 @pytest.mark.spec("CLIP-10")
 @ranks(2)
-def test_the_warning_points_to_the_line_that_is_to_be_changed() -> None:
+def test_clip_warning_points_to_the_calling_line() -> None:
     with pytest.warns(UserWarning, match="no gradients") as caught:
         wrapped().clip_grad_norm_(1.0)
     assert caught[0].filename == __file__

@@ -83,7 +83,7 @@ def test_a_compiled_backward_gives_the_same_gradients() -> None:
 
 @pytest.mark.spec("ORIG-07")
 @ranks(2, timeout=120)
-def test_with_flat_parameters_compiling_warns_once_and_trains_all_the_same() -> None:
+def test_compiling_with_flat_parameters_warns_once_and_trains() -> None:
     expected = trained(wrapped())
     model = wrapped()
     with caught_warnings() as caught:
@@ -119,9 +119,7 @@ def each_block_by_hand(compiler: Compiler, options: dict[str, Any]) -> FSDP:
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("build", [in_place_after, in_place_before, each_block_by_hand])
 @ranks(2, timeout=120)
-def test_compiled_parts_inside_of_units_train_like_eager_ones(
-    build: Callable[..., FSDP], use_orig_params: bool
-) -> None:
+def test_compiled_modules_inside_units_train_like_eager_ones(build: Callable[..., FSDP], use_orig_params: bool) -> None:
     options = {"use_orig_params": use_orig_params}
     losses, values = trained(wrapped(**options))
     compiler = Compiler()
@@ -134,7 +132,7 @@ def test_compiled_parts_inside_of_units_train_like_eager_ones(
 @pytest.mark.spec("ORIG-07", "WRAP-15")
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
 @ranks(2, timeout=120)
-def test_a_policy_cannot_reach_into_what_was_compiled_before(strategy: ShardingStrategy) -> None:
+def test_policy_refuses_modules_that_were_compiled_before(strategy: ShardingStrategy) -> None:
     def blocks() -> Iterator[nn.Module]:
         for block in seeded().blocks:
             yield torch.compile(block, backend="eager")

@@ -50,7 +50,7 @@ FSDP = FullyShardedDataParallel
 
 @pytest.mark.spec("CTOR-01")
 @pytest.mark.pure
-def test_the_arguments_their_order_and_their_defaults_are_these() -> None:
+def test_constructor_arguments_have_this_order_and_these_defaults() -> None:
     parameters = list(inspect.signature(FSDP).parameters.values())
     assert [(parameter.name, parameter.default) for parameter in parameters[:15]] == [
         ("module", inspect.Parameter.empty),
@@ -139,7 +139,7 @@ def test_an_unknown_keyword_is_refused(keyword: str) -> None:
 @pytest.mark.spec("CTOR-09")
 @pytest.mark.parametrize("strategy", [*FLAT_STRATEGIES, None])
 @ranks(2)
-def test_a_strategy_is_a_member_or_nothing(strategy: ShardingStrategy | None) -> None:
+def test_strategy_is_a_member_of_the_enum_or_none(strategy: ShardingStrategy | None) -> None:
     model = wrapped(sharding_strategy=strategy)
     iterate(model)
     assert model.sharding_strategy is (strategy or FULL_SHARD)
@@ -281,7 +281,7 @@ class Passes(nn.Module):
 @pytest.mark.spec("CTOR-03")
 @pytest.mark.parametrize("output", list(OUTPUTS))
 @ranks(2)
-def test_arguments_go_in_and_outputs_come_out_unchanged(output: str) -> None:
+def test_wrapper_passes_arguments_and_outputs_unchanged(output: str) -> None:
     plain = seeded(lambda: Passes(output))
     model = FSDP(copy.deepcopy(plain), auto_wrap_policy=ModuleWrapPolicy({Mixed}))
     x = batch()
@@ -406,7 +406,7 @@ def test_given_process_group_all_gathers_and_reduces(strategy: ShardingStrategy)
 
 @pytest.mark.spec("CTOR-06")
 @ranks(4)
-def test_without_a_group_it_is_the_default_group() -> None:
+def test_default_process_group_is_used_without_a_given_group() -> None:
     plain = seeded()
     model = wrapped(process_group=None)
     with trace.record() as recorder:
@@ -419,7 +419,7 @@ def test_without_a_group_it_is_the_default_group() -> None:
 @pytest.mark.spec("CTOR-07")
 @pytest.mark.parametrize("strategy", [None, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD])
 @pytest.mark.pure
-def test_without_any_process_group_the_error_names_what_to_call(strategy: ShardingStrategy | None) -> None:
+def test_error_without_process_group_names_init_process_group(strategy: ShardingStrategy | None) -> None:
     assert not dist.is_initialized()
     with pytest.raises(RuntimeError, match="init_process_group"):
         FSDP(Stack(), sharding_strategy=strategy, auto_wrap_policy=ModuleWrapPolicy({Block}))
@@ -464,7 +464,7 @@ def test_a_module_that_is_wrapped_again_stays_in_its_first_unit(is_inside: bool,
 @pytest.mark.spec("CTOR-17")
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @ranks(2)
-def test_an_empty_wrapper_around_a_module_of_another_unit_does_not_compute_with_shards(use_orig_params: bool) -> None:
+def test_empty_wrapper_around_a_wrapped_module_does_not_compute_with_shards(use_orig_params: bool) -> None:
     first = FSDP(nn.Linear(WIDTH, WIDTH), use_orig_params=use_orig_params)
     again = FSDP(first.module, use_orig_params=use_orig_params)
     with refused(RuntimeError, "is sharded right now"):
@@ -546,7 +546,7 @@ def test_no_shard_and_multiple_ranks_give_no_warning() -> None:
 
 @pytest.mark.spec("CTOR-18", "HYB-05")
 @ranks(2)
-def test_copies_of_which_each_has_one_rank_are_warned_of_and_averaged_all_the_same() -> None:
+def test_hybrid_with_shard_groups_of_one_rank_warns_and_averages_gradients() -> None:
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     with pytest.warns(UserWarning, match="instead of ShardingStrategy.HYBRID_SHARD since the world size is 1"):
         model = FSDP(seeded(), (alone, dist.group.WORLD), HYBRID_SHARD, auto_wrap_policy=ModuleWrapPolicy({Block}))
@@ -644,7 +644,7 @@ def test_instance_used_before_wrapping_joins_larger_tree() -> None:
 @pytest.mark.spec("CTOR-15", "WRAP-01")
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
 @ranks(2)
-def test_an_outer_instance_manages_what_no_inner_one_does(strategy: ShardingStrategy) -> None:
+def test_outer_instance_manages_the_parameters_of_no_inner_instance(strategy: ShardingStrategy) -> None:
     layers = [nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(4, 4)]  # 72, 36 and 20 elements
     total = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
     options = {"sharding_strategy": strategy}
@@ -665,7 +665,7 @@ def test_an_outer_instance_manages_what_no_inner_one_does(strategy: ShardingStra
 
 @pytest.mark.spec("CTOR-15")
 @ranks(2)
-def test_instances_nested_by_hand_train_as_those_made_by_a_policy() -> None:
+def test_manually_nested_instances_train_like_those_of_a_policy() -> None:
     by_hand = seeded()
     for index in range(4):
         by_hand.blocks[index] = FSDP(by_hand.blocks[index])
@@ -736,7 +736,7 @@ CHANGES = {
 @pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @ranks(2)
-def test_a_name_that_is_missing_or_rebound_is_noticed_at_the_next_forward(
+def test_deleted_or_replaced_name_raises_at_the_next_forward(
     change: str, keep: bool, strategy: ShardingStrategy
 ) -> None:
     model = FSDP(seeded(), sharding_strategy=strategy, use_orig_params=keep)
@@ -750,7 +750,7 @@ def test_a_name_that_is_missing_or_rebound_is_noticed_at_the_next_forward(
 @pytest.mark.spec("CTOR-12")
 @pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
 @ranks(2)
-def test_it_is_noticed_at_the_very_first_forward_too_and_can_be_put_back(keep: bool) -> None:
+def test_parameter_replaced_before_the_first_forward_raises_and_can_be_restored(keep: bool) -> None:
     plain = seeded()
     model = FSDP(seeded(), use_orig_params=keep)
     layer = model.module.leave
@@ -772,7 +772,7 @@ def test_it_is_noticed_at_the_very_first_forward_too_and_can_be_put_back(keep: b
 @pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @ranks(2)
-def test_between_forward_and_backward_it_is_noticed_in_backward_before_it_is_written_over(
+def test_parameter_replaced_between_forward_and_backward_raises_in_backward(
     change: str, keep: bool, strategy: ShardingStrategy
 ) -> None:
     model = FSDP(seeded(), sharding_strategy=strategy, use_orig_params=keep)

@@ -111,7 +111,7 @@ def test_without_cuda_bfloat16_is_not_native(monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 @pytest.mark.pure
-def test_it_takes_a_new_gpu_and_an_nccl_that_can_add_bfloat16(
+def test_bf16_supported_requires_a_new_gpu_and_an_nccl_with_bfloat16(
     monkeypatch: pytest.MonkeyPatch, is_new_enough: bool, has_nccl: bool, version: tuple[int, ...], expected: bool
 ) -> None:
     def supported(including_emulation: bool = True) -> bool:

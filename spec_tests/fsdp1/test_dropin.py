@@ -146,7 +146,7 @@ def test_a_transformer_in_bfloat16_with_accumulation_and_clipping_prints_the_sam
 
 @pytest.mark.spec("OFF-04", "OFF-08", "SD-FULL-06", "SD-FULL-10", "SUMMON-02", "WRAP-06")
 @ranks(2)
-def test_offload_with_averaged_weights_and_a_checkpoint_prints_what_one_process_prints() -> None:
+def test_offload_with_averaged_weights_and_a_checkpoint_equals_one_process() -> None:
     compare_with_one_process("offload_ema")
 
 
@@ -162,7 +162,7 @@ def test_float16_with_a_scaler_and_parameter_groups_prints_the_same_numbers() ->
 
 @pytest.mark.spec("HYB-03", "META-03", "SYNC-02", "PAR-07", "SD-SHARD-03", "SD-SHARD-04", "SD-SHARD-08")
 @ranks(4)
-def test_a_meta_built_hybrid_with_checkpoints_of_both_kinds_prints_what_one_process_prints() -> None:
+def test_meta_device_hybrid_with_both_kinds_of_checkpoints_equals_one_process() -> None:
     compare_with_one_process("hybrid_meta")
 
 
@@ -202,7 +202,7 @@ def test_a_script_of_1_13_prints_the_same_numbers() -> None:
 
 @pytest.mark.spec("LEGACY-01", "LEGACY-02", "LEGACY-03", "LEGACY-14", "NAMES-09")
 @ranks(2)
-def test_a_script_of_1_11_prints_what_one_process_prints_and_every_old_name_warns() -> None:
+def test_script_of_1_11_equals_one_process_and_each_old_name_warns() -> None:
     with pytest.warns(FutureWarning) as caught:
         compare_with_one_process("written_for_1_11")
     said = " ".join(str(warning.message) for warning in caught)
@@ -211,7 +211,7 @@ def test_a_script_of_1_11_prints_what_one_process_prints_and_every_old_name_warn
 
 
 @pytest.mark.pure
-def test_a_wrong_number_deep_inside_a_report_is_noticed() -> None:
+def test_wrong_number_in_a_nested_report_is_noticed() -> None:
     report = {"losses": [1.0, 2.0], "weights": {"a": 3.0}}
     assert close({"losses": [1.0, 2.00001], "weights": {"a": 3.0}}, report)
     assert not close({"losses": [1.0, 2.0], "weights": {"a": 3.1}}, report)

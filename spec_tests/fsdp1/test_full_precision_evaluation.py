@@ -122,7 +122,7 @@ def test_a_backward_in_evaluation_mode_does_not_round_its_gradients(strategy: st
 @pytest.mark.spec("FRESH-08")
 @every_strategy
 @ranks(2)
-def test_the_mode_of_the_wrapped_module_decides(strategy: str) -> None:
+def test_training_mode_of_the_wrapped_module_determines_the_precision(strategy: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         plain = Net().to(device())
         model = make(patch, strategy, plain)
@@ -158,7 +158,7 @@ def test_an_evaluation_between_a_forward_and_its_backward_changes_neither(strate
 
 @pytest.mark.spec("FRESH-08")
 @ranks(2)
-def test_one_backward_of_forwards_in_both_modes_has_the_gradients_of_both() -> None:
+def test_one_backward_after_forwards_in_both_modes_gives_the_gradients_of_both() -> None:
     with pytest.MonkeyPatch.context() as patch:
         plain = Net().to(device())
         model = make(patch, "NO_SHARD", plain)

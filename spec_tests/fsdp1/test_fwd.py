@@ -92,7 +92,7 @@ def test_direct_call_of_unwrapped_part_raises_with_remedy(keep: bool, after: str
 @pytest.mark.spec("FWD-01")
 @pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
 @ranks(2)
-def test_original_parameters_of_the_right_shape_by_chance_are_refused_too(strategy: ShardingStrategy) -> None:
+def test_original_parameters_with_a_coincidentally_correct_shape_are_refused(strategy: ShardingStrategy) -> None:
     # A shard of one element broadcasts, and with NO_SHARD every shape is right, so no other error would occur.
     model = FSDP(Scale(2), sharding_strategy=strategy, use_orig_params=True, device_id=device())
     with refused(RuntimeError, "parameter 'weight'", "wrap that part"):
@@ -102,7 +102,7 @@ def test_original_parameters_of_the_right_shape_by_chance_are_refused_too(strate
 
 @pytest.mark.spec("FWD-01", "ORIG-09")
 @ranks(2)
-def test_original_parameters_that_are_kept_for_backward_may_be_used_past_the_wrapper() -> None:
+def test_original_parameters_kept_for_backward_may_be_used_outside_the_wrapper_forward() -> None:
     model, plain = wrapped(sharding_strategy=SHARD_GRAD_OP, use_orig_params=True), seeded()
     (model(batch()).sum() + model.module.enter(batch()).sum()).backward()
     for rank in range(2):
@@ -190,7 +190,7 @@ def test_parameter_in_a_list_of_its_module_has_current_values_and_gets_a_gradien
 
 @pytest.mark.spec("FWD-03")
 @ranks(2)
-def test_the_same_weight_used_by_its_name_has_a_gradient() -> None:
+def test_weight_used_by_its_name_gets_a_gradient() -> None:
     plain = seeded(Keeps)
     plain.forward = lambda x: x @ plain.layer.weight.T  # type: ignore[method-assign]
     model = FSDP(plain)
@@ -278,7 +278,7 @@ def test_shard_grad_op_drops_param_change_after_backward(keep: bool) -> None:
 @pytest.mark.spec("FWD-05")
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
 @ranks(2)
-def test_after_forward_a_change_by_name_is_refused_instead_of_lost(strategy: ShardingStrategy) -> None:
+def test_parameter_change_by_name_after_forward_is_refused(strategy: ShardingStrategy) -> None:
     plain = seeded()
     model = wrapped(sharding_strategy=strategy)
     loss = loss_of(model(batch()))
@@ -293,7 +293,7 @@ def test_after_forward_a_change_by_name_is_refused_instead_of_lost(strategy: Sha
 
 @pytest.mark.spec("FWD-05")
 @ranks(2)
-def test_inside_summon_a_change_persists() -> None:
+def test_change_inside_summon_persists() -> None:
     plain = seeded()
     model = wrapped()
     iterate(model)
@@ -381,7 +381,7 @@ class RecomputesReentrantly(Recomputes):
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @flat_or_original
 @ranks(2)
-def test_an_evaluation_before_a_backward_that_computes_again_changes_nothing(
+def test_evaluation_before_a_backward_with_recomputation_changes_nothing(
     kind: type[Recomputes], strategy: ShardingStrategy, keep: bool
 ) -> None:
     plain = seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), kind(), kind()))
@@ -450,7 +450,7 @@ def test_zero_grad_clears_the_gradients_of_every_unit(keep: bool, strategy: Shar
 
 @pytest.mark.spec("FWD-08")
 @ranks(2)
-def test_zero_grad_clears_what_no_sync_has_left_behind() -> None:
+def test_zero_grad_clears_unreduced_gradients_of_no_sync() -> None:
     plain = seeded()
     model = wrapped()
     with model.no_sync():
@@ -491,7 +491,7 @@ def test_zero_grad_before_backward_reaches_unsharded_units(
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @flat_or_original
 @ranks(2)
-def test_zero_grad_that_keeps_tensors_clears_also_what_is_out_of_sight(
+def test_zero_grad_with_set_to_none_false_also_clears_the_stored_reduced_gradient(
     keep: bool, strategy: ShardingStrategy, by_optimizer: bool
 ) -> None:
     """While ``.grad`` has an unreduced gradient, the unit stores the reduced one, which must become 0 as well."""

@@ -46,7 +46,7 @@ def seen_by_all(value: Any) -> list[Any]:
 
 @pytest.mark.spec("MP-29")
 @pytest.mark.pure
-def test_it_is_found_where_torch_has_it_and_takes_the_same_arguments() -> None:
+def test_sharded_grad_scaler_has_the_module_and_the_arguments_of_torch() -> None:
     ours = inspect.signature(ShardedGradScaler).parameters
     theirs = inspect.signature(torch_scaler.ShardedGradScaler).parameters
     assert list(ours) == list(theirs)
@@ -185,7 +185,7 @@ def test_gradients_are_unscaled_once_and_can_be_clipped_in_between() -> None:
 
 @pytest.mark.spec("MP-29")
 @ranks(4)
-def test_only_the_ranks_of_its_group_agree() -> None:
+def test_only_ranks_of_the_scaler_group_agree_on_the_scale() -> None:
     pairs_of_ranks = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     group = pairs_of_ranks[dist.get_rank() // 2]
     model = wrapped(process_group=group)
@@ -224,7 +224,7 @@ def test_overflowing_scale_backs_off_until_training_continues(strategy: Sharding
 
 @pytest.mark.spec("MP-29")
 @ranks(2)
-def test_a_rank_without_any_gradient_agrees_too() -> None:
+def test_rank_without_gradients_takes_part_in_the_scaler_update() -> None:
     layer = torch.nn.Linear(1, 1, bias=False).to(device())
     model = FullyShardedDataParallel(layer, use_orig_params=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

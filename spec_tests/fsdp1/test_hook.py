@@ -131,7 +131,7 @@ def test_the_hook_is_used_in_every_iteration_and_gradients_still_accumulate() ->
 @either
 @sharding
 @ranks(2)
-def test_a_sharded_unit_hands_over_its_padded_unsharded_gradient_and_a_chunk_to_fill(
+def test_comm_hook_of_a_sharded_unit_gets_the_padded_unsharded_gradient_and_an_output_shard(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     plain = seeded(odd)
@@ -156,7 +156,7 @@ def test_a_sharded_unit_hands_over_its_padded_unsharded_gradient_and_a_chunk_to_
 @pytest.mark.spec("HOOK-02")
 @sharding
 @ranks(4)
-def test_each_rank_fills_its_own_chunk(strategy: ShardingStrategy) -> None:
+def test_each_rank_fills_its_own_shard(strategy: ShardingStrategy) -> None:
     plain = seeded(odd)
     model = wrapped(seeded(odd), sharding_strategy=strategy)
 
@@ -172,7 +172,7 @@ def test_each_rank_fills_its_own_chunk(strategy: ShardingStrategy) -> None:
 
 @pytest.mark.spec("HOOK-02", "HOOK-04")
 @ranks(2)
-def test_torch_hands_over_tensors_of_the_same_sizes_and_values() -> None:
+def test_comm_hook_gets_tensors_of_the_same_sizes_and_values_as_in_torch() -> None:
     calls = []
     for model in (wrapped(seeded(odd)), as_torch(seeded(odd))):
         seen = Seen()
@@ -188,7 +188,7 @@ def test_torch_hands_over_tensors_of_the_same_sizes_and_values() -> None:
 @pytest.mark.spec("HOOK-03", "HOOK-04")
 @either
 @ranks(2)
-def test_a_unit_that_is_not_sharded_hands_over_its_gradient_and_takes_the_result_in_place(
+def test_comm_hook_of_an_unsharded_unit_changes_the_gradient_in_place(
     use_orig_params: bool,
 ) -> None:
     own_group, _ = dist.new_subgroups(group_size=1)
@@ -214,7 +214,7 @@ def test_a_unit_that_is_not_sharded_hands_over_its_gradient_and_takes_the_result
 
 @pytest.mark.spec("HOOK-03")
 @ranks(2)
-def test_the_result_may_be_put_in_other_memory_behind_the_same_tensor() -> None:
+def test_comm_hook_may_replace_the_data_of_the_gradient() -> None:
     model = wrapped(sharding_strategy=NO_SHARD)
 
     def replace(state: None, grad: Tensor) -> None:
@@ -229,9 +229,7 @@ def test_the_result_may_be_put_in_other_memory_behind_the_same_tensor() -> None:
 @either
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @ranks(2)
-def test_the_hook_sees_each_parameter_once_with_the_unit_that_has_it(
-    strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
+def test_comm_hook_gets_each_parameter_once_with_its_unit(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     def nested() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 4), nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 2))))
 
@@ -249,7 +247,7 @@ def test_the_hook_sees_each_parameter_once_with_the_unit_that_has_it(
 @pytest.mark.spec("HOOK-02")
 @sharding
 @ranks(2)
-def test_the_hook_is_given_gradients_in_the_dtype_in_which_they_would_travel(strategy: ShardingStrategy) -> None:
+def test_hook_gets_gradients_in_the_dtype_of_the_reduction(strategy: ShardingStrategy) -> None:
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float16)
     model = wrapped(sharding_strategy=strategy, mixed_precision=precision)
     seen = Seen()
@@ -264,7 +262,7 @@ def test_the_hook_is_given_gradients_in_the_dtype_in_which_they_would_travel(str
 @pytest.mark.spec("HOOK-02")
 @flat_strategies
 @ranks(2)
-def test_inside_no_sync_the_hook_is_not_called_and_after_it_it_is_given_the_sum(strategy: ShardingStrategy) -> None:
+def test_comm_hook_is_not_called_inside_no_sync_and_gets_the_sum_afterwards(strategy: ShardingStrategy) -> None:
     plain = seeded()
     model = wrapped(sharding_strategy=strategy)
     seen = Seen()
@@ -303,7 +301,7 @@ class Secret:
 @pytest.mark.spec("HOOK-05")
 @flat_strategies
 @ranks(2)
-def test_the_state_is_the_very_object_and_stays_on_this_rank(strategy: ShardingStrategy) -> None:
+def test_comm_hook_state_is_the_same_object_and_stays_on_its_rank(strategy: ShardingStrategy) -> None:
     model, without_hook = (wrapped(sharding_strategy=strategy) for _ in range(2))
     secret = Secret()
 
@@ -484,7 +482,7 @@ def test_a_second_registration_is_refused_and_the_first_hook_stays(strategy: Sha
 @pytest.mark.spec("HOOK-09")
 @flat_strategies
 @ranks(2)
-def test_after_the_first_forward_it_is_too_late(strategy: ShardingStrategy) -> None:
+def test_comm_hook_must_be_registered_before_the_first_forward(strategy: ShardingStrategy) -> None:
     for evaluates in (False, True):
         model = wrapped(sharding_strategy=strategy)
         with torch.set_grad_enabled(not evaluates):
@@ -530,7 +528,7 @@ def test_hybrid_strategies_take_no_hook(strategy: ShardingStrategy) -> None:
 @pytest.mark.spec("HOOK-10")
 @pytest.mark.parametrize("strategy", HYBRID_STRATEGIES)
 @ranks(2)
-def test_nor_do_they_where_only_shards_meet_but_only_copies_are_no_hybrid(strategy: ShardingStrategy) -> None:
+def test_hybrid_without_replicas_takes_no_hook_but_hybrid_without_shards_takes_one(strategy: ShardingStrategy) -> None:
     alone, _ = dist.new_subgroups_by_enumeration([[0], [1]])
     model = FullyShardedDataParallel(seeded(), sharding_strategy=strategy, process_group=(dist.group.WORLD, alone))
     with pytest.raises(AssertionError, match=rf"rank {dist.get_rank()}.*hybrid"):
@@ -542,7 +540,7 @@ def test_nor_do_they_where_only_shards_meet_but_only_copies_are_no_hybrid(strate
 
 @pytest.mark.spec("HOOK-10")
 @ranks(2)
-def test_torch_refuses_the_same_with_the_same_kinds_of_error() -> None:
+def test_torch_refuses_the_same_hooks_with_the_same_types_of_errors() -> None:
     for library in (FullyShardedDataParallel, torch_fsdp.FullyShardedDataParallel):
         model = wrapped() if library is FullyShardedDataParallel else as_torch(seeded())
         model.register_comm_hook(None, average)

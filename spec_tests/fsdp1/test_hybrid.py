@@ -71,7 +71,7 @@ def from_all_ranks(tensor: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.spec("HYB-01")
 @both
 @ranks(4)
-def test_each_rank_keeps_its_chunk_of_one_of_two_copies(strategy: ShardingStrategy) -> None:
+def test_each_rank_stores_its_shard_of_one_of_two_replicas(strategy: ShardingStrategy) -> None:
     plain = seeded()
     model = wrapped(sharding_strategy=strategy)
     assert_same(flat_parameters(model), chunked(plain, named(plain), 2, dist.get_rank() % 2), bitwise=True)
@@ -158,7 +158,7 @@ def test_the_attribute_process_group_is_the_group_that_shards_as_in_torch(strate
 @pytest.mark.spec("HYB-04")
 @both
 @ranks(4)
-def test_chunks_travel_inside_the_node_and_one_all_reduce_of_the_chunk_between_nodes(
+def test_hybrid_sends_shards_inside_the_node_and_one_all_reduce_of_the_shard_between_nodes(
     strategy: ShardingStrategy,
 ) -> None:
     plain = seeded()

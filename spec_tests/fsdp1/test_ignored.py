@@ -110,7 +110,7 @@ class Shifted(Block):
 @pytest.mark.parametrize("many", [False, True], ids=["one unit", "many units"])
 @pytest.mark.parametrize("spelling", ["ignored_modules", "modules"])
 @ranks(2)
-def test_buffers_below_an_ignored_module_are_left_alone_too(spelling: str, many: bool) -> None:
+def test_buffers_below_an_ignored_module_are_not_changed(spelling: str, many: bool) -> None:
     plain = seeded(lambda: nn.Sequential(Shift(), Shifted(), Shifted()))
     for tensor in (*plain.parameters(), *plain.buffers()):
         tensor.data.fill_(dist.get_rank())
@@ -135,7 +135,7 @@ def test_buffers_below_an_ignored_module_are_left_alone_too(spelling: str, many:
 @pytest.mark.spec("IGN-01")
 @pytest.mark.accelerator
 @ranks(2)
-def test_an_ignored_part_stays_on_its_own_device() -> None:
+def test_ignored_module_stays_on_its_own_device() -> None:
     plain = nn.Sequential(nn.Linear(WIDTH, WIDTH, device=device()), nn.Linear(WIDTH, WIDTH))
     model = FSDP(plain, ignored_modules=[plain[1]])
     assert model.compute_device == device()
@@ -309,7 +309,7 @@ def test_ignored_modules_must_be_iterable_of_modules(wrong: str) -> None:
 @pytest.mark.spec("IGN-11")
 @pytest.mark.parametrize("argument", ["ignored_modules", "ignored_states"])
 @ranks(2)
-def test_neither_spelling_warns(argument: str) -> None:
+def test_ignored_modules_and_ignored_states_give_no_warning(argument: str) -> None:
     plain = seeded()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -106,7 +106,7 @@ def test_an_index_selects_the_accelerator() -> None:
 
 @pytest.mark.spec("DEV-02")
 @ranks(2)
-def test_the_compute_device_is_where_the_module_is() -> None:
+def test_compute_device_is_the_device_of_the_module() -> None:
     model = FSDP(seeded())
     assert model.compute_device == device()
     assert {parameter.device for parameter in model.parameters()} == {device()}
@@ -123,7 +123,7 @@ def test_an_accelerator_that_the_module_is_on_is_the_compute_device() -> None:
 @pytest.mark.spec("DEV-03")
 @pytest.mark.accelerator
 @ranks(2)
-def test_a_module_on_the_cpu_is_initialised_there_and_computes_on_the_current_device_with_a_warning() -> None:
+def test_cpu_module_is_initialized_there_and_computes_on_the_current_device_with_a_warning() -> None:
     computed_on: list[torch.device] = []
     plain = tower()
     for layer in plain:
@@ -150,7 +150,7 @@ def test_with_device_id_parameters_and_buffers_are_on_that_device_after_construc
 
 @pytest.mark.spec("DEV-05", "DEV-04")
 @ranks(2)
-def test_the_move_and_the_sharding_go_unit_by_unit_and_inner_ones_first() -> None:
+def test_units_are_moved_and_sharded_one_by_one_from_inner_to_outer() -> None:
     model = seeded()
     calls: list[tuple[list[str], int]] = []
     paths = {module: path for path, module in model.named_modules()}
@@ -184,7 +184,7 @@ def test_full_model_is_never_on_device_at_once() -> None:
 
 @pytest.mark.spec("DEV-06")
 @pytest.mark.pure
-def test_a_device_id_that_is_not_the_accelerator_of_the_module_is_refused_with_both() -> None:
+def test_device_id_on_another_accelerator_than_the_module_raises_with_both_devices() -> None:
     with pytest.raises(ValueError, match=r"rank 0: .*cuda:1.*cuda:0"):
         build.compute_device(Elsewhere("cuda:0", "cuda:0"), torch.device("cuda", 1))
     with pytest.raises(ValueError, match=r"cpu.*cuda:0"):
@@ -306,7 +306,7 @@ def test_a_model_on_the_cpu_and_on_an_accelerator_needs_a_device_id() -> None:
 @pytest.mark.spec("SYNC-01")
 @pytest.mark.parametrize("options", [{}, {"sync_module_states": False}])
 @ranks(2)
-def test_by_default_nothing_is_sent_and_each_rank_keeps_its_own_values(options: dict[str, Any]) -> None:
+def test_default_construction_sends_nothing_and_each_rank_keeps_its_values(options: dict[str, Any]) -> None:
     mine = random_tower(seed=dist.get_rank())
     expected = copy.deepcopy(mine)
     with trace.record() as recorder, Wire() as wire:
@@ -399,7 +399,7 @@ class Shares(Block):
 
 @pytest.mark.spec("SYNC-03")
 @ranks(2)
-def test_a_buffer_that_several_nested_units_see_is_sent_once() -> None:
+def test_buffer_shared_by_several_nested_units_is_sent_once() -> None:
     table = torch.full((1000,), float(dist.get_rank()), device=device())
     inner = nn.Sequential(Shares(table), Shares(table))
     outer = nn.Sequential(nn.Linear(WIDTH, WIDTH), inner, Shares(table)).to(device())
@@ -427,14 +427,14 @@ def test_cpu_model_gets_state_of_rank_0(given: bool) -> None:
 @pytest.mark.spec("SYNC-04")
 @pytest.mark.accelerator
 @ranks(2)
-def test_a_module_on_the_cpu_cannot_be_sent_over_an_accelerators_network() -> None:
+def test_cpu_module_cannot_be_broadcast_by_an_accelerator_backend() -> None:
     with refused(ValueError, "sync_module_states", "device_id"):
         FSDP(tower(), sync_module_states=True)
 
 
 @pytest.mark.spec("SYNC-05")
 @ranks(2)
-def test_a_checkpoint_that_rank_0_has_loaded_reaches_all() -> None:
+def test_all_ranks_get_the_checkpoint_that_rank_0_loaded() -> None:
     checkpoint = random_tower(seed=42).state_dict()
     plain = random_tower(seed=7)
     if dist.get_rank() == 0:
@@ -530,7 +530,7 @@ def test_meta_model_is_materialized_and_each_owner_reset_once(units: str, keep: 
 
 @pytest.mark.spec("META-01", "META-02")
 @ranks(2)
-def test_the_values_are_those_of_a_model_that_was_built_on_the_device() -> None:
+def test_deferred_initialization_gives_the_values_of_a_model_built_on_the_device() -> None:
     def layers() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Embedding(5, 2), nn.LayerNorm(2))
 
@@ -547,7 +547,7 @@ def test_the_values_are_those_of_a_model_that_was_built_on_the_device() -> None:
 
 @pytest.mark.spec("META-01")
 @ranks(2)
-def test_a_buffer_alone_on_the_meta_device_is_made_real_too() -> None:
+def test_buffer_on_the_meta_device_is_materialized_if_all_parameters_are_real() -> None:
     plain = nn.Sequential(Counted(WIDTH, WIDTH).to(device()), on_meta(Table))
     model = FSDP(plain)
     assert torch.equal(model[1].table, torch.ones(WIDTH, device=device()))
@@ -611,7 +611,7 @@ def test_param_init_fn_is_called_once_per_owner(units: str) -> None:
 @pytest.mark.spec("META-05")
 @pytest.mark.parametrize("owns", ["a parameter", "a buffer"])
 @ranks(2)
-def test_a_class_that_cannot_initialise_itself_is_named(owns: str) -> None:
+def test_class_without_reset_parameters_is_named(owns: str) -> None:
     class Speechless(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -668,7 +668,7 @@ def test_param_init_fn_gets_only_owners_of_meta_tensors() -> None:
 
 @pytest.mark.spec("META-06")
 @ranks(2)
-def test_the_default_leaves_wrapped_and_ignored_modules_alone_too() -> None:
+def test_default_initialization_skips_wrapped_and_ignored_modules() -> None:
     model = nn.Sequential(*(on_meta(lambda: Counted(3, 3)) for _ in range(3)))
     layers = list(model)
     model[0] = FSDP(layers[0])
@@ -699,7 +699,7 @@ def test_a_param_init_fn_that_is_not_callable_is_refused(wrong: str) -> None:
 
 @pytest.mark.spec("META-10")
 @ranks(2)
-def test_with_a_policy_units_are_made_real_and_sharded_one_after_the_other() -> None:
+def test_policy_units_are_materialized_and_sharded_one_after_the_other() -> None:
     model = on_meta(Stack)
     paths = {module: path for path, module in model.named_modules()}
     calls: list[tuple[str, int, int]] = []
@@ -721,7 +721,7 @@ def test_with_a_policy_units_are_made_real_and_sharded_one_after_the_other() -> 
 
 @pytest.mark.spec("META-10")
 @ranks(2)
-def test_in_the_trace_each_unit_is_made_before_the_next_one_begins() -> None:
+def test_each_unit_is_materialized_in_the_trace_before_the_next_one() -> None:
     with trace.record() as recorder:
 
         def init(module: nn.Module) -> None:

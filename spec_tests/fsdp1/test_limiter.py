@@ -131,7 +131,7 @@ def units_in_use(*, limit_all_gathers: bool) -> list[int]:
 @pytest.mark.parametrize("prefetch", [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None])
 @pytest.mark.parametrize("forward_prefetch", [False, True])
 @ranks(2)
-def test_never_are_more_than_two_releases_queued(prefetch: BackwardPrefetch | None, forward_prefetch: bool) -> None:
+def test_at_most_two_releases_are_queued(prefetch: BackwardPrefetch | None, forward_prefetch: bool) -> None:
     plain = seeded()
     watch = Watch(plain)
     model = wrapped(plain, backward_prefetch=prefetch, forward_prefetch=forward_prefetch)
@@ -182,7 +182,7 @@ def test_without_the_limit_the_cpu_never_waits() -> None:
 @pytest.mark.spec("LIM-05")
 @pytest.mark.parametrize("is_slow", [False, True])
 @ranks(2)
-def test_both_settings_give_the_same_results_bit_by_bit(is_slow: bool) -> None:
+def test_limiter_does_not_change_results(is_slow: bool) -> None:
     results = []
     for limit_all_gathers in (True, False):
         model = wrapped(limit_all_gathers=limit_all_gathers)
@@ -223,7 +223,7 @@ def slow_stack() -> Stack:
 @pytest.mark.accelerator
 @pytest.mark.spec("LIM-02", "LIM-03", "LIM-06")
 @ranks(2)
-def test_on_a_slow_accelerator_the_limit_saves_memory_and_shows_as_waiting() -> None:
+def test_limiter_on_a_slow_accelerator_saves_memory_and_records_waits() -> None:
     accelerator, peaks, waits = torch.get_device_module(device()), {}, {}
     for limit_all_gathers in (True, False):
         model = wrapped(seeded(slow_stack), limit_all_gathers=limit_all_gathers)

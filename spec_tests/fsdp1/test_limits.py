@@ -44,7 +44,7 @@ def block_and_root(plain: Stack) -> tuple[nn.Module, str]:
 @flat_strategies
 @either
 @ranks(2)
-def test_units_wrapped_by_hand_cannot_share_a_parameter(
+def test_manually_wrapped_units_cannot_share_a_parameter(
     other: Callable[[Stack], tuple[nn.Module, str]], strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
@@ -97,7 +97,7 @@ def clip_by_utility_and_step(model: FSDP, optimizer: Any) -> None:
 @pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
 @either
 @ranks(2)
-def test_after_an_unfinished_no_sync_neither_way_of_clipping_goes_unnoticed(
+def test_step_and_clipping_raise_after_an_unfinished_no_sync(
     mistake: Callable[..., None], strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
@@ -111,7 +111,7 @@ def test_after_an_unfinished_no_sync_neither_way_of_clipping_goes_unnoticed(
 @pytest.mark.spec("NOSYNC-10")
 @either
 @ranks(2)
-def test_a_unit_that_the_reducing_backward_did_not_reach_is_noticed_too(use_orig_params: bool) -> None:
+def test_step_raises_if_the_reducing_backward_skips_a_unit(use_orig_params: bool) -> None:
     model = wrapped(use_orig_params=use_orig_params)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with model.no_sync():
@@ -127,7 +127,7 @@ def test_a_unit_that_the_reducing_backward_did_not_reach_is_noticed_too(use_orig
 @pytest.mark.spec("CTOR-05")
 @pytest.mark.parametrize("was_used", [False, True], ids=["new", "has stepped before"])
 @ranks(2)
-def test_an_optimizer_from_before_wrapping_is_noticed_whether_it_has_stepped_or_not(was_used: bool) -> None:
+def test_used_and_unused_optimizers_from_before_wrapping_are_noticed(was_used: bool) -> None:
     # Wrap another model first, so that the package already watches optimizers.
     FSDP(nn.Linear(2, 2, device=device()))
     plain = seeded()

@@ -144,7 +144,7 @@ def test_inside_summon_buffers_are_named_as_in_the_plain_module(keep: bool) -> N
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @flat_or_original
 @ranks(2)
-def test_outside_names_carry_the_prefix_as_in_torch(strategy: ShardingStrategy, keep: bool) -> None:
+def test_names_outside_summon_have_the_prefix_as_in_torch(strategy: ShardingStrategy, keep: bool) -> None:
     plain, model = both(sharding_strategy=strategy, use_orig_params=keep)
     torch_strategy = torch_fsdp.ShardingStrategy[strategy.name]
     theirs = as_torch(plain, sharding_strategy=torch_strategy, use_orig_params=keep)

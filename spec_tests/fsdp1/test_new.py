@@ -66,7 +66,7 @@ def trained(model: FSDP, steps: int = 2) -> dict[str, Tensor]:
 @pytest.mark.spec("NEW-01", "CTOR-06")
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @ranks(2)
-def test_a_mesh_of_one_axis_is_the_group(strategy: ShardingStrategy) -> None:
+def test_mesh_with_one_dimension_is_the_shard_group(strategy: ShardingStrategy) -> None:
     expected = trained(wrapped(sharding_strategy=strategy))
     model = wrapped(sharding_strategy=strategy, device_mesh=mesh_of(2))
     assert all(wrapper.world_size == 2 for wrapper in FSDP.fsdp_modules(model))
@@ -75,7 +75,7 @@ def test_a_mesh_of_one_axis_is_the_group(strategy: ShardingStrategy) -> None:
 
 @pytest.mark.spec("NEW-01")
 @ranks(4)
-def test_an_axis_of_a_larger_mesh_is_the_group_and_the_other_ranks_are_strangers() -> None:
+def test_one_dimension_of_a_larger_mesh_is_the_shard_group() -> None:
     rank = dist.get_rank()
     model = wrapped(device_mesh=mesh_of(2, 2)["shard"])
     with trace.record() as recorder:
@@ -89,7 +89,7 @@ def test_an_axis_of_a_larger_mesh_is_the_group_and_the_other_ranks_are_strangers
 @pytest.mark.spec("NEW-01", "HYB-02", "LEGACY-07")
 @pytest.mark.parametrize("strategy", HYBRID_STRATEGIES)
 @ranks(4)
-def test_a_mesh_of_two_axes_is_the_pair_of_groups_of_a_hybrid(strategy: ShardingStrategy) -> None:
+def test_mesh_with_two_dimensions_gives_the_two_groups_of_a_hybrid(strategy: ShardingStrategy) -> None:
     expected = trained(wrapped(sharding_strategy=strategy, process_group=grid()))
     model = wrapped(sharding_strategy=strategy, process_group=None, device_mesh=mesh_of(2, 2))
     with trace.record() as recorder:
@@ -113,7 +113,7 @@ def test_a_mesh_and_a_group_together_are_refused() -> None:
 @pytest.mark.spec("NEW-01")
 @pytest.mark.parametrize(("strategy", "shape"), [(FULL_SHARD, (1, 2)), (HYBRID_SHARD, (2,))])
 @ranks(2)
-def test_a_mesh_with_another_number_of_axes_than_the_strategy_needs_is_refused(
+def test_mesh_with_wrong_number_of_dimensions_for_the_strategy_is_refused(
     strategy: ShardingStrategy, shape: tuple[int, ...]
 ) -> None:
     mesh = mesh_of(*shape)
@@ -222,7 +222,7 @@ class Fuse:
 @pytest.mark.parametrize("moment", ["forward", "backward"])
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @ranks(2)
-def test_after_an_exception_in_the_middle_the_next_iteration_is_right(strategy: ShardingStrategy, moment: str) -> None:
+def test_iteration_after_an_exception_in_the_middle_is_correct(strategy: ShardingStrategy, moment: str) -> None:
     plain = seeded()
     fuse = Fuse()
     layer = plain.blocks[1].linear
@@ -272,7 +272,7 @@ LOOKS: dict[str, Callable[[FSDP, torch.optim.Optimizer], dict[str, Any]]] = {
 @pytest.mark.parametrize("look", LOOKS)
 @pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
 @ranks(2)
-def test_after_an_exception_in_backward_the_state_can_be_saved_and_looked_at(keep: bool, look: str) -> None:
+def test_state_is_readable_and_saveable_after_an_exception_in_backward(keep: bool, look: str) -> None:
     plain = seeded()
     fuse = Fuse()
     plain.blocks[1].linear.register_full_backward_hook(fuse)

@@ -57,7 +57,7 @@ def chunks_of(model: FullyShardedDataParallel) -> tuple[int, int]:
 @pytest.mark.spec("NOSYNC-01")
 @flat_strategies
 @ranks(2)
-def test_inside_nothing_is_reduced_and_gradients_add_up_locally(strategy: ShardingStrategy) -> None:
+def test_no_sync_reduces_nothing_and_accumulates_local_gradients(strategy: ShardingStrategy) -> None:
     plain = seeded()
     model = wrapped(sharding_strategy=strategy)
     with trace.record() as recorder, Wire() as wire, model.no_sync():
@@ -74,7 +74,7 @@ def test_inside_nothing_is_reduced_and_gradients_add_up_locally(strategy: Shardi
 @pytest.mark.spec("NOSYNC-05")
 @flat_strategies
 @ranks(2)
-def test_inside_original_parameters_have_their_unreduced_gradients_also_where_memory_is_kept(
+def test_no_sync_shows_unreduced_gradients_of_original_parameters_also_with_kept_memory(
     strategy: ShardingStrategy,
 ) -> None:
     plain = seeded()
@@ -118,7 +118,7 @@ def test_no_sync_gradient_has_size_of_full_unit(strategy: ShardingStrategy) -> N
     ],
 )
 @ranks(2)
-def test_inside_full_shard_frees_in_every_micro_batch_and_shard_grad_op_does_not(
+def test_no_sync_with_full_shard_reshards_in_every_micro_batch_unlike_shard_grad_op(
     strategy: ShardingStrategy, block: list[str], root: list[str]
 ) -> None:
     plain = seeded()
@@ -135,7 +135,7 @@ def test_inside_full_shard_frees_in_every_micro_batch_and_shard_grad_op_does_not
 @pytest.mark.spec("NOSYNC-09")
 @hybrid_strategies
 @ranks(4)
-def test_inside_a_hybrid_skips_the_all_reduce_too(strategy: ShardingStrategy) -> None:
+def test_no_sync_also_skips_the_all_reduce_of_a_hybrid(strategy: ShardingStrategy) -> None:
     plain = seeded()
     model = wrapped(sharding_strategy=strategy)
     with trace.record() as recorder, Wire() as wire, model.no_sync():
@@ -158,7 +158,7 @@ def test_inside_a_hybrid_skips_the_all_reduce_too(strategy: ShardingStrategy) ->
 @pytest.mark.spec("NOSYNC-02")
 @flat_strategies
 @ranks(2)
-def test_the_first_backward_after_leaving_reduces_the_sum_once(strategy: ShardingStrategy) -> None:
+def test_first_backward_after_no_sync_reduces_the_sum_once(strategy: ShardingStrategy) -> None:
     plain = seeded()
     model = wrapped(sharding_strategy=strategy)
     with model.no_sync():
@@ -276,7 +276,7 @@ def test_inner_unit_refuses_no_sync_and_keeps_working(has_run: bool) -> None:
 @pytest.mark.spec("NOSYNC-04")
 @pytest.mark.parametrize("has_run", [False, True])
 @ranks(2)
-def test_on_the_root_it_covers_all_units_below(has_run: bool) -> None:
+def test_no_sync_of_the_root_applies_to_all_units(has_run: bool) -> None:
     model = wrapped()
     if has_run:
         iterate(model)
@@ -289,7 +289,7 @@ def test_on_the_root_it_covers_all_units_below(has_run: bool) -> None:
 
 @pytest.mark.spec("NOSYNC-04")
 @ranks(2)
-def test_it_covers_units_below_a_root_without_parameters_of_its_own() -> None:
+def test_no_sync_applies_to_units_below_a_root_without_parameters() -> None:
     model = FullyShardedDataParallel(nn.Sequential(*(sharded_layer() for _ in range(2))))
     with trace.record() as recorder:
         with model.no_sync():
@@ -334,7 +334,7 @@ def test_nested_contexts_end_with_the_outermost() -> None:
 @pytest.mark.spec("NOSYNC-06")
 @pytest.mark.parametrize("depth", [1, 2])
 @ranks(2)
-def test_an_exception_inside_does_not_leave_it_on(depth: int) -> None:
+def test_exception_inside_no_sync_restores_gradient_sync(depth: int) -> None:
     model = wrapped()
 
     def fail(levels: int) -> None:
@@ -356,7 +356,7 @@ def test_an_exception_inside_does_not_leave_it_on(depth: int) -> None:
 @pytest.mark.spec("NOSYNC-07")
 @flat_strategies
 @ranks(2)
-def test_a_forward_inside_with_its_backward_outside_is_reduced(strategy: ShardingStrategy) -> None:
+def test_forward_inside_no_sync_with_backward_outside_is_reduced(strategy: ShardingStrategy) -> None:
     plain = seeded()
     watch = Watch(plain)
     model = wrapped(plain, sharding_strategy=strategy)
@@ -372,7 +372,7 @@ def test_a_forward_inside_with_its_backward_outside_is_reduced(strategy: Shardin
 @pytest.mark.spec("NOSYNC-07")
 @flat_strategies
 @ranks(2)
-def test_a_forward_outside_with_its_backward_inside_is_not_reduced(strategy: ShardingStrategy) -> None:
+def test_forward_outside_no_sync_with_backward_inside_is_not_reduced(strategy: ShardingStrategy) -> None:
     plain = seeded()
     model = wrapped(sharding_strategy=strategy)
     loss = loss_of(model(batch()))
@@ -409,7 +409,7 @@ def test_a_step_and_clipping_refuse_gradients_that_were_never_reduced(
 @pytest.mark.parametrize("act", [step_of, clip_of])
 @hybrid_strategies
 @ranks(4)
-def test_under_a_hybrid_a_step_and_clipping_refuse_them_too(
+def test_step_and_clipping_of_a_hybrid_refuse_unreduced_gradients(
     strategy: ShardingStrategy, act: Callable[[FullyShardedDataParallel, torch.optim.Optimizer], None]
 ) -> None:
     compare_refusal(strategy, act)
@@ -466,9 +466,7 @@ def test_dropping_unreduced_gradients_makes_a_step_possible_again(
 @pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
 @ranks(2)
-def test_a_step_with_a_closure_is_judged_by_what_the_closure_leaves_behind(
-    strategy: ShardingStrategy, by_name: bool
-) -> None:
+def test_step_with_a_closure_checks_gradients_after_the_closure(strategy: ShardingStrategy, by_name: bool) -> None:
     plain = seeded()
     model = wrapped(sharding_strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -40,7 +40,7 @@ def offloaded(**options: Any) -> FullyShardedDataParallel:
 
 @pytest.mark.spec("OFF-01")
 @pytest.mark.pure
-def test_there_is_one_field_and_it_is_off() -> None:
+def test_cpu_offload_has_one_field_with_default_false() -> None:
     for record in (CPUOffload, torch_fsdp.CPUOffload):
         assert [(field.name, field.default) for field in dataclasses.fields(record)] == [("offload_params", False)]
     assert CPUOffload(True).offload_params is True
@@ -90,7 +90,7 @@ def test_offload_copies_for_each_all_gather_and_reduction(strategy: ShardingStra
 
 @pytest.mark.spec("OFF-02")
 @ranks(2)
-def test_an_evaluation_takes_shards_to_the_device_and_brings_nothing_back() -> None:
+def test_evaluation_copies_shards_to_the_device_and_nothing_back() -> None:
     model = offloaded().eval()
     with trace.record() as recorder, torch.no_grad():
         model(batch())
@@ -206,7 +206,7 @@ def test_accumulating_outside_no_sync_adds_up(strategy: ShardingStrategy, use_or
 @pytest.mark.spec("OFF-06")
 @pairs
 @ranks(2)
-def test_inside_no_sync_nothing_goes_to_the_cpu_until_the_reducing_backward(
+def test_no_sync_copies_nothing_to_the_cpu_until_the_reducing_backward(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     plain = seeded()
@@ -289,7 +289,7 @@ def test_forward_uses_cpu_values_changed_by_user(strategy: ShardingStrategy, use
 @pytest.mark.parametrize("kind", [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT])
 @pairs
 @ranks(2)
-def test_state_dicts_of_offloaded_units_are_those_of_others_and_can_be_loaded(
+def test_state_dicts_of_offloaded_units_equal_those_of_other_units_and_can_be_loaded(
     strategy: ShardingStrategy, use_orig_params: bool, kind: StateDictType
 ) -> None:
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}

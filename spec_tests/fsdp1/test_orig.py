@@ -91,9 +91,7 @@ def test_params_frozen_before_backward_get_no_gradient(strategy: ShardingStrateg
 @flat_strategies
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @ranks(2)
-def test_a_hook_that_waits_for_the_gradient_is_called_when_it_is_reduced(
-    strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
+def test_post_accumulate_hook_is_called_after_the_reduction(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     plain, rate = seeded(), 0.1
     model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
 
@@ -139,7 +137,7 @@ def test_by_default_the_flat_parameters_of_no_shard_are_1d_as_well() -> None:
 @pytest.mark.spec("ORIG-02")
 @pytest.mark.parametrize("strategy", [*FLAT_STRATEGIES, *HYBRID_STRATEGIES])
 @ranks(4)
-def test_original_names_and_objects_stay(strategy: ShardingStrategy) -> None:
+def test_original_names_and_parameter_objects_do_not_change(strategy: ShardingStrategy) -> None:
     plain = seeded()
     before = dict(plain.named_parameters())
     model = wrapped(plain, sharding_strategy=strategy, use_orig_params=True)
@@ -218,7 +216,7 @@ def test_all_readers_get_data_assigned_to_param(strategy: ShardingStrategy, read
 @pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
 @flat_strategies
 @ranks(2)
-def test_a_model_that_was_emptied_has_what_is_loaded_into_it(
+def test_load_state_dict_fills_a_model_after_to_empty(
     strategy: ShardingStrategy, keep: bool, form: StateDictType
 ) -> None:
     model = wrapped(sharding_strategy=strategy, use_orig_params=keep)
@@ -271,7 +269,7 @@ def test_shards_of_all_ranks_have_original_values(strategy: ShardingStrategy) ->
 @pytest.mark.spec("ORIG-03")
 @flat_strategies
 @ranks(2)
-def test_gradients_have_the_shape_of_what_is_visible(strategy: ShardingStrategy) -> None:
+def test_gradients_have_the_shape_of_the_visible_parameters(strategy: ShardingStrategy) -> None:
     model = wrapped(sharding_strategy=strategy, use_orig_params=True)
     iterate(model)
     for parameter in model.parameters():
@@ -284,7 +282,7 @@ def test_gradients_have_the_shape_of_what_is_visible(strategy: ShardingStrategy)
 @pytest.mark.spec("ORIG-04")
 @sharding
 @ranks(2)
-def test_sharded_parameters_lie_end_to_end_in_the_memory_of_their_units_chunk(strategy: ShardingStrategy) -> None:
+def test_sharded_parameters_are_contiguous_in_the_memory_of_the_unit_shard(strategy: ShardingStrategy) -> None:
     units = own_names(seeded())
     sizes = {unit: sum(named(seeded())[name].numel() for name in names) for unit, names in units.items()}
     model = wrapped(sharding_strategy=strategy, use_orig_params=True)
@@ -436,7 +434,7 @@ def test_after_the_forward_of_full_shard_the_sharded_parameters_are_visible(stra
 
 @pytest.mark.spec("ORIG-08")
 @ranks(2)
-def test_after_the_forward_of_full_shard_gradients_are_still_there_and_can_be_cleared() -> None:
+def test_gradients_exist_and_can_be_cleared_after_a_full_shard_forward() -> None:
     model = wrapped(use_orig_params=True)
     iterate(model)
     first = whole(model)[1]
@@ -485,7 +483,7 @@ def test_shard_grad_op_shows_new_values_after_a_step() -> None:
 @pytest.mark.spec("ORIG-09")
 @pytest.mark.parametrize("who", ["model", "optimizer"])
 @ranks(2)
-def test_gradients_out_of_sight_between_forward_and_backward_can_be_cleared(who: str) -> None:
+def test_zero_grad_between_forward_and_backward_clears_gradients_that_are_not_shown(who: str) -> None:
     model = wrapped(sharding_strategy=SHARD_GRAD_OP, use_orig_params=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     iterate(model)
@@ -694,7 +692,7 @@ def test_frozen_and_trained_original_parameters_have_the_gradients_of_torch() ->
 @pytest.mark.spec("ORIG-13")
 @sharding
 @ranks(2)
-def test_the_reduction_of_a_mixed_unit_covers_the_frozen_parameters_too(strategy: ShardingStrategy) -> None:
+def test_reduction_of_a_mixed_unit_includes_the_frozen_parameters(strategy: ShardingStrategy) -> None:
     model = sharded_quietly(frozen_biases(), sharding_strategy=strategy)
     with trace.record() as recorder, Wire() as wire:
         iterate(model)
@@ -863,7 +861,7 @@ def test_a_parameter_shared_between_units_is_refused_with_both_names(
 @pytest.mark.spec("ORIG-16")
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @ranks(2)
-def test_units_of_deleted_models_are_not_mistaken_for_ties(
+def test_units_of_deleted_models_do_not_count_as_ties(
     use_orig_params: bool,
 ) -> None:
     for _ in range(3):

@@ -346,7 +346,7 @@ REDUCTIONS = [
 @pytest.mark.spec("MP-05", "MP-06", "MP-07", "MP-08")
 @pairs
 @ranks(2)
-def test_gradients_travel_in_reduce_dtype_or_if_that_is_not_set_in_param_dtype(
+def test_gradients_are_reduced_in_reduce_dtype_or_without_it_in_param_dtype(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     for policy, expected in REDUCTIONS:
@@ -372,7 +372,7 @@ def test_in_a_hybrid_both_reductions_run_in_reduce_dtype(strategy: ShardingStrat
 @pytest.mark.spec("MP-07", "MP-06")
 @pairs
 @ranks(2)
-def test_computing_low_and_reducing_in_full_loses_nothing_in_the_sum(
+def test_low_precision_compute_with_full_precision_reduction_loses_nothing_in_the_sum(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     # bfloat16 can represent 1 and 1/512, but not their sum.
@@ -416,7 +416,7 @@ def test_with_only_reduce_dtype_compute_and_buffers_stay_in_full_precision(
 @pytest.mark.parametrize("with_gradients", [True, False])
 @three
 @ranks(2)
-def test_floating_buffers_are_cast_at_the_first_forward_and_stay_so(
+def test_floating_buffers_are_cast_permanently_at_the_first_forward(
     strategy: ShardingStrategy, use_orig_params: bool, with_gradients: bool
 ) -> None:
     model = nn.Sequential(*probes())
@@ -518,7 +518,7 @@ def test_by_default_gradients_are_in_the_dtype_of_the_parameters(
 )
 @three
 @ranks(2)
-def test_if_wished_gradients_keep_the_dtype_in_which_they_travelled(
+def test_keep_low_precision_grads_keeps_the_reduction_dtype(
     strategy: ShardingStrategy, use_orig_params: bool, policy: dict[str, Any], kept: torch.dtype
 ) -> None:
     precision = MixedPrecision(**policy, keep_low_precision_grads=True)
@@ -606,7 +606,7 @@ def test_inner_unit_casts_inputs_only_with_option(
 
 @pytest.mark.spec("MP-13")
 @ranks(2)
-def test_without_a_cast_an_inner_unit_of_another_precision_fails_and_with_one_it_runs() -> None:
+def test_inner_unit_of_another_precision_fails_without_input_cast_and_runs_with_one() -> None:
     for casts in (False, True):
         inner = FullyShardedDataParallel(
             nn.Linear(6, 6).to(device()),
@@ -627,7 +627,7 @@ ROOT_COMBINATIONS = [(True, False), (True, True), (False, False), (False, True)]
 @pytest.mark.parametrize(("on_root", "elsewhere"), ROOT_COMBINATIONS)
 @three
 @ranks(2)
-def test_on_the_root_cast_root_forward_inputs_decides_alone(
+def test_cast_root_forward_inputs_alone_decides_for_the_root(
     strategy: ShardingStrategy, use_orig_params: bool, on_root: bool, elsewhere: bool
 ) -> None:
     probe = Probe().to(device())
@@ -724,7 +724,7 @@ def test_only_floating_point_inputs_are_cast(is_root: bool) -> None:
 
 @pytest.mark.spec("MP-17")
 @ranks(2)
-def test_token_numbers_reach_an_embedding_unharmed() -> None:
+def test_token_ids_are_not_cast_before_an_embedding() -> None:
     model = nn.Sequential(nn.Embedding(1000, 6), nn.Linear(6, 2)).to(device())
     expected = copy.deepcopy(model).bfloat16()
     # bfloat16 cannot represent 257 and 999.
@@ -778,7 +778,7 @@ class Normed(nn.Module):
 
 @pytest.mark.spec("MP-23")
 @ranks(2)
-def test_norms_wrapped_on_their_own_have_their_own_collectives() -> None:
+def test_separately_wrapped_norms_have_separate_collectives() -> None:
     counts = {}
     for classes in ({Normed}, {Normed, nn.LayerNorm}):
         model = FullyShardedDataParallel(
@@ -825,7 +825,7 @@ def test_nested_units_each_compute_in_their_own_precision() -> None:
 
 @pytest.mark.spec("MP-25")
 @ranks(2)
-def test_a_child_after_a_unit_of_another_precision_receives_that_and_fails() -> None:
+def test_child_after_a_unit_of_another_precision_gets_the_output_dtype_and_fails() -> None:
     model, _, second = two_children(first_is_unit=True)
     seen = []
     second.register_forward_pre_hook(lambda module, args: seen.append((args[0].dtype, module.weight.dtype)))
@@ -855,7 +855,9 @@ def test_every_field_takes_the_three_common_dtypes(strategy: ShardingStrategy, f
 @pytest.mark.spec("MP-26")
 @three
 @ranks(2)
-def test_a_policy_of_all_float32_is_no_policy(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+def test_mixed_precision_of_float32_equals_no_mixed_precision(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
     trained = []
     for precision in (None, MixedPrecision(FP32, FP32, FP32)):
         model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params, mixed_precision=precision)
@@ -916,7 +918,7 @@ def check_made_double(use_orig_params: bool) -> None:
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.spec("MP-05")
-def test_gradients_of_a_model_made_double_after_wrapping_travel_in_double(use_orig_params: bool) -> None:
+def test_gradients_of_a_model_made_double_after_wrapping_are_reduced_in_double(use_orig_params: bool) -> None:
     check_made_double(use_orig_params=use_orig_params)
 
 
@@ -934,7 +936,7 @@ def check_made_double_and_written(use_orig_params: bool) -> None:
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.spec("SD-FULL-01")
-def test_a_model_made_double_after_wrapping_is_written_in_double_also_before_its_first_forward(
+def test_model_converted_to_double_after_wrapping_is_saved_in_double_before_its_first_forward(
     use_orig_params: bool,
 ) -> None:
     check_made_double_and_written(use_orig_params=use_orig_params)

@@ -52,7 +52,7 @@ def backward_words(model: nn.Module, step: int = 0, **arguments: Any) -> list[st
 
 @pytest.mark.spec("PREF-01")
 @ranks(2)
-def test_the_argument_takes_two_members_or_none_and_nothing_else() -> None:
+def test_backward_prefetch_accepts_only_its_two_members_or_none() -> None:
     assert [member.name for member in BackwardPrefetch] == ["BACKWARD_PRE", "BACKWARD_POST"]
     assert inspect.signature(FullyShardedDataParallel).parameters["backward_prefetch"].default is PRE
     assert wrapped().backward_prefetch is PRE
@@ -198,7 +198,7 @@ def test_all_settings_give_the_same_gradients_bit_by_bit() -> None:
 @pytest.mark.spec("PREF-08")
 @pytest.mark.parametrize("orders", [[(2, 0, 3, 1)], [(0, 1, 2, 3), (3, 1, 0, 2)], [(1, 2), (3, 0, 2)]])
 @ranks(2)
-def test_next_in_backward_is_the_one_before_in_the_forward_of_this_iteration(orders: Sequence[Sequence[int]]) -> None:
+def test_backward_prefetch_follows_the_reverse_forward_order_of_this_iteration(orders: Sequence[Sequence[int]]) -> None:
     model = wrapped()
     for step, order in enumerate(orders):
         words = backward_words(model, step, order=order)

@@ -85,7 +85,7 @@ def test_no_shard_is_used_without_any_warning() -> None:
 @pytest.mark.spec("SHARD-02")
 @pytest.mark.parametrize("strategy", SHARDING)
 @ranks(4)
-def test_each_rank_keeps_one_chunk_of_each_unit(strategy: ShardingStrategy) -> None:
+def test_each_rank_stores_one_shard_of_each_unit(strategy: ShardingStrategy) -> None:
     plain = seeded()
     model = wrapped(sharding_strategy=strategy)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -101,7 +101,7 @@ def test_each_rank_keeps_one_chunk_of_each_unit(strategy: ShardingStrategy) -> N
 
 @pytest.mark.spec("SHARD-02")
 @ranks(2)
-def test_every_layer_is_spread_over_all_ranks() -> None:
+def test_every_layer_is_sharded_over_all_ranks() -> None:
     layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(4, 4)).to(device())
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     model = FullyShardedDataParallel(layers, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
@@ -111,7 +111,7 @@ def test_every_layer_is_spread_over_all_ranks() -> None:
 
 @pytest.mark.spec("SHARD-02", "SHARD-03")
 @ranks(2)
-def test_the_chunks_are_those_of_torch() -> None:
+def test_flat_shards_equal_those_of_torch() -> None:
     ours, theirs = flat_parameters(wrapped(odd())), flat_parameters(as_torch(odd()))
     assert_same(ours, {unit: parameter.detach() for unit, parameter in theirs.items()}, bitwise=True)
 
@@ -204,7 +204,7 @@ def test_a_unit_with_fewer_elements_than_ranks_trains_as_in_one_process() -> Non
 @pytest.mark.spec("SHARD-06", "SHARD-08")
 @pytest.mark.parametrize("strategy", SHARDING)
 @ranks(2)
-def test_the_gradient_is_this_ranks_chunk_of_the_mean(strategy: ShardingStrategy) -> None:
+def test_gradient_is_the_local_shard_of_the_mean(strategy: ShardingStrategy) -> None:
     plain = seeded()
     model = wrapped(sharding_strategy=strategy)
     iterate(model)
@@ -217,7 +217,7 @@ def test_the_gradient_is_this_ranks_chunk_of_the_mean(strategy: ShardingStrategy
 @pytest.mark.spec("SHARD-06", "SHARD-08")
 @pytest.mark.parametrize("strategy", SHARDING)
 @ranks(4)
-def test_on_four_ranks_the_gradient_is_this_ranks_chunk_of_the_mean(strategy: ShardingStrategy) -> None:
+def test_gradient_on_four_ranks_is_the_shard_of_the_mean(strategy: ShardingStrategy) -> None:
     plain = seeded()
     model = wrapped(sharding_strategy=strategy)
     iterate(model)
@@ -259,7 +259,7 @@ def row_by_row(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.spec("SHARD-07", "SHARD-08")
 @pytest.mark.parametrize("strategy", SHARDING)
 @ranks(2)
-def test_optimizer_state_has_the_size_of_chunks_and_a_step_sends_nothing(strategy: ShardingStrategy) -> None:
+def test_optimizer_state_has_the_size_of_the_shards_and_a_step_sends_nothing(strategy: ShardingStrategy) -> None:
     plain = seeded()
     model = wrapped(sharding_strategy=strategy)
     optimizer = torch.optim.Adam(model.parameters())
@@ -314,7 +314,7 @@ def test_shard_grad_op_all_gathers_once_per_step() -> None:
 
 @pytest.mark.spec("SHARD-09")
 @ranks(2)
-def test_shard_grad_op_stores_only_chunks_between_iterations() -> None:
+def test_shard_grad_op_stores_only_shards_between_iterations() -> None:
     plain = seeded()
     watch = Watch(plain)
     model = wrapped(plain, sharding_strategy=SHARD_GRAD_OP)
@@ -497,7 +497,7 @@ def test_a_forward_in_eval_mode_without_a_backward_frees_the_blocks_and_reduces_
 @pytest.mark.parametrize("records_graph", [True, False])
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @ranks(2)
-def test_twenty_evaluations_leave_nothing_behind(strategy: ShardingStrategy, records_graph: bool) -> None:
+def test_twenty_evaluations_leak_no_objects(strategy: ShardingStrategy, records_graph: bool) -> None:
     model = wrapped(sharding_strategy=strategy).eval()
 
     def living_after(times: int) -> tuple[int, int]:

@@ -193,7 +193,7 @@ def differences() -> dict[str, tuple[str, str]]:
 
 @pytest.mark.spec("CTOR-01", "SHARD-01", "MP-01", "OFF-01", "SD-CFG-02", "SUMMON-01", "OSD-01", "OSD-LOAD-01")
 @pytest.mark.pure
-def test_every_difference_to_the_installed_torch_is_meant() -> None:
+def test_every_difference_to_the_installed_torch_is_listed() -> None:
     found = {key: f"torch: {theirs}\n    here:  {ours}" for key, (theirs, ours) in differences().items()}
     not_meant = [f"{key}\n    {pair}" for key, pair in found.items() if key not in MEANT]
     assert not not_meant, "\n".join(not_meant)
@@ -207,13 +207,13 @@ def test_the_constructor_takes_the_arguments_of_torch_and_then_an_old_keyword() 
 
 
 @pytest.mark.pure
-def test_no_entry_of_the_table_of_differences_is_stale() -> None:
+def test_table_of_differences_has_no_stale_entry() -> None:
     assert sorted(set(MEANT) - set(differences())) == []
     assert all(len(reason.split()) > 3 for reason in MEANT.values()), "a reason says why"
 
 
 @pytest.mark.pure
-def test_the_comparison_sees_a_default_an_order_and_a_missing_name() -> None:
+def test_comparison_finds_a_different_default_a_different_order_and_a_missing_name() -> None:
     theirs, ours = ModuleType("theirs"), ModuleType("ours")
     theirs.call, ours.call = (lambda a, b=1: None), (lambda a, b=2: None)
     theirs.other, ours.other = (lambda a, b: None), (lambda b, a: None)
@@ -256,7 +256,7 @@ def test_flat_parameter_class_check_works_with_both_libraries(asked: Any, use_or
 
 @pytest.mark.spec("ORIG-01")
 @ranks(2)
-def test_frameworks_can_tell_an_optimizer_of_flat_parameters_by_the_mark_that_they_look_for() -> None:
+def test_flat_parameters_have_the_attribute_that_frameworks_check() -> None:
     model = FullyShardedDataParallel(
         nn.Sequential(FullyShardedDataParallel(nn.Linear(3, 3, device=device())), nn.Linear(3, 2, device=device()))
     )

@@ -80,7 +80,7 @@ def test_the_signature_is_that_of_torch() -> None:
 @either
 @pytest.mark.parametrize("strategy", [*FLAT_STRATEGIES, *HYBRID_STRATEGIES])
 @ranks(4)
-def test_inside_parameters_have_their_names_shapes_and_values_on_every_rank(
+def test_summoned_parameters_have_names_shapes_and_values_on_every_rank(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     plain = seeded()
@@ -104,7 +104,7 @@ def test_inside_parameters_have_their_names_shapes_and_values_on_every_rank(
 @pytest.mark.spec("SUMMON-02")
 @sharding_pairs
 @ranks(2)
-def test_inside_parameters_have_the_values_of_torch(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+def test_summoned_parameters_have_the_values_of_torch(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     ours = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
     theirs = as_torch(
         seeded(), sharding_strategy=torch_fsdp.ShardingStrategy[strategy.name], use_orig_params=use_orig_params
@@ -122,7 +122,7 @@ def test_inside_parameters_have_the_values_of_torch(strategy: ShardingStrategy, 
 @pytest.mark.spec("SUMMON-02")
 @either
 @ranks(2)
-def test_inside_the_model_can_be_read_like_one_that_was_never_wrapped(use_orig_params: bool) -> None:
+def test_summoned_model_is_readable_like_an_unwrapped_model(use_orig_params: bool) -> None:
     plain = seeded()
     model = wrapped(use_orig_params=use_orig_params)
     with summon(model):
@@ -166,7 +166,7 @@ def test_a_plain_module_summons_all_units_below_it(use_orig_params: bool) -> Non
 @pytest.mark.spec("SUMMON-03")
 @either
 @ranks(2)
-def test_a_plain_module_hands_its_arguments_to_every_unit(use_orig_params: bool) -> None:
+def test_plain_module_passes_its_arguments_to_every_unit(use_orig_params: bool) -> None:
     model = islands(use_orig_params=use_orig_params)
     before = local(model)
     with summon(model, writeback=False), torch.no_grad():
@@ -203,7 +203,7 @@ def test_an_inner_unit_is_summoned_alone(use_orig_params: bool) -> None:
 
 @pytest.mark.spec("SUMMON-04")
 @ranks(2)
-def test_the_subtree_of_an_inner_unit_belongs_to_it() -> None:
+def test_summon_of_an_inner_unit_includes_its_subtree() -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
 
@@ -242,7 +242,7 @@ def test_without_recurse_nested_units_stay_sharded(use_orig_params: bool) -> Non
 @either
 @pytest.mark.parametrize("strategy", [*FLAT_STRATEGIES, *HYBRID_STRATEGIES])
 @ranks(4)
-def test_on_exit_the_local_shards_are_back(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+def test_summon_restores_the_local_shards_on_exit(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
     before, objects = local(model), list(model.parameters())
     for writeback in (True, False):
@@ -279,7 +279,7 @@ def test_exit_frees_full_memory(strategy: ShardingStrategy, writeback: bool, use
 @pytest.mark.accelerator
 @pytest.mark.spec("SUMMON-06")
 @ranks(2)
-def test_on_exit_allocated_memory_is_what_it_was() -> None:
+def test_summon_restores_the_allocated_memory_on_exit() -> None:
     model = wrapped(seeded(lambda: Stack(1024)))
     accelerator = torch.get_device_module(device())
     before = accelerator.memory_allocated()
@@ -332,7 +332,9 @@ def test_each_rank_keeps_its_own_shard_of_changes(strategy: ShardingStrategy, us
 @pytest.mark.spec("SUMMON-07")
 @sharding_pairs
 @ranks(2)
-def test_the_patchwork_is_computed_with(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+def test_forward_uses_different_values_that_ranks_wrote_inside_summon(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
     plain = seeded()
     model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
     model(batch())
@@ -369,7 +371,7 @@ def test_low_precision_copy_is_updated_after_change(use_orig_params: bool) -> No
 
 @pytest.mark.spec("SUMMON-07")
 @ranks(2)
-def test_the_patchwork_is_that_of_torch() -> None:
+def test_different_values_written_by_ranks_inside_summon_persist_as_in_torch() -> None:
     seen = []
     for model in (wrapped(), as_torch(seeded())):
         with type(model).summon_full_params(model), torch.no_grad():
@@ -396,7 +398,7 @@ def test_equal_change_on_all_ranks_persists_completely(strategy: ShardingStrateg
 @pytest.mark.spec("SUMMON-07")
 @either
 @ranks(2)
-def test_a_parameter_object_that_is_exchanged_inside_is_not_silently_forgotten(use_orig_params: bool) -> None:
+def test_parameter_replaced_inside_summon_raises(use_orig_params: bool) -> None:
     model = wrapped(use_orig_params=use_orig_params)
     with pytest.raises(RuntimeError, match=r"enter\.weight"), summon(model):
         model.module.enter.weight = nn.Parameter(torch.ones(6, 6, device=device()))
@@ -439,7 +441,7 @@ def test_without_writeback_nothing_is_copied_back(strategy: ShardingStrategy, us
 @either
 @pytest.mark.parametrize("writeback", [True, False])
 @ranks(2)
-def test_changes_of_what_is_not_sharded_persist_in_any_case(writeback: bool, use_orig_params: bool) -> None:
+def test_changes_of_unsharded_units_always_persist(writeback: bool, use_orig_params: bool) -> None:
     own_group, _ = dist.new_subgroups(group_size=1)
     low = MixedPrecision(param_dtype=torch.bfloat16)
     for options, dtype in (
@@ -483,7 +485,7 @@ def check_rank0_only(model: FullyShardedDataParallel, *, is_first: bool) -> None
 @pytest.mark.spec("SUMMON-10")
 @sharding_pairs
 @ranks(4)
-def test_rank_0_alone_sees_full_parameters(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+def test_rank_0_only_gives_full_parameters_to_rank_0(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
     check_rank0_only(model, is_first=dist.get_rank() == 0)
     check_it_still_trains(model, with_root)
@@ -492,7 +494,7 @@ def test_rank_0_alone_sees_full_parameters(strategy: ShardingStrategy, use_orig_
 @pytest.mark.spec("SUMMON-10")
 @either
 @ranks(4)
-def test_in_a_sub_group_its_first_rank_alone_sees_full_parameters(use_orig_params: bool) -> None:
+def test_rank0_only_gives_full_parameters_of_a_sub_group_to_its_first_rank(use_orig_params: bool) -> None:
     group = dist.new_group([2, 3])
     if dist.get_rank() >= 2:
         model = wrapped(process_group=group, use_orig_params=use_orig_params)
@@ -503,7 +505,7 @@ def test_in_a_sub_group_its_first_rank_alone_sees_full_parameters(use_orig_param
 @either
 @pytest.mark.parametrize("strategy", HYBRID_STRATEGIES)
 @ranks(4)
-def test_in_a_hybrid_the_first_rank_of_all_alone_sees_full_parameters(
+def test_rank0_only_gives_full_parameters_of_a_hybrid_to_rank_0(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
@@ -525,7 +527,7 @@ def test_rank0_only_cannot_write_back(options: dict[str, bool]) -> None:
 @pytest.mark.spec("SUMMON-12")
 @sharding_pairs
 @ranks(2)
-def test_offloaded_to_the_cpu_the_values_are_right(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+def test_summoned_values_on_the_cpu_are_correct(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
     iterate(model)
     with summon(model, writeback=False, rank0_only=True, offload_to_cpu=True):
@@ -727,7 +729,7 @@ def check_it_still_trains(model: FullyShardedDataParallel, build: Callable[..., 
 @models
 @three
 @ranks(2)
-def test_it_cannot_be_entered_during_forward_or_backward(
+def test_summon_cannot_be_entered_during_forward_or_backward(
     strategy: ShardingStrategy, use_orig_params: bool, build: Callable[..., FullyShardedDataParallel]
 ) -> None:
     model = build(sharding_strategy=strategy, use_orig_params=use_orig_params)
@@ -757,7 +759,7 @@ def test_it_cannot_be_entered_during_forward_or_backward(
 @pytest.mark.spec("SUMMON-16")
 @either
 @ranks(2)
-def test_during_the_backward_of_one_unit_another_cannot_be_summoned_either(use_orig_params: bool) -> None:
+def test_unit_cannot_be_summoned_during_the_backward_of_another_unit(use_orig_params: bool) -> None:
     """Fails if a unit that is not computing counts as idle while the backward of its root still runs."""
     model = wrapped(use_orig_params=use_orig_params)
     refused: list[int] = []
@@ -780,7 +782,7 @@ def test_during_the_backward_of_one_unit_another_cannot_be_summoned_either(use_o
 
 @pytest.mark.spec("SUMMON-16")
 @ranks(2)
-def test_an_error_out_of_a_forward_that_tried_it_leaves_a_model_that_can_be_used() -> None:
+def test_failed_summon_in_forward_leaves_a_usable_model() -> None:
     model = wrapped()
 
     def in_forward(module: nn.Module, inputs: Any, output: Tensor) -> None:
@@ -820,7 +822,7 @@ def test_inside_no_backward_can_be_started(
 @pytest.mark.parametrize("options", [{}, {"writeback": False, "rank0_only": True}])
 @three
 @ranks(2)
-def test_it_cannot_be_entered_twice(
+def test_summon_cannot_be_entered_twice(
     strategy: ShardingStrategy, options: dict[str, bool], use_orig_params: bool
 ) -> None:
     model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
@@ -872,9 +874,7 @@ def test_after_an_exception_in_the_body_the_shards_are_restored(
 @either
 @pytest.mark.parametrize("strategy", [*FLAT_STRATEGIES, *HYBRID_STRATEGIES])
 @ranks(4)
-def test_looking_at_parameters_at_any_time_leaves_training_as_it_is(
-    strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
+def test_summoning_at_any_time_does_not_change_training(strategy: ShardingStrategy, use_orig_params: bool) -> None:
     results = []
     for looks in (False, True):
         model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
@@ -903,7 +903,7 @@ def test_looking_at_parameters_at_any_time_leaves_training_as_it_is(
 @pytest.mark.spec("SUMMON-20")
 @sharding
 @ranks(2)
-def test_looking_while_gradients_accumulate_keeps_them(strategy: ShardingStrategy) -> None:
+def test_summoning_during_accumulation_keeps_gradients(strategy: ShardingStrategy) -> None:
     for use_orig_params in (False, True):
         model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
         with model.no_sync():

@@ -140,7 +140,9 @@ def test_replicas_of_tensor_parallel_model_average_gradients() -> None:
 @pytest.mark.parametrize("impl", list(checkpoints.CheckpointImpl))
 @either
 @ranks(4)
-def test_it_trains_with_activation_checkpointing(impl: checkpoints.CheckpointImpl, use_orig_params: bool) -> None:
+def test_tensor_parallel_model_trains_with_activation_checkpointing(
+    impl: checkpoints.CheckpointImpl, use_orig_params: bool
+) -> None:
     model = built(use_orig_params=use_orig_params)
     checkpoints.apply_activation_checkpointing(
         model,
@@ -154,7 +156,7 @@ def test_it_trains_with_activation_checkpointing(impl: checkpoints.CheckpointImp
 @pytest.mark.spec("NEW-01", "MP-02")
 @either
 @ranks(4)
-def test_modules_compute_in_low_precision_on_what_they_would_have_without_the_wrapper(use_orig_params: bool) -> None:
+def test_modules_compute_in_low_precision_with_tensor_parallel_weights(use_orig_params: bool) -> None:
     seen: list[Any] = []
     mesh = meshes(2, 2)
     plain = cut(seeded(Tower), mesh)
@@ -187,7 +189,7 @@ def test_gradients_accumulate_and_can_be_summoned(strategy: ShardingStrategy) ->
 @pytest.mark.spec("NEW-01", "SUMMON-02", "SUMMON-07")
 @either
 @ranks(4)
-def test_summoned_parameters_are_those_that_tensor_parallelism_made_and_changes_persist(use_orig_params: bool) -> None:
+def test_summoned_parameters_are_those_of_tensor_parallelism_and_changes_persist(use_orig_params: bool) -> None:
     plain = cut(seeded(Tower), meshes(2, 2))
     shapes = {name: (type(p.data), p.shape) for name, p in plain.named_parameters()}
     model = built(use_orig_params=use_orig_params)
@@ -207,7 +209,7 @@ def test_summoned_parameters_are_those_that_tensor_parallelism_made_and_changes_
 
 @pytest.mark.spec("NEW-01", "ORIG-03")
 @ranks(4)
-def test_between_computations_original_parameters_are_ordinary_slices() -> None:
+def test_original_parameters_between_computations_are_ordinary_local_shards() -> None:
     model = built(use_orig_params=True)
     for _ in range(2):
         for name, parameter in model.named_parameters():
@@ -221,7 +223,7 @@ def test_between_computations_original_parameters_are_ordinary_slices() -> None:
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, "inf"])
 @either
 @ranks(4)
-def test_the_norm_counts_every_element_once_also_those_of_other_parts(norm_type: Any, use_orig_params: bool) -> None:
+def test_norm_counts_every_element_of_all_tensor_parallel_shards_once(norm_type: Any, use_orig_params: bool) -> None:
     plain = seeded(Tower)
     for copy in range(2):
         (loss_of(plain(batch(0, copy))) / 2).backward()
@@ -236,7 +238,7 @@ def test_the_norm_counts_every_element_once_also_those_of_other_parts(norm_type:
 
 @pytest.mark.spec("NEW-01", "SYNC-02")
 @ranks(4)
-def test_the_first_rank_of_each_part_sends_its_values() -> None:
+def test_sync_module_states_sends_the_values_of_the_first_rank_of_each_shard_group() -> None:
     mesh = meshes(2, 2)
     plain = seeded(Tower)
     if dist.get_rank() >= 2:
@@ -272,7 +274,7 @@ def test_a_full_dict_has_the_parameters_that_tensor_parallelism_made(use_orig_pa
 @pytest.mark.spec("NEW-01", "SD-FULL-08")
 @either
 @ranks(4)
-def test_a_dict_of_the_plain_model_can_be_read_and_each_part_finds_its_own(use_orig_params: bool) -> None:
+def test_tensor_parallel_model_loads_the_state_dict_of_the_plain_model(use_orig_params: bool) -> None:
     model = zeroed(use_orig_params=use_orig_params)
     model.load_state_dict(seeded(Tower).state_dict())
     expect(model, seeded(Tower))
@@ -281,7 +283,7 @@ def test_a_dict_of_the_plain_model_can_be_read_and_each_part_finds_its_own(use_o
 @pytest.mark.spec("NEW-01", "SD-SHARD-01", "SD-SHARD-03")
 @either
 @ranks(4)
-def test_a_sharded_dict_speaks_of_both_meshes_and_can_be_read(use_orig_params: bool) -> None:
+def test_sharded_state_dict_has_both_meshes_and_loads_again(use_orig_params: bool) -> None:
     model, other = built(use_orig_params=use_orig_params), zeroed(use_orig_params=use_orig_params)
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         state = model.state_dict()

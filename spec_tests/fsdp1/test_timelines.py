@@ -113,7 +113,7 @@ def test_full_iteration_of_hybrid_on_two_by_two_mesh(strategy: ShardingStrategy)
 @pytest.mark.spec("PREF-11", "PREF-12")
 @pytest.mark.parametrize("prefetch", [PRE, POST, None])
 @ranks(2)
-def test_forward_prefetch_begins_in_the_second_iteration_and_leaves_backward_as_it_is(
+def test_forward_prefetch_begins_in_the_second_iteration_and_does_not_change_backward(
     prefetch: BackwardPrefetch | None,
 ) -> None:
     model = wrapped(forward_prefetch=True, backward_prefetch=prefetch)
@@ -143,7 +143,7 @@ def test_full_evaluation_order(strategy: ShardingStrategy) -> None:
 
 @pytest.mark.spec("WRAP-17")
 @ranks(2)
-def test_one_unit_has_nothing_to_prefetch_and_four_talk_between_computations() -> None:
+def test_one_unit_prefetches_nothing_and_four_units_communicate_between_computations() -> None:
     alone = wrapped(auto_wrap_policy=None, forward_prefetch=True)
     iterate(alone)
     with trace.record() as recorder:

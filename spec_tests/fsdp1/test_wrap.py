@@ -188,7 +188,7 @@ POLICIES: dict[str, Callable[..., bool]] = {
 @pytest.mark.parametrize("ignores", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("tree", TREES)
-def test_the_questions_and_their_order_are_those_of_torch(tree: str, policy: str, ignores: bool) -> None:
+def test_policy_calls_and_their_order_equal_those_of_torch(tree: str, policy: str, ignores: bool) -> None:
     asked: list[list[Call]] = []
     paths: list[set[str]] = []
     for cutting in (cut_by_torch, cut):
@@ -212,7 +212,7 @@ def test_ignored_modules_and_single_ignored_parameters_do_not_count() -> None:
 
 @pytest.mark.spec("IGN-10")
 @pytest.mark.parametrize("policy", [always_wrap_policy, ModuleWrapPolicy({nn.Linear}), CustomPolicy(lambda m: True)])
-def test_ignoring_a_module_keeps_what_is_inside_it_out_of_every_unit(policy: Any) -> None:
+def test_submodules_of_an_ignored_module_are_in_no_unit(policy: Any) -> None:
     root = linears()
     paths = chosen_paths(root, policy, [root[2]])
     assert paths == ["0", "1"]
@@ -226,7 +226,7 @@ def test_ignored_shared_module_is_ignored_in_both_places() -> None:
 
 
 @pytest.mark.spec("WRAP-03", "ORIG-16")
-def test_a_tied_weight_that_a_unit_has_taken_does_not_count_at_its_other_place() -> None:
+def test_weight_that_a_unit_contains_does_not_count_for_a_tied_module() -> None:
     root = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     root[1].weight = root[0].weight
     policy, calls = recording(root, functools.partial(size_based_auto_wrap_policy, min_num_params=20))
@@ -250,7 +250,7 @@ def test_module_with_two_parents_is_wrapped_once() -> None:
 
 
 @pytest.mark.spec("WRAP-03")
-def test_a_shared_part_of_a_unit_cannot_become_a_unit_at_its_other_place() -> None:
+def test_module_shared_with_a_unit_does_not_become_a_unit_at_its_other_path() -> None:
     shared = nn.Linear(5, 5)
     root = nn.Sequential(WideBlock(nn.BatchNorm1d(3), shared), Block(shared))
 
@@ -339,7 +339,7 @@ def test_the_transformer_policy_called_with_its_classes_shows_how_to_bind_them()
 
 
 @pytest.mark.spec("WRAP-09", "MYTH-03")
-def test_the_transformer_policy_passed_bare_shows_how_to_bind_its_classes() -> None:
+def test_unbound_transformer_policy_error_shows_how_to_bind_its_classes() -> None:
     root = blocks()
     with pytest.raises(TypeError, match=r"functools\.partial\(transformer_auto_wrap_policy, transformer_layer_cls="):
         cut(root, transformer_auto_wrap_policy)
@@ -403,7 +403,7 @@ def test_custom_policy_is_not_called_for_ignored_modules() -> None:
 
 
 @pytest.mark.spec("NEW-02")
-def test_a_custom_policy_that_returns_something_else_is_a_value_error() -> None:
+def test_custom_policy_that_returns_another_type_raises_value_error() -> None:
     with pytest.raises(ValueError, match=r"Linear it returned 1\b"):
         choose(linears(), CustomPolicy(lambda module: 1))  # type: ignore[arg-type, return-value]
 
@@ -493,7 +493,7 @@ def test_a_policy_in_the_old_form_works_and_warns_once() -> None:
 
 
 @pytest.mark.spec("LEGACY-02", "LEGACY-03", "MP-19")
-def test_warnings_point_at_the_line_of_the_program_that_led_here() -> None:
+def test_warnings_point_to_the_calling_line_of_the_program() -> None:
     def old(module: nn.Module, recurse: bool, unwrapped_params: int) -> bool:
         return False
 
@@ -510,7 +510,7 @@ def test_warnings_point_at_the_line_of_the_program_that_led_here() -> None:
 
 
 @pytest.mark.spec("WRAP-03", "WRAP-10")
-def test_wrappers_are_made_inside_out_and_find_the_inner_ones_in_place() -> None:
+def test_wrappers_are_created_from_inner_to_outer_with_inner_ones_in_place() -> None:
     root, made = linears(), []
 
     def make(module: nn.Module, **kwargs: Any) -> Box:
@@ -594,7 +594,7 @@ def test_cut_wraps_custom_ignored_classes() -> None:
 
 
 @pytest.mark.spec("MP-19", "IGN-10")
-def test_an_ignored_batch_norm_is_left_alone() -> None:
+def test_ignored_batch_norm_is_not_changed() -> None:
     root = blocks()
     norm = next(module for module in root.modules() if isinstance(module, nn.BatchNorm1d))
     with warnings.catch_warnings():
@@ -652,7 +652,7 @@ def test_a_batch_norm_without_tensors_of_its_own_computes_in_float32() -> None:
 
 
 @pytest.mark.spec("MP-19")
-def test_an_output_that_the_module_itself_turns_into_another_dtype_stays_as_it_is() -> None:
+def test_output_that_the_module_converts_to_another_dtype_is_not_cast() -> None:
     class Halves(nn.LayerNorm):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return super().forward(input).half()
@@ -668,7 +668,7 @@ def test_an_output_that_the_module_itself_turns_into_another_dtype_stays_as_it_i
 
 
 @pytest.mark.spec("WRAP-12")
-def test_wrap_makes_a_unit_inside_the_context_and_touches_nothing_outside() -> None:
+def test_wrap_creates_a_unit_only_inside_the_context() -> None:
     layer = nn.Linear(2, 2)
     assert wrap(layer, a=1) is layer
     with enable_wrap(wrapper_cls=Box, a=1, b=2):
@@ -679,7 +679,7 @@ def test_wrap_makes_a_unit_inside_the_context_and_touches_nothing_outside() -> N
 
 
 @pytest.mark.spec("WRAP-12")
-def test_an_inner_context_replaces_the_outer_one_and_gives_way_to_it_again() -> None:
+def test_inner_enable_wrap_replaces_the_outer_one_until_it_ends() -> None:
     def kwargs() -> dict[str, Any]:
         wrapped = wrap(nn.Linear(1, 1))
         assert isinstance(wrapped, Box)
@@ -694,7 +694,7 @@ def test_an_inner_context_replaces_the_outer_one_and_gives_way_to_it_again() -> 
 
 
 @pytest.mark.spec("WRAP-12")
-def test_the_context_of_one_thread_is_not_that_of_another() -> None:
+def test_wrap_context_of_one_thread_does_not_affect_another_thread() -> None:
     seen: list[nn.Module] = []
     with enable_wrap(wrapper_cls=Box):
         thread = threading.Thread(target=lambda: seen.append(wrap(nn.Linear(1, 1))))

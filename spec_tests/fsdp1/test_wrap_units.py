@@ -52,7 +52,7 @@ def test_no_policy_makes_one_unit() -> None:
 
 @pytest.mark.spec("WRAP-01")
 @ranks(2)
-def test_without_a_policy_there_are_more_units_only_where_children_were_wrapped_by_hand() -> None:
+def test_model_without_a_policy_has_further_units_only_for_manually_wrapped_children() -> None:
     plain = seeded()
     for index in (1, 3):
         plain.blocks[index] = FSDP(plain.blocks[index])
@@ -70,7 +70,7 @@ def wrap_nothing(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> boo
 @pytest.mark.filterwarnings("ignore:.*containers that do not implement forward:UserWarning")
 @pytest.mark.parametrize("kind", ["nothing", "blocks", "everything"])
 @ranks(2)
-def test_the_module_passed_in_is_always_the_outermost_unit_and_keeps_what_is_left(kind: str) -> None:
+def test_passed_module_is_the_outermost_unit_and_keeps_the_remaining_parameters(kind: str) -> None:
     policies: dict[str, Any] = {
         "nothing": wrap_nothing,
         "blocks": ModuleWrapPolicy({Block, Stack}),
@@ -172,7 +172,7 @@ LAYERS = {EncoderLayer, DecoderLayer}
 @pytest.mark.spec("WRAP-11")
 @flat_or_original
 @ranks(2)
-def test_a_shared_embedding_lands_in_the_outer_unit_and_both_halves_train_it(keep: bool) -> None:
+def test_shared_embedding_belongs_to_the_outer_unit_and_both_halves_train_it(keep: bool) -> None:
     plain = seeded(SmallT5)
     policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=LAYERS)
     model = FSDP(copy.deepcopy(plain), auto_wrap_policy=policy, use_orig_params=keep)
@@ -247,7 +247,7 @@ def test_units_made_by_a_policy_inherit_the_arguments_of_the_outer_call() -> Non
 
 @pytest.mark.spec("WRAP-14")
 @ranks(2)
-def test_the_defaults_are_inherited_too() -> None:
+def test_units_inherit_omitted_arguments_of_the_outer_call() -> None:
     model = wrapped(process_group=dist.group.WORLD, sharding_strategy=SHARD_GRAD_OP)
     for unit in FSDP.fsdp_modules(model)[1:]:
         for name in ("backward_prefetch", "cpu_offload", "mixed_precision", "forward_prefetch", "limit_all_gathers"):
@@ -297,7 +297,7 @@ def test_wrapping_full_model_synchronizes_it() -> None:
 
 @pytest.mark.spec("WRAP-17")
 @ranks(2)
-def test_with_one_unit_nothing_is_sent_between_its_computations() -> None:
+def test_single_unit_sends_nothing_between_its_computations() -> None:
     one = FSDP(seeded())
     assert recorded_iteration(one) == "AGR keepR | FREER RSR"
     with trace.record() as recorder:
@@ -308,7 +308,7 @@ def test_with_one_unit_nothing_is_sent_between_its_computations() -> None:
 
 @pytest.mark.spec("WRAP-17")
 @ranks(2)
-def test_with_a_unit_for_each_block_there_is_communication_between_computations() -> None:
+def test_units_for_each_block_communicate_between_computations() -> None:
     forward, backward = recorded_iteration(wrapped()).split(" | ")
     for this, following in (("0", "1"), ("1", "2"), ("2", "3")):
         assert in_order(forward, f"F{this}", f"AG{following}", f"F{following}")
@@ -449,7 +449,7 @@ class Chosen(nn.ModuleList):
 
 @pytest.mark.spec("WRAP-19")
 @ranks(2)
-def test_a_container_with_a_forward_of_its_own_is_not_warned_of() -> None:
+def test_container_with_own_forward_gives_no_warning() -> None:
     with caught_warnings() as caught:
         model = FSDP(Chosen(nn.Linear(4, 4, device=device()) for _ in range(2)))
     assert caught == []
@@ -534,7 +534,7 @@ def by_hand(kind: type[nn.Module], model: nn.Module) -> nn.Module:
 
 @pytest.mark.spec("MP-22")
 @ranks(2)
-def test_a_batch_norm_that_was_wrapped_by_hand_without_mixed_precision_trains() -> None:
+def test_manually_wrapped_batch_norm_without_mixed_precision_trains() -> None:
     plain = seeded(normed)
     dtypes = Dtypes(plain)
     with caught_warnings() as caught:

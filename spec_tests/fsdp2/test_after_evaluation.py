@@ -136,7 +136,7 @@ def test_after_an_evaluation_the_modules_show_sharded_parameters(kind: str, mode
 @pytest.mark.spec("FRESH-01")
 @every_kind
 @ranks(2)
-def test_after_a_forward_in_which_nothing_requires_grad_too(kind: str) -> None:
+def test_modules_show_shards_after_a_forward_without_requires_grad(kind: str) -> None:
     model = ALL[kind](Tiny().requires_grad_(False))
     owned = list(model.parameters())
     for _ in range(2):
@@ -331,7 +331,7 @@ def test_changes_of_params_after_evaluation_persist(kind: str, place: str) -> No
 @pytest.mark.parametrize("edit", [scaled_by_data, scaled_by_a_list_operator, clamped, initialized])
 @pytest.mark.parametrize("kind", FREES)
 @ranks(2)
-def test_an_evaluation_after_an_evaluation_sees_every_kind_of_edit(
+def test_evaluation_after_an_evaluation_uses_every_kind_of_change(
     kind: str, edit: Callable[[nn.Module, Optimizer], Optimizer]
 ) -> None:
     plain = Tiny().to(device())
@@ -346,7 +346,7 @@ def test_an_evaluation_after_an_evaluation_sees_every_kind_of_edit(
 @pytest.mark.spec("FRESH-02")
 @pytest.mark.parametrize("keeps", [None, True, False])
 @ranks(2)
-def test_a_part_may_be_converted_and_trained_in_part_and_weights_tied_after_an_evaluation(keeps: bool | None) -> None:
+def test_submodule_is_converted_partly_frozen_and_tied_after_an_evaluation(keeps: bool | None) -> None:
     plain = Tiny().to(device())
     model = in_place(reshard_after_forward=keeps)(copy.deepcopy(plain))
     x, results = batch(), list[Tensor]()
@@ -433,7 +433,7 @@ def test_ranks_may_evaluate_different_numbers_of_batches_where_parameters_are_ke
 @pytest.mark.spec("FRESH-03")
 @pytest.mark.parametrize("originals", [False, True])
 @ranks(4)
-def test_replicas_that_keep_parameters_may_too(originals: bool) -> None:
+def test_replicas_with_kept_parameters_may_evaluate_different_numbers_of_batches(originals: bool) -> None:
     options = {"process_group": grid()}
     model = around("_HYBRID_SHARD_ZERO2", keeps_originals=originals, **options)(Tiny())
     optimizer = sgd(model)
@@ -479,9 +479,7 @@ def test_no_sync_keeps_its_parameters_across_an_evaluation() -> None:
 @pytest.mark.parametrize("originals", [False, True])
 @pytest.mark.parametrize("records", [False, True])
 @ranks(2)
-def test_a_copy_in_another_dtype_that_no_rank_sends_is_made_again_for_each_forward(
-    originals: bool, records: bool
-) -> None:
+def test_no_shard_unit_casts_its_parameters_again_for_each_forward(originals: bool, records: bool) -> None:
     mixed = MixedPrecision(param_dtype=torch.bfloat16)
     plain = Tiny().to(device())
     models: list[Any] = [around("NO_SHARD", keeps_originals=originals, mixed_precision=mixed)(copy.deepcopy(plain))]

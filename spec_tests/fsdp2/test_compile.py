@@ -111,7 +111,7 @@ def test_a_compiled_block_may_be_checkpointed() -> None:
 
 @pytest.mark.spec("TRAIN-25")
 @ranks(2, timeout=120)
-def test_a_forward_that_must_be_one_graph_is_one() -> None:
+def test_fullgraph_compilation_of_a_unit_gives_one_graph() -> None:
     fresh()
     plain, model = seeded(Block), seeded(Block)
     model.compile(backend="aot_eager", fullgraph=True)

@@ -68,7 +68,7 @@ def test_full_iteration_on_two_by_two_mesh() -> None:
 
 @pytest.mark.spec("FS2-SYNC-01", "MIG-16")
 @ranks(2)
-def test_without_gradient_sync_all_is_as_ever_but_for_the_reductions() -> None:
+def test_iteration_without_gradient_sync_only_omits_the_reductions() -> None:
     model = sharded()
     silent = " ".join(word for word in WHOLE[None].split() if not word.startswith("RS"))
     model.set_requires_gradient_sync(False)
@@ -135,7 +135,7 @@ def usual_step(library: Any, name: str, **options: Any) -> tuple[int, int]:
 @pytest.mark.spec("FS2-17", "PAR-07")
 @pytest.mark.parametrize("name", COUNTS)
 @ranks(2)
-def test_a_step_of_three_blocks_takes_so_many_collectives(name: str) -> None:
+def test_step_of_three_blocks_has_expected_number_of_collectives(name: str) -> None:
     assert usual_step(fully_shard, name) == COUNTS[name]
 
 

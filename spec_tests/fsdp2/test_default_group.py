@@ -85,7 +85,7 @@ def test_index_page_snippet_runs_with_changed_import(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("START-02")
-def test_the_snippet_of_the_readme_names_what_both_libraries_have() -> None:
+def test_names_in_the_readme_snippet_exist_in_both_libraries() -> None:
     for text in (snippet("README.md"), of_torch(snippet("README.md"))):
         names: dict[str, object] = {}
         exec(text, names)
@@ -93,7 +93,7 @@ def test_the_snippet_of_the_readme_names_what_both_libraries_have() -> None:
 
 
 @pytest.mark.spec("START-03")
-def test_fully_shard_without_a_launcher_names_what_it_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fully_shard_without_a_launcher_names_launcher_init_function_and_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ValueError, match=r"(?s)RANK expected.*torchrun.*init_process_group.*mesh=") as caught:
@@ -102,7 +102,7 @@ def test_fully_shard_without_a_launcher_names_what_it_accepts(monkeypatch: pytes
 
 
 @pytest.mark.spec("START-03")
-def test_the_other_functions_name_their_own_argument() -> None:
+def test_error_of_each_other_function_names_its_own_argument() -> None:
     with pytest.raises(RuntimeError, match=r"init_process_group\(\).*process_group="):
         FullyShardedDataParallel(nn.Linear(2, 2))
     with pytest.raises(RuntimeError, match=r"init_process_group\(\).*pass group="):

@@ -76,7 +76,7 @@ class Chain(nn.Module):
 @pytest.mark.spec("FS2-13")
 @pytest.mark.parametrize("kind", PACKED)
 @ranks(2)
-def test_tensors_are_found_wherever_they_are_packed(kind: str) -> None:
+def test_tensors_in_any_container_are_found(kind: str) -> None:
     model, plain = seeded(lambda: Chain(kind)), seeded(lambda: Chain(kind))
     for part in (model.first, model.last, model):
         fully_shard(part)
@@ -97,7 +97,7 @@ class Box:
 
 @pytest.mark.spec("FS2-13")
 @ranks(2)
-def test_units_whose_inputs_and_outputs_are_not_found_are_reduced_all_the_same() -> None:
+def test_units_without_detected_inputs_and_outputs_are_reduced() -> None:
     model, plain = seeded(lambda: Chain("dataclass")), seeded(lambda: Chain("dataclass"))
     for part in (model.first, model.last, plain.first, plain.last):
         part.pack, part.unpack = Box, lambda box: box.x
@@ -129,7 +129,7 @@ def test_a_graph_that_is_kept_can_be_run_backward_twice() -> None:
 
 @pytest.mark.spec("FS2-13")
 @ranks(2)
-def test_the_gradient_of_the_input_is_right_and_alone_it_reduces_nothing() -> None:
+def test_input_gradient_is_correct_and_its_computation_alone_reduces_nothing() -> None:
     model, plain = sharded(), seeded()
     for only_input in (True, False):
         inputs = [batch().requires_grad_() for _ in range(2)]
@@ -148,7 +148,7 @@ def test_the_gradient_of_the_input_is_right_and_alone_it_reduces_nothing() -> No
 
 @pytest.mark.spec("FS2-13", "FS2-21")
 @ranks(2)
-def test_a_tower_without_grad_inside_of_a_recorded_forward() -> None:
+def test_tower_without_grad_runs_inside_a_recorded_forward() -> None:
     class Towers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -179,7 +179,7 @@ def test_a_tower_without_grad_inside_of_a_recorded_forward() -> None:
 
 @pytest.mark.spec("FS2-17", "FS2-21")
 @ranks(2)
-def test_inference_mode_and_training_can_take_turns() -> None:
+def test_inference_mode_and_training_may_alternate() -> None:
     model, plain = sharded(), seeded()
     for step in range(2):
         with torch.inference_mode():
@@ -191,7 +191,7 @@ def test_inference_mode_and_training_can_take_turns() -> None:
 
 @pytest.mark.spec("FS2-13", "FS2-PREF-08")
 @ranks(2)
-def test_losses_on_inner_outputs_reach_the_units_that_made_them() -> None:
+def test_losses_on_inner_outputs_give_gradients_to_their_units() -> None:
     model, plain = sharded(), seeded()
 
     def loss(each: nn.Module, x: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ def test_losses_on_inner_outputs_reach_the_units_that_made_them() -> None:
 
 @pytest.mark.spec("FS2-09", "FS2-13")
 @ranks(2)
-def test_units_whose_root_is_never_called_work_on_their_own() -> None:
+def test_units_work_independently_if_their_root_is_never_called() -> None:
     model, plain = sharded(), seeded()
     for step in range(2):
         for each in (model.blocks, plain.blocks):
@@ -288,7 +288,7 @@ def test_model_loaded_while_unsharded_uses_loaded_values() -> None:
 
 @pytest.mark.spec("FS2-04")
 @ranks(2)
-def test_a_new_dtype_between_iterations_is_followed() -> None:
+def test_change_of_dtype_between_iterations_takes_effect() -> None:
     model = sharded()
     iterate(model)
     model.zero_grad()
@@ -312,7 +312,7 @@ def mean_over_double(plain: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.spec("FS2-09")
 @ranks(2)
-def test_parameters_in_lists_and_marks_on_parameters_survive() -> None:
+def test_parameter_lists_and_attributes_of_parameters_are_kept() -> None:
     class Listed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -361,7 +361,7 @@ class Waves(nn.Module):
 
 @pytest.mark.spec("FS2-16")
 @ranks(2)
-def test_a_unit_of_complex_parameters_is_trained_as_if_it_were_not_sharded() -> None:
+def test_unit_of_complex_parameters_trains_like_an_unsharded_one() -> None:
     plain = seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Waves()))
     model = seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Waves()))
     for part in (*model, model):
@@ -378,7 +378,7 @@ def test_a_unit_of_complex_parameters_is_trained_as_if_it_were_not_sharded() -> 
 
 @pytest.mark.spec("FS2-04", "FS2-16")
 @ranks(4)
-def test_data_parallel_over_one_axis_and_tensor_parallel_over_the_other() -> None:
+def test_data_parallel_and_tensor_parallel_use_different_mesh_dimensions() -> None:
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("data", "tensor"))
     all_connected()
     model = seeded(lambda: nn.Sequential(MLP(WIDTH, 4 * WIDTH), MLP(WIDTH, 4 * WIDTH)))

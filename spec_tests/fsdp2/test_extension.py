@@ -44,7 +44,7 @@ def test_the_shard_keeps_its_class_and_its_full_precision() -> None:
 
 @pytest.mark.spec("FS2-EXT-01")
 @ranks(2)
-def test_a_layer_computes_with_what_was_rebuilt_from_eight_bits() -> None:
+def test_layer_computes_with_weights_rebuilt_from_int8() -> None:
     layer = layer_of(Int8Shards)
     plain = seeded(lambda: nn.Linear(WIDTH, 4, bias=False))
     with torch.no_grad():
@@ -166,7 +166,7 @@ def test_rebuilt_tensor_is_freed_and_all_gathered_again() -> None:
 
 @pytest.mark.spec("FS2-EXT-03")
 @ranks(2)
-def test_one_method_without_the_other_is_refused() -> None:
+def test_class_with_only_one_extension_method_is_refused() -> None:
     with pytest.raises((RuntimeError, TypeError, AttributeError, AssertionError), match="fsdp_post_all_gather"):
         layer = layer_of(FromHalf)
         layer(batch())

@@ -42,7 +42,7 @@ class NotesMesh(Plain):
 
 @pytest.mark.spec("FS2-EXT-02")
 @ranks(4)
-def test_with_replicas_the_methods_are_given_the_axis_of_the_shards_alone() -> None:
+def test_extension_methods_with_replicas_get_only_the_shard_mesh() -> None:
     NotesMesh.meshes.clear()
     mesh = grid_mesh()
     layer = fully_shard(extended(seeded(lambda: nn.Linear(WIDTH, 4, bias=False)), NotesMesh), mesh=mesh)
@@ -57,7 +57,7 @@ def test_with_replicas_the_methods_are_given_the_axis_of_the_shards_alone() -> N
 
 @pytest.mark.spec("FS2-EXT-01", "FS2-19")
 @ranks(2)
-def test_a_change_inside_of_the_tensor_is_computed_with_also_by_a_unit_that_was_kept() -> None:
+def test_unit_that_stays_unsharded_computes_with_changed_inner_tensor() -> None:
     """Defect: PyTorch's version counters do not change, so the unit uses the values all-gathered before."""
     layer, plain = seeded(lambda: nn.Linear(WIDTH, 4, bias=False)), seeded(lambda: nn.Linear(WIDTH, 4, bias=False))
     fully_shard(extended(layer, Plain), reshard_after_forward=False)
@@ -120,7 +120,7 @@ def check_strides(rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [4, 3])
 @pytest.mark.spec("FS2-EXT-02")
-def test_tensors_of_any_strides_may_be_sent_and_computed_with(rows: int) -> None:
+def test_tensors_with_any_strides_are_sent_and_used_in_forward(rows: int) -> None:
     check_strides(rows=rows)
 
 
@@ -206,7 +206,7 @@ POLICIES = {"plain": {}, "narrow": {"param_dtype": NARROW, "reduce_dtype": torch
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.spec("FS2-EXT-05")
-def test_a_model_from_meta_is_filled_and_trained_as_by_torch(policy: dict[str, Any]) -> None:
+def test_model_from_the_meta_device_trains_like_in_torch(policy: dict[str, Any]) -> None:
     check_from_meta(policy=policy)
 
 
@@ -252,7 +252,7 @@ def check_patched(from_meta: bool) -> None:
 
 @pytest.mark.parametrize("from_meta", [False, True])
 @pytest.mark.spec("FS2-EXT-06")
-def test_methods_given_to_a_local_tensor_decide_as_those_of_a_class_do(from_meta: bool) -> None:
+def test_extension_methods_set_on_a_local_tensor_work_like_those_of_its_class(from_meta: bool) -> None:
     check_patched(from_meta=from_meta)
 
 
@@ -284,7 +284,7 @@ def test_a_patched_weight_on_the_cpu_is_moved_when_it_is_sent() -> None:
 
 @pytest.mark.spec("FS2-EXT-06")
 @ranks(2)
-def test_a_weight_that_was_given_another_tensor_travels_as_it_is_again() -> None:
+def test_weight_replaced_by_an_ordinary_tensor_is_all_gathered_without_extension() -> None:
     layer = patched(fully_shard(seeded(lambda: nn.Linear(WIDTH, 4))))
     layer(batch())
     layer.load_state_dict({name: value.detach().clone() for name, value in layer.state_dict().items()}, assign=True)
@@ -294,7 +294,7 @@ def test_a_weight_that_was_given_another_tensor_travels_as_it_is_again() -> None
 
 @pytest.mark.spec("FS2-EXT-03")
 @ranks(2)
-def test_one_method_alone_on_a_tensor_is_refused() -> None:
+def test_local_tensor_with_only_one_extension_method_is_refused() -> None:
     layer = fully_shard(nn.Linear(WIDTH, 4, device=device()))
     layer.weight._local_tensor.fsdp_post_all_gather = widened
     with pytest.raises(AssertionError, match="fsdp_pre_all_gather"):

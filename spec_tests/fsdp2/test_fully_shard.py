@@ -56,7 +56,7 @@ SHARDED = {DTensor}
 
 @pytest.mark.spec("FS2-01")
 @ranks(2)
-def test_it_works_in_place_and_returns_the_same_module() -> None:
+def test_fully_shard_works_in_place_and_returns_the_same_module() -> None:
     model = seeded()
     before = dict(model.named_modules())
     assert fully_shard(model.blocks[0]) is model.blocks[0]
@@ -66,7 +66,7 @@ def test_it_works_in_place_and_returns_the_same_module() -> None:
 
 @pytest.mark.spec("FS2-01")
 @pytest.mark.pure
-def test_its_arguments_are_keywords_with_these_defaults() -> None:
+def test_fully_shard_arguments_are_keywords_with_these_defaults() -> None:
     parameters = inspect.signature(fully_shard).parameters
     assert parameters["module"].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
     defaults = {
@@ -239,7 +239,7 @@ def test_fully_shard_refuses_uneven_other_dim() -> None:
 
 @pytest.mark.spec("FS2-09")
 @ranks(2)
-def test_each_call_takes_the_parameters_that_no_other_has() -> None:
+def test_each_fully_shard_call_manages_parameters_without_inner_call() -> None:
     model = sharded(wide(), blocks=[0, 2])
     iterate(model)
     with Wire() as wire:
@@ -276,7 +276,7 @@ def test_parameters_and_buffers_move_to_the_device_of_the_mesh() -> None:
 @pytest.mark.cpu
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="about machines without an accelerator")
 @ranks(2)
-def test_a_build_for_gpus_shards_on_the_cpu_where_there_is_none() -> None:
+def test_gpu_build_of_torch_shards_on_the_cpu_if_there_is_no_gpu() -> None:
     # A build for GPUs returns its device type, unless the caller asks for an available device.
     def current_accelerator(check_available: bool = False) -> torch.device | None:
         return None if check_available else torch.device("cuda")
@@ -288,7 +288,7 @@ def test_a_build_for_gpus_shards_on_the_cpu_where_there_is_none() -> None:
 
 @pytest.mark.spec("FS2-16")
 @ranks(2)
-def test_without_a_mesh_it_is_the_line_of_all_ranks() -> None:
+def test_default_mesh_is_one_dimensional_with_all_ranks() -> None:
     without, given = sharded(), sharded(mesh=line_mesh())
     for mine, other in zip(without.parameters(), given.parameters(), strict=True):
         assert mine.device_mesh == other.device_mesh
@@ -325,7 +325,7 @@ def test_calling_forward_directly_is_an_error() -> None:
 
 @pytest.mark.spec("FS2-17")
 @ranks(2)
-def test_true_frees_after_forward_false_keeps_and_none_keeps_only_the_root() -> None:
+def test_true_reshards_after_forward_false_keeps_units_and_none_keeps_only_the_root() -> None:
     x = batch()
     gathered = {plain_tensor()}
     for option, root, block in ((True, SHARDED, SHARDED), (False, gathered, gathered), (None, gathered, SHARDED)):
@@ -355,7 +355,7 @@ def test_after_an_evaluation_all_parameters_are_sharded() -> None:
 
 @pytest.mark.spec("FS2-17")
 @ranks(2)
-def test_values_that_were_kept_after_an_evaluation_are_not_used_after_they_changed() -> None:
+def test_values_kept_by_an_evaluation_are_not_used_after_a_change() -> None:
     model = sharded(reshard_after_forward=False)
     with torch.no_grad():
         model(batch())
@@ -373,7 +373,7 @@ def test_values_that_were_kept_after_an_evaluation_are_not_used_after_they_chang
 
 @pytest.mark.spec("FS2-18")
 @ranks(4)
-def test_a_mesh_of_two_axes_replicates_over_the_first_and_shards_over_the_second() -> None:
+def test_mesh_with_two_dimensions_replicates_over_the_first_and_shards_over_the_second() -> None:
     model, plain = sharded(mesh=grid_mesh()), named(seeded())
     for name, parameter in model.named_parameters():
         assert parameter.placements == (Replicate(), Shard(0))
@@ -403,7 +403,7 @@ def test_grid_mesh_reduce_scatters_rows_and_all_reduces_columns() -> None:
 
 @pytest.mark.spec("FS2-18")
 @ranks(2)
-def test_a_mesh_of_three_axes_is_refused() -> None:
+def test_mesh_with_three_dimensions_is_refused() -> None:
     mesh = init_device_mesh(device().type, (1, 1, 2))
     with pytest.raises(ValueError, match=r"(?i)3|dim|mesh"):
         fully_shard(seeded(), mesh=mesh)
@@ -443,7 +443,7 @@ def test_the_optimizers_parameters_are_the_same_objects_after_each_iteration() -
 
 @pytest.mark.spec("FS2-20")
 @ranks(2)
-def test_only_the_asynchronous_unshard_returns_something_to_wait_for() -> None:
+def test_only_an_asynchronous_unshard_returns_a_handle() -> None:
     model = sharded()
     assert model.unshard() is None
     model.reshard()
@@ -507,7 +507,7 @@ def test_frozen_and_trained_parameters_share_a_group_and_only_the_trained_are_re
 
 @pytest.mark.spec("FS2-22")
 @ranks(2)
-def test_freezing_after_the_first_iteration_and_thawing_again_is_followed() -> None:
+def test_freezing_and_unfreezing_after_the_first_iteration_take_effect() -> None:
     model, plain = sharded(), seeded()
     for trains in (True, False, True):
         for each in (model, plain):
@@ -539,7 +539,7 @@ def test_requires_grad_set_while_unsharded_persists(evaluates: bool) -> None:
 
 @pytest.mark.spec("FS2-23", "MIG-17")
 @ranks(2)
-def test_ignored_parameters_stay_as_they_are_and_are_not_reduced() -> None:
+def test_ignored_parameters_do_not_change_and_are_not_reduced() -> None:
     model = seeded()
     ignored = {model.blocks[1].linear.weight, model.leave.bias}
     sharded(model, ignored_params=ignored)
@@ -558,7 +558,7 @@ def test_ignored_parameters_stay_as_they_are_and_are_not_reduced() -> None:
 
 @pytest.mark.spec("FS2-24")
 @ranks(2)
-def test_inside_of_one_group_a_tied_parameter_stays_one_object() -> None:
+def test_parameter_tied_inside_one_group_stays_one_object() -> None:
     model = seeded(Tied)
     fully_shard(model.middle)
     fully_shard(model)
@@ -651,7 +651,7 @@ class Slow:
 
 @pytest.mark.spec("FS2-26", "MIG-14")
 @ranks(2)
-def test_the_processor_is_never_held_back_however_slow_the_device_is() -> None:
+def test_fully_shard_never_stops_the_cpu_on_a_slow_device() -> None:
     """On a CPU all events are complete immediately, so this test replaces them by events that never complete."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lifetime, "DONE", Slow())
@@ -696,7 +696,7 @@ def test_every_documented_method_is_there_and_those_of_the_wrapper_are_not() -> 
 
 @pytest.mark.spec("FS2-04", "FS2-13")
 @ranks(2)
-def test_a_new_dtype_given_to_the_sharded_model_is_followed() -> None:
+def test_dtype_conversion_of_the_sharded_model_takes_effect() -> None:
     model = sharded().double()
     assert {p.dtype for p in model.parameters()} == {torch.float64}
     assert all(isinstance(p, DTensor) for p in model.parameters())
@@ -721,7 +721,7 @@ def test_forward_uses_values_written_by_user() -> None:
 
 @pytest.mark.spec("FS2-03")
 @ranks(2)
-def test_training_makes_no_noise() -> None:
+def test_training_gives_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model = sharded()
@@ -730,7 +730,7 @@ def test_training_makes_no_noise() -> None:
 
 @pytest.mark.spec("FS2-13")
 @ranks(2)
-def test_a_forward_that_no_backward_follows_does_no_harm() -> None:
+def test_forward_without_backward_does_not_affect_training() -> None:
     model, plain = sharded(), seeded()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
     for step in range(3):
@@ -747,7 +747,7 @@ def test_a_forward_that_no_backward_follows_does_no_harm() -> None:
 
 @pytest.mark.spec("FS2-09")
 @ranks(2)
-def test_a_part_of_two_models_trains_with_either_in_turn() -> None:
+def test_submodule_of_two_models_trains_in_both_models() -> None:
     """Defect: a root whose child became part of another tree continues to use its own, invalid tree."""
 
     def pair(shard: Callable[..., Any]) -> list[Any]:

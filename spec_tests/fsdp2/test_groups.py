@@ -36,7 +36,7 @@ ENDS = "enter, leave"
 
 @pytest.mark.spec("NEW-04")
 @ranks(2)
-def test_a_list_is_returned_and_each_module_of_it_is_an_fsdp_module() -> None:
+def test_fully_shard_of_a_list_returns_a_list_of_fsdp_modules() -> None:
     model = seeded()
     modules = [model.enter, model.leave]
     assert fully_shard(modules) == modules
@@ -97,7 +97,7 @@ def test_a_parameter_may_be_tied_across_the_modules_of_a_list() -> None:
 
 @pytest.mark.spec("NEW-04")
 @ranks(2)
-def test_unshard_and_reshard_of_one_of_them_act_on_all() -> None:
+def test_unshard_and_reshard_of_one_module_act_on_its_group() -> None:
     model = with_ends_together()
     model.enter.unshard()
     assert {type(p.data) for p in (model.enter.weight, model.leave.weight)} == {plain_tensor()}
@@ -298,7 +298,7 @@ def test_backward_all_gathers_among_local_peers() -> None:
 
 @pytest.mark.spec("NEW-05")
 @ranks(4)
-def test_it_changes_no_result() -> None:
+def test_reshard_to_a_smaller_mesh_changes_no_result() -> None:
     for build in (seeded, wide):
         model, usual = sharded(build(), reshard_after_forward=2), sharded(build())
         optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, usual)]
@@ -387,7 +387,7 @@ def test_unit_on_smaller_mesh_is_not_used_after_change() -> None:
 
 @pytest.mark.spec("NEW-05")
 @ranks(4)
-def test_a_forward_without_grad_and_a_change_of_values_are_followed() -> None:
+def test_smaller_mesh_unit_computes_correctly_without_grad_and_after_a_change_of_values() -> None:
     model = sharded(reshard_after_forward=2)
     plain = seeded()
     for factor in (1.0, 2.0):
@@ -421,7 +421,7 @@ def test_switched_reshard_after_forward_keeps_results(choice: bool) -> None:
 @pytest.mark.spec("NEW-05", "NEW-06")
 @pytest.mark.parametrize("in_between", ["reshard", "switch"])
 @ranks(4)
-def test_pending_unshard_on_smaller_mesh_survives_changes(in_between: str) -> None:
+def test_pending_unshard_on_smaller_mesh_is_correct_after_a_change_of_settings(in_between: str) -> None:
     model, usual = sharded(reshard_after_forward=2), sharded()
     losses = [loss_of(each(batch())) for each in (model, usual)]
     for block in model.blocks:

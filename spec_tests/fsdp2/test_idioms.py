@@ -63,7 +63,7 @@ def test_a_shard_can_be_copied_alone_and_a_copy_is_not_larger_than_the_shard(row
 
 @pytest.mark.spec("FS2-SD-01")
 @ranks(2)
-def test_a_shard_outlives_its_model() -> None:
+def test_shard_stays_valid_after_its_model_is_deleted() -> None:
     model = sharded()
     expected = full_values(model)
     state = model.state_dict()
@@ -91,7 +91,7 @@ def test_changed_local_tensor_is_all_gathered() -> None:
 
 @pytest.mark.spec("NEW-19", "FS2-PREF-06")
 @ranks(2)
-def test_the_first_iteration_has_as_many_collectives_as_any_other() -> None:
+def test_first_iteration_has_as_many_collectives_as_later_iterations() -> None:
     model = sharded()
     seen = []
     for step in range(2):
@@ -175,7 +175,7 @@ class Chain(nn.ModuleList):
 
 @pytest.mark.spec("FS2-25")
 @ranks(2)
-def test_a_list_of_modules_that_has_a_forward_is_welcome() -> None:
+def test_list_of_modules_with_a_forward_is_accepted() -> None:
     def make() -> Chain:
         return Chain([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
 
@@ -201,7 +201,7 @@ class TwoHeads(nn.Module):
 @pytest.mark.spec("NEW-04", "FS2-25")
 @pytest.mark.parametrize("reshard_after_forward", [True, False, None])
 @ranks(2)
-def test_members_of_a_group_that_are_not_called_can_be_used_all_the_same(reshard_after_forward: bool | None) -> None:
+def test_group_trains_if_some_of_its_modules_are_not_called(reshard_after_forward: bool | None) -> None:
     model, plain = seeded(TwoHeads), seeded(TwoHeads)
     options: dict[str, Any] = {"reshard_after_forward": reshard_after_forward}
     fully_shard(model.body, **options)
@@ -233,7 +233,7 @@ def test_replicated_module_stays_replicated() -> None:
 
 @pytest.mark.spec("FS2-09")
 @ranks(2)
-def test_replicate_leaves_sharded_blocks_alone() -> None:
+def test_replicate_does_not_change_sharded_blocks() -> None:
     model, plain = seeded(), seeded()
     for block in model.blocks:
         fully_shard(block)
@@ -303,9 +303,7 @@ def test_a_module_may_call_itself(is_root: bool, method: str, reshard_after_forw
 @pytest.mark.parametrize("method", ["forward", "generate"])
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
 @ranks(2)
-def test_after_an_exception_inside_of_itself_the_next_call_is_an_outer_one(
-    error: type[BaseException], method: str
-) -> None:
+def test_call_after_an_exception_in_a_recursive_call_is_an_outer_call(error: type[BaseException], method: str) -> None:
     """Defect: after Ctrl-C, for which PyTorch runs no forward hook, the next call continues the interrupted one."""
 
     def fail(*_: Any) -> None:

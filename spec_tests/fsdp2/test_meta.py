@@ -111,7 +111,7 @@ ON_CPU = pytest.mark.filterwarnings("ignore:DTensor random operators may not hav
 @pytest.mark.spec("FS2-META-02")
 @ON_CPU
 @ranks(2)
-def test_the_layers_of_torch_initialise_their_shards_themselves() -> None:
+def test_layers_of_torch_initialize_their_shards() -> None:
     with torch.device("meta"):
         layer = nn.Linear(8, 6)
     fully_shard(layer)
@@ -128,7 +128,7 @@ def test_the_layers_of_torch_initialise_their_shards_themselves() -> None:
 
 @pytest.mark.spec("FS2-META-03")
 @ranks(2)
-def test_a_forward_on_meta_is_refused_by_name() -> None:
+def test_forward_on_the_meta_device_raises_with_the_parameter_name() -> None:
     model = on_meta()
     with pytest.raises(RuntimeError, match=r"parts\.0\.weight"):
         model(torch.ones(3, 4, device=device()))
@@ -136,7 +136,7 @@ def test_a_forward_on_meta_is_refused_by_name() -> None:
 
 @pytest.mark.spec("FS2-META-03")
 @ranks(2)
-def test_after_that_the_model_can_still_be_initialised_and_trained() -> None:
+def test_meta_model_can_be_initialized_and_trained_after_the_error() -> None:
     model = on_meta()
     x = torch.ones(3, 4, device=device())
     with pytest.raises(RuntimeError, match="meta"):

@@ -60,14 +60,14 @@ def test_table_has_every_migration_requirement() -> None:
 
 @pytest.mark.spec("MIG-06")
 @pytest.mark.pure
-def test_the_page_names_what_takes_the_place_of_no_shard() -> None:
+def test_page_names_the_replacement_of_no_shard() -> None:
     lines = [line for line in (script().__doc__ or "").splitlines() if line.startswith("``NO_SHARD``")]
     assert len(lines) == 1
     assert "DistributedDataParallel" in lines[0]
 
 
 @pytest.mark.pure
-def test_the_program_runs_as_a_launcher_starts_it() -> None:
+def test_program_runs_under_a_launcher() -> None:
     said = output_of_ranks(SCRIPT, num_ranks=4, environment={"OMP_NUM_THREADS": "1"})
     for row in ROWS.values():
         assert f"{row.old} -> {row.new}" in said

@@ -98,7 +98,7 @@ def test_a_unit_of_several_dtypes_reduces_each_gradient_without_loss(
 
 @pytest.mark.spec("GRAD-02")
 @ranks(2)
-def test_a_parameter_that_is_trained_later_is_not_rounded_either() -> None:
+def test_parameter_trained_later_is_not_rounded() -> None:
     model = Several(BF16, F32).to(device())
     plain = copy.deepcopy(model)
     mini_fully_shard(model)
@@ -114,7 +114,7 @@ def test_a_parameter_that_is_trained_later_is_not_rounded_either() -> None:
 @pytest.mark.spec("GRAD-02")
 @pytest.mark.parametrize("offload", [False, True])
 @ranks(4)
-def test_several_dtypes_with_replicas_and_offload(offload: bool) -> None:
+def test_several_dtypes_train_with_replicas_and_offload(offload: bool) -> None:
     model = Several(BF16, F32, C64).to(device())
     plain = copy.deepcopy(model)
     policy: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
@@ -275,7 +275,7 @@ def sharded_layers(**options: Any) -> Any:
 @pytest.mark.parametrize("set_to_none", [False, True])
 @pytest.mark.parametrize("had_reduced", [False, True])
 @ranks(2)
-def test_zero_grad_drops_what_waits_for_its_reduction(set_to_none: bool, had_reduced: bool) -> None:
+def test_zero_grad_drops_unreduced_gradients_of_several_dtypes(set_to_none: bool, had_reduced: bool) -> None:
     model, plain = sharded_layers(), two_layers()
     if had_reduced:
         model(rows(2)).square().mean().backward()
@@ -290,7 +290,7 @@ def test_zero_grad_drops_what_waits_for_its_reduction(set_to_none: bool, had_red
 
 @pytest.mark.spec("GRAD-03")
 @ranks(4)
-def test_zero_grad_drops_what_waits_for_the_replicas() -> None:
+def test_zero_grad_drops_gradients_kept_until_the_all_reduce() -> None:
     model, plain = sharded_layers(mesh=grid_mesh()), two_layers()
     model.set_requires_all_reduce(False)
     model(rows() * 100).square().mean().backward()
@@ -303,7 +303,7 @@ def test_zero_grad_drops_what_waits_for_the_replicas() -> None:
 
 @pytest.mark.spec("GRAD-03")
 @ranks(2)
-def test_zero_grad_drops_what_waits_for_the_end_of_the_iteration() -> None:
+def test_zero_grad_drops_gradients_kept_until_the_last_backward() -> None:
     model, plain = sharded_layers(), two_layers()
     model.set_is_last_backward(False)
     model(rows() * 100).square().mean().backward()

@@ -105,7 +105,7 @@ def tokens(step: int, rank: int) -> Tensor:
 
 @pytest.mark.spec("NEW-09")
 @ranks(2)
-def test_the_hook_sees_each_groups_reduced_gradient_before_the_parameters_do() -> None:
+def test_all_reduce_hook_gets_the_reduced_gradient_of_each_group_before_the_parameters() -> None:
     model = sharded(wide())
     seen: dict[str, Tensor] = {}
     units = {"": model, **{f"blocks.{index}": block for index, block in enumerate(model.blocks)}}
@@ -133,7 +133,7 @@ def test_all_reduce_hook_changes_optimizer_gradient() -> None:
 
 @pytest.mark.spec("NEW-09")
 @ranks(4)
-def test_with_replicas_the_hook_comes_after_their_all_reduce() -> None:
+def test_all_reduce_hook_with_replicas_is_called_after_the_all_reduce() -> None:
     model = sharded(mesh=grid_mesh())
     seen = []
     model.blocks[1].set_all_reduce_hook(lambda reduced: seen.append(reduced.clone()))
@@ -166,7 +166,7 @@ def test_a_factor_replaces_the_division_by_the_number_of_ranks(sums_only: bool) 
 
 @pytest.mark.spec("NEW-10")
 @ranks(4)
-def test_a_factor_replaces_it_on_two_times_two_as_well() -> None:
+def test_divide_factor_replaces_the_world_size_on_two_by_two_mesh() -> None:
     model = sharded(mesh=grid_mesh())
     for module in (model, *model.blocks):
         module.set_gradient_divide_factor(2.0)
@@ -202,7 +202,7 @@ def test_the_older_name_of_the_factor_warns_and_works() -> None:
 
 @pytest.mark.spec("NEW-12")
 @ranks(2)
-def test_the_next_iteration_and_no_other_waits_for_the_event_behind_the_optimizer_step() -> None:
+def test_only_the_next_iteration_waits_for_the_event_after_the_optimizer_step() -> None:
     """Checks the event that is passed to the all-gather stream. The wait only matters on a device with streams."""
     model, usual = sharded(), sharded()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, usual)]
@@ -280,7 +280,7 @@ def test_registered_method_all_gathers_and_reshards() -> None:
 
 @pytest.mark.spec("NEW-13")
 @ranks(2)
-def test_on_other_modules_it_does_nothing_and_a_missing_method_is_an_error() -> None:
+def test_register_forward_method_ignores_other_modules_and_refuses_a_missing_method() -> None:
     plain = seeded(Generates)
     register_fsdp_forward_method(plain, "encode")
     assert "encode" not in vars(plain)
@@ -308,7 +308,7 @@ def test_ranks_that_take_different_branches_train_like_one_process(accumulate: i
 
 @pytest.mark.spec("NEW-14")
 @ranks(2)
-def test_it_can_be_switched_for_one_module_alone() -> None:
+def test_reduce_scatter_of_unused_params_can_be_set_for_one_module() -> None:
     model = seeded()
     for block in model.blocks:
         block.unused = nn.Linear(2, 2).to(device())
@@ -336,7 +336,7 @@ def test_different_all_gather_order_raises_with_names() -> None:
 
 @pytest.mark.spec("NEW-19")
 @ranks(2)
-def test_while_debugging_every_iteration_is_checked() -> None:
+def test_order_is_checked_in_every_iteration_in_debug_mode() -> None:
     with detailed_debugging():
         model = sharded()
         iterate(model)
@@ -435,7 +435,7 @@ def test_after_a_reset_the_next_iteration_is_correct(fault: str) -> None:
 @pytest.mark.spec("NEW-15")
 @pytest.mark.parametrize("fault", ["forward", "inside", "backward"])
 @ranks(2)
-def test_without_a_reset_it_is_correct_too(fault: str) -> None:
+def test_iteration_after_an_exception_is_correct_without_a_reset(fault: str) -> None:
     model, plain = sharded(), seeded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     iterate(model)
@@ -449,7 +449,7 @@ def test_without_a_reset_it_is_correct_too(fault: str) -> None:
 @pytest.mark.spec("NEW-15")
 @pytest.mark.parametrize("fault", FAULTS)
 @ranks(2)
-def test_without_a_reset_the_state_is_saved_and_loaded_as_it_was(fault: str) -> None:
+def test_state_is_saved_and_loaded_correctly_after_an_exception_without_a_reset(fault: str) -> None:
     model = sharded()
     expected = {name: value.full_tensor() for name, value in model.state_dict().items()}
     FAULTS[fault](model)
@@ -463,7 +463,7 @@ def test_without_a_reset_the_state_is_saved_and_loaded_as_it_was(fault: str) -> 
 @pytest.mark.spec("NEW-15")
 @pytest.mark.parametrize("fault", ["forward", "inside"])
 @ranks(2)
-def test_after_an_exception_a_part_that_is_called_alone_has_the_values_of_today(fault: str) -> None:
+def test_submodule_called_after_an_exception_uses_current_values(fault: str) -> None:
     """Defect: no hook runs after an exception, and the part acts as if the interrupted forward were still running."""
     model, plain = sharded(reshard_after_forward=False), seeded()
     parameters = list(model.parameters())
@@ -505,7 +505,7 @@ def test_forward_after_error_uses_newly_written_values(fault: str, reshard_after
 
 @pytest.mark.spec("NEW-15")
 @ranks(2)
-def test_the_reset_is_the_roots_and_harmless_when_there_is_nothing_to_reset() -> None:
+def test_only_the_root_may_reset_and_an_unneeded_reset_is_harmless() -> None:
     model = sharded()
     model.reset_iter_state()
     iterate(model)

@@ -16,7 +16,7 @@ OFFLOADED = CPUOffloadPolicy(pin_memory=False)
 
 @pytest.mark.spec("FS2-OFF-01")
 @pytest.mark.pure
-def test_the_policies_are_records_of_their_own() -> None:
+def test_offload_policies_are_separate_dataclasses() -> None:
     assert CPUOffloadPolicy().pin_memory is True
     assert isinstance(CPUOffloadPolicy(), OffloadPolicy)
     assert CPUOffloadPolicy(pin_memory=False) == OFFLOADED
@@ -25,7 +25,7 @@ def test_the_policies_are_records_of_their_own() -> None:
 
 @pytest.mark.spec("FS2-OFF-01", "MIG-07")
 @ranks(2)
-def test_everything_that_lasts_is_on_the_cpu() -> None:
+def test_offload_keeps_parameters_gradients_and_optimizer_state_on_the_cpu() -> None:
     model = sharded(offload_policy=OFFLOADED)
     optimizer = torch.optim.Adam(model.parameters())
     for step in range(2):
@@ -104,7 +104,7 @@ def test_pinned_memory_is_the_default_and_can_be_left_out() -> None:
 @pytest.mark.cpu
 @pytest.mark.spec("FS2-OFF-01", "FS2-SYNC-01", "FS2-OPT-03", "FS2-18")
 @ranks(4)
-def test_it_goes_together_with_replicas_accumulation_and_clipping() -> None:
+def test_offload_works_with_replicas_accumulation_and_clipping() -> None:
     mesh = grid_mesh()
     model, usual = sharded(offload_policy=OFFLOADED, mesh=mesh), sharded(mesh=mesh)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, usual)]

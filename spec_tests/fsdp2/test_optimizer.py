@@ -40,7 +40,7 @@ def oracle_step(plain: nn.Module, optimizer: torch.optim.Optimizer, step: int, m
 
 @pytest.mark.spec("FS2-OPT-01")
 @ranks(2)
-def test_an_optimizer_from_before_has_stale_parameters_and_changes_nothing() -> None:
+def test_optimizer_from_before_sharding_changes_nothing_and_a_new_one_works() -> None:
     model = seeded()
     stale = torch.optim.SGD(model.parameters(), lr=1.0)
     sharded(model)
@@ -74,7 +74,7 @@ def test_the_moments_of_adam_are_placed_like_their_parameters() -> None:
 @pytest.mark.spec("FS2-OPT-05")
 @pytest.mark.parametrize("assign", [False, True])
 @ranks(2)
-def test_a_gradient_has_the_very_spec_of_its_parameter(assign: bool) -> None:
+def test_gradient_has_the_same_spec_object_as_its_parameter(assign: bool) -> None:
     model = sharded()
     if assign:
         states = {name: value.detach().clone() for name, value in model.state_dict().items()}

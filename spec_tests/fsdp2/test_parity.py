@@ -70,7 +70,7 @@ def test_reshard_after_forward_changes_no_bit(name: str, reshard_after_forward: 
 @pytest.mark.spec("PAR-03", "FS2-04", "FS2-05", "FS2-06", "FS2-13")
 @every_model
 @ranks(2)
-def test_each_rank_holds_the_shards_and_the_sharded_gradients_that_torch_gives_it(name: str) -> None:
+def test_shards_and_sharded_gradients_of_each_rank_equal_those_of_torch(name: str) -> None:
     info, recipe = MODELS[name], Recipe()
     ours, theirs = shard_fsdp2(fully_shard, info), shard_fsdp2(torch_fsdp.fully_shard, info)
     for model in (ours, theirs):
@@ -95,8 +95,8 @@ def test_both_apis_train_like_one_process_and_ddp(name: str) -> None:
     ours = train(name, recipe)
     assert_same_training(ours, train_single(info, 2, recipe), tolerance_for(2))
     assert_same_training(ours, train_ddp(info, recipe), tolerance_for(2), buffers=True)
-    other_door = train_fsdp1(minifsdp.FullyShardedDataParallel, info, recipe)
-    assert_same_training(ours, other_door, tolerance_for(2), buffers=True)
+    other_api = train_fsdp1(minifsdp.FullyShardedDataParallel, info, recipe)
+    assert_same_training(ours, other_api, tolerance_for(2), buffers=True)
 
 
 @pytest.mark.spec("PAR-01", "FS2-SYNC-01", "FS2-13")
@@ -127,14 +127,14 @@ def test_both_apis_agree_on_two_by_two_mesh(name: str) -> None:
     groups = mesh.get_group("shard"), mesh.get_group("replicate")
     for strategy, reshard_after_forward in (("HYBRID_SHARD", True), ("_HYBRID_SHARD_ZERO2", False)):
         ours = train(name, recipe, mesh=mesh, reshard_after_forward=reshard_after_forward)
-        other_door = train_fsdp1(
+        other_api = train_fsdp1(
             minifsdp.FullyShardedDataParallel,
             MODELS[name],
             recipe,
             process_group=groups,
             sharding_strategy=strategy,
         )
-        assert_same_training(ours, other_door, FLOAT)
+        assert_same_training(ours, other_api, FLOAT)
 
 
 @pytest.mark.spec("PAR-06")
@@ -163,7 +163,7 @@ def test_bfloat16_is_bit_equal_to_torch_fully_shard(name: str, reduce_dtype: tor
 @pytest.mark.parametrize("no_sync", [False, True])
 @pytest.mark.parametrize("name", ["mlp", "uneven"])
 @ranks(4)
-def test_bfloat16_on_two_by_two_is_that_of_torch(name: str, no_sync: bool) -> None:
+def test_bfloat16_on_two_by_two_mesh_equals_torch(name: str, no_sync: bool) -> None:
     recipe, mesh = Recipe(steps=2, accumulate=2, no_sync=no_sync), grid_mesh()
     ours = train(name, recipe, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     policy = torch_fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)

@@ -86,7 +86,7 @@ def check_own_mesh(axis: str, reshard_after_forward: bool, policy: bool) -> None
 @pytest.mark.parametrize("policy", [False, True])
 @pytest.mark.parametrize("axis", ["shard", "replicate", "both"])
 @pytest.mark.spec("NEW-23")
-def test_experts_on_a_mesh_of_their_own_are_trained_as_by_torch(axis: str, policy: bool) -> None:
+def test_experts_on_a_separate_mesh_train_like_in_torch(axis: str, policy: bool) -> None:
     check_own_mesh(axis=axis, reshard_after_forward=axis != "replicate", policy=policy)
 
 
@@ -110,7 +110,7 @@ def test_integer_reshard_after_forward_with_meshes_is_refused() -> None:
 
 @pytest.mark.spec("NEW-23")
 @ranks(4)
-def test_a_mesh_with_an_axis_for_nothing_is_refused() -> None:
+def test_mesh_with_an_unused_dimension_is_refused() -> None:
     with pytest.raises(ValueError, match="mesh with 2 axes"):
         made_by(fully_shard, line_mesh(), FSDPMeshInfo(grid_mesh(), 1))
 

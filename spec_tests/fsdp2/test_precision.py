@@ -136,7 +136,7 @@ def test_gradients_are_reduced_in_their_own_dtype_and_arrive_in_that_of_the_shar
 
 @pytest.mark.spec("FS2-MP-03")
 @ranks(2)
-def test_the_sum_over_ranks_is_made_in_the_dtype_of_the_reduction() -> None:
+def test_ranks_sum_gradients_in_reduce_dtype() -> None:
     """256 + 1 is 256 in bfloat16; on two ranks the mean is 128 or 128.5."""
     for reduce_dtype, expected in ((BF16, 128.0), (FP32, 128.5)):
         layer = seeded(lambda: nn.Linear(2, 2, bias=False))
@@ -149,7 +149,7 @@ def test_the_sum_over_ranks_is_made_in_the_dtype_of_the_reduction() -> None:
 
 @pytest.mark.spec("FS2-MP-04")
 @ranks(2)
-def test_some_layers_are_high_and_others_low() -> None:
+def test_layers_may_have_different_precision() -> None:
     model = seeded()
     seen = seen_dtypes(model)
     for index, block in enumerate(model.blocks):
@@ -201,14 +201,14 @@ def report(policy: MixedPrecisionPolicy) -> tuple[Reports, dict[str, Any]]:
 
 @pytest.mark.spec("FS2-MP-05", "MIG-10")
 @ranks(2)
-def test_floating_inputs_are_cast_wherever_they_are() -> None:
+def test_floating_inputs_in_any_container_are_cast() -> None:
     model, _ = report(MixedPrecisionPolicy(BF16, FP32))
     assert model.given == {"x": BF16, "y": BF16, "index": torch.int64, "scale": BF16}
 
 
 @pytest.mark.spec("FS2-MP-05")
 @ranks(2)
-def test_inputs_are_left_alone_without_the_flag_and_without_a_param_dtype() -> None:
+def test_inputs_are_not_cast_without_the_flag_or_without_a_param_dtype() -> None:
     untouched = {"x": FP32, "y": FP32, "index": torch.int64, "scale": FP64}
     for policy in (MixedPrecisionPolicy(BF16, FP32, cast_forward_inputs=False), MixedPrecisionPolicy(None, FP32)):
         assert report(policy)[0].given == untouched
@@ -229,7 +229,7 @@ def test_each_module_with_a_policy_casts_its_own_inputs() -> None:
 
 @pytest.mark.spec("FS2-MP-06")
 @ranks(2)
-def test_floating_outputs_are_cast_wherever_they_are() -> None:
+def test_floating_outputs_in_any_container_are_cast() -> None:
     _, output = report(MixedPrecisionPolicy(BF16, FP32, output_dtype=FP64))
     assert (output["out"].dtype, output["pair"][0].dtype) == (FP64, FP64)
     assert output["pair"][1].dtype == torch.int64
@@ -239,7 +239,7 @@ def test_floating_outputs_are_cast_wherever_they_are() -> None:
 
 @pytest.mark.spec("FS2-MP-06")
 @ranks(2)
-def test_given_to_the_root_only_the_result_is_float32_and_all_inside_is_low() -> None:
+def test_output_dtype_of_the_root_gives_a_float32_result_and_low_precision_inside() -> None:
     model = seeded()
     seen = seen_dtypes(model)
     for block in model.blocks:
@@ -251,7 +251,7 @@ def test_given_to_the_root_only_the_result_is_float32_and_all_inside_is_low() ->
 
 @pytest.mark.spec("FS2-MP-06")
 @ranks(2)
-def test_given_to_inner_modules_it_breaks_a_low_layer_that_casts_no_inputs() -> None:
+def test_output_dtype_of_inner_modules_breaks_a_low_precision_layer_without_input_cast() -> None:
     model = sharded(mp_policy=MixedPrecisionPolicy(BF16, FP32, FP32))
     with pytest.raises(RuntimeError, match="dtype"):
         model(batch())
@@ -259,7 +259,7 @@ def test_given_to_inner_modules_it_breaks_a_low_layer_that_casts_no_inputs() -> 
 
 @pytest.mark.spec("FS2-MP-08")
 @ranks(2)
-def test_only_parameters_of_the_module_itself_are_seen_without_recursion() -> None:
+def test_parameters_without_recursion_lists_only_parameters_of_the_module() -> None:
     model = sharded(mp_policy=MixedPrecisionPolicy(BF16, FP32))
     model.unshard()
     assert list(model.parameters(recurse=False)) == [], "all of the root's are in its layers"

@@ -73,7 +73,7 @@ def test_backward_all_gathers_next_unit_before_current_gradients() -> None:
 
 @pytest.mark.spec("FS2-PREF-02")
 @ranks(2)
-def test_backward_follows_the_order_in_which_this_iterations_forwards_ended() -> None:
+def test_backward_follows_the_reverse_order_in_which_forwards_ended() -> None:
     model = sharded()
     for order in ((0, 1, 2, 3), (3, 1, 0, 2), (0, 2)):
         loss = loss_of(model(batch(), order=order))
@@ -85,7 +85,7 @@ def test_backward_follows_the_order_in_which_this_iterations_forwards_ended() ->
 
 @pytest.mark.spec("FS2-PREF-02")
 @ranks(2)
-def test_a_unit_that_is_used_twice_has_two_places_in_that_order() -> None:
+def test_unit_used_twice_is_prefetched_twice_in_that_order() -> None:
     model = sharded()
     for _ in range(2):
         loss = loss_of(model(batch(), order=(0, 1, 2, 0)))
@@ -112,7 +112,7 @@ def test_full_iteration_prefetching_two_units() -> None:
 
 @pytest.mark.spec("FS2-PREF-03")
 @ranks(2)
-def test_a_list_for_forward_is_issued_in_its_order_before_the_layer_runs() -> None:
+def test_forward_prefetch_list_is_issued_in_order_before_the_layer_runs() -> None:
     model = sharded()
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2], model.blocks[1]])
     words = words_of(model)
@@ -121,7 +121,7 @@ def test_a_list_for_forward_is_issued_in_its_order_before_the_layer_runs() -> No
 
 @pytest.mark.spec("FS2-PREF-04")
 @ranks(2)
-def test_a_list_for_backward_replaces_the_implicit_one_and_an_empty_list_brings_it_back() -> None:
+def test_backward_prefetch_list_replaces_implicit_prefetch_and_empty_list_restores_it() -> None:
     model = sharded()
     model.blocks[3].set_modules_to_backward_prefetch([model.blocks[1], model.blocks[2]])
     words = words_of(model)
@@ -156,7 +156,7 @@ def most_gathered(model: nn.Module, step: int = 1) -> tuple[int, int]:
 
 @pytest.mark.spec("FS2-PREF-05")
 @ranks(2)
-def test_asking_for_k_ahead_has_k_more_in_memory() -> None:
+def test_prefetch_of_k_units_keeps_k_more_units_in_memory() -> None:
     assert most_gathered(sharded()) == (1, 2)
     assert most_gathered(ahead(sharded(), 1)) == (2, 2)
     assert most_gathered(ahead(sharded(), 2)) == (3, 3)
@@ -166,7 +166,7 @@ def test_asking_for_k_ahead_has_k_more_in_memory() -> None:
 @pytest.mark.spec("FS2-17", "FS2-PREF-02", "FS2-PREF-05")
 @pytest.mark.parametrize("num_ahead", [None, 1, 2])
 @ranks(2)
-def test_the_memory_of_so_many_blocks_is_there_while_one_computes(num_ahead: int | None) -> None:
+def test_expected_number_of_blocks_is_in_memory_during_each_computation(num_ahead: int | None) -> None:
     plain = seeded()
     watch = Watch(plain)
     alive: dict[str, list[str]] = {}
@@ -240,7 +240,7 @@ SETTINGS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.spec("FS2-PREF-08")
 @pytest.mark.parametrize("setting", SETTINGS)
 @ranks(2)
-def test_no_setting_changes_a_bit(setting: str) -> None:
+def test_prefetch_settings_do_not_change_results(setting: str) -> None:
     model, usual = sharded(), sharded()
     SETTINGS[setting](model)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, usual)]

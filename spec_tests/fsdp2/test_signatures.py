@@ -80,14 +80,14 @@ def test_unshard_handle_wait_has_signature_of_torch() -> None:
 
 @pytest.mark.spec("NEW-17", "NEW-18")
 @pytest.mark.pure
-def test_no_name_of_torch_is_missing_but_those_that_are_meant_to_be() -> None:
+def test_only_listed_names_of_torch_are_missing() -> None:
     missing = {name for name in torch_fsdp.__all__ if not hasattr(subject.library, name)}
     assert missing <= set(MISSING)
 
 
 @pytest.mark.spec("FS2-27")
 @pytest.mark.pure
-def test_an_fsdp_module_has_no_public_method_that_torch_has_not() -> None:
+def test_fsdp_module_has_only_public_methods_of_torch() -> None:
     # Methods that every module has may be overridden (FUZZ-04).
     ours = {name for name in vars(subject.FSDPModule) if not (name.startswith("_") or hasattr(nn.Module, name))}
     assert ours - (SINCE_2_11 - set(METHODS)) == set(METHODS)

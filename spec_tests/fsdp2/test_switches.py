@@ -51,7 +51,7 @@ def test_no_shard_all_reduce_may_be_delayed() -> None:
 @pytest.mark.spec("NEW-15")
 @pytest.mark.parametrize("columns", [1, 2])
 @ranks(4)
-def test_a_reset_forgets_what_waits_for_its_all_reduce(columns: int) -> None:
+def test_reset_iter_state_drops_the_partial_sum(columns: int) -> None:
     """Defect: `reset_iter_state` keeps the partial sum, and the next all-reduce includes it."""
     model = sharded(mesh=grid_mesh() if columns == 2 else column_mesh())
     model.set_requires_all_reduce(False)
@@ -69,7 +69,7 @@ def test_a_reset_forgets_what_waits_for_its_all_reduce(columns: int) -> None:
 @pytest.mark.spec("NEW-14")
 @pytest.mark.parametrize("frozen", ["blocks.1.linear.weight", "blocks.1.linear", "enter.bias"])
 @ranks(2)
-def test_frozen_parameters_are_not_unused_ones_and_weight_decay_leaves_them_alone(frozen: str) -> None:
+def test_frozen_parameters_do_not_count_as_unused_and_get_no_weight_decay(frozen: str) -> None:
     """Defect: a parameter without a gradient counts as zeros even if it is frozen; the optimizer then decays it."""
     model = sharded()
     model.set_reduce_scatter_unused_params(True)
@@ -127,7 +127,7 @@ def test_a_factor_that_was_given_before_the_model_became_float16_is_split_too() 
 
 @pytest.mark.spec("NEW-09")
 @ranks(2)
-def test_the_hook_of_an_outer_group_is_not_called_for_those_inside() -> None:
+def test_hook_of_an_outer_group_is_not_called_for_inner_groups() -> None:
     """Defect: `set_all_reduce_hook` also sets the hook of inner modules."""
     model = sharded()
     model.set_all_reduce_hook(lambda reduced: reduced.zero_())
@@ -183,7 +183,7 @@ def test_a_registered_method_is_given_cast_inputs_and_its_output_is_cast() -> No
 
 @pytest.mark.spec("NEW-19")
 @ranks(4)
-def test_in_a_part_of_the_world_ranks_are_named_by_their_number_in_the_world() -> None:
+def test_order_error_in_a_sub_group_names_global_ranks() -> None:
     """Defect: the error names 0 and 1, the indices within the group of ranks 2 and 3."""
     model = sharded(mesh=grid_mesh())
     order = ((0, 1, 2, 3), (0, 2, 1, 3))[dist.get_rank() % 2]
@@ -195,7 +195,7 @@ def test_in_a_part_of_the_world_ranks_are_named_by_their_number_in_the_world() -
 @pytest.mark.spec("NEW-20")
 @pytest.mark.parametrize("replicas", [False, True])
 @ranks(2)
-def test_initial_weights_in_another_order_are_noticed_though_their_sum_is_the_same(replicas: bool) -> None:
+def test_reordered_initial_weights_with_equal_sum_are_noticed(replicas: bool) -> None:
     """Defect: the checksum is a sum, which ignores positions; or only shards are compared, and replicas are not."""
     model = seeded()
     if dist.get_rank():

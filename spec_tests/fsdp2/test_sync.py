@@ -39,7 +39,7 @@ def test_unreduced_gradients_join_next_reduction() -> None:
 
 @pytest.mark.spec("FS2-SYNC-01")
 @ranks(2)
-def test_no_sync_reduces_the_sum_and_nothing_before() -> None:
+def test_gradient_sync_reduces_only_the_final_sum() -> None:
     model = sharded()
     counts = []
     for sync in (False, False, True):
@@ -64,7 +64,7 @@ def test_accumulating_onto_reduced_gradients_adds_shard_to_shard() -> None:
 
 @pytest.mark.spec("FS2-SYNC-01")
 @ranks(2)
-def test_a_sum_is_reduced_also_where_the_backward_that_reduces_does_not_come_by() -> None:
+def test_kept_gradient_is_reduced_if_the_last_micro_batch_skips_its_unit() -> None:
     """Defect: gradients that a unit keeps unreduced stay there if the last micro-batch does not use the unit."""
     model, plain = sharded(), seeded()
     model.set_requires_gradient_sync(False)
@@ -99,7 +99,7 @@ def test_gradient_sync_setting_is_recursive_by_default() -> None:
 
 @pytest.mark.spec("FS2-SYNC-02")
 @ranks(2)
-def test_while_it_is_off_the_sharded_parameters_have_no_gradient() -> None:
+def test_sharded_parameters_have_no_gradient_without_gradient_sync() -> None:
     model = sharded()
     model.set_requires_gradient_sync(False)
     for step in range(2):
@@ -113,7 +113,7 @@ def test_while_it_is_off_the_sharded_parameters_have_no_gradient() -> None:
 
 @pytest.mark.spec("FS2-SYNC-01", "FS2-SYNC-02")
 @ranks(2)
-def test_reduced_gradients_are_left_alone_while_it_is_off_and_added_to_afterwards() -> None:
+def test_reduced_gradients_do_not_change_without_gradient_sync_and_accumulate_afterwards() -> None:
     model = sharded()
     iterate(model, 0)
     first = full_gradients(model)
@@ -166,7 +166,7 @@ def test_unreduced_gradients_add_up_in_the_dtype_of_the_reduction() -> None:
 
 @pytest.mark.spec("NEW-08")
 @ranks(4)
-def test_without_all_reduce_gradients_wait_half_reduced_and_the_sum_is_exact() -> None:
+def test_gradients_without_all_reduce_are_reduced_only_in_the_shard_group_and_the_sum_is_exact() -> None:
     model = sharded(mesh=grid_mesh())
     for steps in ((0, 1), (2, 3, 4), (5,)):
         for step in steps:
@@ -184,7 +184,7 @@ def test_without_all_reduce_gradients_wait_half_reduced_and_the_sum_is_exact() -
 
 @pytest.mark.spec("NEW-08")
 @ranks(4)
-def test_all_reduce_can_be_put_off_for_one_module_alone() -> None:
+def test_all_reduce_can_be_delayed_for_one_module() -> None:
     model = sharded(mesh=grid_mesh())
     model.set_requires_all_reduce(False, recurse=False)
     with trace.record() as recorder:
@@ -224,7 +224,7 @@ def test_gradient_sync_setting_includes_all_reduce(mesh: Callable[[], DeviceMesh
 @pytest.mark.spec("NEW-08")
 @pytest.mark.parametrize("mesh", [grid_mesh, column_mesh])
 @ranks(4)
-def test_sums_of_different_parameters_are_not_added_up_but_refused(mesh: Callable[[], DeviceMesh]) -> None:
+def test_partial_sums_of_different_parameters_are_refused(mesh: Callable[[], DeviceMesh]) -> None:
     model = sharded(mesh=mesh())
     model.set_requires_all_reduce(False)
     iterate(model)
@@ -241,7 +241,7 @@ def test_sums_of_different_parameters_are_not_added_up_but_refused(mesh: Callabl
 
 @pytest.mark.spec("NEW-08")
 @ranks(2)
-def test_on_one_axis_there_is_no_all_reduce_to_put_off() -> None:
+def test_set_requires_all_reduce_has_no_effect_on_a_one_dimensional_mesh() -> None:
     model = sharded()
     model.set_requires_all_reduce(False)
     iterate(model)
@@ -270,7 +270,7 @@ def test_several_backwards_of_one_iteration_give_the_sum() -> None:
 
 @pytest.mark.spec("NEW-07")
 @ranks(2)
-def test_until_the_last_backward_the_prefetch_remembers_the_forwards_before() -> None:
+def test_prefetch_uses_the_orders_of_earlier_forwards_until_the_last_backward() -> None:
     """Two forwards, then two backwards: the second backward also prefetches in the right order."""
     orders = []
     for reported in (True, False):
@@ -290,7 +290,7 @@ def test_until_the_last_backward_the_prefetch_remembers_the_forwards_before() ->
 
 @pytest.mark.spec("NEW-07")
 @ranks(2)
-def test_after_the_last_backward_all_is_as_before() -> None:
+def test_iteration_after_the_last_backward_has_the_usual_order() -> None:
     model = sharded()
     usual = recorded_iteration(model)
     model.set_is_last_backward(False)
@@ -322,7 +322,7 @@ def test_first_micro_batch_all_gathers_once_without_reshard() -> None:
 
 @pytest.mark.spec("FS2-SYNC-02")
 @ranks(2)
-def test_the_unreduced_sum_is_this_ranks_own() -> None:
+def test_unreduced_sum_contains_only_gradients_of_this_rank() -> None:
     """A later reduction with a gradient of zero gives the mean of the sums that the ranks kept."""
     model = sharded()
     model.set_requires_gradient_sync(False)

@@ -24,16 +24,16 @@ def main(arguments: list[str]) -> int:
     """Runs the command. Returns 1 if anything was found."""
     # Imported late: the ranks also import this module, as the main module of their parent.
     from spec_tests.benchmarks.page import circumstances
-    from spec_tests.fuzz.case import DOORS, from_json
+    from spec_tests.fuzz.case import APIS, from_json
     from spec_tests.fuzz.judge import counted, judged, kind_of, replay_line, simplest, summary
     from spec_tests.fuzz.machine import drawn
     from spec_tests.harness import pool
 
     parser = argparse.ArgumentParser(prog="python -m spec_tests.fuzz")
-    parser.add_argument("--number", type=int, default=2000, help="programs, half of them through each door")
+    parser.add_argument("--number", type=int, default=2000, help="programs, half of them with each API")
     parser.add_argument("--record", action="store_true", help=f"those of {RECORD.name}, which it writes")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--door", choices=DOORS, action="append")
+    parser.add_argument("--api", choices=APIS, action="append")
     parser.add_argument("--apart", action="store_true", help="programs in which some calls are made by one rank only")
     parser.add_argument("--minutes", type=float, default=60.0, help="end earlier than after all programs")
     parser.add_argument("--output", type=Path, help="a file for what was found, as JSON")
@@ -50,19 +50,19 @@ def main(arguments: list[str]) -> int:
         print(replay_line(simplest(from_json(chosen.shrink))))
         pool.close_all()
         return 0
-    doors = chosen.door or list(DOORS)
-    runs = RECORDED if chosen.record else [(door, chosen.apart, chosen.number // len(doors)) for door in doors]
+    apis = chosen.api or list(APIS)
+    runs = RECORDED if chosen.record else [(api, chosen.apart, chosen.number // len(apis)) for api in apis]
     begun = time.monotonic()
     verdicts, reported = [], []
-    for door, is_apart, number in runs:
+    for api, is_apart, number in runs:
         of_run = []
-        for verdict in judged(drawn(number, door, chosen.seed, is_apart=is_apart)):
+        for verdict in judged(drawn(number, api, chosen.seed, is_apart=is_apart)):
             of_run.append(verdict)
             if verdict.found:
                 print(verdict.found[:1500], replay_line(verdict.case), sep="\n", flush=True)
             if time.monotonic() > begun + 60 * chosen.minutes:
                 break
-        reported.append({"door": door, "apart": is_apart, "seed": chosen.seed, **summary(of_run)})
+        reported.append({"api": api, "apart": is_apart, "seed": chosen.seed, **summary(of_run)})
         print(reported[-1], flush=True)
         verdicts += of_run
     found = [verdict for verdict in verdicts if verdict.found]

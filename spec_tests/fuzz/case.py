@@ -2,7 +2,7 @@
 
 Worked example::
 
-    {"door": "wrapped", "options": {"strategy": "FULL_SHARD"}, "calls": [
+    {"api": "wrapped", "options": {"strategy": "FULL_SHARD"}, "calls": [
         {"do": "forward", "batch": 0}, {"do": "backward", "which": "all"}, {"do": "step", "on": 1}]}
 
 ``on`` names the only rank that makes the call. Without it, all ranks do.
@@ -14,9 +14,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-__all__ = ["DOORS", "Call", "Case", "from_json", "to_be_loaded", "to_json"]
+__all__ = ["APIS", "Call", "Case", "from_json", "to_be_loaded", "to_json"]
 
-DOORS = ("wrapped", "composed")
+APIS = ("wrapped", "composed")
 
 Call = dict[str, Any]
 T = TypeVar("T")
@@ -27,12 +27,12 @@ class Case:
     """One program.
 
     Attributes:
-        door: ``"wrapped"``, or ``"composed"`` for the function `fully_shard`.
+        api: ``"wrapped"``, or ``"composed"`` for the function `fully_shard`.
         options: of the model and of the API.
         calls: in order.
     """
 
-    door: str
+    api: str
     options: dict[str, Any] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
 

@@ -29,11 +29,11 @@ def _convert(how: str) -> Call:
 
 
 def _wrapped(*calls: Call, **options: object) -> Case:
-    return Case("wrapped", {"door": "wrapped", **options}, list(calls))
+    return Case("wrapped", {"api": "wrapped", **options}, list(calls))
 
 
 def _composed(*calls: Call, **options: object) -> Case:
-    return Case("composed", {"door": "composed", **options}, list(calls))
+    return Case("composed", {"api": "composed", **options}, list(calls))
 
 
 SHARED = {"kinds": ["mlp", "add", "view"]}

@@ -39,7 +39,7 @@ damages = st.sampled_from([None, None, None, "missing", "extra", "shape", "type"
 class Programs(RuleBasedStateMachine):
     """Draws one program and passes it to `tell` at the end."""
 
-    door: str
+    api: str
     has_hooks = True
     forms: tuple[str, ...] = ()
     wrong_calls: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ class Programs(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if self.calls:
-            self.tell(Case(self.door, {**self.options, "door": self.door}, self.calls))
+            self.tell(Case(self.api, {**self.options, "api": self.api}, self.calls))
 
     def call(self, do: str, *, together: bool = False, **arguments: Any) -> None:
         said = {"do": do, **{name: value for name, value in arguments.items() if value is not None}}
@@ -74,7 +74,7 @@ class Programs(RuleBasedStateMachine):
         if {"complex", "both"} & set(kinds) and self.options["steps_by"] == "fused":
             # PyTorch's fused optimizers refuse complex parameters.
             self.options["steps_by"] = "foreach"
-        if self.door == "composed" and self.options["optimizer"] == "sgd" and self.options["steps_by"] == "fused":
+        if self.api == "composed" and self.options["optimizer"] == "sgd" and self.options["steps_by"] == "fused":
             # DTensor of torch 2.13 has no fused SGD.
             self.options["steps_by"] = "foreach"
         if not self.has_hooks:
@@ -154,7 +154,7 @@ class Programs(RuleBasedStateMachine):
 
     @rule(most=st.sampled_from([0.01, 1, 1e9]), norm=st.sampled_from([1, 2.0, "inf"]))
     def clip(self, most: float, norm: float | str) -> None:
-        if norm == "inf" and self.door == "composed" and "expand" in (self.options["kinds"] or []):
+        if norm == "inf" and self.api == "composed" and "expand" in (self.options["kinds"] or []):
             # One rank has no elements of that parameter, and PyTorch refuses the maximum of an empty tensor.
             norm = 2.0
         self.call("clip", most=most, norm=norm)
@@ -186,11 +186,11 @@ class Programs(RuleBasedStateMachine):
         index = data.draw(st.integers(0, len(self.saved) - 1))
         # Sometimes loads another form than the saved one. Such a load is strict, because a non-strict one would read
         # nothing.
-        others = self.forms if self.door == "wrapped" else ("plain",)
+        others = self.forms if self.api == "wrapped" else ("plain",)
         form = data.draw(st.sampled_from([None, None, None, *others]))
         strict = strict or form is not None or self.saved[index] == "local"
         # torch's functions accept some damaged state dicts, so only the project's own loads get them.
-        damage = data.draw(damages) if self.door == "wrapped" or (form or self.saved[index]) == "plain" else None
+        damage = data.draw(damages) if self.api == "wrapped" or (form or self.saved[index]) == "plain" else None
         self.call("load", together=True, index=index, strict=strict, form=form, damage=damage)
         self.num_pending = 0
 
@@ -232,7 +232,7 @@ class Programs(RuleBasedStateMachine):
 class Wrapped(Programs):
     """Through ``FullyShardedDataParallel``."""
 
-    door = "wrapped"
+    api = "wrapped"
     forms = tuple(wrapped.FORMS)
     wrong_calls = tuple(WRONG_WRAPPED)
     shapes = st.fixed_dictionaries(
@@ -299,7 +299,7 @@ class Wrapped(Programs):
 class Composed(Programs):
     """Through ``fully_shard``."""
 
-    door = "composed"
+    api = "composed"
     forms = tuple(composed.FORMS)
     wrong_calls = tuple(WRONG_COMPOSED)
     shapes = st.fixed_dictionaries(
@@ -402,27 +402,27 @@ MACHINES: dict[tuple[str, bool], type[Programs]] = {
 }
 
 
-def drawn(number: int, door: str, seed: int, *, is_apart: bool = False) -> list[Case]:
+def drawn(number: int, api: str, seed: int, *, is_apart: bool = False) -> list[Case]:
     """Draws different programs for an API. The same seed gives the same programs.
 
     Args:
         number: number of programs.
-        door: the API.
+        api: the API.
         seed: seed of the first batch.
         is_apart: whether sometimes only one rank makes a call.
     """
     cases: list[Case] = []
     for part in itertools.count():
         # Hypothesis prefers variations of what it has drawn. A new run draws different programs.
-        cases += [case for case in _some(BATCH, door, 10_000 * seed + part, is_apart) if case not in cases]
+        cases += [case for case in _some(BATCH, api, 10_000 * seed + part, is_apart) if case not in cases]
         if len(cases) >= number:
             break
     return cases[:number]
 
 
-def _some(number: int, door: str, seed: int, is_apart: bool) -> list[Case]:
+def _some(number: int, api: str, seed: int, is_apart: bool) -> list[Case]:
     cases: list[Case] = []
-    machine: Any = type("Machine", (MACHINES[door, is_apart],), {"tell": lambda self, case: cases.append(case)})
+    machine: Any = type("Machine", (MACHINES[api, is_apart],), {"tell": lambda self, case: cases.append(case)})
     chosen = settings(
         max_examples=number,
         stateful_step_count=NUM_CALLS,

@@ -74,7 +74,7 @@ class Player:
 
     def __init__(self, case: Case, group: dist.ProcessGroup) -> None:
         self.case, self.rank = case, group.rank()
-        self.side = SIDES[case.door](case.options, group)
+        self.side = SIDES[case.api](case.options, group)
         self.twin = Twin(case.options, self.rank)
         # In mixed precision, units compute in float32.
         self.tolerance: Tolerance = FLOAT if case.options.get("mixed") else DOUBLE
@@ -96,7 +96,7 @@ class Player:
         self._end()
 
     def _end(self) -> None:
-        if self.case.door == "composed":
+        if self.case.api == "composed":
             self.make({"do": "sync", "value": True})
             self.make({"do": "keep_after_backward", "value": False})
         elif self.twin.waiting_units:
@@ -124,7 +124,7 @@ class Player:
         """Makes one call. Returns its result."""
         # With the wrapper, ranks can train separately (local SGD) if each rank has all of the parameters.
         is_whole = self.case.options.get("strategy") == "NO_SHARD" or self.case.options.get("replicas") == 2
-        if call["do"] == "step" and self.case.door == "wrapped" and is_whole and self.twin.waiting_units:
+        if call["do"] == "step" and self.case.api == "wrapped" and is_whole and self.twin.waiting_units:
             call = {"do": "zero_grad", "to_none": True, "of_model": True}
         mine = call.get("on", self.rank) == self.rank
         ranks = (call["on"],) if "on" in call else (0, 1)
@@ -248,7 +248,7 @@ class Player:
             self.is_rounded = False
         if call["do"] == "clip":
             # The norm is computed in float32 on both sides, or for a DTensor in its own dtype.
-            has_low = self.case.door == "composed" and "dtypes" in (self.case.options.get("kinds") or [])
+            has_low = self.case.api == "composed" and "dtypes" in (self.case.options.get("kinds") or [])
             self.tolerance = LOW_PRECISION if has_low else FLOAT
         expected, error = self._try(self.twin, self._in_effect(call), ranks)
         # This rank does not have a state that only the other rank has saved.

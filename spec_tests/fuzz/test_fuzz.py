@@ -17,7 +17,7 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.fuzz import judge
 from spec_tests.fuzz.__main__ import RECORD, RECORDED
-from spec_tests.fuzz.case import DOORS, Case
+from spec_tests.fuzz.case import APIS, Case
 from spec_tests.fuzz.judge import Verdict, counted, judged, replay_line, simplest, summary
 from spec_tests.fuzz.known import KNOWN
 from spec_tests.fuzz.machine import FLAT_KINDS, drawn
@@ -40,9 +40,9 @@ def report(cases: list[Case]) -> Iterator[str]:
 @pytest.mark.cpu
 @pytest.mark.spec("FUZZ-01")
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("door", DOORS)
-def test_programs_give_what_one_process_gives_or_an_error_of_minifsdp(door: str, seed: int) -> None:
-    cases = drawn(30, door, seed)
+@pytest.mark.parametrize("api", APIS)
+def test_random_programs_equal_one_process_or_raise_an_error_of_minifsdp(api: str, seed: int) -> None:
+    cases = drawn(30, api, seed)
     verdicts = list(judged(cases))
     assert list(report([verdict.case for verdict in verdicts if verdict.found])) == []
     # A test in which most calls are refused would check little.
@@ -54,32 +54,32 @@ def test_programs_give_what_one_process_gives_or_an_error_of_minifsdp(door: str,
 @pytest.mark.ranks
 @pytest.mark.cpu
 @pytest.mark.spec("FUZZ-02")
-@pytest.mark.parametrize(("door", "names"), [("wrapped", list(WRONG_WRAPPED)), ("composed", list(WRONG_COMPOSED))])
-def test_each_wrong_call_is_refused_and_training_continues(door: str, names: list[str]) -> None:
-    cases = [Case(door, {"door": door}, [{"do": "wrong", "name": name}]) for name in names]
+@pytest.mark.parametrize(("api", "names"), [("wrapped", list(WRONG_WRAPPED)), ("composed", list(WRONG_COMPOSED))])
+def test_each_wrong_call_is_refused_and_training_continues(api: str, names: list[str]) -> None:
+    cases = [Case(api, {"api": api}, [{"do": "wrong", "name": name}]) for name in names]
     assert list(report(cases)) == []
 
 
 @pytest.mark.ranks
 @pytest.mark.cpu
 @pytest.mark.spec("FUZZ-03")
-@pytest.mark.parametrize("door", DOORS)
-def test_divergent_programs_raise_on_each_rank_without_hang(door: str) -> None:
-    cases = [case for case in drawn(12, door, seed=8, is_apart=True) if case.is_apart]
+@pytest.mark.parametrize("api", APIS)
+def test_divergent_programs_raise_on_each_rank_without_hang(api: str) -> None:
+    cases = [case for case in drawn(12, api, seed=8, is_apart=True) if case.is_apart]
     assert list(report(cases)) == []
 
 
 @pytest.mark.ranks
 @pytest.mark.cpu
 @pytest.mark.spec("FUZZ-08")
-def test_a_mistake_is_found_made_small_and_can_be_seen_again() -> None:
+def test_hunt_finds_shrinks_and_replays_an_error() -> None:
     """The reference model does not divide by the number of ranks, so every training step is a finding."""
     noise = [{"do": "mode", "train": True}, {"do": "evaluate", "batch": 1}, {"do": "copy"}]
     wrong = {"do": "zero_grad", "to_none": True, "of_model": False}
-    case = Case("wrapped", {"door": "wrapped", "broken": True, "nested": True}, [*noise, wrong, *noise])
+    case = Case("wrapped", {"api": "wrapped", "broken": True, "nested": True}, [*noise, wrong, *noise])
     small = simplest(case)
     assert small.calls == []
-    assert small.options == {"door": "wrapped", "broken": True}
+    assert small.options == {"api": "wrapped", "broken": True}
     (again,) = judged([small])
     assert again.found is not None
     assert "differs" in again.found
@@ -89,7 +89,7 @@ def test_a_mistake_is_found_made_small_and_can_be_seen_again() -> None:
 @pytest.mark.spec("FUZZ-01", "FUZZ-03")
 def test_2000_recorded_fuzz_programs_have_no_findings() -> None:
     runs = json.loads(RECORD.read_text())["runs"]
-    assert [(run["door"], run["apart"], run["programs"]) for run in runs] == RECORDED
+    assert [(run["api"], run["apart"], run["programs"]) for run in runs] == RECORDED
     assert sum(run["programs"] for run in runs) >= 2000
     assert [run["findings"] for run in runs] == [0] * len(runs)
     for run in runs:
@@ -101,7 +101,7 @@ def test_2000_recorded_fuzz_programs_have_no_findings() -> None:
 
 
 @pytest.mark.spec("FUZZ-08")
-def test_a_record_tells_of_what_was_found() -> None:
+def test_fuzz_record_counts_programs_findings_and_options() -> None:
     case = Case("wrapped", {"mixed": True, "replicas": 2}, [])
     reported = summary([Verdict(case, "differs", ("forward: ok", "step: E-step-while-summoned")), Verdict(case, None)])
     assert (reported["programs"], reported["findings"], reported["calls"], reported["refused"]) == (2, 1, 2, 1)
@@ -112,14 +112,14 @@ def test_a_record_tells_of_what_was_found() -> None:
 @pytest.mark.cpu
 @pytest.mark.spec("FUZZ-12")
 @pytest.mark.parametrize("kind", list(KNOWN))
-def test_a_short_program_of_each_kind_gives_what_one_process_gives(kind: str) -> None:
+def test_short_program_of_each_kind_equals_one_process(kind: str) -> None:
     assert list(report(KNOWN[kind])) == []
 
 
 @pytest.mark.spec("FUZZ-12")
-@pytest.mark.parametrize("door", DOORS)
-def test_drawn_programs_contain_every_ingredient(door: str) -> None:
-    cases = [case for seed in SEEDS for case in drawn(30, door, seed)]
+@pytest.mark.parametrize("api", APIS)
+def test_drawn_programs_contain_every_ingredient(api: str) -> None:
+    cases = [case for seed in SEEDS for case in drawn(30, api, seed)]
 
     def count(name: str, value: object = None) -> int:
         """The number of programs with this option, or with this argument of a call."""
@@ -128,14 +128,14 @@ def test_drawn_programs_contain_every_ingredient(door: str) -> None:
 
     wanted: list[tuple[str, object]] = [("steps_by", "foreach"), ("steps_by", "fused"), ("of_model", True)]
     wanted += [("how", "data"), ("how", "foreach"), ("do", "new_optimizer"), ("do", "evaluate"), ("do", "zero_grad")]
-    if door == "composed":
+    if api == "composed":
         wanted += [("do", "generate"), ("do", "convert"), ("how", "assign"), ("begins", "float")]
     else:
         wanted += [("full_in_eval", True), ("hook", True), ("inner", True)]
     few = {(name, value): count(name, value) for name, value in wanted if count(name, value) < 5}
     assert few == {}
     kinds = Counter(kind for case in cases for kind in case.options.get("kinds") or [])
-    assert set(kinds) == set(FLAT_KINDS if door == "wrapped" else KINDS)
+    assert set(kinds) == set(FLAT_KINDS if api == "wrapped" else KINDS)
     # An evaluation between a backward and a step, before a forward, and between forward and backward.
     pairs = Counter(pair for case in cases for pair in pairwise([call["do"] for call in case.calls]))
     for pair in (("backward", "evaluate"), ("evaluate", "step"), ("evaluate", "forward"), ("forward", "evaluate")):
@@ -164,7 +164,7 @@ def test_module_zero_grad_drops_gradients_of_unsharded_params() -> None:
 
 @pytest.mark.spec("FUZZ-05")
 @ranks(2)
-def test_a_rank_that_is_shown_nothing_neither_saves_nor_loads() -> None:
+def test_rank_without_full_parameters_neither_saves_nor_loads() -> None:
     model = wrapped()
     state = model.state_dict()
     with FSDP.summon_full_params(model, rank0_only=True, writeback=False):
@@ -186,7 +186,7 @@ def test_a_rank_that_is_shown_nothing_neither_saves_nor_loads() -> None:
 @pytest.mark.spec("FUZZ-06")
 @pytest.mark.parametrize("originals", [False, True])
 @ranks(2)
-def test_neither_clipping_nor_a_step_while_summoned(originals: bool) -> None:
+def test_clipping_and_step_raise_inside_summon(originals: bool) -> None:
     model = wrapped(use_orig_params=originals)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(2, WIDTH)).sum().backward()
@@ -275,7 +275,7 @@ def test_a_model_or_optimizer_in_the_wrong_position_is_refused() -> None:
 
 @pytest.mark.spec("FUZZ-02")
 @ranks(2)
-def test_an_offload_policy_of_torch_is_not_taken_for_none() -> None:
+def test_offload_policy_of_torch_is_refused() -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     with pytest.raises(

@@ -145,7 +145,7 @@ class Twin:
                     self.waiting[rank][name] = gradient if held is None else held + gradient
                     if self.reduces[rank][self.unit_of[name]]:
                         reducing[rank].add(self.unit_of[name])
-        if self.options["door"] == "composed":
+        if self.options["api"] == "composed":
             # With `fully_shard`, a reducing backward also reduces waiting gradients of units that it has not reached.
             for rank in computing:
                 reducing[rank] |= {self.unit_of[n] for n in self.waiting[rank] if self.reduces[rank][self.unit_of[n]]}
@@ -173,7 +173,7 @@ class Twin:
 
     def zero_grad(self, call: Call, ranks: Iterable[int] = RANKS) -> None:
         self.net.zero_grad(set_to_none=call["to_none"])
-        if self.options["door"] == "wrapped" or call["of_model"]:
+        if self.options["api"] == "wrapped" or call["of_model"]:
             # The wrapper has unreduced gradients in `.grad`, where an optimizer finds them too.
             for of_rank in self.waiting:
                 for name in list(of_rank):

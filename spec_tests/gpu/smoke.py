@@ -29,28 +29,28 @@ NUM_STEPS = 3
 
 def work(platform: Platform, num_ranks: int) -> Iterator[dict[str, Any]]:
     """Yields one finding for each front end."""
-    for door in DOORS:
-        finding = {"door": door, "ranks": num_ranks}
+    for api in APIS:
+        finding = {"api": api, "ranks": num_ranks}
         try:
-            distance = max(on_ranks(platform, num_ranks, compare, LIMIT, door=door))
+            distance = max(on_ranks(platform, num_ranks, compare, LIMIT, api=api))
         except pool.Failure as failure:
-            yield {**finding, "outcome": "failed", "text": f"{door} on {num_ranks} ranks:\n{failure}"}
+            yield {**finding, "outcome": "failed", "text": f"{api} on {num_ranks} ranks:\n{failure}"}
         else:
             yield {**finding, "outcome": "passed", "distance": distance}
 
 
-def compare(door: str) -> float:
+def compare(api: str) -> float:
     """The largest difference from a parameter of a single process; raises if it is larger than a rounding error."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     expected = train(seeded(), lambda step: torch.cat([batch(step, other) for other in range(num_ranks)]))
-    found = train(DOORS[door](), lambda step: batch(step, rank))
+    found = train(APIS[api](), lambda step: batch(step, rank))
     for step, (mine, single) in enumerate(zip(found, expected, strict=True)):
         assert mine.keys() == single.keys()
         for name, one in mine.items():
             if not torch.allclose(one, single[name], rtol=1e-4, atol=1e-5):
                 distance = float((one - single[name]).abs().max())
                 raise AssertionError(
-                    f"{door}, step {step}, {name}: as far as {distance:.1e} from that of a single process"
+                    f"{api}, step {step}, {name}: as far as {distance:.1e} from that of a single process"
                 )
     return max(float((one - expected[-1][name]).abs().max()) for name, one in found[-1].items())
 
@@ -72,7 +72,7 @@ def own_device() -> torch.device | None:
     return device() if device().index is not None else None
 
 
-DOORS: dict[str, Callable[[], nn.Module]] = {
+APIS: dict[str, Callable[[], nn.Module]] = {
     "FullyShardedDataParallel": lambda: wrapped(use_orig_params=True, device_id=own_device()),
     "fully_shard": sharded,
 }

@@ -112,7 +112,7 @@ def _race(settings: Settings, size: int, configuration: str, num_seeds: int) -> 
 STAGES = (
     Stage("hardware", "what is there", _hardware, is_vital=True),
     Stage("collectives", "do collectives work by themselves", _collectives, is_vital=True),
-    Stage("smoke", "do both front doors train, and agree with a single process", _smoke, is_vital=True),
+    Stage("smoke", "do both front apis train, and agree with a single process", _smoke, is_vital=True),
     Stage("suite", "the tests of the spec", _suite),
     Stage("benchmarks", "beside torch's own FSDPs", _benchmarks),
     Stage("races", "do the bits stay the same when streams are delayed", _races),

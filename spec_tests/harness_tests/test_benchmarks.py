@@ -82,12 +82,12 @@ def test_step_time_is_split_into_compute_and_waits() -> None:
     assert report.where_the_time_goes({"wide": OUTCOMES}) == []
 
 
-def test_times_are_of_the_parts_of_a_step() -> None:
+def test_times_of_a_lap_are_sums_over_the_parts_of_a_step() -> None:
     lap = Lap(Times(1.0, 0.5, 0.75), Times(2.0, 1.0, 1.5), Times(4.0, 3.0, 3.5))
     assert (lap.whole, lap.wall) == (Times(7.0, 4.5, 5.75), 7.0)
 
 
-def test_activations_are_what_a_forward_of_the_plain_model_leaves_unit_by_unit() -> None:
+def test_activations_equal_the_memory_that_a_forward_of_the_plain_model_keeps_for_each_unit() -> None:
     workload = WORKLOADS["tiny"]
     # There are no activations before the first layer. Each layer has its output, eight rows of 32 numbers. The loss
     # needs as much memory as the tensor that it averages.
@@ -144,7 +144,7 @@ def test_plot_keeps_maximum_of_each_step_part() -> None:
     assert figures.highest_of_each_part([(5, 1)]) == [(0.0, 1)]
 
 
-def test_the_page_and_what_its_pictures_are_drawn_from_are_recorded_together(tmp_path: Path) -> None:
+def test_page_and_data_of_its_pictures_are_recorded_together(tmp_path: Path) -> None:
     written, data = tmp_path / "page.md", tmp_path / "data.json"
     written.write_text(f"before\n{page.BEGIN}old\n{page.END}after\n")
     page.record({"tiny": OUTCOMES, "gpt": OUTCOMES}, 90.0, written, data)

@@ -33,7 +33,7 @@ print(caught[0].filename, caught[0].lineno, sep=":")
 
 
 @pytest.mark.spec("START-01")
-def test_the_location_of_the_package_decides_which_files_are_of_it() -> None:
+def test_package_location_determines_the_files_of_the_package() -> None:
     assert Path(minifsdp.__file__).parent == PACKAGE
     assert is_of_package(minifsdp.engine.hooks.__file__)
     assert not is_of_package(__file__)
@@ -59,7 +59,7 @@ def test_a_warning_names_the_program_in_a_checkout_with_the_name_of_the_package(
 
 
 @pytest.mark.spec("START-01")
-def test_no_test_and_no_tool_looks_for_the_name_of_the_package_in_a_path() -> None:
+def test_no_test_and_no_tool_searches_paths_for_the_package_name() -> None:
     folders = ("spec_tests", "docs_build", "tutorials", "minifsdp")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py") if path != Path(__file__)]
     guesses = [f'"{slash}minifsdp{slash}"' for slash in ("/", "\\\\")] + [

@@ -96,10 +96,10 @@ def test_sizes_grow_with_the_devices_and_hybrids_always_have_four_ranks(monkeypa
 
 
 @pytest.mark.spec("KIT-02")
-@pytest.mark.parametrize("door", smoke.DOORS)
+@pytest.mark.parametrize("api", smoke.APIS)
 @ranks(2)
-def test_smoke_test_of_each_api_matches_single_process(door: str) -> None:
-    assert smoke.compare(door) < 1e-5
+def test_smoke_test_of_each_api_matches_single_process(api: str) -> None:
+    assert smoke.compare(api) < 1e-5
 
 
 # How the package is broken: the file, the original text, the replacement, and the reported failure.
@@ -132,7 +132,7 @@ def run_by_a_copy(chunk: Chunk, folder: Path) -> Outcome:
 
 @pytest.mark.spec("KIT-02")
 @pytest.mark.parametrize("how", BREAKS)
-def test_smoke_catches_a_broken_engine_and_shows_its_first_exception(how: str, tmp_path: Path) -> None:
+def test_smoke_stage_detects_a_broken_engine_and_shows_its_first_exception(how: str, tmp_path: Path) -> None:
     file, right, wrong, stated = BREAKS[how]
     package = shutil.copytree(ROOT / "minifsdp", tmp_path / "minifsdp")
     text = (package / "engine" / file).read_text()
@@ -150,7 +150,7 @@ def test_smoke_catches_a_broken_engine_and_shows_its_first_exception(how: str, t
 
 
 @pytest.mark.spec("KIT-02")
-def test_nothing_is_started_after_a_vital_stage_that_has_failed_but_all_after_another(run: Kit) -> None:
+def test_only_a_failed_vital_stage_stops_the_later_stages(run: Kit) -> None:
     bad = [python(f"{name}/x", "raise SystemExit(3)") for name in ("suite", "smoke")]
     good = stage("races", python("races/x", ""))
     assert run.run([stage("suite", bad[0]), stage("smoke", bad[1], is_vital=True), good]) == 1
@@ -182,7 +182,7 @@ wait_for_the_ranks()
 
 
 @pytest.mark.spec("KIT-03")
-def test_a_chunk_that_hangs_is_ended_with_all_that_it_started_and_leaves_its_stacks(
+def test_hanging_chunk_is_killed_with_its_children_and_leaves_stack_traces(
     run: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunks, "PATIENCE", 2.0)  # the process that ignores the signal uses all of it
@@ -217,7 +217,7 @@ def test_after(): pass
 
 
 @pytest.mark.spec("KIT-04")
-def test_a_crash_names_the_test_in_which_it_came_and_keeps_what_was_proven_before(run: Kit, tmp_path: Path) -> None:
+def test_crash_record_names_the_crashed_test_and_keeps_earlier_results(run: Kit, tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(CRASHING)
     options = [
         "-p",
@@ -338,7 +338,7 @@ class ReadsTheTime(nn.Linear):
 
 @pytest.mark.spec("KIT-06")
 @ranks(2)
-def test_the_race_hunt_tells_the_first_step_and_name_that_a_delay_has_changed() -> None:
+def test_race_hunt_reports_the_first_step_and_name_that_a_delay_changes() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(races, "find", lambda name: Clock("cpu", "cpu", "gloo"))
         patch.setitem(races.CONFIGURATIONS, "broken", lambda model: ReadsTheTime(races.WIDTH, 4))
@@ -353,7 +353,7 @@ def test_the_race_hunt_tells_the_first_step_and_name_that_a_delay_has_changed() 
 @pytest.mark.spec("KIT-06")
 @pytest.mark.parametrize("configuration", ["wrapper, bfloat16", "wrapper, accumulation", "function, hybrid, offload"])
 @ranks(4)
-def test_the_race_hunt_finds_no_difference_where_delays_cannot_matter(configuration: str) -> None:
+def test_race_hunt_finds_no_difference_for_harmless_delays(configuration: str) -> None:
     findings = races.hunt("cpu", configuration, 2)
     assert [finding["outcome"] for finding in findings] == 3 * ["passed"]
     assert findings[2]["delays"] > 50
@@ -372,7 +372,7 @@ class Streams(Platform):
 
 
 @pytest.mark.spec("KIT-06")
-def test_seeds_make_the_communication_streams_late_then_the_compute_stream_then_all(
+def test_seeds_delay_the_communication_streams_the_compute_stream_or_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for seed, late in enumerate([{"gather"}, {"compute"}, {"gather", "compute"}]):
@@ -431,7 +431,7 @@ def a_report() -> dict[str, Any]:
 
 
 @pytest.mark.spec("KIT-07")
-def test_a_report_can_be_read_and_read_back(tmp_path: Path) -> None:
+def test_written_report_is_readable_and_can_be_loaded(tmp_path: Path) -> None:
     written, path = a_report(), tmp_path / "deep" / "report.md"
     report.write(written, path)
     assert report.read(path) == written
@@ -456,7 +456,7 @@ def test_invalid_or_newer_report_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.spec("KIT-07")
-def test_a_report_names_no_folder_of_the_user(tmp_path: Path) -> None:
+def test_report_contains_no_folder_of_the_user(tmp_path: Path) -> None:
     program = f"print({str(ROOT / 'minifsdp')!r}, {str(Path.home() / 'x')!r}); raise ValueError({str(ROOT / 'a.py')!r})"
     outcome = run_chunk(python("suite/x", program), tmp_path)
     assert outcome.last_lines.splitlines()[0] == "./minifsdp ~/x"

@@ -28,10 +28,10 @@ def command(*arguments: str) -> list[str]:
 
 
 @pytest.mark.ranks
-def test_a_mistake_is_found_made_small_and_shown_again_by_its_file(
+def test_hunt_finds_and_shrinks_an_error_and_replays_its_file(
     tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    right = to_json(replace(CARELESS, door="fsdp1"))
+    right = to_json(replace(CARELESS, api="fsdp1"))
     generator = replace(GENERATORS["runs-fsdp1"], draw=lambda seed: [right, to_json(CARELESS)])
     (file,) = hunt({"runs-fsdp1": generator}, 0.0, 17, tmp_path)
     said = capsys.readouterr().out
@@ -41,7 +41,7 @@ def test_a_mistake_is_found_made_small_and_shown_again_by_its_file(
     assert from_json(json.dumps(about["as_drawn"])) == CARELESS
     assert about["case"] == {
         "model": {"kind": "chain", "children": [{"kind": "embedding", "unit": True, "times": 2}]},
-        "door": "careless",
+        "api": "careless",
     }
     # The last test of this file starts the real command.
     again = run_module("spec_tests.hunt", "--replay", str(file), folder=ROOT, environment=ENVIRONMENT)
@@ -49,7 +49,7 @@ def test_a_mistake_is_found_made_small_and_shown_again_by_its_file(
     assert again.stdout.strip() == about["found"].strip()
 
 
-def test_the_same_seed_draws_the_same_cases_of_every_kind_and_another_one_others(tmp_path: pathlib.Path) -> None:
+def test_same_seed_draws_the_same_cases_of_every_kind_and_another_seed_draws_others(tmp_path: pathlib.Path) -> None:
     def cases(seed: int, folder: pathlib.Path) -> list[str]:
         seen: list[str] = []
 

@@ -181,7 +181,7 @@ def hang_on_rank_0_only() -> None:
         sleep_on_rank_0()
 
 
-def test_a_hang_of_one_rank_shows_also_those_who_have_finished() -> None:
+def test_hang_report_also_lists_finished_ranks() -> None:
     text = failure_of(hang_on_rank_0_only)
     assert "no answer from ranks [0] after 2 s" in text
     assert "rank 0 did not answer" in text
@@ -214,7 +214,7 @@ def die_on_rank_1(how: str) -> None:
 
 
 @pytest.mark.parametrize(("how", "word"), [("exit", "exit code 3"), ("segfault", "SIGSEGV")])
-def test_a_rank_that_dies_is_named_with_the_reason(how: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exited_rank_is_named_with_the_reason(how: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"--- rank 1 ---\nthe process died: {word}" in failure_of(die_on_rank_1, how=how)
     assert "last words 1" in capsys.readouterr().out
 
@@ -227,7 +227,7 @@ def leave_in_the_middle(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["skip", "xfail", "exit"])
-def test_a_body_cannot_skip_itself_or_leave(how: str) -> None:
+def test_test_body_must_not_skip_or_exit(how: str) -> None:
     text = failure_of(leave_in_the_middle, how=how)
     assert ("SystemExit" if how == "exit" else "either passes or fails") in text
 
@@ -238,7 +238,7 @@ def issue_one_collective_more_on_rank_0() -> None:
         dist.all_reduce(torch.ones(1), async_op=True)
 
 
-def test_ranks_that_are_out_of_step_fail_the_test_that_did_it() -> None:
+def test_different_numbers_of_collectives_fail_the_test_that_issues_them() -> None:
     assert "out of step" in failure_of(issue_one_collective_more_on_rank_0)
     do_nothing()
 
@@ -257,14 +257,14 @@ def test_messages_between_two_ranks_do_not_count_as_out_of_step() -> None:
     send_and_receive()
 
 
-def test_an_argument_that_cannot_be_sent_is_an_error_and_spares_the_pool(tmp_path: pathlib.Path) -> None:
+def test_argument_that_cannot_be_pickled_raises_and_keeps_the_pool(tmp_path: pathlib.Path) -> None:
     before = processes_used(tmp_path / "before")
     with pytest.raises(TypeError, match=r"\['folder'\].*cannot be"):
         note_process(folder=lambda: None)
     assert processes_used(tmp_path / "after") == before
 
 
-def test_a_body_that_a_rank_could_not_find_is_refused() -> None:
+def test_nested_test_body_is_refused() -> None:
     def inner() -> None: ...
 
     with pytest.raises(TypeError, match="top of its module"):
@@ -340,7 +340,7 @@ def expect_order(folder: pathlib.Path) -> None:
         warnings.warn("heard", UserWarning, stacklevel=1)
 
 
-def test_the_next_test_finds_everything_as_it_was() -> None:
+def test_next_test_starts_with_the_restored_state() -> None:
     make_a_mess()
     expect_order(folder=pathlib.Path.cwd())
 

@@ -82,7 +82,7 @@ def test_unknown_requirement_stops_collection_with_test_name(tmp_path: pathlib.P
     assert "passed" not in session.stdout
 
 
-def test_a_session_writes_what_it_has_proven_and_counts_gpu_tests_as_not_run(tmp_path: pathlib.Path) -> None:
+def test_session_writes_proven_requirements_and_counts_gpu_tests_as_not_run(tmp_path: pathlib.Path) -> None:
     session = run_session(tmp_path, CARRYING)
     assert "1 tests of real GPUs not run (--device cpu)" in session.stdout
     assert "because a test failed: CTOR-02" in session.stdout
@@ -139,7 +139,7 @@ def wait_for_its_ranks(folder: pathlib.Path) -> list[int]:
     return [int(file.read_text()) for file in files]
 
 
-def test_no_rank_survives_its_session_that_is_ended_by_ctrl_c(tmp_path: pathlib.Path) -> None:
+def test_all_ranks_end_when_ctrl_c_ends_their_session(tmp_path: pathlib.Path) -> None:
     session = subprocess.Popen(
         [sys.executable, "-m", "pytest", *options(tmp_path, HANGING)],
         cwd=tmp_path,
@@ -161,7 +161,7 @@ def test_no_rank_survives_its_session_that_is_ended_by_ctrl_c(tmp_path: pathlib.
             session.wait()
 
 
-def test_no_rank_survives_its_session_that_is_killed(tmp_path: pathlib.Path) -> None:
+def test_all_ranks_end_when_their_session_is_killed(tmp_path: pathlib.Path) -> None:
     arguments = options(tmp_path, HANGING)
     session = start_module("pytest", *arguments, folder=tmp_path, environment=ENVIRONMENT, output=tmp_path)
     try:

@@ -38,7 +38,7 @@ class Launch:
         return f"{self.program}-{self.api}-{self.launcher}"
 
 
-def complaint(launch: Launch) -> str:
+def problem(launch: Launch) -> str:
     """Describes what is wrong with the end of a program. Empty if nothing is."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "spec_tests.healthy", launch.program, launch.api]

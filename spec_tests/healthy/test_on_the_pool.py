@@ -41,35 +41,35 @@ def run(module: str, name: str, api: str) -> None:
 @pytest.mark.spec("HEALTHY-02")
 @pytest.mark.parametrize(("module", "name", "api"), cases(uneven, "ON_TWO"))
 @ranks(2, timeout=60)
-def test_ranks_may_do_different_numbers_of_things_that_send_nothing(module: str, name: str, api: str) -> None:
+def test_ranks_may_run_different_numbers_of_operations_without_communication(module: str, name: str, api: str) -> None:
     run(module, name, api)
 
 
 @pytest.mark.spec("HEALTHY-03")
 @pytest.mark.parametrize(("module", "name", "api"), cases(uneven, "ON_FOUR"))
 @ranks(4, timeout=60)
-def test_groups_in_which_nothing_is_sent_are_not_compared(module: str, name: str, api: str) -> None:
+def test_groups_without_communication_are_not_compared(module: str, name: str, api: str) -> None:
     run(module, name, api)
 
 
 @pytest.mark.spec("HEALTHY-01")
 @pytest.mark.parametrize(("module", "name", "api"), cases(ordinary, "ON_TWO"))
 @ranks(2, timeout=60)
-def test_ordinary_programs_are_left_alone(module: str, name: str, api: str) -> None:
+def test_ordinary_programs_run_without_errors(module: str, name: str, api: str) -> None:
     run(module, name, api)
 
 
 @pytest.mark.spec("HEALTHY-01")
 @pytest.mark.parametrize(("module", "name", "api"), cases(ordinary, "LONG"))
 @ranks(2, timeout=180)
-def test_long_programs_are_left_alone(module: str, name: str, api: str) -> None:
+def test_long_programs_run_without_errors(module: str, name: str, api: str) -> None:
     run(module, name, api)
 
 
 @pytest.mark.spec("HEALTHY-03")
 @pytest.mark.parametrize(("module", "name", "api"), cases(ordinary, "ON_FOUR"))
 @ranks(4, timeout=60)
-def test_groups_of_different_ranks_are_left_alone(module: str, name: str, api: str) -> None:
+def test_groups_of_different_ranks_cause_no_error(module: str, name: str, api: str) -> None:
     run(module, name, api)
 
 

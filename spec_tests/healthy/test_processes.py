@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from spec_tests.healthy.launch import Launch, complaint
+from spec_tests.healthy.launch import Launch, problem
 
 pytestmark = [pytest.mark.cpu, pytest.mark.pure]
 APIS = ("wrapper", "fully_shard")
@@ -75,19 +75,17 @@ LAUNCHES = [
 
 
 @pytest.fixture(scope="module")
-def complaints(request: pytest.FixtureRequest) -> Iterator[dict[Launch, Future[str]]]:
-    """The complaints of all selected launches, in their order."""
+def problems(request: pytest.FixtureRequest) -> Iterator[dict[Launch, Future[str]]]:
+    """The problems of all selected launches, in their order."""
     items = [item for item in request.session.items if item.path == request.path]
     chosen = [item.callspec.params["launch"] for item in items]  # type: ignore[attr-defined]
     with ThreadPoolExecutor(3) as threads:
-        futures = {launch: threads.submit(complaint, launch) for launch in chosen}
+        futures = {launch: threads.submit(problem, launch) for launch in chosen}
         yield futures
         for future in futures.values():
             future.cancel()
 
 
 @pytest.mark.parametrize("launch", LAUNCHES)
-def test_programs_in_processes_of_their_own_are_left_alone(
-    launch: Launch, complaints: dict[Launch, Future[str]]
-) -> None:
-    assert complaints[launch].result() == ""
+def test_programs_in_separate_processes_run_without_errors(launch: Launch, problems: dict[Launch, Future[str]]) -> None:
+    assert problems[launch].result() == ""

@@ -40,21 +40,21 @@ class Generator:
     simplest: Callable[[str], str]
 
 
-def _runs(door: str, seed: int) -> list[str]:
-    return [to_json(d) for d in drawn(BATCH, seed, _num_ranks(seed), door)]
+def _runs(api: str, seed: int) -> list[str]:
+    return [to_json(d) for d in drawn(BATCH, seed, _num_ranks(seed), api)]
 
 
-def _resuming(door: str, seed: int) -> list[str]:
-    return [to_json(d) for d in resuming(BATCH, seed, _num_ranks(seed), door)]
+def _resuming(api: str, seed: int) -> list[str]:
+    return [to_json(d) for d in resuming(BATCH, seed, _num_ranks(seed), api)]
 
 
-def _combinations(door: str, seed: int) -> list[str]:
-    return [to_json(description_of(row, door, seed)) for row in table(door, seed)]
+def _combinations(api: str, seed: int) -> list[str]:
+    return [to_json(description_of(row, api, seed)) for row in table(api, seed)]
 
 
-def _scenarios(door: str, seed: int) -> list[str]:
+def _scenarios(api: str, seed: int) -> list[str]:
     shape = random.Random(seed).choice(list(scenario.SHAPES))
-    return [scenario.to_json(s) for s in scenario.drawn(SMALL_BATCH, seed, shape, door)]
+    return [scenario.to_json(s) for s in scenario.drawn(SMALL_BATCH, seed, shape, api)]
 
 
 def _num_ranks(seed: int) -> int:
@@ -82,12 +82,12 @@ def _simplest(text: str) -> str:
 
 
 GENERATORS = {
-    f"{name}-{door}": Generator(functools.partial(draw, door), findings, smaller)
+    f"{name}-{api}": Generator(functools.partial(draw, api), findings, smaller)
     for name, draw, findings, smaller in (
         ("runs", _runs, _try, _simplest),
         ("resumed", _resuming, _try, _simplest),
         ("combinations", _combinations, _try, _simplest),
         ("scenarios", _scenarios, scenarios.findings_of, scenarios.simplest_of),
     )
-    for door in ("fsdp1", "fully_shard")
+    for api in ("fsdp1", "fully_shard")
 }

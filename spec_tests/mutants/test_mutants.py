@@ -33,7 +33,7 @@ def test_requirements_of_each_mutant_exist_and_have_tests() -> None:
     assert [(n, row) for n, rows in wanted.items() for row in rows if row not in known or not files_of([row])] == []
 
 
-def test_no_two_mutants_have_one_name_or_break_the_same_in_the_same_way() -> None:
+def test_mutants_have_unique_names_and_unique_changes() -> None:
     assert [name for name, number in Counter(mutant.name for mutant in EVERY).items() if number > 1] == []
     passages = Counter((mutant.place, mutant.old, mutant.new) for mutant in EVERY)
     assert [passage for passage, number in passages.items() if number > 1] == []

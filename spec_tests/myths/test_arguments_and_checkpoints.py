@@ -55,7 +55,7 @@ def test_the_keyword_of_the_scaler_is_device() -> None:
 
 
 @pytest.mark.spec("MYTH-34", "MYTH-46", "MYTH-50")
-def test_these_arguments_do_not_exist() -> None:
+def test_arguments_named_by_the_myths_do_not_exist() -> None:
     with pytest.raises(TypeError, match="rank0_only"):
         ShardedStateDictConfig(rank0_only=True)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="offload_gradients"):
@@ -64,7 +64,7 @@ def test_these_arguments_do_not_exist() -> None:
 
 
 @pytest.mark.spec("MYTH-65")
-def test_the_dim_and_checkpointing_are_not_arguments_of_the_wrapper() -> None:
+def test_wrapper_has_no_arguments_for_shard_dim_and_checkpointing() -> None:
     names = " ".join(inspect.signature(FullyShardedDataParallel).parameters)
     assert "dim" not in names
     assert "checkpoint" not in names
@@ -125,7 +125,7 @@ def test_a_bare_state_dict_is_full_on_all_ranks() -> None:
 
 @pytest.mark.spec("MYTH-43")
 @ranks(2)
-def test_loading_ones_own_state_dict_loads_what_is_already_there() -> None:
+def test_loading_its_own_state_dict_does_not_change_a_model() -> None:
     model = wrapped()
     saved = {name: torch.full_like(value, 7) for name, value in model.state_dict().items()}
     model.load_state_dict(model.state_dict())

@@ -25,7 +25,7 @@ def one_unit(numel: float, **choices: object) -> Job:
 
 
 @pytest.mark.spec("MYTH-09")
-def test_per_rank_it_is_all_of_the_model_against_a_share_of_it() -> None:
+def test_ddp_rank_stores_the_full_model_and_fsdp_rank_stores_a_shard() -> None:
     model = one_unit(1000, optimizer=0)
     replicated = cost_of(Job(**{**vars(model), "strategy": "NO_SHARD", "num_replicas": 8})).stored
     shared = cost_of(Job(**{**vars(model), "num_shards": 8})).stored
@@ -35,7 +35,7 @@ def test_per_rank_it_is_all_of_the_model_against_a_share_of_it() -> None:
 
 
 @pytest.mark.spec("MYTH-10")
-def test_weights_alone_are_a_quarter_of_what_training_keeps() -> None:
+def test_weights_are_a_quarter_of_the_training_memory() -> None:
     bert = 110e6
     replicated = cost_of(one_unit(bert, strategy="NO_SHARD", num_replicas=2))
     shared = cost_of(one_unit(bert, num_shards=2))
@@ -61,7 +61,7 @@ def test_moments_are_twice_the_weights_only_in_the_dtype_of_the_weights() -> Non
 
 
 @pytest.mark.spec("MYTH-12")
-def test_the_peak_is_larger_than_what_is_stored() -> None:
+def test_peak_is_larger_than_the_stored_memory() -> None:
     layer = [(202_000_000,)]
     cost = cost_of(Job(units=[layer] * 34, num_shards=8))
     assert cost.after_backward == pytest.approx(14 * GB, rel=0.02)
@@ -92,7 +92,7 @@ def test_adam_keeps_a_step_and_two_averages_and_no_parameter() -> None:
 
 
 @pytest.mark.spec("MYTH-15")
-def test_the_share_of_the_peak_depends_on_ranks_and_on_units() -> None:
+def test_share_of_the_peak_depends_on_the_numbers_of_ranks_and_units() -> None:
     def share(num_units: int, num_shards: int) -> float:
         job = Job(units=[[(1024,)]] * num_units, num_shards=num_shards, optimizer=0)
         return cost_of(job).peak_forward / (4 * 1024 * num_units)
@@ -104,7 +104,7 @@ def test_the_share_of_the_peak_depends_on_ranks_and_on_units() -> None:
 
 @pytest.mark.spec("MYTH-16")
 @ranks(2)
-def test_full_shard_sends_one_and_a_half_times_what_ddp_sends() -> None:
+def test_full_shard_sends_one_and_a_half_times_the_bytes_of_ddp() -> None:
     sent = {}
     for strategy in (ShardingStrategy.NO_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.FULL_SHARD):
         model = wrapped(wide(), sharding_strategy=strategy)

@@ -23,7 +23,7 @@ FSDP: Any = FullyShardedDataParallel
 
 @pytest.mark.spec("MYTH-31")
 @ranks(2)
-def test_with_a_plain_scaler_the_rank_that_sees_an_overflow_skips_alone() -> None:
+def test_plain_grad_scaler_skips_the_step_only_on_the_rank_with_an_overflow() -> None:
     model = wrapped()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler(device().type)
@@ -84,7 +84,7 @@ def test_a_switch_that_stores_false_turns_its_feature_off() -> None:
 
 @pytest.mark.spec("MYTH-74")
 @pytest.mark.proof("arithmetic")
-def test_without_validation_no_loss_is_ever_better_than_the_best() -> None:
+def test_best_model_is_never_saved_without_validation() -> None:
     best_val_loss, curr_val_loss = float("inf"), float("inf")
     saves = 0
     for _ in range(3):

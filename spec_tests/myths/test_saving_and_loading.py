@@ -31,7 +31,7 @@ FSDP: Any = FullyShardedDataParallel
 
 @pytest.mark.spec("MYTH-40")
 @ranks(2)
-def test_a_lone_rank_0_cannot_save() -> None:
+def test_rank_0_cannot_save_without_the_other_ranks() -> None:
     group = dist.new_group([0, 1])
     model = wrapped(process_group=group)
     group.set_timeout(timedelta(seconds=0.2))
@@ -47,7 +47,7 @@ def test_a_lone_rank_0_cannot_save() -> None:
 
 @pytest.mark.spec("MYTH-40")
 @ranks(2)
-def test_in_torch_a_lone_rank_0_waits_for_the_backends_time_limit() -> None:
+def test_rank_0_alone_waits_for_the_backend_timeout_in_torch() -> None:
     # gloo on all devices, because NCCL would end the process.
     group = dist.new_group([0, 1], backend="gloo")
     with warnings.catch_warnings():
@@ -81,7 +81,7 @@ class GathersAndCopies(TorchDispatchMode):
 
 @pytest.mark.spec("MYTH-42")
 @ranks(2)
-def test_full_weights_come_together_on_the_device_and_are_copied_afterwards() -> None:
+def test_full_weights_are_all_gathered_on_the_device_and_copied_afterwards() -> None:
     model = wrapped()
     config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
     with FSDP.state_dict_type(model, FULL, config), GathersAndCopies() as seen:

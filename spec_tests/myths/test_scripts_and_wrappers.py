@@ -70,14 +70,14 @@ def test_state_dicts_are_dispatched_through_a_ddp_around_the_wrapper(ours: bool)
 
 
 @pytest.mark.spec("MYTH-28")
-@pytest.mark.parametrize("door", ["wrapper", "original", "function"])
+@pytest.mark.parametrize("api", ["wrapper", "original", "function"])
 @ranks(4)
-def test_training_through_a_ddp_around_a_sharded_model_is_refused(door: str) -> None:
+def test_training_through_a_ddp_around_a_sharded_model_is_refused(api: str) -> None:
     row, column = grid()
-    if door == "function":
+    if api == "function":
         model = sharded(mesh=DeviceMesh.from_group(row, device().type))
     else:
-        model = wrapped(process_group=row, use_orig_params=door == "original")
+        model = wrapped(process_group=row, use_orig_params=api == "original")
     outer = DistributedDataParallel(model, process_group=column, init_sync=False)
     with pytest.raises(RuntimeError, match=r"(?s)inside a DistributedDataParallel.*HYBRID_SHARD.*E-ddp-around"):
         outer(batch())
@@ -87,7 +87,7 @@ def test_training_through_a_ddp_around_a_sharded_model_is_refused(door: str) -> 
 
 @pytest.mark.spec("MYTH-28")
 @ranks(2)
-def test_a_ddp_that_leaves_the_sharded_part_alone_is_welcome() -> None:
+def test_ddp_may_ignore_the_sharded_parameters() -> None:
     model = seeded()
     expected = DistributedDataParallel(seeded())
     expected(batch()).square().mean().backward()
@@ -102,7 +102,7 @@ def test_a_ddp_that_leaves_the_sharded_part_alone_is_welcome() -> None:
 
 @pytest.mark.spec("MYTH-28")
 @ranks(4)
-def test_a_ddp_over_other_ranks_that_leaves_the_sharded_part_alone_is_welcome() -> None:
+def test_ddp_over_other_ranks_may_ignore_the_sharded_parameters() -> None:
     """Broken: parameters that DDP ignores are refused like parameters that DDP reduces."""
     row, column = grid()
     by_rows, by_columns = (DistributedDataParallel(seeded(), process_group=group) for group in (row, column))
@@ -168,7 +168,7 @@ def test_torch_compiles_only_with_original_params() -> None:
 @pytest.mark.spec("MYTH-54")
 @pytest.mark.not_simulated("the compiler would trace the simulation itself")
 @ranks(2)
-def test_without_original_parameters_compiling_is_answered_with_a_warning() -> None:
+def test_compiling_without_original_parameters_gives_a_warning() -> None:
     with pytest.warns(UserWarning, match=r"torch\.compile needs use_orig_params=True"):
         num_graphs(wrapped(nested()))
     assert num_graphs(wrapped(nested(), use_orig_params=True)) == 3
@@ -198,7 +198,7 @@ def imports_of(tree: ast.Module) -> list[ast.Import | ast.ImportFrom]:
 
 
 @pytest.mark.spec("MYTH-73")
-def test_the_script_here_defines_or_imports_every_name_that_it_uses() -> None:
+def test_script_on_the_page_defines_or_imports_every_used_name() -> None:
     assert undefined_names(T5) == set()
     assert T5.index("\nPOLICIES =") < T5.index("POLICIES[")
     assert undefined_names("def gigabytes(size):\n    return size / GIGABYTE\n") == {"GIGABYTE"}
@@ -237,7 +237,7 @@ def shard_of_t5(without: str, **names: Any) -> Any:
 @pytest.mark.spec("MYTH-82")
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
 @ranks(2)
-def test_the_units_have_the_strategy_that_is_passed_and_else_full_shard(strategy: ShardingStrategy) -> None:
+def test_units_have_the_given_strategy_or_full_shard(strategy: ShardingStrategy) -> None:
     def strategies(without: str = "") -> set[ShardingStrategy]:
         shard = shard_of_t5(
             without,
@@ -294,7 +294,7 @@ def test_the_device_is_chosen_by_the_rank_on_this_machine(monkeypatch: pytest.Mo
 
 
 @pytest.mark.spec("MYTH-77")
-def test_on_the_first_machine_both_numbers_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_index_equals_the_rank_on_the_first_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     place = place_of(1, 1, monkeypatch)
     assert place.device == torch.device("cuda", place.rank)
 
@@ -307,11 +307,11 @@ def test_launcher_determines_number_of_ranks(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.spec("MYTH-81")
 @ranks(4)
 def test_apis_shard_over_ranks_without_number_of_gpus() -> None:
-    doors: list[Any] = [FSDP, fully_shard, torch_fsdp.FullyShardedDataParallel, torch_fsdp.fully_shard]
-    for door in doors:
-        assert not [name for name in inspect.signature(door).parameters if "gpu" in name]
+    apis: list[Any] = [FSDP, fully_shard, torch_fsdp.FullyShardedDataParallel, torch_fsdp.fully_shard]
+    for api in apis:
+        assert not [name for name in inspect.signature(api).parameters if "gpu" in name]
         with pytest.raises(TypeError, match="gpus"):
-            door(seeded(), gpus=2)
+            api(seeded(), gpus=2)
     for model in (wrapped(), as_torch(seeded())):
         # A block has 42 elements, and the root 56.
         assert sorted(p.numel() for p in model.parameters()) == [11, 11, 11, 11, 14]

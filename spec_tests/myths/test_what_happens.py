@@ -29,7 +29,7 @@ def everybody(value: Any) -> list[Any]:
 
 @pytest.mark.spec("MYTH-06")
 @ranks(2)
-def test_every_rank_stores_a_chunk_of_every_unit() -> None:
+def test_every_rank_stores_a_shard_of_every_unit() -> None:
     sizes = everybody([p.numel() for p in wrapped().parameters()])
     assert sizes[0] == sizes[1] == [28, 21, 21, 21, 21]
 
@@ -95,7 +95,7 @@ def test_block_is_all_gathered_for_each_of_two_calls() -> None:
 
 @pytest.mark.spec("MYTH-23")
 @ranks(2)
-def test_it_is_a_layer_on_top_of_a_backend() -> None:
+def test_fsdp_is_a_layer_above_a_backend() -> None:
     assert dist.get_backend() in ("gloo", "nccl", "simulated")
     assert "fsdp" not in dist.Backend.backend_list
     output = wrapped()(batch())
@@ -117,7 +117,7 @@ def test_an_optimizer_from_before_the_wrapping_changes_nothing() -> None:
 
 @pytest.mark.spec("MYTH-32")
 @ranks(2)
-def test_the_norm_of_torch_differs_from_rank_to_rank_and_the_method_does_not() -> None:
+def test_norm_of_torch_differs_between_ranks_and_the_norm_of_the_method_does_not() -> None:
     model = wrapped()
     iterate(model)
     local = everybody(float(nn.utils.clip_grad_norm_(model.parameters(), 1e9)))
@@ -154,7 +154,7 @@ def test_accumulating_without_no_sync_gives_the_same_gradient() -> None:
 
 @pytest.mark.spec("MYTH-49", "MYTH-66", "MYTH-70")
 @ranks(2)
-def test_the_policy_casts_by_itself_and_reduce_follows_compute() -> None:
+def test_mixed_precision_casts_automatically_and_reduce_dtype_defaults_to_param_dtype() -> None:
     narrow, wide = torch.bfloat16, torch.float32
     for policy, compute, travel in [
         (MixedPrecision(param_dtype=narrow), narrow, narrow),
@@ -182,7 +182,7 @@ def test_unwrapped_part_is_not_synchronized() -> None:
 
 @pytest.mark.spec("MYTH-55")
 @ranks(2)
-def test_fully_shard_takes_what_no_call_inside_has_taken() -> None:
+def test_fully_shard_manages_parameters_without_inner_call() -> None:
     model = seeded()
     fully_shard(model.blocks[0])
     inner = model.blocks[0].linear.weight
@@ -254,7 +254,7 @@ def test_pre_prefetches_before_gradients_and_post_after() -> None:
 
 @pytest.mark.spec("MYTH-76")
 @ranks(2)
-def test_the_same_learning_rate_gives_what_one_process_gives() -> None:
+def test_same_learning_rate_gives_the_result_of_one_process() -> None:
     model = wrapped(sharding_strategy=FULL_SHARD)
     iterate(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     alone = seeded()
@@ -275,7 +275,7 @@ def test_parameter_has_no_sharded_attribute() -> None:
 
 @pytest.mark.spec("MYTH-01")
 @ranks(2)
-def test_a_model_may_be_on_the_device_or_get_there_by_device_id_or_come_from_meta() -> None:
+def test_module_may_be_on_the_device_or_use_device_id_or_param_init_fn() -> None:
     with torch.device("meta"):
         empty = Stack()
 

@@ -71,7 +71,7 @@ class Counts:
         return self.calls["all_gather"], self.calls["reduce_scatter"]
 
 
-class _Witness(TorchDispatchMode):
+class _Observer(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts = Counts()
@@ -87,5 +87,5 @@ class _Witness(TorchDispatchMode):
 @contextmanager
 def count_collectives() -> Iterator[Counts]:
     """Counts every collective that this rank starts inside the block, from any library."""
-    with _Witness() as witness:
-        yield witness.counts
+    with _Observer() as observer:
+        yield observer.counts

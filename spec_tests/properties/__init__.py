@@ -6,7 +6,7 @@ Each run is trained on some ranks and also unsharded in one process, and the res
 
 * ``description.py``: one training run as plain data. It can be printed, sent to a rank and typed on a command line.
 * ``draw.py``: draws random descriptions.
-* ``build.py``: builds a model from a description, and shards it with one of several *front ends* (``door``).
+* ``build.py``: builds a model from a description, and shards it with one of several *front ends* (``api``).
 * ``oracle.py``: the reference: the same run in one process.
 * ``saving.py``: saves model and optimizer, and loads them into others.
 * ``run.py``: the program of a rank: trains, compares, saves and resumes each description.

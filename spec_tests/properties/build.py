@@ -20,7 +20,7 @@ kind           computes                                           difficulty
 ``blind``      the same, its parts run without grad               an unrecorded forward inside a recorded one
 =============  =================================================  ======================================================
 
-A *front end* (``door``) is an API that shards: ``fsdp1`` and ``fully_shard`` are minifsdp's. ``torch_fsdp1`` and
+A *front end* (``api``) is an API that shards: ``fsdp1`` and ``fully_shard`` are minifsdp's. ``torch_fsdp1`` and
 ``torch_fully_shard`` are torch's and show whether torch also fails. ``careless`` has a defect that the hunt must find.
 """
 
@@ -41,7 +41,7 @@ from spec_tests.oracles.gathering import clean_name
 from spec_tests.properties.description import LEAVES, OWN_SHAPES, Description, Node
 
 __all__ = [
-    "DOORS",
+    "APIS",
     "PRECISIONS",
     "Bang",
     "Clock",
@@ -365,7 +365,7 @@ def _torchs_function(d: Description, model: Piece, groups: Groups) -> nn.Module:
     return _fully_shard(torch.distributed.fsdp, d, model, groups)
 
 
-DOORS: dict[str, Callable[..., nn.Module]] = {
+APIS: dict[str, Callable[..., nn.Module]] = {
     "fsdp1": _ours,
     "fully_shard": _our_function,
     "torch_fsdp1": _torchs,
@@ -376,7 +376,7 @@ DOORS: dict[str, Callable[..., nn.Module]] = {
 
 def is_per_parameter(description: Description) -> bool:
     """Whether the front end shards each parameter separately."""
-    return "fully_shard" in description.door
+    return "fully_shard" in description.api
 
 
 def sharded(description: Description, model: Piece, groups: Groups, **others: Any) -> nn.Module:
@@ -389,7 +389,7 @@ def sharded(description: Description, model: Piece, groups: Groups, **others: An
     with warnings.catch_warnings():
         # Expected: frozen next to trained parameters, a root without parameters, and torch's deprecated strategies.
         warnings.simplefilter("ignore")
-        wrapped = DOORS[description.door](description, model, groups, **others)
+        wrapped = APIS[description.api](description, model, groups, **others)
     _lay_hook(description.hook, wrapped)
     return wrapped
 

@@ -79,7 +79,7 @@ class Description:
     Attributes:
         model: the outermost module, always a unit.
         num_ranks: total number of ranks.
-        door: the front end that shards; see ``build.py``.
+        api: the front end that shards; see ``build.py``.
         width: number of features of inputs and outputs.
         strategy: name of a sharding strategy.
         num_replicas: with a hybrid strategy, the number of replicas; must divide ``num_ranks``.
@@ -116,7 +116,7 @@ class Description:
 
     model: Node = field(default_factory=lambda: Node("chain"))
     num_ranks: int = 2
-    door: str = "fsdp1"
+    api: str = "fsdp1"
     width: int = 3
     strategy: str = "FULL_SHARD"
     num_replicas: int = 1
@@ -226,7 +226,7 @@ def _legal_options(d: Description) -> Description:
             changes["num_replicas"] = 1
     else:
         changes["num_replicas"] = 1
-    if "fully_shard" in d.door:
+    if "fully_shard" in d.api:
         # Options that this front end does not have. Original parameters are always visible.
         changes.update(originals=True, by_policy=False, limits=True, forward_prefetch=False, backward_prefetch="")
         changes.update(clips=False, apart=-1)
@@ -238,9 +238,9 @@ def _legal_options(d: Description) -> Description:
         changes["edits"] = False
         if d.evaluates == "between":
             changes["evaluates"] = "after"
-        if d.resumes not in forms_of(d.door):
+        if d.resumes not in forms_of(d.api):
             changes["resumes"] = "full"
-        if "fully_shard" in d.door and any(node.same_as >= 0 for node, _ in walk(d.model)):
+        if "fully_shard" in d.api and any(node.same_as >= 0 for node, _ in walk(d.model)):
             # torch.distributed.checkpoint does not send full values to a module that occurs twice.
             changes["resumes"] = "own"
     if not _may_hook(d):
@@ -248,9 +248,9 @@ def _legal_options(d: Description) -> Description:
     return replace(d, **changes)
 
 
-def forms_of(door: str) -> tuple[str, ...]:
+def forms_of(api: str) -> tuple[str, ...]:
     """The forms in which this front end can save a state; see ``saving.py``."""
-    if "fully_shard" in door:
+    if "fully_shard" in api:
         return ("full", "rank0", "sharded", "own")
     return ("full", "rank0", "sharded", "dtensor", "local")
 
@@ -258,11 +258,11 @@ def forms_of(door: str) -> tuple[str, ...]:
 def _may_hook(d: Description) -> bool:
     nodes = [node for node, _ in walk(d.model)]
     if d.hook == "communication":
-        return "fully_shard" in d.door or not d.is_hybrid
+        return "fully_shard" in d.api or not d.is_hybrid
     if d.hook == "accumulated":
         # A hook that runs after several reductions halves earlier results again; the oracle does not model this.
         # With fully_shard, as in torch, it happens if gradients wait for a backward through several uses.
-        is_reused = "fully_shard" in d.door and len(d.micro_batches) > 1 and any(node.times > 1 for node in nodes)
+        is_reused = "fully_shard" in d.api and len(d.micro_batches) > 1 and any(node.times > 1 for node in nodes)
         is_reentrant = any(node.checkpoint == "reentrant" for node in nodes)
         return not any(d.micro_batches[:-1]) and not is_reentrant and not is_reused
     # Autograd searches for tensors only in these types of inputs and outputs.
@@ -279,13 +279,13 @@ class _Rules:
         # A flat parameter cannot be partly frozen. Original parameters can, but autograd treats the frozen ones as
         # trained. Reentrant checkpointing detects this, because it checks whether any input requires a gradient.
         is_reentrant = any(node.checkpoint == "reentrant" for node, _ in walk(description.model))
-        self.is_uniform = "fully_shard" not in description.door and (is_reentrant or not description.originals)
+        self.is_uniform = "fully_shard" not in description.api and (is_reentrant or not description.originals)
 
     def repaired(self, node: Node, unit: str | None, path: str) -> Node:
         d = self.description
         changes: dict[str, Any] = {}
         unit = path if unit is None or node.unit else unit
-        if d.is_hybrid or not node.unit or d.door != "fsdp1":
+        if d.is_hybrid or not node.unit or d.api != "fsdp1":
             changes["strategy"] = ""
         if node.kind in LEAVES:
             return self._mended_leaf(replace(node, children=(), **changes), unit)
@@ -298,7 +298,7 @@ class _Rules:
             leaf = replace(leaf, strategy="", frozen=self.leaves[leaf.same_as][0].frozen)
         else:
             leaf = replace(leaf, same_as=-1)
-            if "fully_shard" in self.description.door:
+            if "fully_shard" in self.description.api:
                 leaf = _for_each_parameter(leaf)
             if self.is_uniform and leaf.kind != "idle":
                 # Trained completely or not at all: the first leaf of the unit decides.

@@ -48,7 +48,7 @@ def _nodes(draw: st.DrawFn, depth: int) -> Node:
 
 
 @st.composite
-def descriptions(draw: st.DrawFn, num_ranks: int, door: str) -> Description:
+def descriptions(draw: st.DrawFn, num_ranks: int, api: str) -> Description:
     """Meaningful descriptions for this number of ranks and this front end."""
     micro_batches = draw(
         st.sampled_from([(True,), (True,), (True,), (False, True), (True, True), (False, False, True)])
@@ -62,7 +62,7 @@ def descriptions(draw: st.DrawFn, num_ranks: int, door: str) -> Description:
     drawn = Description(
         model=root,
         num_ranks=num_ranks,
-        door=door,
+        api=api,
         width=draw(st.integers(1, 5)),
         strategy=draw(st.sampled_from([*PLAIN, *PLAIN, *HYBRID])),
         num_replicas=draw(st.sampled_from([1, 2, num_ranks])),
@@ -93,19 +93,19 @@ def descriptions(draw: st.DrawFn, num_ranks: int, door: str) -> Description:
     return legal(drawn)
 
 
-def drawn(num: int, number: int, num_ranks: int, door: str) -> list[Description]:
+def drawn(num: int, number: int, num_ranks: int, api: str) -> list[Description]:
     """``num`` descriptions; the same ``number`` (seed) gives the same ones."""
-    return collected(descriptions(num_ranks, door), num, number)
+    return collected(descriptions(num_ranks, api), num, number)
 
 
-def resuming(num: int, number: int, num_ranks: int, door: str) -> list[Description]:
+def resuming(num: int, number: int, num_ranks: int, api: str) -> list[Description]:
     """Descriptions with more options: other optimizers, gradient hooks, a state that is saved and loaded."""
     strategy = st.builds(
         lambda d, adam, hook, form: legal(replace(d, adam=adam, hook=hook, resumes=form)),
-        descriptions(num_ranks, door),
+        descriptions(num_ranks, api),
         adam=st.booleans(),
         hook=st.sampled_from(["", "", "communication", "accumulated", "backward"]),
-        form=st.sampled_from(forms_of(door)),
+        form=st.sampled_from(forms_of(api)),
     )
     return collected(strategy, num, number)
 

@@ -141,7 +141,7 @@ def _steps(d: Description) -> Iterator[Description]:
         yield replace(d, model=model)
     blank = Description()
     for field in dataclasses.fields(Description):
-        if field.name not in ("model", "door") and getattr(d, field.name) != getattr(blank, field.name):
+        if field.name not in ("model", "api") and getattr(d, field.name) != getattr(blank, field.name):
             yield replace(d, **{field.name: getattr(blank, field.name)})
     for i in range(len(d.micro_batches) - 1):
         yield replace(d, micro_batches=d.micro_batches[:i] + d.micro_batches[i + 1 :])

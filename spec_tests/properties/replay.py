@@ -1,6 +1,6 @@
 """Runs one description again: ``python -m spec_tests.properties.replay '<json>'``, from the root of the repository.
 
-With ``--door torch_fsdp1``, torch runs the same description, which shows whether torch also fails. Returns 0 if the
+With ``--api torch_fsdp1``, torch runs the same description, which shows whether torch also fails. Returns 0 if the
 ranks agree with one process; otherwise prints the difference and returns 1.
 """
 
@@ -23,13 +23,13 @@ def main(arguments: list[str]) -> int:
 
     parser = argparse.ArgumentParser(prog="python -m spec_tests.properties.replay", description=__doc__)
     parser.add_argument("description", help="JSON, as a failure has printed it")
-    parser.add_argument("--door", help="who shards, instead of the one in the description")
+    parser.add_argument("--api", help="who shards, instead of the one in the description")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     chosen = parser.parse_args(arguments)
     pool.use_device(chosen.device)
     description = from_json(chosen.description)
-    if chosen.door:
-        description = legal(replace(description, door=chosen.door))
+    if chosen.api:
+        description = legal(replace(description, api=chosen.api))
     failure = failure_of(description)
     pool.close_all()
     print(failure or "the ranks agree with one process")

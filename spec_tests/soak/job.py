@@ -69,9 +69,9 @@ def soak(
     """
     if str(TUTORIALS) not in sys.path:
         sys.path.insert(0, str(TUTORIALS))
-    from gpt.checkpoint import Shelf
+    from gpt.checkpoint import CheckpointFolder
 
-    shelf = Shelf(pathlib.Path(folder, "runs"), keep=1000 if leak == "on_disk" else 2)
+    checkpoints = CheckpointFolder(pathlib.Path(folder, "runs"), keep=1000 if leak == "on_disk" else 2)
     tracemalloc.start()
     if leak == "queued":
         os.environ["MINIFSDP_TRANSPORT"] = "messages"
@@ -79,7 +79,7 @@ def soak(
     # A short log is full before the first count. A log without a limit grows.
     mock.patch.object(log, "entries", deque(maxlen=None if leak == "ledger" else 64)).start()
     try:
-        samples = _train(api, strategy, num_steps, num_warm, shelf, LEAKS[leak], round_of)
+        samples = _train(api, strategy, num_steps, num_warm, checkpoints, LEAKS[leak], round_of)
     finally:
         tracemalloc.stop()
         mock.patch.stopall()
@@ -110,7 +110,7 @@ def _train(
     strategy: str,
     num_steps: int,
     num_warm: int,
-    shelf: Any,
+    checkpoints: Any,
     leaks: Callable[[], object],
     round_of: int,
 ) -> list[watch.Sample]:
@@ -132,8 +132,8 @@ def _train(
         if (step + 1) % round_of == 0:
             train_gpt.evaluate(training.model, text, options, place)
             for full in (True, False):
-                train_gpt.save(shelf, training, fixed={}, noted={}, full=full)
-            train_gpt.resume(shelf.newest(print), training, fixed={}, noted={})
+                train_gpt.save(checkpoints, training, fixed={}, noted={}, full=full)
+            train_gpt.resume(checkpoints.newest(print), training, fixed={}, noted={})
             if step + 1 >= num_warm:
-                samples.append(watch.taken(step + 1, shelf.root))
+                samples.append(watch.taken(step + 1, checkpoints.root))
     return samples

@@ -21,7 +21,7 @@ def run(folder: pathlib.Path, api: str, num_steps: int, num_warm: int, leak: str
 
 @pytest.mark.spec("SOAK-01", "SOAK-02")
 @pytest.mark.parametrize("api", ["wrapper", "fully_shard"])
-def test_nothing_grows_while_it_trains_evaluates_saves_and_loads(tmp_path: pathlib.Path, api: str) -> None:
+def test_memory_does_not_grow_during_training_evaluation_save_and_load(tmp_path: pathlib.Path, api: str) -> None:
     run(tmp_path, api, num_steps=150, num_warm=50)
 
 

@@ -21,33 +21,33 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 BATCH = 25
-DOORS = ("fsdp1", "fully_shard")
+APIS = ("fsdp1", "fully_shard")
 # Fractions of all scenarios, by the names of `scenario.SHAPES`.
 PARTS = {"1": 0.15, "2": 0.35, "4": 0.2, "2x2": 0.3}
 
 
-def batches(number: int, seed: int, doors: list[str]) -> list[tuple[str, str, int]]:
+def batches(number: int, seed: int, apis: list[str]) -> list[tuple[str, str, int]]:
     """Front end, shape and seed of each batch."""
     found = []
-    for door in doors:
+    for api in apis:
         for place, (shape, part) in enumerate(PARTS.items()):
-            num = max(1, round(number * part / len(doors) / BATCH))
-            found += [(door, shape, 1_000_000 * seed + 10_000 * place + i) for i in range(num)]
+            num = max(1, round(number * part / len(apis) / BATCH))
+            found += [(api, shape, 1_000_000 * seed + 10_000 * place + i) for i in range(num)]
     return found
 
 
-def play_batch(door: str, shape: str, seed: int, num_schedules: int) -> dict[str, Any]:
+def play_batch(api: str, shape: str, seed: int, num_schedules: int) -> dict[str, Any]:
     """The results of one batch; runs in a worker process."""
     from spec_tests.harness import simulated, worker
     from spec_tests.streams.scenario import drawn
     from spec_tests.streams.scenarios import play, report, simplest
 
     worker.device_here = simulated.install()
-    scenarios = drawn(BATCH, seed, shape, door)
+    scenarios = drawn(BATCH, seed, shape, api)
     outcomes = [play(scenario, num_schedules, seed) for scenario in scenarios]
     failed = [scenario for scenario, outcome in zip(scenarios, outcomes, strict=True) if outcome.finding]
     return {
-        "batch": [door, shape, seed],
+        "batch": [api, shape, seed],
         "scenarios": len(scenarios),
         "schedules": sum(outcome.num_schedules for outcome in outcomes),
         "operations": sum(outcome.num_operations for outcome in outcomes),
@@ -56,11 +56,11 @@ def play_batch(door: str, shape: str, seed: int, num_schedules: int) -> dict[str
     }
 
 
-def hunt(number: int, seed: int, doors: list[str], num_schedules: int, output: pathlib.Path) -> int:
+def hunt(number: int, seed: int, apis: list[str], num_schedules: int, output: pathlib.Path) -> int:
     """Runs all batches that have no line in ``output`` yet; returns the total number of findings."""
     lines = [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
     known = {tuple(line["batch"]) for line in lines}
-    wanted = batches(number, seed, doors)
+    wanted = batches(number, seed, apis)
     left = [batch for batch in wanted if batch not in known]
     with ProcessPoolExecutor(2, get_context("spawn")) as processes, output.open("a") as file:
         for done in as_completed([processes.submit(play_batch, *batch, num_schedules) for batch in left]):
@@ -93,14 +93,14 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m spec_tests.streams.hunt", description=__doc__)
     parser.add_argument("--number", type=int, default=3000, help="of scenarios")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--door", choices=DOORS, action="append", help="one door only, instead of both")
+    parser.add_argument("--api", choices=APIS, action="append", help="one api only, instead of both")
     parser.add_argument("--schedules", type=int, default=6, help="in which each is executed again")
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("scenarios.jsonl"))
     parser.add_argument("--replay", help="JSON, as a finding has printed it")
     chosen = parser.parse_args(arguments)
     if chosen.replay:
         return replay(chosen.replay, max(chosen.schedules, 24))
-    found = hunt(chosen.number, chosen.seed, chosen.door or list(DOORS), chosen.schedules, chosen.output)
+    found = hunt(chosen.number, chosen.seed, chosen.api or list(APIS), chosen.schedules, chosen.output)
     return int(found > 0)
 
 

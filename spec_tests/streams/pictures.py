@@ -49,9 +49,9 @@ def drawn() -> Iterator[tuple[str, str]]:
     yield "limiter", timelines.comparison("With the rate limiter, and without", panels)
 
 
-def narrow(door: Callable[..., Any], **options: Any) -> Step:
+def narrow(api: Callable[..., Any], **options: Any) -> Step:
     """A step of a small model, for pictures of the order."""
-    return recorded(door(3, **options), torch.randn(3, blocks.WIDTH, device=device()))
+    return recorded(api(3, **options), torch.randn(3, blocks.WIDTH, device=device()))
 
 
 def wide(**options: Any) -> Step:

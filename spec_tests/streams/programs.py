@@ -1077,7 +1077,7 @@ def each_in_batches_of_tokens() -> Any:
 
 
 @program(2)
-def both_doors() -> Any:
+def both_apis() -> Any:
     """Two models in alternation, each with communication streams of its own."""
     one, other = flat(), each()
     optimizers = [sgd(one), sgd(other)]

@@ -113,7 +113,7 @@ def legal(s: Scenario) -> Scenario:
     """The scenario itself, or the nearest one that is meaningful."""
     d = runs.legal(replace(s.run, model=_without_questions(s.run.model)))
     changes: dict[str, Any] = {"run": d, "rank": min(s.rank, d.num_ranks - 1)}
-    if "fully_shard" in d.door:
+    if "fully_shard" in d.api:
         changes.update(_legal_for_each_parameter(s, d))
     else:
         changes.update(pins=False, among=0, ahead=0, by_hand="", switches=(), sums_late=False, goes_on=False)
@@ -165,9 +165,9 @@ def _legal_for_each_parameter(s: Scenario, d: Description) -> dict[str, Any]:
 
 
 @st.composite
-def _scenarios(draw: st.DrawFn, shape: str, door: str) -> Scenario:
+def _scenarios(draw: st.DrawFn, shape: str, api: str) -> Scenario:
     num_ranks, num_replicas = SHAPES[shape]
-    run = draw(descriptions(num_ranks, door))
+    run = draw(descriptions(num_ranks, api))
     strategies = HYBRID if num_replicas > 1 else (*PLAIN, *PLAIN, *HYBRID)
     copies = num_replicas if num_replicas > 1 else draw(st.sampled_from([1, num_ranks]))
     run = replace(run, strategy=draw(st.sampled_from(strategies)), num_replicas=copies, edits=False, saves=False)
@@ -197,9 +197,9 @@ def _scenarios(draw: st.DrawFn, shape: str, door: str) -> Scenario:
     return legal(drawn)
 
 
-def drawn(num: int, number: int, shape: str, door: str) -> list[Scenario]:
+def drawn(num: int, number: int, shape: str, api: str) -> list[Scenario]:
     """``num`` scenarios, the same for the same seed ``number``."""
-    return collected(_scenarios(shape, door), num, number)
+    return collected(_scenarios(shape, api), num, number)
 
 
 # --- simpler scenarios ---

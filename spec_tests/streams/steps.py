@@ -93,7 +93,7 @@ class Step:
     moments: list[Moment]
 
 
-class Witness(trace.Recorder):
+class Observer(trace.Recorder):
     """A tracer that records for each event the number of launched operators and the clock of the CPU."""
 
     def __init__(self, log: simulated.Log) -> None:
@@ -119,18 +119,18 @@ def recorded(model: nn.Module, batch: torch.Tensor) -> Step:
     """The second training step of ``model``; the first step records the order of its units."""
     for _ in range(2):
         with simulated.Log() as log:
-            witness = trace.recorder = Witness(log)
+            observer = trace.recorder = Observer(log)
             try:
                 model(batch).sum().backward()
             finally:
                 trace.recorder = None
         model.zero_grad()
     WORLD.assert_no_race()
-    return Step(log.operations, list(_Reader(log.operations, witness.notes).moments()))
+    return Step(log.operations, list(_Reader(log.operations, observer.notes).moments()))
 
 
 class _Reader:
-    """Finds the moments from a log and the notes of the `Witness`."""
+    """Finds the moments from a log and the notes of the `Observer`."""
 
     def __init__(self, operations: list[Operation], notes: list[tuple[int, str, trace.Event, Clock]]) -> None:
         self.operations, self.notes = operations, notes

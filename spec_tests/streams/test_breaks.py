@@ -53,7 +53,7 @@ def outcome_of(request: pytest.FixtureRequest) -> Iterator[Callable[[str, Break 
 @pytest.mark.simulated
 @pytest.mark.spec("SIM-07")
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_the_intact_engine_raises_no_alarm(program: str, outcome_of: Any) -> None:
+def test_unchanged_engine_gives_no_error_and_no_race(program: str, outcome_of: Any) -> None:
     outcome = outcome_of(program, None)
     assert outcome.error is None
     assert outcome.races == []
@@ -71,7 +71,7 @@ def test_each_broken_engine_is_found(name: str, outcome_of: Any) -> None:
 
 
 @pytest.mark.parametrize("name", BREAKS)
-def test_each_passage_to_break_is_in_the_engine_exactly_once(name: str) -> None:
+def test_each_passage_that_a_break_replaces_is_in_the_engine_exactly_once(name: str) -> None:
     one = BREAKS[name]
     times = (PACKAGE / one.file).read_text().count(one.old)
     assert times == 1, f"{one.name!r} must be rewritten: its passage is {times} times in {one.file}:\n{one.old}"

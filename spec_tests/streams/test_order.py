@@ -22,8 +22,8 @@ from spec_tests.harness import device, rank_among_invented, ranks, simulated
 from spec_tests.harness.simulated import WORLD
 from spec_tests.streams.blocks import Log, flat, logged, per_parameter
 
-DOORS: dict[str, Callable[..., Any]] = {"wrapper": flat, "function": per_parameter}
-either_door = pytest.mark.parametrize("door", DOORS)
+APIS: dict[str, Callable[..., Any]] = {"wrapper": flat, "function": per_parameter}
+either_api = pytest.mark.parametrize("api", APIS)
 
 
 def backward_of(log: Log, block: int) -> list[Any]:
@@ -51,11 +51,11 @@ def limits() -> list[str]:
 
 
 @pytest.mark.spec("PREF-14", "FS2-PREF-01", "COST-03")
-@either_door
+@either_api
 @rank_among_invented(2)
-def test_next_all_gather_may_overlap_forward_of_block(door: str) -> None:
-    options = {"limit_all_gathers": False} if door == "wrapper" else {}
-    log = logged(DOORS[door](**options))
+def test_next_all_gather_may_overlap_forward_of_block(api: str) -> None:
+    options = {"limit_all_gathers": False} if api == "wrapper" else {}
+    log = logged(APIS[api](**options))
     for block in range(3):
         assert log.gathers[block + 1].may_overlap(log.products[block])
         assert log.gathers[block].is_before(log.products[block]), "its own it waits for"
@@ -93,10 +93,10 @@ def test_all_gather_without_prefetch_follows_reduction() -> None:
 
 
 @pytest.mark.spec("PREF-10")
-@either_door
+@either_api
 @rank_among_invented(2)
-def test_all_gathers_and_reductions_use_separate_streams(door: str) -> None:
-    log = logged(DOORS[door]())
+def test_all_gathers_and_reductions_use_separate_streams(api: str) -> None:
+    log = logged(APIS[api]())
     (gather_stream,) = {o.stream for o in log.gathers}
     (reduce_stream,) = {o.stream for o in log.scatters}
     assert len({gather_stream, reduce_stream, WORLD.main[0].number}) == 3
@@ -104,10 +104,10 @@ def test_all_gathers_and_reductions_use_separate_streams(door: str) -> None:
 
 
 @pytest.mark.spec("STREAM-09")
-@either_door
+@either_api
 @rank_among_invented(2)
-def test_the_compute_stream_divides_nothing_and_reduces_nothing(door: str) -> None:
-    log = logged(DOORS[door]())
+def test_the_compute_stream_divides_nothing_and_reduces_nothing(api: str) -> None:
+    log = logged(APIS[api]())
     assert len([o for o in log.operations if o.name == "div_"]) == 4
     assert not [name for name in log.on("compute stream") if name.startswith(("div", "reduce"))]
 
@@ -180,7 +180,7 @@ def test_roots_that_share_their_communication_context_share_its_streams(shared: 
 @pytest.mark.spec("LIM-02", "LIM-03")
 @pytest.mark.parametrize("limited", [True, False])
 @rank_among_invented(2)
-def test_the_limiter_stops_the_cpu_before_a_third_unit_and_nothing_else_does(limited: bool) -> None:
+def test_only_the_limiter_stops_the_cpu_before_a_third_unit(limited: bool) -> None:
     sharded = flat(limit_all_gathers=limited)
     logged(sharded)
     assert bool(limits()) is limited
@@ -205,12 +205,12 @@ def test_a_step_of_fully_shard_never_stops_the_cpu_and_never_records_a_stream(op
 
 
 @pytest.mark.spec("STREAM-10", "STREAM-11")
-@either_door
+@either_api
 @rank_among_invented(2)
-def test_with_offload_the_cpu_stops_once_for_all_gradients_however_many_units_there_are(door: str) -> None:
+def test_offload_stops_the_cpu_once_for_all_gradients_of_any_number_of_units(api: str) -> None:
     stops = []
     for num_blocks in (2, 6):
-        if door == "wrapper":
+        if api == "wrapper":
             sharded = flat(num_blocks, cpu_offload=minifsdp.CPUOffload(offload_params=True), limit_all_gathers=False)
         else:
             sharded = per_parameter(num_blocks, offload_policy=minifsdp.CPUOffloadPolicy())
@@ -223,10 +223,10 @@ def test_with_offload_the_cpu_stops_once_for_all_gradients_however_many_units_th
 
 
 @pytest.mark.spec("STREAM-15")
-@either_door
+@either_api
 @rank_among_invented(2)
-def test_offloaded_shards_may_be_written_when_an_evaluation_has_returned(door: str) -> None:
-    if door == "wrapper":
+def test_offloaded_shards_may_be_written_when_an_evaluation_has_returned(api: str) -> None:
+    if api == "wrapper":
         sharded = flat(cpu_offload=minifsdp.CPUOffload(offload_params=True), limit_all_gathers=False)
     else:
         sharded = per_parameter(offload_policy=minifsdp.CPUOffloadPolicy())

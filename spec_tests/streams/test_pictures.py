@@ -14,8 +14,8 @@ from spec_tests.streams import blocks, order, pictures, steps, timelines
 from spec_tests.streams.steps import Moment, Step
 
 
-def step_of(door: str = "wrapper") -> Step:
-    make = {"wrapper": blocks.flat, "function": blocks.per_parameter}[door]
+def step_of(api: str = "wrapper") -> Step:
+    make = {"wrapper": blocks.flat, "function": blocks.per_parameter}[api]
     return steps.recorded(make(3), torch.randn(3, blocks.WIDTH, device=device()))
 
 
@@ -25,7 +25,7 @@ def names(moments: list[Moment], row: str) -> list[str]:
 
 @pytest.mark.spec("SIM-11")
 @rank_among_invented(pictures.NUM_RANKS)
-def test_the_pictures_in_the_docs_are_those_of_the_engine_as_it_is() -> None:
+def test_pictures_in_the_docs_equal_those_of_the_current_engine() -> None:
     written = {path.stem: path.read_text(encoding="utf-8") for path in pictures.FOLDER.glob("*.svg")}
     stale = sorted(name for name, text in pictures.drawn() if written.pop(name, None) != text)
     assert not stale, "if the new order is meant: python -m spec_tests.streams.pictures"
@@ -58,8 +58,8 @@ def test_docs_example_of_race_gives_printed_report() -> None:
 @pytest.mark.spec("SIM-11")
 @rank_among_invented(4)
 def test_every_operator_of_a_step_is_in_one_moment_of_its_stream() -> None:
-    for door in ("wrapper", "function"):
-        step = step_of(door)
+    for api in ("wrapper", "function"):
+        step = step_of(api)
         of_training = [place for place, one in enumerate(step.operations) if not steps.compares(one)]
         assert sorted(place for moment in step.moments for place in moment.places) == of_training
         assert names(step.moments, "gather stream") == ["AG0", "AG1", "AG2", "AG2", "AG1", "AG0"]
@@ -70,7 +70,7 @@ def test_every_operator_of_a_step_is_in_one_moment_of_its_stream() -> None:
 
 @pytest.mark.spec("SIM-11")
 @rank_among_invented(4)
-def test_arrows_and_columns_give_back_the_order_of_the_log() -> None:
+def test_arrows_and_columns_contain_the_order_of_the_log() -> None:
     boxes = [moment for moment in step_of().moments if moment.kind != "FREE"]
     steps_on: dict[Moment, list[Moment]] = {box: [] for box in boxes}
     for one, other in order.arrows(boxes):

@@ -18,10 +18,10 @@ NUM_SCENARIOS = {"1": 15, "2": 40, "4": 25, "2x2": 30}
 # Each scenario creates a process group of its own size.
 @pytest.mark.spec("SIM-06")
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("door", ["fsdp1", "fully_shard"])
+@pytest.mark.parametrize("api", ["fsdp1", "fully_shard"])
 @rank_among_invented(1, timeout=300.0)
-def test_any_scenario_ends_without_a_collision_and_with_equal_bits_in_other_schedules(door: str, shape: str) -> None:
-    for scenario in drawn(NUM_SCENARIOS[shape], 0, shape, door):
+def test_any_scenario_ends_without_a_collision_and_with_equal_bits_in_other_schedules(api: str, shape: str) -> None:
+    for scenario in drawn(NUM_SCENARIOS[shape], 0, shape, api):
         if play(scenario, NUM_SCHEDULES).finding is not None:
             pytest.fail(report(simplest(scenario, NUM_SCHEDULES), NUM_SCHEDULES), pytrace=False)
 
@@ -51,7 +51,7 @@ FOUND = {
     ),
     "the CPU writes to a shard that was prefetched in vain": (
         '{"run":{"model":{"kind":"chain","children":[{"unit":true,"checkpoint":"reentrant"},{"unit":true}]},'
-        '"door":"fully_shard","originals":true,"backward_prefetch":"","offload":true},"edits":"write","pins":true,'
+        '"api":"fully_shard","originals":true,"backward_prefetch":"","offload":true},"edits":"write","pins":true,'
         '"ahead":2}'
     ),
 }

@@ -209,7 +209,7 @@ def test_tensor_memory_counts_until_last_view_ends() -> None:
 @pytest.mark.spec("SIM-02")
 @with_and_without_the_wait
 @rank_among_invented(2)
-def test_the_cpu_must_not_read_what_a_copy_to_pinned_memory_has_not_brought(waits: bool) -> None:
+def test_cpu_must_not_read_pinned_memory_before_its_copy_ends(waits: bool) -> None:
     here = torch.zeros(8).pin_memory()
     here.copy_(zeros(8), non_blocking=True)
     if waits:
@@ -220,7 +220,7 @@ def test_the_cpu_must_not_read_what_a_copy_to_pinned_memory_has_not_brought(wait
 
 @pytest.mark.spec("SIM-02")
 @rank_among_invented(2)
-def test_a_new_tensor_on_the_cpu_that_does_not_wait_is_pinned() -> None:
+def test_non_blocking_copy_to_the_cpu_has_pinned_memory() -> None:
     here = zeros(8).to("cpu", non_blocking=True)
     assert here.is_pinned()
     assert not WORLD.stops
@@ -274,7 +274,7 @@ def test_the_device_does_not_compute_with_memory_of_the_cpu() -> None:
 
 @pytest.mark.spec("SIM-08")
 @rank_among_invented(2)
-def test_two_devices_do_not_mix_and_a_third_is_not_there() -> None:
+def test_tensors_of_two_devices_do_not_mix_and_a_third_device_does_not_exist() -> None:
     with pytest.raises(RuntimeError, match="sim:0 and sim:1"):
         zeros(3) + torch.zeros(3, device="sim:1")
     with pytest.raises(RuntimeError, match="invalid device ordinal 2"):
@@ -355,7 +355,7 @@ def test_an_asynchronous_collective_is_waited_for_by_the_stream_that_calls_wait(
 
 @pytest.mark.spec("SIM-04")
 @rank_among_invented(2)
-def test_a_group_keeps_what_an_asynchronous_collective_uses() -> None:
+def test_group_keeps_tensors_of_asynchronous_collectives() -> None:
     work = dist.all_reduce(zeros(1024), async_op=True)
     zeros(1024)
     assert kinds() == []
@@ -399,7 +399,7 @@ def test_real_ranks_exchange_real_values(async_op: bool) -> None:
 @pytest.mark.spec("SIM-05")
 @with_and_without_the_wait
 @rank_among_invented(2)
-def test_another_order_gives_the_same_bits_only_if_nothing_collides(waits: bool) -> None:
+def test_other_schedules_give_the_same_bits_only_without_a_race(waits: bool) -> None:
     x, side = torch.ones(8, device=device()), module().Stream()
     with simulated.Log() as log:
         side.wait_stream(module().current_stream())
@@ -416,7 +416,7 @@ def test_another_order_gives_the_same_bits_only_if_nothing_collides(waits: bool)
 @pytest.mark.spec("SIM-05")
 @pytest.mark.parametrize("recorded", [True, False], ids=["record_stream", "not at all"])
 @rank_among_invented(2)
-def test_replay_hands_memory_out_again_as_early_as_it_may(recorded: bool) -> None:
+def test_replay_reuses_memory_as_early_as_possible(recorded: bool) -> None:
     side, total = module().Stream(), zeros(1024)
     with simulated.Log() as log:
         for number in range(2):

@@ -46,7 +46,7 @@ def run(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy is deprecated:FutureWarning")
 @names(1)
 @rank_among_invented(1)
-def test_nothing_collides_in_torchs_fsdps_on_one_rank(name: str) -> None:
+def test_fsdps_of_torch_have_no_races_on_one_rank(name: str) -> None:
     run(name)
 
 
@@ -55,14 +55,14 @@ def test_nothing_collides_in_torchs_fsdps_on_one_rank(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy is deprecated:FutureWarning")
 @names(2)
 @rank_among_invented(2)
-def test_nothing_collides_in_torchs_fsdps_on_two_ranks(name: str) -> None:
+def test_fsdps_of_torch_have_no_races_on_two_ranks(name: str) -> None:
     run(name)
 
 
 @pytest.mark.spec("SIM-10")
 @names(4)
 @rank_among_invented(4)
-def test_nothing_collides_in_torchs_fsdps_on_four_ranks(name: str) -> None:
+def test_fsdps_of_torch_have_no_races_on_four_ranks(name: str) -> None:
     run(name)
 
 
@@ -89,7 +89,7 @@ SCATTER = "reduce_scatter_single"
     ],
 )
 @rank_among_invented(4)
-def test_without_its_keep_alive_the_race_of_pull_request_180665_is_found(
+def test_race_of_pull_request_180665_is_found_without_the_kept_reference(
     option: str, expected: set[tuple[str, str]]
 ) -> None:
     with forgetting("_all_reduce_state"):
@@ -100,7 +100,7 @@ def test_without_its_keep_alive_the_race_of_pull_request_180665_is_found(
 @pytest.mark.parametrize("waits", [True, False], ids=["waits", "does not wait"])
 @pytest.mark.parametrize("option", OPTIONS)
 @rank_among_invented(2)
-def test_partial_groups_need_no_wait_while_the_inputs_of_reductions_are_kept(option: str, waits: bool) -> None:
+def test_partial_groups_need_no_wait_if_the_reduction_inputs_are_kept(option: str, waits: bool) -> None:
     # Answers torch's TODO #181218: there is no race without the wait that was added for partial groups.
     assert collisions(lambda: by_chunks(with_head(**OPTIONS[option]), waits=waits)) == set()
 
@@ -108,7 +108,7 @@ def test_partial_groups_need_no_wait_while_the_inputs_of_reductions_are_kept(opt
 @pytest.mark.spec("SIM-09")
 @pytest.mark.parametrize("waits", [True, False], ids=["waits", "does not wait"])
 @rank_among_invented(4)
-def test_partial_groups_of_replicas_need_no_wait_either(waits: bool) -> None:
+def test_partial_groups_with_replicas_need_no_wait(waits: bool) -> None:
     assert collisions(lambda: by_chunks(with_head(2, **OPTIONS["bf16 reduction"]), waits=waits)) == set()
 
 

@@ -299,7 +299,7 @@ def _of_the_wrapper() -> Iterator[tuple[str, int, Program]]:
 
 
 PROGRAMS: dict[str, tuple[int, Program]] = {
-    f"{door}, {name}, {num_ranks}": (num_ranks, program)
-    for door, programs in (("fully_shard", _of_fully_shard()), ("FullyShardedDataParallel", _of_the_wrapper()))
+    f"{api}, {name}, {num_ranks}": (num_ranks, program)
+    for api, programs in (("fully_shard", _of_fully_shard()), ("FullyShardedDataParallel", _of_the_wrapper()))
     for name, num_ranks, program in programs
 }

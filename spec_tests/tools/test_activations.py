@@ -125,7 +125,7 @@ def test_job_without_matrices_has_no_activations_or_operations() -> None:
     assert (activation_bytes(job, 100, checkpointing=True), operations(job, 100, checkpointing=True)) == (0, 0)
 
 
-def test_the_estimate_is_a_number_for_a_job() -> None:
+def test_activation_estimate_can_be_passed_to_a_job() -> None:
     job = job_of(gpt(64, 2))
     estimated = activation_bytes(job, TOKENS)
     with_them = Job(units=job.units, root=job.root, activations=estimated)

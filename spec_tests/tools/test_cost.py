@@ -131,7 +131,7 @@ def test_seven_billion_parameters_on_eight_ranks_store_an_eighth_and_need_more_t
 
 
 @pytest.mark.spec("COST-02", "COST-03")
-def test_the_example_at_the_head_of_the_calculator_is_right() -> None:
+def test_first_example_of_the_calculator_page_is_correct() -> None:
     priced = cost_of(Job(units=[[(1000,)]] * 4, num_shards=2))
     assert (priced.stored, priced.peak_backward, sum(priced.sent.values())) == (24_000, 44_000, 24_000)
 
@@ -174,7 +174,7 @@ def test_cross_host_bytes_of_the_fsdp_paper_are_reproduced_and_its_slip_is_shown
 
 
 @pytest.mark.spec("COST-06")
-def test_sent_bytes_in_units_of_the_model_are_two_three_two() -> None:
+def test_strategies_send_two_or_three_times_the_bytes_of_the_model() -> None:
     units = [[(1000, 1000)]] * 3
     unit = 4 * 3_000_000 * 7 / 8
     sent = {
@@ -201,7 +201,7 @@ def test_low_precision_halves_communication_but_not_storage() -> None:
 
 
 @pytest.mark.spec("COST-03", "COST-04")
-def test_more_ranks_do_not_help_a_unit_that_is_too_large_and_wrapping_inside_it_does() -> None:
+def test_unit_that_is_too_large_needs_inner_wrapping_and_not_more_ranks() -> None:
     memory = 6 * BILLION
     layer = [(250_000, 1000)] * 8  # 8 GB
     for num_ranks in (8, 1024, 1_000_000):
@@ -221,7 +221,7 @@ def test_single_unit_needs_full_model_at_peak() -> None:
 
 
 @pytest.mark.spec("COST-02")
-def test_offload_moves_what_is_stored_to_the_host() -> None:
+def test_offload_keeps_stored_tensors_on_the_host() -> None:
     here, away = cost_of(JOB), cost_of(replace(JOB, offload=True))
     assert (away.stored, away.host) == (0, here.stored)
     assert away.sent == here.sent
@@ -234,7 +234,7 @@ def test_buffers_are_unsharded_on_every_rank_in_own_dtype() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"strategy": "ZERO"}, {"num_shards": 0}, {"num_replicas": 0}, {"micro_batches": 0}])
-def test_a_job_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_job_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         cost_of(replace(JOB, **wrong))
 
@@ -362,7 +362,7 @@ def test_job_uses_calculated_memory(strategy: str, micro_batches: int, no_sync: 
 
 @pytest.mark.spec("COST-01")
 @ranks(2)
-def test_ddp_stores_what_no_sharding_is_priced_at() -> None:
+def test_ddp_stores_the_calculated_memory_of_no_shard() -> None:
     """The reference for ``NO_SHARD`` is torch's DDP."""
     replica = DistributedDataParallel(Tower().to(device()))
     optimizer = torch.optim.Adam(replica.parameters())
@@ -387,7 +387,7 @@ def test_low_precision_job_uses_calculated_memory(strategy: str, precision: str)
 @pytest.mark.spec("COST-03")
 @pytest.mark.parametrize("options", [{"forward_prefetch": True}, {"backward_prefetch": False}, {"root": ()}])
 @ranks(2)
-def test_prefetching_costs_the_units_that_were_priced(options: dict[str, Any]) -> None:
+def test_prefetching_needs_the_calculated_memory(options: dict[str, Any]) -> None:
     job = job_for("FULL_SHARD", **options)
     assert_as_priced(weighed(job), cost_of(job))
 
@@ -396,7 +396,7 @@ def test_prefetching_costs_the_units_that_were_priced(options: dict[str, Any]) -
 @pytest.mark.parametrize("per_parameter", [False, True])
 @pytest.mark.parametrize("choice", [{}, {"backward_prefetch": False}, {"compute": LOW}, {"strategy": "SHARD_GRAD_OP"}])
 @ranks(2)
-def test_reductions_that_do_not_overlap_cost_what_was_priced(choice: dict[str, Any], per_parameter: bool) -> None:
+def test_reductions_without_overlap_need_the_calculated_memory(choice: dict[str, Any], per_parameter: bool) -> None:
     choice = {"strategy": "FULL_SHARD", **choice}
     if per_parameter:
         choice.pop("backward_prefetch", None)
@@ -410,14 +410,14 @@ def test_reductions_that_do_not_overlap_cost_what_was_priced(choice: dict[str, A
 @pytest.mark.spec("COST-02", "COST-03")
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
 @ranks(4)
-def test_a_replica_needs_as_much_as_the_one_it_is_a_copy_of(strategy: str) -> None:
+def test_replica_needs_the_same_memory_as_the_other_replicas(strategy: str) -> None:
     job = replace(JOB, strategy=strategy, num_shards=2, num_replicas=2)
     assert_as_priced(weighed(job), cost_of(job))
 
 
 @pytest.mark.spec("COST-02", "COST-03", "COST-19")
 @ranks(4)
-def test_on_four_ranks_a_rank_stores_half_of_what_it_does_on_two() -> None:
+def test_rank_stores_half_as_much_on_four_ranks_as_on_two() -> None:
     sends_by_itself = device().type == "cpu" and Group.of(default_group()).transport is not None
     job = replace(JOB, num_shards=4, by_messages=sends_by_itself)
     found = weighed(job)
@@ -427,7 +427,7 @@ def test_on_four_ranks_a_rank_stores_half_of_what_it_does_on_two() -> None:
 
 
 @pytest.mark.spec("COST-19")
-def test_the_example_of_four_ranks_at_the_head_of_the_peaks_is_right() -> None:
+def test_example_of_four_ranks_at_the_beginning_of_the_peaks_is_correct() -> None:
     one = Job(units=[[(1000,)]], num_shards=4)
     assert [peaks._reduction(replace(one, by_messages=sends), 4000) for sends in (False, True)] == [5000, 7000]
     # With two ranks, the other rank's shard is received where the result will be. ``NO_SHARD`` all-reduces in place.
@@ -551,7 +551,7 @@ def test_fully_shard_sends_calculated_bytes(strategy: str, precision: str) -> No
 
 @pytest.mark.spec("COST-06")
 @ranks(4)
-def test_across_hosts_a_hybrid_strategy_sends_what_was_counted_and_not_what_the_paper_prints() -> None:
+def test_hybrid_strategy_sends_the_counted_bytes_across_hosts_and_not_those_of_the_paper() -> None:
     """Four ranks on two hosts of two: only the all-reduces are between hosts."""
     job = replace(JOB, strategy="HYBRID_SHARD", num_replicas=2)
     model = wrapped(job)
@@ -581,7 +581,7 @@ def memory() -> Any:
 @pytest.mark.spec("COST-01", "COST-02")
 @pytest.mark.parametrize("strategy", [*SHARDED, "NO_SHARD"])
 @ranks(2)
-def test_the_allocator_of_a_gpu_has_what_was_priced_between_steps(strategy: str) -> None:
+def test_gpu_allocator_has_the_calculated_memory_between_steps(strategy: str) -> None:
     num_shards = 1 if strategy == "NO_SHARD" else 2
     job = Job(units=[[(WIDE, WIDE)] * 2] * 4, strategy=strategy, num_shards=num_shards)
     before = memory().memory_allocated()
@@ -601,7 +601,7 @@ def test_the_allocator_of_a_gpu_has_what_was_priced_between_steps(strategy: str)
 @pytest.mark.spec("COST-03")
 @pytest.mark.parametrize("strategy", SHARDED)
 @ranks(2)
-def test_the_peak_on_a_gpu_is_at_most_one_unit_above_what_was_priced(strategy: str) -> None:
+def test_gpu_peak_exceeds_the_calculated_memory_by_at_most_one_unit(strategy: str) -> None:
     job = Job(units=[[(WIDE, WIDE)] * 2] * 4, strategy=strategy, num_shards=2)
     before = memory().memory_allocated()
     model = FullyShardedDataParallel(

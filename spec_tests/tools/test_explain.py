@@ -31,7 +31,7 @@ from spec_tests.models.modules import UNITS, Block, Nested, NormedBlock, Stack, 
 from spec_tests.models.running import iterate
 from spec_tests.models.sharding import grid_mesh, line_mesh, sharded, wrapped
 
-DOORS = {"wrapper": wrapped, "wrapper, originals": lambda m=None: wrapped(m, use_orig_params=True), "in place": sharded}
+APIS = {"wrapper": wrapped, "wrapper, originals": lambda m=None: wrapped(m, use_orig_params=True), "in place": sharded}
 
 
 def kinds(found: Explanation) -> list[str]:
@@ -45,9 +45,9 @@ def by_label(found: Explanation) -> dict[str, UnitSummary]:
 # ---- no communication, no changes -----------------------------------------------------------------------------------
 
 
-def losses(door: str, *, explains: bool) -> list[float]:
+def losses(api: str, *, explains: bool) -> list[float]:
     """Losses of two steps. The first rank alone calls `explain` before, between and after them."""
-    model = DOORS[door](seeded())
+    model = APIS[api](seeded())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found, said = [], []
     for step in range(2):
@@ -63,15 +63,15 @@ def losses(door: str, *, explains: bool) -> list[float]:
 
 
 @pytest.mark.spec("EXPLAIN-01")
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("api", APIS)
 @ranks(2)
-def test_explain_on_one_rank_does_not_change_training(door: str) -> None:
-    assert losses(door, explains=True) == losses(door, explains=False)
+def test_explain_on_one_rank_does_not_change_training(api: str) -> None:
+    assert losses(api, explains=True) == losses(api, explains=False)
 
 
 @pytest.mark.spec("EXPLAIN-01")
 @ranks(2)
-def test_asking_does_not_look_for_the_root() -> None:
+def test_explain_does_not_initialize_the_root() -> None:
     model, in_place = wrapped(seeded()), sharded(seeded())
     explain(model)
     explain(in_place)
@@ -84,7 +84,7 @@ def test_asking_does_not_look_for_the_root() -> None:
 
 @pytest.mark.spec("EXPLAIN-01")
 @ranks(2)
-def test_full_parameters_in_sight_do_not_confuse_it() -> None:
+def test_explain_gives_the_same_result_for_unsharded_parameters() -> None:
     model = sharded(seeded())
     before = str(explain(model))
     model.unshard()
@@ -117,11 +117,11 @@ def assert_owned_as_told(model: nn.Module, originals: dict[str, int]) -> None:
 
 
 @ranks(2)
-def check_owned(name: str, door: str) -> None:
+def check_owned(name: str, api: str) -> None:
     info = MODELS[name]
     model = info.build()
     originals = {key: parameter.numel() for key, parameter in model.named_parameters()}
-    if door == "in place":
+    if api == "in place":
         for module in reversed(list(model.modules())):
             if isinstance(module, info.unit_classes) and module is not model:
                 fully_shard(module)
@@ -133,17 +133,17 @@ def check_owned(name: str, door: str) -> None:
 
 
 @pytest.mark.spec("EXPLAIN-02")
-@pytest.mark.parametrize("door", ["wrapper", "in place"])
+@pytest.mark.parametrize("api", ["wrapper", "in place"])
 @pytest.mark.parametrize("name", ["mlp", "uneven", "nested", "conv", "transformer", "lstm", "tied", "batch_norm"])
-def test_each_rank_owns_the_explained_elements(name: str, door: str) -> None:
-    check_owned(name=name, door=door)
+def test_each_rank_owns_the_explained_elements(name: str, api: str) -> None:
+    check_owned(name=name, api=api)
 
 
 @pytest.mark.spec("EXPLAIN-02")
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("api", APIS)
 @ranks(2)
-def test_units_have_their_names_their_sizes_and_their_dtypes(door: str) -> None:
-    found = explain(DOORS[door](seeded()))
+def test_units_have_their_names_their_sizes_and_their_dtypes(api: str) -> None:
+    found = explain(APIS[api](seeded()))
     assert [unit.name for unit in found.units] == list(UNITS)
     assert [unit.numel for unit in found.units] == [56, 42, 42, 42, 42]
     assert [unit.type for unit in found.units] == ["Stack", *["Block"] * 4]
@@ -197,7 +197,7 @@ def test_experts_may_be_on_another_mesh() -> None:
 
 @pytest.mark.spec("EXPLAIN-02")
 @ranks(2)
-def test_a_unit_prints_who_owns_which_elements() -> None:
+def test_unit_prints_the_elements_of_each_rank() -> None:
     text = str(explain(wrapped(nn.Linear(3, 5).to(device()))).units[0])
     assert [line.split() for line in text.splitlines()[2:]] == [["weight", "10", "5"], ["bias", "0", "5"]]
     text = str(explain(fully_shard(nn.Linear(3, 5).to(device()))).units[0])
@@ -228,17 +228,17 @@ def test_explain_predicts_units_of_plain_model(kind: str) -> None:
 
 
 @pytest.mark.spec("EXPLAIN-05")
-@pytest.mark.parametrize("door", ["wrapper", "in place"])
+@pytest.mark.parametrize("api", ["wrapper", "in place"])
 @ranks(2)
-def test_explain_plans_remaining_params_like_existing_units(door: str) -> None:
+def test_explain_plans_remaining_params_like_existing_units(api: str) -> None:
     model = seeded()
     for number, block in enumerate(model.blocks):
-        if door == "wrapper":
+        if api == "wrapper":
             model.blocks[number] = FullyShardedDataParallel(block, mixed_precision=MixedPrecision(torch.bfloat16))
         else:
             fully_shard(block, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     planned = explain(model)
-    if door == "wrapper":
+    if api == "wrapper":
         model = FullyShardedDataParallel(model, mixed_precision=MixedPrecision(torch.bfloat16))
     else:
         fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
@@ -264,7 +264,7 @@ def test_without_ranks_a_model_can_be_planned_for_any_number() -> None:
 
 @pytest.mark.spec("EXPLAIN-06")
 @ranks(2)
-def test_one_unit_for_most_of_the_model_is_warned_of() -> None:
+def test_unit_with_most_of_the_model_gives_a_warning() -> None:
     (advice,) = explain(fully_shard(seeded())).warnings
     assert (advice.kind, advice.units) == ("dominant", ("(root)",))
     assert "100 % of the parameters" in advice.cause
@@ -275,7 +275,7 @@ def test_one_unit_for_most_of_the_model_is_warned_of() -> None:
 
 @pytest.mark.spec("EXPLAIN-06")
 @ranks(2)
-def test_sixty_percent_are_the_border() -> None:
+def test_sixty_percent_is_the_limit_for_a_dominant_unit() -> None:
     def with_share(first: int, second: int) -> list[str]:
         model = nn.Sequential(nn.Linear(first, 1, bias=False), nn.Linear(second, 1, bias=False)).to(device())
         return kinds(explain(FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))))
@@ -308,7 +308,7 @@ def each_a_unit(*sizes: int) -> Explanation:
 
 @pytest.mark.spec("EXPLAIN-07")
 @ranks(2)
-def test_units_much_smaller_than_the_largest_are_warned_of_together() -> None:
+def test_units_much_smaller_than_the_largest_share_one_warning() -> None:
     found = each_a_unit(1_000_000, 1_000_000, 99_998, 100_002, 64)
     (advice,) = found.warnings
     assert (advice.kind, advice.units) == ("small", ("layers.2", "layers.4"))
@@ -319,7 +319,7 @@ def test_units_much_smaller_than_the_largest_are_warned_of_together() -> None:
 
 @pytest.mark.spec("EXPLAIN-07")
 @ranks(2)
-def test_units_of_less_than_a_hundredth_of_the_model_are_warned_of() -> None:
+def test_units_of_less_than_a_hundredth_of_the_model_give_a_warning() -> None:
     assert kinds(each_a_unit(*[1000] * 99)) == []
     (advice,) = each_a_unit(*[1000] * 101).warnings
     assert len(advice.units) == 101
@@ -328,7 +328,7 @@ def test_units_of_less_than_a_hundredth_of_the_model_are_warned_of() -> None:
 
 @pytest.mark.spec("EXPLAIN-07")
 @ranks(2)
-def test_above_the_knee_of_the_paper_no_unit_is_too_small() -> None:
+def test_no_unit_above_the_size_limit_of_the_paper_is_too_small() -> None:
     assert kinds(each_a_unit(*[400_000_000] * 2, 33_000_002)) == []
     assert kinds(each_a_unit(*[400_000_000] * 2, 32_999_998)) == ["small"]
 
@@ -343,16 +343,16 @@ def test_remaining_root_params_may_be_small() -> None:
 
 
 @pytest.mark.spec("EXPLAIN-08")
-@pytest.mark.parametrize("door", [*DOORS, "none"])
+@pytest.mark.parametrize("api", [*APIS, "none"])
 @ranks(2)
-def test_tied_weights_are_warned_of_and_counted_once(door: str) -> None:
+def test_tied_weights_are_warned_of_and_counted_once(api: str) -> None:
     model = Tied().to(device())
     num = sum(p.numel() for p in model.parameters())
-    if door == "in place":
+    if api == "in place":
         fully_shard(model.middle)
         fully_shard(model)
-    elif door != "none":
-        model = DOORS[door](model)
+    elif api != "none":
+        model = APIS[api](model)
     found = explain(model)
     (advice,) = [advice for advice in found.warnings if advice.kind == "tied"]
     assert "first.weight is also last.weight" in advice.cause
@@ -373,7 +373,7 @@ def test_explain_warns_of_mixed_frozen_params_only_for_wrapper() -> None:
 
 @pytest.mark.spec("EXPLAIN-09")
 @ranks(2)
-def test_frozen_parameters_in_flat_units_of_their_own_are_no_matter() -> None:
+def test_frozen_parameters_in_separate_flat_units_give_no_warning() -> None:
     model = seeded()
     model.blocks[2].requires_grad_(False)
     assert "frozen" not in kinds(explain(wrapped(model)))
@@ -381,7 +381,7 @@ def test_frozen_parameters_in_flat_units_of_their_own_are_no_matter() -> None:
 
 @pytest.mark.spec("EXPLAIN-10")
 @ranks(2)
-def test_a_batch_norm_in_low_precision_is_warned_of() -> None:
+def test_batch_norm_in_low_precision_gives_a_warning() -> None:
     def of(**options: Any) -> list[str]:
         model = nn.Sequential(NormedBlock(), NormedBlock()).to(device())
         for block in model:
@@ -500,7 +500,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "tools" / "explain.md"
 
 @pytest.mark.spec("EXPLAIN-12")
 @ranks(2)
-def test_the_examples_of_the_page_are_what_its_lines_print() -> None:
+def test_examples_on_the_page_equal_the_printed_output() -> None:
     blocks = re.findall(r"^```(python|text)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     (_, plain), (_, before), (_, shards), (_, after), *_ = blocks
     names: dict[str, Any] = {}

@@ -104,7 +104,7 @@ def sgd_with_momentum(parameters: Any) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("per_parameter", [False, True])
 @pytest.mark.parametrize("name", ["SGD", "SGD with momentum"])
 @ranks(2)
-def test_the_states_are_those_of_the_named_optimizer(name: str, per_parameter: bool) -> None:
+def test_optimizer_states_equal_those_of_the_named_optimizer(name: str, per_parameter: bool) -> None:
     optimize = sgd if name == "SGD" else sgd_with_momentum
     found = measured(job_for("FULL_SHARD", per_parameter=per_parameter), optimize=optimize, optimizer=name)
     assert found.optimizer_bytes == (0 if name == "SGD" else found.parameter_bytes)
@@ -164,7 +164,7 @@ def test_explain_predicts_smaller_mesh_like_calculator() -> None:
 
 @pytest.mark.spec("EXPLAIN-03")
 @ranks(2)
-def test_buffers_are_counted_in_the_dtype_that_they_will_have() -> None:
+def test_buffers_are_counted_in_buffer_dtype_before_the_first_forward() -> None:
     model = nn.Sequential(nn.Linear(4, 4)).to(device())
     model.register_buffer("mask", torch.ones(3, device=device()))
     model[0].register_buffer("count", torch.zeros((), dtype=torch.int64, device=device()))
@@ -219,7 +219,7 @@ def test_frozen_units_have_no_gradients_and_no_states(strategy: str, per_paramet
 @pytest.mark.spec("EXPLAIN-04")
 @pytest.mark.parametrize("per_parameter", [False, True])
 @ranks(2)
-def test_a_frozen_root_has_no_gradient_that_waits(per_parameter: bool) -> None:
+def test_frozen_root_has_no_unreduced_gradient(per_parameter: bool) -> None:
     found = measured(job_for("FULL_SHARD", per_parameter=per_parameter), with_a_frozen_root)
     assert found.gradient_bytes == found.parameter_bytes * 8 / 9
 

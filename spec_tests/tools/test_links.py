@@ -71,7 +71,7 @@ def test_smaller_mesh_all_gathers_within_machine_in_backward() -> None:
 
 @pytest.mark.spec("COST-15")
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
-def test_both_together_are_all_that_is_sent_and_one_machine_sends_nothing_away(strategy: str) -> None:
+def test_bytes_within_and_between_machines_add_up_to_all_sent_bytes(strategy: str) -> None:
     job = replace(JOB, strategy=strategy, num_shards=4, num_replicas=3)
     sent = cost_of(job).sent
     for per_machine in (1, 3, 4, 12):
@@ -84,7 +84,7 @@ def test_both_together_are_all_that_is_sent_and_one_machine_sends_nothing_away(s
 
 
 @pytest.mark.spec("COST-15")
-def test_sharding_within_machines_sends_nearly_as_much_in_all_and_less_between_them() -> None:
+def test_sharding_within_machines_sends_nearly_as_much_in_total_and_less_between_machines() -> None:
     units = [[(1000, 1000)]] * 8
     full = Job(units=units, num_shards=64)
     hybrid = Job(units=units, strategy="HYBRID_SHARD", num_shards=8, num_replicas=8)
@@ -100,7 +100,7 @@ SLOW = Cluster(per_machine=2, operations=1e6, within=1e4, between=1e3)
 
 
 @pytest.mark.spec("COST-18")
-def test_a_step_takes_at_least_the_slowest_of_its_parts_or_their_sum() -> None:
+def test_step_takes_at_least_the_time_of_its_slowest_component_or_their_sum() -> None:
     # With 4000 bytes on 4 ranks, each rank sends 3000 in a collective: half between machines in 1.5 s, half within in
     # 0.15 s.
     job = Job(units=[[(1000,)]], num_shards=4)
@@ -125,6 +125,6 @@ def test_different_links_overlap_and_one_ring_does_not() -> None:
 @pytest.mark.spec("COST-18")
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
 @pytest.mark.parametrize("count", [1.0, 1e7])
-def test_overlap_saves_time_and_never_more_than_there_is(strategy: str, count: float) -> None:
+def test_overlap_saves_at_most_the_communication_time(strategy: str, count: float) -> None:
     time = step_time(job_on_four(strategy), count, SLOW)
     assert time.compute <= time.overlapped <= time.apart == time.compute + time.communication

@@ -22,7 +22,7 @@ PARSE = Formatter().parse
 
 
 @pytest.mark.spec("START-05")
-def test_the_command_at_the_end_of_a_message_explains_it() -> None:
+def test_command_at_the_end_of_a_message_explains_the_message() -> None:
     last = message("tied-across-units", path="a.weight", other="b.weight").splitlines()[-1]
     command = last.partition("or run: ")[2].split()
     assert command[:3] == ["python", "-m", "minifsdp"]

@@ -99,7 +99,7 @@ def test_overlapping_boxes_are_in_different_rows() -> None:
         assert all(end <= start + 0.6 for (_, end), (start, _) in pairwise(row))
 
 
-def test_a_box_carries_as_much_of_its_name_as_fits() -> None:
+def test_box_shows_the_longest_prefix_of_its_name_that_fits() -> None:
     wide, narrow = boxes(svg([step_of_two_units()], width=1200)), boxes(svg([step_of_two_units()], width=428))
 
     assert [label for kind, *_, label in wide if kind == "F"] == ["F root", "F blocks.0"]
@@ -139,7 +139,7 @@ def test_two_pictures_can_share_an_axis() -> None:
     assert (left, width) == (104.0, 250.0)
 
 
-def test_a_box_is_pale_from_where_its_data_was_there() -> None:
+def test_box_is_pale_after_the_arrival_of_its_data() -> None:
     all_gather = Event("AG", "0", 1.0, 1.1, 8, (0, 1), torch.float32, "gather", 1.06)
     picture = ET.fromstring(svg([[all_gather]], width=1128, seconds=0.1))
     pale = [rect for rect in picture.iter(f"{SVG}rect") if rect.get("class") == "there"]
@@ -158,7 +158,7 @@ def test_the_axis_counts_in_round_milliseconds() -> None:
     assert axis == ["0 ms", "10", "20", "30", "40", "50", "60", "70", "80", "90", "100"]
 
 
-def test_the_picture_does_not_depend_on_where_a_clock_has_its_zero() -> None:
+def test_picture_does_not_depend_on_the_zero_of_the_clock() -> None:
     # Powers of two, so that shifting the clock is exact in floating point.
     def events(zero: float) -> list[Event]:
         return [Event("F", "0", zero + 0.25, zero + 0.5), Event("B", "0", zero + 0.5, zero + 1.0)]
@@ -196,7 +196,7 @@ def test_names_are_escaped() -> None:
     assert "<&>" in texts(picture)
 
 
-def test_the_picture_needs_nothing_from_outside_and_runs_nothing() -> None:
+def test_picture_contains_no_script_and_no_external_resources() -> None:
     picture = svg([step_of_two_units()])
 
     assert "script" not in picture
@@ -248,7 +248,7 @@ def test_spans_moments_and_memory_follow_the_trace_event_format() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)), max_size=30))
-def test_no_thread_of_a_trace_ever_does_two_things_at_once(spans: list[tuple[int, int]]) -> None:
+def test_spans_in_one_thread_of_a_trace_do_not_overlap(spans: list[tuple[int, int]]) -> None:
     events = [Event("AG", str(n), start, start + length, 8, stream="gather") for n, (start, length) in enumerate(spans)]
     items = [item for item in chrome_trace([events])["traceEvents"] if item["ph"] == "X"]
 

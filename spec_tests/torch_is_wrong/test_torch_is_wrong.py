@@ -62,19 +62,19 @@ def test_torch_has_the_documented_error_on_four_ranks(name: str) -> None:
 
 @of(2)
 @ranks(2)
-def test_minifsdp_is_right(name: str) -> None:
+def test_minifsdp_gives_the_correct_result(name: str) -> None:
     run(name, OURS, CASES[name].in_minifsdp)
 
 
 @of(4)
 @ranks(4)
-def test_minifsdp_is_right_on_four_ranks(name: str) -> None:
+def test_minifsdp_gives_the_correct_result_on_four_ranks(name: str) -> None:
     run(name, OURS, CASES[name].in_minifsdp)
 
 
 # Runs in torchrun, because a crash would also end the ranks of the pool.
 @pytest.mark.parametrize("name", [case.name for case in CASES.values() if case.is_fatal and HERE in case.versions])
-def test_torch_takes_the_process_with_it(name: str) -> None:
+def test_torch_crashes_the_process(name: str) -> None:
     assert_says(CASES[name], CASES[name].in_torch, said_by_torchrun(CASES[name]))
 
 

@@ -219,10 +219,10 @@ def corpus(train_gpt: Any) -> Any:
 def announcing(save: Any, step: int, says: Any) -> Any:
     """The tutorial's ``save``, which also notifies the test at the start of the save of ``step``."""
 
-    def announced(shelf: Any, training: Any, **options: Any) -> Any:
+    def announced(checkpoints: Any, training: Any, **options: Any) -> Any:
         if training.step == step:
             says.send("now")
-        return save(shelf, training, **options)
+        return save(checkpoints, training, **options)
 
     return announced
 

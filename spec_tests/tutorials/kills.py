@@ -104,29 +104,29 @@ def kill(api: str, moment: Moment, losses: list[float], folder: Path) -> str:
     Raises:
         AssertionError: if a checkpoint was lost or damaged, or if the second run differs from the uninterrupted one.
     """
-    shelf, options = folder / "shelf", [f"--api={api}"]
-    first = killing.run(folder / "first", save=shelf, full=moment.full, moment=moment, options=options)
+    checkpoints, options = folder / "checkpoints", [f"--api={api}"]
+    first = killing.run(folder / "first", save=checkpoints, full=moment.full, moment=moment, options=options)
     assert first.codes[moment.victim] == -9, first.outputs
     assert None not in first.codes, f"a survivor hung: {first.outputs[1 - moment.victim]}"
 
     # Every folder with the name of a checkpoint is complete, and the announced checkpoint exists.
-    whole = whole_checkpoints(shelf)
-    announced = (shelf / "newest").read_text()
+    whole = whole_checkpoints(checkpoints)
+    announced = (checkpoints / "newest").read_text()
     assert announced in whole
     before = EVERY if moment.label == ".*" else moment.step - EVERY
     assert announced >= f"step-{before:06}"
 
-    second = killing.run(folder / "second", save=shelf, full=moment.full, options=options)
+    second = killing.run(folder / "second", save=checkpoints, full=moment.full, options=options)
     assert second.codes == [0, 0], second.outputs
-    assert f"{shelf / announced}: {int(announced[5:])} steps are done" in _resumed_from(second)
+    assert f"{checkpoints / announced}: {int(announced[5:])} steps are done" in _resumed_from(second)
     assert second.losses == losses
 
     # No temporary file remains, and all checkpoints to keep exist. If the run was killed after its last save, no later
     # save has removed the oldest one.
-    there = {path.name for path in shelf.iterdir()}
+    there = {path.name for path in checkpoints.iterdir()}
     spare = {"step-000002"} if announced == "step-000006" else set()
     assert there - spare == {"newest", "step-000004", "step-000006"}
-    assert whole_checkpoints(shelf)[-2:] == ["step-000004", "step-000006"]
+    assert whole_checkpoints(checkpoints)[-2:] == ["step-000004", "step-000006"]
     return announced
 
 
@@ -152,7 +152,7 @@ def _resumed_from(outcome: Outcome) -> str:
 def row_of(api: str, moment: Moment, losses: list[float]) -> dict[str, Any]:
     """An entry of the record."""
     form = "full" if moment.full else "sharded"
-    row = {"door": api, "moment": moment.name, "save of step": moment.step, "rank": moment.victim, "form": form}
+    row = {"api": api, "moment": moment.name, "save of step": moment.step, "rank": moment.victim, "form": form}
     with tempfile.TemporaryDirectory() as folder:
         try:
             row["went on from"] = kill(api, moment, losses, Path(folder))
@@ -166,7 +166,7 @@ def main() -> int:
     """Returns the number of kills with a wrong result."""
     parser = argparse.ArgumentParser(prog="python -m spec_tests.tutorials.kills")
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
-    parser.add_argument("--number", type=int, default=NUM_RECORDED, help="moments, through each door")
+    parser.add_argument("--number", type=int, default=NUM_RECORDED, help="moments, with each API")
     parser.add_argument("--at-once", type=int, default=3, help="that run at the same time")
     options = parser.parse_args()
     begun, rows = time.monotonic(), []

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from spec_tests.harness import ranks
 from tutorials.gpt import manifest
-from tutorials.gpt.checkpoint import Shelf, choose
+from tutorials.gpt.checkpoint import CheckpointFolder, choose
 from tutorials.gpt.manifest import CheckpointError, Flaw, differences
 from tutorials.gpt.ranks import from_all_ranks, on_first_rank, together
 
@@ -25,11 +25,11 @@ def write(folder: Path) -> None:
     (folder / f"part-{dist.get_rank()}").write_bytes(bytes([dist.get_rank()]) * 1000)
 
 
-def filled(root: Path, *steps: int, keep: int = 10) -> Shelf:
-    shelf = Shelf(root, keep)
+def filled(root: Path, *steps: int, keep: int = 10) -> CheckpointFolder:
+    checkpoints = CheckpointFolder(root, keep)
     for step in steps:
-        shelf.save(step, {"colour": "blue", "number": step}, write)
-    return shelf
+        checkpoints.save(step, {"colour": "blue", "number": step}, write)
+    return checkpoints
 
 
 def on_disk(root: Path) -> list[str]:
@@ -41,10 +41,10 @@ def change(action: Callable[[], Any]) -> None:
     on_first_rank(lambda: (action(), None)[1])
 
 
-def newest(shelf: Shelf) -> tuple[str, list[str]]:
+def newest(checkpoints: CheckpointFolder) -> tuple[str, list[str]]:
     """The chosen checkpoint, and the remarks about others. They must be the same on every rank, except its number."""
     said: list[str] = []
-    name = shelf.newest(said.append).folder.name
+    name = checkpoints.newest(said.append).folder.name
     plain = [re.sub(r"^rank \d: ", "", text) for text in said]
     for theirs in from_all_ranks((name, plain)):
         assert theirs == (name, plain)
@@ -56,8 +56,8 @@ def newest(shelf: Shelf) -> tuple[str, list[str]]:
 
 @ranks(2)
 def test_saved_checkpoint_has_its_step_and_facts(tmp_path: Path) -> None:
-    shelf = filled(tmp_path / "deep" / "shelf", 7)
-    found = shelf.newest(pytest.fail)
+    checkpoints = filled(tmp_path / "deep" / "checkpoints", 7)
+    found = checkpoints.newest(pytest.fail)
 
     assert (found.folder.name, found.step, found.facts) == ("step-000007", 7, {"colour": "blue", "number": 7})
     assert (found.folder / "part-1").read_bytes() == b"\1" * 1000
@@ -66,40 +66,40 @@ def test_saved_checkpoint_has_its_step_and_facts(tmp_path: Path) -> None:
 
 
 @ranks(2)
-def test_the_newest_two_are_kept_and_what_has_a_greater_number_is_not_called_old(tmp_path: Path) -> None:
+def test_newest_two_checkpoints_are_kept_and_greater_step_numbers_are_not_removed(tmp_path: Path) -> None:
     filled(tmp_path, 10, 20, 30, 90, keep=9)
     filled(tmp_path, 40, keep=2)
 
     assert on_disk(tmp_path) == ["newest", "step-000030", "step-000040", "step-000090"]
-    assert newest(Shelf(tmp_path))[0] == "step-000040"
+    assert newest(CheckpointFolder(tmp_path))[0] == "step-000040"
 
 
 @ranks(2)
-def test_numbers_are_compared_as_numbers_when_they_outgrow_their_digits(tmp_path: Path) -> None:
+def test_step_numbers_of_different_lengths_are_compared_as_numbers(tmp_path: Path) -> None:
     filled(tmp_path, 999_998, 999_999, 1_000_000, keep=2)
 
     assert on_disk(tmp_path) == ["newest", "step-1000000", "step-999999"]
-    assert Shelf(tmp_path).candidates() == ["step-1000000", "step-999999"]
+    assert CheckpointFolder(tmp_path).candidates() == ["step-1000000", "step-999999"]
 
 
 @ranks(2)
-def test_nothing_is_removed_before_the_new_one_is_announced(tmp_path: Path) -> None:
+def test_old_checkpoints_are_removed_only_after_the_new_one_is_announced(tmp_path: Path) -> None:
     filled(tmp_path, 1, 2, keep=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Shelf, "_hide", _fail_to_hide)
+        patch.setattr(CheckpointFolder, "_hide", _fail_to_hide)
         with pytest.raises(RuntimeError, match="rank 0: OSError: newest is step-000003"):
             filled(tmp_path, 3, keep=2)
 
-    assert newest(Shelf(tmp_path)) == ("step-000003", [])
+    assert newest(CheckpointFolder(tmp_path)) == ("step-000003", [])
 
 
-def _fail_to_hide(shelf: Shelf, folder: Path) -> None:
-    raise OSError(f"newest is {(shelf.root / 'newest').read_text()}")
+def _fail_to_hide(checkpoints: CheckpointFolder, folder: Path) -> None:
+    raise OSError(f"newest is {(checkpoints.root / 'newest').read_text()}")
 
 
 @ranks(2)
-def test_a_rank_that_cannot_write_stops_all_ranks_and_what_was_there_stays(tmp_path: Path) -> None:
-    shelf = filled(tmp_path, 1)
+def test_failed_write_on_one_rank_stops_all_ranks_and_keeps_the_old_checkpoint(tmp_path: Path) -> None:
+    checkpoints = filled(tmp_path, 1)
 
     def write_badly(folder: Path) -> None:
         write(folder)
@@ -108,8 +108,8 @@ def test_a_rank_that_cannot_write_stops_all_ranks_and_what_was_there_stays(tmp_p
             os.symlink("/proc/self/mem", folder / "part-1")  # A file that cannot be read.
 
     with pytest.raises(RuntimeError, match=r"rank \d: OSError"):
-        shelf.save(2, {}, write_badly)
-    assert newest(shelf) == ("step-000001", [])
+        checkpoints.save(2, {}, write_badly)
+    assert newest(checkpoints) == ("step-000001", [])
     assert on_disk(tmp_path) == [".step-000002.part", "newest", "step-000001"]
 
     filled(tmp_path, 3)
@@ -117,19 +117,19 @@ def test_a_rank_that_cannot_write_stops_all_ranks_and_what_was_there_stays(tmp_p
 
 
 @ranks(2)
-def test_tidying_removes_what_is_hidden_and_nothing_that_has_its_name(tmp_path: Path) -> None:
+def test_tidy_removes_hidden_leftovers_and_keeps_named_checkpoints(tmp_path: Path) -> None:
     filled(tmp_path, 1, 2, 3)
     change(lambda: (tmp_path / "step-000001").rename(tmp_path / ".step-000001.old"))
     change(lambda: (tmp_path / ".step-000009.part").mkdir())
     change(lambda: (tmp_path / ".newest.part").write_text("step-0"))
-    Shelf(tmp_path, keep=1).tidy()
-    Shelf(tmp_path / "not there").tidy()
+    CheckpointFolder(tmp_path, keep=1).tidy()
+    CheckpointFolder(tmp_path / "not there").tidy()
 
     assert on_disk(tmp_path) == ["newest", "step-000002", "step-000003"]
 
 
 @ranks(2)
-def test_other_peoples_files_in_the_folder_are_left_alone(tmp_path: Path) -> None:
+def test_other_files_in_the_folder_are_not_removed(tmp_path: Path) -> None:
     others = ["notes.txt", ".step", "step-7", "step-000001.bak", ".step-000001.part.txt"]
     change(lambda: [(tmp_path / name).write_text("mine") for name in others])
     filled(tmp_path, 1, 2, 3, keep=1)
@@ -138,9 +138,9 @@ def test_other_peoples_files_in_the_folder_are_left_alone(tmp_path: Path) -> Non
 
 
 @pytest.mark.pure
-def test_to_keep_nothing_is_refused() -> None:
+def test_keeping_zero_checkpoints_is_refused() -> None:
     with pytest.raises(ValueError, match="keep=0"):
-        Shelf(Path("anywhere"), keep=0)
+        CheckpointFolder(Path("anywhere"), keep=0)
 
 
 # --- checking ---
@@ -191,80 +191,82 @@ DAMAGES = [
 ]
 
 
-@pytest.mark.parametrize(("damage", "complaint"), DAMAGES, ids=[damage.__name__ for damage, _ in DAMAGES])
+@pytest.mark.parametrize(("damage", "problem"), DAMAGES, ids=[damage.__name__ for damage, _ in DAMAGES])
 @ranks(2)
-def test_a_damaged_newest_is_named_and_the_one_before_it_is_taken(
-    tmp_path: Path, damage: Callable[[Path], None], complaint: str
+def test_damaged_newest_checkpoint_is_named_and_the_previous_one_is_loaded(
+    tmp_path: Path, damage: Callable[[Path], None], problem: str
 ) -> None:
-    shelf = filled(tmp_path, 1, 2)
+    checkpoints = filled(tmp_path, 1, 2)
     change(lambda: damage(tmp_path / "step-000002"))
-    name, said = newest(shelf)
+    name, said = newest(checkpoints)
 
     assert name == "step-000001"
     assert len(said) == 1
-    assert re.match(rf"{re.escape(str(tmp_path))}/step-000002 is refused: {complaint}", said[0]), said
+    assert re.match(rf"{re.escape(str(tmp_path))}/step-000002 is refused: {problem}", said[0]), said
 
 
-@pytest.mark.parametrize(("damage", "complaint"), DAMAGES, ids=[damage.__name__ for damage, _ in DAMAGES])
+@pytest.mark.parametrize(("damage", "problem"), DAMAGES, ids=[damage.__name__ for damage, _ in DAMAGES])
 @ranks(2)
 def test_every_rank_refuses_incomplete_checkpoints(
-    tmp_path: Path, damage: Callable[[Path], None], complaint: str
+    tmp_path: Path, damage: Callable[[Path], None], problem: str
 ) -> None:
     filled(tmp_path, 2)
     change(lambda: damage(tmp_path / "step-000002"))
 
     for resume in (tmp_path, tmp_path / "step-000002"):
-        with pytest.raises(CheckpointError, match=rf"rank {dist.get_rank()}: .*step-000002 is refused: {complaint}"):
+        with pytest.raises(CheckpointError, match=rf"rank {dist.get_rank()}: .*step-000002 is refused: {problem}"):
             choose(resume, None, lambda text: None)
 
 
 @ranks(2)
 def test_error_on_one_rank_makes_all_ranks_refuse(tmp_path: Path) -> None:
-    shelf = filled(tmp_path, 1)
+    checkpoints = filled(tmp_path, 1)
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(manifest, "MANIFEST", "on another file system")
         with pytest.raises(CheckpointError, match=r"key file: .*\(rank 1\)"):
-            shelf.newest(lambda text: None)
+            checkpoints.newest(lambda text: None)
 
 
 @ranks(2)
-def test_one_that_has_its_name_but_was_not_announced_is_not_taken_and_is_replaced(tmp_path: Path) -> None:
+def test_unannounced_checkpoint_with_the_same_name_is_not_loaded_and_is_replaced(tmp_path: Path) -> None:
     filled(tmp_path, 1, 2)
     change(lambda: (tmp_path / "newest").write_text("step-000001"))
-    assert newest(Shelf(tmp_path)) == ("step-000001", [])
+    assert newest(CheckpointFolder(tmp_path)) == ("step-000001", [])
 
-    Shelf(tmp_path).save(2, {"colour": "red"}, write)
-    assert Shelf(tmp_path).newest(pytest.fail).facts == {"colour": "red"}
+    CheckpointFolder(tmp_path).save(2, {"colour": "red"}, write)
+    assert CheckpointFolder(tmp_path).newest(pytest.fail).facts == {"colour": "red"}
     assert on_disk(tmp_path) == ["newest", "step-000001", "step-000002"]
 
 
 @pytest.mark.parametrize("pointer", [None, b"", b"step-", b"../elsewhere", b"\xff\xfe"])
 @ranks(2)
-def test_without_a_readable_pointer_the_greatest_number_is_taken(tmp_path: Path, pointer: bytes | None) -> None:
+def test_checkpoint_with_the_greatest_number_is_used_without_a_readable_pointer(
+    tmp_path: Path, pointer: bytes | None
+) -> None:
     filled(tmp_path, 1, 3, 2)
     path = tmp_path / "newest"
     change(lambda: path.unlink() if pointer is None else path.write_bytes(pointer))
 
-    assert newest(Shelf(tmp_path)) == ("step-000003", [])
+    assert newest(CheckpointFolder(tmp_path)) == ("step-000003", [])
 
 
 @ranks(2)
-def test_one_of_another_format_is_refused_even_if_an_older_one_would_do(tmp_path: Path) -> None:
+def test_checkpoint_of_another_format_is_refused_even_with_an_older_valid_one(tmp_path: Path) -> None:
     filled(tmp_path, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(manifest, "VERSION", 99)
         filled(tmp_path, 2)
 
     with pytest.raises(CheckpointError, match=r"file manifest.json, key version: expected 1, found 99 \(rank 0, 1\)"):
-        Shelf(tmp_path).newest(pytest.fail)
+        CheckpointFolder(tmp_path).newest(pytest.fail)
 
 
 # --- choosing ---
 
 
 @ranks(2)
-def test_without_resume_the_run_begins_at_the_beginning(tmp_path: Path) -> None:
+def test_run_without_resume_starts_from_the_beginning(tmp_path: Path) -> None:
     assert choose(None, None, pytest.fail) is None
     assert choose(None, tmp_path / "new", pytest.fail) is None
 
@@ -282,7 +284,7 @@ def test_first_run_of_repeated_command_starts_without_checkpoint(tmp_path: Path)
 
 
 @ranks(2)
-def test_an_older_one_can_be_named_and_newer_ones_are_not_looked_at(tmp_path: Path) -> None:
+def test_older_checkpoint_can_be_named_and_newer_ones_are_not_read(tmp_path: Path) -> None:
     filled(tmp_path, 1, 2)
 
     found = choose(tmp_path / "step-000001", tmp_path, pytest.fail)
@@ -294,9 +296,7 @@ def test_an_older_one_can_be_named_and_newer_ones_are_not_looked_at(tmp_path: Pa
     ("there", "found"), [(None, "no such folder"), ([], "nothing"), (["a.txt", "b.txt"], "a.txt, b.txt")]
 )
 @ranks(2)
-def test_a_folder_without_checkpoints_is_no_place_to_resume_from(
-    tmp_path: Path, there: list[str] | None, found: str
-) -> None:
+def test_folder_without_checkpoints_cannot_be_resumed(tmp_path: Path, there: list[str] | None, found: str) -> None:
     folder = tmp_path / "x"
     if there is not None:
         change(folder.mkdir)

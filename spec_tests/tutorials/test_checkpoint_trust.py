@@ -22,7 +22,7 @@ from spec_tests.waiting import comes_true
 
 # isort: split
 from gpt import manifest
-from gpt.checkpoint import Shelf
+from gpt.checkpoint import CheckpointFolder
 from gpt.no_code import Planner
 from gpt.options import parse
 from gpt.ranks import from_all_ranks, on_first_rank
@@ -62,13 +62,13 @@ def attacked(folder: Path, file: str, mark: Path) -> None:
 @pytest.mark.spec("SAVE-04")
 @pytest.mark.parametrize("file", [".metadata", "progress.pt", "full.pt"])
 @ranks(2)
-def test_no_code_of_a_checkpoint_runs_although_its_checksums_are_right(tmp_path: Path, file: str) -> None:
-    folder = save(Shelf(tmp_path / "runs"), fresh(), fixed=FIXED, noted=NOTED, full=file == "full.pt")
+def test_code_in_a_checkpoint_with_valid_checksums_does_not_run(tmp_path: Path, file: str) -> None:
+    folder = save(CheckpointFolder(tmp_path / "runs"), fresh(), fixed=FIXED, noted=NOTED, full=file == "full.pt")
     mark = tmp_path / "mark"
     on_first_rank(lambda: attacked(folder, file, mark))
     training = fresh()
     before = whole(training)
-    checkpoint = Shelf(tmp_path / "runs").newest(pytest.fail)
+    checkpoint = CheckpointFolder(tmp_path / "runs").newest(pytest.fail)
     with pytest.raises(RuntimeError, match=r"(?s)rank 0: UnpicklingError: .*system.*rank 1: UnpicklingError"):
         resume(checkpoint, training, fixed=FIXED, noted=NOTED)
     assert not mark.exists()
@@ -77,7 +77,7 @@ def test_no_code_of_a_checkpoint_runs_although_its_checksums_are_right(tmp_path:
 
 @pytest.mark.spec("SAVE-04")
 @ranks(1)
-def test_no_code_of_a_value_that_is_no_tensor_runs(tmp_path: Path) -> None:
+def test_code_of_a_value_other_than_a_tensor_does_not_run(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     dcp.save({"value": Attack(mark)}, checkpoint_id=tmp_path / "saved")
     with pytest.raises(dcp.CheckpointException, match="Weights only load failed"):
@@ -94,14 +94,14 @@ def test_no_code_of_a_value_that_is_no_tensor_runs(tmp_path: Path) -> None:
 def test_a_good_checkpoint_is_read_by_the_restricted_reader(tmp_path: Path) -> None:
     saved, again = fresh(), fresh("--seed=9")
     same_step_everywhere(saved, 0)
-    save(Shelf(tmp_path), saved, fixed=FIXED, noted=NOTED, full=False)
-    resume(Shelf(tmp_path).newest(pytest.fail), again, fixed=FIXED, noted=NOTED)
+    save(CheckpointFolder(tmp_path), saved, fixed=FIXED, noted=NOTED, full=False)
+    resume(CheckpointFolder(tmp_path).newest(pytest.fail), again, fixed=FIXED, noted=NOTED)
     assert_equal(whole(again), whole(saved))
 
 
 @pytest.mark.spec("SAVE-04")
 @pytest.mark.pure
-def test_the_help_of_resume_speaks_of_trust(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_resume_warns_about_untrusted_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["--help"])
     assert "use only checkpoints that you trust" in " ".join(capsys.readouterr().out.split())
@@ -115,12 +115,12 @@ def write(folder: Path) -> None:
 @pytest.mark.parametrize("contents", ["[" * 100_000, '{"a":' * 100_000, '{"seal":' + "[" * 900 + "]" * 900 + "}"])
 @ranks(2)
 def test_a_manifest_that_is_nested_too_deeply_is_damaged(tmp_path: Path, contents: str) -> None:
-    shelf = Shelf(tmp_path)
-    shelf.save(1, {}, write)
-    shelf.save(2, {}, write)
+    checkpoints = CheckpointFolder(tmp_path)
+    checkpoints.save(1, {}, write)
+    checkpoints.save(2, {}, write)
     on_first_rank(lambda: (tmp_path / "step-000002" / "manifest.json").write_text(contents))
     said: list[str] = []
-    assert shelf.newest(said.append).step == 1
+    assert checkpoints.newest(said.append).step == 1
     assert "manifest.json" in said[0]
 
 
@@ -136,17 +136,17 @@ sys.stdin.read()
 @pytest.mark.spec("SAVE-06")
 @ranks(2)
 def test_second_saving_job_is_refused_and_removes_nothing(tmp_path: Path) -> None:
-    shelf, ready = Shelf(tmp_path / "runs"), tmp_path / "ready"
-    shelf.save(1, {}, write)
-    part = shelf.root / ".step-000002.part"
+    checkpoints, ready = CheckpointFolder(tmp_path / "runs"), tmp_path / "ready"
+    checkpoints.save(1, {}, write)
+    part = checkpoints.root / ".step-000002.part"
     process = None
     if dist.get_rank() == 0:
         part.mkdir()
-        command = [sys.executable, "-c", HOLDER, str(shelf.root), str(ready)]
+        command = [sys.executable, "-c", HOLDER, str(checkpoints.root), str(ready)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE)
         assert comes_true(ready.exists, limit=60)
     from_all_ranks(None)
-    for call in (shelf.tidy, lambda: shelf.save(2, {}, write)):
+    for call in (checkpoints.tidy, lambda: checkpoints.save(2, {}, write)):
         with pytest.raises(RuntimeError, match=r"another job writes checkpoints to .*runs"):
             call()
     assert part.is_dir()
@@ -155,14 +155,14 @@ def test_second_saving_job_is_refused_and_removes_nothing(tmp_path: Path) -> Non
         process.kill()  # As by `kill -9`: the lock ends with the process.
         process.wait()
     from_all_ranks(None)
-    shelf.save(2, {}, write)
-    assert shelf.newest(pytest.fail).step == 2
+    checkpoints.save(2, {}, write)
+    assert checkpoints.newest(pytest.fail).step == 2
 
 
 @pytest.mark.spec("SAVE-07")
 @pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
 @ranks(2)
-def test_the_rank_that_meets_a_limit_on_file_sizes_names_it(tmp_path: Path, full: bool) -> None:
+def test_rank_that_exceeds_a_file_size_limit_names_the_limit(tmp_path: Path, full: bool) -> None:
     limited, limit = (0 if full else 1), 2**20
     large = {f"large {dist.get_rank()}": torch.zeros(limit)}  # 4 MiB
 
@@ -177,7 +177,7 @@ def test_the_rank_that_meets_a_limit_on_file_sizes_names_it(tmp_path: Path, full
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
         with pytest.raises((RuntimeError, dcp.CheckpointException)) as error:
-            Shelf(tmp_path).save(1, {}, write_large)
+            CheckpointFolder(tmp_path).save(1, {}, write_large)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     named = f"rank {limited}: this rank cannot write files larger than {limit} bytes (RLIMIT_FSIZE"
@@ -187,36 +187,36 @@ def test_the_rank_that_meets_a_limit_on_file_sizes_names_it(tmp_path: Path, full
 @pytest.mark.spec("SAVE-08")
 @ranks(2)
 def test_a_leftover_that_is_a_symbolic_link_is_removed_and_its_target_stays(tmp_path: Path) -> None:
-    shelf, elsewhere = Shelf(tmp_path / "runs", keep=1), tmp_path / "elsewhere"
-    shelf.save(1, {}, write)
+    checkpoints, elsewhere = CheckpointFolder(tmp_path / "runs", keep=1), tmp_path / "elsewhere"
+    checkpoints.save(1, {}, write)
 
     def link() -> None:
         elsewhere.mkdir()
         (elsewhere / "mine").write_text("mine")
-        (shelf.root / ".step-000002.part").symlink_to(elsewhere)
-        (shelf.root / ".newest.part").symlink_to(elsewhere)
-        (shelf.root / "step-000002").symlink_to(elsewhere)
-        (shelf.root / "step-000000").symlink_to(elsewhere)
+        (checkpoints.root / ".step-000002.part").symlink_to(elsewhere)
+        (checkpoints.root / ".newest.part").symlink_to(elsewhere)
+        (checkpoints.root / "step-000002").symlink_to(elsewhere)
+        (checkpoints.root / "step-000000").symlink_to(elsewhere)
 
     on_first_rank(link)
-    shelf.save(2, {}, write)
-    assert on_first_rank(lambda: sorted(os.listdir(shelf.root))) == ["newest", "step-000002"]
+    checkpoints.save(2, {}, write)
+    assert on_first_rank(lambda: sorted(os.listdir(checkpoints.root))) == ["newest", "step-000002"]
     assert (elsewhere / "mine").read_text() == "mine"
 
 
 @pytest.mark.spec("SAVE-08")
 @ranks(2)
 def test_a_folder_called_newest_ends_the_run_before_its_first_step(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path)
-    shelf.save(1, {}, write)
+    checkpoints = CheckpointFolder(tmp_path)
+    checkpoints.save(1, {}, write)
 
     def replace() -> None:
         (tmp_path / "newest").unlink()
         (tmp_path / "newest").mkdir()
 
     on_first_rank(replace)
-    assert shelf.newest(pytest.fail).step == 1
-    for call in (shelf.tidy, lambda: shelf.save(2, {}, write)):
+    assert checkpoints.newest(pytest.fail).step == 1
+    for call in (checkpoints.tidy, lambda: checkpoints.save(2, {}, write)):
         with pytest.raises(RuntimeError, match=r"newest is a folder, .*Move it away"):
             call()
     assert (tmp_path / "newest").is_dir()

@@ -82,7 +82,7 @@ def outcome(name: str, *arguments: str) -> tuple[list[tuple[int | None, str]], f
 @pytest.mark.pure
 @pytest.mark.spec("LAB-01")
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_script_has_question_one_broken_place_and_a_fix(name: str) -> None:
+def test_script_has_a_question_one_error_and_a_fix(name: str) -> None:
     text = (LAB / f"{name}.py").read_text()
     assert 25 <= len(text.splitlines()) <= 60
     tree = ast.parse(text)
@@ -110,7 +110,7 @@ def test_every_script_has_expected_message() -> None:
 
 @pytest.mark.spec("LAB-02")
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_broken_script_ends_in_time_and_each_rank_names_the_cause(name: str) -> None:
+def test_failing_script_ends_in_time_and_each_rank_prints_the_cause(name: str) -> None:
     ranks, seconds = outcome(name)
     says = SAYS[name]
     for rank, (status, words) in enumerate(ranks):
@@ -167,7 +167,7 @@ def test_debug_mode_detects_later_order_change() -> None:
 
 
 @pytest.mark.spec("LAB-05")
-def test_started_plainly_both_ranks_speak_one_after_the_other() -> None:
+def test_script_without_launcher_prints_both_ranks_one_after_the_other() -> None:
     launcher = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     environment = {name: value for name, value in os.environ.items() if name not in launcher} | ENVIRONMENT
     command = [sys.executable, str(LAB / "raises_in_backward.py")]

@@ -26,7 +26,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[fl
 
 @pytest.mark.spec("FAULT-04")
 @pytest.mark.parametrize(("api", "moment"), DRAWN, ids=str)
-def test_a_rank_killed_in_a_save_costs_at_most_the_steps_since_the_one_before(
+def test_rank_killed_during_a_save_loses_at_most_the_steps_since_the_previous_save(
     api: str, moment: Moment, uninterrupted: dict[str, list[float]], tmp_path: Path
 ) -> None:
     assert kills.kill(api, moment, uninterrupted[api], tmp_path).startswith("step-")
@@ -36,7 +36,7 @@ def test_a_rank_killed_in_a_save_costs_at_most_the_steps_since_the_one_before(
 def test_50_recorded_kills_with_each_api_lose_no_checkpoint() -> None:
     recorded = json.loads(kills.RECORD.read_text())["kills"]
     for seed, api in enumerate(APIS, start=1):
-        rows = [row for row in recorded if row["door"] == api]
+        rows = [row for row in recorded if row["api"] == api]
         moments = drawn_moments(NUM_RECORDED, seed)
         assert len(moments) == 50
         assert [(row["moment"], row["save of step"], row["rank"]) for row in rows] == [
@@ -46,9 +46,9 @@ def test_50_recorded_kills_with_each_api_lose_no_checkpoint() -> None:
         assert {row["form"] for row in rows} == {"full", "sharded"}
 
 
-def test_the_named_moments_are_those_of_a_real_save_and_come_in_this_order(tmp_path: Path) -> None:
+def test_named_moments_occur_in_a_real_save_in_this_order(tmp_path: Path) -> None:
     """The test above fails if a moment never occurs, but not if a moment is in the wrong place."""
-    outcome = killing.run(tmp_path / "work", save=tmp_path / "shelf")
+    outcome = killing.run(tmp_path / "work", save=tmp_path / "checkpoints")
     assert outcome.codes == [0, 0], outcome.outputs
     calls = outcome.calls[0]
     save = calls[calls.index("mkdir .step-000006.part") :]

@@ -45,7 +45,7 @@ def test_remaining_time_is_estimated_without_first_step(
     assert said.startswith("about 40 seconds more, as fast as steps 2 to 6 of this run; longer if other programs")
 
 
-def test_a_run_that_is_over_by_then_is_not_estimated(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_that_ends_early_prints_no_estimate(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
     advance(clock, 6)
     assert estimates(capsys.readouterr().out) == []
 
@@ -53,13 +53,13 @@ def test_a_run_that_is_over_by_then_is_not_estimated(clock: list[float], capsys:
 @pytest.mark.parametrize(
     ("seconds", "said"), [(0.4, "a second"), (7.6, "8 seconds"), (52, "50 seconds"), (170, "3 minutes")]
 )
-def test_a_duration_has_no_more_figures_than_an_estimate(clock: list[float], seconds: float, said: str) -> None:
+def test_duration_has_no_more_digits_than_an_estimate(clock: list[float], seconds: float, said: str) -> None:
     from gpt.report import duration
 
     assert duration(seconds) == said
 
 
-def test_the_report_begins_with_how_busy_the_machine_was(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_begins_with_the_load_of_the_machine(clock: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     from gpt import report
 
     monkeypatch.setattr(report.os, "getloadavg", lambda: (0.26, 0.0, 0.0))

@@ -28,8 +28,8 @@ SCRIPT = REPOSITORY / "tutorials" / "train_gpt.py"
 sys.path.insert(0, str(SCRIPT.parent))
 
 import train_gpt  # noqa: E402
-from gpt.checkpoint import Shelf  # noqa: E402
-from gpt.doors import WrapperDoor  # noqa: E402
+from gpt.apis import WrapperApi  # noqa: E402
+from gpt.checkpoint import CheckpointFolder  # noqa: E402
 from gpt.manifest import CheckpointError  # noqa: E402
 from gpt.ranks import Place, from_all_ranks, on_first_rank  # noqa: E402
 from gpt.resume import Training, resume, save  # noqa: E402
@@ -84,7 +84,7 @@ def same_step_everywhere(training: Training, step: int) -> float:
 
 def whole(training: Training) -> dict[str, Tensor]:
     """Every tensor of model and optimizer, unsharded, on rank 0."""
-    state = training.door.state_of(training.model, training.optimizer, full=True)
+    state = training.api.get_state(training.model, training.optimizer, full=True)
     flat = {f"model.{name}": value for name, value in state["model"].items()}
     for name, values in state["optim"].get("state", {}).items():
         flat |= {f"optim.{name}.{kind}": torch.as_tensor(value) for kind, value in values.items()}
@@ -104,9 +104,7 @@ def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @ranks(2)
-def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one_to_the_last_bit(
-    tmp_path: Path, full: bool, strategy: str
-) -> None:
+def test_resumed_run_has_bitwise_the_losses_of_an_uninterrupted_run(tmp_path: Path, full: bool, strategy: str) -> None:
     form = ["--full"] if full else []
     run = ["--steps=6", f"--strategy={strategy}"]
     uninterrupted = losses_of(*run)
@@ -154,18 +152,18 @@ def save_and_stop(*args: Any, **kwargs: Any) -> None:
 @pytest.mark.spec("TRAIN-10")
 @pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
 @ranks(2)
-def test_scheduler_scaler_counters_and_losses_come_back(tmp_path: Path, full: bool) -> None:
+def test_resume_restores_scheduler_scaler_counters_and_losses(tmp_path: Path, full: bool) -> None:
     before = fresh()
     before.scaler = ShardedGradScaler(device="cpu", init_scale=128.0, growth_interval=2)
     before.scaler.scale(torch.ones(1))
     before.scaler.update(64.0)
     for step in range(3):
         same_step_everywhere(before, step)
-    save(Shelf(tmp_path), before, fixed=FIXED, noted=NOTED, full=full)
+    save(CheckpointFolder(tmp_path), before, fixed=FIXED, noted=NOTED, full=full)
 
     after = fresh()
     after.scaler = ShardedGradScaler(device="cpu", init_scale=2.0)
-    assert resume(Shelf(tmp_path).newest(pytest.fail), after, fixed=FIXED, noted=NOTED) == []
+    assert resume(CheckpointFolder(tmp_path).newest(pytest.fail), after, fixed=FIXED, noted=NOTED) == []
     assert (after.step, after.losses) == (3, before.losses)
     assert after.scheduler.get_last_lr() == before.scheduler.get_last_lr() != fresh().scheduler.get_last_lr()
     assert after.scaler.get_scale() == 64.0
@@ -181,12 +179,12 @@ def test_each_rank_gets_back_its_own_random_numbers(tmp_path: Path) -> None:
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
         seed(100 + dist.get_rank())
     draw()
-    save(Shelf(tmp_path), fresh(), fixed=FIXED, noted=NOTED, full=False)
+    save(CheckpointFolder(tmp_path), fresh(), fixed=FIXED, noted=NOTED, full=False)
     expected = draw()
     # A new run has its own seeds.
     for seed in (random.seed, numpy.random.seed, torch.manual_seed):
         seed(0)
-    resume(Shelf(tmp_path).newest(pytest.fail), fresh(), fixed=FIXED, noted=NOTED)
+    resume(CheckpointFolder(tmp_path).newest(pytest.fail), fresh(), fixed=FIXED, noted=NOTED)
 
     assert draw() == expected
     assert len(set(from_all_ranks(expected))) == 2
@@ -194,17 +192,17 @@ def test_each_rank_gets_back_its_own_random_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.spec("TRAIN-09")
 @ranks(2)
-def test_in_the_full_form_all_ranks_collect_and_only_rank_0_writes(tmp_path: Path) -> None:
+def test_all_ranks_collect_the_full_state_dict_and_only_rank_0_saves(tmp_path: Path) -> None:
     collected: list[bool] = []
     written: list[str] = []
 
-    class Watching(WrapperDoor):
-        def state_of(self, *args: Any, full: bool) -> Any:
+    class Watching(WrapperApi):
+        def get_state(self, *args: Any, full: bool) -> Any:
             collected.append(full)
-            return super().state_of(*args, full=full)
+            return super().get_state(*args, full=full)
 
     training = fresh()
-    training.door = Watching("minifsdp")
+    training.api = Watching("minifsdp")
     same_step_everywhere(training, 0)
     write = torch.save
 
@@ -216,7 +214,7 @@ def test_in_the_full_form_all_ranks_collect_and_only_rank_0_writes(tmp_path: Pat
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "save", watched)
-        folder = save(Shelf(tmp_path), training, fixed=FIXED, noted=NOTED, full=True)
+        folder = save(CheckpointFolder(tmp_path), training, fixed=FIXED, noted=NOTED, full=True)
 
     assert collected == [True]
     assert written == (["full.pt"] if dist.get_rank() == 0 else [])
@@ -237,7 +235,7 @@ def train_on_four_ranks(folder: Path, reference: Path, full: bool) -> None:
     training = fresh()
     for step in range(2):
         same_step_everywhere(training, step)
-    save(Shelf(folder), training, fixed=FIXED, noted=NOTED, full=full)
+    save(CheckpointFolder(folder), training, fixed=FIXED, noted=NOTED, full=full)
     state = whole(training)
     losses = [same_step_everywhere(training, step) for step in range(2, 5)]
     if dist.get_rank() == 0:
@@ -247,7 +245,7 @@ def train_on_four_ranks(folder: Path, reference: Path, full: bool) -> None:
 def resume_and_compare(folder: Path, reference: Path, full: bool, step: int) -> None:
     """On fewer ranks: checks bitwise equal tensors and the same loss. Then saves a checkpoint of the next step."""
     training = fresh()
-    remarks = resume(Shelf(folder).newest(pytest.fail), training, fixed=FIXED, noted=NOTED)
+    remarks = resume(CheckpointFolder(folder).newest(pytest.fail), training, fixed=FIXED, noted=NOTED)
     assert remarks == [f"ranks was {2 * dist.get_world_size()}, and is {dist.get_world_size()} now"]
     assert training.step == step
     ours = whole(training)
@@ -257,7 +255,7 @@ def resume_and_compare(folder: Path, reference: Path, full: bool, step: int) -> 
         assert len([name for name in ours if name.endswith("exp_avg")]) == len(ours) // 4
     ahead = same_step_everywhere(training, step)
     assert ahead == pytest.approx(losses[0], abs=1e-5)
-    save(Shelf(folder), training, fixed=FIXED, noted=NOTED, full=full)
+    save(CheckpointFolder(folder), training, fixed=FIXED, noted=NOTED, full=full)
     state = whole(training)
     on_first_rank(lambda: torch.save((state, losses[1:]), reference))
 
@@ -276,7 +274,7 @@ def resume_on_one_rank(folder: Path, reference: Path, full: bool) -> None:
 @pytest.mark.spec("TRAIN-12")
 @pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
 def test_checkpoint_of_four_ranks_resumes_on_two_and_one(tmp_path: Path, full: bool) -> None:
-    files: dict[str, Any] = {"folder": tmp_path / "shelf", "reference": tmp_path / "reference", "full": full}
+    files: dict[str, Any] = {"folder": tmp_path / "checkpoints", "reference": tmp_path / "reference", "full": full}
     train_on_four_ranks(**files)
     resume_on_two_ranks(**files)
     resume_on_one_rank(**files)
@@ -288,8 +286,8 @@ def test_hybrid_run_saves_each_shard_once_and_resumes(tmp_path: Path) -> None:
     wide = "--width=64"  # large, so that the kilobyte of metadata that a file has for each tensor does not matter
     before, after = fresh(wide, "--strategy=HYBRID_SHARD"), fresh(wide, "--strategy=FULL_SHARD")
     same_step_everywhere(before, 0)
-    folder = save(Shelf(tmp_path), before, fixed=FIXED, noted=NOTED, full=False)
-    resume(Shelf(tmp_path).newest(pytest.fail), after, fixed=FIXED, noted=NOTED)
+    folder = save(CheckpointFolder(tmp_path), before, fixed=FIXED, noted=NOTED, full=False)
+    resume(CheckpointFolder(tmp_path).newest(pytest.fail), after, fixed=FIXED, noted=NOTED)
 
     assert_equal(whole(after), whole(before))
     bytes_of_tensors = 3 * 4 * train_gpt.count(train_gpt.build(parsed(wide), place_here()))
@@ -298,7 +296,7 @@ def test_hybrid_run_saves_each_shard_once_and_resumes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("first", "second"), [("minifsdp", "torch"), ("torch", "minifsdp")])
 @ranks(2)
-def test_torchs_own_fsdp_resumes_what_this_one_has_saved_and_the_other_way_round(
+def test_fsdp_of_torch_and_minifsdp_resume_from_checkpoints_of_each_other(
     tmp_path: Path, first: str, second: str
 ) -> None:
     uninterrupted = losses_of("--steps=4")
@@ -308,8 +306,8 @@ def test_torchs_own_fsdp_resumes_what_this_one_has_saved_and_the_other_way_round
         before.finish_step(
             train_gpt.mean_over_ranks(train_gpt.train_step(before.model, before.optimizer, inputs, targets))
         )
-    save(Shelf(tmp_path), before, fixed=FIXED, noted=NOTED, full=False)
-    resume(Shelf(tmp_path).newest(pytest.fail), after, fixed=FIXED, noted=NOTED)
+    save(CheckpointFolder(tmp_path), before, fixed=FIXED, noted=NOTED, full=False)
+    resume(CheckpointFolder(tmp_path).newest(pytest.fail), after, fixed=FIXED, noted=NOTED)
     for step in range(2, 4):
         inputs, targets = train_gpt.next_batch(corpus().train, step, parsed("--steps=4"), place_here())
         after.finish_step(
@@ -329,7 +327,7 @@ def refused(training: Training, folder: Path, fixed: dict[str, Any] = FIXED) -> 
     groups = [{**group, "params": None} for group in training.optimizer.param_groups]
     states = {key: dict(value) for key, value in training.optimizer.state.items()}
     with pytest.raises(CheckpointError) as error:
-        resume(Shelf(folder).newest(pytest.fail), training, fixed=fixed, noted=NOTED)
+        resume(CheckpointFolder(folder).newest(pytest.fail), training, fixed=fixed, noted=NOTED)
     assert_equal(whole(training), before)
     assert (training.step, training.losses, training.scheduler.state_dict(), torch.get_rng_state().sum()) == numbers
     assert [{**group, "params": None} for group in training.optimizer.param_groups] == groups
@@ -344,7 +342,7 @@ def refused(training: Training, folder: Path, fixed: dict[str, Any] = FIXED) -> 
 @pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
 @ranks(2)
 def test_a_checkpoint_of_another_model_is_refused_by_its_notes(tmp_path: Path, full: bool) -> None:
-    save(Shelf(tmp_path), fresh(), fixed=FIXED, noted=NOTED, full=full)
+    save(CheckpointFolder(tmp_path), fresh(), fixed=FIXED, noted=NOTED, full=full)
 
     message = refused(fresh("--width=32"), tmp_path, {"model": {"width": 32}})
     assert "file manifest.json, key model.width: expected 32, found 16 (rank 0, 1)" in message
@@ -352,10 +350,10 @@ def test_a_checkpoint_of_another_model_is_refused_by_its_notes(tmp_path: Path, f
 
 @pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
 @ranks(2)
-def test_a_checkpoint_whose_keys_or_shapes_differ_is_refused_although_its_notes_fit(tmp_path: Path, full: bool) -> None:
+def test_checkpoint_with_equal_notes_and_different_keys_or_shapes_is_refused(tmp_path: Path, full: bool) -> None:
     saved = fresh()
     same_step_everywhere(saved, 0)
-    save(Shelf(tmp_path), saved, fixed=FIXED, noted=NOTED, full=full)
+    save(CheckpointFolder(tmp_path), saved, fixed=FIXED, noted=NOTED, full=full)
     file = "full.pt" if full else ".metadata"
 
     wider = refused(fresh("--width=32"), tmp_path)
@@ -370,7 +368,7 @@ def test_a_checkpoint_whose_keys_or_shapes_differ_is_refused_although_its_notes_
 
 @ranks(2)
 def test_another_optimizer_and_a_missing_scaler_are_refused(tmp_path: Path) -> None:
-    save(Shelf(tmp_path), fresh(), fixed=FIXED, noted=NOTED, full=False)
+    save(CheckpointFolder(tmp_path), fresh(), fixed=FIXED, noted=NOTED, full=False)
     other = fresh()
     other.optimizer = torch.optim.SGD(other.model.parameters(), lr=0.1, momentum=0.9)
     assert "key optimizer: expected SGD, found AdamW" in refused(other, tmp_path)
@@ -381,8 +379,8 @@ def test_another_optimizer_and_a_missing_scaler_are_refused(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
 @ranks(2)
-def test_a_truncated_one_is_refused_on_every_rank_and_changes_nothing(tmp_path: Path, full: bool) -> None:
-    folder = save(Shelf(tmp_path), fresh(), fixed=FIXED, noted=NOTED, full=full)
+def test_truncated_checkpoint_is_refused_on_every_rank_and_changes_nothing(tmp_path: Path, full: bool) -> None:
+    folder = save(CheckpointFolder(tmp_path), fresh(), fixed=FIXED, noted=NOTED, full=full)
     file = folder / ("full.pt" if full else "__1_0.distcp")
     size = on_first_rank(lambda: file.stat().st_size)
     on_first_rank(lambda: os.truncate(file, size // 2))
@@ -403,7 +401,7 @@ def test_a_truncated_one_is_refused_on_every_rank_and_changes_nothing(tmp_path: 
 
 @pytest.mark.pure
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "problem"),
     [
         (["--compare", "--save=x"], "--compare does not save models"),
         (["--compare", "--resume=x"], "--compare does not save models"),
@@ -415,12 +413,12 @@ def test_a_truncated_one_is_refused_on_every_rank_and_changes_nothing(tmp_path: 
     ],
 )
 def test_wrong_options_of_saving_are_explained(
-    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(SystemExit):
         train_gpt.parse(arguments)
-    assert complaint in capsys.readouterr().err
+    assert problem in capsys.readouterr().err
 
 
 def output_of(*arguments: str, num_ranks: int = 2) -> str:

@@ -54,7 +54,7 @@ def library_of(root: Path, **files: str) -> Path:
 
 
 @pytest.mark.pure
-def test_the_standard_library_is_there_and_large(corpus: Corpus) -> None:
+def test_standard_library_corpus_exists_and_is_large(corpus: Corpus) -> None:
     assert corpus.num_bytes > 5_000_000
     assert corpus.num_files > 300
     assert corpus.train.dtype is torch.uint8
@@ -62,7 +62,7 @@ def test_the_standard_library_is_there_and_large(corpus: Corpus) -> None:
 
 
 @pytest.mark.pure
-def test_the_hash_is_of_the_contents_in_the_order_of_paths_and_of_nothing_else(tmp_path: Path) -> None:
+def test_hash_depends_only_on_the_contents_in_path_order(tmp_path: Path) -> None:
     first = read_standard_library(library_of(tmp_path / "1", a="one", b="two", c__d="three"))
     again = read_standard_library(library_of(tmp_path / "2", c__d="three", b="two", a="one"))
     other = read_standard_library(library_of(tmp_path / "3", a="one", b="two", c__d="three!"))
@@ -72,7 +72,7 @@ def test_the_hash_is_of_the_contents_in_the_order_of_paths_and_of_nothing_else(t
 
 
 @pytest.mark.pure
-def test_tests_foreign_packages_and_what_was_generated_for_one_machine_are_left_out(tmp_path: Path) -> None:
+def test_corpus_excludes_tests_foreign_packages_and_generated_files(tmp_path: Path) -> None:
     wanted = library_of(tmp_path / "1", a="one", b="two")
     more = library_of(tmp_path / "2", a="one", b="two", test__x="no", c__tests__x="no", _sysconfigdata_x="no")
     library_of(more / "site-packages", numpy="no")
@@ -118,7 +118,7 @@ def test_a_batch_depends_on_seed_rank_and_step_and_on_nothing_else(corpus: Corpu
 
 
 @pytest.mark.pure
-def test_targets_are_the_inputs_one_byte_later(corpus: Corpus) -> None:
+def test_targets_are_the_inputs_shifted_by_one_byte(corpus: Corpus) -> None:
     inputs, targets = windows(corpus.train)
 
     assert inputs.shape == targets.shape == (4, 32)
@@ -127,7 +127,7 @@ def test_targets_are_the_inputs_one_byte_later(corpus: Corpus) -> None:
 
 
 @pytest.mark.pure
-def test_one_process_sees_the_batches_of_all_ranks_one_above_the_other(corpus: Corpus) -> None:
+def test_one_process_uses_the_concatenated_batches_of_all_ranks(corpus: Corpus) -> None:
     union = global_batch(corpus.train, seed=3, num_ranks=3, step=5, num_windows=4, context=32)
     parts = [windows(corpus.train, seed=3, rank=rank, step=5) for rank in range(3)]
 
@@ -143,7 +143,7 @@ def test_no_two_pairs_of_rank_and_step_share_a_seed() -> None:
 
 
 @pytest.mark.pure
-def test_seeds_stay_within_what_the_generator_reads() -> None:
+def test_seeds_fit_into_the_bits_that_the_generator_uses() -> None:
     def draw(seed: int) -> float:
         return torch.rand(1, generator=torch.Generator().manual_seed(seed)).item()
 
@@ -168,7 +168,7 @@ def tiny_model() -> GPT:
 
 
 @pytest.mark.pure
-def test_a_score_depends_on_the_bytes_before_it_and_on_none_after_it() -> None:
+def test_score_depends_only_on_the_bytes_up_to_its_position() -> None:
     model, text = tiny_model(), torch.arange(20)[None]
     changed = text.clone()
     changed[0, 10] = 99
@@ -188,7 +188,7 @@ def test_the_blocks_are_equal_and_the_root_keeps_embedding_and_norm() -> None:
 
 
 @pytest.mark.pure
-def test_an_untrained_model_guesses_about_as_well_as_chance(corpus: Corpus) -> None:
+def test_untrained_model_predicts_at_chance_level(corpus: Corpus) -> None:
     inputs, targets = windows(corpus.train)
     loss = torch.nn.functional.cross_entropy(tiny_model()(inputs).flatten(0, 1), targets.flatten())
 
@@ -196,7 +196,7 @@ def test_an_untrained_model_guesses_about_as_well_as_chance(corpus: Corpus) -> N
 
 
 @pytest.mark.pure
-def test_a_width_that_does_not_pair_up_is_refused() -> None:
+def test_gpt_refuses_a_width_that_does_not_fit_its_heads() -> None:
     with pytest.raises(ValueError, match="30 and 4"):
         GPT(width=30, num_blocks=1, num_heads=4)
 
@@ -212,7 +212,7 @@ def test_generated_text_continues_the_prompt_and_repeats_with_the_seed() -> None
 
 
 @pytest.mark.pure
-def test_text_is_shown_without_bytes_that_move_the_cursor() -> None:
+def test_text_is_printed_without_bytes_that_control_the_cursor() -> None:
     assert readable(b"a\n\tb\x1b[2J\xff") == "a\n\\x09b\\x1b[2J\\xff"
 
 
@@ -305,7 +305,7 @@ def test_counter_adds_simultaneous_all_gathers() -> None:
 
 @pytest.mark.pure
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "problem"),
     [
         (["--strategy=HALF_SHARD"], "invalid choice: 'HALF_SHARD'"),
         (["--steps=0"], "0 is not at least 1"),
@@ -320,14 +320,14 @@ def test_counter_adds_simultaneous_all_gathers() -> None:
     ],
 )
 def test_a_wrong_option_is_explained_before_anything_starts(
-    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(SystemExit) as stop:
         options.parse(arguments)
 
     assert stop.value.code == 2
-    assert complaint in capsys.readouterr().err
+    assert problem in capsys.readouterr().err
 
 
 @pytest.mark.pure
@@ -374,7 +374,7 @@ def losses(output: str) -> list[float]:
 
 
 @pytest.mark.spec("TRAIN-01", "TRAIN-21")
-def test_under_torchrun_two_ranks_train_and_one_of_them_reports(corpus: Corpus) -> None:
+def test_two_ranks_train_under_torchrun_and_one_of_them_reports(corpus: Corpus) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     output = output_of(*launch, str(SCRIPT), *TINY)
 
@@ -389,7 +389,7 @@ def test_under_torchrun_two_ranks_train_and_one_of_them_reports(corpus: Corpus) 
 
 
 @pytest.mark.spec("TRAIN-01")
-def test_started_plainly_it_starts_its_own_ranks_and_draws_what_they_did(tmp_path: Path) -> None:
+def test_script_without_launcher_starts_its_ranks_and_draws_their_steps(tmp_path: Path) -> None:
     trace, picture = tmp_path / "steps.json", tmp_path / "step.svg"
     # A learning rate that suits four steps, so that the loss clearly goes down.
     output = output_of(sys.executable, str(SCRIPT), *TINY, "--lr=0.2", f"--trace={trace}", f"--timeline={picture}")

@@ -85,7 +85,7 @@ def test_a_naive_fsdp_trains_like_a_single_process_at_every_step_and_ends_as_min
 
 
 @pytest.mark.pure
-def test_every_lesson_begins_with_how_to_start_it_and_how_long_it_takes() -> None:
+def test_every_lesson_begins_with_its_command_and_its_duration() -> None:
     for path in sorted(TUTORIALS.glob("*.py")):
         text = path.read_text()
         if "__main__" in text and path.name != "common.py":
@@ -186,7 +186,7 @@ def test_the_best_t5_is_saved_under_a_name_that_every_file_system_takes(t5_folde
 
 @needs_transformers
 @pytest.mark.spec("TRAIN-29")
-def test_rank_0_notes_of_each_epoch_how_long_it_took_and_both_losses(t5_folder: Path) -> None:
+def test_rank_0_writes_duration_and_losses_of_each_epoch(t5_folder: Path) -> None:
     output = t5_output(t5_folder)
     records = json.loads((t5_folder / "epochs.json").read_text())
 
@@ -314,7 +314,7 @@ def test_substitute_data_set_has_original_shape() -> None:
 
 @needs_transformers
 @pytest.mark.spec("TRAIN-18")
-def test_a_file_name_tells_prefix_run_epoch_and_loss() -> None:
+def test_checkpoint_file_name_contains_prefix_run_epoch_and_loss() -> None:
     name = lesson("t5_summarise").file_name("T5", datetime(2026, 11, 21, 15, 4, 5), epoch=2, loss=2.87124)
     assert name == "T5-2026-11-21-15-04-05-epoch-2-2.8712.pt"
 
@@ -335,7 +335,7 @@ def test_gpu_memory_is_recorded_in_gigabytes(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.pure
-def test_docstrings_come_with_their_package_and_fall_into_summary_and_body(tmp_path: Path) -> None:
+def test_docstrings_are_in_the_package_and_consist_of_summary_and_body(tmp_path: Path) -> None:
     (tmp_path / "email").mkdir()
     (tmp_path / "email" / "a.py").write_text('"""One\nline.\n\nAnd\nmore."""\ndef f():\n    "Only this."\n')
     (tmp_path / "test").mkdir()
@@ -353,7 +353,7 @@ def test_docstrings_come_with_their_package_and_fall_into_summary_and_body(tmp_p
 
 
 @pytest.mark.spec("TRAIN-05", "TRAIN-31", "NOSYNC-03", "NOSYNC-05")
-def test_accumulation_ends_where_a_single_process_does_also_with_a_window_that_is_not_full() -> None:
+def test_accumulation_with_an_incomplete_window_equals_a_single_process() -> None:
     output = output_of("knobs.py")
 
     assert "7 batches in windows of 3: the weights of a single process, with and without no_sync" in output
@@ -363,7 +363,7 @@ def test_accumulation_ends_where_a_single_process_does_also_with_a_window_that_i
 
 
 @pytest.mark.spec("TRAIN-06", "MP-29")
-def test_in_float16_an_infinity_on_one_rank_is_a_skipped_step_on_all() -> None:
+def test_infinity_on_one_float16_rank_skips_the_step_on_all_ranks() -> None:
     output = output_of("knobs.py")
 
     stated = re.findall(r"rank (\d) has taken (\[.*\]) steps, scale (\d+), then (\d+)", output)
@@ -433,7 +433,7 @@ def test_the_lessons_call_a_scaled_learning_rate_a_recipe_for_large_batches() ->
 
 
 @pytest.mark.spec("PREF-02", "PREF-04", "PREF-06", "PREF-07", "PREF-12", "LIM-02")
-def test_prefetching_is_seen_on_a_timeline(tmp_path: Path) -> None:
+def test_overlap_lesson_draws_prefetching_on_timelines(tmp_path: Path) -> None:
     output = output_of("overlap.py", f"--folder={tmp_path}")
 
     assert "backward prefetch pre   B3 AG3 AG2 FREE3 RS3 B2" in output
@@ -452,7 +452,7 @@ def test_hybrid_sharding_sends_less_than_half_across_the_network() -> None:
 
 
 @pytest.mark.spec("OFF-02", "OFF-03", "OFF-04", "OFF-05", "OFF-07")
-def test_offloaded_shards_visit_the_device_and_nothing_else_changes() -> None:
+def test_offloaded_shards_are_copied_to_the_device_without_other_changes() -> None:
     output = output_of("offload.py")
 
     assert "block 1 in one step: H2D 1 AG 1 H2D 1 AG 1 RS 1 D2H 1" in output
@@ -463,7 +463,7 @@ def test_offloaded_shards_visit_the_device_and_nothing_else_changes() -> None:
 
 
 @pytest.mark.spec("TRAIN-09", "TRAIN-10", "TRAIN-11", "TRAIN-13", "TRAIN-27", "OSD-01", "OSD-LOAD-01")
-def test_a_training_that_was_resumed_loses_not_a_bit() -> None:
+def test_resumed_training_equals_uninterrupted_training_bitwise() -> None:
     output = output_of("checkpoints.py")
 
     went_on, resumed = re.search(r"went on  ([\d. ]+)\n   resumed  ([\d. ]+), epoch 3, step 6", output).groups()
@@ -472,7 +472,7 @@ def test_a_training_that_was_resumed_loses_not_a_bit() -> None:
 
 
 @pytest.mark.spec("MYTH-24", "OSD-LOAD-09")
-def test_an_optimizers_own_dict_gives_all_ranks_the_averages_of_rank_0() -> None:
+def test_optimizer_dict_of_rank_0_gives_all_ranks_its_averages() -> None:
     assert "no error, and rank 1 has the averages of rank 0's weights" in output_of("checkpoints.py")
 
 
@@ -487,7 +487,7 @@ def test_a_sharded_checkpoint_is_read_by_fewer_ranks() -> None:
 
 
 @pytest.mark.spec("MIG-20", "PAR-02", "PAR-05")
-def test_ddp_and_both_fsdps_hand_a_training_on_to_each_other() -> None:
+def test_training_continues_across_ddp_and_both_fsdp_apis() -> None:
     output = output_of("checkpoints.py")
 
     relay = re.search(r"4\. ddp fsdp fully_shard fsdp ddp: ([\d. ]+)\n", output)[1].split()

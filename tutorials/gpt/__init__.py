@@ -10,7 +10,7 @@
 `recording`        the last steps as a trace and as a picture
 `checkpoint`       a folder of checkpoints that stays valid if a process is killed
 `manifest`         the required contents of a checkpoint, and how they are checked
-`doors`            getting and setting the state of a sharded model
+`apis`             getting and setting the state of a sharded model
 `resume`           the state of a training, and how it is saved and restored
 `compare`          compares six ways to run the same training in one table
 =================  ==================================================================

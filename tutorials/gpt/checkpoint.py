@@ -69,9 +69,9 @@ from .manifest import (
     CheckpointError,
     Flaw,
     check_files,
-    complaint,
     gathered,
     names_of_files,
+    problem,
     read_manifest,
     seal_of,
     sealed,
@@ -79,7 +79,7 @@ from .manifest import (
 )
 from .ranks import from_all_ranks, on_first_rank, together
 
-__all__ = ["Checkpoint", "Shelf", "choose"]
+__all__ = ["Checkpoint", "CheckpointFolder", "choose"]
 
 POINTER = "newest"
 NAME = re.compile(r"step-(\d{6,})")
@@ -108,10 +108,10 @@ class Checkpoint:
         """
         everybody = gathered(flaws)
         if everybody:
-            raise CheckpointError(complaint(self.folder, everybody))
+            raise CheckpointError(problem(self.folder, everybody))
 
 
-class Shelf:
+class CheckpointFolder:
     """A folder of checkpoints.
 
     Args:
@@ -238,19 +238,19 @@ class Shelf:
         Raises:
             CheckpointError: there is none, or a different program wrote the newest intact one.
         """
-        complaints = []
+        problems = []
         for name in on_first_rank(self.candidates):
             checkpoint, flaws = _examine(self.root / name)
             if checkpoint is not None:
                 return checkpoint
-            complaints.append(complaint(self.root / name, flaws, remedy=""))
-            say(complaints[-1])
-        if complaints:
+            problems.append(problem(self.root / name, flaws, remedy=""))
+            say(problems[-1])
+        if problems:
             remedy = f"No checkpoint in {self.root} is intact: resume from another folder."
-            raise CheckpointError(" | ".join(complaints) + f". {remedy}")
+            raise CheckpointError(" | ".join(problems) + f". {remedy}")
         there = on_first_rank(lambda: sorted(os.listdir(self.root)) if self.root.is_dir() else ["no such folder"])
         flaw = Flaw(str(self.root), "folder", "a checkpoint, such as step-000100", ", ".join(there[:5]) or "nothing")
-        raise CheckpointError(complaint(self.root, [flaw]))
+        raise CheckpointError(problem(self.root, [flaw]))
 
 
 def choose(resume: Path | None, save: Path | None, say: Callable[[str], None]) -> Checkpoint | None:
@@ -267,22 +267,22 @@ def choose(resume: Path | None, save: Path | None, say: Callable[[str], None]) -
     """
     resolved = None if resume is None else resume.resolve()
     if save is not None and (resolved is None or save.resolve() not in (resolved, resolved.parent)):
-        there = on_first_rank(Shelf(save).candidates)
+        there = on_first_rank(CheckpointFolder(save).candidates)
         if there:
             flaw = Flaw(str(save), "folder", "no checkpoints, because this run does not resume", ", ".join(there[:3]))
-            raise CheckpointError(complaint(save, [flaw], f"Add --resume {save}, or save to another folder."))
+            raise CheckpointError(problem(save, [flaw], f"Add --resume {save}, or save to another folder."))
     if resume is None:
         return None
     if on_first_rank(lambda: (resume / MANIFEST).exists() or NAME.fullmatch(resume.name) is not None):
         checkpoint, flaws = _examine(resume)
         if checkpoint is None:
-            raise CheckpointError(complaint(resume, flaws))
+            raise CheckpointError(problem(resume, flaws))
         return checkpoint
     # This is the first run of a command that resumes later. If `save` is a different folder, it is a mistake.
-    if save is not None and save.resolve() == resolved and not on_first_rank(Shelf(save).candidates):
+    if save is not None and save.resolve() == resolved and not on_first_rank(CheckpointFolder(save).candidates):
         say(f"{resume} contains no checkpoint yet: this run starts from step 0")
         return None
-    return Shelf(resume).newest(say)
+    return CheckpointFolder(resume).newest(say)
 
 
 def _examine(folder: Path) -> tuple[Checkpoint | None, list[str]]:

@@ -91,7 +91,7 @@ def seed_of(seed: int, rank: int, step: int) -> int:
 
     This is not a hash: ``MAX_RANKS`` is the base of a number system, so two pairs cannot collide. The remainder keeps
     the seed within 32 bits, because torch's CPU generator ignores all higher bits (measured:
-    ``test_seeds_stay_within_what_the_generator_reads``).
+    ``test_seeds_fit_into_the_bits_that_the_generator_uses``).
 
     Raises:
         ValueError: the rank is too large for the number system.

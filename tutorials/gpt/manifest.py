@@ -35,7 +35,7 @@ __all__ = [
     "CheckpointError",
     "Flaw",
     "check_files",
-    "complaint",
+    "problem",
     "differences",
     "gathered",
     "names_of_files",
@@ -79,7 +79,7 @@ def differences(expected: Mapping[str, Any], found: Mapping[str, Any], *, file: 
     return flaws
 
 
-def complaint(folder: Path, flaws: list[str] | list[Flaw], remedy: str = REMEDY) -> str:
+def problem(folder: Path, flaws: list[str] | list[Flaw], remedy: str = REMEDY) -> str:
     """The error message of this rank, with the first few flaws."""
     shown = "; ".join(str(flaw) for flaw in flaws[:4])
     more = f"; and {len(flaws) - 4} more" if len(flaws) > 4 else ""

@@ -219,8 +219,8 @@ def together(action: Callable[[], Value]) -> Value:
         result.append(action())
     except Exception as error:
         failure = error
-    complaints = from_all_ranks(f"{type(failure).__name__}: {failure}" if failure else None)
-    failures = [f"rank {rank}: {complaint}" for rank, complaint in enumerate(complaints) if complaint]
+    problems = from_all_ranks(f"{type(failure).__name__}: {failure}" if failure else None)
+    failures = [f"rank {rank}: {problem}" for rank, problem in enumerate(problems) if problem]
     if failures:
         raise RuntimeError("; ".join(failures)) from failure
     return result[0]

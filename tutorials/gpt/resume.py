@@ -58,8 +58,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from .checkpoint import Checkpoint, Shelf
-from .doors import Door, State
+from .apis import Api, State
+from .checkpoint import Checkpoint, CheckpointFolder
 from .manifest import MANIFEST, Flaw, differences
 from .no_code import Planner, Reader
 from .ranks import from_all_ranks, on_first_rank, together
@@ -81,7 +81,7 @@ class Training:
     Attributes:
         model: the sharded model.
         optimizer: the optimizer of the model.
-        door: gets and sets the state; see `doors`.
+        api: gets and sets the state; see `apis`.
         scheduler: the learning rate scheduler.
         scaler: the gradient scaler, for float16.
         step: number of completed steps, which is also the position in the data.
@@ -90,7 +90,7 @@ class Training:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    door: Door
+    api: Api
     scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
     scaler: Any = None
     step: int = 0
@@ -104,11 +104,13 @@ class Training:
         self.step += 1
 
 
-def save(shelf: Shelf, training: Training, *, fixed: Mapping[str, Any], noted: Mapping[str, Any], full: bool) -> Path:
-    """Saves the training to ``shelf``. Every rank must call it. It returns when the checkpoint is complete.
+def save(
+    checkpoints: CheckpointFolder, training: Training, *, fixed: Mapping[str, Any], noted: Mapping[str, Any], full: bool
+) -> Path:
+    """Saves the training to ``checkpoints``. Every rank must call it. It returns when the checkpoint is complete.
 
     Args:
-        shelf: the folder of checkpoints.
+        checkpoints: the folder of checkpoints.
         training: the training to save.
         fixed: settings that must be the same when a run resumes, such as the sizes of the model.
         noted: settings that can differ when a run resumes; `resume` returns the differences.
@@ -117,7 +119,7 @@ def save(shelf: Shelf, training: Training, *, fixed: Mapping[str, Any], noted: M
     Returns:
         The folder of the checkpoint.
     """
-    state = training.door.state_of(training.model, training.optimizer, full=full)
+    state = training.api.get_state(training.model, training.optimizer, full=full)
     progress = _progress_of(training)
 
     def write(folder: Path) -> None:
@@ -132,7 +134,7 @@ def save(shelf: Shelf, training: Training, *, fixed: Mapping[str, Any], noted: M
         "fixed": {**fixed, "optimizer": type(training.optimizer).__name__},
         "noted": {"ranks": dist.get_world_size(), **noted},
     }
-    return shelf.save(training.step, facts, write)
+    return checkpoints.save(training.step, facts, write)
 
 
 def resume(
@@ -141,7 +143,7 @@ def resume(
     """Restores the training from a checkpoint. Every rank must call it.
 
     Args:
-        checkpoint: from `choose` or `Shelf.newest`.
+        checkpoint: from `choose` or `CheckpointFolder.newest`.
         training: a new training. Its model can be sharded over a different number of ranks.
         fixed: as in `save`.
         noted: as in `save`.
@@ -158,7 +160,7 @@ def resume(
     state, progress = (_read_full if full else _read_sharded)(checkpoint, training)
     checkpoint.refuse_if(_flaws_of_progress(progress, training, FULL if full else PROGRESS))
 
-    training.door.give_back(training.model, training.optimizer, state, full=full)
+    training.api.set_state(training.model, training.optimizer, state, full=full)
     _take_up(training, progress)
     now = {"ranks": dist.get_world_size(), **noted}
     return [
@@ -174,7 +176,7 @@ def _read_full(checkpoint: Checkpoint, training: Training) -> tuple[State, dict[
     # Map the file: a rank reads only its shards, and all ranks of a machine share the pages of the file.
     path = checkpoint.folder / FULL
     state = together(lambda: torch.load(path, map_location="cpu", mmap=True, weights_only=True))
-    ours = _shapes(training.door.state_of(training.model, training.optimizer, full=False)["model"])
+    ours = _shapes(training.api.get_state(training.model, training.optimizer, full=False)["model"])
     optim = {name: _shapes(values) for name, values in state["optim"]["state"].items()}
     flaws = differences(ours, _shapes(state["model"]), file=FULL, prefix="model.")
     checkpoint.refuse_if(flaws + _flaws_of_optimizer(ours, optim, FULL))
@@ -187,7 +189,7 @@ def _read_full(checkpoint: Checkpoint, training: Training) -> tuple[State, dict[
 def _read_sharded(checkpoint: Checkpoint, training: Training) -> tuple[State, dict[str, Any]]:
     progress = together(lambda: torch.load(checkpoint.folder / PROGRESS, map_location="cpu", weights_only=True))
     metadata = together(lambda: Reader(checkpoint.folder).read_metadata())
-    ours = training.door.state_of(training.model, training.optimizer, full=False)["model"]
+    ours = training.api.get_state(training.model, training.optimizer, full=False)["model"]
     theirs: State = {"model": {}, "optim": {"state": {}}}
     for path, entry in _entries(metadata):
         if isinstance(entry, TensorStorageMetadata):

@@ -23,7 +23,7 @@
       },
     },
     "Sharding": {
-      door: { label: "Which FSDP", kind: "choice", value: "place", options: { place: "fully_shard", wrapper: "FullyShardedDataParallel" } },
+      api: { label: "Which FSDP", kind: "choice", value: "place", options: { place: "fully_shard", wrapper: "FullyShardedDataParallel" } },
       strategy: { label: "Strategy", kind: "choice", value: "FULL_SHARD", options: same(cost.STRATEGIES) },
       ranks: { label: "Ranks", ...whole(8, { max: 65536 }) },
       machines: { label: "Machines", ...whole(1, { max: 65536 }), hint: "Hybrid strategies shard within each." },
@@ -115,7 +115,7 @@
   function jobFor(strategy, read) {
     const { ranks, machines } = read, hybrid = strategy.includes("HYBRID");
     const job = {
-      ...read.model, strategy, perParameter: read.door === "place",
+      ...read.model, strategy, perParameter: read.api === "place",
       numShards: strategy === "NO_SHARD" ? 1 : hybrid ? ranks / machines : ranks,
       numReplicas: strategy === "NO_SHARD" ? ranks : hybrid ? machines : 1,
       stored: read.stored, compute: read.compute || null, reduce: read.reduce || null,

@@ -33,7 +33,7 @@
     const named = [...ranks].filter(Boolean).sort((a, b) => a - b);
     const where = named.length ? ` On rank${named.length > 1 ? "s" : ""} ${named.join(", ")}.` : "";
     const after = entry.kind === "follows" ? " It mostly follows from an error on another rank: look there first." : "";
-    item.append(make("span", "paste-door", entry.kind === "warning" ? `${entry.door}, a warning` : entry.door), link);
+    item.append(make("span", "paste-api", entry.kind === "warning" ? `${entry.api}, a warning` : entry.api), link);
     item.append(make("p", "paste-why", why + where + after));
     if (isFirst) item.append(bodyOf(entry.id));
     return item;

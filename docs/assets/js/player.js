@@ -11,7 +11,7 @@
   const { make, bytes } = player;
 
   const CHOICES = {
-    door: { label: "API", options: { fsdp1: "FullyShardedDataParallel", fsdp2: "fully_shard", torch1: "torch's FullyShardedDataParallel", torch2: "torch's fully_shard" } },
+    api: { label: "API", options: { fsdp1: "FullyShardedDataParallel", fsdp2: "fully_shard", torch1: "torch's FullyShardedDataParallel", torch2: "torch's fully_shard" } },
     strategy: {
       label: "Strategy",
       options: {
@@ -26,7 +26,7 @@
     wrap: { label: "A unit is", options: { block: "a block", stage: "a stage of two blocks", whole: "the whole model" } },
     ranks: { label: "Ranks", options: { 2: "2", 4: "4" } },
   };
-  const SECOND_DOOR = { full: "reshard_after_forward=True", zero2: "reshard_after_forward=False", hybrid: "2-D mesh, True", hybrid2: "2-D mesh, False" };
+  const FSDP2_NAMES = { full: "reshard_after_forward=True", zero2: "reshard_after_forward=False", hybrid: "2-D mesh, True", hybrid2: "2-D mesh, False" };
   const KEYS = Object.keys(CHOICES);
   const DEFAULT = "fsdp2-full-pre-block-2";
   const BASE = 350; // milliseconds for a moment at speed 1
@@ -35,8 +35,8 @@
 
   const keyOf = (choice) => KEYS.map((k) => choice[k]).join("-");
   const choiceOf = (key) => Object.fromEntries(key.split("-").map((part, n) => [KEYS[n], part]));
-  const option = (choice, key) => (key === "strategy" && choice.door.endsWith("2") && SECOND_DOOR[choice[key]]) || CHOICES[key].options[choice[key]];
-  const titleOf = (choice) => ["door", "strategy", "prefetch", "wrap"].map((key) => option(choice, key)).join(" \u00b7 ");
+  const option = (choice, key) => (key === "strategy" && choice.api.endsWith("2") && FSDP2_NAMES[choice[key]]) || CHOICES[key].options[choice[key]];
+  const titleOf = (choice) => ["api", "strategy", "prefetch", "wrap"].map((key) => option(choice, key)).join(" \u00b7 ");
 
   // --- choosing a run ---
   const exists = (partial) => [...available].some((name) => name.split("-").every((part, n) => !(KEYS[n] in partial) || partial[KEYS[n]] === part));
@@ -76,8 +76,8 @@
     KEYS.forEach((key) => {
       selects[key].replaceChildren();
       Object.keys(CHOICES[key].options).forEach((value) => {
-        // Shown if some run of this door has it; chosen without the others, it makes them give way.
-        if (!exists(key === "door" ? { door: value } : { door: choice.door, [key]: value })) return;
+        // Shown if some run of this api has it; chosen without the others, it makes them give way.
+        if (!exists(key === "api" ? { api: value } : { api: choice.api, [key]: value })) return;
         selects[key].append(make("option", { value, textContent: option({ ...choice, [key]: value }, key) }));
       });
       selects[key].value = choice[key];
@@ -99,7 +99,7 @@
   }, "player-beside");
   /* The same model by torch on the left, and by this package on the right. */
   const versus = button("Compare with torch", "Shows torch's FSDP on the left and this package on the right", () => {
-    const { door, strategy } = both[0].choice, rest = `${door.slice(-1)}-${strategy === "zero2" ? strategy : "full"}-pre-block-2`;
+    const { api, strategy } = both[0].choice, rest = `${api.slice(-1)}-${strategy === "zero2" ? strategy : "full"}-pre-block-2`;
     number = 2;
     ["torch", "fsdp"].forEach((library, n) => Object.assign(both[n], { choice: choiceOf(library + rest), file: null }));
     load();

@@ -417,7 +417,7 @@ MUTANTS = [
         "STREAM-10",
     ),
     Mutant(
-        "end-on-the-wrong-lane",
+        "end-on-the-wrong-stream",
         "Reducer._issue_end",
         "self._comm_streams.all_reduce if is_hybrid else self._comm_streams.reduce",
         "self._comm_streams.reduce",
@@ -641,7 +641,7 @@ MUTANTS = [
         "STREAM-16",
     ),
     Mutant(
-        "reductions-on-the-gather-lane",
+        "reductions-on-the-gather-stream",
         "CommStreams.__init__",
         'self.all_reduce = CommStream("all_reduce", device)',
         "self.all_reduce = self.reduce",

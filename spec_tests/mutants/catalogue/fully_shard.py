@@ -40,7 +40,7 @@ MUTANTS = [
         "FS2-10",
     ),
     Mutant(
-        "two-doors",
+        "two-apis",
         "check_one_api",
         "if other != api:",
         "if False:",

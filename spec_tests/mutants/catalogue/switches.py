@@ -185,7 +185,7 @@ MUTANTS = [
         "NEW-15",
     ),
     Mutant(
-        "lanes-are-not-shared",
+        "streams-are-not-shared",
         "share_comm_ctx",
         "state.shared_comm_streams = comm_streams",
         "state.shared_comm_streams = CommStreams(state.device)",

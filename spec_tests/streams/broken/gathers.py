@@ -280,7 +280,7 @@ BREAKS = [
     ),
     # --- the stream of an all-gather ---
     Break(
-        "lanes-are-not-left",
+        "streams-are-not-left",
         STREAMS,
         "            self._contexts.pop().__exit__(*exception)\n",
         "            pass\n",
@@ -288,7 +288,7 @@ BREAKS = [
         "flat_full",
     ),
     Break(
-        "lanes-are-not-entered",
+        "streams-are-not-entered",
         STREAMS,
         "            self._contexts[-1].__enter__()\n",
         "",

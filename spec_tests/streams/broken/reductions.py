@@ -29,7 +29,7 @@ BREAKS = [
         "flat_full",
     ),
     Break(
-        "follows-inside-of-the-lane",
+        "follows-inside-of-the-stream",
         REDUCE,
         "        self._comm_streams.reduce.wait_compute()\n"
         "        try:\n            with self._comm_streams.reduce as comm_stream:\n",

@@ -1,7 +1,7 @@
 """Getting and setting the state of a sharded model and of its optimizer.
 
-A *door* implements this for one API. To use a different library, implement the two methods of `Door`. The other modules
-that save and resume stay the same.
+`WrapperApi` and `FunctionApi` implement this for the two APIs. To use a different library, implement the two methods of
+`Api`. The other modules that save and resume stay the same.
 
 There are two forms of the state. Both use the parameter names of the plain model as keys, such as
 ``blocks.0.up.weight``, also for the state of the optimizer. The state dict of an optimizer itself uses numbers as keys.
@@ -25,15 +25,15 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
-__all__ = ["Door", "FunctionDoor", "WrapperDoor"]
+__all__ = ["Api", "FunctionApi", "WrapperApi"]
 
 State = dict[str, Any]
 
 
-class Door(Protocol):
+class Api(Protocol):
     """The two methods that an API must implement. All ranks must call both."""
 
-    def state_of(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, full: bool) -> State:
+    def get_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, full: bool) -> State:
         """Returns the state of both, keyed by the names of the plain model: ``{"model": ..., "optim": ...}``.
 
         Args:
@@ -44,12 +44,12 @@ class Door(Protocol):
         """
         ...
 
-    def give_back(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: State, *, full: bool) -> None:
-        """Loads a state from `state_of`. It must fit the model. A full state must be passed on every rank."""
+    def set_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: State, *, full: bool) -> None:
+        """Loads a state from `get_state`. It must fit the model. A full state must be passed on every rank."""
         ...
 
 
-class WrapperDoor:
+class WrapperApi:
     """For a model in ``FullyShardedDataParallel``.
 
     Args:
@@ -62,13 +62,13 @@ class WrapperDoor:
         self.library = importlib.import_module("torch.distributed.fsdp" if library == "torch" else library)
         self.wrapper = self.library.FullyShardedDataParallel
 
-    def state_of(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, full: bool) -> State:
-        """See `Door.state_of`. All-gathers the units one by one, so all ranks must call it."""
+    def get_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, full: bool) -> State:
+        """See `Api.get_state`. All-gathers the units one by one, so all ranks must call it."""
         with self._form(model, full=full, rank0_only=True):
             return {"model": model.state_dict(), "optim": self.wrapper.optim_state_dict(model, optimizer)}
 
-    def give_back(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: State, *, full: bool) -> None:
-        """See `Door.give_back`."""
+    def set_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: State, *, full: bool) -> None:
+        """See `Api.set_state`."""
         with self._form(model, full=full, rank0_only=False):
             # Input: keyed by name, unsharded or sharded by rows. Output: keyed by number, sharded like the units.
             numbered = self.wrapper.optim_state_dict_to_load(model, optimizer, state["optim"])
@@ -87,19 +87,19 @@ class WrapperDoor:
         return self.wrapper.state_dict_type(model, of.StateDictType.SHARDED_STATE_DICT, model_form, optim_form)
 
 
-class FunctionDoor:
+class FunctionApi:
     """For a model after ``fully_shard``, torch's or minifsdp's. torch's own functions support DTensor parameters.
 
-    It uses the same names and the same structure as `WrapperDoor`, so each of the two can load a state of the other.
+    It uses the same names and the same structure as `WrapperApi`, so each of the two can load a state of the other.
     """
 
-    def state_of(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, full: bool) -> State:
-        """See `Door.state_of`."""
+    def get_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, full: bool) -> State:
+        """See `Api.get_state`."""
         of_model, of_optimizer = get_state_dict(model, optimizer, options=_options(full))
         return {"model": of_model, "optim": of_optimizer}
 
-    def give_back(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: State, *, full: bool) -> None:
-        """See `Door.give_back`."""
+    def set_state(self, model: nn.Module, optimizer: torch.optim.Optimizer, state: State, *, full: bool) -> None:
+        """See `Api.set_state`."""
         set_state_dict(
             model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"], options=_options(full)
         )
