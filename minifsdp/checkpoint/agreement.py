@@ -32,6 +32,7 @@ import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -186,11 +187,14 @@ def _wait_for_all(group: Group, call: str, has_facts: bool, how: str) -> bool:
     store.set(f"{key}/{group.rank}", "")
     if has_facts:
         store.set(f"{key}/facts", "")
+    # If all ranks add the same number, the sum is this number times the number of ranks.
     mine = f"{how}; collectives {sequence.epoch} {sequence.number} {sequence.digest}"
-    if (first := store.compare_set(f"{key}/first", "", mine).decode()) != mine:
-        store.set(f"{key}/differs", mine)
+    number_of_mine = crc32(mine.encode())
+    store.add(f"{key}/sum", number_of_mine)
     # With a counter, the number of messages per rank does not depend on the number of ranks.
     if store.add(arrived, 1) == (number + 1) * group.size:
+        if store.add(f"{key}/sum", 0) != group.size * number_of_mine:
+            store.set(f"{key}/differs", "")
         store.set(f"{key}/complete", "")
     begun, limit, (position, hash_before) = time.monotonic(), _time_limit(group), group.sequence.mark()
     try:
@@ -204,16 +208,21 @@ def _wait_for_all(group: Group, call: str, has_facts: bool, how: str) -> bool:
         log.undo(position, hash_before)
         store.add(arrived, -1)
         store.delete_key(f"{key}/{group.rank}")
-        store.delete_key(f"{key}/first")
+        store.add(f"{key}/sum", -number_of_mine)
         raise RuntimeError(
             message("missing-ranks", call=call, ranks=ranks, missing=missing, seconds=seconds, report=report)
         ) from error
     store.delete_key(f"{key}/{group.rank}")
     if store.check([f"{key}/differs"]):
-        other, report = store.get(f"{key}/differs").decode(), log.diagnosis(position)
+        store.set(f"{key}/how/{group.rank}", mine)
+        for index in range(group.size):
+            _wait(store, f"{key}/how/{index}", limit)
+        all_ranks = [store.get(f"{key}/how/{index}").decode() for index in range(group.size)]
+        other = next((text for text in all_ranks if text != all_ranks[0]), mine)
+        report = log.diagnosis(position)
         sequence.begin_epoch()
-        raise RuntimeError(message("call-differs", call=call, first=first, other=other, report=report))
-    for mark in ("complete", "facts", "first") if group.rank == 0 and number else ():
+        raise RuntimeError(message("call-differs", call=call, first=all_ranks[0], other=other, report=report))
+    for mark in ("complete", "facts", "sum") if group.rank == 0 and number else ():
         # No rank waits for the previous call any more.
         store.delete_key(f"minifsdp/{call}/{number - 1}/{mark}")
     return bool(store.check([f"{key}/facts"]))
