@@ -32,8 +32,8 @@ from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed.fsdp._common_utils import _FSDPState
 from torch.optim import Optimizer
 
 from minifsdp import api, arguments
@@ -75,10 +75,9 @@ PREFETCH = Kind(
 )
 OFFLOAD = Kind("a CPUOffload or None", or_none(is_a(CPUOffload)))
 SHARDED = Form(StateDictType.SHARDED_STATE_DICT)
-TorchFSDP: Any = torch_fsdp.FullyShardedDataParallel
 
 
-class FullyShardedDataParallel(Wrapper, TorchFSDP):  # type: ignore[misc]
+class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
     """Shards a module's parameters, gradients and optimizer state over the ranks of a group.
 
     Every rank of the group must construct it, with modules of the same structure and in the same order.
@@ -107,8 +106,7 @@ class FullyShardedDataParallel(Wrapper, TorchFSDP):  # type: ignore[misc]
         ValueError: if arguments contradict each other.
         RuntimeError: if there is no process group.
 
-    PyTorch's checkpoint functions recognize a sharded module by the second base class. Its code is not used: calls of
-    the base class start after it, at ``nn.Module``.
+    PyTorch's checkpoint functions recognize a sharded module by the second base class, whose code is not used.
     """
 
     def __init__(
@@ -181,16 +179,16 @@ class FullyShardedDataParallel(Wrapper, TorchFSDP):  # type: ignore[misc]
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Same as ``nn.Module``, but without wrapper prefixes inside ``summon_full_params`` (NAMES-02)."""
         self._recover_after_error()
-        return names.shown(self, names.kept_views(super(TorchFSDP, self).named_parameters(*args, **kwargs)))
+        return names.shown(self, names.kept_views(super().named_parameters(*args, **kwargs)))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Same as ``nn.Module``, but without wrapper prefixes inside ``summon_full_params`` (NAMES-03)."""
-        return names.shown(self, super(TorchFSDP, self).named_buffers(*args, **kwargs))
+        return names.shown(self, super().named_buffers(*args, **kwargs))
 
     def __getattr__(self, name: str) -> Any:
         """Looks up an attribute in the wrapped module if the wrapper does not have it (NAMES-08)."""
         try:
-            return super(TorchFSDP, self).__getattr__(name)
+            return super().__getattr__(name)
         except AttributeError:
             if name == FSDP_WRAPPED_MODULE:
                 raise
@@ -267,11 +265,11 @@ class FullyShardedDataParallel(Wrapper, TorchFSDP):  # type: ignore[misc]
         """
         require(arguments.FUNCTION, "apply", fn=fn)
         with FullyShardedDataParallel.summon_full_params(self, recurse=False):
-            return super(TorchFSDP, self).apply(fn)
+            return super().apply(fn)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears all gradients, including those of units that are currently unsharded (FWD-08)."""
-        super(TorchFSDP, self).zero_grad(set_to_none)
+        super().zero_grad(set_to_none)
         training.clear_gradients(self, set_to_none)
 
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int | str = 2.0) -> torch.Tensor:
@@ -313,7 +311,7 @@ class FullyShardedDataParallel(Wrapper, TorchFSDP):  # type: ignore[misc]
         The dict does not change when training continues. With ``keep_vars=True``, however, buffers and parameters that
         belong to no unit are the model's own tensors.
         """
-        return state_dict.save(self, super(TorchFSDP, self).state_dict, *args, **kwargs)
+        return state_dict.save(self, super().state_dict, *args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads a state in the chosen form (SD-FULL-08, SD-SHARD-03, SD-LOCAL-03). Every rank must call it.
@@ -327,7 +325,7 @@ class FullyShardedDataParallel(Wrapper, TorchFSDP):  # type: ignore[misc]
             RuntimeError: on all ranks, before any change, if the dict of any rank does not fit.
         """
         require(arguments.STATE, "load_state_dict", state_dict=state_dict)
-        return state_dict_load.load(self, super(TorchFSDP, self).load_state_dict, state_dict, strict, assign)
+        return state_dict_load.load(self, super().load_state_dict, state_dict, strict, assign)
 
     @staticmethod
     def set_state_dict_type(
@@ -394,7 +392,6 @@ class FullyShardedDataParallel(Wrapper, TorchFSDP):  # type: ignore[misc]
         require(arguments.MODULE, "optim_state_dict", model=model)
         require(OPTIMIZER, "optim_state_dict", optim=optim)
         require(arguments.WHOLE_OPTIMIZER_STATE, "optim_state_dict", optim_state_dict=optim_state_dict)
-        optim_state_legacy.convert_once(optim)
         given = optim.state_dict() if optim_state_dict is None else optim_state_dict
         return optim_state.save(model, optim, given, options.form_for_optimizer(model), group)
 
@@ -426,7 +423,6 @@ class FullyShardedDataParallel(Wrapper, TorchFSDP):  # type: ignore[misc]
         require(arguments.MODULE, "optim_state_dict_to_load", model=model)
         require(OPTIMIZER, "optim_state_dict_to_load", optim=optim)
         require(arguments.OPTIMIZER_STATE, "optim_state_dict_to_load", optim_state_dict=optim_state_dict)
-        optim_state_legacy.convert_once(optim)
         loadable = optim_state_load.load_for(model, optim, optim_state_dict, by_name=is_named_optimizer)
         if load_directly:
             optim.load_state_dict(loadable)
@@ -552,28 +548,23 @@ class FullyShardedDataParallel(Wrapper, TorchFSDP):  # type: ignore[misc]
         return wrapper_names.flat_parameter(self)
 
     @property
-    def _handle(self) -> Any:
+    def _handle(self) -> Any:  # type: ignore[override]
         # Attributes that a program sets on this object are lost. The next forward reads the values from the parameters.
         return None if self._unit is None else wrapper_names.Slice(self._unit)
 
     @property
-    def _is_root(self) -> bool | None:
+    def _is_root(self) -> bool | None:  # type: ignore[override]
         return None if self._root_state is None else self._is_outermost
-
-    @_is_root.setter
-    def _is_root(self, value: bool) -> NoReturn:
-        # Torch's functions for optimizer states set it before the first forward, and then read internals.
-        raise AttributeError(message("foreign-optimizer-state", name="_is_root"))
 
     @property
     def _sync_gradients(self) -> bool:
         return wrapper_names.reduces_gradients(self)
 
     # Torch's `_post_backward_final_callback`, which Composer calls when memory runs out, reads these five attributes.
-    _all_fsdp_states = ()
+    _all_fsdp_states = ()  # type: ignore[assignment]
 
     @property
-    def _device_handle(self) -> Any:
+    def _device_handle(self) -> Any:  # type: ignore[override]
         return torch.get_device_module(self.compute_device)
 
     @property

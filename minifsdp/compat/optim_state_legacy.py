@@ -36,7 +36,6 @@ from minifsdp.checkpoint.codec import parameters_of, regrouped
 from minifsdp.checkpoint.optim_state_load import Target
 from minifsdp.checkpoint.state_dict_options import Form, OptimStateKeyType
 from minifsdp.engine.messages import message, warn, warn_renamed
-from minifsdp.fsdp1.wrapper import Wrapper
 
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter]
 WRAPPER = "FullyShardedDataParallel"
@@ -64,15 +63,6 @@ def in_todays_order(model: Any, optim: Any, optim_state_dict: Any) -> tuple[Any,
         warn_renamed(f"{name}(optim_state_dict, model, optim)", f"{name}(model, optim, optim_state_dict)")
         return optim, optim_state_dict, model
     return model, optim, optim_state_dict
-
-
-def convert_once(optim: Any) -> None:
-    """Stops torch's ``_NamedOptimizer`` from converting its dicts itself, with torch's functions.
-
-    It does so if its ``module`` is an instance of torch's wrapper class.
-    """
-    if isinstance(getattr(optim, "module", None), Wrapper):
-        optim.module = None
 
 
 def _warn_of(optim_input: OptimInput | None) -> None:

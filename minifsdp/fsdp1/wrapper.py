@@ -78,7 +78,7 @@ class Wrapper(nn.Module):
 
     def __init__(self, module: nn.Module, options: Options, inner_class: type[Wrapper]) -> None:
         build.check_options(module, options)
-        nn.Module.__init__(self)
+        super().__init__()
         strategy = options.sharding_strategy or ShardingStrategy.FULL_SHARD
         ignored = find_ignored(module, options.ignored_modules, options.ignored_states, is_wrapper)
         self._ignored_modules, self._ignored_parameters = ignored
@@ -307,7 +307,7 @@ class Wrapper(nn.Module):
                     setattr(owner, name, buffer.to(to))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        nn.Module._apply(self, fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         # Dtype or device may have changed. The layout adapts to this, and the next forward creates a new root state.
         if self._root_state is not None and not self._root_state.is_dissolved:
             self._root_state.dissolve()

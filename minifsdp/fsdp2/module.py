@@ -279,7 +279,9 @@ def add_methods(module: nn.Module) -> None:
 def _sharded_class(original: type[Any]) -> type[Any]:
     """A subclass of `FSDPModule` and ``original``, created once for each class."""
     # PyTorch's pipeline schedules check for torch's class. Last, so that no other class inherits its methods.
-    return type(f"FSDP{original.__name__}", (FSDPModule, original, torch_fsdp.FSDPModule), {})
+    # A program may have replaced torch's class by this one.
+    others = () if torch_fsdp.FSDPModule is FSDPModule else (torch_fsdp.FSDPModule,)
+    return type(f"FSDP{original.__name__}", (FSDPModule, original, *others), {})
 
 
 def _states(module: Any, recurse: bool) -> list[FSDPState]:

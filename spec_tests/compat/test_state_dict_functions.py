@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.stateful import Stateful
 
 import minifsdp
-from minifsdp import FullyShardedDataParallel, ShardingStrategy
+from minifsdp import ShardingStrategy
 from spec_tests.checkpoint.checkpoints import flat_or_original, make, quiet, step, wrapped
-from spec_tests.harness import device, ranks
+from spec_tests.harness import ranks
 from spec_tests.models.sharding import FLAT_STRATEGIES
 from spec_tests.models.values import assert_same, full_values
 
@@ -46,13 +46,6 @@ def check_frozen(keep: bool, full: bool) -> None:
     assert list(helpers.get_model_state_dict(model, options=options)) == expected
 
 
-@pytest.mark.parametrize("full", [False, True])
-@flat_or_original
-@pytest.mark.spec("PROG-60")
-def test_a_dict_without_frozen_parameters_has_the_keys_of_the_others(keep: bool, full: bool) -> None:
-    check_frozen(keep=keep, full=full)
-
-
 @ranks(2)
 def check_from_rank_0(keep: bool) -> None:
     model, whole = wrapped(make(1), use_orig_params=keep), make().state_dict()
@@ -64,12 +57,6 @@ def check_from_rank_0(keep: bool) -> None:
     helpers.set_model_state_dict(other, mine, options=StateDictOptions(full_state_dict=True))
     assert mine.keys() == whole.keys()
     assert_same(full_values(other), full_values(model), bitwise=True)
-
-
-@flat_or_original
-@pytest.mark.spec("PROG-61")
-def test_the_dict_of_rank_0_is_loaded_on_all_ranks(keep: bool) -> None:
-    check_from_rank_0(keep=keep)
 
 
 @ranks(2)
@@ -84,12 +71,6 @@ def check_refused(keep: bool) -> None:
         with pytest.raises(AttributeError, match=rf"rank {dist.get_rank()}: .*from minifsdp"):
             helpers.set_state_dict(model, optimizer, model_state_dict=saved[0], optim_state_dict=saved[1])
         step(model, optimizer, number)
-
-
-@flat_or_original
-@pytest.mark.spec("PROG-62")
-def test_torchs_functions_for_optimizers_name_those_of_minifsdp(keep: bool) -> None:
-    check_refused(keep=keep)
 
 
 class App(Stateful):
@@ -229,14 +210,3 @@ def test_a_model_without_a_wrapper_gets_the_results_of_torchs_functions() -> Non
         fresh = torch.optim.Adam(model.parameters(), lr=0.01)
         minifsdp.set_state_dict(model, fresh, model_state_dict=ours[0], optim_state_dict=ours[1])
         assert str(fresh.state_dict()) == str(optimizer.state_dict())
-
-
-@pytest.mark.spec("PROG-63")
-@ranks(2)
-def test_torchs_class_is_a_base_class_whose_code_is_not_used() -> None:
-    model = FullyShardedDataParallel(nn.Linear(2, 2, device=device()))
-    assert isinstance(model, helpers.FSDP)
-    # Public names, and those that `nn.Module` calls.
-    own = {name for name in vars(helpers.FSDP) if not name.startswith("_") or name in vars(nn.Module)}
-    inherited = {name for name in own if getattr(type(model), name) is getattr(helpers.FSDP, name)}
-    assert inherited == set()

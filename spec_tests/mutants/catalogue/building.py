@@ -290,8 +290,8 @@ MUTANTS = [
     Mutant(
         "buffers-keep-the-prefix",
         "FullyShardedDataParallel.named_buffers",
-        "names.shown(self, super(TorchFSDP, self).named_buffers(*args, **kwargs))",
-        "super(TorchFSDP, self).named_buffers(*args, **kwargs)",
+        "names.shown(self, super().named_buffers(*args, **kwargs))",
+        "super().named_buffers(*args, **kwargs)",
         "Buffer names keep the wrapper's prefix inside summon_full_params.",
         "NAMES-03",
     ),

@@ -10,7 +10,7 @@ MUTANTS = [
     Mutant(
         "class-name-stays",
         "_sharded_class",
-        'type(f"FSDP{original.__name__}", (FSDPModule, original, torch_fsdp.FSDPModule), {})',
+        'type(f"FSDP{original.__name__}", (FSDPModule, original, *others), {})',
         "type(original.__name__, (FSDPModule, original), {})",
         "A sharded module's class keeps its old name.",
         "FS2-02 FS2-03",
@@ -366,7 +366,7 @@ MUTANTS = [
     Mutant(
         "not-an-instance-of-torchs-class",
         "_sharded_class",
-        ", original, torch_fsdp.FSDPModule)",
+        ", original, *others)",
         ", original)",
         "Pipeline schedules do not detect sharded modules.",
         "PROG-84",

@@ -1,4 +1,4 @@
-"""Mutants of PROG-60 to PROG-68: saving, loading and the meta device in other people's programs."""
+"""Mutants of PROG-63 to PROG-68: saving, loading and the meta device in other people's programs."""
 
 from __future__ import annotations
 
