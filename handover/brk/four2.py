@@ -1,0 +1,33 @@
+from spec_tests.mutants.mutant import Mutant
+def X(name, place, old, new, tests, prefix="spec_tests/"):
+    return (Mutant(name, place, old, new, "x", "X-01"), " ".join(prefix+t for t in tests.split()))
+M = [
+X("norm-in-low-precision","_norm","torch.linalg.vector_norm(gradient.detach(), norm_type, dtype=dtype).float()","torch.linalg.vector_norm(gradient.detach(), norm_type).float()","fsdp1/test_clip.py"),
+X("scaler-refuses-fp16","ShardedGradScaler._unscale_grads_","scale, flag, True)","scale, flag, allow_fp16)","fsdp1/test_grad_scaler.py"),
+X("scaler-agrees-with-all","ShardedGradScaler._agreed","Group.of(self.process_group or default_group())","Group.of(default_group())","fsdp1/test_grad_scaler.py"),
+X("buffers-sent-twice","synchronize","if not getattr(tensor, \"_is_synchronized\", False)]","]","fsdp1/test_initial.py"),
+X("meta-buffers-pass","materialize","{**module._parameters, **module._buffers}.items()","module._parameters.items()","fsdp1/test_initial.py"),
+X("apart-output-not-cast","_OwnDtype.after","return output if self.outside is None else cast_floating(self.outside, output)","return output","fsdp1/test_precision.py"),
+X("clean-names-not-restored","full_params","wrapper._shows_clean_names = shown","wrapper._shows_clean_names = False","fsdp1/test_summon.py fsdp1/test_names.py"),
+X("no-sync-restores-true","no_sync","unit.update_policy(reduces=reduces, reshard_after_backward=reshards)","unit.update_policy(reduces=True, reshard_after_backward=reshards)","fsdp1/test_nosync.py"),
+X("not-stale-after-summon","_full_params","            layout.mark_stale()\n","","fsdp1/test_summon.py"),
+X("counted-for-outer","choose","            taken.update(module.parameters())\n","","fsdp1/test_wrap.py"),
+X("two-names-one-wrapped","apply","for name, child in parent._modules.items():","for name, child in parent.named_children():","fsdp1/test_wrap.py fsdp1/test_wrap_units.py"),
+X("zero-grad-before-reduction","FSDPModule.zero_grad","            root_state.iteration.reducer.finish_open()\n","            pass\n","fsdp2/test_sync.py fsdp2/test_edges.py"),
+X("reset-keeps-unreduced","FSDPModule.reset_iter_state","        _discard_unreduced(state.current_root_state().units)\n","","fsdp2/test_new.py fsdp2/test_edges.py fsdp2/test_sync.py"),
+X("unshard-misses-replacements","issue_all_gather","        unit.layout.accept_replacements()\n","","fsdp2/test_fully_shard.py fsdp2/test_edges.py fsdp2/test_after_evaluation.py"),
+X("old-mesh-shards-kept","choose_reshard","        unit.policy.post_forward_mesh.end()\n","        pass\n","fsdp2/test_groups.py fsdp2/test_switches.py"),
+X("destroyed-mesh-used","smaller_mesh","if key not in _made or _made[key][0] not in dist.distributed_c10d._world.pg_map:","if key not in _made:","fsdp2/test_groups.py fsdp2/test_default_group.py"),
+X("inner-failure-ends-all","FSDPState.fail_calls","if self._has_begun and not self.running:","if self._has_begun:","fsdp2/test_new.py fsdp2/test_edges.py"),
+X("empty-list-disables-prefetch","FSDPModule.set_modules_to_backward_prefetch","prefetch_in_backward=_units_of(modules) or None)","prefetch_in_backward=_units_of(modules))","fsdp2/test_prefetch.py"),
+X("checksum-is-a-sum","_checksum","return float(torch.dot(row, torch.arange(1, row.numel() + 1, dtype=torch.float64, device=row.device)))","return float(row.sum())","fsdp2/test_new.py"),
+X("settings-shared","regrouped","copy.deepcopy({key: value for key, value in group.items() if key not in (\"params\", \"param_names\")})","{key: value for key, value in group.items() if key not in (\"params\", \"param_names\")}","checkpoint/test_optim_state.py checkpoint/test_saved_apart.py"),
+X("dtypes-of-states-ignored","_equal","one.dtype is other.dtype and torch.equal(one, other)","torch.equal(one, other)","checkpoint/test_optim_state_dtypes.py checkpoint/test_optim_state_load.py"),
+X("custom-entries-shared","_unknown","copy.deepcopy(value) for key, value","value for key, value","checkpoint/test_custom_state.py checkpoint/test_saved_apart.py checkpoint/test_optim_state.py"),
+X("rows-of-other-start","misplaced_rows","elif found and found[0] and is_common and _first_row(value) != start:","elif False:","checkpoint/test_checkpoint_refusals.py"),
+X("two-keys-share-memory","copy_shared","if where in unchanged and num_uses[where] == 1 and","if where in unchanged and","checkpoint/test_saved_apart.py"),
+X("assigned-values-lost","full_parameters","                    parameter.data.copy_(given)\n","","checkpoint/test_state_dict.py checkpoint/test_custom_state.py"),
+X("own-tensors-loaded","_drop_own_tensors","if is_double or id(state[key]) in (own if is_wrapped else shards):","if is_double:","checkpoint/test_checkpoint_both_ways.py"),
+X("assigned-cut-unchecked","check_before_load","with_placements=assigns)","with_placements=False)","checkpoint/test_loading.py fsdp2/test_edges.py"),
+X("graded-parameters-unchanged","_unchanged_until_forward","if one.grad is None and (","if (","checkpoint/test_saved_apart.py"),
+]

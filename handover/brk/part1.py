@@ -1,0 +1,23 @@
+from spec_tests.mutants.mutant import Mutant
+M = [
+ (Mutant("partial-sums-of-as-many-parameters-are-added","Reducer.reduce","plan.partial[0] != gradient.numbers","len(plan.partial[0]) != len(gradient.numbers)","x","NEW-08"),"spec_tests/fsdp2/test_sync.py spec_tests/fsdp2/test_mixed_dtypes.py spec_tests/engine/test_reduce.py"),
+ (Mutant("offload-casts-low-precision-gradients","FlatLayout.copy_to_host","dtype = local_shard.dtype if self._keep_reduce_dtype else shard.dtype","dtype = shard.dtype","x","MP-12"),"spec_tests/fsdp1/test_offload.py spec_tests/fsdp1/test_precision.py"),
+ (Mutant("gradients-reduced-in-first-dtype","PerParameterLayout._choose_dtype","self.dtype = functools.reduce(torch.promote_types, trained or [self.buckets[0].dtype])","self.dtype = self.buckets[0].dtype","x","GRAD-02"),"spec_tests/fsdp2/test_mixed_dtypes.py spec_tests/engine/test_shared_gradients.py"),
+ (Mutant("frozen-bucket-decides","PerParameterLayout._choose_dtype","[bucket.dtype for bucket in self.buckets if any(p.parameter.requires_grad for p in bucket.params)]","[self.buckets[0].dtype]","x","GRAD-02"),"spec_tests/fsdp2/test_mixed_dtypes.py spec_tests/engine/test_shared_gradients.py"),
+ (Mutant("only-first-mesh-planned","Unit.plan_reductions","for plan in self.plans:","for plan in self.plans[:1]:","x","NEW-23"),"spec_tests/fsdp2/test_placement_mesh.py spec_tests/engine/test_shared_gradients.py"),
+ (Mutant("frozen-dtensor-trained","_ordinary","requires_grad=original.requires_grad","requires_grad=True","x","NEW-01"),"spec_tests/fsdp1/test_tensor_parallel.py"),
+ (Mutant("base-not-hooked","register_pre_backward_hook","                tensor._base.register_hook(notify)","                pass","x","FWD-06"),"spec_tests/engine/test_hooks.py spec_tests/fsdp1/test_fwd.py"),
+ (Mutant("frozen-needs-states","_problems","is_stepped = owner in target.keys and owner.requires_grad and","is_stepped = owner in target.keys and","x","OSD-08"),"spec_tests/checkpoint/test_optim_state_load.py spec_tests/checkpoint/test_checkpoint_refusals.py"),
+ (Mutant("ignored-tie-refused","refuse_ties","if parameter is None or parameter in ignored_params:","if parameter is None:","x","IGN-01"),"spec_tests/fsdp1/test_ignored.py spec_tests/fsdp1/test_wrap_units.py"),
+ (Mutant("integers-are-cast","Options.compute_dtype","(self.precision.compute or stored) if stored.is_floating_point else stored","self.precision.compute or stored","x","MP-17"),"spec_tests/fsdp2/test_precision.py spec_tests/fsdp2/test_mixed_dtypes.py spec_tests/fsdp2/test_edges.py"),
+ (Mutant("one-argument-form","ExtendedBucket._call_before","has_only_mesh = len(inspect.signature(before).parameters) == 1","has_only_mesh = False","x","FS2-EXT-02"),"spec_tests/fsdp2/test_extension.py spec_tests/fsdp2/test_extension_flows.py"),
+ (Mutant("nan-is-a-number","_is_number","return not math.isnan(float(value))","return float(value) is not None","x","FUZZ-02"),"spec_tests/fsdp1/test_clip.py spec_tests/fuzz/test_wrong.py"),
+ (Mutant("idle-summoned-in-backward","check_idle","if unit.phase is not Phase.IDLE or graph_task() != NOT_IN_BACKWARD:","if unit.phase is not Phase.IDLE:","x","SUMMON-16"),"spec_tests/fsdp1/test_summon.py"),
+ (Mutant("group-half-called","FSDPState.post_forward","if state.unit is not None and state._waiting and state._waits_in == root_state.iteration.num_forwards:","if False:","x","NEW-04"),"spec_tests/fsdp2/test_groups.py"),
+ (Mutant("grad-in-buffer","Reducer._issue","new.whole.new_empty(new.whole.numel() // shard.size)","new.whole.tensor_split(shard.size)[0].clone() if False else torch.empty_like(new.whole)[: new.whole.numel() // shard.size]","x","SHARD-06"),"spec_tests/engine/test_reduce.py spec_tests/engine/test_lean.py spec_tests/fsdp1/test_shard.py"),
+ (Mutant("small-ones-one-by-one","Transport.all_gathers_each","_WORTH_A_MESSAGE * len(outputs)","_WORTH_A_MESSAGE","x","WIRE-10"),"spec_tests/engine/test_gloo.py spec_tests/engine/test_bucket.py"),
+ (Mutant("exchange-kept","_Exchange.wait","while self._queue.popleft() is not self._messages:\n                continue","pass","x","WIRE-09"),"spec_tests/engine/test_gloo.py"),
+ (Mutant("work-kept","Collective.wait","        self._work = None\n","","x","LEDGER-01"),"spec_tests/engine/test_ledger.py spec_tests/engine/test_gloo.py"),
+ (Mutant("orders-grow","Transport.check_size","if len(self._known) >= _MOST_KNOWN:","if False:","x","ORDER-10"),"spec_tests/engine/test_gloo.py spec_tests/engine/test_order_check.py"),
+ (Mutant("store-keys-left","_wait_for_all","store.delete_key(f\"minifsdp/{call}/{number - 1}/{mark}\")","pass","x","SD-FULL-03"),"spec_tests/checkpoint/test_agreement.py"),
+]
