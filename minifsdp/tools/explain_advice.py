@@ -89,7 +89,7 @@ def advice_for(units: Sequence[UnitSummary]) -> Iterator[Advice]:
     for unit in units:  # 3.
         for parameter in unit.parameters:
             if parameter.ties:
-                cause = detail("explain-tied", name=parameter.name, ties=some(parameter.ties))
+                cause = detail("explain-tied", name=parameter.name, ties=", ".join(parameter.ties))
                 yield Advice("tied", (unit.label,), cause, detail("explain-tied-remedy"))
     for unit in units:  # 4.
         frozen = [parameter for parameter in unit.parameters if not parameter.trained]

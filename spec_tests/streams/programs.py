@@ -197,6 +197,12 @@ def flat_not_sharded_in_bf16() -> Any:
 
 
 @program(2)
+def flat_in_float16() -> Any:
+    """The gradients are divided before and after their sum."""
+    return trained(flat(mixed_precision=MixedPrecision(reduce_dtype=torch.float16)))
+
+
+@program(2)
 def flat_originals_in_bf16() -> Any:
     precision = MixedPrecision(param_dtype=BF16, reduce_dtype=F32)
     return trained(flat(use_orig_params=True, mixed_precision=precision))
@@ -243,6 +249,25 @@ def flat_offload_accumulating() -> Any:
     loss_of(model).backward()
     train(model, 2, optimizer)
     return model
+
+
+@program(2)
+def flat_offload_with_kept_gradients() -> Any:
+    """The program keeps the gradients of the first step while later steps make new ones."""
+    return with_kept_gradients(flat(cpu_offload=CPUOffload(True)))
+
+
+@program(2)
+def each_offload_with_kept_gradients() -> Any:
+    return with_kept_gradients(each(offload_policy=CPUOffloadPolicy()))
+
+
+def with_kept_gradients(model: Any) -> list[Tensor]:
+    loss_of(model).backward()
+    kept = [local(parameter.grad) for parameter in model.parameters()]
+    model.zero_grad()
+    train(model, 2)
+    return [*shown(model), *kept]
 
 
 @program(2)
@@ -355,6 +380,26 @@ def flat_evaluating_on_a_stream_of_the_user() -> Any:
     main.wait_stream(side)
     train(model, 1, optimizer)
     return [*shown(model), output]
+
+
+@program(2)
+def each_on_a_stream_of_the_user() -> Any:
+    """Forward and optimizer run on a stream of the user. The simulation runs backward on the default stream."""
+    model = each()
+    optimizer, module = sgd(model), torch.get_device_module(DEVICE)
+    main, side = module.current_stream(), module.Stream()
+    for _ in range(3):
+        side.wait_stream(main)
+        with module.stream(side):
+            loss = loss_of(model)
+        main.wait_stream(side)
+        loss.backward()
+        side.wait_stream(main)
+        with module.stream(side):
+            optimizer.step()
+            optimizer.zero_grad()
+    main.wait_stream(side)
+    return model
 
 
 @program(2)
@@ -571,6 +616,12 @@ def each_in_bf16() -> Any:
     return trained(each(mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32)))
 
 
+@program(4)
+def each_hybrid_in_float16() -> Any:
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+    return trained(each(shape=(2, 2), mp_policy=policy))
+
+
 @program(2)
 def each_kept_after_forward() -> Any:
     return trained(each(reshard_after_forward=False))
@@ -766,6 +817,20 @@ def each_evaluating() -> Any:
     first = evaluate(model)
     train(model, 1, optimizer)
     return [*shown(model), first, evaluate(model)]
+
+
+@program(2)
+def each_evaluating_with_a_block_left_out() -> Any:
+    """The evaluation prefetches a block that it skips. Then the optimizer writes to the shards of this block."""
+    model = each(Shortened(*chain()))
+    first, *others = blocks(model)
+    first.set_modules_to_forward_prefetch(others)
+    optimizer = sgd(model)
+    loss_of(model).backward()
+    with torch.no_grad():
+        output = model(batch(), num_blocks=1)
+    optimizer.step()
+    return [*shown(model), output]
 
 
 @program(2)

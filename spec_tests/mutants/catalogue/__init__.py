@@ -20,6 +20,7 @@ from spec_tests.mutants.catalogue import (
     start,
     switches,
     training,
+    unseen,
 )
 from spec_tests.mutants.mutant import Mutant
 
@@ -43,5 +44,6 @@ EVERY: list[Mutant] = [
     *fuzz.MUTANTS,
     *saving.MUTANTS,
     *start.MUTANTS,
+    *unseen.MUTANTS,
 ]
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in EVERY}

@@ -138,6 +138,41 @@ BREAKS = [
         "flat_full",
     ),
     Break(
+        "follows-the-default-stream",
+        STREAMS,
+        "    return current_stream(device).record_event()\n",
+        "    return torch.get_device_module(device).default_stream(device).record_event()\n",
+        "Communication streams wait for the default stream instead of the current stream of the thread that issues.",
+        "each_on_a_stream_of_the_user",
+    ),
+    Break(
+        "default-stream-waits",
+        STREAMS,
+        "        current_stream(self._device).wait_event(self._event)\n",
+        "        torch.get_device_module(self._device).default_stream(self._device).wait_event(self._event)\n",
+        "The default stream waits for a handle instead of the current stream of the thread that computes.",
+        "each_on_a_stream_of_the_user",
+    ),
+    Break(
+        "one-event-for-each-stream",
+        STREAMS,
+        "        return _EventHandle(self._device, self.stream.record_event())\n",
+        "        if '_event' not in vars(self):\n"
+        "            self._event = torch.get_device_module(self._device).Event()\n"
+        "        self._event.record(self.stream)\n        return _EventHandle(self._device, self._event)\n",
+        "Each stream has one event, which is recorded again for each handle, so a wait includes later all-gathers.",
+        "each_prefetching",
+        "overlap",
+    ),
+    Break(
+        "evaluation-does-not-wait-for-an-unused-prefetch",
+        ROOT,
+        "        self.comm_streams.all_gather.join()\n",
+        "        if torch.is_grad_enabled():\n            self.comm_streams.all_gather.join()\n",
+        "After an evaluation the optimizer writes to a shard that an unused prefetch still reads.",
+        "each_evaluating_with_a_block_left_out",
+    ),
+    Break(
         "event-to-follow-ignored",
         STREAMS,
         "        self.stream.wait_event(compute_event(self._device) if event is None else event)\n",

@@ -31,6 +31,29 @@ BREAKS = [
         "Synchronizing a communication stream does not stop the CPU.",
         "each_offload_evaluated_and_changed",
     ),
+    # --- memory of the host ---
+    Break(
+        "pinned-memory-of-flat-gradients-is-used-again",
+        FLAT,
+        FLAT_COPY,
+        "        if '_pinned' not in vars(self):\n"
+        "            self._pinned = torch.empty(local_shard.shape, dtype=dtype, pin_memory=not local_shard.is_cpu)\n"
+        "        return self._pinned.copy_(local_shard.to(dtype), non_blocking=True)\n",
+        "A gradient is copied to pinned memory in which an earlier gradient still is.",
+        "flat_offload_with_kept_gradients",
+        "wrong values",
+    ),
+    Break(
+        "pinned-memory-of-gradients-is-used-again",
+        PER_PARAMETER,
+        EACH_COPY,
+        "        dtype = dtypes.pop()\n        if '_pinned' not in vars(self):\n"
+        "            self._pinned = torch.empty(local_shard.shape, dtype=dtype, pin_memory=not local_shard.is_cpu)\n"
+        "        return self._pinned.copy_(local_shard.to(dtype), non_blocking=True)\n",
+        "The same defect exists in the layout with one DTensor per parameter.",
+        "each_offload_with_kept_gradients",
+        "wrong values",
+    ),
     # --- copies to the host ---
     Break(
         "batches-answered-without-an-event",

@@ -164,6 +164,15 @@ BREAKS = [
         "flat_not_sharded_offload",
     ),
     Break(
+        "reduced-in-the-memory-of-the-input",
+        REDUCE,
+        "            new.local_shard = new.whole.new_empty(new.whole.numel() // shard.size)\n",
+        "            new.local_shard = new.whole.tensor_split(shard.size)[shard.rank]\n",
+        "The result of a reduce-scatter is a part of its input, so `.grad` keeps the memory of the unsharded gradient.",
+        "flat_full_of_many_blocks",
+        "peak",
+    ),
+    Break(
         "piece-kept-while-it-is-on-the-host",
         REDUCE,
         "                    new.local_shard = new.result\n",

@@ -181,6 +181,25 @@ BREAKS = [
         "each_with_a_hook_on_its_own_stream",
     ),
     Break(
+        "division-before-the-sum-on-the-compute-stream",
+        REDUCE,
+        "        plan.scaling.prepare(new.whole)\n",
+        "        if new.whole.is_cpu:\n            plan.scaling.prepare(new.whole)\n        else:\n"
+        "            main = torch.get_device_module(new.whole.device).default_stream(new.whole.device)\n"
+        "            with torch.get_device_module(new.whole.device).stream(main):\n"
+        "                plan.scaling.prepare(new.whole)\n",
+        "The division before a float16 sum runs on the compute stream, and the reduce-scatter does not wait for it.",
+        "flat_in_float16",
+    ),
+    Break(
+        "hybrid-division-before-the-sum-on-the-all-reduce-stream",
+        REDUCE,
+        "        plan.scaling.prepare(new.whole)\n",
+        "        with self._comm_streams.all_reduce:\n            plan.scaling.prepare(new.whole)\n",
+        "The division before a float16 sum runs on the all-reduce stream.",
+        "each_hybrid_in_float16",
+    ),
+    Break(
         "hook-stream-not-waited-for",
         REDUCE,
         "    here.wait_stream(stream)\n",

@@ -1,0 +1,48 @@
+"""A run with frozen parameters resumes from what it has saved itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from minifsdp import FullyShardedDataParallel as FSDP
+from minifsdp import ShardingStrategy
+from spec_tests.checkpoint.checkpoints import FULL, SHARDED, assert_same_state, make, step, wrapped
+from spec_tests.harness import ranks
+from spec_tests.models.sharding import FLAT_STRATEGIES
+
+biases = pytest.mark.filterwarnings("ignore:.*frozen")
+
+
+def build(seed: int, strategy: ShardingStrategy, freeze: str) -> tuple[Any, torch.optim.Optimizer]:
+    plain: nn.Module = make(seed)
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_(freeze not in name)
+    model = wrapped(plain, use_orig_params=True, sharding_strategy=strategy)
+    # The optimizer has all parameters, also the frozen ones, as in most scripts.
+    return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+@biases
+@pytest.mark.spec("OSD-08", "OSD-LOAD-03")
+@pytest.mark.parametrize("form", [FULL, SHARDED], ids=["full", "sharded"])
+@pytest.mark.parametrize("freeze", ["bias", "weight"])
+@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
+@ranks(2)
+def test_units_with_some_frozen_parameters_resume_from_their_own_dict(
+    strategy: ShardingStrategy, freeze: str, form: Any
+) -> None:
+    model, optimizer = build(0, strategy, freeze)
+    step(model, optimizer, 0)
+    again, restored = build(1, strategy, freeze)
+    for wrapper in (model, again):
+        FSDP.set_state_dict_type(wrapper, form)
+    saved = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+    again.load_state_dict(saved[0])
+    restored.load_state_dict(FSDP.optim_state_dict_to_load(again, restored, saved[1]))
+    assert_same_state(restored.state_dict()["state"], optimizer.state_dict()["state"])
+    for number in (1, 2):
+        assert step(again, restored, number) == step(model, optimizer, number)
