@@ -170,8 +170,8 @@ MUTANTS = [
     Mutant(
         "meta-buffers-pass",
         "materialize",
-        "{**module._parameters, **module._buffers}.items()",
-        "module._parameters.items()",
+        "[*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]",
+        "[*module.named_parameters(recurse=False)]",
         "A buffer that `param_init_fn` leaves on the meta device is not refused.",
         "META-03",
     ),
