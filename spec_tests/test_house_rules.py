@@ -46,7 +46,7 @@ APART = (
 BUDGETS = {
     # Names of torch that other programs read: 34 lines. The state of a module after an evaluation, and a count of steps
     # per root: 44. Gradients that share memory, and their dtypes: 50. The order check of each unit: 12.
-    "house": 6093,
+    "house": 6092,
     "story": 3000,
     # Messages of a new order have their own tags: 9 lines.
     TRANSPORT: 186,
@@ -58,9 +58,9 @@ BUDGETS = {
     "engine/rank_checks.py": 116,
     # Includes the location of the error in a program that is about to end, fast answers after a query, and ranks killed
     # on this machine. It ends with its process group, and restores what it replaced.
-    WATCHDOG: 485,
+    WATCHDOG: 483,
     "ledger.py": 50,
-    "checkpoint/": 1200,
+    "checkpoint/": 1199,
     "compat/": 190,
     # The calculator includes data in flight between CPUs, and the time at which a unit's activations are freed.
     TOOLS: 527,
@@ -79,7 +79,7 @@ LONGER = {
     "engine/reduce.py": 364,
     # Lists every public method of the wrapper.
     "fully_sharded_data_parallel.py": 571,
-    "watchdog/report.py": 358,
+    "watchdog/report.py": 359,
 }
 LONGEST_FUNCTION = 35  # in lines of code
 LONGER_FUNCTIONS = {
