@@ -73,8 +73,7 @@ def as_sharded_tensor(rows: Tensor, shape: torch.Size, group: Group) -> sharded_
         # torch.distributed.checkpoint would assume a checkpoint of torch 2.3, and fail to load it.
         there = rows_at(index, shape[0], group.size)
         start = [there.start, *[0] * (len(shape) - 1)]
-        sizes, place = [len(there), *shape[1:]], f"rank:{rank}/{rows.device}"
-        table.append(sharded_tensor.ShardMetadata(start, sizes, place))
+        table.append(sharded_tensor.ShardMetadata(start, [len(there), *shape[1:]], f"rank:{rank}/{rows.device}"))
     metadata = sharded_tensor.ShardedTensorMetadata(table, shape, sharded_tensor.TensorProperties(dtype=rows.dtype))
     with no_deprecation_warning():
         return sharded_tensor.ShardedTensor._init_from_local_shards_and_global_metadata(

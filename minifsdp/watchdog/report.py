@@ -328,10 +328,11 @@ class StoreChannel:
 
         A store may outlive the group, such as the store of torchrun. The next group then has the same keys, and a rank
         would connect to the addresses that gloo has stored for the destroyed group.
+
+        Raises:
+            Exception: if the store has no list of its keys, or its host has ended.
         """
-        if not hasattr(self._of_group, "list_keys"):
-            return
-        # Only some stores list their keys. The others raise on all ranks.
+        # Called first, so that all ranks raise before they count, if the store has no list.
         self._of_group.list_keys()
         if int(self._call("add", _DESTROYED, 1)) == self.num_ranks:
             for key in self._of_group.list_keys():

@@ -109,7 +109,6 @@ class Watchdog:
             os.close(self._pipe_end)
             os.close(self.wake_up_end)
             with suppress(Exception):
-                # Stores without a list of keys, or whose host has ended, raise.
                 self._channel.delete_keys(DESTROY_LIMIT)
 
     def leave(self, ended: str) -> None:

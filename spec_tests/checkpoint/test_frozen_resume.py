@@ -14,7 +14,7 @@ from spec_tests.checkpoint.checkpoints import FULL, SHARDED, assert_same_state, 
 from spec_tests.harness import ranks
 from spec_tests.models.sharding import FLAT_STRATEGIES
 
-biases = pytest.mark.filterwarnings("ignore:.*frozen")
+frozen_warnings_are_expected = pytest.mark.filterwarnings("ignore:.*frozen")
 
 
 def build(seed: int, strategy: ShardingStrategy, freeze: str) -> tuple[Any, torch.optim.Optimizer]:
@@ -26,7 +26,7 @@ def build(seed: int, strategy: ShardingStrategy, freeze: str) -> tuple[Any, torc
     return model, torch.optim.Adam(model.parameters(), lr=0.01)
 
 
-@biases
+@frozen_warnings_are_expected
 @pytest.mark.spec("OSD-08", "OSD-LOAD-03")
 @pytest.mark.parametrize("form", [FULL, SHARDED], ids=["full", "sharded"])
 @pytest.mark.parametrize("freeze", ["bias", "weight"])

@@ -1,1 +1,0 @@
-source /tmp/venv/bin/activate; cd /tmp/wt/breaks; export PYTHONPATH=$PWD OMP_NUM_THREADS=1
