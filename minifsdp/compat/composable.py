@@ -25,14 +25,13 @@ Both modules have a state whose group returns float32. ``_is_root`` is ``None`` 
 Spec: FS2-09, FS2-11, FS2-29, START-07, PROG-84.
 """
 
-import functools
 from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
-from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed._composable_state import _insert_module_state, _State
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp_common
@@ -95,13 +94,6 @@ def register(state: _State, modules: list[nn.Module]) -> None:
         module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = None
         _insert_module_state(module, state)
         # `torch.distributed.fsdp.fully_shard.state(module)` returns the state.
-        module.__dict__.setdefault(_state_key(), {})[torch_fsdp.fully_shard.__wrapped__] = state  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _state_key() -> str:
-    """The attribute in which PyTorch stores the states of a module. It adds it to a module without a state."""
-    empty = nn.Module()
-    before = set(vars(empty))
-    torch_fsdp.fully_shard.state(empty)  # type: ignore[attr-defined]
-    return (vars(empty).keys() - before).pop()
+        # A program may have replaced torch's function, which has this attribute.
+        original = getattr(torch_fsdp.fully_shard, "__wrapped__", None)
+        module.__dict__.setdefault(STATE_KEY, {})[original] = state

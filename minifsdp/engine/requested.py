@@ -11,7 +11,7 @@ Therefore each output of the root passes through a node, which has a path to all
                        +----- registered parameters
 
 The node is the identity. It sends no gradient to the registered parameters, so a plain backward works as without it. In
-a backward that requests registered parameters, autograd executes the node. The node then runs a nested backward that
+a backward that requests registered parameters, autograd executes the node. A hook of it then runs a nested backward that
 requests the unsharded parameters instead, with all hooks of the units. A gradient of ``autograd.grad`` is returned and
 not accumulated. A shard cannot be returned in this way, so this raises an error.
 
@@ -24,10 +24,11 @@ Spec: PROG-20, PROG-30.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from minifsdp.engine.messages import message
 from minifsdp.engine.precision import map_tensors
@@ -56,12 +57,14 @@ class RequestedParameters:
         # Autograd would call the hooks of a registered parameter without a gradient.
         without_hooks = [p for p in self._registered if not (p._backward_hooks or p._post_accumulate_grad_hooks)]
         paths = [self._unrequested, *without_hooks]
-        return map_tensors(
-            lambda t: _Identity.apply(self, t, *paths) if t.grad_fn else t,  # type: ignore[no-untyped-call]
-            output,
-        )
+        return map_tensors(lambda tensor: self._watch(tensor, paths) if tensor.grad_fn else tensor, output)
 
-    def compute(self, edge: GradientEdge, gradient: torch.Tensor) -> None:
+    def _watch(self, output: torch.Tensor, paths: list[torch.Tensor]) -> torch.Tensor:
+        passed: torch.Tensor = _Identity.apply(output, *paths)  # type: ignore[no-untyped-call]
+        passed.register_hook(partial(self._compute, get_gradient_edge(output)))
+        return passed
+
+    def _compute(self, edge: GradientEdge, gradient: torch.Tensor) -> None:
         """Computes the requested gradients in a nested backward. Does nothing in a backward that requests nothing.
 
         Args:
@@ -99,16 +102,15 @@ class _Identity(torch.autograd.Function):
     """The node at an output of the root, whose other inputs get no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, requested: RequestedParameters, tensor: torch.Tensor, *paths: torch.Tensor) -> torch.Tensor:
-        ctx.requested, ctx.num_paths = requested, len(paths)
+    def forward(ctx: Any, tensor: torch.Tensor, *paths: torch.Tensor) -> torch.Tensor:
+        ctx.num_paths = len(paths)
         # Not ``tensor`` itself: autograd would not allow the caller to change it in place.
         return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.requested.compute(GradientEdge(*ctx.next_functions[0]), gradient)
-        return None, gradient, *(None,) * ctx.num_paths
+        return gradient, *(None,) * ctx.num_paths
 
     @staticmethod
-    def jvp(ctx: Any, _: None, tangent: torch.Tensor, *paths: None) -> torch.Tensor:
+    def jvp(ctx: Any, tangent: torch.Tensor, *paths: None) -> torch.Tensor:
         return tangent.view_as(tangent)
