@@ -79,8 +79,6 @@ class RequestedParameters:
             except RuntimeError as error:
                 # Raised for a parameter that is requested with `autograd.grad`.
                 raise RuntimeError(message("autograd-grad", unit=unit.name)) from error
-            if requested and torch.is_grad_enabled():
-                raise RuntimeError(message("graph-of-gradients", unit=unit.name))
             if len(leaves) == len(unit.layout.local_parameters()):
                 leaves = [
                     leaf for leaf, p in zip(leaves, unit.layout.local_parameters(), strict=True) if p in requested
@@ -89,7 +87,9 @@ class RequestedParameters:
                 raise RuntimeError(message("part-of-unit", unit=unit.name, num=len(requested), number=len(trained)))
             inputs += leaves if requested else []
         if inputs:
-            torch.autograd.backward([edge], [gradient], retain_graph=True, inputs=inputs)
+            # With ``create_graph=True``, the hooks of the units raise the error.
+            create_graph = torch.is_grad_enabled()
+            torch.autograd.backward([edge], [gradient], retain_graph=True, create_graph=create_graph, inputs=inputs)
 
 
 def _node_of(parameter: torch.Tensor) -> Any:
