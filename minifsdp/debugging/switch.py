@@ -14,6 +14,7 @@ weights     initial weights that differ between ranks                      ``wei
 values      the first values that are not finite                           ``values.py``
 order       ranks that all-gather different units, in any iteration        ``order.py``
 meta        values that were not set after a model was on the meta device  ``unset.py``
+memory      reads of unsharded parameters whose memory is freed            ``freed.py``
 ==========  =============================================================  ==============
 
 All ranks must turn on the same checks at the same point of the program, because some checks communicate. If the package
@@ -21,10 +22,10 @@ is imported with ``MINIFSDP_DEBUG=1``, all checks are on; with ``MINIFSDP_DEBUG=
 
 A check is on while at least one `debug` call needs it. Worked example, with the number of calls for each check::
 
-    everything = debug()        weights 1  values 1  order 1  meta 1
-    with debug("values"):       weights 1  values 2  order 1  meta 1      on already: only the count changes
-        everything.off()        weights 0  values 1  order 0  meta 0      three checks end
-    after the block             weights 0  values 0  order 0  meta 0      the fourth check ends
+    everything = debug()        weights 1  values 1  order 1  meta 1  memory 1
+    with debug("values"):       weights 1  values 2  order 1  meta 1  memory 1      on already: only the count changes
+        everything.off()        weights 0  values 1  order 0  meta 0  memory 0      four checks end
+    after the block             weights 0  values 0  order 0  meta 0  memory 0      the fifth check ends
 
 *In torch:* ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` only checks the order, and is read only once.
 
@@ -36,6 +37,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+from minifsdp.debugging.freed import read_checked
 from minifsdp.debugging.order import always_compared
 from minifsdp.debugging.unset import filled_and_named
 from minifsdp.debugging.values import looked_at
@@ -47,6 +49,7 @@ CHECKS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "values": looked_at,
     "order": always_compared,
     "meta": filled_and_named,
+    "memory": read_checked,
 }
 _num_wanted: Counter[str] = Counter()
 _running: dict[str, AbstractContextManager[None]] = {}
@@ -89,7 +92,7 @@ def debug(*checks: str) -> Debugging:
     Turn these on before the model is wrapped; otherwise the first forward issues a warning.
 
     Args:
-        *checks: ``"weights"``, ``"values"``, ``"order"``, ``"meta"``; none means all.
+        *checks: ``"weights"``, ``"values"``, ``"order"``, ``"meta"``, ``"memory"``; none means all.
 
     Returns:
         A context manager. Its method ``off()`` turns off the checks without a ``with`` block.

@@ -234,7 +234,7 @@ class Wrapper(nn.Module):
             # The full parameters have the stored dtype, and they may be on the CPU.
             first = unit.layout.parameters[0]
             full_param, casts = getattr(first.module, first.name), dtype is not None
-            device, dtype = full_param.device, full_param.dtype
+            device, dtype = full_param.device, full_param.dtype.to_real()
         if is_outermost_call and self.compute_device.type != "cpu":
             args, kwargs = move(device, (args, kwargs))
         if casts and dtype is not None:

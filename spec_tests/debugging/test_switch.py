@@ -29,7 +29,7 @@ from spec_tests.harness.checkout import is_of_package
 from spec_tests.models.running import batch, iterate
 from spec_tests.models.values import assert_same, full_values
 
-ALL = {"weights", "values", "order", "meta"}
+ALL = {"weights", "values", "order", "meta", "memory"}
 CLASSES = (RootState, IterationState, Unit, FlatLayout, PerParameterLayout, Wrapper, FSDPState, nn.Module)
 
 
@@ -63,7 +63,7 @@ def test_debug_checks_stay_on_until_the_last_call_ends() -> None:
 @pytest.mark.pure
 @pytest.mark.spec("DEBUG-01")
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"\['nans'\]; the available checks are weights, values, order, meta"):
+    with pytest.raises(ValueError, match=r"\['nans'\]; the available checks are weights, values, order, meta, memory"):
         minifsdp.debug("order", "nans")
     assert on() == set()
 

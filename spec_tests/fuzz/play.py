@@ -126,6 +126,8 @@ class Player:
         is_whole = self.case.options.get("strategy") == "NO_SHARD" or self.case.options.get("replicas") == 2
         if call["do"] == "step" and self.case.api == "wrapped" and is_whole and self.twin.waiting_units:
             call = {"do": "zero_grad", "to_none": True, "of_model": True}
+        if call["do"] in ("forward", "evaluate", "generate") and self.side.is_summoned:
+            call = self._in_summon(call)
         mine = call.get("on", self.rank) == self.rank
         ranks = (call["on"],) if "on" in call else (0, 1)
         given, error = self._try(self.side, call) if mine else (None, None)
@@ -153,6 +155,16 @@ class Player:
             if call["do"] == "convert" or (call["do"] == "step" and rounds):
                 self._take_over()
         return said
+
+    def _in_summon(self, call: Call) -> Call:
+        """A forward with full parameters. It can have no backward, and with ``rank0_only`` only rank 0 can run it."""
+        if not self.side.keeps_edits and any(entry.startswith("edit") for entry in self.log):
+            # The reference model does not have the edited values, which are lost after the context.
+            return {"do": "nothing"}
+        call = {**call, "do": "evaluate"} if call["do"] == "forward" else call
+        if not self.side.hides_from_some:
+            return call
+        return {**{key: value for key, value in call.items() if key != "bang"}, "on": 0}
 
     def _kept_against(self) -> Pieces:
         """The gradients of all forwards so far that hooks have kept: of the input, and between the blocks."""
@@ -223,6 +235,9 @@ class Player:
             return False
         if call["do"] in ("step", "clip"):
             return not self.twin.waiting_units
+        if call["do"] == "new_optimizer" and self.side.pending:
+            # Original parameters can be views until their backward. PyTorch's optimizers refuse such tensors.
+            return not self.case.options.get("originals")
         return call["do"] in (
             "forward",
             "evaluate",

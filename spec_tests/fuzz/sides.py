@@ -193,6 +193,9 @@ class Side:
         self.pending.clear()
         self.used = None
 
+    def nothing(self, call: Call) -> None:
+        pass
+
     def copy(self, call: Call) -> None:
         copy.deepcopy(self.model)
 
