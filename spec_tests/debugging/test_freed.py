@@ -11,9 +11,9 @@ from torch import Tensor
 import minifsdp
 from spec_tests.debugging.faults import FUNCTION, ORIGINALS, each_api, said, through
 from spec_tests.harness import ranks
+from spec_tests.models.modules import Stack
 from spec_tests.models.running import batch, iterate
 from spec_tests.models.sharding import sharded
-from spec_tests.models.modules import Stack
 
 REFUSED = r"rank \d: aten\.{}\.\w+ reads an unsharded parameter of unit 'blocks\.1', or a view of one, of shape \({}\)"
 
