@@ -54,6 +54,16 @@ class IntoInput(Block):
         x += self.router(y).sum() + self.second(torch.tanh(self.first(y)))
 
 
+class GivesView(Block):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.router.weight.t()
+
+
+class GivesWeight(Block):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), self.router.weight
+
+
 class Net(nn.Module):
     """Two blocks between parameters of the root."""
 
@@ -74,6 +84,16 @@ class UsesInputAgain(Net):
         for block in self.blocks:
             y = block(x)
             x = (x if y is None else y + x) * 1
+        return self.head(x)
+
+
+class ReadsWeights(Net):
+    """Computes with weights that its blocks return."""
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x, weight = block(x)
+            x = x + (weight.sum() * x).tanh()
         return self.head(x)
 
 
@@ -115,6 +135,12 @@ def blocks_of(model: nn.Module) -> list[Any]:
 
 def plain(model: nn.Module, x: Tensor) -> None:
     model(x).pow(2).mean().backward()
+
+
+def evaluated_first(model: nn.Module, x: Tensor) -> None:
+    with torch.no_grad():
+        assert model(x).isfinite().all()
+    plain(model, x)
 
 
 def requested(model: nn.Module, x: Tensor) -> None:
@@ -260,6 +286,9 @@ CASES: dict[str, tuple[Callable[..., None], Callable[[], Net]]] = {
     ("PROG-29", "input"): (plain, lambda: UsesInputAgain(IntoInput)),
     ("PROG-30", "in place"): (plain, lambda: UsesInputAgain(InPlace)),
     ("PROG-31", "tangents"): (tangents, Net),
+    ("PROG-32", "view"): (plain, lambda: ReadsWeights(GivesView)),
+    ("PROG-32", "weight"): (plain, lambda: ReadsWeights(GivesWeight)),
+    ("PROG-32", "evaluation"): (evaluated_first, lambda: ReadsWeights(GivesView)),
 }
 
 
