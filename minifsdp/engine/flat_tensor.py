@@ -43,8 +43,6 @@ Spec: SHARD-02, SHARD-03, SHARD-09, SHARD-13, ORIG-03, MP-02, MP-03, NEW-01.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
@@ -77,48 +75,32 @@ def local_values(value: torch.Tensor, spec: dtensor_spec.DTensorSpec | None, loc
     return local_tensor(value)
 
 
-@dataclass(frozen=True)
 class FlatSharding:
     """How a flat tensor of several parameters is sharded.
 
     Args:
         numels: number of elements of each parameter, in order.
         num_shards: size of the shard group; at least 1.
+
+    Attributes:
+        numels, num_shards: as given.
+        numel: number of elements in all parameters, without padding.
+        shard_numel: number of elements that each rank stores, including padding.
+        padded_numel: number of elements in the flat tensor, including padding.
+        split_sizes: sizes of the parameters, and of the padding after them if there is any.
+        is_single: whether the flat tensor is one parameter without padding.
     """
 
-    numels: tuple[int, ...]
-    num_shards: int
-
-    def __post_init__(self) -> None:
-        if self.num_shards < 1:
-            raise ValueError(message("no-ranks", num_shards=self.num_shards))
-
-    @cached_property
-    def numel(self) -> int:
-        """Number of elements in all parameters, without padding."""
-        return sum(self.numels)
-
-    @cached_property
-    def shard_numel(self) -> int:
-        """Number of elements that each rank stores, including padding."""
+    def __init__(self, numels: tuple[int, ...], num_shards: int) -> None:
+        if num_shards < 1:
+            raise ValueError(message("no-ranks", num_shards=num_shards))
+        self.numels, self.num_shards, self.numel = numels, num_shards, sum(numels)
         # Rounded up: rounding down would leave the last elements without a rank.
-        return -(-self.numel // self.num_shards)
-
-    @cached_property
-    def padded_numel(self) -> int:
-        """Number of elements in the flat tensor, including padding."""
-        return self.shard_numel * self.num_shards
-
-    @cached_property
-    def split_sizes(self) -> list[int]:
-        """Sizes of the parameters, and of the padding after them if there is any."""
+        self.shard_numel = -(-self.numel // num_shards)
+        self.padded_numel = self.shard_numel * num_shards
         padding = self.padded_numel - self.numel
-        return [*self.numels, padding] if padding else list(self.numels)
-
-    @cached_property
-    def is_single(self) -> bool:
-        """Whether the flat tensor is one parameter without padding."""
-        return len(self.numels) == 1 and self.numel == self.padded_numel
+        self.split_sizes = [*numels, padding] if padding else list(numels)
+        self.is_single = len(numels) == 1 and not padding
 
     def shard_range(self, index: int) -> slice:
         """The elements of the padded flat tensor that rank ``index`` stores."""

@@ -9,7 +9,7 @@ __all__ = ["MUTANTS"]
 MUTANTS = [
     Mutant(
         "requested-parameters-get-nothing",
-        "RequestedParameters.compute",
+        "RequestedParameters._compute",
         "        if inputs:\n",
         "        if False:\n",
         "backward(inputs=parameters) computes no gradient and raises no error.",
@@ -17,7 +17,7 @@ MUTANTS = [
     ),
     Mutant(
         "part-of-a-unit-trains-all-of-it",
-        "RequestedParameters.compute",
+        "RequestedParameters._compute",
         "elif 0 < len(requested) < len(trained):",
         "elif False:",
         "backward(inputs=...) with one parameter of a unit also computes gradients of the others.",
