@@ -39,7 +39,7 @@ from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle
 from minifsdp.engine.flat_gradients import FlatGradients
 from minifsdp.engine.flat_params import RegisteredFlatParam, RegisteredOrigParams, RegisteredParams, check_uniform_dtype
 from minifsdp.engine.flat_tensor import FlatSharding, UnshardedTensor, distributed_tensor
-from minifsdp.engine.layout import Gradient, Layout, ParamInfo, replaced_parameter_error
+from minifsdp.engine.layout import Gradient, Layout, ParamInfo
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.placeholder import GUARD, guards_for
@@ -128,6 +128,8 @@ class FlatLayout(Layout):
             unsharded.leaf.register_post_accumulate_grad_hook(functools.partial(_complete, weakref.ref(self)))
             self._variants[dtype] = unsharded
         self._unsharded = self._variants[dtype]
+        # One leaf for all parameters, in each dtype that is in use.
+        self.leaves = [variant.leaf for variant in self._variants.values()]
         self.is_stored, self.dtype, self.num_bytes = stored, dtype, self._unsharded.num_bytes
 
     def on_gradient(self, notify: Callable[[], None] | None, before_concat: Callable[..., None] | None = None) -> bool:
@@ -193,14 +195,14 @@ class FlatLayout(Layout):
         assigned = self._assigned
         for dictionary, attribute, index in self._attributes:
             if dictionary.get(attribute.name) is not assigned[index]:
-                raise replaced_parameter_error(attribute, self.name)
+                raise self.replaced_error(attribute)
 
     def use_unsharded_params(self) -> None:
         """Creates new views and assigns them to the modules. Does not overwrite tensors of ``functional_call``."""
         assigned = self._assigned
         for dictionary, attribute, index in self._attributes:
             if dictionary.get(attribute.name) is not assigned[index]:
-                raise replaced_parameter_error(attribute, self.name)
+                raise self.replaced_error(attribute)
         leaf = self._unsharded.leaf
         requires_grad = self.registered.requires_grad
         if leaf.requires_grad is not requires_grad:
@@ -286,7 +288,7 @@ class FlatLayout(Layout):
     @property
     def has_gradient(self) -> bool:
         """Whether a leaf has a gradient."""
-        return self._unsharded.leaf.grad is not None or any(v.leaf.grad is not None for v in self._variants.values())
+        return any(leaf.grad is not None for leaf in self.leaves)
 
     def take_gradient(self, *, with_unreduced: bool) -> Gradient | None:
         """Takes the flat gradient of forwards in both precisions, and adds the unreduced gradient if requested."""
@@ -309,11 +311,6 @@ class FlatLayout(Layout):
                 is_same = unreduced.dtype is gradient.dtype
                 gradient, self._is_shared = unreduced.add_(gradient) if is_same else unreduced + gradient, False
         return Gradient([gradient])
-
-    @property
-    def leaves(self) -> list[torch.Tensor]:
-        """One leaf for all parameters, in each dtype that is in use."""
-        return [variant.leaf for variant in self._variants.values()]
 
     def keep_unreduced(self, gradient: Gradient) -> None:
         """Adds ``gradient`` to the unreduced gradient in ``.grad``."""

@@ -11,9 +11,9 @@ Therefore each output of the root passes through a node, which has a path to all
                        +----- registered parameters
 
 The node is the identity. It sends no gradient to the registered parameters, so a plain backward works as without it. In
-a backward that requests registered parameters, autograd executes the node. A hook of it then runs a nested backward that
-requests the unsharded parameters instead, with all hooks of the units. A gradient of ``autograd.grad`` is returned and
-not accumulated. A shard cannot be returned in this way, so this raises an error.
+a backward that requests registered parameters, autograd executes the node. A hook of it then runs a nested backward
+that requests the unsharded parameters instead, with all hooks of the units. A gradient of ``autograd.grad`` is returned
+and not accumulated. A shard cannot be returned in this way, so this raises an error.
 
 Worked example: ``backward(inputs=[shard of a.weight, x])``. The nested backward computes the gradient of the unsharded
 ``a.weight``, and the hooks of its unit reduce it. Then the outer backward computes the gradient of ``x``.

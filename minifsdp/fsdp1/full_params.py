@@ -42,7 +42,6 @@ from minifsdp.engine import collectives, optimizer_watch
 from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task
 from minifsdp.engine.collective_log import UnitName
 from minifsdp.engine.flat import FlatLayout
-from minifsdp.engine.layout import replaced_parameter_error
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.rank_checks import agree
 from minifsdp.engine.shards import local_tensor
@@ -162,7 +161,7 @@ def _full_params(unit: FlatUnit, flat: torch.Tensor, gradients: FullGradients | 
             present = [gradient is not None for gradient in new_gradients]
             layout.gradients.overwrite_reduced(gradients[0][layout.shard_range], present)
         if replaced:
-            raise replaced_parameter_error(replaced[0], layout.name)
+            raise layout.replaced_error(replaced[0])
 
 
 def _refuse_backward(unit_name: str, gradients: Sequence[torch.Tensor | None]) -> None:

@@ -313,8 +313,8 @@ MUTANTS = [
     ),
     Mutant(
         "rebound-name-inside-the-unit",
-        "replaced_parameter_error",
-        "full_name(unit_name, info.path)",
+        "Layout.replaced_error",
+        "self.full_name(info.path)",
         "info.path",
         "The error for a replaced parameter contains only its name inside the unit.",
         "CTOR-12",

@@ -622,8 +622,8 @@ MUTANTS = [
     Mutant(
         "renewed-leaves-are-not-described",
         "PerParameterLayout._update_from_buckets",
-        "self._leaves = [param.leaf for param in self.params]",
-        "self._leaves = self._leaves or [param.leaf for param in self.params]",
+        "self.leaves = [param.leaf for param in self.params]",
+        "self.leaves = self.leaves or [param.leaf for param in self.params]",
         "After a conversion modules compute with the former leaves.",
         "FS2-28",
     ),

@@ -98,7 +98,7 @@ MUTANTS = [
     Mutant(
         "functional-call-is-overwritten",
         "PerParameterLayout.use_unsharded_params",
-        "raise self._replaced(attribute)",
+        'raise self.replaced_error(attribute, "replaced-dtensor")',
         "pass",
         "A unit of fully_shard overwrites the tensors of functional_call.",
         "PROG-47",
@@ -106,7 +106,7 @@ MUTANTS = [
     Mutant(
         "functional-call-of-a-flat-unit-is-overwritten",
         "FlatLayout.use_unsharded_params",
-        "raise replaced_parameter_error(attribute, self.name)",
+        "raise self.replaced_error(attribute)",
         "pass",
         "A flat unit overwrites the tensors of functional_call.",
         "PROG-47",
