@@ -156,11 +156,9 @@ class InputsHooks(BackwardHooks):
     def is_overdue(self) -> bool:
         """Whether gradients remain to be reduced: no input needed a gradient, or autograd did not reach the inputs."""
         unit = self._unit
-        return (
-            unit.phase is Phase.PRE_BACKWARD
-            or unit.layout.has_gradient
-            or (unit.policy.reduces and unit.layout.has_unreduced)
-        )
+        if unit.phase is Phase.PRE_BACKWARD or unit.layout.has_gradient:
+            return True
+        return unit.policy.reduces and unit.layout.has_unreduced
 
 
 def _pairs(original: Any, copy: Any) -> Iterator[tuple[Any, Any]]:

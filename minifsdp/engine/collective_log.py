@@ -188,10 +188,8 @@ class CollectiveSequence:
 
         If the ranks constructed different numbers of equal units, the order of construction proves nothing.
         """
-        numbers, totals = (
-            {question >> 32 & 0x7FFF for question in questions},
-            {question >> 47 for question in questions},
-        )
+        numbers = {question >> 32 & 0x7FFF for question in questions}
+        totals = {question >> 47 for question in questions}
         return len({question & 0xFFFFFFFF for question in questions}) == 1 and (len(numbers) == 1 or len(totals) > 1)
 
     @property

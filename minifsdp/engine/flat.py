@@ -96,7 +96,7 @@ class FlatLayout(Layout):
         else:
             self.registered = RegisteredFlatParam(module, parameters, shard)
         self.gradients = FlatGradients(self.registered)
-        self._keep_reduce_dtype, self._compute_dtype = precision.keep_reduce_dtype, precision.computes_in(shard.dtype)
+        self._precision = precision
         self._variants: dict[torch.dtype, UnshardedTensor] = {}
         self.use_stored_dtype(False)
         self.is_recorded_stored = self._is_shared = self._is_written = False
@@ -120,7 +120,7 @@ class FlatLayout(Layout):
     def use_stored_dtype(self, stored: bool) -> None:
         """Sets whether the next forwards use the stored dtype or the compute dtype. The unit must be sharded."""
         shard = self.registered.shard
-        dtype = shard.dtype if stored else self._compute_dtype or shard.dtype
+        dtype = shard.dtype if stored else self._precision.computes_in(shard.dtype)
         if dtype not in self._variants:
             # If the unit is neither sharded nor cast, it computes in the memory of the shard.
             borrows = self.mesh.shard is None and dtype is shard.dtype and shard.device == self.device
@@ -141,7 +141,7 @@ class FlatLayout(Layout):
     def refresh_from_module(self) -> None:
         """Adapts to a shard whose dtype has changed, for example after ``model.half()``."""
         self.registered.refresh_from_module()
-        if self.dtype is not (self._compute_dtype or self.registered.shard.dtype):
+        if self.dtype is not self._precision.computes_in(self.registered.shard.dtype):
             self._variants.clear()
             self.use_stored_dtype(False)
 
@@ -324,12 +324,12 @@ class FlatLayout(Layout):
     def copy_to_host(self, local_shard: torch.Tensor) -> torch.Tensor:
         """Casts on the device, because a cast on the CPU would wait for the copy. PyTorch pins the copy's memory."""
         shard = self.registered.shard
-        dtype = local_shard.dtype if self._keep_reduce_dtype else shard.dtype
+        dtype = local_shard.dtype if self._precision.keep_reduce_dtype else shard.dtype
         return local_shard.to(dtype).to(shard.device, non_blocking=True)
 
     def accept_gradient(self, gradient: Gradient, local_shard: torch.Tensor) -> None:
         """Adds a reduced gradient shard to ``.grad``."""
-        if not self._keep_reduce_dtype:
+        if not self._precision.keep_reduce_dtype:
             local_shard = local_shard.to(self.registered.shard.dtype)
         self.gradients.add_reduced(local_shard)
 

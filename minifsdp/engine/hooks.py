@@ -50,6 +50,7 @@ from torch.autograd import Variable
 from minifsdp import trace
 from minifsdp.engine import backward_hooks
 from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task, register_pre_backward_hook
+from minifsdp.engine.flat_params import REQUIRES_GRAD
 from minifsdp.engine.messages import message
 from minifsdp.engine.rank_checks import RankChecks
 from minifsdp.engine.reduce import Reducer
@@ -242,7 +243,7 @@ class IterationState:
             self._prefetch_backward(unit)
         if gradient is None:
             return
-        if any(part.requires_grad for part in gradient.parts):
+        if any(map(REQUIRES_GRAD, gradient.parts)):
             raise RuntimeError(message("graph-of-gradients", unit=unit.name))
         unit.keeps_for_graph = False
         if not unit.policy.reduces:
@@ -267,12 +268,8 @@ class IterationState:
         if deferred is arriving or arriving in deferred.inner:
             return
         self._deferred = None
-        if (
-            deferred.phase is not Phase.PRE_BACKWARD
-            and not deferred.keeps_for_graph
-            and deferred.policy.reshard_after_forward
-            and not deferred.policy.keep_unsharded_for_backward
-        ):
+        is_freed = deferred.policy.reshard_after_forward and not deferred.policy.keep_unsharded_for_backward
+        if is_freed and deferred.phase is not Phase.PRE_BACKWARD and not deferred.keeps_for_graph:
             deferred.reshard()
 
     def _close(self, unit: Unit) -> None:

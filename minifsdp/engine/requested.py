@@ -73,7 +73,8 @@ class RequestedParameters:
         """
         is_requested, inputs = torch._C._will_engine_execute_node, []
         for unit in self._units if not is_requested(self._probe) else ():
-            leaves, trained = unit.layout.leaves, [p for p in unit.layout.local_parameters() if p.requires_grad]
+            leaves, parameters = unit.layout.leaves, unit.layout.local_parameters()
+            trained = [p for p in parameters if p.requires_grad]
             try:
                 requested = {p for p in trained if is_requested(_node_of(p))}
             except RuntimeError as error:
@@ -81,10 +82,9 @@ class RequestedParameters:
                 raise RuntimeError(message("autograd-grad", unit=unit.name)) from error
             if requested and torch.is_grad_enabled():
                 raise RuntimeError(message("graph-of-gradients", unit=unit.name))
-            if len(leaves) == len(unit.layout.local_parameters()):
-                leaves = [
-                    leaf for leaf, p in zip(leaves, unit.layout.local_parameters(), strict=True) if p in requested
-                ]
+            if unit.layout.shards_are_distributed:
+                # Each parameter has its own leaf.
+                leaves = [leaf for leaf, p in zip(leaves, parameters, strict=True) if p in requested]
             elif 0 < len(requested) < len(trained):
                 raise RuntimeError(message("part-of-unit", unit=unit.name, num=len(requested), number=len(trained)))
             inputs += leaves if requested else []

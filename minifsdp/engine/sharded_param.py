@@ -74,10 +74,6 @@ class Options:
     pin: bool = False
     policy: Any = None
 
-    def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
-        """The compute dtype for values that are stored in the dtype ``stored``."""
-        return (self.precision.compute or stored) if stored.is_floating_point else stored
-
     def storage_device(self, local_shard: torch.Tensor) -> torch.device:
         """The device on which the memory for ``local_shard`` is allocated."""
         return torch.device("cpu") if self.offload and not local_shard.is_meta else local_shard.device
@@ -123,22 +119,18 @@ class ShardedParam:
         # Tensor parallelism may have sharded the parameter already.
         local = local_tensor(original.detach())
         if not local.is_contiguous():
-            raise NotImplementedError(
-                message("not-contiguous", where=where, shape=tuple(local.shape), stride=local.stride())
-            )
+            shape, stride = tuple(local.shape), local.stride()
+            raise NotImplementedError(message("not-contiguous", where=where, shape=shape, stride=stride))
         dim = placement.dim if placement is not None else 0
         dim = dim + original.ndim if dim < 0 else dim
         if not 0 <= dim < original.ndim:
             raise ValueError(message("placement-dim", where=where, shape=tuple(original.shape), dim=dim))
         self.shape, self.dim, self.num_shards = local.shape, dim, mesh.size(mesh.ndim - 1)
         if dim != 0 and self.shape[dim] % self.num_shards:
-            raise NotImplementedError(
-                message("uneven-dim", dim=dim, shape=tuple(self.shape), num_shards=self.num_shards)
-            )
+            shape = tuple(self.shape)
+            raise NotImplementedError(message("uneven-dim", dim=dim, shape=shape, num_shards=self.num_shards))
         self.chunk_numel = padded_shard_numel(self.shape, dim, self.num_shards)
-        self._tensor_parallel: dtensor_spec.DTensorSpec | None = (
-            original._spec if isinstance(original, DTensor) else None
-        )
+        self._tensor_parallel = original._spec if isinstance(original, DTensor) else None
         self._spec = self._make_spec(original, mesh)
         self.local_shard = shard_of(local, dim, self.num_shards, mesh_groups.shard_index)
         self.parameter = self.leaf = self.plain_leaf = original
@@ -188,12 +180,9 @@ class ShardedParam:
 
     def fits(self, other: torch.Tensor) -> bool:
         """Whether ``other`` is a DTensor of the same shape, mesh and placements."""
-        return (
-            isinstance(other, DTensor)
-            and other.shape == self._spec.shape
-            and other._spec.mesh == self._spec.mesh
-            and other._spec.placements == self._spec.placements
-        )
+        if not isinstance(other, DTensor) or other.shape != self._spec.shape:
+            return False
+        return other._spec.mesh == self._spec.mesh and other._spec.placements == self._spec.placements
 
     def over_smaller_mesh(self, mesh: DeviceMesh, local_shard: torch.Tensor) -> nn.Parameter:
         """A DTensor around a shard over the last axis of ``mesh``; with tensor parallelism, returns `parameter`."""

@@ -563,7 +563,7 @@ MUTANTS = [
     Mutant(
         "gradients-beside-the-output-are-left",
         "InputsHooks.is_overdue",
-        "            or unit.layout.has_gradient\n",
+        " or unit.layout.has_gradient",
         "",
         "A unit whose inputs and outputs are not found is not reduced.",
         "FS2-13",
@@ -571,8 +571,8 @@ MUTANTS = [
     Mutant(
         "sums-that-backward-passes-by-are-left",
         "InputsHooks.is_overdue",
-        "            or (unit.policy.reduces and unit.layout.has_unreduced)\n",
-        "",
+        "return unit.policy.reduces and unit.layout.has_unreduced",
+        "return False",
         "The reducing backward does not reduce the accumulated gradient of a unit that it does not reach.",
         "FS2-SYNC-01",
     ),
