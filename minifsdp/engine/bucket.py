@@ -250,10 +250,7 @@ AnyBucket: TypeAlias = Bucket | ExtendedBucket
 
 
 def assign_to_buckets(
-    params: Sequence[ShardedParam],
-    local_shards: Sequence[torch.Tensor],
-    options: Options,
-    before: Sequence[AnyBucket],
+    params: Sequence[ShardedParam], local_shards: Sequence[torch.Tensor], options: Options, before: Sequence[AnyBucket]
 ) -> list[AnyBucket]:
     """Assigns each parameter to a bucket of one dtype and mesh, and copies its new local shard into the bucket.
 

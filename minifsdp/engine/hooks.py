@@ -56,7 +56,7 @@ from minifsdp.engine.rank_checks import RankChecks
 from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.schedule import BackwardPrefetch, Schedule
 from minifsdp.engine.sharded_param import VERSION
-from minifsdp.engine.unit import Phase, State, Unit, not_while_summoned, unreduced_backward
+from minifsdp.engine.unit import Phase, State, Unit
 
 
 class IterationState:
@@ -203,7 +203,7 @@ class IterationState:
         if unit.phase is Phase.PRE_BACKWARD:
             return
         if unit.phase is Phase.SUMMONED:
-            raise not_while_summoned(unit, "backward")
+            raise RuntimeError(message("while-summoned", what="backward", unit=unit.name))
         if not self.in_backward:
             self.begin_backward()
         if unit in self._changed:
@@ -348,4 +348,4 @@ class IterationState:
 def _check_still_summoned(unit: Unit, *_: Any) -> None:
     """Called in a backward of a forward with full parameters, which exist only inside ``summon_full_params``."""
     if unit.phase is not Phase.SUMMONED:
-        raise unreduced_backward(unit.name)
+        raise RuntimeError(message("backward-while-summoned", unit=unit.name))

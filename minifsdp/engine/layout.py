@@ -57,11 +57,6 @@ class ParamInfo:
     second_places: list[tuple[Any, ...]] = field(default_factory=list)
     ties: list[ParamInfo] = field(default_factory=list)
 
-    @classmethod
-    def of(cls, module: nn.Module, name: str, path: str) -> ParamInfo:
-        """Describes the parameter ``module.<name>``."""
-        return cls(module, name, path, getattr(module, name).shape)
-
     @property
     def attributes(self) -> list[ParamInfo]:
         """Every module attribute that refers to the parameter, this one first."""
@@ -107,7 +102,7 @@ def owned_parameters(
         for name, parameter in module._parameters.items():
             if parameter is None or parameter in ignored or validation.is_flattened(module, name):
                 continue
-            info = ParamInfo.of(module, name, full_name(prefix, name))
+            info = ParamInfo(module, name, full_name(prefix, name), parameter.shape)
             validation.check_free(parameter, module, name, info.path)
             first = found.setdefault(parameter, info)
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
@@ -120,7 +115,7 @@ def owned_parameters(
             for keys, parameter in _parameters_in(value, (attribute,)) if attribute != "_parameters" else ():
                 if parameter in found and None not in keys:
                     found[parameter].second_places.append((vars(module), *keys))
-                elif parameter in found or validation.is_taken(parameter):
+                elif parameter in found or parameter in validation.taken:
                     warn(message("second-place", place=full_name(prefix, attribute), type=type(module).__name__))
     return found
 

@@ -46,7 +46,7 @@ from minifsdp.engine.rank_checks import RankChecks
 from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.schedule import BackwardPrefetch
 from minifsdp.engine.side_outputs import SideOutputs
-from minifsdp.engine.unit import Phase, State, Unit, not_while_summoned
+from minifsdp.engine.unit import Phase, State, Unit
 
 
 def _only_vmap() -> bool:
@@ -113,12 +113,9 @@ class RootState:
             unit.layout.steps = steps
             inside = (by_module.get(module) for module in unit.module.modules())
             unit.inner = frozenset(other for other in inside if other is not None and other is not unit)
+        reducer = Reducer(self.comm_streams, offloads=any(unit.layout.offloads for unit in self.units))
         self.iteration = IterationState(
-            self.units,
-            Reducer(self.comm_streams, offloads=any(unit.layout.offloads for unit in self.units)),
-            rank_checks,
-            backward_prefetch=backward_prefetch,
-            forward_prefetch=forward_prefetch,
+            self.units, reducer, rank_checks, backward_prefetch=backward_prefetch, forward_prefetch=forward_prefetch
         )
         self._requested = requested.RequestedParameters(self.units)
         self._side_outputs = SideOutputs(self.units, self.iteration.pre_backward)
@@ -171,7 +168,7 @@ class RootState:
             raise RuntimeError(message("function-transform", unit=self.units[0].name if self.units else ""))
         for unit in self.units if caller is None else (caller, *caller.inner):
             if unit.phase is Phase.SUMMONED and not unit.layout.is_summoned:
-                raise not_while_summoned(unit, "forward")
+                raise RuntimeError(message("while-summoned", what="forward", unit=unit.name))
         validation.check_not_in_ddp((unit.layout.local_parameters(), unit.plan.mesh) for unit in self.units)
         for unit in self.units:
             if unit.phase is not Phase.SUMMONED:

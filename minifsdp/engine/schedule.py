@@ -70,20 +70,16 @@ class Schedule:
         if self._is_first_iteration:
             return None
         position = self._entered.get(unit)
-        self._notice_change(unit, position)
-        if position is None or position + 1 >= len(self._first_order):
-            return None
-        return self._first_order[position + 1]
-
-    def _notice_change(self, unit: Unit, position: int | None) -> None:
         # `_position` is the progress of this iteration in the first order. If a unit is new or enters ahead of this
         # position, a prefetch of another unit was unused. If a unit enters behind it, its module is called again.
         if (position is None or position > self._position) and not self._warned:
             self._warned = True
             expected = self._first_order[self._position].name if self._position < len(self._first_order) else "none"
             warn(message("changed-order", unit=unit.name, expected=expected))
-        if position is not None:
-            self._position = max(self._position, position + 1)
+        if position is None:
+            return None
+        self._position = max(self._position, position + 1)
+        return self._first_order[position + 1] if position + 1 < len(self._first_order) else None
 
     def next_backward(self, unit: Unit) -> Unit | None:
         """The unit that left forward just before ``unit`` in this iteration; ``None`` if ``unit`` was the first.

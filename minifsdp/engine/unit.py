@@ -291,16 +291,6 @@ class Unit(Generic[LayoutT]):
             self.limiter.released(event)
 
 
-def not_while_summoned(unit: Unit, what: str) -> RuntimeError:
-    """The error for computing while the full parameters are summoned."""
-    return RuntimeError(message("while-summoned", what=what, unit=unit.name))
-
-
-def unreduced_backward(unit_name: str) -> RuntimeError:
-    """The error for a backward that reaches full parameters, whose gradients nothing reduces."""
-    return RuntimeError(message("backward-while-summoned", unit=unit_name))
-
-
 def modules_of_unit(roots: Iterable[nn.Module], is_apart: Callable[[nn.Module], bool]) -> list[tuple[str, nn.Module]]:
     """The modules whose direct parameters belong to the unit of ``roots``, with their paths. Each module appears once.
 

@@ -45,7 +45,7 @@ from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.rank_checks import agree
 from minifsdp.engine.shards import local_tensor
-from minifsdp.engine.unit import Phase, unreduced_backward
+from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1.build import FlatUnit
 
 # The unsharded gradients in one flat tensor, and for each parameter, whether it has a gradient.
@@ -145,7 +145,7 @@ def _full_params(unit: FlatUnit, flat: torch.Tensor, gradients: FullGradients | 
         yield
         # A parameter that was frozen at the beginning has no hook.
         if gradients is None and any(parameter.grad is not None for parameter in full_params):
-            raise unreduced_backward(unit.name)
+            raise RuntimeError(message("backward-while-summoned", unit=unit.name))
     finally:
         # Afterwards, original parameters have their sharded values and gradients again.
         new_values, new_gradients = [p.data for p in full_params], [p.grad for p in full_params]
@@ -167,7 +167,7 @@ def _full_params(unit: FlatUnit, flat: torch.Tensor, gradients: FullGradients | 
 def _refuse_backward(unit_name: str, gradients: Sequence[torch.Tensor | None]) -> None:
     # The node at the output of the root has a path to registered parameters, but sends no gradient (`requested.py`).
     if any(gradient is not None for gradient in gradients):
-        raise unreduced_backward(unit_name)
+        raise RuntimeError(message("backward-while-summoned", unit=unit_name))
 
 
 def _copy_replaced(views: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None]) -> None:

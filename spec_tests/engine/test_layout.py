@@ -73,7 +73,7 @@ def test_module_with_second_weight_list_gets_both_updated(kind: type[nn.RNNBase]
 
 @pytest.mark.pure
 def test_an_ordinary_module_has_no_second_place() -> None:
-    info = ParamInfo.of(nn.Linear(2, 2), "weight", "weight")
+    info = ParamInfo(nn.Linear(2, 2), "weight", "weight", torch.Size((2, 2)))
     assert info.second_places == []
     info.update_second_places(torch.zeros(1))
 

@@ -81,7 +81,7 @@ MUTANTS = [
     ),
     Mutant(
         "changed-order-is-silent",
-        "Schedule._notice_change",
+        "Schedule.next_forward",
         "(position is None or position > self._position) and not self._warned",
         "False",
         "A changed forward order under forward_prefetch causes no warning.",

@@ -218,7 +218,7 @@ MUTANTS = [
     Mutant(
         "ties-across-units-pass",
         "check_free",
-        "if parameter in _taken:",
+        "if parameter in taken:",
         "if False:",
         "A parameter shared by two units is accepted and becomes two parameters.",
         "ORIG-16",

@@ -122,7 +122,7 @@ MUTANTS = [
     Mutant(
         "tuples-are-not-named",
         "owned_parameters",
-        "elif parameter in found or validation.is_taken(parameter):",
+        "elif parameter in found or parameter in validation.taken:",
         "elif False:",
         "No warning about parameters in a tuple or in the list of another unit.",
         "PROG-49",
