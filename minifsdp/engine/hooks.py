@@ -66,8 +66,7 @@ class IterationState:
         units: all units of the root.
         reducer: reduces their gradients.
         rank_checks: checks that all ranks issue the same collectives.
-        backward_prefetch: when to prefetch the next unit in backward; ``None`` disables prefetching.
-        forward_prefetch: whether to prefetch the next unit in forward.
+        schedule: the order of the units, and when to prefetch.
 
     Attributes:
         backward_hooks: for each unit, the object that calls its backward hooks.
@@ -78,18 +77,8 @@ class IterationState:
         is_last_backward: whether the end of the next backward is the end of the iteration.
     """
 
-    def __init__(
-        self,
-        units: list[Unit],
-        reducer: Reducer,
-        rank_checks: RankChecks,
-        *,
-        backward_prefetch: BackwardPrefetch | None,
-        forward_prefetch: bool,
-    ) -> None:
-        self.units, self.reducer, self.rank_checks = units, reducer, rank_checks
-        self.backward_prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
-        self.schedule = Schedule()
+    def __init__(self, units: list[Unit], reducer: Reducer, rank_checks: RankChecks, schedule: Schedule) -> None:
+        self.units, self.reducer, self.rank_checks, self.schedule = units, reducer, rank_checks, schedule
         self.in_forward = self.in_backward = self.is_recorded = False
         self.is_last_backward, self.num_forwards = True, 0
         self._deferred: Unit | None = None
@@ -123,7 +112,7 @@ class IterationState:
                 unit.unshard(is_ahead=False)
         if torch.is_grad_enabled():
             self.schedule.enter(unit)
-            if self.forward_prefetch and (next_one := self.schedule.next_forward(unit)) is not None:
+            if self.schedule.forward_prefetch and (next_one := self.schedule.next_forward(unit)) is not None:
                 next_one.unshard()
         for ahead in unit.policy.prefetch_in_forward or ():
             ahead.unshard()
@@ -222,7 +211,7 @@ class IterationState:
         if unit.state is not State.SHARDED:
             unit.wait()
             unit.layout.use_unsharded_params_again()
-        if self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+        if self.schedule.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             # Prefetch only now, because the all-gather buffer of this unit has been freed.
             self._prefetch_backward(unit)
 
@@ -239,7 +228,7 @@ class IterationState:
             self._deferred = unit
         elif unit.policy.reshard_after_backward and not unit.keeps_for_graph:
             unit.reshard()
-        if self.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+        if self.schedule.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch_backward(unit)
         if gradient is None:
             return

@@ -44,7 +44,7 @@ from minifsdp.engine.lifetime import RateLimiter
 from minifsdp.engine.messages import message
 from minifsdp.engine.rank_checks import RankChecks
 from minifsdp.engine.reduce import Reducer
-from minifsdp.engine.schedule import BackwardPrefetch
+from minifsdp.engine.schedule import BackwardPrefetch, Schedule
 from minifsdp.engine.side_outputs import SideOutputs
 from minifsdp.engine.unit import Phase, State, Unit
 
@@ -98,7 +98,7 @@ class RootState:
         for name, unit in units:
             unit.root_id = root_id
             # The ranks compare their collectives by these names.
-            unit.name = unit.layout.name = unit.named(name, root_id, num_equal)
+            unit.name = unit.layout.name = unit.named(name, num_equal)
             unit.update_policy(keep_unsharded_for_backward=unit is outermost and keeps_outermost)
             if unit.phase is not Phase.SUMMONED:
                 unit.layout.refresh_from_module()
@@ -114,9 +114,8 @@ class RootState:
             inside = (by_module.get(module) for module in unit.module.modules())
             unit.inner = frozenset(other for other in inside if other is not None and other is not unit)
         reducer = Reducer(self.comm_streams, offloads=any(unit.layout.offloads for unit in self.units))
-        self.iteration = IterationState(
-            self.units, reducer, rank_checks, backward_prefetch=backward_prefetch, forward_prefetch=forward_prefetch
-        )
+        schedule = Schedule(backward_prefetch, forward_prefetch)
+        self.iteration = IterationState(self.units, reducer, rank_checks, schedule)
         self._requested = requested.RequestedParameters(self.units)
         self._side_outputs = SideOutputs(self.units, self.iteration.pre_backward)
 

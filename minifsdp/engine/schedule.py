@@ -43,9 +43,15 @@ class BackwardPrefetch(Enum):
 
 
 class Schedule:
-    """The order in which the units of one root enter and leave forward."""
+    """The order in which the units of one root enter and leave forward.
 
-    def __init__(self) -> None:
+    Args:
+        backward_prefetch: when to prefetch the next unit in backward; ``None`` disables prefetching.
+        forward_prefetch: whether to prefetch the next unit in forward.
+    """
+
+    def __init__(self, backward_prefetch: BackwardPrefetch | None = None, forward_prefetch: bool = False) -> None:
+        self.backward_prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
         self._first_order: list[Unit] = []
         self._entered: dict[Unit, int] = {}
         self._is_first_iteration = True

@@ -185,7 +185,7 @@ def all_gather_by_hand(unit: FlatUnit) -> torch.Tensor:
     layout, name = unit.layout, unit.name
     if not isinstance(name, UnitName):
         # The unit has no root yet.
-        name = unit.name = unit.named(name, unit.root_id, Counter())
+        name = unit.name = unit.named(name, Counter())
     agree(name, layout.mesh.shard, layout.device)
     return all_gather_values(layout, name=name)
 

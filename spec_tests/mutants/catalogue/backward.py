@@ -50,7 +50,7 @@ MUTANTS = [
     Mutant(
         "prefetched-too-late",
         "IterationState.pre_backward",
-        "if self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:",
+        "if self.schedule.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:",
         "if False:",
         "BACKWARD_PRE prefetches nothing.",
         "PREF-02 PREF-03",
@@ -58,8 +58,8 @@ MUTANTS = [
     Mutant(
         "post-prefetches-before-the-free",
         "IterationState.pre_backward",
-        "if self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:",
-        "if self.backward_prefetch is not None:",
+        "if self.schedule.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:",
+        "if self.schedule.backward_prefetch is not None:",
         "BACKWARD_POST prefetches before it computes the gradients.",
         "PREF-04 PREF-05",
     ),
@@ -90,7 +90,7 @@ MUTANTS = [
     Mutant(
         "always-prefetched-in-forward",
         "IterationState.pre_forward",
-        "if self.forward_prefetch and (",
+        "if self.schedule.forward_prefetch and (",
         "if (",
         "Forward prefetches units although forward_prefetch is off.",
         "PREF-11",
