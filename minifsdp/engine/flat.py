@@ -33,7 +33,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from minifsdp.engine import collectives, optimizer_watch
+from minifsdp.engine import collectives, lifetime, optimizer_watch
 from minifsdp.engine.changes import changed_values, check_equal_changes
 from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle
 from minifsdp.engine.flat_gradients import FlatGradients
@@ -180,8 +180,8 @@ class FlatLayout(Layout):
             return comm_stream.handle(work)
 
     def free(self) -> ReleaseEvent | None:
-        """Releases the memory of the unsharded tensor."""
-        return self._unsharded.release()
+        """Releases the memory of the unsharded tensor, unless it is the memory of the shard."""
+        return None if self._unsharded.is_borrowed else lifetime.release(self._unsharded.alias)
 
     def is_stale(self) -> bool:
         """Whether the shard has changed since the last all-gather. A copy without an all-gather is always stale."""
@@ -199,10 +199,7 @@ class FlatLayout(Layout):
 
     def use_unsharded_params(self) -> None:
         """Creates new views and assigns them to the modules. Does not overwrite tensors of ``functional_call``."""
-        assigned = self._assigned
-        for dictionary, attribute, index in self._attributes:
-            if dictionary.get(attribute.name) is not assigned[index]:
-                raise self.replaced_error(attribute)
+        self.accept_replacements()
         leaf = self._unsharded.leaf
         requires_grad = self.registered.requires_grad
         if leaf.requires_grad is not requires_grad:

@@ -49,8 +49,6 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import _dtensor_spec as dtensor_spec
 
-from minifsdp.engine import lifetime
-from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.messages import message
 from minifsdp.engine.shards import local_tensor
 
@@ -154,8 +152,6 @@ class UnshardedTensor:
         version: the version of `leaf` at the last check for changes by the user.
     """
 
-    __slots__ = ("alias", "is_borrowed", "leaf", "num_bytes", "version")
-
     def __init__(
         self, numel: int, dtype: torch.dtype, device: torch.device, lender: torch.Tensor | None = None
     ) -> None:
@@ -178,7 +174,3 @@ class UnshardedTensor:
         """Allocates memory, with undefined values."""
         # 1. Resize the storage instead of replacing it.
         self.alias.untyped_storage().resize_(self.num_bytes)
-
-    def release(self) -> ReleaseEvent | None:
-        """Frees the memory; returns ``None`` if it is borrowed."""
-        return None if self.is_borrowed else lifetime.release(self.alias)

@@ -48,7 +48,7 @@ class RequestedParameters:
         # No user requests this tensor, so autograd only reaches its node in a backward that requests nothing.
         with torch.inference_mode(False):
             self._unrequested = torch.zeros(0, requires_grad=True)
-            self._probe = _node_of(self._unrequested)
+            self._probe = get_gradient_edge(self._unrequested).node
 
     def watch_output(self, output: Any) -> Any:
         """Called after a recorded forward of the root; returns the output to pass to the caller."""
@@ -76,7 +76,7 @@ class RequestedParameters:
             leaves, parameters = unit.layout.leaves, unit.layout.local_parameters()
             trained = [p for p in parameters if p.requires_grad]
             try:
-                requested = {p for p in trained if is_requested(_node_of(p))}
+                requested = {p for p in trained if is_requested(get_gradient_edge(p).node)}
             except RuntimeError as error:
                 # Raised for a parameter that is requested with `autograd.grad`.
                 raise RuntimeError(message("autograd-grad", unit=unit.name)) from error
@@ -90,12 +90,6 @@ class RequestedParameters:
             inputs += leaves if requested else []
         if inputs:
             torch.autograd.backward([edge], [gradient], retain_graph=True, inputs=inputs)
-
-
-def _node_of(parameter: torch.Tensor) -> Any:
-    """The node that accumulates the gradient of a leaf tensor."""
-    with torch.enable_grad():
-        return parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 class _Identity(torch.autograd.Function):

@@ -217,11 +217,10 @@ class ShardedParam:
 
     def share_tensor_hooks(self) -> None:
         """Called after the user registered the first hook of `parameter` or `leaf`. Autograd calls those of `leaf`."""
-        hooks = self.parameter._backward_hooks
-        if hooks is None:
+        if self.parameter._backward_hooks is None:
             self.parameter._backward_hooks = self.leaf._backward_hooks
         else:
-            self.leaf._backward_hooks = hooks
+            self.leaf._backward_hooks = self.parameter._backward_hooks
 
     def local_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Converts the gradient of the unsharded parameter to the gradient of the tensor that is sharded here."""

@@ -401,9 +401,9 @@ MUTANTS = [
     ),
     Mutant(
         "borrowed-memory-is-freed",
-        "UnshardedTensor.release",
-        "None if self.is_borrowed else lifetime.release(self.alias)",
-        "lifetime.release(self.alias)",
+        "FlatLayout.free",
+        "None if self._unsharded.is_borrowed else lifetime.release(self._unsharded.alias)",
+        "lifetime.release(self._unsharded.alias)",
         "A unit that is not sharded frees the only copy of its parameters.",
         "SHARD-11",
     ),

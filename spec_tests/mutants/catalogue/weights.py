@@ -26,7 +26,7 @@ MUTANTS = [
     Mutant(
         "late-hooks-are-not-called",
         "ShardedParam.share_tensor_hooks",
-        "self.leaf._backward_hooks = hooks",
+        "self.leaf._backward_hooks = self.parameter._backward_hooks",
         "pass",
         "The leaf does not get hooks that are registered on the DTensor.",
         "PROG-40 PROG-41",
@@ -106,8 +106,8 @@ MUTANTS = [
     Mutant(
         "functional-call-of-a-flat-unit-is-overwritten",
         "FlatLayout.use_unsharded_params",
-        "raise self.replaced_error(attribute)",
-        "pass",
+        "        self.accept_replacements()\n",
+        "",
         "A flat unit overwrites the tensors of functional_call.",
         "PROG-47",
     ),
