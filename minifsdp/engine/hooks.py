@@ -84,7 +84,7 @@ class IterationState:
         self._deferred: Unit | None = None
         self._spans: dict[Unit, trace.Event] = {}
         # 2. Created once, not in each forward. The kind depends on the layout.
-        self.backward_hooks: dict[Unit, backward_hooks.BackwardHooks] = {}
+        self.backward_hooks: dict[Unit, backward_hooks.LeafHooks] = {}
         self._parameters = [parameter for unit in units for parameter in unit.layout.local_parameters()]
         # The versions of the parameters after the last recorded forward, and units whose parameters have changed since.
         self._versions: tuple[int, list[int]] | None = None
