@@ -280,31 +280,27 @@ class IterationState:
         for unit in reversed(self.units):
             if unit.phase not in (Phase.POST_BACKWARD, Phase.FORWARD) and self.backward_hooks[unit].is_overdue():
                 self.post_backward(unit)
-        if self.in_forward:
-            # 6. The next backward waits for the reductions.
-            self._leave_backward()
-            return
-        if not self.is_last_backward:
+        if not self.in_forward and not self.is_last_backward:
             # This iteration has another backward, which waits for these reductions and uses the recorded order.
             for unit in self.units:
                 unit.num_pending = max(0, unit.num_pending - 1)
                 unit.awaits_backward = unit.num_pending > 0
-            self._leave_backward()
-            return
-        self.rank_checks.compare()
-        self.reducer.finish()
-        self.rank_checks.read()
-        for unit in self.units:
-            if unit.state is not State.SHARDED and unit.phase is not Phase.SUMMONED:
-                self._close(unit)
-        self.schedule.end_iteration()
-        self._forget_backward()
+        elif not self.in_forward:
+            self.rank_checks.compare()
+            self.reducer.finish()
+            self.rank_checks.read()
+            for unit in self.units:
+                if unit.state is not State.SHARDED and unit.phase is not Phase.SUMMONED:
+                    self._close(unit)
+            self.schedule.end_iteration()
+            self._forget_backward()
+        # 6. Inside a forward, the next backward waits for the reductions.
+        self._leave_backward()
 
     def _forget_backward(self) -> None:
         for unit in self.units:
             unit.awaits_backward, unit.num_uses, unit.num_pending = False, 0, 0
         self._deferred = None
-        self._leave_backward()
 
     def _leave_backward(self) -> None:
         for unit in self.units:
@@ -332,6 +328,7 @@ class IterationState:
             unit.limiter.clear()
         self.schedule.abandon_iteration()
         self._forget_backward()
+        self._leave_backward()
 
 
 def _check_still_summoned(unit: Unit, *_: Any) -> None:

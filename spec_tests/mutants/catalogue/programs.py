@@ -26,8 +26,8 @@ MUTANTS = [
     Mutant(
         "end-of-backward-in-forward-reshards",
         "IterationState.end_backward",
-        "        if self.in_forward:\n",
-        "        if False:\n",
+        "        elif not self.in_forward:\n",
+        "        else:\n",
         "A backward inside a forward reshards units that compute.",
         "PROG-23",
     ),

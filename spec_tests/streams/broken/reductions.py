@@ -65,7 +65,7 @@ BREAKS = [
     Break(
         "last-reduction-forgotten",
         HOOKS,
-        "        self.reducer.finish()\n",
+        "            self.reducer.finish()\n",
         "",
         "The end of backward does not complete the last reduction.",
         "flat_full",
