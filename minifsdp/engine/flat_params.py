@@ -37,7 +37,7 @@ from minifsdp.engine.placeholder import PlaceholderParameter
 from minifsdp.engine.shards import local_tensor
 
 FLAT_NAME = "_flat_param"
-REQUIRES_GRAD, _VERSION, _ADDRESS = attrgetter("requires_grad"), attrgetter("_version"), methodcaller("data_ptr")
+_REQUIRES_GRAD, _VERSION, _ADDRESS = attrgetter("requires_grad"), attrgetter("_version"), methodcaller("data_ptr")
 
 
 class RegisteredParams(ABC):
@@ -58,7 +58,7 @@ class RegisteredParams(ABC):
     @property
     def requires_grad(self) -> bool:
         """Whether any parameter is trained. The user may change this at any time."""
-        return any(map(REQUIRES_GRAD, self.parameters))
+        return any(map(_REQUIRES_GRAD, self.parameters))
 
     @abstractmethod
     def use_full_params(self, views: Sequence[torch.Tensor]) -> list[nn.Parameter]:

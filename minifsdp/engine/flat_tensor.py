@@ -143,7 +143,7 @@ class UnshardedTensor:
         numel: number of elements, including padding.
         dtype: the compute dtype.
         device: the compute device.
-        lender: a tensor of this size, dtype and device; if given, its memory is used.
+        lender: a tensor of this size, dtype and device, whose memory is used, or ``None``.
 
     Attributes:
         leaf: the tensor; autograd accumulates gradients into it.
@@ -152,9 +152,7 @@ class UnshardedTensor:
         version: the version of `leaf` at the last check for changes by the user.
     """
 
-    def __init__(
-        self, numel: int, dtype: torch.dtype, device: torch.device, lender: torch.Tensor | None = None
-    ) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, lender: torch.Tensor | None) -> None:
         self.is_borrowed = lender is not None
         tensor = torch.empty(numel, dtype=dtype, device=device) if lender is None else lender.detach()
         self.num_bytes = numel * tensor.element_size()

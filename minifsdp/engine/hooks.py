@@ -50,12 +50,11 @@ from torch.autograd import Variable
 from minifsdp import trace
 from minifsdp.engine import backward_hooks
 from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task, register_pre_backward_hook
-from minifsdp.engine.flat_params import REQUIRES_GRAD
 from minifsdp.engine.messages import message
 from minifsdp.engine.rank_checks import RankChecks
 from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.schedule import BackwardPrefetch, Schedule
-from minifsdp.engine.sharded_param import VERSION
+from minifsdp.engine.sharded_param import REQUIRES_GRAD, VERSION
 from minifsdp.engine.unit import Phase, State, Unit
 
 

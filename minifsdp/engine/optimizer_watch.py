@@ -143,13 +143,12 @@ class OptimizerWatch:
     def _count_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Counts a step for each root whose parameters ``optimizer`` holds. Returns whether there are any."""
         layouts = self._layouts_of(optimizer)
-        counts = {layout.steps for layout in layouts}
-        for steps in counts:
+        for steps in {layout.steps for layout in layouts}:
             steps.count += 1
         if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
             for layout in layouts:
                 layout.stepped_at = layout.steps.count
-        return bool(counts)
+        return bool(layouts)
 
     def _check_gradients_of(self, optimizer: torch.optim.Optimizer) -> None:
         if self.unreduced or self.summoned:

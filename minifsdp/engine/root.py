@@ -114,8 +114,7 @@ class RootState:
             inside = (by_module.get(module) for module in unit.module.modules())
             unit.inner = frozenset(other for other in inside if other is not None and other is not unit)
         reducer = Reducer(self.comm_streams, offloads=any(unit.layout.offloads for unit in self.units))
-        schedule = Schedule(backward_prefetch, forward_prefetch)
-        self.iteration = IterationState(self.units, reducer, rank_checks, schedule)
+        self.iteration = IterationState(self.units, reducer, rank_checks, Schedule(backward_prefetch, forward_prefetch))
         self._requested = requested.RequestedParameters(self.units)
         self._side_outputs = SideOutputs(self.units, self.iteration.pre_backward)
 

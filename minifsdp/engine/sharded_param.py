@@ -45,8 +45,8 @@ from minifsdp.engine.messages import message
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.shards import local_tensor, padded_shard_numel, shard_of
 
-# The number of in-place changes of a tensor.
-VERSION = operator.attrgetter("_version")
+# The number of in-place changes of a tensor, and whether autograd computes its gradient.
+VERSION, REQUIRES_GRAD = operator.attrgetter("_version"), operator.attrgetter("requires_grad")
 # Returns the local tensor of a DTensor. ``to_local()`` would create another tensor, for autograd.
 local_shard_of: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_tensor")
 

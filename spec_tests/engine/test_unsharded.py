@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 @pytest.mark.spec("SHARD-13")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_unsharded_tensor_allocates_and_releases_memory_and_keeps_its_shape(dtype: torch.dtype) -> None:
-    tensor = UnshardedTensor(4, dtype, CPU)
+    tensor = UnshardedTensor(4, dtype, CPU, None)
     storage = tensor.leaf.untyped_storage()
     assert tensor.num_bytes == 4 * dtype.itemsize
     tensor.allocate()
@@ -33,7 +33,7 @@ def test_unsharded_tensor_allocates_and_releases_memory_and_keeps_its_shape(dtyp
 
 @pytest.mark.pure
 def test_write_through_the_alias_is_not_a_change_for_autograd() -> None:
-    tensor = UnshardedTensor(4, torch.float32, CPU)
+    tensor = UnshardedTensor(4, torch.float32, CPU, None)
     tensor.allocate()
     tensor.alias.fill_(3)
     loss = (tensor.leaf * tensor.leaf).sum()
@@ -47,7 +47,7 @@ def test_write_through_the_alias_is_not_a_change_for_autograd() -> None:
 
 @pytest.mark.pure
 def test_leaf_is_autograd_leaf_requiring_gradient() -> None:
-    tensor = UnshardedTensor(2, torch.float32, CPU)
+    tensor = UnshardedTensor(2, torch.float32, CPU, None)
     assert tensor.leaf.is_leaf
     assert tensor.leaf.requires_grad
 
