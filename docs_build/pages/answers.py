@@ -74,7 +74,7 @@ def who_is_whole() -> Values:
     layout, nothing = MagicMock(offloads=False), cast(Any, None)
     layout.gather.return_value.wait.side_effect = lambda: seen.append("wait for the all-gather")
     layout.free.side_effect = lambda: seen.append("free the memory")
-    unit = Unit(torch.nn.Identity(), layout, nothing, nothing, UnitPolicy(reshard_after_forward=True))
+    unit = Unit(torch.nn.Identity(), layout, [nothing], nothing, UnitPolicy(reshard_after_forward=True))
     unit.join(nothing, RateLimiter(enabled=False))
     for verb in (unit.unshard, unit.reshard):
         verb()

@@ -104,7 +104,7 @@ class WatchedUnit(Watched):
 
     def leaves(self) -> list[torch.Tensor]:
         """The leaf of the flat layout, or the leaves of all parameters."""
-        return getattr(self.layout, "_leaves", None) or [self.layout._unsharded.leaf]
+        return list(self.layout.leaves)
 
     def pieces(self) -> list[tuple[float, float]]:
         """For a flat layout, a single range of the flat parameter."""

@@ -1,7 +1,7 @@
 """Detects where a unit's backward starts and ends, with tensor hooks.
 
 A unit's backward begins when the gradient of its output is computed. It ends when the gradients of its parameters are
-complete. The layout determines how to detect this, so there are two kinds of `BackwardHooks`:
+complete. The layout determines how to detect this, so there are two kinds of hooks:
 
 1. *Leaf hooks.* If all parameters are views of one leaf, autograd accumulates into that leaf after every use of every
    parameter has contributed, even if the module was called several times. The layout registers one hook there, once.
@@ -9,7 +9,7 @@ complete. The layout determines how to detect this, so there are two kinds of `B
    are computed, or, if no input needs a gradient, at the end of backward.
 2. *Inputs hooks.* With one leaf for each parameter, the leaves that get a gradient can differ between backwards. So the
    module gets views of its inputs. When the gradients of these views are computed, the backward of the unit is done.
-   If no input needs a gradient, the end of backward handles the unit (`BackwardHooks.is_overdue`).
+   If no input needs a gradient, the end of backward handles the unit (`InputsHooks.is_overdue`).
 
 Three mechanisms:
 
@@ -33,7 +33,6 @@ the gradient in each forward, on a node that it gets by expanding the flat param
 Spec: FS2-13, FWD-06, ORIG-14, PAR-07.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -52,8 +51,11 @@ NOT_IN_BACKWARD = -1
 UnitCallback = Callable[[Unit], None]
 
 
-class BackwardHooks(ABC):
-    """Detects the start and the end of one unit's backward, and calls the unit's backward hooks.
+class LeafHooks:
+    """1. Detects the start and the end of one unit's backward, and calls the unit's backward hooks.
+
+    The layout registers the hook that detects the end, see `Layout.on_gradient`. This class detects the end of frozen
+    units only.
 
     Args:
         unit: the unit.
@@ -72,20 +74,12 @@ class BackwardHooks(ABC):
         """Called before a forward; returns ``inputs`` as the unit's module must receive them."""
         return inputs
 
-    @abstractmethod
     def watch_output(self, inputs: Any, output: Any) -> bool:
-        """Called after a forward: registers the pre-backward hook. Returns whether a backward can follow."""
+        """Called after a forward: registers the pre-backward hook, and hooks the inputs of a frozen unit.
 
-    def is_overdue(self) -> bool:
-        """Whether a unit has gradients at the end of a backward in which its post-backward hook did not run."""
-        return False
-
-
-class LeafHooks(BackwardHooks):
-    """1. The layout registers the hook, see `Layout.on_gradient`. This class detects the end of frozen units only."""
-
-    def watch_output(self, inputs: Any, output: Any) -> bool:
-        """Registers the pre-backward hook, and hooks the inputs of a frozen unit."""
+        Returns:
+            Whether a backward can follow.
+        """
         unit, is_registered = self._unit, register_pre_backward_hook(output, self._pre_backward, inputs=inputs)
         if is_registered and not unit.layout.is_trained:
             # If the unit is used more than once, it stays unsharded for the other uses until the end of backward.
@@ -95,8 +89,12 @@ class LeafHooks(BackwardHooks):
                 register_multi_grad_hook(hooked, lambda _: self._close(unit) if unit.num_uses == 1 else None)
         return is_registered
 
+    def is_overdue(self) -> bool:
+        """Whether a unit has gradients at the end of a backward in which its post-backward hook did not run."""
+        return False
 
-class InputsHooks(BackwardHooks):
+
+class InputsHooks(LeafHooks):
     """2. A hook of the inputs calls the post-backward hook. The end of backward handles the remaining cases."""
 
     # 3. If the inputs contain lists or dicts: pairs of each value of the caller and the value that the module got.
@@ -156,11 +154,9 @@ class InputsHooks(BackwardHooks):
     def is_overdue(self) -> bool:
         """Whether gradients remain to be reduced: no input needed a gradient, or autograd did not reach the inputs."""
         unit = self._unit
-        return (
-            unit.phase is Phase.PRE_BACKWARD
-            or unit.layout.has_gradient
-            or (unit.policy.reduces and unit.layout.has_unreduced)
-        )
+        if unit.phase is Phase.PRE_BACKWARD or unit.layout.has_gradient:
+            return True
+        return unit.policy.reduces and unit.layout.has_unreduced
 
 
 def _pairs(original: Any, copy: Any) -> Iterator[tuple[Any, Any]]:

@@ -118,7 +118,7 @@ class Bucket:
     def __init__(self, params: Sequence[ShardedParam], local_shards: Sequence[torch.Tensor], options: Options) -> None:
         group, num, sizes = params[0].mesh_groups.shard, params[0].num_shards, [param.chunk_numel for param in params]
         stored, place = local_shards[0].dtype, options.storage_device(local_shards[0])
-        self.params, self.device, self.dtype = params, options.device, options.compute_dtype(stored)
+        self.params, self.device, self.dtype = params, options.device, options.precision.computes_in(stored)
         self.num_bytes = num * sum(sizes) * self.dtype.itemsize
         if group is None:
             # 5. The data that is sent has no gaps. Without other ranks, nothing is sent.
@@ -133,10 +133,9 @@ class Bucket:
         self._storage, self._unsharded = unsharded.untyped_storage(), unsharded.data
         self._spaces = list(self._unsharded.split(numels))
         # 3. `.data` gives each leaf its own version counter: an all-gather must not look like an in-place change.
-        self.leaves = [
-            nn.Parameter(space.data[: param.shape.numel()].view(param.shape), requires_grad=False)
-            for space, param in zip(self._spaces, params, strict=True)
-        ]
+        shapes = [param.shape for param in params]
+        views = [space.data[: shape.numel()].view(shape) for space, shape in zip(self._spaces, shapes, strict=True)]
+        self.leaves = [nn.Parameter(view, requires_grad=False) for view in views]
         # Without other ranks, or with one parameter, the data is already sorted. But on an accelerator, the leaves'
         # memory would then belong to the communication stream. Only the copy-out makes its reuse safe.
         is_sorted = group is None or (len(params) == 1 and params[0].dim == 0)
@@ -251,10 +250,7 @@ AnyBucket: TypeAlias = Bucket | ExtendedBucket
 
 
 def assign_to_buckets(
-    params: Sequence[ShardedParam],
-    local_shards: Sequence[torch.Tensor],
-    options: Options,
-    before: Sequence[AnyBucket],
+    params: Sequence[ShardedParam], local_shards: Sequence[torch.Tensor], options: Options, before: Sequence[AnyBucket]
 ) -> list[AnyBucket]:
     """Assigns each parameter to a bucket of one dtype and mesh, and copies its new local shard into the bucket.
 

@@ -12,8 +12,8 @@ the collectives of all ranks finds both. So ``collectives.py`` calls `Collective
    A position is an epoch and a number in it. Ranks in different epochs are not compared.
 
 The ranks compare the `identity` of each collective: kind, number of bytes, dtype, and unit. The unit is identified by
-its parameters' shapes and names (see `UnitName`), and by the number of its root in this group. The ranks never compare
-the line in the program, because correct ranks may issue the same collective from different lines.
+its parameters' shapes and names (see `Unit.named`), and by the number of its root in this group. The ranks never
+compare the line in the program, because correct ranks may issue the same collective from different lines.
 
 Worked example, two ranks in group ``0``, each with one unit that the other rank does not have::
 
@@ -33,7 +33,7 @@ import itertools
 import sys
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from types import CodeType
@@ -62,26 +62,18 @@ class RootId:
 class UnitName(str):
     """The full name of a unit, and how the ranks identify it.
 
-    An index in a path does not identify a unit, because ranks may have different numbers of ignored modules. So units
-    that are equal except for indices are numbered: ``layers.4`` and ``layers.7`` of one rank get the numbers 0 and 1,
-    and so do ``layers.5`` and ``layers.8`` of another rank.
-
     Args:
         name: full name of the unit's module inside the root.
-        parameters: name inside the unit, and shape, of each parameter.
+        digest: hash of the unit's number among equal units, and of the shapes and names of the parameters, without
+            indices and without the components that wrappers add.
         root_id: the units of the same root.
-        ranks: the ranks of the unit's process groups.
-        num_equal: the number of units of this root with equal parameters and ranks so far. This unit adds 1 to it.
         facts: returns the properties of the unit that are equal on all ranks, as text.
         built: a key that equal units have in common, and the number of equal units that this process constructed
             earlier, see `CollectiveSequence.count_unit`.
 
     Attributes:
         identities: the identity of the unit in each sequence. Cleared if the facts change.
-        facts, built: as given.
-        digest: hash of the unit's number among equal units, and of the shapes and names of the parameters, without
-            indices and without the components that wrappers add.
-        root_id: as given.
+        digest, root_id, facts, built: as given.
     """
 
     digest: int
@@ -91,23 +83,11 @@ class UnitName(str):
     built: tuple[int, int]
 
     def __new__(
-        cls,
-        name: str,
-        parameters: Iterable[tuple[str, Sequence[int]]],
-        root_id: RootId,
-        ranks: Sequence[Sequence[int]],
-        num_equal: Counter[str],
-        facts: Callable[[], list[str]],
-        built: tuple[int, int],
+        cls, name: str, digest: int, root_id: RootId, facts: Callable[[], list[str]], built: tuple[int, int]
     ) -> UnitName:
-        """Computes the digest once, because it is part of every entry."""
+        """Adds the attributes to an ordinary string."""
         made = super().__new__(cls, name)
-        cleaned = [(clean_path(f"{name}.{path}"), tuple(shape)) for path, shape in parameters]
-        # Ranks of different shard groups compare their replicas, so the group is not a part of the digest.
-        equal = repr((cleaned, ranks))
-        made.digest = crc32(repr((cleaned, num_equal[equal])).encode())
-        num_equal[equal] += 1
-        made.root_id, made.identities, made.facts, made.built = root_id, {}, facts, built
+        made.digest, made.root_id, made.facts, made.built, made.identities = digest, root_id, facts, built, {}
         return made
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
@@ -188,10 +168,8 @@ class CollectiveSequence:
 
         If the ranks constructed different numbers of equal units, the order of construction proves nothing.
         """
-        numbers, totals = (
-            {question >> 32 & 0x7FFF for question in questions},
-            {question >> 47 for question in questions},
-        )
+        numbers = {question >> 32 & 0x7FFF for question in questions}
+        totals = {question >> 47 for question in questions}
         return len({question & 0xFFFFFFFF for question in questions}) == 1 and (len(numbers) == 1 or len(totals) > 1)
 
     @property

@@ -82,8 +82,6 @@ class Collective:
             collective.
     """
 
-    __slots__ = ("_sizes_agree", "_work", "about", "position")
-
     def __init__(
         self,
         kind: str,

@@ -55,8 +55,6 @@ COMPLETED: Handle = torch.cpu.Event()
 class _EventHandle:
     """The handle of work on a CUDA stream: `wait` makes the current stream, nearly always the compute stream, wait."""
 
-    __slots__ = ("_device", "_event")
-
     def __init__(self, device: torch.device, event: Any) -> None:
         self._device, self._event = device, event
         # For the watchdog thread, which detects a device that makes no progress.
@@ -111,9 +109,8 @@ class CommStream:
         Args:
             event: an accelerator event of the compute stream, to wait only for the work before it.
         """
-        if self.stream is None:
-            return
-        self.stream.wait_event(compute_event(self._device) if event is None else event)
+        if self.stream is not None:
+            self.stream.wait_event(compute_event(self._device) if event is None else event)
 
     def join(self) -> None:
         """The exception to rule 2: the compute stream waits for all work, because no caller waited for its handles."""

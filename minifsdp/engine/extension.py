@@ -56,7 +56,7 @@ class ExtendedBucket:
         self.is_borrowed, self.group, self._num_shards = False, param.mesh_groups.shard, param.mesh_groups.num_shards
         self.params, self._shape, self._dim = [param], param.shape, param.dim
         self._padded_shape = shard_shape(self._shape, self._dim, self._num_shards, 0)
-        self.device, self.dtype = options.device, options.compute_dtype(local_shard.dtype)
+        self.device, self.dtype = options.device, options.precision.computes_in(local_shard.dtype)
         self.num_bytes = self._num_shards * self._padded_shape.numel() * self.dtype.itemsize
         self._storage_device = options.storage_device(local_shard)
         self._pad(local_shard)

@@ -33,13 +33,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from minifsdp.engine import collectives, optimizer_watch
+from minifsdp.engine import collectives, lifetime, optimizer_watch
 from minifsdp.engine.changes import changed_values, check_equal_changes
 from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle
 from minifsdp.engine.flat_gradients import FlatGradients
 from minifsdp.engine.flat_params import RegisteredFlatParam, RegisteredOrigParams, RegisteredParams, check_uniform_dtype
 from minifsdp.engine.flat_tensor import FlatSharding, UnshardedTensor, distributed_tensor
-from minifsdp.engine.layout import Gradient, Layout, ParamInfo, replaced_parameter_error
+from minifsdp.engine.layout import Gradient, Layout, ParamInfo
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.placeholder import GUARD, guards_for
@@ -96,7 +96,7 @@ class FlatLayout(Layout):
         else:
             self.registered = RegisteredFlatParam(module, parameters, shard)
         self.gradients = FlatGradients(self.registered)
-        self._keep_reduce_dtype, self._compute_dtype = precision.keep_reduce_dtype, precision.computes_in(shard.dtype)
+        self._precision = precision
         self._variants: dict[torch.dtype, UnshardedTensor] = {}
         self.use_stored_dtype(False)
         self.is_recorded_stored = self._is_shared = self._is_written = False
@@ -120,7 +120,7 @@ class FlatLayout(Layout):
     def use_stored_dtype(self, stored: bool) -> None:
         """Sets whether the next forwards use the stored dtype or the compute dtype. The unit must be sharded."""
         shard = self.registered.shard
-        dtype = shard.dtype if stored else self._compute_dtype or shard.dtype
+        dtype = shard.dtype if stored else self._precision.computes_in(shard.dtype)
         if dtype not in self._variants:
             # If the unit is neither sharded nor cast, it computes in the memory of the shard.
             borrows = self.mesh.shard is None and dtype is shard.dtype and shard.device == self.device
@@ -128,6 +128,8 @@ class FlatLayout(Layout):
             unsharded.leaf.register_post_accumulate_grad_hook(functools.partial(_complete, weakref.ref(self)))
             self._variants[dtype] = unsharded
         self._unsharded = self._variants[dtype]
+        # One leaf for all parameters, in each dtype that is in use.
+        self.leaves = [variant.leaf for variant in self._variants.values()]
         self.is_stored, self.dtype, self.num_bytes = stored, dtype, self._unsharded.num_bytes
 
     def on_gradient(self, notify: Callable[[], None] | None, before_concat: Callable[..., None] | None = None) -> bool:
@@ -139,7 +141,7 @@ class FlatLayout(Layout):
     def refresh_from_module(self) -> None:
         """Adapts to a shard whose dtype has changed, for example after ``model.half()``."""
         self.registered.refresh_from_module()
-        if self.dtype is not (self._compute_dtype or self.registered.shard.dtype):
+        if self.dtype is not self._precision.computes_in(self.registered.shard.dtype):
             self._variants.clear()
             self.use_stored_dtype(False)
 
@@ -178,8 +180,8 @@ class FlatLayout(Layout):
             return comm_stream.handle(work)
 
     def free(self) -> ReleaseEvent | None:
-        """Releases the memory of the unsharded tensor."""
-        return self._unsharded.release()
+        """Releases the memory of the unsharded tensor, unless it is the memory of the shard."""
+        return None if self._unsharded.is_borrowed else lifetime.release(self._unsharded.alias)
 
     def is_stale(self) -> bool:
         """Whether the shard has changed since the last all-gather. A copy without an all-gather is always stale."""
@@ -193,14 +195,11 @@ class FlatLayout(Layout):
         assigned = self._assigned
         for dictionary, attribute, index in self._attributes:
             if dictionary.get(attribute.name) is not assigned[index]:
-                raise replaced_parameter_error(attribute, self.name)
+                raise self.replaced_error(attribute)
 
     def use_unsharded_params(self) -> None:
         """Creates new views and assigns them to the modules. Does not overwrite tensors of ``functional_call``."""
-        assigned = self._assigned
-        for dictionary, attribute, index in self._attributes:
-            if dictionary.get(attribute.name) is not assigned[index]:
-                raise replaced_parameter_error(attribute, self.name)
+        self.accept_replacements()
         leaf = self._unsharded.leaf
         requires_grad = self.registered.requires_grad
         if leaf.requires_grad is not requires_grad:
@@ -286,7 +285,7 @@ class FlatLayout(Layout):
     @property
     def has_gradient(self) -> bool:
         """Whether a leaf has a gradient."""
-        return self._unsharded.leaf.grad is not None or any(v.leaf.grad is not None for v in self._variants.values())
+        return any(leaf.grad is not None for leaf in self.leaves)
 
     def take_gradient(self, *, with_unreduced: bool) -> Gradient | None:
         """Takes the flat gradient of forwards in both precisions, and adds the unreduced gradient if requested."""
@@ -310,11 +309,6 @@ class FlatLayout(Layout):
                 gradient, self._is_shared = unreduced.add_(gradient) if is_same else unreduced + gradient, False
         return Gradient([gradient])
 
-    @property
-    def leaves(self) -> list[torch.Tensor]:
-        """One leaf for all parameters, in each dtype that is in use."""
-        return [variant.leaf for variant in self._variants.values()]
-
     def keep_unreduced(self, gradient: Gradient) -> None:
         """Adds ``gradient`` to the unreduced gradient in ``.grad``."""
         self.gradients.keep_unreduced(gradient.parts[0].clone() if self._is_shared else gradient.parts[0])
@@ -327,12 +321,12 @@ class FlatLayout(Layout):
     def copy_to_host(self, local_shard: torch.Tensor) -> torch.Tensor:
         """Casts on the device, because a cast on the CPU would wait for the copy. PyTorch pins the copy's memory."""
         shard = self.registered.shard
-        dtype = local_shard.dtype if self._keep_reduce_dtype else shard.dtype
+        dtype = local_shard.dtype if self._precision.keep_reduce_dtype else shard.dtype
         return local_shard.to(dtype).to(shard.device, non_blocking=True)
 
     def accept_gradient(self, gradient: Gradient, local_shard: torch.Tensor) -> None:
         """Adds a reduced gradient shard to ``.grad``."""
-        if not self._keep_reduce_dtype:
+        if not self._precision.keep_reduce_dtype:
             local_shard = local_shard.to(self.registered.shard.dtype)
         self.gradients.add_reduced(local_shard)
 

@@ -118,8 +118,6 @@ class RegisteredFlatParam(RegisteredParams):
         # `isinstance` and other frameworks recognize torch's FlatParameter by these attributes.
         flat_param._is_flat_param = flat_param._fsdp_flattened = True  # type: ignore[attr-defined]
         placeholders = [PlaceholderParameter(p.shape, p.dtype, p.device, info.path) for p, info in parameters.items()]
-        for original, placeholder in zip(parameters, placeholders, strict=True):
-            placeholder._backward_hooks = original._backward_hooks
         never = [info.path for original, info in parameters.items() if original._post_accumulate_grad_hooks]
         if never:
             warn(message("hooks-on-replaced", parameters=never))
@@ -127,7 +125,8 @@ class RegisteredFlatParam(RegisteredParams):
         for index, attributes in self.user_attributes:
             vars(placeholders[index]).update(attributes)
         self.parameters, self.sharded_params = [flat_param], placeholders
-        for original, info in parameters.items():
+        for (original, info), placeholder in zip(parameters.items(), placeholders, strict=True):
+            placeholder._backward_hooks = original._backward_hooks
             validation.note_taken(original, info.path, is_replaced=True)
             for attribute in info.attributes:
                 delattr(attribute.module, attribute.name)

@@ -43,16 +43,12 @@ Spec: SHARD-02, SHARD-03, SHARD-09, SHARD-13, ORIG-03, MP-02, MP-03, NEW-01.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import _dtensor_spec as dtensor_spec
 
-from minifsdp.engine import lifetime
-from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.messages import message
 from minifsdp.engine.shards import local_tensor
 
@@ -77,48 +73,32 @@ def local_values(value: torch.Tensor, spec: dtensor_spec.DTensorSpec | None, loc
     return local_tensor(value)
 
 
-@dataclass(frozen=True)
 class FlatSharding:
     """How a flat tensor of several parameters is sharded.
 
     Args:
         numels: number of elements of each parameter, in order.
         num_shards: size of the shard group; at least 1.
+
+    Attributes:
+        numels, num_shards: as given.
+        numel: number of elements in all parameters, without padding.
+        shard_numel: number of elements that each rank stores, including padding.
+        padded_numel: number of elements in the flat tensor, including padding.
+        split_sizes: sizes of the parameters, and of the padding after them if there is any.
+        is_single: whether the flat tensor is one parameter without padding.
     """
 
-    numels: tuple[int, ...]
-    num_shards: int
-
-    def __post_init__(self) -> None:
-        if self.num_shards < 1:
-            raise ValueError(message("no-ranks", num_shards=self.num_shards))
-
-    @cached_property
-    def numel(self) -> int:
-        """Number of elements in all parameters, without padding."""
-        return sum(self.numels)
-
-    @cached_property
-    def shard_numel(self) -> int:
-        """Number of elements that each rank stores, including padding."""
+    def __init__(self, numels: tuple[int, ...], num_shards: int) -> None:
+        if num_shards < 1:
+            raise ValueError(message("no-ranks", num_shards=num_shards))
+        self.numels, self.num_shards, self.numel = numels, num_shards, sum(numels)
         # Rounded up: rounding down would leave the last elements without a rank.
-        return -(-self.numel // self.num_shards)
-
-    @cached_property
-    def padded_numel(self) -> int:
-        """Number of elements in the flat tensor, including padding."""
-        return self.shard_numel * self.num_shards
-
-    @cached_property
-    def split_sizes(self) -> list[int]:
-        """Sizes of the parameters, and of the padding after them if there is any."""
+        self.shard_numel = -(-self.numel // num_shards)
+        self.padded_numel = self.shard_numel * num_shards
         padding = self.padded_numel - self.numel
-        return [*self.numels, padding] if padding else list(self.numels)
-
-    @cached_property
-    def is_single(self) -> bool:
-        """Whether the flat tensor is one parameter without padding."""
-        return len(self.numels) == 1 and self.numel == self.padded_numel
+        self.split_sizes = [*numels, padding] if padding else list(numels)
+        self.is_single = len(numels) == 1 and not padding
 
     def shard_range(self, index: int) -> slice:
         """The elements of the padded flat tensor that rank ``index`` stores."""
@@ -163,7 +143,7 @@ class UnshardedTensor:
         numel: number of elements, including padding.
         dtype: the compute dtype.
         device: the compute device.
-        lender: a tensor of this size, dtype and device; if given, its memory is used.
+        lender: a tensor of this size, dtype and device, whose memory is used, or ``None``.
 
     Attributes:
         leaf: the tensor; autograd accumulates gradients into it.
@@ -172,11 +152,7 @@ class UnshardedTensor:
         version: the version of `leaf` at the last check for changes by the user.
     """
 
-    __slots__ = ("alias", "is_borrowed", "leaf", "num_bytes", "version")
-
-    def __init__(
-        self, numel: int, dtype: torch.dtype, device: torch.device, lender: torch.Tensor | None = None
-    ) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, lender: torch.Tensor | None) -> None:
         self.is_borrowed = lender is not None
         tensor = torch.empty(numel, dtype=dtype, device=device) if lender is None else lender.detach()
         self.num_bytes = numel * tensor.element_size()
@@ -196,7 +172,3 @@ class UnshardedTensor:
         """Allocates memory, with undefined values."""
         # 1. Resize the storage instead of replacing it.
         self.alias.untyped_storage().resize_(self.num_bytes)
-
-    def release(self) -> ReleaseEvent | None:
-        """Frees the memory; returns ``None`` if it is borrowed."""
-        return None if self.is_borrowed else lifetime.release(self.alias)

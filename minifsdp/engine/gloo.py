@@ -247,8 +247,6 @@ def _collectives_of(group: Any) -> tuple[Callable[..., Handle], Callable[..., Ha
 class _Exchange:
     """6. The handle of all messages of one collective. ``queue`` keeps them and their tensors alive until `wait`."""
 
-    __slots__ = ("_messages", "_queue")
-
     def __init__(self, messages: _Messages, queue: deque[_Messages]) -> None:
         self._messages, self._queue = messages, queue
         queue.append(messages)
@@ -265,8 +263,6 @@ class _Exchange:
 class _PollingWork:
     """The handle of a small collective that runs in gloo's thread."""
 
-    __slots__ = ("_work",)
-
     def __init__(self, work: Any) -> None:
         self._work = work
 
@@ -279,8 +275,6 @@ class _PollingWork:
 
 class _Sum:
     """The handle of a reduce-scatter: waits for the parts of all ranks, and writes their sum to ``local_shard``."""
-
-    __slots__ = ("_local_shard", "_parts", "_work")
 
     def __init__(self, work: Handle, parts: Sequence[torch.Tensor], local_shard: torch.Tensor) -> None:
         self._work, self._parts, self._local_shard = work, parts, local_shard

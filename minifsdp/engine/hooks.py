@@ -54,8 +54,8 @@ from minifsdp.engine.messages import message
 from minifsdp.engine.rank_checks import RankChecks
 from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.schedule import BackwardPrefetch, Schedule
-from minifsdp.engine.sharded_param import VERSION
-from minifsdp.engine.unit import Phase, State, Unit, not_while_summoned, unreduced_backward
+from minifsdp.engine.sharded_param import REQUIRES_GRAD, VERSION
+from minifsdp.engine.unit import Phase, State, Unit
 
 
 class IterationState:
@@ -65,8 +65,7 @@ class IterationState:
         units: all units of the root.
         reducer: reduces their gradients.
         rank_checks: checks that all ranks issue the same collectives.
-        backward_prefetch: when to prefetch the next unit in backward; ``None`` disables prefetching.
-        forward_prefetch: whether to prefetch the next unit in forward.
+        schedule: the order of the units, and when to prefetch.
 
     Attributes:
         backward_hooks: for each unit, the object that calls its backward hooks.
@@ -77,24 +76,14 @@ class IterationState:
         is_last_backward: whether the end of the next backward is the end of the iteration.
     """
 
-    def __init__(
-        self,
-        units: list[Unit],
-        reducer: Reducer,
-        rank_checks: RankChecks,
-        *,
-        backward_prefetch: BackwardPrefetch | None,
-        forward_prefetch: bool,
-    ) -> None:
-        self.units, self.reducer, self.rank_checks = units, reducer, rank_checks
-        self.backward_prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
-        self.schedule = Schedule()
+    def __init__(self, units: list[Unit], reducer: Reducer, rank_checks: RankChecks, schedule: Schedule) -> None:
+        self.units, self.reducer, self.rank_checks, self.schedule = units, reducer, rank_checks, schedule
         self.in_forward = self.in_backward = self.is_recorded = False
         self.is_last_backward, self.num_forwards = True, 0
         self._deferred: Unit | None = None
         self._spans: dict[Unit, trace.Event] = {}
         # 2. Created once, not in each forward. The kind depends on the layout.
-        self.backward_hooks: dict[Unit, backward_hooks.BackwardHooks] = {}
+        self.backward_hooks: dict[Unit, backward_hooks.LeafHooks] = {}
         self._parameters = [parameter for unit in units for parameter in unit.layout.local_parameters()]
         # The versions of the parameters after the last recorded forward, and units whose parameters have changed since.
         self._versions: tuple[int, list[int]] | None = None
@@ -122,7 +111,7 @@ class IterationState:
                 unit.unshard(is_ahead=False)
         if torch.is_grad_enabled():
             self.schedule.enter(unit)
-            if self.forward_prefetch and (next_one := self.schedule.next_forward(unit)) is not None:
+            if self.schedule.forward_prefetch and (next_one := self.schedule.next_forward(unit)) is not None:
                 next_one.unshard()
         for ahead in unit.policy.prefetch_in_forward or ():
             ahead.unshard()
@@ -202,7 +191,7 @@ class IterationState:
         if unit.phase is Phase.PRE_BACKWARD:
             return
         if unit.phase is Phase.SUMMONED:
-            raise not_while_summoned(unit, "backward")
+            raise RuntimeError(message("while-summoned", what="backward", unit=unit.name))
         if not self.in_backward:
             self.begin_backward()
         if unit in self._changed:
@@ -221,7 +210,7 @@ class IterationState:
         if unit.state is not State.SHARDED:
             unit.wait()
             unit.layout.use_unsharded_params_again()
-        if self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+        if self.schedule.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             # Prefetch only now, because the all-gather buffer of this unit has been freed.
             self._prefetch_backward(unit)
 
@@ -238,11 +227,11 @@ class IterationState:
             self._deferred = unit
         elif unit.policy.reshard_after_backward and not unit.keeps_for_graph:
             unit.reshard()
-        if self.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+        if self.schedule.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch_backward(unit)
         if gradient is None:
             return
-        if any(part.requires_grad for part in gradient.parts):
+        if any(map(REQUIRES_GRAD, gradient.parts)):
             raise RuntimeError(message("graph-of-gradients", unit=unit.name))
         unit.keeps_for_graph = False
         if not unit.policy.reduces:
@@ -267,12 +256,8 @@ class IterationState:
         if deferred is arriving or arriving in deferred.inner:
             return
         self._deferred = None
-        if (
-            deferred.phase is not Phase.PRE_BACKWARD
-            and not deferred.keeps_for_graph
-            and deferred.policy.reshard_after_forward
-            and not deferred.policy.keep_unsharded_for_backward
-        ):
+        is_freed = deferred.policy.reshard_after_forward and not deferred.policy.keep_unsharded_for_backward
+        if is_freed and deferred.phase is not Phase.PRE_BACKWARD and not deferred.keeps_for_graph:
             deferred.reshard()
 
     def _close(self, unit: Unit) -> None:
@@ -294,31 +279,27 @@ class IterationState:
         for unit in reversed(self.units):
             if unit.phase not in (Phase.POST_BACKWARD, Phase.FORWARD) and self.backward_hooks[unit].is_overdue():
                 self.post_backward(unit)
-        if self.in_forward:
-            # 6. The next backward waits for the reductions.
-            self._leave_backward()
-            return
-        if not self.is_last_backward:
+        if not self.in_forward and not self.is_last_backward:
             # This iteration has another backward, which waits for these reductions and uses the recorded order.
             for unit in self.units:
                 unit.num_pending = max(0, unit.num_pending - 1)
                 unit.awaits_backward = unit.num_pending > 0
-            self._leave_backward()
-            return
-        self.rank_checks.compare()
-        self.reducer.finish()
-        self.rank_checks.read()
-        for unit in self.units:
-            if unit.state is not State.SHARDED and unit.phase is not Phase.SUMMONED:
-                self._close(unit)
-        self.schedule.end_iteration()
-        self._forget_backward()
+        elif not self.in_forward:
+            self.rank_checks.compare()
+            self.reducer.finish()
+            self.rank_checks.read()
+            for unit in self.units:
+                if unit.state is not State.SHARDED and unit.phase is not Phase.SUMMONED:
+                    self._close(unit)
+            self.schedule.end_iteration()
+            self._forget_backward()
+        # 6. Inside a forward, the next backward waits for the reductions.
+        self._leave_backward()
 
     def _forget_backward(self) -> None:
         for unit in self.units:
             unit.awaits_backward, unit.num_uses, unit.num_pending = False, 0, 0
         self._deferred = None
-        self._leave_backward()
 
     def _leave_backward(self) -> None:
         for unit in self.units:
@@ -346,9 +327,10 @@ class IterationState:
             unit.limiter.clear()
         self.schedule.abandon_iteration()
         self._forget_backward()
+        self._leave_backward()
 
 
 def _check_still_summoned(unit: Unit, *_: Any) -> None:
     """Called in a backward of a forward with full parameters, which exist only inside ``summon_full_params``."""
     if unit.phase is not Phase.SUMMONED:
-        raise unreduced_backward(unit.name)
+        raise RuntimeError(message("backward-while-summoned", unit=unit.name))

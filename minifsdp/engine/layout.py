@@ -22,10 +22,9 @@ Spec: SHARD-02, ORIG-01 to ORIG-04, FWD-04, CTOR-12.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -57,11 +56,6 @@ class ParamInfo:
     shape: torch.Size
     second_places: list[tuple[Any, ...]] = field(default_factory=list)
     ties: list[ParamInfo] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, module: nn.Module, name: str, path: str) -> ParamInfo:
-        """Describes the parameter ``module.<name>``."""
-        return cls(module, name, path, getattr(module, name).shape)
 
     @property
     def attributes(self) -> list[ParamInfo]:
@@ -108,7 +102,7 @@ def owned_parameters(
         for name, parameter in module._parameters.items():
             if parameter is None or parameter in ignored or validation.is_flattened(module, name):
                 continue
-            info = ParamInfo.of(module, name, full_name(prefix, name))
+            info = ParamInfo(module, name, full_name(prefix, name), parameter.shape)
             validation.check_free(parameter, module, name, info.path)
             first = found.setdefault(parameter, info)
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
@@ -121,7 +115,7 @@ def owned_parameters(
             for keys, parameter in _parameters_in(value, (attribute,)) if attribute != "_parameters" else ():
                 if parameter in found and None not in keys:
                     found[parameter].second_places.append((vars(module), *keys))
-                elif parameter in found or validation.is_taken(parameter):
+                elif parameter in found or parameter in validation.taken:
                     warn(message("second-place", place=full_name(prefix, attribute), type=type(module).__name__))
     return found
 
@@ -141,13 +135,6 @@ def share_hooks(original: torch.Tensor, other: torch.Tensor) -> None:
     other._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks
 
 
-def replaced_parameter_error(info: ParamInfo, unit_name: str) -> RuntimeError:
-    """The error for a module attribute whose tensor is not the tensor that the layout registered."""
-    return RuntimeError(
-        message("replaced-parameter", parameter=full_name(unit_name, info.path), type=type(info.module).__name__)
-    )
-
-
 def full_name(prefix: str, path: str) -> str:
     """Converts ``path``, a name inside the unit ``prefix``, to a name inside the root."""
     return f"{prefix}.{path}" if prefix else path
@@ -159,9 +146,10 @@ class Steps:
     count = 0
 
 
-class Layout(ABC):
+class Layout(Protocol):
     """How the parameters of one unit are stored. The only autograd state that a layout changes is its own leaf tensors.
 
+    Both layouts inherit from this class. Methods without a body differ between the layouts.
     Each operation issues work on communication streams and returns a handle to wait for; see ``comm_streams.py``.
 
     Attributes:
@@ -171,6 +159,7 @@ class Layout(ABC):
         num_bytes: size of the unsharded parameters, including padding.
         offloads: whether shard and gradient are on the CPU between computations.
         parameters: the unit's original parameters, in order.
+        leaves: the leaves that autograd computes gradients of; one for each of `local_parameters`, or for all of them.
         reduces_unused: whether the reduction includes zeros for trainable parameters without a gradient.
         is_summoned: whether the modules have the parameters from ``summon_full_params``.
         shards_are_distributed: whether the optimizer's parameters are DTensors, which compute over all ranks.
@@ -185,16 +174,21 @@ class Layout(ABC):
     num_bytes: int
     offloads: bool
     parameters: list[ParamInfo]
+    leaves: list[torch.Tensor]
     reduces_unused: bool = False
     is_marked_stale: bool = False
     stepped_at: int = 0
     is_summoned: bool = False
-    shards_are_distributed = False
-    steps = Steps()
+    shards_are_distributed: bool = False
+    steps: Steps = Steps()
 
     def full_name(self, path: str) -> str:
         """A parameter's name inside the root."""
         return full_name(self.name, path)
+
+    def replaced_error(self, info: ParamInfo, entry: str = "replaced-parameter") -> RuntimeError:
+        """The error for a module attribute whose tensor is not the tensor that the layout registered."""
+        return RuntimeError(message(entry, parameter=self.full_name(info.path), type=type(info.module).__name__))
 
     # --- the unsharded tensor ---
 
@@ -210,37 +204,30 @@ class Layout(ABC):
         """
         return False
 
-    @abstractmethod
     def refresh_from_module(self) -> None:
         """Adapts to changes of the module between construction and the first forward."""
 
     @property
-    @abstractmethod
     def is_trained(self) -> bool:
         """Whether a backward will produce a gradient."""
 
     # --- memory ---
 
     @property
-    @abstractmethod
     def all_gather_group(self) -> Group | None:
         """The ranks of the next all-gather; ``None`` if it needs no other rank."""
 
-    @abstractmethod
     def all_gather(self, comm_streams: CommStreams) -> Handle | None:
         """Allocates the unsharded memory and issues the all-gather. Returns ``None`` if no wait is needed."""
 
-    @abstractmethod
     def free(self) -> ReleaseEvent | None:
         """Frees the unsharded memory. Returns the event after which it can be reused; ``None`` if nothing was freed."""
 
-    @abstractmethod
     def is_stale(self) -> bool:
         """Whether the shard has changed since it was all-gathered."""
 
     # --- the attributes of modules ---
 
-    @abstractmethod
     def accept_replacements(self) -> None:
         """Accepts tensors that the user has put in place of the unit's parameters, or raises an error.
 
@@ -248,34 +235,29 @@ class Layout(ABC):
             RuntimeError: if a parameter was removed, or replaced by an object that is not a valid replacement.
         """
 
-    @abstractmethod
     def use_unsharded_params(self) -> None:
         """Registers the unsharded parameters on the modules, with new views for a new forward."""
 
-    @abstractmethod
     def use_unsharded_params_again(self) -> None:
         """Registers the views of the last recorded forward again, for its backward."""
 
-    def use_kept_params(self, *, is_kept: bool) -> None:  # noqa: B027
-        """Registers the tensors that modules have between forward and backward if memory is kept. Default: no effect.
+    def use_kept_params(self, *, is_kept: bool) -> None:
+        """Registers the tensors that modules have between forward and backward if memory is kept.
 
         Args:
             is_kept: whether the memory is kept because of the unit's strategy. Otherwise the memory is kept for another
                 reason. For example, the root stays unsharded because its backward runs first.
         """
 
-    @abstractmethod
     def use_sharded_params(self) -> None:
         """Registers the tensors that modules have while the parameters are sharded."""
 
     # --- gradients ---
 
     @property
-    @abstractmethod
     def has_gradient(self) -> bool:
         """Whether autograd has accumulated a gradient that `take_gradient` has not returned yet."""
 
-    @abstractmethod
     def take_gradient(self, *, with_unreduced: bool) -> Gradient | None:
         """Removes and returns the accumulated gradient, optionally adding the gradients saved by `keep_unreduced`.
 
@@ -287,16 +269,9 @@ class Layout(ABC):
         """The part of ``gradient`` whose parameters are sharded over ``mesh``; all of it if there is only one mesh."""
         return gradient
 
-    @property
-    @abstractmethod
-    def leaves(self) -> list[torch.Tensor]:
-        """The leaves that autograd computes gradients of; one for each of `local_parameters`, or for all of them."""
-
-    @abstractmethod
     def keep_unreduced(self, gradient: Gradient) -> None:
         """Accumulates unsharded gradients for a later reduction."""
 
-    @abstractmethod
     def pack(self, gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False) -> torch.Tensor:
         """Packs ``gradient`` for its reduction: 1-D, of ``dtype``, the shards of all ranks one after the other.
 
@@ -307,7 +282,6 @@ class Layout(ABC):
                 result must share no memory with another tensor.
         """
 
-    @abstractmethod
     def copy_to_host(self, local_shard: torch.Tensor) -> torch.Tensor:
         """With CPU offload, issues an asynchronous copy of a reduced shard to the CPU on the current stream.
 
@@ -324,17 +298,14 @@ class Layout(ABC):
         """Whether `accept_gradient` runs post-accumulate-grad hooks of the user."""
         return any(p._post_accumulate_grad_hooks for p in self.local_parameters())
 
-    @abstractmethod
     def accept_gradient(self, gradient: Gradient, local_shard: torch.Tensor) -> None:
         """Adds this rank's shard of the reduced ``gradient`` to the gradient that the optimizer uses."""
 
     @property
-    @abstractmethod
     def has_unreduced(self) -> bool:
         """Whether gradients saved by `keep_unreduced` are still waiting for their reduction."""
 
     # --- the user ---
 
-    @abstractmethod
     def local_parameters(self) -> list[nn.Parameter]:
         """The parameters of this unit that the optimizer updates."""

@@ -74,10 +74,10 @@ class RateLimiter:
     """
 
     def __init__(self, enabled: bool, num_in_flight: int = 2) -> None:
-        self.enabled = enabled
         self.num_in_flight = num_in_flight
         # A complete event implies that earlier events of its stream are complete, so the oldest event can be dropped.
-        self._events: deque[ReleaseEvent] = deque(maxlen=num_in_flight)
+        # Without the limiter, the queue keeps no event.
+        self._events: deque[ReleaseEvent] = deque(maxlen=num_in_flight if enabled else 0)
 
     def __len__(self) -> int:
         """Number of release events in the queue."""
@@ -97,8 +97,7 @@ class RateLimiter:
 
     def released(self, event: ReleaseEvent) -> None:
         """Called after a reshard, with its event."""
-        if self.enabled:
-            self._events.append(event)
+        self._events.append(event)
 
     def clear(self) -> None:
         """Drops all events, after an error."""

@@ -79,7 +79,7 @@ class Group:
         """
         if not hasattr(process_group, "rank"):
             # For a group that this rank is not in, torch.distributed returns a number instead of a group.
-            raise _not_a_member("the given process group")
+            raise ValueError(message("not-a-member", group="the given process group"))
         rank, size = process_group.rank(), process_group.size()
         try:
             ranks = tuple(dist.get_process_group_ranks(process_group))
@@ -87,7 +87,7 @@ class Group:
             # A group that torch.distributed did not create, for example a simulated group, has no global ranks.
             ranks = tuple(range(size))
         if rank < 0:
-            raise _not_a_member(f"the given process group {ranks}")
+            raise ValueError(message("not-a-member", group=f"the given process group {ranks}"))
         # Imported here, because the watchdog imports the engine.
         from minifsdp.watchdog.process import start
 
@@ -151,10 +151,6 @@ class MeshGroups:
         return self.shard_index == 0 and (self.replicate is None or self.replicate.rank == 0)
 
 
-def _not_a_member(group: str) -> ValueError:
-    return ValueError(message("not-a-member", group=group))
-
-
 def default_group(argument: str = "process_group") -> dist.ProcessGroup:
     """The default process group. ``argument`` is the name of the caller's argument for another group.
 
@@ -175,8 +171,6 @@ def node_size(device: torch.device) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
-# One pair of groups for each default group and node size. Units that were wrapped one by one must share a pair.
-# Creating a group is a collective, which should not be repeated for each of a hundred units.
 def exists(process_group: dist.ProcessGroup) -> bool:
     """Whether a process group has not been destroyed."""
     try:
@@ -186,6 +180,8 @@ def exists(process_group: dist.ProcessGroup) -> bool:
     return True
 
 
+# One pair of groups for each default group and node size. Units that were wrapped one by one must share a pair.
+# Creating a group is a collective, which should not be repeated for each of a hundred units.
 _node_groups: dict[tuple[dist.ProcessGroup, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 

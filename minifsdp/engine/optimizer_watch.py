@@ -60,7 +60,7 @@ class OptimizerWatch:
         self.unreduced: weakref.WeakSet[Layout] = weakref.WeakSet()
         # All layouts, and the layouts of each optimizer that has taken a step, with the sizes of its groups then.
         self._layouts: weakref.WeakSet[Layout] = weakref.WeakSet()
-        self._held = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], list[weakref.ref[Layout]]]]()
+        self._held = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], weakref.WeakSet[Layout]]]()
         # The optimizers whose `state_dict()` reads the answers of all ranks first.
         self._with_hook = weakref.WeakSet[torch.optim.Optimizer]()
         # The names of the parameters that each module had when it was sharded.
@@ -143,13 +143,12 @@ class OptimizerWatch:
     def _count_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Counts a step for each root whose parameters ``optimizer`` holds. Returns whether there are any."""
         layouts = self._layouts_of(optimizer)
-        counts = {layout.steps for layout in layouts}
-        for steps in counts:
+        for steps in {layout.steps for layout in layouts}:
             steps.count += 1
         if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
             for layout in layouts:
                 layout.stepped_at = layout.steps.count
-        return bool(counts)
+        return bool(layouts)
 
     def _check_gradients_of(self, optimizer: torch.optim.Optimizer) -> None:
         if self.unreduced or self.summoned:
@@ -178,12 +177,11 @@ class OptimizerWatch:
             is_whole = any(name in one.__name__.lower() for one in type(optimizer).__mro__ for name in _WHOLE)
             if is_whole and any(one.all_gather_group and not one.shards_are_distributed for one in found):
                 warn(message("whole-parameter-optimizer", type=kind))
-            mine = [weakref.ref(layout) for layout in found]
-            if mine and optimizer not in self._with_hook:
+            if found and optimizer not in self._with_hook:
                 self._with_hook.add(optimizer)
                 optimizer.register_state_dict_pre_hook(read_all)
-            known = self._held[optimizer] = sizes, mine
-        return [layout for reference in known[1] if (layout := reference()) is not None]
+            known = self._held[optimizer] = sizes, weakref.WeakSet(found)
+        return list(known[1])
 
 
 watch = OptimizerWatch()

@@ -44,7 +44,7 @@ from minifsdp.engine import collectives, lifetime, optimizer_watch
 from minifsdp.engine.bucket import assign_to_buckets
 from minifsdp.engine.changes import changed_values, check_equal_changes
 from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle
-from minifsdp.engine.layout import Gradient, Layout, ParamInfo
+from minifsdp.engine.layout import Gradient, Layout
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import message
@@ -79,7 +79,7 @@ class PerParameterLayout(Layout):
         for param in params:
             param.replace_original()
         self._sharded: list[torch.Tensor] = []
-        self._leaves: list[torch.Tensor] = []
+        self.leaves: list[torch.Tensor] = []
         self._registered: list[torch.Tensor] = []
         self._update_from_buckets()
 
@@ -110,10 +110,10 @@ class PerParameterLayout(Layout):
         self._choose_dtype()
         self.num_bytes = sum(bucket.num_bytes for bucket in self.buckets)
         self._is_borrowed = all(bucket.is_borrowed for bucket in self.buckets)
-        uses_leaves = self._registered is self._leaves
+        uses_leaves = self._registered is self.leaves
         self._sharded = [param.parameter for param in self.params]
-        self._leaves = [param.leaf for param in self.params]
-        self._register(self._leaves if uses_leaves else self._sharded)
+        self.leaves = [param.leaf for param in self.params]
+        self._register(self.leaves if uses_leaves else self._sharded)
 
     def _choose_dtype(self) -> None:
         """Gradients of several dtypes are reduced in a dtype that can represent them all."""
@@ -208,7 +208,7 @@ class PerParameterLayout(Layout):
             found, param = dictionary.get(attribute.name), self.params[index]
             if found is not self._registered[index]:
                 if not isinstance(found, nn.Parameter) or not param.fits(found):
-                    raise self._replaced(attribute)
+                    raise self.replaced_error(attribute, "replaced-dtensor")
                 param.parameter, is_edited = found, True
             elif local_shard_of(param.parameter) is not param.local_shard:
                 is_edited = True
@@ -227,14 +227,13 @@ class PerParameterLayout(Layout):
         registered = self._registered
         for dictionary, attribute, index in self._attributes:
             if dictionary.get(attribute.name) is not registered[index]:
-                raise self._replaced(attribute)
-        self._register(self._leaves)
+                raise self.replaced_error(attribute, "replaced-dtensor")
+        self._register(self.leaves)
 
     use_unsharded_params_again = use_unsharded_params
 
-    def _replaced(self, attribute: ParamInfo) -> RuntimeError:
-        parameter, kind = self.full_name(attribute.path), type(attribute.module).__name__
-        return RuntimeError(message("replaced-dtensor", parameter=parameter, type=kind))
+    def use_kept_params(self, *, is_kept: bool) -> None:
+        """Changes nothing: modules keep the leaves."""
 
     def use_sharded_params(self) -> None:
         """Registers the DTensors on the modules."""
@@ -301,11 +300,6 @@ class PerParameterLayout(Layout):
         """The gradients of the parameters that are sharded over ``mesh``."""
         over = [index for index, number in enumerate(gradient.numbers) if self.params[number].mesh_groups == mesh]
         return Gradient([gradient.parts[index] for index in over], [gradient.numbers[index] for index in over])
-
-    @property
-    def leaves(self) -> list[torch.Tensor]:
-        """Each parameter has its own leaf."""
-        return self._leaves
 
     def keep_unreduced(self, gradient: Gradient) -> None:
         """Accumulates in the reduce dtype. A backward that fails does not change the accumulated gradients."""

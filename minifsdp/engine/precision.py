@@ -50,9 +50,9 @@ class Precision:
     reduce: torch.dtype | None = None
     keep_reduce_dtype: bool = False
 
-    def computes_in(self, stored: torch.dtype) -> torch.dtype | None:
-        """The compute dtype of parameters. Complex parameters are not cast: a real dtype drops imaginary parts."""
-        return None if stored.is_complex else self.compute
+    def computes_in(self, stored: torch.dtype) -> torch.dtype:
+        """The compute dtype of parameters. Complex ones are not cast, because a real dtype drops imaginary parts."""
+        return (self.compute or stored) if stored.is_floating_point else stored
 
     def reduces_in(self, computed: torch.dtype) -> torch.dtype:
         """The dtype of the reduction of gradients that were computed in ``computed``."""

@@ -67,7 +67,7 @@ from torch.distributed import DebugLevel, get_debug_level
 from torch.utils._python_dispatch import _disable_current_modes
 
 from minifsdp.engine import collectives
-from minifsdp.engine.collective_log import CollectiveSequence, RootId, UnitName, log
+from minifsdp.engine.collective_log import CollectiveSequence, RootId, log
 from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import message, warn
@@ -109,11 +109,10 @@ class RankChecks:
 
     # --- before an all-gather ---
 
-    def before_all_gather(self, unit: str, group: Group | None) -> None:
+    def before_all_gather(self, unit: Any, group: Group | None) -> None:
         """Called before an all-gather of ``unit`` is issued. All ranks of its shard group must call it."""
         if group is None:
             return
-        assert isinstance(unit, UnitName)
         if group.sequence.identity_of(unit) not in group.sequence.agreed or self._is_detailed or self.always:
             self._pending[unit] = _ask(unit, group, self._comm_streams.device)
 

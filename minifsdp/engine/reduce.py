@@ -174,7 +174,11 @@ class Reducer:
             if comm_stream.stream is not None:
                 self._issue_end(new)
         except BaseException:
-            self._wait_for_streams()
+            # A hook has failed. Its memory must not be reused while the communication streams still use it.
+            for comm_stream in (self._comm_streams.reduce, self._comm_streams.all_reduce):
+                comm_stream.join()
+            for comm_stream in (self._comm_streams.reduce, self._comm_streams.all_reduce):
+                comm_stream.wait_compute()
             raise
         self._in_flight = new
         self._complete(before)
@@ -213,14 +217,6 @@ class Reducer:
             last.ended.wait()
         self._stop_cpu()
         self._arriving.clear()
-
-    def _wait_for_streams(self) -> None:
-        """Called after an exception in a hook. Prevents reuse of memory that the communication streams still use."""
-        comm_streams = (self._comm_streams.reduce, self._comm_streams.all_reduce)
-        for comm_stream in comm_streams:
-            comm_stream.join()
-        for comm_stream in comm_streams:
-            comm_stream.wait_compute()
 
     def _stop_cpu(self) -> None:
         """With CPU offload, makes the CPU wait before it reads gradients and writes to shards that all-gathers read.
@@ -292,21 +288,17 @@ class Reducer:
                 self._arriving.append((old.layout, old.gradient, old.result))
                 return
             old.copied.synchronize()
-        # 6. The layout stores the gradient for the optimizer.
-        if self._comm_streams.all_gather.stream is None or not old.layout.has_gradient_hooks:
-            old.layout.accept_gradient(old.gradient, old.result)
-        else:
-            self._accept_with_hooks(old.layout, old.gradient, old.result)
-
-    def _accept_with_hooks(self, layout: Layout, gradient: Gradient, result: torch.Tensor) -> None:
-        """Orders hooks after earlier all-gathers and before later ones, because a hook may run an optimizer."""
+        # 6. The layout stores the gradient for the optimizer. A hook of the user may run an optimizer, after earlier
+        #    all-gathers and before later ones.
         all_gather = self._comm_streams.all_gather
-        if layout.offloads:
+        runs_hooks = all_gather.stream is not None and old.layout.has_gradient_hooks
+        if runs_hooks and old.layout.offloads:
             all_gather.synchronize()
-        else:
+        elif runs_hooks:
             all_gather.join()
-        layout.accept_gradient(gradient, result)
-        all_gather.wait_compute()
+        old.layout.accept_gradient(old.gradient, old.result)
+        if runs_hooks:
+            all_gather.wait_compute()
 
 
 def _end(item: _InFlight) -> None:

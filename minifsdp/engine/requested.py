@@ -11,9 +11,9 @@ Therefore each output of the root passes through a node, which has a path to all
                        +----- registered parameters
 
 The node is the identity. It sends no gradient to the registered parameters, so a plain backward works as without it. In
-a backward that requests registered parameters, autograd executes the node. A hook of it then runs a nested backward that
-requests the unsharded parameters instead, with all hooks of the units. A gradient of ``autograd.grad`` is returned and
-not accumulated. A shard cannot be returned in this way, so this raises an error.
+a backward that requests registered parameters, autograd executes the node. A hook of it then runs a nested backward
+that requests the unsharded parameters instead, with all hooks of the units. A gradient of ``autograd.grad`` is returned
+and not accumulated. A shard cannot be returned in this way, so this raises an error.
 
 Worked example: ``backward(inputs=[shard of a.weight, x])``. The nested backward computes the gradient of the unsharded
 ``a.weight``, and the hooks of its unit reduce it. Then the outer backward computes the gradient of ``x``.
@@ -48,7 +48,7 @@ class RequestedParameters:
         # No user requests this tensor, so autograd only reaches its node in a backward that requests nothing.
         with torch.inference_mode(False):
             self._unrequested = torch.zeros(0, requires_grad=True)
-            self._probe = _node_of(self._unrequested)
+            self._probe = get_gradient_edge(self._unrequested).node
 
     def watch_output(self, output: Any) -> Any:
         """Called after a recorded forward of the root; returns the output to pass to the caller."""
@@ -73,16 +73,16 @@ class RequestedParameters:
         """
         is_requested, inputs = torch._C._will_engine_execute_node, []
         for unit in self._units if not is_requested(self._probe) else ():
-            leaves, trained = unit.layout.leaves, [p for p in unit.layout.local_parameters() if p.requires_grad]
+            leaves, parameters = unit.layout.leaves, unit.layout.local_parameters()
+            trained = [p for p in parameters if p.requires_grad]
             try:
-                requested = {p for p in trained if is_requested(_node_of(p))}
+                requested = {p for p in trained if is_requested(get_gradient_edge(p).node)}
             except RuntimeError as error:
                 # Raised for a parameter that is requested with `autograd.grad`.
                 raise RuntimeError(message("autograd-grad", unit=unit.name)) from error
-            if len(leaves) == len(unit.layout.local_parameters()):
-                leaves = [
-                    leaf for leaf, p in zip(leaves, unit.layout.local_parameters(), strict=True) if p in requested
-                ]
+            if unit.layout.shards_are_distributed:
+                # Each parameter has its own leaf.
+                leaves = [leaf for leaf, p in zip(leaves, parameters, strict=True) if p in requested]
             elif 0 < len(requested) < len(trained):
                 raise RuntimeError(message("part-of-unit", unit=unit.name, num=len(requested), number=len(trained)))
             inputs += leaves if requested else []
@@ -90,12 +90,6 @@ class RequestedParameters:
             # With ``create_graph=True``, the hooks of the units raise the error.
             create_graph = torch.is_grad_enabled()
             torch.autograd.backward([edge], [gradient], retain_graph=True, create_graph=create_graph, inputs=inputs)
-
-
-def _node_of(parameter: torch.Tensor) -> Any:
-    """The node that accumulates the gradient of a leaf tensor."""
-    with torch.enable_grad():
-        return parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 class _Identity(torch.autograd.Function):

@@ -44,17 +44,9 @@ from minifsdp.engine.lifetime import RateLimiter
 from minifsdp.engine.messages import message
 from minifsdp.engine.rank_checks import RankChecks
 from minifsdp.engine.reduce import Reducer
-from minifsdp.engine.schedule import BackwardPrefetch
+from minifsdp.engine.schedule import BackwardPrefetch, Schedule
 from minifsdp.engine.side_outputs import SideOutputs
-from minifsdp.engine.unit import Phase, State, Unit, not_while_summoned
-
-
-def _name_units(units: Sequence[tuple[str, Unit]], root_id: RootId) -> None:
-    """Sets the names of all units of a root, by which the ranks compare their collectives."""
-    num_equal = Counter[str]()
-    for name, unit in units:
-        unit.root_id = root_id
-        unit.name = unit.layout.name = unit.named(name, root_id, num_equal)
+from minifsdp.engine.unit import Phase, State, Unit
 
 
 def _only_vmap() -> bool:
@@ -102,36 +94,29 @@ class RootState:
         self._thread = 0
         self.after_optimizer: Any = None
         # A root state that is created again, for example after a conversion, keeps its identity for other ranks.
-        root_id = units[0][1].root_id if units else RootId()
-        _name_units(units, root_id)
-        for unit in self.units:
+        root_id, num_equal = units[0][1].root_id if units else RootId(), Counter[str]()
+        for name, unit in units:
+            unit.root_id = root_id
+            # The ranks compare their collectives by these names.
+            unit.name = unit.layout.name = unit.named(name, num_equal)
             unit.update_policy(keep_unsharded_for_backward=unit is outermost and keeps_outermost)
             if unit.phase is not Phase.SUMMONED:
                 unit.layout.refresh_from_module()
             unit.plan_reductions()
         meshes = [plan.mesh for unit in self.units for plan in unit.plans]
         rank_checks = RankChecks(meshes, self.comm_streams, root_id)
-        for unit in self.units:
-            unit.join(self.comm_streams, self.limiter, rank_checks)
-        self.iteration = IterationState(
-            self.units,
-            Reducer(self.comm_streams, offloads=any(unit.layout.offloads for unit in self.units)),
-            rank_checks,
-            backward_prefetch=backward_prefetch,
-            forward_prefetch=forward_prefetch,
-        )
-        self._requested = requested.RequestedParameters(self.units)
-        self._side_outputs = SideOutputs(self.units, self.iteration.pre_backward)
-        self._connect_units()
-
-    def _connect_units(self) -> None:
         by_module = {unit.module: unit for unit in self.units}
         # Keep the steps that were counted before the units had a common root.
         steps = max((unit.layout.steps for unit in self.units), key=lambda steps: steps.count, default=Steps())
         for unit in self.units:
+            unit.join(self.comm_streams, self.limiter, rank_checks)
             unit.layout.steps = steps
             inside = (by_module.get(module) for module in unit.module.modules())
             unit.inner = frozenset(other for other in inside if other is not None and other is not unit)
+        reducer = Reducer(self.comm_streams, offloads=any(unit.layout.offloads for unit in self.units))
+        self.iteration = IterationState(self.units, reducer, rank_checks, Schedule(backward_prefetch, forward_prefetch))
+        self._requested = requested.RequestedParameters(self.units)
+        self._side_outputs = SideOutputs(self.units, self.iteration.pre_backward)
 
     def dissolve(self, *, keeps_unsharded: bool = False) -> None:
         """Releases the units. The next forward creates a new root state, possibly with a larger root or another dtype.
@@ -181,7 +166,7 @@ class RootState:
             raise RuntimeError(message("function-transform", unit=self.units[0].name if self.units else ""))
         for unit in self.units if caller is None else (caller, *caller.inner):
             if unit.phase is Phase.SUMMONED and not unit.layout.is_summoned:
-                raise not_while_summoned(unit, "forward")
+                raise RuntimeError(message("while-summoned", what="forward", unit=unit.name))
         validation.check_not_in_ddp((unit.layout.local_parameters(), unit.plan.mesh) for unit in self.units)
         for unit in self.units:
             if unit.phase is not Phase.SUMMONED:
@@ -198,12 +183,11 @@ class RootState:
         if is_recorded:
             self.iteration.note_versions(is_known=False)
         for unit in self.units:
-            if unit.phase is Phase.SUMMONED:
+            is_sharded = unit.state is State.SHARDED and unit.policy.post_forward_mesh is None
+            if unit.phase is Phase.SUMMONED or is_sharded:
                 continue
-            if (unit.state is not State.SHARDED or unit.policy.post_forward_mesh is not None) and (
-                (unit.is_for_evaluation and (is_recorded or unit.policy.reshard_after_evaluation))
-                or unit.layout.is_stale()
-            ):
+            is_unwanted = unit.is_for_evaluation and (is_recorded or unit.policy.reshard_after_evaluation)
+            if is_unwanted or unit.layout.is_stale():
                 unit.reshard()
 
     def check_thread(self) -> None:

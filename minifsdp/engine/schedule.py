@@ -43,9 +43,15 @@ class BackwardPrefetch(Enum):
 
 
 class Schedule:
-    """The order in which the units of one root enter and leave forward."""
+    """The order in which the units of one root enter and leave forward.
 
-    def __init__(self) -> None:
+    Args:
+        backward_prefetch: when to prefetch the next unit in backward; ``None`` disables prefetching.
+        forward_prefetch: whether to prefetch the next unit in forward.
+    """
+
+    def __init__(self, backward_prefetch: BackwardPrefetch | None = None, forward_prefetch: bool = False) -> None:
+        self.backward_prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
         self._first_order: list[Unit] = []
         self._entered: dict[Unit, int] = {}
         self._is_first_iteration = True
@@ -70,20 +76,16 @@ class Schedule:
         if self._is_first_iteration:
             return None
         position = self._entered.get(unit)
-        self._notice_change(unit, position)
-        if position is None or position + 1 >= len(self._first_order):
-            return None
-        return self._first_order[position + 1]
-
-    def _notice_change(self, unit: Unit, position: int | None) -> None:
         # `_position` is the progress of this iteration in the first order. If a unit is new or enters ahead of this
         # position, a prefetch of another unit was unused. If a unit enters behind it, its module is called again.
         if (position is None or position > self._position) and not self._warned:
             self._warned = True
             expected = self._first_order[self._position].name if self._position < len(self._first_order) else "none"
             warn(message("changed-order", unit=unit.name, expected=expected))
-        if position is not None:
-            self._position = max(self._position, position + 1)
+        if position is None:
+            return None
+        self._position = max(self._position, position + 1)
+        return self._first_order[position + 1] if position + 1 < len(self._first_order) else None
 
     def next_backward(self, unit: Unit) -> Unit | None:
         """The unit that left forward just before ``unit`` in this iteration; ``None`` if ``unit`` was the first.

@@ -45,8 +45,8 @@ from minifsdp.engine.messages import message
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.shards import local_tensor, padded_shard_numel, shard_of
 
-# The number of in-place changes of a tensor.
-VERSION = operator.attrgetter("_version")
+# The number of in-place changes of a tensor, and whether autograd computes its gradient.
+VERSION, REQUIRES_GRAD = operator.attrgetter("_version"), operator.attrgetter("requires_grad")
 # Returns the local tensor of a DTensor. ``to_local()`` would create another tensor, for autograd.
 local_shard_of: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_tensor")
 
@@ -73,10 +73,6 @@ class Options:
     offload: bool = False
     pin: bool = False
     policy: Any = None
-
-    def compute_dtype(self, stored: torch.dtype) -> torch.dtype:
-        """The compute dtype for values that are stored in the dtype ``stored``."""
-        return (self.precision.compute or stored) if stored.is_floating_point else stored
 
     def storage_device(self, local_shard: torch.Tensor) -> torch.device:
         """The device on which the memory for ``local_shard`` is allocated."""
@@ -123,22 +119,18 @@ class ShardedParam:
         # Tensor parallelism may have sharded the parameter already.
         local = local_tensor(original.detach())
         if not local.is_contiguous():
-            raise NotImplementedError(
-                message("not-contiguous", where=where, shape=tuple(local.shape), stride=local.stride())
-            )
+            shape, stride = tuple(local.shape), local.stride()
+            raise NotImplementedError(message("not-contiguous", where=where, shape=shape, stride=stride))
         dim = placement.dim if placement is not None else 0
         dim = dim + original.ndim if dim < 0 else dim
         if not 0 <= dim < original.ndim:
             raise ValueError(message("placement-dim", where=where, shape=tuple(original.shape), dim=dim))
         self.shape, self.dim, self.num_shards = local.shape, dim, mesh.size(mesh.ndim - 1)
         if dim != 0 and self.shape[dim] % self.num_shards:
-            raise NotImplementedError(
-                message("uneven-dim", dim=dim, shape=tuple(self.shape), num_shards=self.num_shards)
-            )
+            shape = tuple(self.shape)
+            raise NotImplementedError(message("uneven-dim", dim=dim, shape=shape, num_shards=self.num_shards))
         self.chunk_numel = padded_shard_numel(self.shape, dim, self.num_shards)
-        self._tensor_parallel: dtensor_spec.DTensorSpec | None = (
-            original._spec if isinstance(original, DTensor) else None
-        )
+        self._tensor_parallel = original._spec if isinstance(original, DTensor) else None
         self._spec = self._make_spec(original, mesh)
         self.local_shard = shard_of(local, dim, self.num_shards, mesh_groups.shard_index)
         self.parameter = self.leaf = self.plain_leaf = original
@@ -188,12 +180,9 @@ class ShardedParam:
 
     def fits(self, other: torch.Tensor) -> bool:
         """Whether ``other`` is a DTensor of the same shape, mesh and placements."""
-        return (
-            isinstance(other, DTensor)
-            and other.shape == self._spec.shape
-            and other._spec.mesh == self._spec.mesh
-            and other._spec.placements == self._spec.placements
-        )
+        if not isinstance(other, DTensor) or other.shape != self._spec.shape:
+            return False
+        return other._spec.mesh == self._spec.mesh and other._spec.placements == self._spec.placements
 
     def over_smaller_mesh(self, mesh: DeviceMesh, local_shard: torch.Tensor) -> nn.Parameter:
         """A DTensor around a shard over the last axis of ``mesh``; with tensor parallelism, returns `parameter`."""
@@ -228,11 +217,10 @@ class ShardedParam:
 
     def share_tensor_hooks(self) -> None:
         """Called after the user registered the first hook of `parameter` or `leaf`. Autograd calls those of `leaf`."""
-        hooks = self.parameter._backward_hooks
-        if hooks is None:
+        if self.parameter._backward_hooks is None:
             self.parameter._backward_hooks = self.leaf._backward_hooks
         else:
-            self.leaf._backward_hooks = hooks
+            self.leaf._backward_hooks = self.parameter._backward_hooks
 
     def local_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Converts the gradient of the unsharded parameter to the gradient of the tensor that is sharded here."""

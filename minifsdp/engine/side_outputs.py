@@ -51,18 +51,17 @@ class SideOutputs:
         for unit in sorted(units, key=lambda unit: -len(list(unit.module.modules()))):
             self._unit_of.update(dict.fromkeys(unit.module.modules(), unit))
         self._inside = [module for module in self._unit_of if module not in outputs]
-        self._hooks, self._num_hooks = [module._forward_hooks for module in self._inside], 0
+        self._hooks: list[dict[Any, Any]] = [module._forward_hooks for module in self._inside]
+        self._num_hooks = 0
         # The attributes that had a tensor with a graph: the unit, the dict of the module, and the name.
         self._attributes: list[tuple[Unit, dict[str, Any], str]] | None = None
 
     def watch_hooked_modules(self) -> None:
         """Called before a forward: adds a hook to each module that has forward hooks of the program."""
         if sum(map(len, self._hooks)) != self._num_hooks:
-            for module in self._inside:
-                watch = partial(self._watch, self._unit_of[module])
-                hooks: dict[Any, Any] = module._forward_hooks
+            for module, hooks in zip(self._inside, self._hooks, strict=True):
                 if hooks and WATCH not in hooks:
-                    hooks[WATCH] = watch
+                    hooks[WATCH] = partial(self._watch, self._unit_of[module])
             self._num_hooks = sum(map(len, self._hooks))
 
     def watch_attributes(self) -> None:
@@ -71,15 +70,9 @@ class SideOutputs:
             # Attributes of `nn.Module` itself begin with an underscore. A unit that stays unsharded needs no hook.
             each = [(u, vars(m)) for m, u in self._unit_of.items() if u.state is State.SHARDED]
             places = [(unit, values, name) for unit, values in each for name in values if not name.startswith("_")]
-            self._attributes = [place for place in places if self._watch_attribute(*place)]
-            return
-        for place in self._attributes:
-            self._watch_attribute(*place)
-
-    def _watch_attribute(self, unit: Unit, attributes: dict[str, Any], name: str) -> bool:
-        kept = [tensor for tensor in tensors_in(attributes.get(name)) if tensor.grad_fn is not None]
-        self._watch(unit, None, None, kept)
-        return bool(kept)
+            self._attributes = [(unit, values, name) for unit, values, name in places if _kept_in(values, name)]
+        for unit, values, name in self._attributes:
+            self._watch(unit, None, None, _kept_in(values, name))
 
     def _watch(self, unit: Unit, _: nn.Module | None, __: Any, output: Any) -> None:
         if torch.is_grad_enabled() and graph_task() == NOT_IN_BACKWARD:
@@ -89,3 +82,8 @@ class SideOutputs:
         # After its backward, the unit does not need its parameters again.
         if unit.phase is not Phase.POST_BACKWARD:
             self._pre_backward(unit)
+
+
+def _kept_in(attributes: dict[str, Any], name: str) -> list[torch.Tensor]:
+    """The tensors with a graph in an attribute."""
+    return [tensor for tensor in tensors_in(attributes.get(name)) if tensor.grad_fn is not None]

@@ -32,7 +32,7 @@ Spec: SHARD-04, SHARD-08, SHARD-13, PREF-02 to PREF-06, LIM-02.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any, Generic, Self
@@ -121,7 +121,7 @@ class Unit(Generic[LayoutT]):
     Args:
         module: the module whose forward uses the parameters.
         layout: how the unit's parameters are stored.
-        plan: how the unit's gradients are reduced; one plan for each mesh over which parameters are sharded.
+        plans: how the unit's gradients are reduced; one plan for each mesh over which parameters are sharded.
         precision: the unit's dtypes.
         policy: the initial policy.
 
@@ -144,16 +144,10 @@ class Unit(Generic[LayoutT]):
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        layout: LayoutT,
-        plan: ReducePlan | tuple[ReducePlan, ...],
-        precision: Precision,
-        policy: UnitPolicy,
+        self, module: nn.Module, layout: LayoutT, plans: Sequence[ReducePlan], precision: Precision, policy: UnitPolicy
     ) -> None:
         self.module, self.layout, self.precision = module, layout, precision
-        self.plans = plan if isinstance(plan, tuple) else (plan,)
-        self.plan = self.plans[0]
+        self.plans, self.plan = plans, plans[0]
         self.policy = policy
         self.name, self.root_id = type(module).__name__, RootId()
         self.state, self.phase = State.SHARDED, Phase.IDLE
@@ -182,12 +176,25 @@ class Unit(Generic[LayoutT]):
             plan.use(self.precision.reduces_in(self.planned_for))
         self.check_again()
 
-    def named(self, name: str, root_id: RootId, num_equal: Counter[str]) -> UnitName:
-        """The name by which the ranks compare the collectives of this unit. The arguments are those of `UnitName`."""
+    def named(self, name: str, num_equal: Counter[str]) -> UnitName:
+        """The name by which the ranks compare the collectives of this unit.
+
+        An index in a path does not identify a unit, because ranks may have different numbers of ignored modules. So
+        units that are equal except for indices are numbered: ``layers.4`` and ``layers.7`` of one rank get the numbers
+        0 and 1, and so do ``layers.5`` and ``layers.8`` of another rank.
+
+        Args:
+            name: full name of the unit's module inside the root.
+            num_equal: the number of units of this root with equal parameters and ranks so far. Adds 1 for this unit.
+        """
         groups = [group for plan in self.plans for group in (plan.mesh.shard, plan.mesh.replicate)]
         ranks = [group.ranks for group in groups if group is not None]
-        shapes = [(info.path, info.shape) for info in self.layout.parameters]
-        return UnitName(name, shapes, root_id, ranks, num_equal, self._facts, self._built)
+        shapes = [(clean_path(f"{name}.{info.path}"), tuple(info.shape)) for info in self.layout.parameters]
+        # Ranks of different shard groups compare their replicas, so the group is not a part of the digest.
+        equal = repr((shapes, ranks))
+        digest = crc32(repr((shapes, num_equal[equal])).encode())
+        num_equal[equal] += 1
+        return UnitName(name, digest, self.root_id, self._facts, self._built)
 
     def counted(self) -> Self:
         """Counts this unit among the equal units over its shard group, after its construction. Returns the unit."""
@@ -289,16 +296,6 @@ class Unit(Generic[LayoutT]):
             if trace.recorder is not None:
                 trace.recorder.begin("FREE", self.name, num_bytes=self.layout.num_bytes)
             self.limiter.released(event)
-
-
-def not_while_summoned(unit: Unit, what: str) -> RuntimeError:
-    """The error for computing while the full parameters are summoned."""
-    return RuntimeError(message("while-summoned", what=what, unit=unit.name))
-
-
-def unreduced_backward(unit_name: str) -> RuntimeError:
-    """The error for a backward that reaches full parameters, whose gradients nothing reduces."""
-    return RuntimeError(message("backward-while-summoned", unit=unit_name))
 
 
 def modules_of_unit(roots: Iterable[nn.Module], is_apart: Callable[[nn.Module], bool]) -> list[tuple[str, nn.Module]]:

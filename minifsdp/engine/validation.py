@@ -31,7 +31,7 @@ from minifsdp.engine.messages import message
 # Keyed by tensor: the name of each parameter that a unit has taken, and the parameters among them that no module refers
 # to any more, which optimizers must not hold. Keyed by module: the API that has sharded the module, and the names of
 # the attributes that belong to a unit.
-_taken = WeakTensorKeyDictionary()
+taken = WeakTensorKeyDictionary()
 replaced = WeakTensorKeyDictionary()
 _apis: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _places: weakref.WeakKeyDictionary[nn.Module, dict[str, str | None]] = weakref.WeakKeyDictionary()
@@ -45,7 +45,7 @@ def note_taken(parameter: nn.Parameter, path: str, *, is_replaced: bool) -> None
         path: the parameter's name inside the unit.
         is_replaced: whether modules refer to another tensor from now on.
     """
-    for registry in (_taken, replaced) if is_replaced else (_taken,):
+    for registry in (taken, replaced) if is_replaced else (taken,):
         registry[parameter] = path
 
 
@@ -68,13 +68,8 @@ def check_free(parameter: nn.Parameter, module: nn.Module, name: str, path: str)
     if name in _places.get(module, {}):
         first = _places[module][name]
         raise ValueError(message("outer-before-inner", path=path, type=type(module).__name__, first=first))
-    if parameter in _taken:
-        raise ValueError(message("tied-across-units", path=path, other=_taken[parameter]))
-
-
-def is_taken(parameter: nn.Parameter) -> bool:
-    """Whether ``parameter`` belongs to a unit."""
-    return parameter in _taken
+    if parameter in taken:
+        raise ValueError(message("tied-across-units", path=path, other=taken[parameter]))
 
 
 def is_flattened(module: nn.Module, name: str) -> bool:
@@ -107,11 +102,6 @@ def is_only_called_in_parts(module: nn.Module) -> bool:
     return isinstance(module, lists) and type(module).forward is nn.Module.forward
 
 
-def ddp_around(name: str, ranks: object) -> RuntimeError:
-    """The error for a DDP around the sharded parameter ``name``."""
-    return RuntimeError(message("ddp-around", name=name, ranks=ranks))
-
-
 def check_not_in_ddp(owned: Iterable[tuple[Iterable[nn.Parameter], MeshGroups]]) -> None:
     """Checks that no DDP around the model would average sharded gradients. Called before a forward.
 
@@ -128,4 +118,4 @@ def check_not_in_ddp(owned: Iterable[tuple[Iterable[nn.Parameter], MeshGroups]])
     apart = {parameter for parameters, mesh in owned if not mesh.covers(ranks) for parameter in parameters}
     for name, parameter in around.module.named_parameters():
         if parameter in apart and parameter.requires_grad and name not in around.parameters_to_ignore:
-            raise ddp_around(name, ranks)
+            raise RuntimeError(message("ddp-around", name=name, ranks=ranks))

@@ -42,11 +42,10 @@ from minifsdp.engine import collectives, optimizer_watch
 from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task
 from minifsdp.engine.collective_log import UnitName
 from minifsdp.engine.flat import FlatLayout
-from minifsdp.engine.layout import replaced_parameter_error
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.rank_checks import agree
 from minifsdp.engine.shards import local_tensor
-from minifsdp.engine.unit import Phase, unreduced_backward
+from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1.build import FlatUnit
 
 # The unsharded gradients in one flat tensor, and for each parameter, whether it has a gradient.
@@ -146,7 +145,7 @@ def _full_params(unit: FlatUnit, flat: torch.Tensor, gradients: FullGradients | 
         yield
         # A parameter that was frozen at the beginning has no hook.
         if gradients is None and any(parameter.grad is not None for parameter in full_params):
-            raise unreduced_backward(unit.name)
+            raise RuntimeError(message("backward-while-summoned", unit=unit.name))
     finally:
         # Afterwards, original parameters have their sharded values and gradients again.
         new_values, new_gradients = [p.data for p in full_params], [p.grad for p in full_params]
@@ -162,13 +161,13 @@ def _full_params(unit: FlatUnit, flat: torch.Tensor, gradients: FullGradients | 
             present = [gradient is not None for gradient in new_gradients]
             layout.gradients.overwrite_reduced(gradients[0][layout.shard_range], present)
         if replaced:
-            raise replaced_parameter_error(replaced[0], layout.name)
+            raise layout.replaced_error(replaced[0])
 
 
 def _refuse_backward(unit_name: str, gradients: Sequence[torch.Tensor | None]) -> None:
     # The node at the output of the root has a path to registered parameters, but sends no gradient (`requested.py`).
     if any(gradient is not None for gradient in gradients):
-        raise unreduced_backward(unit_name)
+        raise RuntimeError(message("backward-while-summoned", unit=unit_name))
 
 
 def _copy_replaced(views: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None]) -> None:
@@ -186,7 +185,7 @@ def all_gather_by_hand(unit: FlatUnit) -> torch.Tensor:
     layout, name = unit.layout, unit.name
     if not isinstance(name, UnitName):
         # The unit has no root yet.
-        name = unit.name = unit.named(name, unit.root_id, Counter())
+        name = unit.name = unit.named(name, Counter())
     agree(name, layout.mesh.shard, layout.device)
     return all_gather_values(layout, name=name)
 

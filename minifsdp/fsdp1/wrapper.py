@@ -160,7 +160,7 @@ class Wrapper(nn.Module):
         plan = ReducePlan.mean(self.mesh, precision.reduces_in(layout.dtype))
         reshard = self.sharding_strategy in build.RESHARDS_AFTER_FORWARD and self.mesh.shard is not None
         policy = UnitPolicy(reshard_after_forward=reshard, reshard_after_evaluation=reshard or self.mesh.shard is None)
-        return Unit(module, layout, plan, precision, policy).counted()
+        return Unit(module, layout, [plan], precision, policy).counted()
 
     # --- the wrapped module ---
 

@@ -228,7 +228,7 @@ def _make_unit(
     # 2. The layout takes the values and registers DTensors on the modules.
     layout = PerParameterLayout(params, options)
     dtype = options.precision.reduces_in(layout.dtype)
-    plans = tuple(ReducePlan.mean(groups, dtype) for groups in dict.fromkeys(param.mesh_groups for param in params))
+    plans = [ReducePlan.mean(groups, dtype) for groups in dict.fromkeys(param.mesh_groups for param in params)]
     unit = Unit(module, layout, plans, options.precision, UnitPolicy(reshard_after_forward=True)).counted()
     choose_reshard(unit, True if reshard is None else reshard)
     return unit

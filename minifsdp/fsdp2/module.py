@@ -30,7 +30,6 @@ from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.unit import Unit
-from minifsdp.engine.validation import ddp_around
 from minifsdp.fsdp2.fsdp_state import ATTRIBUTE, FSDPState, state_of, states_in
 from minifsdp.fsdp2.functions import UnshardHandle, issue_all_gather, listed
 from minifsdp.fsdp2.reshard import choose_reshard
@@ -45,7 +44,7 @@ class _RefusesDDP:
         for unit in _units(module, recurse=True) if module is not None else []:
             name, mesh = unit.layout.full_name(unit.layout.parameters[0].path), unit.plan.mesh
             group = mesh.shard or mesh.replicate
-            raise ddp_around(name, group and group.ranks)
+            raise RuntimeError(message("ddp-around", name=name, ranks=group and group.ranks))
         return ()
 
 

@@ -100,7 +100,7 @@ def test_a_deep_copy_raises_with_the_remedy() -> None:
 @pytest.mark.pure
 def test_placeholder_parameter_can_be_read_from_the_module() -> None:
     linear = nn.Linear(3, 2)
-    info = ParamInfo.of(linear, "weight", "layer.weight")
+    info = ParamInfo(linear, "weight", "layer.weight", linear.weight.shape)
     del linear.weight
     linear.__dict__["weight"] = placeholder()
     assert info.path == "layer.weight"

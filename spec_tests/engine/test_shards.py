@@ -80,7 +80,7 @@ def test_every_rank_sends_equal_size_with_little_padding(split: Split) -> None:
 @pytest.mark.spec("FS2-08")
 def test_uneven_sharding_along_another_dim_is_refused_with_shape_and_number() -> None:
     module = nn.Linear(3, 4)
-    info = ParamInfo.of(module, "weight", "weight")
+    info = ParamInfo(module, "weight", "weight", module.weight.shape)
     mesh: Any = SimpleNamespace(ndim=1, size=lambda axis: 2)
     with pytest.raises(NotImplementedError, match=r"dim 1: a parameter of shape \(4, 3\) cannot be divided into 2"):
         ShardedParam(info, module.weight, mesh, MeshGroups(None, None), Shard(1))

@@ -62,7 +62,7 @@ def make(log: Log, mesh: MeshGroups | None = None) -> Unit:
     layout: Any = log
     plan = ReducePlan.mean(mesh or MeshGroups(None, None), torch.float32)
     log.all_gather_group = plan.mesh.shard
-    unit = Unit(nn.Linear(2, 2), layout, plan, Precision(), UnitPolicy(reshard_after_forward=True))
+    unit = Unit(nn.Linear(2, 2), layout, [plan], Precision(), UnitPolicy(reshard_after_forward=True))
     limiter: Any = log
     unit.join(CommStreams(CPU), limiter)
     unit.name = "block"

@@ -50,7 +50,7 @@ MUTANTS = [
     Mutant(
         "prefetched-too-late",
         "IterationState.pre_backward",
-        "if self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:",
+        "if self.schedule.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:",
         "if False:",
         "BACKWARD_PRE prefetches nothing.",
         "PREF-02 PREF-03",
@@ -58,8 +58,8 @@ MUTANTS = [
     Mutant(
         "post-prefetches-before-the-free",
         "IterationState.pre_backward",
-        "if self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:",
-        "if self.backward_prefetch is not None:",
+        "if self.schedule.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:",
+        "if self.schedule.backward_prefetch is not None:",
         "BACKWARD_POST prefetches before it computes the gradients.",
         "PREF-04 PREF-05",
     ),
@@ -81,7 +81,7 @@ MUTANTS = [
     ),
     Mutant(
         "changed-order-is-silent",
-        "Schedule._notice_change",
+        "Schedule.next_forward",
         "(position is None or position > self._position) and not self._warned",
         "False",
         "A changed forward order under forward_prefetch causes no warning.",
@@ -90,7 +90,7 @@ MUTANTS = [
     Mutant(
         "always-prefetched-in-forward",
         "IterationState.pre_forward",
-        "if self.forward_prefetch and (",
+        "if self.schedule.forward_prefetch and (",
         "if (",
         "Forward prefetches units although forward_prefetch is off.",
         "PREF-11",
@@ -105,9 +105,9 @@ MUTANTS = [
     ),
     Mutant(
         "limiter-cannot-be-switched-off",
-        "RateLimiter.released",
-        "if self.enabled:",
-        "if True:",
+        "RateLimiter.__init__",
+        "num_in_flight if enabled else 0",
+        "num_in_flight",
         "limit_all_gathers=False still waits.",
         "LIM-03",
     ),
@@ -426,9 +426,9 @@ MUTANTS = [
     ),
     Mutant(
         "gather-does-not-follow-the-hooks",
-        "Reducer._accept_with_hooks",
-        "        all_gather.wait_compute()\n",
-        "        pass\n",
+        "Reducer._complete",
+        "            all_gather.wait_compute()\n",
+        "            pass\n",
         "An all-gather after an optimizer step in backward reads the values from before the step.",
         "STREAM-16",
     ),
@@ -563,7 +563,7 @@ MUTANTS = [
     Mutant(
         "gradients-beside-the-output-are-left",
         "InputsHooks.is_overdue",
-        "            or unit.layout.has_gradient\n",
+        " or unit.layout.has_gradient",
         "",
         "A unit whose inputs and outputs are not found is not reduced.",
         "FS2-13",
@@ -571,8 +571,8 @@ MUTANTS = [
     Mutant(
         "sums-that-backward-passes-by-are-left",
         "InputsHooks.is_overdue",
-        "            or (unit.policy.reduces and unit.layout.has_unreduced)\n",
-        "",
+        "return unit.policy.reduces and unit.layout.has_unreduced",
+        "return False",
         "The reducing backward does not reduce the accumulated gradient of a unit that it does not reach.",
         "FS2-SYNC-01",
     ),

@@ -82,8 +82,8 @@ MUTANTS = [
     Mutant(
         "no-prefetch-means-the-default",
         "IterationState.pre_backward",
-        "if self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:",
-        "if self.backward_prefetch is not BackwardPrefetch.BACKWARD_POST:",
+        "if self.schedule.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:",
+        "if self.schedule.backward_prefetch is not BackwardPrefetch.BACKWARD_POST:",
         "backward_prefetch=None prefetches as BACKWARD_PRE does.",
         "CTOR-16 PREF-06",
     ),
@@ -313,8 +313,8 @@ MUTANTS = [
     ),
     Mutant(
         "rebound-name-inside-the-unit",
-        "replaced_parameter_error",
-        "full_name(unit_name, info.path)",
+        "Layout.replaced_error",
+        "self.full_name(info.path)",
         "info.path",
         "The error for a replaced parameter contains only its name inside the unit.",
         "CTOR-12",

@@ -26,7 +26,7 @@ MUTANTS = [
     Mutant(
         "evaluation-memory-serves-training",
         "RootState._prepare",
-        "(unit.is_for_evaluation and (is_recorded or unit.policy.reshard_after_evaluation))\n                or ",
+        "is_unwanted or ",
         "",
         "A recorded forward uses parameters that an evaluation has all-gathered.",
         "FRESH-03",

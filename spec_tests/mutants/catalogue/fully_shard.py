@@ -238,7 +238,7 @@ MUTANTS = [
     Mutant(
         "placements-are-not-compared",
         "ShardedParam.fits",
-        "            and other._spec.placements == self._spec.placements\n",
+        " and other._spec.placements == self._spec.placements",
         "",
         "A DTensor with other placements is accepted in place of a parameter.",
         "FS2-04",
@@ -446,8 +446,8 @@ MUTANTS = [
     Mutant(
         "leaves-share-a-version",
         "Bucket.__init__",
-        "space.data[: param.shape.numel()]",
-        "space[: param.shape.numel()]",
+        "space.data[: shape.numel()]",
+        "space[: shape.numel()]",
         "Autograd treats an all-gather as a change of tensors that forward saved.",
         "FS2-13",
     ),
@@ -622,8 +622,8 @@ MUTANTS = [
     Mutant(
         "renewed-leaves-are-not-described",
         "PerParameterLayout._update_from_buckets",
-        "self._leaves = [param.leaf for param in self.params]",
-        "self._leaves = self._leaves or [param.leaf for param in self.params]",
+        "self.leaves = [param.leaf for param in self.params]",
+        "self.leaves = self.leaves or [param.leaf for param in self.params]",
         "After a conversion modules compute with the former leaves.",
         "FS2-28",
     ),

@@ -42,8 +42,8 @@ MUTANTS = [
     Mutant(
         "casts-complex-parameters",
         "Precision.computes_in",
-        "None if stored.is_complex else self.compute",
-        "self.compute",
+        "if stored.is_floating_point else stored",
+        "if stored.is_floating_point or stored.is_complex else stored",
         "Complex parameters are cast to a real dtype.",
         "GRAD-02",
     ),

@@ -25,7 +25,7 @@ MUTANTS = [
     ),
     Mutant(
         "equal-units-are-one-unit",
-        "UnitName.__new__",
+        "Unit.named",
         "        num_equal[equal] += 1\n",
         "",
         "Ranks can run equal units in different order without an error.",

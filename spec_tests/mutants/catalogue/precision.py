@@ -50,7 +50,7 @@ MUTANTS = [
     Mutant(
         "low-precision-gradients-are-kept",
         "FlatLayout.accept_gradient",
-        "if not self._keep_reduce_dtype:",
+        "if not self._precision.keep_reduce_dtype:",
         "if False:",
         "Gradients stay in the reduce dtype although keep_low_precision_grads is off.",
         "MP-11",

@@ -26,8 +26,8 @@ MUTANTS = [
     Mutant(
         "end-of-backward-in-forward-reshards",
         "IterationState.end_backward",
-        "        if self.in_forward:\n",
-        "        if False:\n",
+        "        elif not self.in_forward:\n",
+        "        else:\n",
         "A backward inside a forward reshards units that compute.",
         "PROG-23",
     ),
@@ -50,7 +50,7 @@ MUTANTS = [
     Mutant(
         "gradients-with-a-graph-are-reduced",
         "IterationState.post_backward",
-        "        if any(part.requires_grad for part in gradient.parts):\n",
+        "        if any(map(REQUIRES_GRAD, gradient.parts)):\n",
         "        if False:\n",
         "backward(create_graph=True) reduces gradients without their graph, and raises no error.",
         "PROG-25",

@@ -138,7 +138,7 @@ MUTANTS = [
     Mutant(
         "ddp-around-fully-shard",
         "_RefusesDDP.__get__",
-        "raise ddp_around(name, group and group.ranks)",
+        'raise RuntimeError(message("ddp-around", name=name, ranks=group and group.ranks))',
         "pass",
         "DistributedDataParallel around a fully_shard model fails inside torch.",
         "PROG-07",

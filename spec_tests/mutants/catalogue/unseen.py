@@ -18,7 +18,7 @@ MUTANTS = [
     Mutant(
         "offloaded-gradients-lose-the-low-precision",
         "FlatLayout.copy_to_host",
-        "dtype = local_shard.dtype if self._keep_reduce_dtype else shard.dtype",
+        "dtype = local_shard.dtype if self._precision.keep_reduce_dtype else shard.dtype",
         "dtype = shard.dtype",
         "With CPU offload, `keep_low_precision_grads` has no effect.",
         "MP-12",
@@ -73,9 +73,9 @@ MUTANTS = [
     ),
     Mutant(
         "integers-are-cast",
-        "Options.compute_dtype",
-        "(self.precision.compute or stored) if stored.is_floating_point else stored",
-        "self.precision.compute or stored",
+        "Precision.computes_in",
+        "if stored.is_floating_point else stored",
+        "if stored.is_floating_point or not stored.is_complex else stored",
         "Integer parameters are cast to `param_dtype`.",
         "FS2-MP-02",
     ),

@@ -26,7 +26,7 @@ MUTANTS = [
     Mutant(
         "late-hooks-are-not-called",
         "ShardedParam.share_tensor_hooks",
-        "self.leaf._backward_hooks = hooks",
+        "self.leaf._backward_hooks = self.parameter._backward_hooks",
         "pass",
         "The leaf does not get hooks that are registered on the DTensor.",
         "PROG-40 PROG-41",
@@ -98,7 +98,7 @@ MUTANTS = [
     Mutant(
         "functional-call-is-overwritten",
         "PerParameterLayout.use_unsharded_params",
-        "raise self._replaced(attribute)",
+        'raise self.replaced_error(attribute, "replaced-dtensor")',
         "pass",
         "A unit of fully_shard overwrites the tensors of functional_call.",
         "PROG-47",
@@ -106,8 +106,8 @@ MUTANTS = [
     Mutant(
         "functional-call-of-a-flat-unit-is-overwritten",
         "FlatLayout.use_unsharded_params",
-        "raise replaced_parameter_error(attribute, self.name)",
-        "pass",
+        "        self.accept_replacements()\n",
+        "",
         "A flat unit overwrites the tensors of functional_call.",
         "PROG-47",
     ),
@@ -122,7 +122,7 @@ MUTANTS = [
     Mutant(
         "tuples-are-not-named",
         "owned_parameters",
-        "elif parameter in found or validation.is_taken(parameter):",
+        "elif parameter in found or parameter in validation.taken:",
         "elif False:",
         "No warning about parameters in a tuple or in the list of another unit.",
         "PROG-49",

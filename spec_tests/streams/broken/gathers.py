@@ -479,8 +479,8 @@ BREAKS = [
     Break(
         "stale-root-is-kept",
         ROOT,
-        "or unit.layout.is_stale()\n            ):\n                unit.reshard()\n",
-        "or unit.layout.is_stale()\n            ):\n                pass\n",
+        "or unit.layout.is_stale():\n                unit.reshard()\n",
+        "or unit.layout.is_stale():\n                pass\n",
         "Forward uses a root that has been unsharded since before the optimizer step.",
         "flat_loss_abandoned",
         "wrong values",

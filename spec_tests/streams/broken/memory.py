@@ -39,9 +39,10 @@ BREAKS = [
     ),
     Break(
         "unsharded-freed-by-hand",
-        "engine/flat_tensor.py",
-        "        return None if self.is_borrowed else lifetime.release(self.alias)\n",
-        "        if not self.is_borrowed:\n            self.alias.untyped_storage().resize_(0)\n        return None\n",
+        "engine/flat.py",
+        "        return None if self._unsharded.is_borrowed else lifetime.release(self._unsharded.alias)\n",
+        "        if not self._unsharded.is_borrowed:\n            self._unsharded.alias.untyped_storage().resize_(0)\n"
+        "        return None\n",
         "The flat parameter is freed without record_stream.",
         "flat_full",
     ),

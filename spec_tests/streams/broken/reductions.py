@@ -65,7 +65,7 @@ BREAKS = [
     Break(
         "last-reduction-forgotten",
         HOOKS,
-        "        self.reducer.finish()\n",
+        "            self.reducer.finish()\n",
         "",
         "The end of backward does not complete the last reduction.",
         "flat_full",
@@ -74,8 +74,8 @@ BREAKS = [
     Break(
         "stepped-in-backward-not-followed",
         REDUCE,
-        "        all_gather.wait_compute()\n",
-        "",
+        "            all_gather.wait_compute()\n",
+        "            pass\n",
         "An all-gather in the same backward does not wait for the optimizer step of a user's hook.",
         "each_used_often_with_the_optimizer_in_backward",
     ),
