@@ -136,7 +136,7 @@ def _look(layout: Layout, tensors: Sequence[torch.Tensor], describe: Callable[[i
 # --- where ranks agree ---
 
 
-def _after_forward(_: None, root_state: RootState) -> None:
+def _after_forward(_: Any, root_state: RootState, output: Any) -> None:
     # In an evaluation without communication, ranks may reach this point at different times or not at all.
     if any(unit.phase is Phase.SUMMONED for unit in root_state.units):
         return

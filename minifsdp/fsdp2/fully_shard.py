@@ -42,7 +42,7 @@ from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.sharded_param import Options, ShardedParam
 from minifsdp.engine.unit import Unit, UnitPolicy, modules_of_unit
 from minifsdp.fsdp2.fsdp_state import FSDPState, state_of
-from minifsdp.fsdp2.initial import warn_if_different
+from minifsdp.fsdp2.initial import compare_while_debugging
 from minifsdp.fsdp2.module import add_methods
 from minifsdp.fsdp2.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from minifsdp.fsdp2.reshard import choose_reshard
@@ -112,7 +112,7 @@ def fully_shard(
     parameters = owned_parameters(owners, set(ignored_params or ()))
     _move_to(device, owners, parameters)
     params = _sharded_params(parameters, mesh, shard_placement_fn)
-    warn_if_different(params, device)
+    compare_while_debugging(params)
     optimizer_watch.watch.note_modules(modules_of_unit(modules, lambda one: state_of(one) is not None))
     options = _options(device, mp_policy, offload_policy)
     unit = _make_unit(modules[0], params, options, reshard_after_forward) if params else None
