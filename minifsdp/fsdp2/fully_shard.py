@@ -190,9 +190,7 @@ def _move_to(
 
 
 def _sharded_params(
-    parameters: dict[nn.Parameter, ParamInfo],
-    mesh: DeviceMesh,
-    placement_fn: Callable[[nn.Parameter], Any] | None,
+    parameters: dict[nn.Parameter, ParamInfo], mesh: DeviceMesh, placement_fn: Callable[[nn.Parameter], Any] | None
 ) -> list[ShardedParam]:
     """Chooses for each parameter how it is sharded, and over which mesh."""
     mesh_groups = {mesh: _groups_of(mesh)}
