@@ -538,9 +538,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
     def _has_params(self) -> bool:
         return self._unit is not None
 
-    @property
-    def _flat_param(self) -> Any:
-        return wrapper_names.flat_parameter(self)
+    _flat_param = property(wrapper_names.flat_parameter)
 
     @property
     def _handle(self) -> Any:  # type: ignore[override]
@@ -551,9 +549,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
     def _is_root(self) -> bool | None:  # type: ignore[override]
         return None if self._root_state is None else self._is_outermost
 
-    @property
-    def _sync_gradients(self) -> bool:
-        return wrapper_names.reduces_gradients(self)
+    _sync_gradients = property(wrapper_names.reduces_gradients)
 
     # Torch's `_post_backward_final_callback`, which Composer calls when memory runs out, reads these five attributes.
     _all_fsdp_states = ()  # type: ignore[assignment]

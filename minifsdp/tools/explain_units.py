@@ -84,7 +84,7 @@ def type_of(module: nn.Module) -> str:
     if isinstance(module, Wrapper):
         module = module.module
     made = type(module)
-    return (made.__bases__[-1] if made.__bases__[0] is FSDPModule else made).__name__
+    return (made.__bases__[1] if made.__bases__[0] is FSDPModule else made).__name__
 
 
 def left_out(model: nn.Module) -> list[tuple[str, nn.Parameter]]:

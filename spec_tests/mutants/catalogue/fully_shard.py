@@ -189,7 +189,7 @@ MUTANTS = [
     ),
     Mutant(
         "rows-of-other-ranks-are-loaded",
-        "_check_sharding",
+        "check_before_load",
         "value.device_mesh != parameter.device_mesh or",
         "False or",
         "A DTensor over other ranks is not detected before values are copied.",
