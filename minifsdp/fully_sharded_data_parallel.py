@@ -71,8 +71,7 @@ __all__ = [
 __all__ += api.__all__
 
 PREFETCH = Kind(
-    f"one of {', '.join(f'BackwardPrefetch.{member.name}' for member in BackwardPrefetch)} or None",
-    or_none(is_a(BackwardPrefetch)),
+    "one of BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST or None", or_none(is_a(BackwardPrefetch))
 )
 OFFLOAD = Kind("a CPUOffload or None", or_none(is_a(CPUOffload)))
 SHARDED = Form(StateDictType.SHARDED_STATE_DICT)

@@ -150,8 +150,7 @@ def _problems(given: Any, target: Target) -> list[str]:
         found = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
         return [detail("state-missing", found=found)]
     state, names = given["state"], target.names
-    numbers = [key for key in state if isinstance(key, int)]
-    if numbers:
+    if numbers := [key for key in state if isinstance(key, int)]:
         return [detail("state-numbered", numbers=numbers[:3])]
     for name in names.owners:
         if not isinstance(state.get(name, {}), Mapping):

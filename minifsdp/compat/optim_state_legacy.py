@@ -100,13 +100,11 @@ def rekey(given: dict[str, Any], key_type: OptimStateKeyType, target: Target) ->
     keys = [*given["state"], *parameters_of(given["param_groups"])]
     if all(isinstance(key, str) is to_names for key in keys):
         return given
-    problems = target.names.unknown(target.keys)
-    if problems:
+    if problems := target.names.unknown(target.keys):
         raise ValueError(message("optimizer-parameters", problem=problems[0]))
     numbered = [(number, name) for owner, number in target.keys.items() for name in target.names.of[owner]]
     table: dict[Any, Any] = dict(numbered) if to_names else {name: number for number, name in numbered}
-    unknown = [key for key in keys if key not in table]
-    if unknown:
+    if unknown := [key for key in keys if key not in table]:
         raise ValueError(message("rekey-mismatch", unknown=unknown[:5], known=list(table)[:5]))
     rekeyed_groups = []
     for group in given["param_groups"]:

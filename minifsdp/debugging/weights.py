@@ -11,7 +11,7 @@
 Spec: DEBUG-04.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch import nn
 
 from minifsdp.debugging.attach import attached, late_units_named
 from minifsdp.engine.layout import owned_parameters
-from minifsdp.engine.sharded_param import ShardedParam
 from minifsdp.fsdp1.wrapper import Wrapper
 from minifsdp.fsdp2 import fully_shard
 from minifsdp.fsdp2.initial import compare, compare_sharded
@@ -31,16 +30,11 @@ def compared() -> Iterator[None]:
     with (
         late_units_named("weights"),
         attached(Wrapper, "_initialize", _compare_in_wrapper),
-        attached(fully_shard, "compare_while_debugging", _compare_in_fully_shard),
+        attached(fully_shard, "compare_while_debugging", lambda _, params: compare_sharded(params)),
     ):
         yield
 
 
 def _compare_in_wrapper(_: None, wrapper: Wrapper, modules: list[tuple[str, nn.Module]], options: Any) -> None:
-    parameters = owned_parameters(modules, wrapper._ignored_parameters)
-    if parameters:
+    if parameters := owned_parameters(modules, wrapper._ignored_parameters):
         compare(type(wrapper.module).__name__, parameters.items(), wrapper.mesh)
-
-
-def _compare_in_fully_shard(_: None, params: Sequence[ShardedParam]) -> None:
-    compare_sharded(params)

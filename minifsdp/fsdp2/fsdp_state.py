@@ -53,8 +53,7 @@ def states_in(module: nn.Module) -> list[tuple[str, FSDPState]]:
     """All states of ``module`` and its submodules, with the names of their modules. Each state appears once."""
     names: dict[FSDPState, list[str]] = {}
     for name, inner in module.named_modules():
-        state = state_of(inner)
-        if state is not None:
+        if (state := state_of(inner)) is not None:
             names.setdefault(state, []).append(name)
     return [(", ".join(found), state) for state, found in names.items()]
 

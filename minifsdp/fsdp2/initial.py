@@ -66,8 +66,7 @@ def compare(unit: str, parameters: Iterable[tuple[nn.Parameter, ParamInfo]], mes
     first = min(everybody)
     lines = []
     for path, number in everybody[first].items():
-        differ = [str(rank) for rank, numbers in everybody.items() if numbers.get(path) != number]
-        if differ:
+        if differ := [str(rank) for rank, numbers in everybody.items() if numbers.get(path) != number]:
             lines.append(detail("rank-differs", path=path, ranks=some(differ), first=first))
     if lines:
         warn(message("initial-weights-differ", unit=unit, lines="; ".join(lines)))
