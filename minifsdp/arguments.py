@@ -79,10 +79,6 @@ def _is_policy(value: Any, third: str) -> bool:
     return not isinstance(value, type) and all(isinstance(dtype, torch.dtype | None) for dtype in found)
 
 
-def _is_optimizer(value: Any) -> bool:
-    return hasattr(value, "state_dict") and hasattr(value, "param_groups")
-
-
 def _is_optimizer_state(value: Any) -> bool:
     """Does not check that both keys exist. The loading code checks this and raises an error on all ranks."""
     is_list = isinstance(value, Mapping) and isinstance(value.get("param_groups", ()), list | tuple)
@@ -99,7 +95,7 @@ MODULES = Kind("a list of modules", is_a(Iterable))
 NUMBER = Kind("a number", _is_number)
 FACTOR = Kind("a number other than 0", lambda value: _is_number(value) and float(value) != 0)
 SWITCH = Kind("True or False", is_a(int))
-OPTIMIZER = Kind("an optimizer", _is_optimizer)
+OPTIMIZER = Kind("an optimizer", lambda value: hasattr(value, "state_dict") and hasattr(value, "param_groups"))
 FUNCTION = Kind("callable", callable)
 HOOK = Kind("callable", callable, ValueError)
 FUNCTION_OR_NONE = Kind("callable or None", or_none(callable))

@@ -248,8 +248,7 @@ def _write_buffers(wrapper: Wrapper, form: Form, state: MutableMapping[str, Any]
     for path, module in wrapper._own_modules():
         for name, _ in module.named_buffers(recurse=False, remove_duplicate=False):
             key = prefix + dotted(path) + name
-            value = state.get(key)
-            if value is not None:
+            if (value := state.get(key)) is not None:
                 dtype = value.dtype if form.is_local else wrapper._buffer_dtypes.get((module, name), value.dtype)
                 state[key] = value.to("cpu" if form.offload else value.device, dtype)
 

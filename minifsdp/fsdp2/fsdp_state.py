@@ -232,10 +232,9 @@ class FSDPState(_State):
         iteration.end_backward()
 
     @property
-    def _fsdp_param_group(self) -> ParamGroup | None:
-        return None if self.unit is None else ParamGroup(self.unit, self._mp_policy, self.reshard_after_forward)
+    def _fsdp_param_groups(self) -> list[ParamGroup]:
+        return [] if self.unit is None else [ParamGroup(self.unit, self._mp_policy, self.reshard_after_forward)]
 
     @property
-    def _fsdp_param_groups(self) -> list[ParamGroup]:
-        group = self._fsdp_param_group
-        return [] if group is None else [group]
+    def _fsdp_param_group(self) -> ParamGroup | None:
+        return next(iter(self._fsdp_param_groups), None)

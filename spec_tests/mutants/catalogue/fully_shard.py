@@ -153,7 +153,7 @@ MUTANTS = [
     ),
     Mutant(
         "offload-policy-is-ignored",
-        "_options",
+        "fully_shard",
         "    offload = isinstance(offload_policy, CPUOffloadPolicy)\n",
         "    offload = False\n",
         "CPUOffloadPolicy offloads nothing.",
