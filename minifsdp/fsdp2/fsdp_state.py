@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable_state import _State
 
 from minifsdp.compat.composable import ParamGroup
 from minifsdp.engine.comm_streams import CommStreams
@@ -58,7 +57,7 @@ def states_in(module: nn.Module) -> list[tuple[str, FSDPState]]:
     return [(", ".join(found), state) for state, found in names.items()]
 
 
-class FSDPState(_State):
+class FSDPState:
     """The state of one ``fully_shard`` call.
 
     Args:
