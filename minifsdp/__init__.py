@@ -14,14 +14,10 @@ from minifsdp import wrap as wrap
 from minifsdp.api import *  # noqa: F403
 from minifsdp.batches import token_scale, token_weighted, while_all_have_data
 from minifsdp.checkpoint.state_dict_options import OptimStateKeyType
+from minifsdp.compat import state_dict_functions as _state_dict_functions
 from minifsdp.compat.bfloat16 import bf16_supported
 from minifsdp.compat.flat_param import FlatParameter
-from minifsdp.compat.state_dict_functions import (
-    get_optimizer_state_dict,
-    get_state_dict,
-    set_optimizer_state_dict,
-    set_state_dict,
-)
+from minifsdp.compat.state_dict_functions import *  # noqa: F403
 from minifsdp.debugging import switch as _debugging
 from minifsdp.debugging.switch import debug
 from minifsdp.fsdp1.grad_scaler import ShardedGradScaler
@@ -48,18 +44,15 @@ __all__ = [
     "debug",
     "explain",
     "fully_shard",
-    "get_optimizer_state_dict",
-    "get_state_dict",
     "register_fsdp_forward_method",
-    "set_optimizer_state_dict",
     "set_reduction_overlap",
-    "set_state_dict",
     "share_comm_ctx",
     "token_scale",
     "token_weighted",
     "while_all_have_data",
 ]
 __all__ += api.__all__
+__all__ += _state_dict_functions.__all__
 __version__ = "0.1.0"
 
 _debugging.from_environment()

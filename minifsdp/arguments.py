@@ -66,13 +66,6 @@ def or_none(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: value is None or fits(value)
 
 
-def has_dtypes(*names: str) -> Callable[[Any], bool]:
-    """A function that returns whether a value, not a class, has the attributes ``names``, each a dtype or ``None``."""
-    return lambda value: (
-        not isinstance(value, type) and all(isinstance(getattr(value, name, 3), torch.dtype | None) for name in names)
-    )
-
-
 def _is_number(value: Any) -> bool:
     try:
         return not math.isnan(float(value))
@@ -80,8 +73,10 @@ def _is_number(value: Any) -> bool:
         return False
 
 
-def _is_optimizer(value: Any) -> bool:
-    return hasattr(value, "state_dict") and hasattr(value, "param_groups")
+def _is_policy(value: Any, third: str) -> bool:
+    """Whether the two common dtypes of mixed precision, and the ``third``, are attributes of a value, not a class."""
+    found = [getattr(value, name, "missing") for name in ("param_dtype", "reduce_dtype", third)]
+    return not isinstance(value, type) and all(isinstance(dtype, torch.dtype | None) for dtype in found)
 
 
 def _is_optimizer_state(value: Any) -> bool:
@@ -100,17 +95,13 @@ MODULES = Kind("a list of modules", is_a(Iterable))
 NUMBER = Kind("a number", _is_number)
 FACTOR = Kind("a number other than 0", lambda value: _is_number(value) and float(value) != 0)
 SWITCH = Kind("True or False", is_a(int))
-OPTIMIZER = Kind("an optimizer", _is_optimizer)
+OPTIMIZER = Kind("an optimizer", lambda value: hasattr(value, "state_dict") and hasattr(value, "param_groups"))
 FUNCTION = Kind("callable", callable)
 HOOK = Kind("callable", callable, ValueError)
 FUNCTION_OR_NONE = Kind("callable or None", or_none(callable))
 METHOD_NAME = Kind("the name of a method", is_a(str))
-PRECISION = Kind(
-    "a MixedPrecision of torch.dtypes, or None", or_none(has_dtypes("param_dtype", "reduce_dtype", "buffer_dtype"))
-)
-PRECISION_POLICY = Kind(
-    "a MixedPrecisionPolicy of torch.dtypes", has_dtypes("param_dtype", "reduce_dtype", "output_dtype")
-)
+PRECISION = Kind("a MixedPrecision of torch.dtypes, or None", or_none(lambda value: _is_policy(value, "buffer_dtype")))
+PRECISION_POLICY = Kind("a MixedPrecisionPolicy of torch.dtypes", lambda value: _is_policy(value, "output_dtype"))
 MESH = Kind("a torch DeviceMesh or None", or_none(is_a(DeviceMesh)))
 PARAMETERS = Kind("a set of parameters or None", or_none(_are_parameters))
 STATE = Kind("a dict with names as keys", lambda value: isinstance(value, Mapping) and all(map(is_a(str), value)))

@@ -41,6 +41,7 @@ from minifsdp.api import *  # noqa: F403
 from minifsdp.arguments import OPTIMIZER, Kind, is_a, or_none, require
 from minifsdp.checkpoint import optim_state, optim_state_load, state_dict, state_dict_load
 from minifsdp.checkpoint import state_dict_options as options
+from minifsdp.checkpoint.optim_state_load import Target
 from minifsdp.checkpoint.state_dict_options import Form, OptimStateKeyType, StateDictType
 from minifsdp.compat import optim_state_legacy, wrapper_names
 from minifsdp.compat.flat_param import FlatParameter
@@ -70,8 +71,7 @@ __all__ = [
 __all__ += api.__all__
 
 PREFETCH = Kind(
-    f"one of {', '.join(f'BackwardPrefetch.{member.name}' for member in BackwardPrefetch)} or None",
-    or_none(is_a(BackwardPrefetch)),
+    "one of BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST or None", or_none(is_a(BackwardPrefetch))
 )
 OFFLOAD = Kind("a CPUOffload or None", or_none(is_a(CPUOffload)))
 SHARDED = Form(StateDictType.SHARDED_STATE_DICT)
@@ -423,7 +423,8 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         require(arguments.MODULE, "optim_state_dict_to_load", model=model)
         require(OPTIMIZER, "optim_state_dict_to_load", optim=optim)
         require(arguments.OPTIMIZER_STATE, "optim_state_dict_to_load", optim_state_dict=optim_state_dict)
-        loadable = optim_state_load.load_for(model, optim, optim_state_dict, by_name=is_named_optimizer)
+        target = Target(model, optim, options.form_for_optimizer(model), is_named_optimizer)
+        loadable = optim_state_load.load(target, optim_state_dict)
         if load_directly:
             optim.load_state_dict(loadable)
         return loadable
@@ -440,8 +441,6 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
 
         Deprecated: use ``optim_state_dict``. ``optim_input`` is ignored.
         """
-        require(arguments.MODULE, "full_optim_state_dict", model=model)
-        require(OPTIMIZER, "full_optim_state_dict", optim=optim)
         form = Form(first_only=rank0_only)
         return optim_state_legacy.save("full_optim_state_dict", model, optim, form, group, optim_input)
 
@@ -454,8 +453,6 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         Deprecated: use ``optim_state_dict``. Use the result with the sharded type of the model's state dict. Pass it
         to `flatten_sharded_optim_state_dict` before an optimizer loads it.
         """
-        require(arguments.MODULE, "sharded_optim_state_dict", model=model)
-        require(OPTIMIZER, "sharded_optim_state_dict", optim=optim)
         return optim_state_legacy.save("sharded_optim_state_dict", model, optim, SHARDED, group)
 
     @staticmethod
@@ -473,8 +470,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         Raises:
             ValueError: if both were given, or if the dict does not match. Ranks with a matching dict do not raise it.
         """
-        require(arguments.MODULE, "shard_full_optim_state_dict", model=model)
-        target = optim_state_legacy.target(model, optim_input, optim, Form())
+        target = optim_state_legacy.target("shard_full_optim_state_dict", model, optim_input, optim, Form())
         return optim_state_legacy.load("shard_full_optim_state_dict", full_optim_state_dict, target, communicates=False)
 
     @staticmethod
@@ -492,8 +488,8 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         Raises:
             ValueError: if ``optim`` and ``optim_input`` were both given, or, on all ranks, if the dict does not match.
         """
-        require(arguments.MODULE, "scatter_full_optim_state_dict", model=model)
-        target = optim_state_legacy.target(model, optim_input, optim, Form(first_only=True))
+        form = Form(first_only=True)
+        target = optim_state_legacy.target("scatter_full_optim_state_dict", model, optim_input, optim, form)
         return optim_state_legacy.load("scatter_full_optim_state_dict", full_optim_state_dict, target)
 
     @staticmethod
@@ -504,8 +500,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
 
         Deprecated: use ``optim_state_dict_to_load``.
         """
-        require(arguments.MODULE, "flatten_sharded_optim_state_dict", model=model)
-        target = optim_state_legacy.target(model, None, optim, SHARDED)
+        target = optim_state_legacy.target("flatten_sharded_optim_state_dict", model, None, optim, SHARDED)
         return optim_state_legacy.load("flatten_sharded_optim_state_dict", sharded_optim_state_dict, target)
 
     @staticmethod
@@ -528,8 +523,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         Raises:
             ValueError: if the key type is unknown, or a key of the dict has no counterpart.
         """
-        require(arguments.MODULE, "rekey_optim_state_dict", model=model)
-        target = optim_state_legacy.target(model, optim_input, optim, Form())
+        target = optim_state_legacy.target("rekey_optim_state_dict", model, optim_input, optim, Form())
         return optim_state_legacy.rekey(optim_state_dict, optim_state_key_type, target)
 
     # --- names of torch that frameworks read, see ``compat/wrapper_names.py`` ---
@@ -543,9 +537,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
     def _has_params(self) -> bool:
         return self._unit is not None
 
-    @property
-    def _flat_param(self) -> Any:
-        return wrapper_names.flat_parameter(self)
+    _flat_param = property(wrapper_names.flat_parameter)
 
     @property
     def _handle(self) -> Any:  # type: ignore[override]
@@ -556,9 +548,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
     def _is_root(self) -> bool | None:  # type: ignore[override]
         return None if self._root_state is None else self._is_outermost
 
-    @property
-    def _sync_gradients(self) -> bool:
-        return wrapper_names.reduces_gradients(self)
+    _sync_gradients = property(wrapper_names.reduces_gradients)
 
     # Torch's `_post_backward_final_callback`, which Composer calls when memory runs out, reads these five attributes.
     _all_fsdp_states = ()  # type: ignore[assignment]

@@ -77,9 +77,7 @@ def drawn(report: dict[str, Any], most: int) -> str:
 
 def main() -> None:
     """Prints the table for the file on the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m minifsdp.ledger", description="Draws the collective logs that a rank wrote at a failure."
-    )
+    parser = argparse.ArgumentParser("python -m minifsdp.ledger", description="Draws the collective logs of a failure.")
     parser.add_argument("file", type=Path, help="the file that the error message names")
     parser.add_argument("--last", type=int, default=40, help="number of collectives to show, counted from the end")
     options = parser.parse_args()

@@ -44,7 +44,6 @@ from minifsdp.checkpoint.state_dict_options import Form
 from minifsdp.engine import collectives
 from minifsdp.engine.flat_params import FLAT_NAME
 from minifsdp.engine.flat_tensor import local_values
-from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import detail
 from minifsdp.fsdp1.full_params import check_idle
 from minifsdp.fsdp1.wrapper import PREFIX, Wrapper
@@ -81,41 +80,33 @@ class UnitCodec:
         flat_key: the name of the flat parameter, if there is one; also the key of the shard in local dicts of torch.
         is_flat: whether the optimizer has one flat parameter for all.
         keeps_shapes: whether the optimizer has unsharded original parameters, whose states may have any shape.
+        owners: the optimizer's parameter for each number: the same flat parameter for all, or a local shard for each.
+        places: the range of each parameter's elements in this rank's shard, by number. A range may be empty.
     """
 
     def __init__(self, wrapper: Wrapper, prefix: str) -> None:
         unit = wrapper._unit
         assert unit is not None
         self.unit, self.layout, self._wrapper = unit, unit.layout, wrapper
-        self.mesh: MeshGroups = unit.plan.mesh
-        self.group: Group | None = self.mesh.shard
+        self.mesh, self.group = unit.plan.mesh, unit.plan.mesh.shard
         self.shapes, self._sharding = [info.shape for info in self.layout.parameters], self.layout.sharding
         self.prefix, self.local_key, self.flat_key = prefix, prefix + "flat_param", prefix + FLAT_NAME
         self.is_flat = not self.layout.use_orig_params
         self.keeps_shapes = self.group is None and not self.is_flat
-        places: dict[nn.Module, list[tuple[int, str]]] = {}
+        self.owners = self.layout.local_parameters() * (len(self.shapes) if self.is_flat else 1)
+        self.places = self._sharding.param_ranges(self.mesh.shard_index)
+        slots: dict[nn.Module, list[tuple[int, str]]] = {}
         for number, owned in enumerate(self.layout.parameters):
             for slot in owned.attributes:
-                places.setdefault(slot.module, []).append((number, slot.name))
+                slots.setdefault(slot.module, []).append((number, slot.name))
         paths = wrapper.module.named_modules(remove_duplicate=False)
-        self.keys = {prefix + dotted(path) + name: n for path, m in paths for n, name in places.get(m, [])}
+        self.keys = {prefix + dotted(path) + name: n for path, m in paths for n, name in slots.get(m, [])}
 
     @cached_property
     def names(self) -> list[str]:
         """The key of each parameter by number. A tied parameter has its first key, as in ``named_parameters()``."""
         first = {number: key for key, number in reversed(self.keys.items())}
         return [first[number] for number in range(len(self.shapes))]
-
-    @cached_property
-    def owners(self) -> list[nn.Parameter]:
-        """The optimizer's parameter for each number: the same flat parameter for all, or a local shard for each."""
-        owned: list[nn.Parameter] = self.layout.local_parameters()
-        return owned * len(self.shapes) if self.is_flat else owned
-
-    @cached_property
-    def places(self) -> list[slice]:
-        """The range of each parameter's elements in this rank's shard, by number. A range may be empty."""
-        return self._sharding.param_ranges(self.mesh.shard_index)
 
     def holds(self, number: int, index: int | None = None) -> bool:
         """Whether this rank, or the rank at ``index`` of the shard group, has an element of the parameter."""

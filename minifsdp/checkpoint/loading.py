@@ -67,14 +67,19 @@ def check_before_load(module: nn.Module, state: dict[str, Any], prefix: str, met
     now = {key: module.get_parameter(key.removeprefix(prefix)) for key in shown if key in state}
     sharded = {key: parameter for key, parameter in now.items() if isinstance(parameter, DTensor)}
     assigns = metadata.get("assign_to_params_buffers", False)
-    for key, parameter in sharded.items():
-        _check_sharding(key, parameter, state[key], with_placements=assigns)
+    given = {key: state[key] for key in sharded if isinstance(state[key], DTensor)}
+    for key, value in given.items():
+        parameter = sharded[key]
+        # A copy redistributes over the same ranks; with `assign=True` the tensor replaces the parameter unchanged.
+        if value.device_mesh != parameter.device_mesh or (assigns and value.placements != parameter.placements):
+            expected, found = (f"shape {tuple(tensor.shape)} {placement_of(tensor)}" for tensor in (parameter, value))
+            raise RuntimeError(message("load-other-cut", key=key, expected=expected, found=found))
     on_meta = [key for key, parameter in sharded.items() if parameter.device.type == "meta"]
     if on_meta and not assigns:
         raise RuntimeError(message("load-into-meta", parameters=some([repr(key) for key in on_meta], 3)))
     # PyTorch's functions shard a parameter with several names under the first name only.
-    known = {parameter: state[key] for key, parameter in sharded.items() if isinstance(state[key], DTensor)}
-    state.update({key: known[p] for key, p in sharded.items() if p in known and not isinstance(state[key], DTensor)})
+    known = {sharded[key]: value for key, value in given.items()}
+    state.update({key: known[p] for key, p in sharded.items() if p in known and key not in given})
     unsharded = [key for key in sharded if not isinstance(state[key], DTensor)]
     # After an evaluation the root is unsharded, and PyTorch's functions then pass full tensors for it.
     helps = get_debug_level() == DebugLevel.DETAIL
@@ -87,12 +92,3 @@ def check_before_load(module: nn.Module, state: dict[str, Any], prefix: str, met
         value = state[key] if parameter.is_meta else state[key].to(parameter.device)
         # Every rank has the full tensor, so no communication is needed.
         state[key] = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-
-
-def _check_sharding(key: str, parameter: DTensor, value: Any, *, with_placements: bool) -> None:
-    # A copy redistributes over the same ranks; with `assign=True` the tensor replaces the parameter unchanged.
-    if isinstance(value, DTensor) and (
-        value.device_mesh != parameter.device_mesh or (with_placements and value.placements != parameter.placements)
-    ):
-        expected, found = (f"shape {tuple(tensor.shape)} {placement_of(tensor)}" for tensor in (parameter, value))
-        raise RuntimeError(message("load-other-cut", key=key, expected=expected, found=found))

@@ -95,7 +95,11 @@ def save(
             found[name] = {key: copied(value, offload=form.offload) for key, value in states[parameter].items()}
     # The dict has the order of the model, which is the same on all ranks, because code that all-gathers the values of
     # a sharded dict iterates over it in order.
-    result: dict[str, Any] = {"state": {**found, **_unknown(given["state"], keys)}}
+    unknown = {key: copy.deepcopy(entries) for key, entries in given["state"].items() if key not in keys}
+    if unknown:
+        # Custom keys of the user are saved as well.
+        warn(message("unknown-optimizer-keys", keys=sorted(map(str, unknown))))
+    result: dict[str, Any] = {"state": {**found, **unknown}}
     if "param_groups" in given:
         result["param_groups"] = []
         for own in given["param_groups"]:
@@ -108,14 +112,6 @@ def _is_first(names: ParameterNames, group: dist.ProcessGroup | None) -> bool:
     if group is not None:
         return group.rank() == 0
     return names.units[0].mesh.is_first if names.units else rank_of_this_process() == 0
-
-
-def _unknown(given: Mapping[Any, Any], keys: Mapping[Any, nn.Parameter]) -> dict[Any, Any]:
-    """Copies entries that the user has added to the state under other keys; they become part of the result."""
-    unknown = {key: copy.deepcopy(value) for key, value in given.items() if key not in keys}
-    if unknown:
-        warn(message("unknown-optimizer-keys", keys=sorted(map(str, unknown))))
-    return unknown
 
 
 def _parameters_by_key(

@@ -43,7 +43,7 @@ from torch import nn
 from minifsdp.checkpoint import agreement, tensors
 from minifsdp.checkpoint.codec import ParameterNames, UnitCodec, parameters_of, regrouped
 from minifsdp.checkpoint.optim_state import Facts, Shapes, copied, differences, each_state, facts_of
-from minifsdp.checkpoint.state_dict_options import Form, form_for_optimizer
+from minifsdp.checkpoint.state_dict_options import Form
 from minifsdp.engine.messages import detail, message
 
 
@@ -72,11 +72,6 @@ class Target:
         names = self.names.current_names if self.by_name else {}
         parameters: list[nn.Parameter] = parameters_of(self.optim.param_groups)
         self.keys = {parameter: names.get(parameter, number) for number, parameter in enumerate(parameters)}
-
-
-def load_for(model: nn.Module, optim: Any, given: Any, *, by_name: bool) -> dict[str, Any]:
-    """The dict for ``optim.load_state_dict``, from a dict in the form that is set for the model's optimizers."""
-    return load(Target(model, optim, form_for_optimizer(model), by_name), given)
 
 
 @torch.no_grad()
@@ -155,8 +150,7 @@ def _problems(given: Any, target: Target) -> list[str]:
         found = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
         return [detail("state-missing", found=found)]
     state, names = given["state"], target.names
-    numbers = [key for key in state if isinstance(key, int)]
-    if numbers:
+    if numbers := [key for key in state if isinstance(key, int)]:
         return [detail("state-numbered", numbers=numbers[:3])]
     for name in names.owners:
         if not isinstance(state.get(name, {}), Mapping):

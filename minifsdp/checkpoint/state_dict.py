@@ -222,10 +222,15 @@ def _write_unit(codec: UnitCodec, form: Form, state: MutableMapping[str, Any]) -
             state.pop(key, None)
         state[codec.local_key] = codec.local_shard(form)
     elif not codec.layout.is_summoned:
-        with _gathered(codec.unit) as full_values:
-            if is_wanted:
-                values = [codec.in_form(full, form, full.device) for full in full_values]
-                state.update({key: values[number] for key, number in codec.keys.items()})
+        layout, group, recorder = codec.layout, codec.group, trace.recorder
+        if recorder is not None and group is not None:
+            recorder.begin("AG", codec.unit.name, num_bytes=layout.num_bytes, ranks=group.ranks, stream="gather")
+        full_values = layout.views_of(all_gather_by_hand(codec.unit))
+        if is_wanted:
+            values = [codec.in_form(full, form, full.device) for full in full_values]
+            state.update({key: values[number] for key, number in codec.keys.items()})
+        if recorder is not None and group is not None:
+            recorder.begin("FREE", codec.unit.name, num_bytes=layout.num_bytes)
     elif is_wanted:
         # The walk has written real values, and custom code may have changed them.
         for key in [key for key in codec.keys if isinstance(state.get(key), torch.Tensor)]:
@@ -233,17 +238,6 @@ def _write_unit(codec: UnitCodec, form: Form, state: MutableMapping[str, Any]) -
         # This includes entries under other names, because a view of one element would keep, and save, the whole bucket.
         keys = [key for key in state if key.startswith(codec.prefix)]
         copy_shared(state, keys, codec.unit.module.parameters())
-
-
-@contextmanager
-def _gathered(unit: FlatUnit) -> Generator[list[torch.Tensor]]:
-    """Every parameter's full value. All ranks of the unit's shard group must enter and exit it."""
-    layout, group = unit.layout, unit.plan.mesh.shard
-    if trace.recorder is not None and group is not None:
-        trace.recorder.begin("AG", unit.name, num_bytes=layout.num_bytes, ranks=group.ranks, stream="gather")
-    yield layout.views_of(all_gather_by_hand(unit))
-    if trace.recorder is not None and group is not None:
-        trace.recorder.begin("FREE", unit.name, num_bytes=layout.num_bytes)
 
 
 def _write_buffers(wrapper: Wrapper, form: Form, state: MutableMapping[str, Any], prefix: str) -> None:
@@ -254,8 +248,7 @@ def _write_buffers(wrapper: Wrapper, form: Form, state: MutableMapping[str, Any]
     for path, module in wrapper._own_modules():
         for name, _ in module.named_buffers(recurse=False, remove_duplicate=False):
             key = prefix + dotted(path) + name
-            value = state.get(key)
-            if value is not None:
+            if (value := state.get(key)) is not None:
                 dtype = value.dtype if form.is_local else wrapper._buffer_dtypes.get((module, name), value.dtype)
                 state[key] = value.to("cpu" if form.offload else value.device, dtype)
 

@@ -158,7 +158,8 @@ def _drop_own_tensors(wrapper: Wrapper, state: MutableMapping[str, Any], prefix:
     """
     units = [w._unit for w in Wrapper.fsdp_modules(wrapper) if w._unit is not None]
     shards = {id(p) for unit in units if unit.plan.mesh.shard is not None for p in unit.layout.local_parameters()}
-    own = {id(tensor) for tensor in [*wrapper.parameters(), *wrapper.buffers()]} | shards
+    registered = [t for m in wrapper.modules() for t in [*m.parameters(recurse=False), *m.buffers(recurse=False)]]
+    own = shards.union(map(id, registered))
     for key in [key for key in state if key.startswith(prefix)]:
         name = key.removeprefix(prefix)
         is_wrapped = PREFIX in name

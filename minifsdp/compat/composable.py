@@ -27,12 +27,13 @@ Spec: FS2-09, FS2-11, FS2-29, START-07, PROG-84.
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-from torch.distributed._composable_state import _insert_module_state, _State
+from torch.distributed._composable_state import _insert_module_state
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp_common
 
@@ -87,7 +88,7 @@ def _info(mesh: DeviceMesh) -> fsdp_common.FSDPMeshInfo:
     return fsdp_common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
-def register(state: _State, modules: list[nn.Module]) -> None:
+def register(state: Any, modules: list[nn.Module]) -> None:
     """Stores the state of ``modules`` where PyTorch and libraries look for it."""
     step_over_this_package()
     for module in modules:

@@ -31,6 +31,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from minifsdp.arguments import MODULE, OPTIMIZER, require
 from minifsdp.checkpoint import optim_state, optim_state_load
 from minifsdp.checkpoint.codec import parameters_of, regrouped
 from minifsdp.checkpoint.optim_state_load import Target
@@ -45,6 +46,8 @@ def save(
     name: str, model: nn.Module, optim: Optimizer, form: Form, group: Any, optim_input: OptimInput | None = None
 ) -> dict[str, Any]:
     """The state by original names, for the older method ``name``."""
+    require(MODULE, name, model=model)
+    require(OPTIMIZER, name, optim=optim)
     warn_renamed(f"{WRAPPER}.{name}", f"{WRAPPER}.optim_state_dict")
     _warn_of(optim_input)
     return optim_state.save(model, optim, optim.state_dict(), form, group)
@@ -70,8 +73,12 @@ def _warn_of(optim_input: OptimInput | None) -> None:
         warn(message("optim-input"), FutureWarning)
 
 
-def target(model: nn.Module, optim_input: OptimInput | None, optim: Optimizer | None, form: Form) -> Target:
-    """The given optimizer, or a new one of ``optim_input``, or a new one of all parameters in one group."""
+def target(name: str, model: nn.Module, optim_input: OptimInput | None, optim: Optimizer | None, form: Form) -> Target:
+    """The given optimizer, or a new one of ``optim_input``, or a new one of all parameters in one group.
+
+    The older method ``name`` calls it.
+    """
+    require(MODULE, name, model=model)
     _warn_of(optim_input)
     if optim is not None and optim_input is not None:
         raise ValueError(message("optim-input-and-optim"))
@@ -93,13 +100,11 @@ def rekey(given: dict[str, Any], key_type: OptimStateKeyType, target: Target) ->
     keys = [*given["state"], *parameters_of(given["param_groups"])]
     if all(isinstance(key, str) is to_names for key in keys):
         return given
-    problems = target.names.unknown(target.keys)
-    if problems:
+    if problems := target.names.unknown(target.keys):
         raise ValueError(message("optimizer-parameters", problem=problems[0]))
     numbered = [(number, name) for owner, number in target.keys.items() for name in target.names.of[owner]]
     table: dict[Any, Any] = dict(numbered) if to_names else {name: number for number, name in numbered}
-    unknown = [key for key in keys if key not in table]
-    if unknown:
+    if unknown := [key for key in keys if key not in table]:
         raise ValueError(message("rekey-mismatch", unknown=unknown[:5], known=list(table)[:5]))
     rekeyed_groups = []
     for group in given["param_groups"]:

@@ -42,6 +42,8 @@ from minifsdp.checkpoint.optim_state_load import Target
 from minifsdp.checkpoint.state_dict_options import Form, StateDictType
 from minifsdp.fsdp1.wrapper import Wrapper
 
+__all__ = ["get_optimizer_state_dict", "get_state_dict", "set_optimizer_state_dict", "set_state_dict"]
+
 Optimizers = Optimizer | Iterable[Optimizer]
 
 
@@ -83,14 +85,13 @@ def get_optimizer_state_dict(
 ) -> dict[str, Any]:
     """The state of all optimizers of a model by original names. Every rank must call it."""
     if not Wrapper.fsdp_modules(model):
-        chosen: Any = {"submodules": submodules, "options": options}
-        return get_without_wrappers(model, optimizers, **chosen)
+        return get_without_wrappers(model, optimizers, submodules=submodules, options=options)
     options = options or StateDictOptions()
     merged: dict[str, Any] = {"state": {}, "param_groups": []}
     for optimizer in _listed(optimizers):
         if not optimizer.state:
             # Torch's function creates the states of any optimizer. Its result is not used.
-            get_without_wrappers(_only_parameters_of(optimizer), optimizer)
+            get_without_wrappers(nn.ParameterList(parameters_of(optimizer.param_groups)), optimizer)
         saved = optim_state.save(model, optimizer, optimizer.state_dict(), _form(options))
         if not saved:
             return {}
@@ -127,10 +128,6 @@ def set_optimizer_state_dict(
 
 def _listed(optimizers: Optimizers) -> list[Optimizer]:
     return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
-
-
-def _only_parameters_of(optimizer: Optimizer) -> nn.Module:
-    return nn.ParameterList(parameters_of(optimizer.param_groups))
 
 
 def _form(options: StateDictOptions) -> Form:

@@ -110,8 +110,7 @@ def late_units_named(check: str) -> Iterator[None]:
         in_time.add(unit)
 
     def name_late_units(_: Sequence[nn.Module], root_state: RootState) -> None:
-        late = [unit.name or "the root" for unit in root_state.units if unit not in in_time]
-        if late:
+        if late := [unit.name or "the root" for unit in root_state.units if unit not in in_time]:
             warn(message("debug-too-late", check=check, units=late))
 
     with attached(Unit, "__init__", note), at_first_use(name_late_units):

@@ -100,8 +100,7 @@ def debug(*checks: str) -> Debugging:
     Raises:
         ValueError: there is no check of that name. No check was turned on.
     """
-    unknown = [check for check in checks if check not in CHECKS]
-    if unknown:
+    if unknown := [check for check in checks if check not in CHECKS]:
         raise ValueError(message("debug-unknown", unknown=unknown, known=", ".join(CHECKS)))
     return Debugging(tuple(dict.fromkeys(checks)) or tuple(CHECKS))
 

@@ -106,8 +106,7 @@ def _unset_in(
 
 
 def _after_initialize(_: None, wrapper: Wrapper, modules: list[tuple[str, nn.Module]], options: Any) -> None:
-    names = list(_unset_in(modules))
-    if names:
+    if names := list(_unset_in(modules)):
         warn(message("left-unset", names=some(names), type=type(wrapper.module).__name__))
 
 

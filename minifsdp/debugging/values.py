@@ -64,7 +64,7 @@ def looked_at() -> Iterator[None]:
         attached(RootState, "end_forward", _after_forward),
         attached(FlatLayout, "take_gradient", _after_gradient),
         attached(PerParameterLayout, "take_gradient", _after_gradient),
-        attached(IterationState, "end_backward", _after_backward),
+        attached(IterationState, "end_backward", lambda _, iteration: _agree(iteration.units, "backward")),
     ):
         yield
     _found.clear()
@@ -142,10 +142,6 @@ def _after_forward(_: Any, root_state: RootState, output: Any) -> None:
         return
     if root_state.iteration.is_recorded or any(unit.plan.mesh.shard is not None for unit in root_state.units):
         _agree(root_state.units, "forward", root_state.fail_forward)
-
-
-def _after_backward(_: None, iteration: IterationState) -> None:
-    _agree(iteration.units, "backward")
 
 
 def _agree(units: Sequence[Unit], what: str, tidy: Callable[[], None] | None = None) -> None:

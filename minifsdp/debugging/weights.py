@@ -1,44 +1,27 @@
 """Debug check ``weights``: compares the initial weights of all ranks, before a unit is sharded.
 
-If a rank used another seed, or has not read the checkpoint, all shapes are correct and no error is raised. The model
-then consists of shards of different models, or its replicas differ and never become equal. It trains, but badly.
+``fsdp2/initial.py`` describes the comparison and its cost. This module calls it for every new unit of both APIs::
 
-So before the parameters of a unit are sharded, each rank computes a checksum of each parameter. The checksums are
-compared among all ranks of the mesh, over the shard group and the replicate group::
-
-    rank 0    weight 8215    bias 77
-    rank 1    weight 8215    bias 77
-    rank 2    weight 8215    bias 31        on every rank: "parameter 'bias': rank(s) 2 differ from rank 0"
-
-The checksum treats the bits as integers, with a weight for each position. So it does not depend on the order of the
-sum, it detects two exchanged values, and equal ``nan`` match. A difference causes a warning and not an error, because
-ranks may differ on purpose until rank 0's values are loaded on all. ``sync_module_states=True`` makes them equal.
-
-Cost: three tensors of 64-bit integers of the parameter's size, one parameter at a time, and a few bytes to send.
+    model                                   compared before its parameters are sharded
+    FullyShardedDataParallel(block, ...)    the parameters of this wrapper, over its shard and replicate groups
+    fully_shard(block, ...)                 the parameters of this call, over the groups of each mesh
 
 *In torch:* no check.
 
-Spec: DEBUG-04; NEW-20 is the older switch of ``fully_shard``.
+Spec: DEBUG-04.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
-from minifsdp.checkpoint.agreement import exchange, groups_of, some
 from minifsdp.debugging.attach import attached, late_units_named
-from minifsdp.engine.layout import ParamInfo, owned_parameters
-from minifsdp.engine.mesh import MeshGroups
-from minifsdp.engine.messages import detail, message, warn
-from minifsdp.engine.sharded_param import ShardedParam
-from minifsdp.engine.shards import local_tensor
+from minifsdp.engine.layout import owned_parameters
 from minifsdp.fsdp1.wrapper import Wrapper
 from minifsdp.fsdp2 import fully_shard
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from minifsdp.fsdp2.initial import compare, compare_sharded
 
 
 @contextmanager
@@ -47,47 +30,11 @@ def compared() -> Iterator[None]:
     with (
         late_units_named("weights"),
         attached(Wrapper, "_initialize", _compare_in_wrapper),
-        attached(fully_shard, "warn_if_different", _compare_in_fully_shard),
+        attached(fully_shard, "compare_while_debugging", lambda _, params: compare_sharded(params)),
     ):
         yield
 
 
 def _compare_in_wrapper(_: None, wrapper: Wrapper, modules: list[tuple[str, nn.Module]], options: Any) -> None:
-    parameters = owned_parameters(modules, wrapper._ignored_parameters)
-    if parameters:
+    if parameters := owned_parameters(modules, wrapper._ignored_parameters):
         compare(type(wrapper.module).__name__, parameters.items(), wrapper.mesh)
-
-
-def _compare_in_fully_shard(_: None, params: Sequence[ShardedParam], device: torch.device) -> None:
-    for mesh in dict.fromkeys(param.mesh_groups for param in params):
-        compare("the module", [(param.parameter, param.info) for param in params if param.mesh_groups == mesh], mesh)
-
-
-def compare(unit: str, parameters: Iterable[tuple[nn.Parameter, ParamInfo]], mesh: MeshGroups) -> None:
-    """Issues a warning if values of parameters differ between ranks. Every rank of the mesh must call it.
-
-    Args:
-        unit: the unit of the parameters, for the message.
-        parameters: the original parameters. For a DTensor, its local tensors are compared.
-        mesh: the ranks that must have equal values.
-    """
-    mine = {info.path: _checksum_of_bits(local_tensor(p.detach())) for p, info in parameters if not p.is_meta}
-    everybody = exchange(groups_of([mesh]), mine)
-    first = min(everybody)
-    lines = []
-    for path, number in everybody[first].items():
-        differ = [str(rank) for rank, numbers in everybody.items() if numbers.get(path) != number]
-        if differ:
-            lines.append(detail("rank-differs", path=path, ranks=some(differ), first=first))
-    if lines:
-        warn(message("initial-weights-differ", unit=unit, lines="; ".join(lines)))
-
-
-def _checksum_of_bits(values: torch.Tensor) -> int:
-    if hasattr(values, "__tensor_flatten__") or values.element_size() not in _INTEGERS:
-        # The bits are in inner tensors, or there is no integer dtype of that size.
-        return 0
-    bits = values.reshape(-1).view(_INTEGERS[values.element_size()]).to(torch.int64)
-    # Odd weights, because an even weight would drop the highest bit.
-    places = torch.arange(1, 2 * len(bits), 2, device=bits.device)
-    return int((bits * places).sum())

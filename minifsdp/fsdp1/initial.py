@@ -67,8 +67,7 @@ def materialize(modules: Modules, param_init_fn: Any, device: torch.device, igno
             if owner._parameters[name] is not parameter:
                 parameter._materialized = owner._parameters[name]  # type: ignore[attr-defined]
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        left = [name for name, tensor in tensors if tensor.is_meta]
-        if left:
+        if left := [name for name, tensor in tensors if tensor.is_meta]:
             raise RuntimeError(message("init-fn-left-meta", left=left, path=path, type=type(module).__name__))
 
 

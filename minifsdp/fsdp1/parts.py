@@ -45,9 +45,8 @@ class PartHook:
         """Called by ``nn.Module``; one of the arguments is the prefix of the module's names."""
         prefix = next(given for given in args if isinstance(given, str))
         unit = None if self._unit is None else self._unit()
-        if unit is None or unit.layout.is_summoned or PREFIX in prefix:
-            return
-        raise RuntimeError(message("part-of-a-unit", type=type(module).__name__, unit=unit.name))
+        if unit is not None and not unit.layout.is_summoned and PREFIX not in prefix:
+            raise RuntimeError(message("part-of-a-unit", type=type(module).__name__, unit=unit.name))
 
 
 def register_hooks(unit: FlatUnit | None) -> None:

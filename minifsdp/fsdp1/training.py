@@ -128,8 +128,7 @@ def register_comm_hook(wrapper: Wrapper, state: object, hook: Callable[..., Any]
     if any(inner.sharding_strategy in HYBRID for inner in wrappers):
         raise AssertionError(message("hook-hybrid"))
     units = [inner._unit for inner in wrappers if inner._unit is not None]
-    for unit in units:
-        if unit.plan.hook is not None:
-            raise AssertionError(message("hook-twice"))
+    if any(unit.plan.hook is not None for unit in units):
+        raise AssertionError(message("hook-twice"))
     for unit in units:
         unit.plan.hook = functools.partial(hook, state)

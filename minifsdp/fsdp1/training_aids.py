@@ -101,10 +101,9 @@ def _norm(gradients: Iterable[torch.Tensor], norm_type: float, device: torch.dev
         dtype = torch.promote_types(gradient.dtype, torch.float32)
         one = torch.linalg.vector_norm(gradient.detach(), norm_type, dtype=dtype).float()
         of_devices.setdefault(gradient.device, []).append(one)
-    norms = [torch.stack(of_one).to(device) for of_one in of_devices.values()] or [
-        torch.zeros(1, dtype=torch.float32, device=device)
-    ]
-    return torch.as_tensor(torch.linalg.vector_norm(torch.cat(norms), norm_type))
+    norms = [torch.stack(of_one).to(device) for of_one in of_devices.values()]
+    together = torch.cat(norms) if norms else torch.zeros(1, dtype=torch.float32, device=device)
+    return torch.as_tensor(torch.linalg.vector_norm(together, norm_type))
 
 
 def _sum_over(group: Group, local: torch.Tensor, norm_type: float) -> torch.Tensor:

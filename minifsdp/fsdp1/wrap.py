@@ -106,10 +106,7 @@ def choose(
 
 
 def apply(
-    root_module: nn.Module,
-    chosen: Chosen,
-    wrapper_cls: Callable[..., nn.Module],
-    kwargs: Mapping[str, Any],
+    root_module: nn.Module, chosen: Chosen, wrapper_cls: Callable[..., nn.Module], kwargs: Mapping[str, Any]
 ) -> None:
     """Replaces each chosen module, at every place, with ``wrapper_cls(module, **kwargs)`` with the module's overrides.
 

@@ -254,8 +254,7 @@ class Wrapper(nn.Module):
     def _copy_shared_values(self) -> None:
         """Copies the recorded values that still exist, before a forward or ``load_state_dict()`` changes the model."""
         for reference in self._shared_values:
-            value = reference()
-            if value is not None:
+            if (value := reference()) is not None:
                 value.data = value.clone()
         self._shared_values.clear()
 

@@ -29,7 +29,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed._composable_state import _State
 
 from minifsdp.compat.composable import ParamGroup
 from minifsdp.engine.comm_streams import CommStreams
@@ -53,13 +52,12 @@ def states_in(module: nn.Module) -> list[tuple[str, FSDPState]]:
     """All states of ``module`` and its submodules, with the names of their modules. Each state appears once."""
     names: dict[FSDPState, list[str]] = {}
     for name, inner in module.named_modules():
-        state = state_of(inner)
-        if state is not None:
+        if (state := state_of(inner)) is not None:
             names.setdefault(state, []).append(name)
     return [(", ".join(found), state) for state, found in names.items()]
 
 
-class FSDPState(_State):
+class FSDPState:
     """The state of one ``fully_shard`` call.
 
     Args:
@@ -233,10 +231,9 @@ class FSDPState(_State):
         iteration.end_backward()
 
     @property
-    def _fsdp_param_group(self) -> ParamGroup | None:
-        return None if self.unit is None else ParamGroup(self.unit, self._mp_policy, self.reshard_after_forward)
+    def _fsdp_param_groups(self) -> list[ParamGroup]:
+        return [] if self.unit is None else [ParamGroup(self.unit, self._mp_policy, self.reshard_after_forward)]
 
     @property
-    def _fsdp_param_groups(self) -> list[ParamGroup]:
-        group = self._fsdp_param_group
-        return [] if group is None else [group]
+    def _fsdp_param_group(self) -> ParamGroup | None:
+        return next(iter(self._fsdp_param_groups), None)

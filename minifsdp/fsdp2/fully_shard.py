@@ -42,7 +42,7 @@ from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.sharded_param import Options, ShardedParam
 from minifsdp.engine.unit import Unit, UnitPolicy, modules_of_unit
 from minifsdp.fsdp2.fsdp_state import FSDPState, state_of
-from minifsdp.fsdp2.initial import warn_if_different
+from minifsdp.fsdp2.initial import compare_while_debugging
 from minifsdp.fsdp2.module import add_methods
 from minifsdp.fsdp2.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from minifsdp.fsdp2.reshard import choose_reshard
@@ -112,9 +112,11 @@ def fully_shard(
     parameters = owned_parameters(owners, set(ignored_params or ()))
     _move_to(device, owners, parameters)
     params = _sharded_params(parameters, mesh, shard_placement_fn)
-    warn_if_different(params, device)
+    compare_while_debugging(params)
     optimizer_watch.watch.note_modules(modules_of_unit(modules, lambda one: state_of(one) is not None))
-    options = _options(device, mp_policy, offload_policy)
+    offload = isinstance(offload_policy, CPUOffloadPolicy)
+    pin = isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory
+    options = Options(device, Precision(mp_policy.param_dtype, mp_policy.reduce_dtype), offload, pin, mp_policy)
     unit = _make_unit(modules[0], params, options, reshard_after_forward) if params else None
     # 3. The state registers the hooks.
     state = FSDPState(modules, unit, device, mp_policy, reshard_after_forward)
@@ -190,9 +192,7 @@ def _move_to(
 
 
 def _sharded_params(
-    parameters: dict[nn.Parameter, ParamInfo],
-    mesh: DeviceMesh,
-    placement_fn: Callable[[nn.Parameter], Any] | None,
+    parameters: dict[nn.Parameter, ParamInfo], mesh: DeviceMesh, placement_fn: Callable[[nn.Parameter], Any] | None
 ) -> list[ShardedParam]:
     """Chooses for each parameter how it is sharded, and over which mesh."""
     mesh_groups = {mesh: _groups_of(mesh)}
@@ -214,12 +214,6 @@ def _mesh_of(info: Any, path: str) -> DeviceMesh:
     if axes != tuple(range(mesh.ndim)):
         raise ValueError(message("placement-mesh", path=path, ndim=mesh.ndim, axes=axes))
     return mesh
-
-
-def _options(device: torch.device, mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy | None) -> Options:
-    offload = isinstance(offload_policy, CPUOffloadPolicy)
-    pin = isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory
-    return Options(device, Precision(mp_policy.param_dtype, mp_policy.reduce_dtype), offload, pin, mp_policy)
 
 
 def _make_unit(

@@ -103,8 +103,7 @@ def share_comm_ctx(modules: list[Any]) -> None:
         ValueError: if a module is not an ``FSDPModule``.
     """
     require(MODULES, "share_comm_ctx", modules=modules)
-    states = [listed(module) for module in modules]
-    if states:
+    if states := [listed(module) for module in modules]:
         comm_streams = CommStreams(states[0].device)
         for state in states:
             state.shared_comm_streams = comm_streams

@@ -1,64 +1,82 @@
-"""Checks that all ranks start with the same weights. ``fully_shard`` itself does not broadcast initial weights.
+"""Compares the initial weights of all ranks. ``fully_shard`` itself does not broadcast initial weights.
 
-Every rank takes its shard from its own weights. If the ranks use different seeds, or only one of them has loaded a
-checkpoint, the unsharded model is a mix of several models. It trains poorly, and no error reports the mistake.
+Every rank takes its shard from its own weights. If a rank uses another seed, or has not read the checkpoint, all shapes
+are correct and no error is raised. The model then consists of shards of different models, or its replicas differ and
+never become equal. It trains, but badly.
 
-With ``TORCH_DISTRIBUTED_DEBUG=DETAIL``, the ranks compare a checksum of each parameter before sharding, and a warning
-lists the parameters that differ. To make them equal, load the weights on rank 0 and call ``set_model_state_dict`` with
-``StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)``, or set the same seed on all ranks.
+So before the parameters of a unit are sharded, each rank computes a checksum of each parameter. The checksums are
+compared among all ranks of the mesh, over the shard group and the replicate group::
+
+    rank 0    weight 8215    bias 77
+    rank 1    weight 8215    bias 77
+    rank 2    weight 8215    bias 31        on every rank: "parameter 'bias': rank(s) 2 differ from rank 0"
+
+The checksum treats the bits as integers, with a weight for each position. So it does not depend on the order of the
+sum, it detects two exchanged values, and equal ``nan`` match. A difference causes a warning and not an error, because
+ranks may differ on purpose until rank 0's values are loaded on all: with ``set_model_state_dict`` and
+``StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)``, or with ``sync_module_states=True``.
+
+``fully_shard`` compares with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``. The debug check ``weights`` compares for both APIs.
+
+Cost: three tensors of 64-bit integers of the parameter's size, one parameter at a time, and a few bytes to send.
 
 *In torch:* no check.
 
-Spec: NEW-20.
+Spec: NEW-20, DEBUG-04.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
+from torch import nn
 from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
 
-from minifsdp.engine import collectives
+from minifsdp.checkpoint.agreement import exchange, groups_of, some
+from minifsdp.engine.layout import ParamInfo
 from minifsdp.engine.mesh import MeshGroups
-from minifsdp.engine.messages import message, warn
+from minifsdp.engine.messages import detail, message, warn
 from minifsdp.engine.sharded_param import ShardedParam
 from minifsdp.engine.shards import local_tensor
 
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-def warn_if_different(params: Sequence[ShardedParam], device: torch.device) -> None:
-    """Warns about parameters that differ between ranks, at debug level DETAIL. Every rank of the meshes must call it.
+
+def compare_while_debugging(params: Sequence[ShardedParam]) -> None:
+    """`compare_sharded` at torch's debug level DETAIL."""
+    if get_debug_level() == DebugLevel.DETAIL:
+        compare_sharded(params)
+
+
+def compare_sharded(params: Sequence[ShardedParam]) -> None:
+    """Compares parameters that are about to be sharded. Every rank of their meshes must call it."""
+    for mesh in dict.fromkeys(param.mesh_groups for param in params):
+        compare("the module", [(param.parameter, param.info) for param in params if param.mesh_groups == mesh], mesh)
+
+
+def compare(unit: str, parameters: Iterable[tuple[nn.Parameter, ParamInfo]], mesh: MeshGroups) -> None:
+    """Issues a warning if values of parameters differ between ranks. Every rank of the mesh must call it.
 
     Args:
-        params: the parameters that are about to be sharded.
-        device: the device to compare on.
+        unit: the unit of the parameters, for the message.
+        parameters: the original parameters. For a DTensor, its local tensors are compared.
+        mesh: the ranks that must have equal values.
     """
-    if get_debug_level() != DebugLevel.DETAIL:
-        return
-    for groups in dict.fromkeys(param.mesh_groups for param in params):
-        real = {
-            param.info.path: local_tensor(param.parameter.detach())
-            for param in params
-            if param.mesh_groups == groups and not param.parameter.is_meta and param.parameter.is_floating_point()
-        }
-        if real:
-            _compare(real, groups, device)
+    mine = {info.path: _checksum_of_bits(local_tensor(p.detach())) for p, info in parameters if not p.is_meta}
+    everybody = exchange(groups_of([mesh]), mine)
+    first = min(everybody)
+    lines = []
+    for path, number in everybody[first].items():
+        if differ := [str(rank) for rank, numbers in everybody.items() if numbers.get(path) != number]:
+            lines.append(detail("rank-differs", path=path, ranks=some(differ), first=first))
+    if lines:
+        warn(message("initial-weights-differ", unit=unit, lines="; ".join(lines)))
 
 
-def _compare(values: dict[str, torch.Tensor], groups: MeshGroups, device: torch.device) -> None:
-    # Tensor-parallel shards differ between ranks by design, so compare only ranks that hold the same shard.
-    sums = [_checksum(value) for value in values.values()]
-    mine = torch.tensor(sums, dtype=torch.float64, device=device)
-    different = torch.zeros(len(sums), dtype=torch.bool, device=device)
-    for group in (groups.shard, groups.replicate):
-        if group is not None:
-            everybody = mine.new_empty(group.size * len(sums))
-            collectives.all_gather(group, everybody, mine).wait()
-            different |= (everybody.view(group.size, -1) != mine).any(dim=0)
-    names = [path for path, differs in zip(values, different.tolist(), strict=True) if differs]
-    if names:
-        warn(message("initial-values-differ", names=names))
-
-
-def _checksum(values: torch.Tensor) -> float:
-    # A plain sum does not detect two swapped values, so each value is weighted by its position.
-    row = values.reshape(-1).to(torch.float64)
-    return float(torch.dot(row, torch.arange(1, row.numel() + 1, dtype=torch.float64, device=row.device)))
+def _checksum_of_bits(values: torch.Tensor) -> int:
+    if hasattr(values, "__tensor_flatten__") or values.element_size() not in _INTEGERS:
+        # The bits are in inner tensors, or there is no integer dtype of that size.
+        return 0
+    bits = values.reshape(-1).view(_INTEGERS[values.element_size()]).to(torch.int64)
+    # Odd weights, because an even weight would drop the highest bit.
+    places = torch.arange(1, 2 * len(bits), 2, device=bits.device)
+    return int((bits * places).sum())

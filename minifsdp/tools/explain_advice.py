@@ -81,8 +81,7 @@ def advice_for(units: Sequence[UnitSummary]) -> Iterator[Advice]:
     # 2. One warning for all small units.
     limit = min(KNEE, max(largest / 10, total / 100))
     apart = [unit for unit in units if not unit.is_root and len(unit.ranks) * unit.num_replicas > 1]
-    small = [unit for unit in apart if unit.numel < limit]
-    if small:
+    if small := [unit for unit in apart if unit.numel < limit]:
         numel = max(unit.numel for unit in small)
         cause = detail("explain-small", num=len(small), numel=f"{numel:,}", knee=KNEE // 10**6)
         yield Advice("small", tuple(unit.label for unit in small), cause, detail("explain-small-remedy"))
@@ -114,8 +113,7 @@ def _candidates(unit: UnitSummary) -> str:
     # For each series, the number of elements in each of its modules.
     elements: dict[str, Counter[str]] = {}
     for parameter in unit.parameters:
-        found = re.match(r"(.*?\.)?(\d+)\.", parameter.name)
-        if found:
+        if found := re.match(r"(.*?\.)?(\d+)\.", parameter.name):
             elements.setdefault(f"{found[1] or ''}*", Counter())[found[2]] += parameter.numel
     if not elements:
         return ""
@@ -159,8 +157,7 @@ def assumptions(model: nn.Module, units: Sequence[UnitSummary], like: UnitSummar
             found.append(detail("explain-differs", unit=unit.label, what=", ".join(differs)))
     if any(unit.is_planned for unit in units):
         found.append(detail("explain-planned", type=type_of(model)))
-    nested = [unit.label for unit in units if _is_around_others(unit, units)]
-    if nested:
+    if nested := [unit.label for unit in units if _is_around_others(unit, units)]:
         found.append(detail("explain-nested", names=some(nested)))
     if any(not unit.trained_shapes for unit in units) and any(unit.trained_shapes for unit in units):
         found.append(detail("explain-frozen-first"))

@@ -84,16 +84,15 @@ def type_of(module: nn.Module) -> str:
     if isinstance(module, Wrapper):
         module = module.module
     made = type(module)
-    return (made.__bases__[-1] if made.__bases__[0] is FSDPModule else made).__name__
+    return (made.__bases__[1] if made.__bases__[0] is FSDPModule else made).__name__
 
 
 def left_out(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Parameters that belong to no unit, with their names."""
     layouts = [unit.layout for unit in _sharded(model)]
     # Compares places, because the registered tensor changes. The places do not include that of a flat parameter.
-    places = {
-        (place.module, place.name) for layout in layouts for info in layout.parameters for place in info.attributes
-    }
+    attributes = [place for layout in layouts for info in layout.parameters for place in info.attributes]
+    places = {(place.module, place.name) for place in attributes}
     flat = {parameter for layout in layouts for parameter in layout.local_parameters()}
     return [
         (clean_name(full_name(prefix, name)), parameter)
@@ -256,7 +255,12 @@ def _planned(model: nn.Module, names: Names, like: UnitSummary | None, num_shard
         stored = max(left, key=lambda parameter: parameter.numel()).dtype
         like = UnitSummary("", "", (), tuple(range(num_ranks)), stored, stored)
     shapes = [tuple(parameter.shape) or (1,) for parameter in left]
-    numel, numbers = _elements_in_plan(shapes, like.ranks, is_flat=not like.per_parameter)
+    if like.per_parameter:
+        numel = padded_per_parameter(shapes, len(like.ranks))
+        numbers = [_elements_by_rank(torch.Size(shape), 0, like.ranks) for shape in shapes]
+    else:
+        sharding = FlatSharding(tuple(map(prod, shapes)), len(like.ranks))
+        numel, numbers = sharding.padded_numel, _elements_in_flat(sharding, like.ranks)
     parameters = [
         ParameterSummary(*_places(info, names), shape, 0, parameter.dtype, parameter.requires_grad, owned)
         for (parameter, info), shape, owned in zip(left.items(), shapes, numbers, strict=True)
@@ -273,14 +277,3 @@ def _planned(model: nn.Module, names: Names, like: UnitSummary | None, num_shard
         is_root=True,
         is_planned=True,
     )
-
-
-def _elements_in_plan(
-    shapes: Sequence[tuple[int, ...]], ranks: Sequence[int], *, is_flat: bool
-) -> tuple[int, list[dict[int, int]]]:
-    """The number of elements with padding, and for each parameter the number of elements that each rank will store."""
-    if is_flat:
-        sharding = FlatSharding(tuple(map(prod, shapes)), len(ranks))
-        return sharding.padded_numel, _elements_in_flat(sharding, ranks)
-    numbers = [_elements_by_rank(torch.Size(shape), 0, ranks) for shape in shapes]
-    return padded_per_parameter(shapes, len(ranks)), numbers

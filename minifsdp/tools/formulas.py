@@ -50,12 +50,9 @@ def zero_bytes(num: float, num_ranks: int, stage: int, *, low: float = 2, optimi
         low: bytes of a weight, and of a gradient.
         optimizer: bytes of an element's state: full-precision copy, two moments.
     """
-    return model_states(
-        num,
-        parameter=low / num_ranks if stage >= 3 else low,
-        gradient=low / num_ranks if stage >= 2 else low,
-        optimizer=optimizer / num_ranks if stage >= 1 else optimizer,
-    )
+    # Bytes per element of the parameter, the gradient and the optimizer state, with the first stage that shards them.
+    parts = ((low, 3), (low, 2), (optimizer, 1))
+    return num * sum(size / num_ranks if stage >= first else size for size, first in parts)
 
 
 # ---- sent -----------------------------------------------------------------------------------------------------------

@@ -94,10 +94,6 @@ class _Sheet:
         x = self.x(event.start)
         self.shapes.append(_SHAPES.mark(event.kind, x, y, _SHAPES.tip(event), self.x(event.end) - x))
 
-    def finished(self, height: float, title: str) -> str:
-        """The complete SVG document."""
-        return str(_SHAPES.document(self.width, height, title, self.ground + self.shapes))
-
 
 def svg(
     events_per_rank: EventsPerRank,
@@ -127,9 +123,8 @@ def svg(
     # A recording without events, or of a single moment, still has a width.
     seconds = max((event.end for event in everything), default=0.0) or 1e-3 if seconds is None else seconds
     sheet = _Sheet(width, seconds, max(map(peak_gathered_bytes, ranks), default=0))
-    streams = [
-        stream for stream in STREAMS if stream != "all_reduce" or any(event.stream == stream for event in everything)
-    ]
+    used = {event.stream for event in everything}
+    streams = [stream for stream in STREAMS if stream != "all_reduce" or stream in used]
     zero = "each rank's own first event" if origins is None else "the end of a barrier that all ranks shared"
     clock = f"Milliseconds of the CPU clock since {zero}."
     spans = "A collective lasts from its issue to the end of the wait for it."
@@ -139,7 +134,7 @@ def svg(
     for rank, events in enumerate(ranks):
         y = _draw_rank(sheet, y, f"rank {rank}", events, streams)
     _draw_grid(sheet, top, y)
-    return sheet.finished(y + 34, title)
+    return str(_SHAPES.document(width, y + 34, title, sheet.ground + sheet.shapes))
 
 
 def _draw_heading(sheet: _Sheet, events: Sequence[Event], title: str, *captions: str) -> float:

@@ -101,14 +101,14 @@ def test_the_environment_is_read_when_the_package_is_imported() -> None:
 @pytest.mark.parametrize("leaves_early", [False, True])
 def test_switched_off_debug_mode_restores_all_classes(leaves_early: bool) -> None:
     before = everything_of_classes()
-    look = fully_shard.warn_if_different
+    look = fully_shard.compare_while_debugging
     first, second = minifsdp.debug("weights", "values"), minifsdp.debug()
     assert everything_of_classes() != before
     assert RankChecks.always
     for one in (first, second) if leaves_early else (second, first):
         one.off()
     assert everything_of_classes() == before
-    assert fully_shard.warn_if_different is look
+    assert fully_shard.compare_while_debugging is look
     assert not RankChecks.always
 
 

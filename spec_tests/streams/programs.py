@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import DebugLevel
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
@@ -37,7 +36,6 @@ from minifsdp import (
 )
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.checkpoint import agreement
-from minifsdp.fsdp2 import initial
 from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.fsdp2.int8_shards import Int8Shards, extended
 from spec_tests.harness.simulated.nccl import SimulatedNccl
@@ -582,14 +580,6 @@ def flat_gradients_over_a_backend_with_threads() -> Any:
     with FSDP.summon_full_params(model, writeback=False, with_grads=True):
         whole = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
     return [*shown(model), *whole]
-
-
-@program(2)
-def each_compared_over_a_backend_with_threads() -> Any:
-    """At debug level DETAIL, initial values are compared between ranks."""
-    use_threads()
-    initial.get_debug_level = lambda: DebugLevel.DETAIL
-    return each()
 
 
 @program(4)

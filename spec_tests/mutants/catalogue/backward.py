@@ -194,7 +194,7 @@ MUTANTS = [
     Mutant(
         "second-hook-replaces",
         "register_comm_hook",
-        "if unit.plan.hook is not None:",
+        "if any(unit.plan.hook is not None for unit in units):",
         "if False:",
         "A second communication hook silently replaces the first.",
         "HOOK-08",

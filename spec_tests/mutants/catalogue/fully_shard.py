@@ -153,7 +153,7 @@ MUTANTS = [
     ),
     Mutant(
         "offload-policy-is-ignored",
-        "_options",
+        "fully_shard",
         "    offload = isinstance(offload_policy, CPUOffloadPolicy)\n",
         "    offload = False\n",
         "CPUOffloadPolicy offloads nothing.",
@@ -189,7 +189,7 @@ MUTANTS = [
     ),
     Mutant(
         "rows-of-other-ranks-are-loaded",
-        "_check_sharding",
+        "check_before_load",
         "value.device_mesh != parameter.device_mesh or",
         "False or",
         "A DTensor over other ranks is not detected before values are copied.",

@@ -241,9 +241,9 @@ MUTANTS = [
     ),
     Mutant(
         "unknown-aliases",
-        "_unknown",
-        "copy.deepcopy(value) for key",
-        "value for key",
+        "save",
+        "copy.deepcopy(entries) for key",
+        "entries for key",
         "States of unknown parameters share memory with the optimizer.",
         "OSD-03 OSD-01",
     ),

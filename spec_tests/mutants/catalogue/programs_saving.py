@@ -50,8 +50,8 @@ MUTANTS = [
     Mutant(
         "parts-are-saved",
         "PartHook.__call__",
-        "if unit is None or unit.layout.is_summoned or PREFIX in prefix:",
-        "if True:",
+        "if unit is not None and not unit.layout.is_summoned and PREFIX not in prefix:",
+        "if False:",
         "A part of a unit saves its shards.",
         "PROG-68",
     ),

@@ -149,8 +149,8 @@ MUTANTS = [
     Mutant(
         "stage-two-keeps-gradients-whole",
         "zero_bytes",
-        "stage >= 2",
-        "stage > 2",
+        "(low, 2)",
+        "(low, 3)",
         "The calculator's ZeRO-2 does not shard gradients.",
         "COST-02",
     ),

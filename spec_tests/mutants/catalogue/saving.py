@@ -26,8 +26,8 @@ MUTANTS = [
     Mutant(
         "saved-values-are-not-copied-later",
         "Wrapper._copy_shared_values",
-        "            if value is not None:",
-        "            if False:",
+        "            if (value := reference()) is not None:",
+        "            if (value := reference()) is not None and False:",
         "Values that a state dict shares with an idle model change with the next forward.",
         "SAVE-01",
     ),

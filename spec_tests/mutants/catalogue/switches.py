@@ -210,9 +210,9 @@ MUTANTS = [
     ),
     Mutant(
         "checksum-without-places",
-        "_checksum",
-        "torch.arange(1, row.numel() + 1, dtype=torch.float64, device=row.device)",
-        "torch.ones_like(row)",
+        "_checksum_of_bits",
+        "torch.arange(1, 2 * len(bits), 2, device=bits.device)",
+        "torch.ones_like(bits)",
         "The checksum does not detect two values that are swapped.",
         "NEW-20",
     ),

@@ -145,7 +145,7 @@ MUTANTS = [
     ),
     Mutant(
         "policy-class-is-accepted",
-        "has_dtypes",
+        "_is_policy",
         "not isinstance(value, type) and ",
         "",
         "mp_policy=MixedPrecisionPolicy is accepted.",

@@ -415,14 +415,6 @@ BREAKS = [
         "flat_gradients_over_a_backend_with_threads",
     ),
     Break(
-        "compares-without-waiting",
-        "fsdp2/initial.py",
-        "            collectives.all_gather(group, everybody, mine).wait()\n",
-        "            collectives.all_gather(group, everybody, mine)\n",
-        "Initial values are compared before they have arrived (threaded backend).",
-        "each_compared_over_a_backend_with_threads",
-    ),
-    Break(
         "handle-does-nothing",
         "fsdp2/module.py",
         "            return handle\n",

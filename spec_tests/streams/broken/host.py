@@ -267,8 +267,8 @@ BREAKS = [
     Break(
         "one-norm-at-a-time",
         "fsdp1/training_aids.py",
-        "    norms = [torch.stack(of_one).to(device) for of_one in of_devices.values()] or [\n",
-        "    norms = [one.reshape(1).to(device) for of_one in of_devices.values() for one in of_one] or [\n",
+        "    norms = [torch.stack(of_one).to(device) for of_one in of_devices.values()]\n",
+        "    norms = [one.reshape(1).to(device) for of_one in of_devices.values() for one in of_one]\n",
         "Clipping copies one norm at a time to the device.",
         "flat_offload_clipping",
         "stops",
