@@ -43,7 +43,7 @@ class _FreedMemory(TorchDispatchMode):
     """
 
     def __init__(self, units: weakref.WeakSet[Unit]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._units = units
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

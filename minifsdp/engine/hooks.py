@@ -36,11 +36,15 @@ A backward can run *inside a forward*, and with ``create_graph=True``, for examp
    the parameters change. A gradient of a parameter cannot have a graph itself, because its reduction is outside of
    autograd: this raises an error.
 
+8. A module can also return a parameter or a view of one. Its unit stays unsharded as well, because the caller would
+   otherwise read freed memory. This is checked once, in the first forward of each unit.
+
 *In torch:* ``_runtime_utils.py``, 1654 lines. With reentrant checkpointing (note 5) it uses 3 all-gathers instead of 2.
 
 Spec: SHARD-04, SHARD-08, SHARD-10, SHARD-14, FWD-06, PREF-02 to PREF-06, NOSYNC-01, NOSYNC-07, PAR-07.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -50,7 +54,8 @@ from torch.autograd import Variable
 from minifsdp import trace
 from minifsdp.engine import backward_hooks
 from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task, register_pre_backward_hook
-from minifsdp.engine.messages import message
+from minifsdp.engine.messages import message, warn
+from minifsdp.engine.precision import tensors_in
 from minifsdp.engine.rank_checks import RankChecks
 from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.schedule import BackwardPrefetch, Schedule
@@ -130,6 +135,12 @@ class IterationState:
 
     def watch_output(self, unit: Unit, inputs: Any, output: Any) -> bool:
         """1. Registers the pre-backward hook on the output of a module. Returns whether a backward can follow."""
+        if unit.ran_in < 0 and _shares_memory(output, unit.layout.leaves):
+            unit.returns_parameters = True
+            if unit.policy.reshard_after_forward:
+                warn(message("returns-parameters", unit=unit.name))
+        # 8. The rest of the model can use the parameters.
+        unit.keeps_for_graph |= unit.returns_parameters
         return torch.is_grad_enabled() and self.backward_hooks[unit].watch_output(inputs, output)
 
     def leave_forward(self, unit: Unit, *, is_recorded: bool) -> None:
@@ -328,6 +339,15 @@ class IterationState:
         self.schedule.abandon_iteration()
         self._forget_backward()
         self._leave_backward()
+
+
+def _shares_memory(output: Any, leaves: Sequence[torch.Tensor]) -> bool:
+    """Whether a tensor in ``output`` uses the memory of one of ``leaves``. Tensor classes are not inspected."""
+    if torch._C._are_functorch_transforms_active():
+        return False
+    plain = torch.Tensor, torch.nn.Parameter
+    memory = {leaf.untyped_storage().data_ptr() for leaf in leaves if type(leaf) in plain and leaf.numel()}
+    return any(type(t) in plain and t.untyped_storage().data_ptr() in memory for t in tensors_in(output))
 
 
 def _check_still_summoned(unit: Unit, *_: Any) -> None:

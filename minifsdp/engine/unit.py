@@ -135,12 +135,14 @@ class Unit(Generic[LayoutT]):
         graph_task: ID of the backward in which the gradient of the unit's output was computed.
         num_pending: number of outermost forwards in which the unit was recorded and whose backward has not ended.
         counted_in: the number of the latest of these. It counts once, even if the unit runs several times in it.
-        ran_in: the number of the latest outermost forward in which the unit ran.
+        ran_in: the number of the latest outermost forward in which the unit ran; -1 before the first one.
         planned_for: the dtype of the unsharded parameters when the reductions were planned.
         num_uses: number of recorded forwards since the last backward, only for units without trainable parameters.
         is_for_evaluation: whether the parameters were all-gathered for a forward without a backward.
         keeps_for_graph: whether a backward with ``create_graph=True`` used the parameters. The graph of its gradients
             refers to them, so they stay unsharded until the gradients of the parameters are computed.
+        returns_parameters: whether the module's output is a parameter or a view of one. The unit then stays unsharded
+            until its backward.
     """
 
     def __init__(
@@ -152,7 +154,8 @@ class Unit(Generic[LayoutT]):
         self.name, self.root_id = type(module).__name__, RootId()
         self.state, self.phase = State.SHARDED, Phase.IDLE
         self.planned_for: object = None
-        self.awaits_backward = self.is_for_evaluation = self.keeps_for_graph = False
+        self.awaits_backward = self.is_for_evaluation = False
+        self.keeps_for_graph = self.returns_parameters = False
         self.inner: frozenset[Unit] = frozenset()
         self.graph_task, self.num_uses, self.num_pending, self.counted_in, self.ran_in = -1, 0, 0, -1, -1
         self.comm_streams: CommStreams

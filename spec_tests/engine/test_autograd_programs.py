@@ -137,8 +137,15 @@ def plain(model: nn.Module, x: Tensor) -> None:
     model(x).pow(2).mean().backward()
 
 
+def read(model: nn.Module, x: Tensor) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain(model, x)
+
+
 def evaluated_first(model: nn.Module, x: Tensor) -> None:
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         assert model(x).isfinite().all()
     plain(model, x)
 
@@ -286,8 +293,8 @@ CASES: dict[str, tuple[Callable[..., None], Callable[[], Net]]] = {
     ("PROG-29", "input"): (plain, lambda: UsesInputAgain(IntoInput)),
     ("PROG-30", "in place"): (plain, lambda: UsesInputAgain(InPlace)),
     ("PROG-31", "tangents"): (tangents, Net),
-    ("PROG-32", "view"): (plain, lambda: ReadsWeights(GivesView)),
-    ("PROG-32", "weight"): (plain, lambda: ReadsWeights(GivesWeight)),
+    ("PROG-32", "view"): (read, lambda: ReadsWeights(GivesView)),
+    ("PROG-32", "weight"): (read, lambda: ReadsWeights(GivesWeight)),
     ("PROG-32", "evaluation"): (evaluated_first, lambda: ReadsWeights(GivesView)),
 }
 
@@ -394,3 +401,22 @@ def test_units_are_resharded_after_the_gradients_of_parameters() -> None:
     assert {unit.state.name for unit in units} == {"UNSHARDED"}
     gradient.pow(2).sum().backward()
     assert {unit.state.name for unit in units} == {"SHARDED"}
+
+
+@pytest.mark.spec("PROG-32")
+@ranks(2)
+def test_unit_that_returns_a_view_warns_once_and_is_resharded_after_its_backward() -> None:
+    model = FullyShardedDataParallel(
+        ReadsWeights(GivesView), auto_wrap_policy=ModuleWrapPolicy({GivesView}), device_id=device()
+    )
+    x = torch.ones(4, 8).to(device())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            loss = model(x).mean()
+            units = model._root_state.iteration.units  # type: ignore[union-attr]
+            assert {unit.state.name for unit in units} == {"UNSHARDED"}
+            loss.backward()
+            assert {unit.state.name for unit in units} == {"SHARDED"}
+    found = [str(warning.message) for warning in caught if "E-returns-parameters" in str(warning.message)]
+    assert [text.split("'")[1] for text in found] == ["blocks.0", "blocks.1"]

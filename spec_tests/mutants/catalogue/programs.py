@@ -119,4 +119,28 @@ MUTANTS = [
         "A forward inside a function transform ends in an error of a collective.",
         "PROG-31",
     ),
+    Mutant(
+        "views-of-parameters-are-freed",
+        "_shares_memory",
+        "    return any(type(t) in plain and",
+        "    return any(type(t) is torch.nn.Parameter and",
+        "A unit that returns a view of a parameter is resharded, and the caller reads freed memory.",
+        "PROG-32",
+    ),
+    Mutant(
+        "returned-parameters-are-freed-later",
+        "IterationState.watch_output",
+        "        unit.keeps_for_graph |= unit.returns_parameters\n",
+        "",
+        "A unit that returns a view of a parameter is resharded before its backward.",
+        "PROG-32",
+    ),
+    Mutant(
+        "freed-memory-is-read",
+        "_FreedMemory.__torch_dispatch__",
+        " and not value.untyped_storage().nbytes():",
+        " and False:",
+        "The debug check `memory` does not notice reads of freed parameters.",
+        "DEBUG-13",
+    ),
 ]
