@@ -114,9 +114,7 @@ def fully_shard(
     params = _sharded_params(parameters, mesh, shard_placement_fn)
     compare_while_debugging(params)
     optimizer_watch.watch.note_modules(modules_of_unit(modules, lambda one: state_of(one) is not None))
-    offload = isinstance(offload_policy, CPUOffloadPolicy)
-    pin = isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory
-    options = Options(device, Precision(mp_policy.param_dtype, mp_policy.reduce_dtype), offload, pin, mp_policy)
+    options = _options(device, mp_policy, offload_policy)
     unit = _make_unit(modules[0], params, options, reshard_after_forward) if params else None
     # 3. The state registers the hooks.
     state = FSDPState(modules, unit, device, mp_policy, reshard_after_forward)
@@ -214,6 +212,12 @@ def _mesh_of(info: Any, path: str) -> DeviceMesh:
     if axes != tuple(range(mesh.ndim)):
         raise ValueError(message("placement-mesh", path=path, ndim=mesh.ndim, axes=axes))
     return mesh
+
+
+def _options(device: torch.device, mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy | None) -> Options:
+    offload = isinstance(offload_policy, CPUOffloadPolicy)
+    pin = isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory
+    return Options(device, Precision(mp_policy.param_dtype, mp_policy.reduce_dtype), offload, pin, mp_policy)
 
 
 def _make_unit(

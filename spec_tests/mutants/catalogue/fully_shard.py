@@ -153,7 +153,7 @@ MUTANTS = [
     ),
     Mutant(
         "offload-policy-is-ignored",
-        "fully_shard",
+        "_options",
         "    offload = isinstance(offload_policy, CPUOffloadPolicy)\n",
         "    offload = False\n",
         "CPUOffloadPolicy offloads nothing.",
