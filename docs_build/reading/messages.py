@@ -38,7 +38,9 @@ class Message:
 def messages() -> list[Message]:
     """All messages of the package, in the order of its files."""
     trees = {module: ast.parse((PACKAGE / module).read_text(encoding="utf-8")) for module in all_modules()}
-    return [message for module, tree in trees.items() for message in _in(tree, module, "")]
+    found = [message for module, tree in trees.items() for message in _in(tree, module, "")]
+    # Several places can raise the same error. The first one is listed.
+    return list({message.id: message for message in reversed(found)}.values())[::-1]
 
 
 def _in(node: ast.AST, module: str, place: str) -> Iterator[Message]:

@@ -26,10 +26,10 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from minifsdp.debugging.attach import attached
 from minifsdp.engine.messages import message
+from minifsdp.engine.precision import tensors_in
 from minifsdp.engine.unit import Unit
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -48,7 +48,7 @@ class _FreedMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Raises an error if ``func`` reads freed memory of a unit, and runs ``func`` otherwise."""
-        for value in tree_iter((args, kwargs)):
+        for value in tensors_in((args, kwargs or {})):
             if type(value) in _PLAIN and value.numel() and not value.untyped_storage().nbytes():
                 self._refuse(func, value)
         return func(*args, **kwargs or {})
@@ -56,7 +56,7 @@ class _FreedMemory(TorchDispatchMode):
     def _refuse(self, func: Any, tensor: torch.Tensor) -> None:
         freed = tensor.untyped_storage()
         for unit in self._units:
-            if any(leaf.untyped_storage()._cdata == freed._cdata for leaf in unit.layout.leaves):
+            if any(leaf.untyped_storage() is freed for leaf in unit.layout.leaves):
                 raise RuntimeError(message("freed-memory", operation=func, shape=tuple(tensor.shape), unit=unit.name))
 
 

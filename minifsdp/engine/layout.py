@@ -186,9 +186,10 @@ class Layout(Protocol):
         """A parameter's name inside the root."""
         return full_name(self.name, path)
 
-    def replaced_error(self, info: ParamInfo, entry: str = "replaced-parameter") -> RuntimeError:
+    def replaced_error(self, info: ParamInfo) -> RuntimeError:
         """The error for a module attribute whose tensor is not the tensor that the layout registered."""
-        return RuntimeError(message(entry, parameter=self.full_name(info.path), type=type(info.module).__name__))
+        path, kind = self.full_name(info.path), type(info.module).__name__
+        return RuntimeError(message("replaced-parameter", parameter=path, type=kind))
 
     # --- the unsharded tensor ---
 

@@ -44,7 +44,7 @@ from minifsdp.engine import collectives, lifetime, optimizer_watch
 from minifsdp.engine.bucket import assign_to_buckets
 from minifsdp.engine.changes import changed_values, check_equal_changes
 from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle
-from minifsdp.engine.layout import Gradient, Layout
+from minifsdp.engine.layout import Gradient, Layout, ParamInfo
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import message
@@ -201,6 +201,11 @@ class PerParameterLayout(Layout):
 
     # --- the attributes of modules ---
 
+    def replaced_error(self, info: ParamInfo) -> RuntimeError:
+        """The error for a module attribute whose tensor is not the tensor that the layout registered."""
+        path, kind = self.full_name(info.path), type(info.module).__name__
+        return RuntimeError(message("replaced-dtensor", parameter=path, type=kind))
+
     def accept_replacements(self) -> None:
         """Accepts tensors that the user has registered instead of the unit's tensors, and values in other memory."""
         is_edited = False
@@ -208,7 +213,7 @@ class PerParameterLayout(Layout):
             found, param = dictionary.get(attribute.name), self.params[index]
             if found is not self._registered[index]:
                 if not isinstance(found, nn.Parameter) or not param.fits(found):
-                    raise self.replaced_error(attribute, "replaced-dtensor")
+                    raise self.replaced_error(attribute)
                 param.parameter, is_edited = found, True
             elif local_shard_of(param.parameter) is not param.local_shard:
                 is_edited = True
@@ -227,7 +232,7 @@ class PerParameterLayout(Layout):
         registered = self._registered
         for dictionary, attribute, index in self._attributes:
             if dictionary.get(attribute.name) is not registered[index]:
-                raise self.replaced_error(attribute, "replaced-dtensor")
+                raise self.replaced_error(attribute)
         self._register(self.leaves)
 
     use_unsharded_params_again = use_unsharded_params

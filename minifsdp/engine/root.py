@@ -168,6 +168,7 @@ class RootState:
             if unit.phase is Phase.SUMMONED and not unit.layout.is_summoned:
                 raise RuntimeError(message("while-summoned", what="forward", unit=unit.name))
         validation.check_not_in_ddp((unit.layout.local_parameters(), unit.plan.mesh) for unit in self.units)
+        # The user may have replaced parameters, or converted the model to another dtype.
         for unit in self.units:
             if unit.phase is not Phase.SUMMONED:
                 unit.layout.accept_replacements()
@@ -186,6 +187,7 @@ class RootState:
             is_sharded = unit.state is State.SHARDED and unit.policy.post_forward_mesh is None
             if unit.phase is Phase.SUMMONED or is_sharded:
                 continue
+            # A recorded forward does not use memory of an evaluation.
             is_unwanted = unit.is_for_evaluation and (is_recorded or unit.policy.reshard_after_evaluation)
             if is_unwanted or unit.layout.is_stale():
                 unit.reshard()

@@ -215,6 +215,7 @@ class Unit(Generic[LayoutT]):
             mine = local[min(number, len(local) - 1)]
             about = f"{tuple(info.shape)}, {mine.dtype}, requires_grad={mine.requires_grad}"
             facts.append(f"parameter {clean_path(info.path)!r} of shape {about}")
+        # Ranks that divide by other factors, or reduce in another dtype, would get other gradients.
         for plan in self.plans:
             divisor = plan.scaling.before * plan.scaling.after
             sizes = f"{plan.mesh.num_shards} shards and {plan.mesh.num_ranks} ranks"

@@ -98,7 +98,7 @@ MUTANTS = [
     Mutant(
         "functional-call-is-overwritten",
         "PerParameterLayout.use_unsharded_params",
-        'raise self.replaced_error(attribute, "replaced-dtensor")',
+        "raise self.replaced_error(attribute)",
         "pass",
         "A unit of fully_shard overwrites the tensors of functional_call.",
         "PROG-47",
