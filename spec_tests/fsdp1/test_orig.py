@@ -876,9 +876,11 @@ def test_units_of_deleted_models_do_not_count_as_ties(
 class CutElsewhere(FlatSharding):
     """Adds three elements of padding to each shard, so that each rank stores other parts of the parameters."""
 
-    @property
-    def shard_numel(self) -> int:  # type: ignore[override]
-        return -(-self.numel // self.num_shards) + 3
+    def __init__(self, numels: tuple[int, ...], num_shards: int) -> None:
+        super().__init__(numels, num_shards)
+        self.shard_numel += 3
+        self.padded_numel = self.shard_numel * num_shards
+        self.split_sizes, self.is_single = [*numels, self.padded_numel - self.numel], False
 
 
 def everything_promised(strategy: ShardingStrategy) -> tuple[Any, Any]:
