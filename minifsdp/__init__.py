@@ -19,6 +19,7 @@ from minifsdp.compat.flat_param import FlatParameter
 from minifsdp.compat.state_dict_functions import (
     get_optimizer_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
     set_state_dict,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "get_optimizer_state_dict",
     "get_state_dict",
     "register_fsdp_forward_method",
+    "set_model_state_dict",
     "set_optimizer_state_dict",
     "set_reduction_overlap",
     "set_state_dict",

@@ -26,21 +26,24 @@ Spec: PROG-63, PROG-64.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 # Imported as objects: a program may replace the names in torch's module by the functions below.
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as get_without_wrappers
+from torch.distributed.checkpoint.state_dict import set_model_state_dict as set_without_broadcast
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as set_without_wrappers
 from torch.optim import Optimizer
 
-from minifsdp.checkpoint import optim_state, optim_state_load
+from minifsdp.checkpoint import agreement, optim_state, optim_state_load
 from minifsdp.checkpoint.codec import parameters_of
 from minifsdp.checkpoint.optim_state_load import Target
 from minifsdp.checkpoint.state_dict_options import Form, StateDictType
 from minifsdp.fsdp1.wrapper import Wrapper
+from minifsdp.fsdp2.fsdp_state import states_in
 
 Optimizers = Optimizer | Iterable[Optimizer]
 
@@ -53,8 +56,9 @@ def get_state_dict(
     options: StateDictOptions | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The model's state and the state of its optimizers. Every rank must call it."""
-    state = get_model_state_dict(model, submodules=submodules, options=options)
-    return state, get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
+    # This function compares the models of the ranks, before torch's function sends values.
+    states = get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
+    return get_model_state_dict(model, submodules=submodules, options=options), states
 
 
 def set_state_dict(
@@ -74,6 +78,25 @@ def set_state_dict(
     return set_model_state_dict(model, model_state_dict, options=options)
 
 
+def set_model_state_dict(
+    model: nn.Module, model_state_dict: dict[str, Any], *, options: StateDictOptions | None = None
+) -> Any:
+    """Loads the model's state. Every rank must call it.
+
+    Returns:
+        The missing and the unexpected keys.
+    """
+    if options is not None and options.broadcast_from_rank0:
+        _agree(model, "set_model_state_dict()", sends=True)
+        if options.full_state_dict and (wrappers := Wrapper.fsdp_modules(model)):
+            options, mesh = replace(options, broadcast_from_rank0=False), wrappers[0].mesh
+            # One value at a time is copied. A tensor on rank 0's accelerator would arrive on the same accelerator.
+            keys = agreement.value_of_first_rank(list(model_state_dict), mesh)
+            copies = ((key, optim_state.copied(model_state_dict.get(key), offload=True)) for key in keys)
+            model_state_dict = {key: agreement.value_of_first_rank(value, mesh) for key, value in copies}
+    return set_without_broadcast(model, model_state_dict, options=options)
+
+
 def get_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
@@ -83,6 +106,7 @@ def get_optimizer_state_dict(
 ) -> dict[str, Any]:
     """The state of all optimizers of a model by original names. Every rank must call it."""
     if not Wrapper.fsdp_modules(model):
+        _agree(model, "get_optimizer_state_dict()", sends=options is not None and options.full_state_dict)
         chosen: Any = {"submodules": submodules, "options": options}
         return get_without_wrappers(model, optimizers, **chosen)
     options = options or StateDictOptions()
@@ -112,6 +136,7 @@ def set_optimizer_state_dict(
         StateDictMismatchError: on all ranks, before any change of this optimizer, if the dict does not fit.
     """
     if not Wrapper.fsdp_modules(model):
+        _agree(model, "set_optimizer_state_dict()", sends=options is not None and options.broadcast_from_rank0)
         set_without_wrappers(model, optimizers, optim_state_dict, options=options)
         return
     listed, form = _listed(optimizers), _form(options or StateDictOptions())
@@ -123,6 +148,14 @@ def set_optimizer_state_dict(
         if given and len(listed) > 1:
             given = _part(given, {name for group in groups for name in group})
         optimizer.load_state_dict(optim_state_load.load(target, given))
+
+
+def _agree(model: nn.Module, call: str, *, sends: bool) -> None:
+    """Refuses a call that sends values, if the ranks make it for different models."""
+    found = [state.unit for _, state in states_in(model)] + [w._unit for w in Wrapper.fsdp_modules(model)]
+    units = [unit for unit in found if sends and unit is not None]
+    if units:
+        agreement.monitored_barrier(agreement.groups_of(unit.plan.mesh for unit in units), call, unit=units[0])
 
 
 def _listed(optimizers: Optimizers) -> list[Optimizer]:
