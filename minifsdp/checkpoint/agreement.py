@@ -40,6 +40,7 @@ from minifsdp.engine import collectives, rank_checks
 from minifsdp.engine.collective_log import log
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import message, rank_of_this_process
+from minifsdp.engine.unit import Unit
 
 T = TypeVar("T")
 # A state dict of another model can have a problem in every key, on a thousand ranks.
@@ -149,7 +150,9 @@ def some(words: Sequence[str], most: int = MOST_LINES) -> str:
     return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
 
-def monitored_barrier(groups: Sequence[Group], call: str, *, has_facts: bool = False, how: str = "") -> list[Group]:
+def monitored_barrier(
+    groups: Sequence[Group], call: str, *, has_facts: bool = False, how: str = "", unit: Unit | None = None
+) -> list[Group]:
     """Waits until every rank of the groups has made the same call. All of them must call it.
 
     Args:
@@ -157,6 +160,8 @@ def monitored_barrier(groups: Sequence[Group], call: str, *, has_facts: bool = F
         call: the name of the call, for the message and for the keys in the store.
         has_facts: whether this rank has a fact to send. This is rare, so ranks exchange facts only if it is set.
         how: options of the call that must be equal on all ranks, as text.
+        unit: a unit of the model, if the call sends values. Ranks that make it for different models are refused, if the
+            models have been used on the group before.
 
     Returns:
         The groups in which any rank has set ``has_facts``; all ranks of a group return the same.
@@ -166,7 +171,8 @@ def monitored_barrier(groups: Sequence[Group], call: str, *, has_facts: bool = F
             Also raised if the ranks have issued different collectives before, or have different options.
     """
     rank_checks.read_all()
-    return [group for group in groups if _any_has_facts(group, call, has_facts, how)]
+    numbers = {} if unit is None else {group: group.sequence.number_of(unit.root_id) for group in groups}
+    return [group for group in groups if _any_has_facts(group, call, has_facts, how + numbers.get(group, ""))]
 
 
 def _any_has_facts(group: Group, call: str, has_facts: bool, how: str) -> bool:

@@ -113,7 +113,9 @@ def agree(wrapper: Wrapper, call: str, meshes: Iterable[MeshGroups], has_code: C
     ]
     # Ranks may have different numbers of units over other groups.
     how = " ".join(sorted({state_of(inner).form.type.name for inner in wrappers}))
-    groups = agreement.monitored_barrier(agreement.groups_of(meshes), call, has_facts=any(mine), how=how)
+    sending = [w for w in wrappers if has_code is saves_itself or state_of(w).form.is_sharded]
+    unit = next((w._unit for w in sending if w._unit is not None), None)
+    groups = agreement.monitored_barrier(agreement.groups_of(meshes), call, has_facts=any(mine), how=how, unit=unit)
     reported = agreement.exchange(groups, mine)
     for number, inner in enumerate(wrappers):
         group = inner.mesh.shard

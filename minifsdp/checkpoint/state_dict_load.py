@@ -150,21 +150,19 @@ def after_walk(wrapper: Wrapper, incompatible: Any) -> None:
 
 
 def _drop_own_tensors(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str) -> None:
-    """Removes the wrapper's own shards and buffers from a dict, if they were added.
+    """Removes the wrapper's own shards from a dict, if they were added.
 
-    ``set_model_state_dict`` of ``torch.distributed.checkpoint`` adds the model's registered tensors to a full dict, to
-    complete it. But these tensors have the names of the wrapped model. If the dict lacks a key, a shard is added under
-    the plain name.
+    ``set_model_state_dict`` of ``torch.distributed.checkpoint`` adds the model's registered parameters to a full dict:
+    flat parameters, and each parameter that the dict lacks.
     """
     units = [w._unit for w in Wrapper.fsdp_modules(wrapper) if w._unit is not None]
-    shards = {id(p) for unit in units if unit.plan.mesh.shard is not None for p in unit.layout.local_parameters()}
-    registered = [t for m in wrapper.modules() for t in [*m.parameters(recurse=False), *m.buffers(recurse=False)]]
-    own = shards.union(map(id, registered))
+    sharded = [unit.layout for unit in units if unit.plan.mesh.shard is not None]
+    own = {id(parameter) for layout in sharded for parameter in layout.local_parameters()}
+    # Between forward and backward, modules can have unsharded views.
+    own |= {id(getattr(info.module, info.name)) for layout in sharded for info in layout.parameters}
     for key in [key for key in state if key.startswith(prefix)]:
-        name = key.removeprefix(prefix)
-        is_wrapped = PREFIX in name
-        is_double = is_wrapped and prefix + plain_path(name) in state
-        if is_double or id(state[key]) in (own if is_wrapped else shards):
+        is_flat = key.endswith(FLAT_NAME) and isinstance(state[key], nn.Parameter)
+        if is_flat or id(state[key]) in own:
             del state[key]
 
 

@@ -1,8 +1,8 @@
-"""``get_state_dict``, ``set_state_dict`` and the functions for optimizers alone, for models with wrappers.
+"""The functions of ``torch.distributed.checkpoint.state_dict``, for models with wrappers.
 
-The functions of the same names in ``torch.distributed.checkpoint.state_dict`` convert the model's state correctly for a
-wrapper. For the optimizer's state they call static methods of torch's own wrapper class, which read its internals. So
-these four functions convert the optimizer's state with ``checkpoint/``, and leave everything else to torch's functions.
+Torch's functions convert the model's state correctly for a wrapper, except for frozen parameters and a dict on rank 0
+alone. For the optimizer's state they call static methods of torch's own wrapper class, which read its internals. So the
+functions of this module convert the optimizer's state with ``checkpoint/``, and leave the rest to torch's functions.
 Only the import line of a program changes::
 
     from minifsdp import get_state_dict, set_state_dict
@@ -22,27 +22,38 @@ create states with a step of gradients that are zero, as torch's functions do.
 
 *In torch:* ``torch/distributed/checkpoint/state_dict.py``, with the same signatures.
 
-Spec: PROG-63, PROG-64.
+Spec: PROG-63, PROG-64, PROG-92, PROG-93, PROG-97.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 # Imported as objects: a program may replace the names in torch's module by the functions below.
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.checkpoint.state_dict import get_model_state_dict as get_with_frozen
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as get_without_wrappers
+from torch.distributed.checkpoint.state_dict import set_model_state_dict as set_without_broadcast
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as set_without_wrappers
 from torch.optim import Optimizer
 
-from minifsdp.checkpoint import optim_state, optim_state_load
-from minifsdp.checkpoint.codec import parameters_of
+from minifsdp.checkpoint import agreement, optim_state, optim_state_load
+from minifsdp.checkpoint.codec import ParameterNames, parameters_of
 from minifsdp.checkpoint.optim_state_load import Target
 from minifsdp.checkpoint.state_dict_options import Form, StateDictType
 from minifsdp.fsdp1.wrapper import Wrapper
+from minifsdp.fsdp2.fsdp_state import states_in
 
-__all__ = ["get_optimizer_state_dict", "get_state_dict", "set_optimizer_state_dict", "set_state_dict"]
+__all__ = [
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
+    "get_state_dict",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
+    "set_state_dict",
+]
 
 Optimizers = Optimizer | Iterable[Optimizer]
 
@@ -55,8 +66,9 @@ def get_state_dict(
     options: StateDictOptions | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The model's state and the state of its optimizers. Every rank must call it."""
-    state = get_model_state_dict(model, submodules=submodules, options=options)
-    return state, get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
+    # This function compares the models of the ranks, before torch's function sends values.
+    states = get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
+    return get_model_state_dict(model, submodules=submodules, options=options), states
 
 
 def set_state_dict(
@@ -76,6 +88,36 @@ def set_state_dict(
     return set_model_state_dict(model, model_state_dict, options=options)
 
 
+def get_model_state_dict(
+    model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
+) -> dict[str, Any]:
+    """The model's state. Every rank must call it."""
+    if options is None or not options.ignore_frozen_params or not Wrapper.fsdp_modules(model):
+        return get_with_frozen(model, submodules=submodules, options=options)
+    state = get_with_frozen(model, submodules=submodules, options=replace(options, ignore_frozen_params=False))
+    owners = ParameterNames(model).owners
+    return {name: value for name, value in state.items() if name not in owners or owners[name].requires_grad}
+
+
+def set_model_state_dict(
+    model: nn.Module, model_state_dict: dict[str, Any], *, options: StateDictOptions | None = None
+) -> Any:
+    """Loads the model's state. Every rank must call it.
+
+    Returns:
+        The missing and the unexpected keys.
+    """
+    if options is not None and options.broadcast_from_rank0:
+        _agree(model, "set_model_state_dict()", sends=True)
+        if options.full_state_dict and (wrappers := Wrapper.fsdp_modules(model)):
+            options, mesh = replace(options, broadcast_from_rank0=False), wrappers[0].mesh
+            # One value at a time is copied. A tensor on rank 0's accelerator would arrive on the same accelerator.
+            keys = agreement.value_of_first_rank(list(model_state_dict), mesh)
+            copies = ((key, optim_state.copied(model_state_dict.get(key), offload=True)) for key in keys)
+            model_state_dict = {key: agreement.value_of_first_rank(value, mesh) for key, value in copies}
+    return set_without_broadcast(model, model_state_dict, options=options)
+
+
 def get_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
@@ -85,6 +127,7 @@ def get_optimizer_state_dict(
 ) -> dict[str, Any]:
     """The state of all optimizers of a model by original names. Every rank must call it."""
     if not Wrapper.fsdp_modules(model):
+        _agree(model, "get_optimizer_state_dict()", sends=options is not None and options.full_state_dict)
         return get_without_wrappers(model, optimizers, submodules=submodules, options=options)
     options = options or StateDictOptions()
     merged: dict[str, Any] = {"state": {}, "param_groups": []}
@@ -113,6 +156,7 @@ def set_optimizer_state_dict(
         StateDictMismatchError: on all ranks, before any change of this optimizer, if the dict does not fit.
     """
     if not Wrapper.fsdp_modules(model):
+        _agree(model, "set_optimizer_state_dict()", sends=options is not None and options.broadcast_from_rank0)
         set_without_wrappers(model, optimizers, optim_state_dict, options=options)
         return
     listed, form = _listed(optimizers), _form(options or StateDictOptions())
@@ -124,6 +168,14 @@ def set_optimizer_state_dict(
         if given and len(listed) > 1:
             given = _part(given, {name for group in groups for name in group})
         optimizer.load_state_dict(optim_state_load.load(target, given))
+
+
+def _agree(model: nn.Module, call: str, *, sends: bool) -> None:
+    """Refuses a call that sends values, if the ranks make it for different models."""
+    found = [state.unit for _, state in states_in(model)] + [w._unit for w in Wrapper.fsdp_modules(model)]
+    units = [unit for unit in found if sends and unit is not None]
+    if units:
+        agreement.monitored_barrier(agreement.groups_of(unit.plan.mesh for unit in units), call, unit=units[0])
 
 
 def _listed(optimizers: Optimizers) -> list[Optimizer]:

@@ -148,6 +148,11 @@ class CollectiveSequence:
         unit.identities[self] = identity = crc32(f"{number} {unit.facts()}".encode(), unit.digest)
         return identity
 
+    def number_of(self, root_id: RootId) -> str:
+        """The number of a root among the roots that used this group, as text; empty before its first collective."""
+        number = self._root_numbers.get(root_id.number)
+        return "" if number is None else f" model number {number + 1} in the order of first use"
+
     def count_unit(self, key: int) -> tuple[int, int]:
         """Counts a unit that was constructed over this group. Returns ``key`` and the number of earlier equal units.
 

@@ -9,7 +9,7 @@ Worked example: the weight of ``FSDP(Sequential(FSDP(Linear(2, 2))))`` is named
 
 *In torch:* methods of the wrapper class.
 
-Spec: NAMES-02, NAMES-03, PROG-05.
+Spec: NAMES-02, NAMES-03, PROG-05, PROG-98.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from minifsdp.engine.messages import message
-from minifsdp.fsdp1.wrapper import PREFIX, Wrapper
+from minifsdp.fsdp1.wrapper import PREFIX, WRAPPED, Wrapper
 
 T = TypeVar("T")
 
@@ -39,6 +39,20 @@ class KeptView(torch.Tensor):
     retains_grad = property(_refuse)
     requires_grad_ = _refuse  # type: ignore[assignment]
     requires_grad = property(lambda _: True, _refuse)
+
+
+class OmittedNames(dict[str, str]):
+    """Attributes that a key of a state dict omits, for ``torch.distributed.checkpoint.state_dict``.
+
+    These functions ask for the name of the wrapped module only if they look up a parameter's name as if the wrapper
+    were torch's. The result of this lookup would not be in the state dict (PROG-98).
+    """
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The omitted attribute after ``key``."""
+        if key == WRAPPED:
+            raise RuntimeError(message("torchs-state-dict-function"))
+        return super().get(key, default)
 
 
 def kept_views(named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:

@@ -24,7 +24,7 @@ from spec_tests.models.sharding import FLAT_STRATEGIES
 from spec_tests.models.values import assert_same, full_values
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
-NAMES = ("get_state_dict", "set_state_dict", "get_optimizer_state_dict", "set_optimizer_state_dict")
+NAMES = minifsdp.compat.state_dict_functions.__all__
 FORMS = {
     "sharded": StateDictOptions(),
     "full": StateDictOptions(full_state_dict=True),
@@ -38,37 +38,54 @@ def frozen_in_part() -> nn.Module:
     return model
 
 
+@pytest.mark.spec("PROG-97")
+@pytest.mark.parametrize("full", [False, True])
+@flat_or_original
 @ranks(2)
-def check_frozen(keep: bool, full: bool) -> None:
+def test_frozen_parameters_are_left_out_of_the_state(keep: bool, full: bool) -> None:
     model = wrapped(frozen_in_part(), use_orig_params=keep)
     expected = [name for name in make().state_dict() if not name.startswith("first.")]
     options = StateDictOptions(full_state_dict=full, ignore_frozen_params=True)
-    assert list(helpers.get_model_state_dict(model, options=options)) == expected
+    assert list(minifsdp.get_model_state_dict(model, options=options)) == expected
+    assert list(minifsdp.get_state_dict(model, [], options=options)[0]) == expected
+    with pytest.raises(RuntimeError, match=rf"rank {dist.get_rank()}: .*from minifsdp"):
+        helpers.get_model_state_dict(model, options=options)
 
 
+@pytest.mark.spec("PROG-98")
+@flat_or_original
 @ranks(2)
-def check_from_rank_0(keep: bool) -> None:
+def test_torchs_function_loads_a_wrapper(keep: bool) -> None:
     model, whole = wrapped(make(1), use_orig_params=keep), make().state_dict()
     given = dict(whole) if dist.get_rank() == 0 else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    helpers.set_model_state_dict(model, given, options=options)
-    assert_same(full_values(model), dict(make().named_parameters()), bitwise=True)
+    if keep:
+        helpers.set_model_state_dict(model, given, options=options)
+        assert_same(full_values(model), dict(make().named_parameters()), bitwise=True)
+    else:
+        # Torch's function only sends the keys that the model has on the other ranks.
+        with pytest.raises(RuntimeError, match=r"the state dict is refused on every rank, and nothing was changed"):
+            helpers.set_model_state_dict(model, given, options=options)
     other, mine = wrapped(make(1), use_orig_params=keep), dict(whole)
     helpers.set_model_state_dict(other, mine, options=StateDictOptions(full_state_dict=True))
-    assert mine.keys() == whole.keys()
-    assert_same(full_values(other), full_values(model), bitwise=True)
+    assert_same(full_values(other), dict(make().named_parameters()), bitwise=True)
+    assert [name for name in mine if "_fsdp_wrapped_module" in name] == []
 
 
+@pytest.mark.spec("PROG-98")
+@flat_or_original
 @ranks(2)
-def check_refused(keep: bool) -> None:
+def test_torchs_functions_for_optimizers_are_refused(keep: bool) -> None:
     model = wrapped(make(), use_orig_params=keep)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     with quiet():
         saved = minifsdp.get_state_dict(model, optimizer)
     for number in range(2):
-        with pytest.raises(AttributeError, match=rf"rank {dist.get_rank()}: .*from minifsdp"):
+        with pytest.raises((AttributeError, RuntimeError), match=rf"rank {dist.get_rank()}: .*from minifsdp"):
             helpers.get_state_dict(model, optimizer)
-        with pytest.raises(AttributeError, match=rf"rank {dist.get_rank()}: .*from minifsdp"):
+        # Torch's function looks for the flat parameter in the dict first.
+        refusal = rf"rank {dist.get_rank()}: .*from minifsdp" if keep else "Missing optimizer state .* '_flat_param'"
+        with pytest.raises((AttributeError, RuntimeError), match=refusal):
             helpers.set_state_dict(model, optimizer, model_state_dict=saved[0], optim_state_dict=saved[1])
         step(model, optimizer, number)
 

@@ -1,4 +1,4 @@
-"""Mutants of PROG-63 to PROG-68: saving, loading and the meta device in other people's programs."""
+"""Mutants of PROG-63 to PROG-68, PROG-92, PROG-93: saving and the meta device in other people's programs."""
 
 from __future__ import annotations
 
@@ -54,5 +54,53 @@ MUTANTS = [
         "if False:",
         "A part of a unit saves its shards.",
         "PROG-68",
+    ),
+    Mutant(
+        "weights-of-rank-0-stay-there",
+        "set_model_state_dict",
+        "if options.full_state_dict and (wrappers := Wrapper.fsdp_modules(model)):",
+        "if False:",
+        "The weights of rank 0 are not sent to the other ranks.",
+        "PROG-92",
+    ),
+    Mutant(
+        "two-models-saved-as-one",
+        "CollectiveSequence.number_of",
+        "number = self._root_numbers.get(root_id.number)",
+        "number = None",
+        "Ranks that save two models in another order are not noticed.",
+        "PROG-93",
+    ),
+    Mutant(
+        "own-dicts-in-one-order-only",
+        "load",
+        "if first_only or target.form.is_sharded else None",
+        "if True else None",
+        "Ranks that load their own full dicts in another order are refused.",
+        "PROG-93",
+    ),
+    Mutant(
+        "frozen-parameters-are-in-the-state",
+        "get_model_state_dict",
+        " or owners[name].requires_grad}",
+        " or True}",
+        "get_model_state_dict() ignores ignore_frozen_params.",
+        "PROG-97",
+    ),
+    Mutant(
+        "wrappers-are-in-the-names",
+        "FullyShardedDataParallel._fqn_modifiers",
+        '**{"": FSDP_WRAPPED_MODULE}',
+        "**{}",
+        "torch's set_model_state_dict() adds names of wrappers to the caller's dict.",
+        "PROG-98",
+    ),
+    Mutant(
+        "torchs-function-ends-in-a-key-error",
+        "OmittedNames.get",
+        "        if key == WRAPPED:\n",
+        "        if False:\n",
+        "torch's function for frozen parameters ends in a KeyError.",
+        "PROG-97",
     ),
 ]

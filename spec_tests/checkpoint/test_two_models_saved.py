@@ -1,0 +1,156 @@
+"""Two equal models, such as an actor and a critic, that one rank saves or loads in another order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+import minifsdp
+from minifsdp import FullyShardedDataParallel as FSDP
+from spec_tests.checkpoint.checkpoints import FULL, SHARDED, flat_or_original, make, quiet, step, wrapped
+from spec_tests.harness import ranks
+from spec_tests.models.values import assert_same, full_values
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+ALL = StateDictOptions(full_state_dict=True)
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+def sharded(model: Any) -> nn.Module:
+    for part in (model.first, model.second, model):
+        minifsdp.fully_shard(part)
+    return model
+
+
+def trained(api: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = sharded(make(seed)) if api == "fully_shard" else wrapped(make(seed), use_orig_params=api == "original")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    step(model, optimizer, 0)
+    return model, optimizer
+
+
+def given(values: dict[str, Any]) -> dict[str, Any]:
+    return values if dist.get_rank() == 0 else {}
+
+
+def values_of(model: Any, optimizer: Any) -> tuple[Any, Any]:
+    if isinstance(model, FSDP):
+        return model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+    return minifsdp.get_state_dict(model, optimizer, options=ALL)
+
+
+def load_rows(model: Any, optimizer: Any, values: Any) -> None:
+    model.load_state_dict(values[0])
+
+
+def load_states(model: Any, optimizer: Any, values: Any) -> None:
+    FSDP.optim_state_dict_to_load(model, optimizer, values[1], load_directly=True)
+
+
+CALLS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "get_state_dict": lambda model, optimizer, _: minifsdp.get_state_dict(model, optimizer, options=ALL),
+    "get_optimizer_state_dict": lambda model, optimizer, _: minifsdp.get_optimizer_state_dict(
+        model, optimizer, options=ALL
+    ),
+    "set_model_state_dict": lambda model, _, values: minifsdp.set_model_state_dict(
+        model, given(values[0]), options=FROM_RANK_0
+    ),
+    "set_optimizer_state_dict": lambda model, optimizer, values: minifsdp.set_optimizer_state_dict(
+        model, optimizer, given(values[1]), options=FROM_RANK_0
+    ),
+    "state_dict": lambda model, *_: model.state_dict(),
+    "optim_state_dict": lambda model, optimizer, _: FSDP.optim_state_dict(model, optimizer),
+    "load_state_dict": load_rows,
+    "optim_state_dict_to_load": load_states,
+}
+OF_WRAPPERS = ("state_dict", "optim_state_dict", "load_state_dict", "optim_state_dict_to_load")
+
+
+@ranks(2)
+def check_order(api: str, name: str) -> None:
+    # The loads send values only if the dict is sharded.
+    both = [trained(api, seed) for seed in (0, 1)]
+    if name in OF_WRAPPERS:
+        for model, _ in both:
+            FSDP.set_state_dict_type(model, SHARDED)
+    with quiet():
+        saved = [values_of(*each) for each in both]
+        before = [full_values(model) for model, _ in both]
+        mine = 1 - dist.get_rank()
+        with pytest.raises(RuntimeError, match=rf"rank {dist.get_rank()}: .*model number \d+ .*model number \d+ "):
+            CALLS[name](*both[mine], saved[mine])
+        for (model, optimizer), values in zip(both, saved, strict=True):
+            CALLS[name](model, optimizer, values)
+    for (model, optimizer), expected in zip(both, before, strict=True):
+        assert_same(full_values(model), expected, bitwise=True)
+        step(model, optimizer, 1)
+
+
+@pytest.mark.parametrize(
+    ("api", "name"),
+    [
+        *(("fully_shard", name) for name in CALLS if name not in OF_WRAPPERS),
+        *(("original", name) for name in OF_WRAPPERS),
+        ("flat", "optim_state_dict"),
+        ("flat", "set_model_state_dict"),
+    ],
+)
+@pytest.mark.spec("PROG-93")
+def test_ranks_save_and_load_two_equal_models_in_one_order(api: str, name: str) -> None:
+    check_order(api=api, name=name)
+
+
+@ranks(2)
+def check_own_dicts(api: str) -> None:
+    both = [trained(api, seed) for seed in (0, 1)]
+    saved = [values_of(*each) for each in both]
+    before = [full_values(model) for model, _ in both]
+    for number in (0, 1) if dist.get_rank() else (1, 0):
+        load_rows(*both[number], saved[number])
+        load_states(*both[number], saved[number])
+    for (model, optimizer), expected in zip(both, before, strict=True):
+        assert_same(full_values(model), expected, bitwise=True)
+        step(model, optimizer, 1)
+
+
+@flat_or_original
+@pytest.mark.spec("PROG-93")
+def test_each_rank_loads_its_own_full_dicts_in_any_order(keep: bool) -> None:
+    check_own_dicts(api="original" if keep else "flat")
+
+
+@ranks(2)
+def check_from_rank_0(keep: bool) -> None:
+    model, whole = wrapped(make(1), use_orig_params=keep), make().state_dict()
+    result = minifsdp.set_model_state_dict(model, given(dict(whole)), options=FROM_RANK_0)
+    assert (result.missing_keys, result.unexpected_keys) == ([], [])
+    assert_same(full_values(model), dict(make().named_parameters()), bitwise=True)
+    without = {name: value for name, value in whole.items() if name != "scale"}
+    with pytest.raises(RuntimeError, match=re.escape('Missing key(s) in state_dict: "scale"')):
+        minifsdp.set_model_state_dict(model, given(without), options=FROM_RANK_0)
+    with pytest.raises(ValueError, match="full_state_dict must be True"):
+        minifsdp.set_model_state_dict(model, whole, options=StateDictOptions(broadcast_from_rank0=True))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    step(model, optimizer, 0)
+    other = wrapped(make(2), use_orig_params=keep)
+    fresh = torch.optim.Adam(other.parameters(), lr=1.0)
+    weights, states = minifsdp.get_state_dict(
+        model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+    minifsdp.set_state_dict(other, fresh, model_state_dict=weights, optim_state_dict=states, options=FROM_RANK_0)
+    assert step(other, fresh, 1) == step(model, optimizer, 1)
+    with FSDP.state_dict_type(other, FULL):
+        assert_same(full_values(other), full_values(model), bitwise=True)
+
+
+@flat_or_original
+@pytest.mark.spec("PROG-92")
+def test_rank_0_gives_the_weights_to_all_ranks(keep: bool) -> None:
+    check_from_rank_0(keep=keep)
