@@ -47,8 +47,14 @@ class ShardedGradScaler(GradScaler):
         enabled: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        # The base class has the growth factor before the backoff factor.
-        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        super().__init__(
+            device,
+            init_scale=init_scale,
+            backoff_factor=backoff_factor,
+            growth_factor=growth_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
         self.process_group = process_group
 
     def _unscale_grads_(
