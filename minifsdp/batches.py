@@ -34,6 +34,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from minifsdp.checkpoint.agreement import exchange
 from minifsdp.engine import collectives
 from minifsdp.engine.comm_streams import CommStream
 from minifsdp.engine.mesh import Group, default_group
@@ -116,9 +117,7 @@ class _Loader:
         mine: int | str = f"{type(error).__name__}: {error}"
         if error is None:
             mine = len(batch) + sum(1 for _ in self._batches) if count_left else 0
-        by_position: list[Any] = [None] * self._group.size
-        collectives.call(dist.all_gather_object, self._group, by_position, mine)
-        by_rank = dict(zip(self._group.ranks, by_position, strict=True))
+        by_rank = exchange([self._group], mine)
         if failed := [f"rank {rank}: {text}" for rank, text in by_rank.items() if isinstance(text, str)]:
             raise RuntimeError(message("loader-failed", failed="; ".join(failed))) from error
         if counts := [f"{number} on rank {rank}" for rank, number in by_rank.items() if number]:

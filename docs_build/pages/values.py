@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 from docs_build.drawing.pictures import events_of
 from docs_build.pages import costs, evidence, faults, modulepage, streams
+from docs_build.reading.papers import hybrid_cross_host, hybrid_cross_host_as_printed, zero_bytes
 from docs_build.reading.text import table
 from minifsdp.tools import formulas
 from minifsdp.tools.events import peak_gathered_bytes
-from minifsdp.tools.formulas import hybrid_cross_host, hybrid_cross_host_as_printed
 
 
 def zero_table() -> str:
@@ -23,7 +23,7 @@ def zero_table() -> str:
 
 def zero_gigabytes(billions: float, ranks: int) -> tuple[float, ...]:
     """Bytes of stored state in GB: optimizer state sharded, gradients too, parameters too (16-bit, Adam with K=12)."""
-    return tuple(formulas.zero_bytes(billions, ranks, stage) for stage in (1, 2, 3))
+    return tuple(zero_bytes(billions, ranks, stage) for stage in (1, 2, 3))
 
 
 def traffic_table() -> str:

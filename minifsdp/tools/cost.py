@@ -2,7 +2,7 @@
 
 Nothing here runs a model. The sizes of the units and a few choices answer two questions before training starts: does it
 fit, and how much communication does it need? The choices are a `Job`, in ``job.py``. The peaks are in ``peaks.py``, and
-the formulas from papers in ``formulas.py``.
+the formulas of stored and sent bytes in ``formulas.py``.
 
 Worked example, four units of 1000 float32 parameters, Adam, two ranks, ``FULL_SHARD``::
 
@@ -40,7 +40,8 @@ DDP 2, ``SHARD_GRAD_OP`` 2, ``FULL_SHARD`` 3, or a little less, since the root's
 ``links.py`` computes which links they use, and a lower bound for the time.
 
 ``spec_tests/tools/test_cost.py`` tests that live storages on the CPU and recorded collectives equal these numbers. It
-also tests the tables of arXiv 1910.02054 and 2304.11277. `hybrid_cross_host` describes a mistake in the second.
+also tests the tables of arXiv 1910.02054 and 2304.11277. ``docs_build/reading/papers.py`` shows a mistake in the
+second.
 
 *In torch:* nothing comparable.
 

@@ -29,7 +29,7 @@ Spec: EXPLAIN-01 to EXPLAIN-12.
 import itertools
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
@@ -88,14 +88,12 @@ class Explanation:
     @property
     def parameter_bytes(self) -> float:
         """Bytes of parameters that a rank stores, padding included, on the device or the host."""
-        alone = cost_of(replace(self.job, optimizer=0, buffers=0))
-        return alone.stored + alone.host
+        return sum(self.job.sizes) / self.job.width / self.job.shards * self.job.stored.itemsize
 
     @property
     def optimizer_bytes(self) -> float:
         """Bytes of optimizer states that a rank stores."""
-        both = cost_of(replace(self.job, buffers=0))
-        return both.stored + both.host - self.parameter_bytes
+        return self.job.num_trained / self.job.shards * self.job.optimizer
 
     @property
     def gradient_bytes(self) -> float:

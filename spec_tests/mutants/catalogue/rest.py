@@ -148,10 +148,10 @@ MUTANTS = [
     ),
     Mutant(
         "stage-two-keeps-gradients-whole",
-        "zero_bytes",
-        "(low, 2)",
-        "(low, 3)",
-        "The calculator's ZeRO-2 does not shard gradients.",
+        "Job.settled",
+        " / self.width / self.shards",
+        " / self.width",
+        "The calculator does not shard the gradients that are stored after backward.",
         "COST-02",
     ),
     Mutant(
@@ -164,10 +164,10 @@ MUTANTS = [
     ),
     Mutant(
         "whole-model-between-hosts",
-        "hybrid_cross_host",
-        "num_bytes / per_host, num_ranks",
-        "num_bytes, num_ranks",
-        "The calculator counts unsharded gradients as sent between hosts.",
+        "sent_bytes",
+        "reduced / job.shards, job.num_replicas",
+        "reduced, job.num_replicas",
+        "The calculator counts unsharded gradients as sent between replicas.",
         "COST-06",
     ),
     Mutant(
@@ -213,8 +213,8 @@ MUTANTS = [
     Mutant(
         "every-hop-stays-at-home",
         "_leaving",
-        "rank // per_machine != following(rank) // per_machine",
-        "rank // per_machine > following(rank) // per_machine",
+        "rank // per_machine != other // per_machine",
+        "rank // per_machine > other // per_machine",
         "The calculator counts hops to other machines in one direction only.",
         "COST-15",
     ),
