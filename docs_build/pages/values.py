@@ -30,7 +30,7 @@ def traffic_table() -> str:
     """The FSDP paper's bytes across hosts, and the counted bytes of the hybrid."""
     rows = []
     for world, per_host in [(16, 8), (64, 8), (512, 8)]:
-        sent = [formulas.ring_all_reduce_sends(1, world), 3 * formulas.gather_sends(1, world)]
+        sent = [formulas.ring_all_reduce_sends(1, world), 3 * formulas.ring_sends(1, world)]
         sent += [made(1, world, per_host) for made in (hybrid_cross_host_as_printed, hybrid_cross_host)]
         rows.append([f"{world}, {per_host} on a host", *(f"{number:.4g}" for number in sent)])
     return table(["GPUs", "full replication", "full sharding", "hybrid, as printed", "hybrid, counted"], rows)

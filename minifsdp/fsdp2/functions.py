@@ -29,8 +29,8 @@ from minifsdp.fsdp2.fsdp_state import FSDPState, state_of
 class UnshardHandle:
     """The handle that ``unshard(async_op=True)`` returns (FS2-20)."""
 
-    def __init__(self) -> None:
-        self._unit: Unit | None = None
+    def __init__(self, unit: Unit | None) -> None:
+        self._unit = unit
 
     def wait(self) -> None:
         """Waits for the all-gather and registers the unsharded parameters. You can call it twice, or never."""
@@ -42,8 +42,7 @@ class UnshardHandle:
 
 def issue_all_gather(state: FSDPState) -> UnshardHandle:
     """Issues the all-gather of the unit. The forward of the module then only waits for it."""
-    handle, unit = UnshardHandle(), state.unit
-    if unit is not None:
+    if (unit := state.unit) is not None:
         root_state = state.current_root_state()
         # As at the start of an iteration, the user may have replaced or modified the sharded parameters.
         unit.layout.accept_replacements()
@@ -51,8 +50,7 @@ def issue_all_gather(state: FSDPState) -> UnshardHandle:
         if unit.layout.is_stale():
             unit.reshard()
         unit.unshard()
-        handle._unit = unit
-    return handle
+    return UnshardHandle(unit)
 
 
 def listed(module: Any) -> FSDPState:

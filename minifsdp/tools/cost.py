@@ -54,7 +54,7 @@ from typing import Any
 import torch
 
 from minifsdp.engine.messages import message
-from minifsdp.tools.formulas import gather_sends, ring_all_reduce_sends, ring_reduce_scatter_sends
+from minifsdp.tools.formulas import ring_all_reduce_sends, ring_sends
 from minifsdp.tools.job import Job
 from minifsdp.tools.peaks import peak_of_backward, peak_of_forward
 
@@ -151,8 +151,8 @@ def sent_bytes(job: Job) -> dict[str, float]:
     gathered = times * units + of_root * root - _in_smaller_mesh(job)
     reduced = _reductions(job) * sum(job.gradients) * job.reduce_width / job.width
     return {
-        "AG": gather_sends(gathered, job.shards) + sent_in_smaller_mesh(job),
-        "RS": ring_reduce_scatter_sends(reduced, job.shards),
+        "AG": ring_sends(gathered, job.shards) + sent_in_smaller_mesh(job),
+        "RS": ring_sends(reduced, job.shards),
         "AR": ring_all_reduce_sends(reduced / job.shards, job.num_replicas),
     }
 
@@ -164,7 +164,7 @@ def _in_smaller_mesh(job: Job) -> float:
 
 def sent_in_smaller_mesh(job: Job) -> float:
     """The bytes that each rank sends in all-gathers among ``reshards_to`` ranks."""
-    return gather_sends(_in_smaller_mesh(job), job.reshards_to or 1)
+    return ring_sends(_in_smaller_mesh(job), job.reshards_to or 1)
 
 
 def num_collectives(job: Job) -> dict[str, int]:

@@ -4,7 +4,7 @@ They are separate from the other modules, so that they can be compared with a pa
 ``peaks.py``, and ``cost.py`` explains the combined numbers.
 
 Worked example: each of 2 ranks stores 5 elements of a unit of 9 (`padded_flat` returns 10). In the all-gather of its 40
-bytes, each rank sends ``40 * 1 / 2 = 20`` (`gather_sends`).
+bytes, each rank sends ``40 * 1 / 2 = 20`` (`ring_sends`).
 
 *In torch:* nothing comparable.
 
@@ -33,19 +33,14 @@ def padded_per_parameter(shapes: Sequence[Shape], num_shards: int) -> int:
 # ---- sent -----------------------------------------------------------------------------------------------------------
 
 
-def gather_sends(num_bytes: float, num_ranks: int) -> float:
-    """Bytes that each rank sends in an all-gather of ``num_bytes`` in total."""
-    return num_bytes * (num_ranks - 1) / num_ranks
-
-
-def ring_reduce_scatter_sends(num_bytes: float, num_ranks: int) -> float:
-    """Bytes that each rank sends in a reduce-scatter of ``num_bytes`` in total."""
+def ring_sends(num_bytes: float, num_ranks: int) -> float:
+    """Bytes that each rank sends in an all-gather or a reduce-scatter of ``num_bytes`` in total."""
     return num_bytes * (num_ranks - 1) / num_ranks
 
 
 def ring_all_reduce_sends(num_bytes: float, num_ranks: int) -> float:
     """Bytes that each rank sends in an all-reduce: a reduce-scatter, and an all-gather of the result (PAR-04)."""
-    return ring_reduce_scatter_sends(num_bytes, num_ranks) + gather_sends(num_bytes, num_ranks)
+    return 2 * ring_sends(num_bytes, num_ranks)
 
 
 # ---- as text --------------------------------------------------------------------------------------------------------

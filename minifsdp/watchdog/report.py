@@ -210,11 +210,8 @@ class Findings(NamedTuple):
         ended = [state for rank in sequence.ranks if (state := self.states[rank]) and state["ended"]]
         reached = [one["sequences"].get(sequence.key) for one in ended if on_cpu and one["ended"] == IN_ORDER]
         crossed = on_cpu and any(self._wait_for_each_other(position, rank) for rank in sequence.ranks)
-        return (
-            crossed
-            or bool(self.diverging)
-            or len(ended) > sum(both[0][:2] > [epoch, number] for both in reached if both)
-        )
+        have_sent = sum(both[0][:2] > [epoch, number] for both in reached if both)
+        return crossed or bool(self.diverging) or len(ended) > have_sent
 
     def _wait_for_each_other(self, position: Position, rank: int) -> bool:
         """Whether ``rank`` waits for this rank in another group, and neither has issued the collective of the other."""

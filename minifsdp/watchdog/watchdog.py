@@ -37,7 +37,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -271,7 +271,5 @@ class Watchdog:
 def _is_complete(event: Any) -> bool:
     """Whether an accelerator has reached an event. Sets the device, because this thread has no current device."""
     device = getattr(event, "device", None)
-    if device is None:
-        return bool(event.query())
-    with torch.get_device_module(device).device(device):
+    with nullcontext() if device is None else torch.get_device_module(device).device(device):
         return bool(event.query())

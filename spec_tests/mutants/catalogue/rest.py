@@ -41,10 +41,10 @@ MUTANTS = [
     ),
     Mutant(
         "ring-sends-everything",
-        "ring_reduce_scatter_sends",
+        "ring_sends",
         "return num_bytes * (num_ranks - 1) / num_ranks",
         "return num_bytes",
-        "The calculator counts a rank's own shard as sent in a reduce-scatter.",
+        "The calculator counts a rank's own shard as sent.",
         "COST-06",
     ),
     Mutant(
@@ -172,16 +172,16 @@ MUTANTS = [
     ),
     Mutant(
         "own-part-is-sent",
-        "gather_sends",
-        "num_bytes * (num_ranks - 1) / num_ranks",
-        "num_bytes",
+        "sent_bytes",
+        "ring_sends(gathered, job.shards) +",
+        "gathered +",
         "The calculator counts a rank's own shard as sent in an all-gather.",
         "COST-06",
     ),
     Mutant(
         "reduced-and-not-gathered",
         "ring_all_reduce_sends",
-        " + gather_sends(num_bytes, num_ranks)",
+        "2 * ",
         "",
         "The calculator's all-reduce omits the all-gather of the result.",
         "COST-06",
