@@ -91,10 +91,14 @@ class _Loader:
         """Fetches a batch and issues the all-reduce.
 
         Returns:
-            The result of `_next_of`, and a function that waits for the all-reduce and returns whether every rank has a
-            batch.
+            A list with the next batch, empty if there is none, or the error of the loader; and a function that waits for
+            the all-reduce and returns whether every rank has a batch.
         """
-        batch = _next_of(self._batches)
+        batch: list[Any] | Exception
+        try:
+            batch = list(islice(self._batches, 1))
+        except Exception as error:
+            batch = error
         has_one = isinstance(batch, list) and len(batch) == 1
         with self._comm_stream as comm_stream:
             num_without = torch.full((1,), 0 if has_one else 1, device=self._device)
@@ -122,14 +126,6 @@ class _Loader:
             raise RuntimeError(message("loader-failed", failed="; ".join(failed))) from error
         if counts := [f"{number} on rank {rank}" for rank, number in by_rank.items() if number]:
             warn(message("batches-left", counts=", ".join(counts)))
-
-
-def _next_of(batches: Iterator[Any]) -> list[Any] | Exception:
-    """A list with the next batch, empty if there is none, or the error of the loader."""
-    try:
-        return list(islice(batches, 1))
-    except Exception as error:
-        return error
 
 
 def _device_to_send_from(group: Group, preferred: torch.device) -> torch.device:

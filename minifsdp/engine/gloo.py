@@ -63,7 +63,6 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
-from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -98,7 +97,7 @@ class Transport:
         self._backend, self._rank, self._size = backend, backend.rank(), backend.size()
         # Each rank sends to the next rank first, so that not all ranks send to the same rank at once.
         self._others = [(self._rank + distance) % self._size for distance in range(1, self._size)]
-        shown = dist.ProcessGroup(HashStore(), self._rank, self._size)
+        shown = dist.ProcessGroup(dist.HashStore(), self._rank, self._size)
         sends_nothing = FakeProcessGroup._create_internal(self._rank, self._size)
         shown._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, sends_nothing)
         self._show_gather, self._show_reduce_scatter = _collectives_of(shown)

@@ -29,8 +29,8 @@ from minifsdp.fsdp2.fsdp_state import FSDPState, state_of
 class UnshardHandle:
     """The handle that ``unshard(async_op=True)`` returns (FS2-20)."""
 
-    def __init__(self, unit: Unit | None) -> None:
-        self._unit = unit
+    def __init__(self) -> None:
+        self._unit: Unit | None = None
 
     def wait(self) -> None:
         """Waits for the all-gather and registers the unsharded parameters. You can call it twice, or never."""
@@ -42,7 +42,8 @@ class UnshardHandle:
 
 def issue_all_gather(state: FSDPState) -> UnshardHandle:
     """Issues the all-gather of the unit. The forward of the module then only waits for it."""
-    if (unit := state.unit) is not None:
+    handle, unit = UnshardHandle(), state.unit
+    if unit is not None:
         root_state = state.current_root_state()
         # As at the start of an iteration, the user may have replaced or modified the sharded parameters.
         unit.layout.accept_replacements()
@@ -50,7 +51,8 @@ def issue_all_gather(state: FSDPState) -> UnshardHandle:
         if unit.layout.is_stale():
             unit.reshard()
         unit.unshard()
-    return UnshardHandle(unit)
+        handle._unit = unit
+    return handle
 
 
 def listed(module: Any) -> FSDPState:

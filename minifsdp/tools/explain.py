@@ -30,7 +30,6 @@ import itertools
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import nn
 
@@ -106,10 +105,9 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         """The tables for a notebook."""
-        import jinja2  # not at the top, because this import is slow
+        from minifsdp.tools.timeline import TEMPLATES  # not at the top, because it imports jinja2, which is slow
 
-        loader = jinja2.FileSystemLoader(Path(__file__).parent)
-        template = jinja2.Environment(loader=loader, autoescape=True).get_template("explain.html.jinja")
+        template = TEMPLATES.get_template("explain.html.jinja")
         return template.render(found=self, headline=_headline(self), memory=_memory(self), size=size_of, dtypes=_dtypes)
 
 

@@ -48,7 +48,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore
 
 from minifsdp.engine.collective_log import CollectiveSequence, Entry, Position, called, log, where
 from minifsdp.engine.messages import rank_of_this_process, way_out_of_main_thread
@@ -271,7 +270,7 @@ class StoreChannel:
 
     def __init__(self, store: Any, meanwhile: Callable[[], None]) -> None:
         self._of_group = store.clone() if hasattr(store, "clone") else store
-        self._store = PrefixStore("minifsdp/ledger", self._of_group)
+        self._store = dist.PrefixStore("minifsdp/ledger", self._of_group)
         self.rank, self.num_ranks, self._meanwhile = dist.get_rank(), dist.get_world_size(), meanwhile
         self.is_gone = self._is_open = False
         self.of_host: State | None = None

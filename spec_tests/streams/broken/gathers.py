@@ -418,7 +418,7 @@ BREAKS = [
         "handle-does-nothing",
         "fsdp2/module.py",
         "            return handle\n",
-        "            return UnshardHandle(None)\n",
+        "            return UnshardHandle()\n",
         "The handle of unshard(async_op=True) does not wait.",
         "each_by_hand_and_read",
         "wrong values",
