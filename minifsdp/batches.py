@@ -91,8 +91,8 @@ class _Loader:
         """Fetches a batch and issues the all-reduce.
 
         Returns:
-            A list with the next batch, empty if there is none, or the error of the loader; and a function that waits for
-            the all-reduce and returns whether every rank has a batch.
+            A list with the next batch, empty if there is none, or the error of the loader. And a function that waits
+            for the all-reduce and returns whether every rank has a batch.
         """
         batch: list[Any] | Exception
         try:

@@ -227,8 +227,7 @@ class Transport:
 
     def _swap_in_thread(self, received: torch.Tensor, sent: torch.Tensor) -> Handle:
         """5. Exchanges tensors between two ranks, by an all-to-all in which no rank sends to itself."""
-        length = sent.shape[0]
-        lengths = [0, length] if self._rank == 0 else [length, 0]
+        lengths = [0, sent.shape[0]] if self._rank == 0 else [sent.shape[0], 0]
         return _PollingWork(self._backend.alltoall_base(received, sent, lengths, lengths, _ALL_TO_ALL))
 
     # Their names before torch 2.13.
