@@ -34,6 +34,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from minifsdp.checkpoint.agreement import exchange
 from minifsdp.engine import collectives
 from minifsdp.engine.comm_streams import CommStream
 from minifsdp.engine.mesh import Group, default_group
@@ -90,10 +91,14 @@ class _Loader:
         """Fetches a batch and issues the all-reduce.
 
         Returns:
-            The result of `_next_of`, and a function that waits for the all-reduce and returns whether every rank has a
-            batch.
+            A list with the next batch, empty if there is none, or the error of the loader. And a function that waits
+            for the all-reduce and returns whether every rank has a batch.
         """
-        batch = _next_of(self._batches)
+        batch: list[Any] | Exception
+        try:
+            batch = list(islice(self._batches, 1))
+        except Exception as error:
+            batch = error
         has_one = isinstance(batch, list) and len(batch) == 1
         with self._comm_stream as comm_stream:
             num_without = torch.full((1,), 0 if has_one else 1, device=self._device)
@@ -116,21 +121,11 @@ class _Loader:
         mine: int | str = f"{type(error).__name__}: {error}"
         if error is None:
             mine = len(batch) + sum(1 for _ in self._batches) if count_left else 0
-        by_position: list[Any] = [None] * self._group.size
-        collectives.call(dist.all_gather_object, self._group, by_position, mine)
-        by_rank = dict(zip(self._group.ranks, by_position, strict=True))
+        by_rank = exchange([self._group], mine)
         if failed := [f"rank {rank}: {text}" for rank, text in by_rank.items() if isinstance(text, str)]:
             raise RuntimeError(message("loader-failed", failed="; ".join(failed))) from error
         if counts := [f"{number} on rank {rank}" for rank, number in by_rank.items() if number]:
             warn(message("batches-left", counts=", ".join(counts)))
-
-
-def _next_of(batches: Iterator[Any]) -> list[Any] | Exception:
-    """A list with the next batch, empty if there is none, or the error of the loader."""
-    try:
-        return list(islice(batches, 1))
-    except Exception as error:
-        return error
 
 
 def _device_to_send_from(group: Group, preferred: torch.device) -> torch.device:

@@ -9,7 +9,7 @@ two averages. Worked example, 1 billion parameters on 4 ranks, the second stage:
 """
 
 from docs_build.drawing.sketch import Panel, bar, box, figure, label, legend, size_of
-from minifsdp.tools.formulas import model_states
+from docs_build.reading.papers import model_states
 
 NUM_PARAMETERS = 10**9
 # The letter of a kind in a drawing, its name, and its bytes for one parameter.
@@ -22,7 +22,7 @@ STAGES = [
 ]
 SHORT = ["DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
 LEGEND = [(kind, f"{name}, {width} bytes for each parameter") for kind, name, width in KINDS]
-SOURCE = "Computed by minifsdp.tools.formulas for 1 billion parameters and Adam in float32, while this page was built."
+SOURCE = "Computed by docs_build.reading.papers for 1 billion parameters and Adam in float32 when this page was built."
 IN_TORCH = {0: "NO_SHARD", 3: "FULL_SHARD, and fully_shard"}
 
 

@@ -8,7 +8,7 @@ import torch
 
 from docs_build.drawing.sketch import Panel, bar, box, figure, label, size_of
 from minifsdp.engine.shards import shard_of, shard_shape
-from minifsdp.tools.formulas import gather_sends, ring_reduce_scatter_sends
+from minifsdp.tools.formulas import ring_sends
 
 NUM_RANKS = 4
 DRAWN, REAL = torch.Size((4, 6)), torch.Size((4096, 4096))
@@ -25,13 +25,13 @@ def rows_of(rank: int) -> list[int]:
 
 def draw(caption: str) -> str:
     """The drawing: a panel for each of the six states of the weight and its gradient."""
-    sent, reduced = gather_sends(WHOLE, NUM_RANKS), ring_reduce_scatter_sends(WHOLE, NUM_RANKS)
+    sent = size_of(ring_sends(WHOLE, NUM_RANKS))
     part, whole = size_of(4 * shard_shape(REAL, 0, NUM_RANKS, 0).numel()), size_of(WHOLE)
     cut, gathered = [rows_of(rank) for rank in range(NUM_RANKS)], [list(range(DRAWN[0]))] * NUM_RANKS
     used = "Each rank computes with the unsharded weight, on its own batch."
     own = f"Each rank has the unsharded gradient of its own batch, {whole}."
-    all_gather = f"An all-gather: each rank sends {size_of(sent)}, and then has all {whole}."
-    mean = f"A reduce-scatter: each rank sends {size_of(reduced)} and receives its rows of the mean, {part}."
+    all_gather = f"An all-gather: each rank sends {sent}, and then has all {whole}."
+    mean = f"A reduce-scatter: each rank sends {sent} and receives its rows of the mean, {part}."
     panels = [
         _panel("1. Sharded", cut, f"Each rank stores its rows: {part} of {whole}."),
         _panel("2. All-gathered", gathered, all_gather),

@@ -8,6 +8,7 @@ import torch
 
 from docs_build.drawing.pictures import events_of
 from docs_build.pages.values import zero_gigabytes
+from docs_build.reading.papers import hybrid_cross_host, hybrid_cross_host_as_printed
 from docs_build.recording.recordings import find
 from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.flat_tensor import FlatSharding
@@ -15,7 +16,6 @@ from minifsdp.engine.lifetime import RateLimiter
 from minifsdp.engine.shards import padded_shard_numel, shard_shape
 from minifsdp.engine.unit import Unit, UnitPolicy
 from minifsdp.tools.events import peak_gathered_bytes
-from minifsdp.tools.formulas import hybrid_cross_host, hybrid_cross_host_as_printed
 
 Values = dict[str, Any]
 # Recorded steps of wide models, and of the step player's model.

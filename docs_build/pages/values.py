@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 from docs_build.drawing.pictures import events_of
 from docs_build.pages import costs, evidence, faults, modulepage, streams
+from docs_build.reading.papers import hybrid_cross_host, hybrid_cross_host_as_printed, zero_bytes
 from docs_build.reading.text import table
 from minifsdp.tools import formulas
 from minifsdp.tools.events import peak_gathered_bytes
-from minifsdp.tools.formulas import hybrid_cross_host, hybrid_cross_host_as_printed
 
 
 def zero_table() -> str:
@@ -23,14 +23,14 @@ def zero_table() -> str:
 
 def zero_gigabytes(billions: float, ranks: int) -> tuple[float, ...]:
     """Bytes of stored state in GB: optimizer state sharded, gradients too, parameters too (16-bit, Adam with K=12)."""
-    return tuple(formulas.zero_bytes(billions, ranks, stage) for stage in (1, 2, 3))
+    return tuple(zero_bytes(billions, ranks, stage) for stage in (1, 2, 3))
 
 
 def traffic_table() -> str:
     """The FSDP paper's bytes across hosts, and the counted bytes of the hybrid."""
     rows = []
     for world, per_host in [(16, 8), (64, 8), (512, 8)]:
-        sent = [formulas.ring_all_reduce_sends(1, world), 3 * formulas.gather_sends(1, world)]
+        sent = [formulas.ring_all_reduce_sends(1, world), 3 * formulas.ring_sends(1, world)]
         sent += [made(1, world, per_host) for made in (hybrid_cross_host_as_printed, hybrid_cross_host)]
         rows.append([f"{world}, {per_host} on a host", *(f"{number:.4g}" for number in sent)])
     return table(["GPUs", "full replication", "full sharding", "hybrid, as printed", "hybrid, counted"], rows)

@@ -41,7 +41,6 @@ from torch.optim import Optimizer
 
 from minifsdp.checkpoint import agreement, optim_state, optim_state_load
 from minifsdp.checkpoint.codec import ParameterNames, parameters_of
-from minifsdp.checkpoint.optim_state_load import Target
 from minifsdp.checkpoint.state_dict_options import Form, StateDictType
 from minifsdp.fsdp1.wrapper import Wrapper
 from minifsdp.fsdp2.fsdp_state import states_in
@@ -161,7 +160,7 @@ def set_optimizer_state_dict(
         return
     listed, form = _listed(optimizers), _form(options or StateDictOptions())
     for optimizer in listed:
-        target, given = Target(model, optimizer, form), optim_state_dict
+        target, given = optim_state_load.Target(model, optimizer, form), optim_state_dict
         groups = [target.names.originals_of(group["params"]) for group in optimizer.param_groups]
         if given and "state" not in given:
             given = _unflattened(given, groups)

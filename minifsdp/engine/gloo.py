@@ -63,7 +63,6 @@ from zlib import crc32
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
-from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -77,9 +76,8 @@ _GATHER_TAGS = 0x20000000  # and as many numbers after it
 _WORTH_A_MESSAGE = 2**18
 _POLL_SECONDS = 0.0005  # seconds, chosen by measurement with `tiny`
 _ALL_TO_ALL = AllToAllOptions()
-# 7. One number identifies the order of the last `_NUM_RECENT` collectives: a polynomial of their sizes, modulo a prime.
-_NUM_RECENT, _BASE, _PRIME = 16, 1_000_003, 2**61 - 1
-_OLDEST = pow(_BASE, _NUM_RECENT, _PRIME)
+# 7. The sizes of the last `_NUM_RECENT` collectives identify an order.
+_NUM_RECENT = 16
 _MOST_KNOWN = 8192
 
 # The ``Work`` of each message of an exchange.
@@ -99,7 +97,7 @@ class Transport:
         self._backend, self._rank, self._size = backend, backend.rank(), backend.size()
         # Each rank sends to the next rank first, so that not all ranks send to the same rank at once.
         self._others = [(self._rank + distance) % self._size for distance in range(1, self._size)]
-        shown = dist.ProcessGroup(HashStore(), self._rank, self._size)
+        shown = dist.ProcessGroup(dist.HashStore(), self._rank, self._size)
         sends_nothing = FakeProcessGroup._create_internal(self._rank, self._size)
         shown._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, sends_nothing)
         self._show_gather, self._show_reduce_scatter = _collectives_of(shown)
@@ -108,11 +106,11 @@ class Transport:
         self._gathers, self._reductions, self._questions = deque[_Messages](), deque[_Messages](), deque[_Messages]()
         self._is_known, self._gather_tag = True, _GATHER_TAGS
         # The size of the next collective, for each order that the ranks have compared.
-        self._known: dict[int, int] = {}
+        self._known: dict[tuple[int, ...], int] = {}
         # The number of mismatches so far. It is a part of each tag, so that earlier messages never match later ones.
         self._num_errors = self._salt = 0
-        # The epoch of the last collective, the last sizes in this epoch, and one number for their order.
-        self._epoch, self._recent, self._context = -1, deque[int](), 0
+        # The epoch of the last collective, and the last sizes in this epoch.
+        self._epoch, self._recent = -1, deque[int]()
 
     def check_size(self, kind: str, num_bytes: int, identity: bytes, epoch: int) -> Callable[[], bool | None] | None:
         """7. Called before each collective. Ensures that no rank receives data of a size that it does not expect.
@@ -122,17 +120,17 @@ class Transport:
             all ranks. It returns whether they are equal, or ``None`` if the ranks found a mismatch since.
         """
         if epoch != self._epoch:
-            self._epoch, self._recent, self._context = epoch, deque([0] * _NUM_RECENT, maxlen=_NUM_RECENT), 0
-        shape, agrees = crc32(kind.encode()) + (num_bytes << 32), None
-        is_known = self._is_known = self._known.get(self._context) == shape
+            self._epoch, self._recent = epoch, deque(maxlen=_NUM_RECENT)
+        shape, order, agrees = crc32(kind.encode()) + (num_bytes << 32), tuple(self._recent), None
+        is_known = self._is_known = self._known.get(order) == shape
         self._gather_tag = _GATHER_TAGS + ((num_bytes if is_known else crc32(identity)) ^ self._salt) % _GATHER_TAGS
         if not is_known:
             if len(self._known) >= _MOST_KNOWN:
                 # All ranks clear at the same position.
                 self._known.clear()
-            self._known[self._context] = shape
-            agrees = self._compare((self._context * _BASE + shape) % _PRIME)
-        self._context = (self._context * _BASE + shape - self._recent[0] * _OLDEST) % _PRIME
+            self._known[order] = shape
+            # Unlike the hash of a text, the hash of numbers is the same in all processes.
+            agrees = self._compare(hash((order, shape)))
         self._recent.append(shape)
         return agrees
 
@@ -229,8 +227,7 @@ class Transport:
 
     def _swap_in_thread(self, received: torch.Tensor, sent: torch.Tensor) -> Handle:
         """5. Exchanges tensors between two ranks, by an all-to-all in which no rank sends to itself."""
-        length = sent.shape[0]
-        lengths = [0, length] if self._rank == 0 else [length, 0]
+        lengths = [0, sent.shape[0]] if self._rank == 0 else [sent.shape[0], 0]
         return _PollingWork(self._backend.alltoall_base(received, sent, lengths, lengths, _ALL_TO_ALL))
 
     # Their names before torch 2.13.

@@ -48,12 +48,12 @@ from torch import nn
 from minifsdp.engine.messages import message, warn_renamed
 
 P = ParamSpec("P")
+# Constructor arguments of one unit that differ from those of the outermost one.
 Overrides = dict[str, Any]
-"""Constructor arguments of one unit that differ from those of the outermost one."""
+# The modules that become units, each with constructor arguments.
 Chosen = dict[nn.Module, Overrides]
-"""The modules that become units, each with constructor arguments."""
+# A policy of any kind as (module, recurse, nonwrapped_numel) -> ``None`` for no, overrides (often ``{}``) for yes.
 Decision = Callable[[nn.Module, bool, int], Overrides | None]
-"""A policy of any kind as (module, recurse, nonwrapped_numel) -> ``None`` for no, overrides (often ``{}``) for yes."""
 
 
 # ---- policies that are functions ------------------------------------------------------------------------------------

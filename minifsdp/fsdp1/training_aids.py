@@ -34,8 +34,8 @@ from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import message, rank_of_this_process, warn
 
+# The groups whose ranks have the other shards of a gradient (empty if unsharded), and the local shard, if any.
 Part = tuple[tuple[Group, ...], torch.Tensor | None]
-"""The groups whose ranks have the other shards of a gradient (empty if unsharded), and the local shard, if any."""
 
 
 def gradient_parts(layout: FlatLayout) -> list[Part]:

@@ -224,8 +224,7 @@ def auto_wrap(
         ValueError: if the tree already has wrappers, ties two units, or has a unit inside a compiled module.
     """
     refuse_wrapped(root_module, wrapper_cls)
-    mixed_precision = kwargs.get("mixed_precision")
-    ignored_classes = () if mixed_precision is None else mixed_precision._module_classes_to_ignore
+    ignored_classes = getattr(kwargs.get("mixed_precision"), "_module_classes_to_ignore", ())
     set_apart = require_classes(ignored_classes, "_module_classes_to_ignore")
     chosen = choose(root_module, policy, ignored_modules, ignored_params, set_apart)
     refuse_ties(root_module, chosen, set(ignored_params))

@@ -43,7 +43,7 @@ from minifsdp.engine.sharded_param import Options, ShardedParam
 from minifsdp.engine.unit import Unit, UnitPolicy, modules_of_unit
 from minifsdp.fsdp2.fsdp_state import FSDPState, state_of
 from minifsdp.fsdp2.initial import compare_while_debugging
-from minifsdp.fsdp2.module import add_methods
+from minifsdp.fsdp2.module import sharded_class
 from minifsdp.fsdp2.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from minifsdp.fsdp2.reshard import choose_reshard
 
@@ -106,7 +106,8 @@ def fully_shard(
         raise NotImplementedError(message("dp-mesh-dims"))
     modules = _checked_modules(module)
     mesh = mesh if mesh is not None else _default_mesh()
-    device = _device_of(mesh)
+    # With the index of the current device.
+    device = torch.empty(0, device=mesh.device_type).device
     # 1. Collect in module order. A parameter that is tied inside the unit stays one parameter.
     owners = modules_of_unit(modules, _is_apart)
     parameters = owned_parameters(owners, set(ignored_params or ()))
@@ -120,7 +121,7 @@ def fully_shard(
     state = FSDPState(modules, unit, device, mp_policy, reshard_after_forward)
     # 4. Add the methods, the hooks for state dicts, and the registration that libraries read.
     for one in modules:
-        add_methods(one)
+        one.__class__ = sharded_class(type(one))  # type: ignore[arg-type]
     loading.register_hooks(state)
     composable.register(state, modules)
     return module
@@ -163,12 +164,6 @@ def _groups_of(mesh: DeviceMesh) -> MeshGroups:
     if mesh.ndim != 2:
         raise ValueError(message("mesh-axes", ndim=mesh.ndim, mesh=mesh))
     return MeshGroups.hybrid(shard=Group.of(mesh.get_group(1)), replicate=Group.of(mesh.get_group(0)))
-
-
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
 def _is_apart(module: nn.Module) -> bool:

@@ -23,7 +23,6 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
-from torch import nn
 
 from minifsdp.arguments import FACTOR, FUNCTION, MODULES, SWITCH, Kind, is_a, require
 from minifsdp.engine.collectives import Scaling
@@ -37,21 +36,8 @@ from minifsdp.fsdp2.reshard import choose_reshard
 RESHARD = Kind("a bool here; a number of ranks can be chosen when fully_shard() is called", is_a(bool), ValueError)
 
 
-class _RefusesDDP:
-    """The list of ignored parameters, which `DistributedDataParallel` reads first. A list of the user replaces it."""
-
-    def __get__(self, module: Any, owner: type | None = None) -> Any:
-        for unit in _units(module, recurse=True) if module is not None else []:
-            name, mesh = unit.layout.full_name(unit.layout.parameters[0].path), unit.plan.mesh
-            group = mesh.shard or mesh.replicate
-            raise RuntimeError(message("ddp-around", name=name, ranks=group and group.ranks))
-        return ()
-
-
 class FSDPModule:
     """A module on which ``fully_shard`` was called. It cannot be constructed directly."""
-
-    _ddp_params_and_buffers_to_ignore = _RefusesDDP()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Creates a module of the original class, so ``model[:2]`` of a sharded ``Sequential`` is not sharded."""
@@ -75,6 +61,15 @@ class FSDPModule:
         except BaseException:
             state.fail_calls(num_running)
             raise
+
+    @functools.cached_property
+    def _ddp_params_and_buffers_to_ignore(self) -> tuple[()]:
+        """`DistributedDataParallel` reads this list of ignored parameters first. A list of the user replaces it."""
+        for unit in _units(self, recurse=True):
+            name, mesh = unit.layout.full_name(unit.layout.parameters[0].path), unit.plan.mesh
+            group = mesh.shard or mesh.replicate
+            raise RuntimeError(message("ddp-around", name=name, ranks=group and group.ranks))
+        return ()
 
     # --- manual unshard and reshard ---
 
@@ -269,13 +264,8 @@ class FSDPModule:
         return state
 
 
-def add_methods(module: nn.Module) -> None:
-    """Changes the class of ``module`` to a subclass of `FSDPModule` and its class."""
-    module.__class__ = _sharded_class(type(module))  # type: ignore[arg-type]
-
-
 @functools.cache
-def _sharded_class(original: type[Any]) -> type[Any]:
+def sharded_class(original: type[Any]) -> type[Any]:
     """A subclass of `FSDPModule` and ``original``, created once for each class."""
     # PyTorch's pipeline schedules check for torch's class. Last, so that no other class inherits its methods.
     # A program may have replaced torch's class by this one.

@@ -73,8 +73,5 @@ def _make(mesh: DeviceMesh, size: int) -> DeviceMesh:
     dist.all_gather_object(everybody, table.tolist())
     columns = sorted({tuple(ranks) for copies in everybody for ranks in zip(*copies, strict=True)})
     rows = sorted({tuple(ranks) for copies in everybody for ranks in copies})
-    replicate, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in columns])
-    shard, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in rows])
-    return DeviceMesh.from_group(
-        [replicate, shard], mesh.device_type, mesh=table, mesh_dim_names=("replicate", "shard")
-    )
+    groups = [dist.new_subgroups_by_enumeration([list(ranks) for ranks in every])[0] for every in (columns, rows)]
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=table, mesh_dim_names=("replicate", "shard"))

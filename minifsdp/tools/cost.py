@@ -2,7 +2,7 @@
 
 Nothing here runs a model. The sizes of the units and a few choices answer two questions before training starts: does it
 fit, and how much communication does it need? The choices are a `Job`, in ``job.py``. The peaks are in ``peaks.py``, and
-the formulas from papers in ``formulas.py``.
+the formulas of stored and sent bytes in ``formulas.py``.
 
 Worked example, four units of 1000 float32 parameters, Adam, two ranks, ``FULL_SHARD``::
 
@@ -40,7 +40,8 @@ DDP 2, ``SHARD_GRAD_OP`` 2, ``FULL_SHARD`` 3, or a little less, since the root's
 ``links.py`` computes which links they use, and a lower bound for the time.
 
 ``spec_tests/tools/test_cost.py`` tests that live storages on the CPU and recorded collectives equal these numbers. It
-also tests the tables of arXiv 1910.02054 and 2304.11277. `hybrid_cross_host` describes a mistake in the second.
+also tests the tables of arXiv 1910.02054 and 2304.11277. ``docs_build/reading/papers.py`` shows a mistake in the
+second.
 
 *In torch:* nothing comparable.
 
@@ -53,7 +54,7 @@ from typing import Any
 import torch
 
 from minifsdp.engine.messages import message
-from minifsdp.tools.formulas import gather_sends, ring_all_reduce_sends, ring_reduce_scatter_sends
+from minifsdp.tools.formulas import ring_all_reduce_sends, ring_sends
 from minifsdp.tools.job import Job
 from minifsdp.tools.peaks import peak_of_backward, peak_of_forward
 
@@ -150,8 +151,8 @@ def sent_bytes(job: Job) -> dict[str, float]:
     gathered = times * units + of_root * root - _in_smaller_mesh(job)
     reduced = _reductions(job) * sum(job.gradients) * job.reduce_width / job.width
     return {
-        "AG": gather_sends(gathered, job.shards) + sent_in_smaller_mesh(job),
-        "RS": ring_reduce_scatter_sends(reduced, job.shards),
+        "AG": ring_sends(gathered, job.shards) + sent_in_smaller_mesh(job),
+        "RS": ring_sends(reduced, job.shards),
         "AR": ring_all_reduce_sends(reduced / job.shards, job.num_replicas),
     }
 
@@ -163,7 +164,7 @@ def _in_smaller_mesh(job: Job) -> float:
 
 def sent_in_smaller_mesh(job: Job) -> float:
     """The bytes that each rank sends in all-gathers among ``reshards_to`` ranks."""
-    return gather_sends(_in_smaller_mesh(job), job.reshards_to or 1)
+    return ring_sends(_in_smaller_mesh(job), job.reshards_to or 1)
 
 
 def num_collectives(job: Job) -> dict[str, int]:

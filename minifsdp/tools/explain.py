@@ -29,8 +29,7 @@ Spec: EXPLAIN-01 to EXPLAIN-12.
 import itertools
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -88,14 +87,12 @@ class Explanation:
     @property
     def parameter_bytes(self) -> float:
         """Bytes of parameters that a rank stores, padding included, on the device or the host."""
-        alone = cost_of(replace(self.job, optimizer=0, buffers=0))
-        return alone.stored + alone.host
+        return sum(self.job.sizes) / self.job.width / self.job.shards * self.job.stored.itemsize
 
     @property
     def optimizer_bytes(self) -> float:
         """Bytes of optimizer states that a rank stores."""
-        both = cost_of(replace(self.job, buffers=0))
-        return both.stored + both.host - self.parameter_bytes
+        return self.job.num_trained / self.job.shards * self.job.optimizer
 
     @property
     def gradient_bytes(self) -> float:
@@ -108,10 +105,9 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         """The tables for a notebook."""
-        import jinja2  # not at the top, because this import is slow
+        from minifsdp.tools.timeline import TEMPLATES  # not at the top, because it imports jinja2, which is slow
 
-        loader = jinja2.FileSystemLoader(Path(__file__).parent)
-        template = jinja2.Environment(loader=loader, autoescape=True).get_template("explain.html.jinja")
+        template = TEMPLATES.get_template("explain.html.jinja")
         return template.render(found=self, headline=_headline(self), memory=_memory(self), size=size_of, dtypes=_dtypes)
 
 

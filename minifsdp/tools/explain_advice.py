@@ -164,8 +164,7 @@ def assumptions(model: nn.Module, units: Sequence[UnitSummary], like: UnitSummar
     mixed = [unit.label for unit in units if not unit.per_parameter and 0 < len(unit.trained_shapes) < len(unit.shapes)]
     if mixed:
         found.append(detail("explain-mixed", names=some(mixed)))
-    left = left_out(model) if is_sharded(model) else []
-    if left:
+    if is_sharded(model) and (left := left_out(model)):
         num_bytes = sum(parameter.nbytes for _, parameter in left)
         found.append(detail("explain-left-out", names=some([name for name, _ in left]), size=size_of(num_bytes)))
     return found

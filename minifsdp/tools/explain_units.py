@@ -105,15 +105,11 @@ def left_out(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def choices_of(model: nn.Module) -> dict[str, Any]:
     """The fields of a `Job` that concern the whole model and not single units."""
     units = _sharded(model)
-    # The defaults of `fully_shard`, unless prefetching was set manually.
-    forward_prefetch, backward_prefetch = False, True
-    if isinstance(model, Wrapper):
-        forward_prefetch = model.forward_prefetch
-        backward_prefetch = model.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
     groups = [unit.plan.mesh.shard for unit in units if unit.layout.device.type == "cpu"]
     return {
-        "forward_prefetch": forward_prefetch,
-        "backward_prefetch": backward_prefetch,
+        # For other models, the defaults of `fully_shard`, unless prefetching was set manually.
+        "forward_prefetch": isinstance(model, Wrapper) and model.forward_prefetch,
+        "backward_prefetch": not isinstance(model, Wrapper) or model.backward_prefetch is BackwardPrefetch.BACKWARD_PRE,
         # Whether some reduction overlaps with the next unit's computation; `set_reduction_overlap` can change it.
         "overlaps": not is_sharded(model) or any(unit.plan.overlaps for unit in units),
         # Whether shards are sent between CPUs by ``engine/gloo.py``; not for a planned unit.

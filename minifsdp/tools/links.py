@@ -99,13 +99,10 @@ def sent_by_link(job: Job, per_machine: int) -> dict[str, Sent]:
 
 def _leaving(num_ranks: int, size: int, apart: int, per_machine: int) -> float:
     """The fraction of hops between machines, for rings of ``size`` ranks at a distance of ``apart`` ranks."""
-
-    def following(rank: int) -> int:
-        span = size * apart
-        start = rank // span * span
-        return start + (rank - start + apart) % span
-
-    hops = sum(rank // per_machine != following(rank) // per_machine for rank in range(num_ranks))
+    # Rings of neighboring ranks together span this number of ranks.
+    span = size * apart
+    following = [rank - rank % span + (rank + apart) % span for rank in range(num_ranks)]
+    hops = sum(rank // per_machine != other // per_machine for rank, other in enumerate(following))
     return hops / num_ranks
 
 

@@ -65,15 +65,10 @@ def _peak_of_unit(job: Job, i: int, number: int) -> float:
     previous = sum(job.gradients[last : last + 1]) if job.overlaps else 0.0
     output = _reduced(job, previous) / job.shards
     cast = job.settled(previous) if job.stored.itemsize != job.reduce_width else 0.0
-    stages = [
-        _reduction(job, previous) + computing,
-        output + concatenating,
-        output + _reduction(job, gradient) + cast,
-    ]
-    if job.sorts or job.reduce_width != job.width:
-        # The gradient is sorted by rank, or cast, into a separate buffer.
-        stages.append(output + gradient + _reduced(job, gradient))
-    return others + max(stages)
+    reducing = _reduction(job, gradient) + cast
+    # The gradient is sorted by rank, or cast, into a separate buffer.
+    copying = gradient + _reduced(job, gradient) if job.sorts or job.reduce_width != job.width else 0.0
+    return others + max(_reduction(job, previous) + computing, output + max(concatenating, reducing, copying))
 
 
 def _deferred(job: Job, i: int) -> float:

@@ -44,10 +44,10 @@ from minifsdp.trace import Event
 
 BOXES = ("F", "B", "AG", "RS", "AR")
 
-_TEMPLATES = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
-_TEMPLATES.filters["px"] = "{:.1f}".format
+TEMPLATES = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
+TEMPLATES.filters["px"] = "{:.1f}".format
 # The macros of the template by their names, and ``meanings``: its description of each kind.
-_SHAPES: Any = _TEMPLATES.get_template("timeline.svg.jinja").module
+_SHAPES: Any = TEMPLATES.get_template("timeline.svg.jinja").module
 
 # All in pixels.
 _LEFT, _RIGHT = 104, 24
@@ -207,14 +207,11 @@ def _draw_memory(sheet: _Sheet, y: float, events: Sequence[Event]) -> float:
 
 def _draw_grid(sheet: _Sheet, top: float, bottom: float) -> None:
     """Vertical lines at round numbers of milliseconds, and these numbers below."""
-    step = _round_step(1e3 * sheet.seconds / 10)
+    # About ten numbers: the smallest of 1, 2, 5, 10, 20, 50 and so on (or 0.5, 0.2, ...) that is large enough.
+    rough = 1e3 * sheet.seconds / 10
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
     digits = max(0, -math.floor(math.log10(step)))
     for number in range(math.floor(1e3 * sheet.seconds / step + 1e-9) + 1):
         time = f"{number * step:.{digits}f}" + (" ms" if number == 0 else "")
         sheet.ground.append(_SHAPES.tick(sheet.x(number * step / 1e3), top + 20, bottom, time))
-
-
-def _round_step(rough: float) -> float:
-    """The smallest of 1, 2, 5, 10, 20, 50 and so on (or 0.5, 0.2, ...) that is at least ``rough``."""
-    power = 10.0 ** math.floor(math.log10(rough))
-    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))

@@ -113,7 +113,7 @@ def _leave_exit_record(watchdog: Watchdog) -> None:
         print(differs, file=sys.stderr, flush=True)
         ended = "by RuntimeError: the ranks issued different collectives"
         # The status shows that the results of the program are wrong.
-        log.exit_status = _ExitStatus(1)
+        log.exit_status = _ExitStatus()
     if error is not None and _is_of_backend(error):
         print(message("sent-by-others", report=watchdog.ask(None)), file=sys.stderr, flush=True)
     watchdog.leave(ended)
@@ -137,13 +137,11 @@ def _is_of_backend(error: BaseException) -> bool:
 
 
 class _ExitStatus:
-    """Ends the process with another status after all exit handlers have run, when Python deletes this object."""
+    """Ends the process with status 1 after all exit handlers have run, when Python deletes this object."""
 
-    def __init__(self, status: int) -> None:
-        self._end = functools.partial(os._exit, status)
-
-    def __del__(self) -> None:
-        self._end()
+    # The default value keeps the function, because Python clears the modules first.
+    def __del__(self, end: Any = os._exit) -> None:
+        end(1)
 
 
 def _watch_signals() -> None:

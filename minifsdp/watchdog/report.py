@@ -48,7 +48,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore
 
 from minifsdp.engine.collective_log import CollectiveSequence, Entry, Position, called, log, where
 from minifsdp.engine.messages import rank_of_this_process, way_out_of_main_thread
@@ -210,11 +209,8 @@ class Findings(NamedTuple):
         ended = [state for rank in sequence.ranks if (state := self.states[rank]) and state["ended"]]
         reached = [one["sequences"].get(sequence.key) for one in ended if on_cpu and one["ended"] == IN_ORDER]
         crossed = on_cpu and any(self._wait_for_each_other(position, rank) for rank in sequence.ranks)
-        return (
-            crossed
-            or bool(self.diverging)
-            or len(ended) > sum(both[0][:2] > [epoch, number] for both in reached if both)
-        )
+        have_sent = sum(both[0][:2] > [epoch, number] for both in reached if both)
+        return crossed or bool(self.diverging) or len(ended) > have_sent
 
     def _wait_for_each_other(self, position: Position, rank: int) -> bool:
         """Whether ``rank`` waits for this rank in another group, and neither has issued the collective of the other."""
@@ -274,7 +270,7 @@ class StoreChannel:
 
     def __init__(self, store: Any, meanwhile: Callable[[], None]) -> None:
         self._of_group = store.clone() if hasattr(store, "clone") else store
-        self._store = PrefixStore("minifsdp/ledger", self._of_group)
+        self._store = dist.PrefixStore("minifsdp/ledger", self._of_group)
         self.rank, self.num_ranks, self._meanwhile = dist.get_rank(), dist.get_world_size(), meanwhile
         self.is_gone = self._is_open = False
         self.of_host: State | None = None

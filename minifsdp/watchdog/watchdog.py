@@ -37,7 +37,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -47,7 +47,6 @@ from minifsdp.engine.gloo import close
 from minifsdp.engine.messages import message
 from minifsdp.ledger import written
 from minifsdp.watchdog import report
-from minifsdp.watchdog.report import EXIT_RECORD, HASTE, Findings, State, StoreChannel
 
 TICK = 0.25  # seconds between two looks at the store
 PATIENCE = 2.0  # seconds that the main thread may wait before this thread queries the others
@@ -71,7 +70,7 @@ class Watchdog:
 
     def __init__(self, store: Any, is_host: bool, handles_sigterm: Callable[[], bool]) -> None:
         self._is_host, self._handles_sigterm = is_host, handles_sigterm
-        self._channel = StoreChannel(store, self._answer)
+        self._channel = report.StoreChannel(store, self._answer)
         self._pipe_end, self.wake_up_end = os.pipe()
         # `signal.set_wakeup_fd` requires this.
         os.set_blocking(self.wake_up_end, False)
@@ -127,7 +126,7 @@ class Watchdog:
         self.thread.join(LIMIT)
         if self._is_host:
             with suppress(Exception):
-                self._channel.states(EXIT_RECORD, 2 * LIMIT if is_failure else 2 * TICK)
+                self._channel.states(report.EXIT_RECORD, 2 * LIMIT if is_failure else 2 * TICK)
 
     def report_sigterm(self) -> None:
         """Called by the signal handler."""
@@ -155,7 +154,7 @@ class Watchdog:
     def _look(self) -> None:
         """Sleeps for a moment or until it is woken, and then does one of the four things if necessary."""
         was_asked = time.monotonic() - self._answered_at < PATIENCE
-        ready, _, _ = select.select([self._pipe_end], [], [], HASTE if was_asked else TICK)
+        ready, _, _ = select.select([self._pipe_end], [], [], report.HASTE if was_asked else TICK)
         # The pipe contains numbers of signals, and zeros from `_wake`.
         signals = os.read(self._pipe_end, 64) if ready else b""
         if self._has_sigterm or (signal.SIGTERM in signals and self._handles_sigterm()):
@@ -183,33 +182,33 @@ class Watchdog:
             self._listed = wanted
 
     def _publish_exit(self, ended: str) -> None:
-        self._answered = self._listed = EXIT_RECORD
-        self._channel.publish_list(EXIT_RECORD)
-        self._channel.publish_state(EXIT_RECORD, report.state_of_this_rank(ended, self.failed_at))
+        self._answered = self._listed = report.EXIT_RECORD
+        self._channel.publish_list(report.EXIT_RECORD)
+        self._channel.publish_state(report.EXIT_RECORD, report.state_of_this_rank(ended, self.failed_at))
         if self._is_host:
             self._channel.announce_exit()
 
-    def _find(self, position: Position | None, number: int) -> Findings:
+    def _find(self, position: Position | None, number: int) -> report.Findings:
         """The answers to a question; if ranks differ at ``position``, also their lists."""
         channel = self._channel
         states = channel.states(number, LIMIT)
         for rank in [rank for rank, state in states.items() if state is None and channel.is_lost(rank)]:
             states[rank] = lost = report.state_of_lost(rank)
-            channel.publish_state(EXIT_RECORD, lost)
+            channel.publish_state(report.EXIT_RECORD, lost)
         if position is not None:
             epoch, ranks = report.different_ranks(*position[:2], states)
             if len(ranks) > 1:
                 lists = channel.lists(ranks[: report.MOST_RANKS], LIMIT)
-                return Findings(states, lists, report.divergence(position[0].key, epoch, lists))
-        return Findings(states, {channel.rank: report.lines_of_this_rank()})
+                return report.Findings(states, lists, report.divergence(position[0].key, epoch, lists))
+        return report.Findings(states, {channel.rank: report.lines_of_this_rank()})
 
     def _report_alone(self) -> str:
         """The report if no other rank can be queried."""
         channel, why = self._channel, report.GONE if self._channel.is_gone else report.SILENT
-        states: dict[int, State | None] = {channel.rank: report.state_of_this_rank(failed_at=self.failed_at)}
+        states: dict[int, report.State | None] = {channel.rank: report.state_of_this_rank(failed_at=self.failed_at)}
         if channel.of_host is not None:
             states[channel.of_host["rank"]] = channel.of_host
-        return written(Findings(states, {channel.rank: report.lines_of_this_rank()}, why=why))
+        return written(report.Findings(states, {channel.rank: report.lines_of_this_rank()}, why=why))
 
     def _is_stuck(self) -> bool:
         """Whether the main thread has waited for the same collective, or for the device, longer than expected."""
@@ -247,7 +246,7 @@ class Watchdog:
                 print(log.fatal_error, file=sys.stderr, flush=True)
             close(sequence.process_group())
 
-    def _print_once(self, position: Position, found: Findings) -> None:
+    def _print_once(self, position: Position, found: report.Findings) -> None:
         """After a long wait, one of the waiting ranks prints the state of each rank. All ranks keep waiting."""
         waits = [rank for rank in position[0].ranks if (state := found.states[rank]) and state["waits"]]
         if self._patience >= 16 * PATIENCE and not self._has_printed and self._channel.rank in waits[:1]:
@@ -271,7 +270,5 @@ class Watchdog:
 def _is_complete(event: Any) -> bool:
     """Whether an accelerator has reached an event. Sets the device, because this thread has no current device."""
     device = getattr(event, "device", None)
-    if device is None:
-        return bool(event.query())
-    with torch.get_device_module(device).device(device):
+    with nullcontext() if device is None else torch.get_device_module(device).device(device):
         return bool(event.query())

@@ -13,8 +13,8 @@ from docs_build.drawing import holdings, hooksteps, linkbytes, oneweight
 from docs_build.drawing.sketch import bar, size_of
 from docs_build.drawing.sketches import SKETCHES, draw
 from docs_build.reading.order import ROOT
+from docs_build.reading.papers import zero_bytes
 from docs_build.recording.lessons import recorded
-from minifsdp.tools.formulas import zero_bytes
 from spec_tests.docs.browser import Tab
 from spec_tests.docs.contrast import contrasts
 

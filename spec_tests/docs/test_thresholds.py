@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
+from docs_build.reading.papers import model_states
 from minifsdp.cost import Job
-from minifsdp.tools import formulas
 from minifsdp.tools.links import sent_by_link
 from spec_tests.harness.accounting import ROOT, read_rows
 
@@ -30,7 +30,7 @@ def rows_of(heading: str) -> list[list[str]]:
 
 def largest(num_shards: int, unsharded: float = 0.0) -> float:
     """Billions of parameters whose states, and unsharded bytes for each parameter, need half of the memory."""
-    states = formulas.model_states(1, **{name: size / num_shards for name, size in NUMBERS.items()})
+    states = model_states(1, **{name: size / num_shards for name, size in NUMBERS.items()})
     return HALF / (states + unsharded) / 1e9
 
 

@@ -9,7 +9,7 @@ __all__ = ["MUTANTS"]
 MUTANTS = [
     Mutant(
         "class-name-stays",
-        "_sharded_class",
+        "sharded_class",
         'type(f"FSDP{original.__name__}", (FSDPModule, original, *others), {})',
         "type(original.__name__, (FSDPModule, original), {})",
         "A sharded module's class keeps its old name.",
@@ -365,7 +365,7 @@ MUTANTS = [
     ),
     Mutant(
         "not-an-instance-of-torchs-class",
-        "_sharded_class",
+        "sharded_class",
         ", original, *others)",
         ", original)",
         "Pipeline schedules do not detect sharded modules.",

@@ -90,7 +90,7 @@ MUTANTS = [
     Mutant(
         "batch-norms-stay-in-their-unit",
         "auto_wrap",
-        "() if mixed_precision is None else mixed_precision._module_classes_to_ignore",
+        'getattr(kwargs.get("mixed_precision"), "_module_classes_to_ignore", ())',
         "()",
         "Batch norms compute in low precision.",
         "MP-19",
@@ -98,8 +98,8 @@ MUTANTS = [
     Mutant(
         "only-batch-norms-are-set-apart",
         "auto_wrap",
-        "mixed_precision._module_classes_to_ignore",
-        "(nn.modules.batchnorm._BatchNorm,)",
+        'getattr(kwargs.get("mixed_precision"), "_module_classes_to_ignore", ())',
+        '(nn.modules.batchnorm._BatchNorm,) if kwargs.get("mixed_precision") else ()',
         "_module_classes_to_ignore has no effect.",
         "MP-21",
     ),

@@ -106,8 +106,8 @@ MUTANTS = [
     Mutant(
         "names-are-not-escaped",
         "Explanation._repr_html_",
-        "autoescape=True",
-        "autoescape=False",
+        "TEMPLATES.get_template",
+        "TEMPLATES.overlay(autoescape=False).get_template",
         "The HTML page does not escape a module's name.",
         "SAVE-09",
     ),

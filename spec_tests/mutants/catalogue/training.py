@@ -137,7 +137,7 @@ MUTANTS = [
     ),
     Mutant(
         "ddp-around-fully-shard",
-        "_RefusesDDP.__get__",
+        "FSDPModule._ddp_params_and_buffers_to_ignore",
         'raise RuntimeError(message("ddp-around", name=name, ranks=group and group.ranks))',
         "pass",
         "DistributedDataParallel around a fully_shard model fails inside torch.",
@@ -186,7 +186,7 @@ MUTANTS = [
     Mutant(
         "sizes-not-asked-about",
         "Transport.check_size",
-        "is_known = self._is_known = self._known.get(self._context) == shape",
+        "is_known = self._is_known = self._known.get(order) == shape",
         "is_known = self._is_known = True",
         "Ranks send data of other sizes than the receiver expects, so gloo aborts the process.",
         "ORDER-10 FUZZ-03",
@@ -194,8 +194,8 @@ MUTANTS = [
     Mutant(
         "sizes-asked-about-once",
         "Transport.check_size",
-        "is_known = self._is_known = self._known.get(self._context) == shape",
-        "is_known = self._is_known = self._context in self._known",
+        "is_known = self._is_known = self._known.get(order) == shape",
+        "is_known = self._is_known = order in self._known",
         "A size that was compared once at a position is never compared again.",
         "ORDER-10",
     ),
