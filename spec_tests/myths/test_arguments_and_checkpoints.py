@@ -102,9 +102,9 @@ def test_a_full_dict_is_built_unit_by_unit() -> None:
     sizes = []
     all_gather = collectives.all_gather
 
-    def note(group: Any, output: torch.Tensor, local_shard: torch.Tensor) -> Any:
+    def note(group: Any, output: torch.Tensor, *rest: Any) -> Any:
         sizes.append(output.numel())
-        return all_gather(group, output, local_shard)
+        return all_gather(group, output, *rest)
 
     config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
     with FSDP.state_dict_type(model, FULL, config), mock.patch.object(collectives, "all_gather", note):

@@ -98,6 +98,7 @@ LEFT_OUT = {
     "batches.py: collectives.all_reduce(ranks, total": "an accelerator sends on the stream that reads",
     "checkpoint/tensors.py: collectives.all_gather(": "loading a sharded state dict begins with a barrier of all ranks",
     "checkpoint/codec.py: collectives.all_gather(": "the optimizer's state begins with a barrier of all ranks",
+    "engine/changes.py: collectives.all_gather(": "fake ranks have other values, so their hashes differ, which is an error",
     "engine/gloo.py: message.wait(": "between CPUs alone",
     "engine/gloo.py: self._work.wait(": "between CPUs alone",
     "engine/gloo.py: exchange.wait(": "between CPUs alone",
@@ -111,6 +112,7 @@ LEFT_OUT = {
     "engine/rank_checks.py: self._arrived = ": "only tells `read` that the answer is read later, with `synchronize`",
     "engine/rank_checks.py: arrived.synchronize(": "a whole backward lies between the question and this",
     "engine/rank_checks.py: question.wait(": "a stream has waited already, and a CPU needs no order",
+    "engine/rank_checks.py: store.wait(": "text of the ranks in the store, not on a stream",
     "engine/collectives.py: Collective(function.__name__": "what it calls has waited by itself",
 }
 
