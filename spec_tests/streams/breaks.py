@@ -98,7 +98,7 @@ LEFT_OUT = {
     "batches.py: collectives.all_reduce(ranks, total": "an accelerator sends on the stream that reads",
     "checkpoint/tensors.py: collectives.all_gather(": "loading a sharded state dict begins with a barrier of all ranks",
     "checkpoint/codec.py: collectives.all_gather(": "the optimizer's state begins with a barrier of all ranks",
-    "engine/changes.py: collectives.all_gather(": "fake ranks have other values, so their hashes differ, which is an error",
+    "engine/changes.py: collectives.all_gather(": "the hashes of fake ranks differ, which is an error",
     "engine/gloo.py: message.wait(": "between CPUs alone",
     "engine/gloo.py: self._work.wait(": "between CPUs alone",
     "engine/gloo.py: exchange.wait(": "between CPUs alone",
