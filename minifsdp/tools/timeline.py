@@ -94,6 +94,10 @@ class _Sheet:
         x = self.x(event.start)
         self.shapes.append(_SHAPES.mark(event.kind, x, y, _SHAPES.tip(event), self.x(event.end) - x))
 
+    def finished(self, height: float, title: str) -> str:
+        """The complete SVG document."""
+        return str(_SHAPES.document(self.width, height, title, self.ground + self.shapes))
+
 
 def svg(
     events_per_rank: EventsPerRank,
@@ -134,7 +138,7 @@ def svg(
     for rank, events in enumerate(ranks):
         y = _draw_rank(sheet, y, f"rank {rank}", events, streams)
     _draw_grid(sheet, top, y)
-    return str(_SHAPES.document(width, y + 34, title, sheet.ground + sheet.shapes))
+    return sheet.finished(y + 34, title)
 
 
 def _draw_heading(sheet: _Sheet, events: Sequence[Event], title: str, *captions: str) -> float:
