@@ -300,6 +300,19 @@ def test_iteration_after_the_last_backward_has_the_usual_order() -> None:
     assert recorded_iteration(model) == usual
 
 
+@pytest.mark.spec("NEW-07", "FUZZ-04")
+@pytest.mark.parametrize("set_to_none", [True, False])
+@ranks(2)
+def test_zero_grad_clears_the_gradient_whose_reduction_is_in_flight(set_to_none: bool) -> None:
+    model = sharded()
+    model.set_is_last_backward(False)
+    iterate(model, 0)
+    model.zero_grad(set_to_none=set_to_none)
+    model.set_is_last_backward(True)
+    iterate(model, 1)
+    assert_same(full_gradients(model), mean_gradients(seeded(), (1,)))
+
+
 # --- resharding while gradients are accumulated ---
 
 
