@@ -300,6 +300,24 @@ def test_iteration_after_the_last_backward_has_the_usual_order() -> None:
     assert recorded_iteration(model) == usual
 
 
+@pytest.mark.spec("GRAD-04", "FS2-SYNC-01")
+@ranks(2)
+def test_unreduced_gradients_are_converted_with_the_model() -> None:
+    model = sharded()
+    model.set_requires_gradient_sync(False)
+    (loss_of(model(batch(0))) * 2**26).backward()
+    model.double()
+    model.set_requires_gradient_sync(True)
+    loss_of(model(batch(1).double())).backward()
+    parts = [local_gradients(seeded(), (0,), rank) for rank in range(dist.get_world_size())]
+    expected = {name: sum(part[name].double() for part in parts) / len(parts) * 2**26 for name in parts[0]}
+    later = full_gradients(model)
+    model.zero_grad()
+    loss_of(model(batch(1).double())).backward()
+    added = full_gradients(model)
+    assert_same({name: later[name] - expected[name] for name in later}, added, bitwise=False)
+
+
 @pytest.mark.spec("NEW-07", "FUZZ-04")
 @pytest.mark.parametrize("set_to_none", [True, False])
 @ranks(2)

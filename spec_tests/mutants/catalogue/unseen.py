@@ -311,4 +311,28 @@ MUTANTS = [
         "After a strict load of a wrapper, a plain module around it cannot load with `strict=False`.",
         "SD-FULL-13",
     ),
+    Mutant(
+        "unreduced-gradients-keep-the-old-dtype",
+        "ShardedParam.use_leaf",
+        "if self.unreduced is not None:",
+        "if False:",
+        "Unreduced gradients keep the dtype of before a conversion of the model, and lose the later ones.",
+        "GRAD-04",
+    ),
+    Mutant(
+        "parameters-outside-of-units-are-optional",
+        "_name_problems",
+        "if name not in listed and name not in optional)",
+        "if name not in listed and name not in names.outside.values())",
+        "A dict without a parameter outside of all units is accepted, and its optimizer then has no such parameter.",
+        "OSD-LOAD-01",
+    ),
+    Mutant(
+        "unused-graph-keeps-the-memory",
+        "Unit.reshard",
+        "self.state, self.keeps_for_graph = State.SHARDED, False",
+        "self.state = State.SHARDED",
+        "After an unused graph of `create_graph=True`, units stay unsharded after each evaluation.",
+        "PROG-24",
+    ),
 ]
