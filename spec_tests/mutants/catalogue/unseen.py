@@ -335,4 +335,12 @@ MUTANTS = [
         "After an unused graph of `create_graph=True`, units stay unsharded after each evaluation.",
         "PROG-24",
     ),
+    Mutant(
+        "gradient-kept-by-a-flat-hook-changes",
+        "FlatLayout.take_gradient",
+        "self._is_shared = bool(hooks) or self.sharding.is_single",
+        "self._is_shared = self.sharding.is_single",
+        "A gradient that a hook of a flat parameter has kept is changed by an accumulation or a reduction.",
+        "GRAD-01",
+    ),
 ]
