@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import OrderedDict
 from typing import Any
 
@@ -40,6 +42,31 @@ def test_with_rank0_only_a_rank_drops_only_the_entries_of_its_model(keep: bool, 
     assert all(state[key] is value for key, value in before.items())
     mine = {prefix + key for key in nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).state_dict()}
     assert set(state) - set(before) == (mine if dist.get_rank() == 0 else set())
+
+
+@pytest.mark.spec("SAVE-02")
+@flat_or_original
+@ranks(2)
+def test_model_does_not_keep_the_entries_of_another_model(keep: bool) -> None:
+    model = FSDP(nn.Linear(3, 4), use_orig_params=keep, device_id=device())
+    state = filled()
+    entry = weakref.ref(state["other.running_mean"])
+    model.state_dict(destination=state)
+    del state
+    gc.collect()
+    assert entry() is None
+
+
+@pytest.mark.spec("SD-FULL-13")
+@flat_or_original
+@ranks(2)
+def test_plain_module_around_a_wrapper_chooses_strict_after_a_strict_load(keep: bool) -> None:
+    model = FSDP(nn.Linear(3, 4), use_orig_params=keep, device_id=device())
+    model.load_state_dict(model.state_dict())
+    found = nn.Sequential(model).load_state_dict({"0.bias": torch.ones(4)}, strict=False)
+    assert found.missing_keys == ["0.weight"]
+    with FSDP.summon_full_params(model):
+        assert torch.equal(model.module.bias.cpu(), torch.ones(4))
 
 
 @pytest.mark.spec("SAVE-02")

@@ -329,6 +329,22 @@ def test_a_model_without_units_is_refused() -> None:
         FSDP.optim_state_dict_to_load(model, optimizer, {"state": {}, "param_groups": []})
 
 
+@pytest.mark.spec("OSD-LOAD-01")
+@flat_or_original
+@ranks(2)
+def test_dict_without_a_parameter_outside_of_all_units_is_refused(keep: bool) -> None:
+    inside = FSDP(nn.Linear(3, 4), use_orig_params=keep, device_id=device())
+    model = nn.Sequential(inside, nn.Linear(4, 2).to(device()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    model(torch.ones(2, 3, device=device())).sum().backward()
+    optimizer.step()
+    states = FSDP.optim_state_dict(model, optimizer)
+    states["param_groups"][0]["params"].remove("1.bias")
+    del states["state"]["1.bias"]
+    with pytest.raises(RuntimeError, match=r"key '1.bias': expected in a parameter group"):
+        FSDP.optim_state_dict_to_load(model, optimizer, states)
+
+
 @pytest.mark.spec("OSD-LOAD-08", "SD-FULL-11")
 @flat_or_original
 @ranks(4)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp._runtime_utils import _post_backward_final_callback
 
 import minifsdp
-from minifsdp import FullyShardedDataParallel, MixedPrecision, StateDictType
+from minifsdp import FullStateDictConfig, FullyShardedDataParallel, MixedPrecision, StateDictType
 from minifsdp.engine.unit import State
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import Block, Stack, seeded
@@ -200,6 +200,21 @@ def check_model_part(use_orig_params: bool, form: str) -> None:
         other = wrapped(Stack().to(device()), use_orig_params=use_orig_params)
         helpers.set_model_state_dict(other, state, options=options)
         assert_same(full_values(other), full_values(model), bitwise=True)
+
+
+@pytest.mark.spec("SD-CFG-02", "SD-CFG-04")
+@ranks(2)
+def test_assigned_state_dict_type_has_its_default_configurations() -> None:
+    model: Any = wrapped()
+    chosen = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    FullyShardedDataParallel.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, chosen)
+    for form in (torch_fsdp.StateDictType.SHARDED_STATE_DICT, torch_fsdp.StateDictType.FULL_STATE_DICT):
+        for wrapper in FullyShardedDataParallel.fsdp_modules(model):
+            wrapper._state_dict_type = form
+        found = FullyShardedDataParallel.get_state_dict_type(model)
+        other: Any = wrapped()
+        FullyShardedDataParallel.set_state_dict_type(other, StateDictType[form.name])
+        assert found == FullyShardedDataParallel.get_state_dict_type(other)
 
 
 @pytest.mark.parametrize("form", FORMS)

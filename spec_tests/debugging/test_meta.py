@@ -226,6 +226,33 @@ def test_uninitialized_buffer_of_a_root_without_parameters_is_reported() -> None
         refused(model, "the values of 'scale' (rank 0, 1) are not")
 
 
+class Clipped(nn.Module):
+    """Keeps sequences of any length, so the last bound is the largest integer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(6, 6))
+        self.register_buffer("bounds", torch.zeros(3, dtype=torch.int64))
+
+    def reset_parameters(self) -> None:
+        nn.init.eye_(self.weight)
+        self.bounds.copy_(torch.tensor([0, 512, torch.iinfo(torch.int64).max]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+@pytest.mark.spec("DEBUG-08", "DEBUG-09")
+@pytest.mark.parametrize("api", [FLAT, ORIGINALS])
+@ranks(2)
+def test_single_largest_integer_in_a_buffer_is_a_value(api: str) -> None:
+    with torch.device("meta"):
+        model = Clipped()
+    with minifsdp.debug("meta"), said() as texts:
+        iterate(FSDP(model, use_orig_params=api == ORIGINALS, device_id=device()))
+    assert texts == []
+
+
 def refused(model: Callable[..., Any], words: str) -> None:
     with pytest.raises(RuntimeError, match="the model is about to be used") as caught:
         model(batch())

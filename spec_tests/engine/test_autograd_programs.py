@@ -403,6 +403,23 @@ def test_units_are_resharded_after_the_gradients_of_parameters() -> None:
     assert {unit.state.name for unit in units} == {"SHARDED"}
 
 
+@pytest.mark.spec("PROG-24")
+@ranks(2)
+def test_units_of_an_unused_graph_are_resharded_after_the_next_evaluation_that_follows_a_step() -> None:
+    model = FullyShardedDataParallel(Net(), auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=device())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(4, 8).to(device()).requires_grad_()
+    torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    units = model._root_state.iteration.units  # type: ignore[union-attr]
+    assert {unit.state.name for unit in units} == {"UNSHARDED"}
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with torch.no_grad():
+        model(x)
+    assert {unit.state.name for unit in units} == {"SHARDED"}
+
+
 @pytest.mark.spec("PROG-32")
 @ranks(2)
 def test_unit_that_returns_a_view_warns_once_and_is_resharded_after_its_backward() -> None:

@@ -203,6 +203,26 @@ def test_signal_handler_of_the_program_stays_and_a_forked_process_has_none() -> 
         signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.spec("LEDGER-06", "HEALTHY-08")
+@ranks(2)
+def test_signal_handler_that_was_set_later_stays_after_a_fork() -> None:
+    FSDP(MLP(), device_id=device())
+    before = signal.getsignal(signal.SIGTERM)
+
+    def mine(*_: Any) -> None:
+        pass
+
+    signal.signal(signal.SIGTERM, mine)
+    try:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if signal.getsignal(signal.SIGTERM) is mine else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 @pytest.mark.spec("LEDGER-11")
 @pytest.mark.parametrize("error", [RuntimeError, TimeoutError, KeyboardInterrupt])
 @ranks(2)

@@ -147,6 +147,18 @@ def test_unit_called_twice_keeps_the_successor_of_its_first_call_without_warning
 
 
 @pytest.mark.pure
+@pytest.mark.spec("PREF-12", "PREF-13")
+def test_unit_called_again_after_others_keeps_the_position_of_the_iteration() -> None:
+    a, b, c = units(3)
+    schedule = Schedule()
+    iterate(schedule, a, b, a, c)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        followed = [schedule.next_forward(unit) for unit in (a, b, a, c)]
+    assert followed == [b, c, b, None]
+
+
+@pytest.mark.pure
 @pytest.mark.spec("PREF-13")
 def test_units_in_another_order_give_one_warning_with_both_names() -> None:
     a, b, c = units(3)

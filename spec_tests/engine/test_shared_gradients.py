@@ -272,3 +272,19 @@ def test_memory_is_not_reused_during_a_stream_read_after_a_failed_hook() -> None
     for _ in range(3):
         # The simulated accelerator reports memory that is reused while a stream still reads it.
         torch.zeros(64 * 65, device=device())
+
+
+@pytest.mark.spec("GRAD-01")
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@ranks(2)
+def test_gradient_that_a_hook_of_a_flat_parameter_keeps_does_not_change(strategy: str) -> None:
+    model = FSDP(nn.Linear(4, 4), sharding_strategy=ShardingStrategy[strategy], device_id=device())
+    (flat,) = model.parameters()
+    kept: list[tuple[Tensor, Tensor]] = []
+    flat.register_hook(lambda gradient: kept.append((gradient, gradient.clone())))
+    with model.no_sync():
+        for _ in range(2):
+            model(torch.ones(2, 4, device=device()) + dist.get_rank()).sum().backward()
+    model(torch.ones(2, 4, device=device()) + dist.get_rank()).sum().backward()
+    assert len(kept) == 3
+    assert all(torch.equal(gradient, before) for gradient, before in kept)

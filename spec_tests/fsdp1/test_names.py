@@ -127,6 +127,21 @@ def test_inside_summon_parameters_are_named_as_in_the_plain_module(strategy: Sha
             model(batch())
 
 
+@pytest.mark.spec("NAMES-02")
+@flat_or_original
+@ranks(2)
+def test_names_are_still_plain_after_an_inner_summon(keep: bool) -> None:
+    parts = [FSDP(nn.Linear(WIDTH, WIDTH), use_orig_params=keep, device_id=device()) for _ in range(2)]
+    # The outermost wrapper has no parameters of its own, so the inner block may include it as well.
+    model = FSDP(nn.Sequential(*parts), use_orig_params=keep, device_id=device())
+    with FSDP.summon_full_params(model, recurse=False):
+        outer = [name for name, _ in model.named_parameters()]
+        with FSDP.summon_full_params(model):
+            assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias", "1.weight", "1.bias"]
+        assert [name for name, _ in model.named_parameters()] == outer
+        assert not any(name.startswith(PREFIX) for name in outer)
+
+
 @pytest.mark.spec("NAMES-03")
 @flat_or_original
 @ranks(2)

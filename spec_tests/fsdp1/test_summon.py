@@ -781,6 +781,25 @@ def test_unit_cannot_be_summoned_during_the_backward_of_another_unit(use_orig_pa
 
 
 @pytest.mark.spec("SUMMON-16")
+@either
+@ranks(2)
+def test_summon_is_refused_in_a_backward_that_has_not_reached_the_model(use_orig_params: bool) -> None:
+    model = wrapped(use_orig_params=use_orig_params)
+    refused: list[str] = []
+
+    def try_it(_: Tensor) -> None:
+        with pytest.raises(RuntimeError, match="backward"), summon(model):
+            pass
+        refused.append("loss")
+
+    loss = loss_of(model(batch()))
+    loss.register_hook(try_it)
+    loss.backward()
+    assert refused == ["loss"]
+    check_it_still_trains(model, with_root)
+
+
+@pytest.mark.spec("SUMMON-16")
 @ranks(2)
 def test_failed_summon_in_forward_leaves_a_usable_model() -> None:
     model = wrapped()

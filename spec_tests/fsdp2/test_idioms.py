@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -317,6 +318,35 @@ def test_call_after_an_exception_in_a_recursive_call_is_an_outer_call(error: typ
     with pytest.raises(error):
         model(batch()) if method == "forward" else model.generate(batch())
     hook.remove()
+    for _ in range(2):
+        model.zero_grad()
+        loss_of(model(batch())).backward()
+        assert_same(full_gradients(model), mean_gradients(plain), bitwise=False)
+
+
+class Retries(nn.Module):
+    """Calls itself recursively, and computes without the result if the inner call fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.block = nn.Linear(WIDTH, WIDTH), Block()
+
+    def forward(self, x: Tensor, depth: int = 1) -> Tensor:
+        if not depth:
+            raise ZeroDivisionError
+        hidden = self.layer(x)
+        with suppress(ZeroDivisionError):
+            hidden = self(hidden, depth - 1)
+        return self.block(self.layer(hidden))
+
+
+@pytest.mark.spec("NEW-15", "FS2-13")
+@pytest.mark.parametrize("reshard_after_forward", [True, None])
+@ranks(2)
+def test_a_module_may_handle_an_exception_of_its_recursive_call(reshard_after_forward: bool | None) -> None:
+    model, plain = seeded(Retries), seeded(Retries)
+    fully_shard(model.block)
+    fully_shard(model, reshard_after_forward=reshard_after_forward)
     for _ in range(2):
         model.zero_grad()
         loss_of(model(batch())).backward()

@@ -300,6 +300,37 @@ def test_iteration_after_the_last_backward_has_the_usual_order() -> None:
     assert recorded_iteration(model) == usual
 
 
+@pytest.mark.spec("GRAD-04", "FS2-SYNC-01")
+@ranks(2)
+def test_unreduced_gradients_are_converted_with_the_model() -> None:
+    model = sharded()
+    model.set_requires_gradient_sync(False)
+    (loss_of(model(batch(0))) * 2**26).backward()
+    model.double()
+    model.set_requires_gradient_sync(True)
+    loss_of(model(batch(1).double())).backward()
+    parts = [local_gradients(seeded(), (0,), rank) for rank in range(dist.get_world_size())]
+    expected = {name: sum(part[name].double() for part in parts) / len(parts) * 2**26 for name in parts[0]}
+    later = full_gradients(model)
+    model.zero_grad()
+    loss_of(model(batch(1).double())).backward()
+    added = full_gradients(model)
+    assert_same({name: later[name] - expected[name] for name in later}, added, bitwise=False)
+
+
+@pytest.mark.spec("NEW-07", "FUZZ-04")
+@pytest.mark.parametrize("set_to_none", [True, False])
+@ranks(2)
+def test_zero_grad_clears_the_gradient_whose_reduction_is_in_flight(set_to_none: bool) -> None:
+    model = sharded()
+    model.set_is_last_backward(False)
+    iterate(model, 0)
+    model.zero_grad(set_to_none=set_to_none)
+    model.set_is_last_backward(True)
+    iterate(model, 1)
+    assert_same(full_gradients(model), mean_gradients(seeded(), (1,)))
+
+
 # --- resharding while gradients are accumulated ---
 
 

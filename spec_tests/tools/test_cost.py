@@ -462,6 +462,32 @@ def test_uneven_units_store_their_padding_and_no_more() -> None:
     assert live.peak > 0
 
 
+def chain(job: Job) -> nn.Module:
+    """One unit for each unit of the job, of the matrices that the job lists."""
+    blocks = [nn.Sequential(*(nn.Linear(i, o, bias=False) for o, i in unit)) for unit in job.units]
+    units = [
+        FullyShardedDataParallel(block.to(device()), sharding_strategy=ShardingStrategy[job.strategy])
+        for block in blocks
+    ]
+    return FullyShardedDataParallel(nn.Sequential(*units))
+
+
+@pytest.mark.spec("COST-03")
+@ranks(3)
+def test_matrix_with_padding_needs_two_copies_of_its_gradient() -> None:
+    job = Job(units=[[(WIDTH + 1, WIDTH)]], num_shards=3)
+    assert_as_priced(weighed(job, make=chain), cost_of(job))
+
+
+@pytest.mark.spec("COST-03")
+@ranks(2)
+def test_middle_micro_batch_has_the_peak_if_the_first_unit_is_large() -> None:
+    wide = 4 * WIDTH
+    large, small = [(wide, WIDTH), (WIDTH, wide)], [MATRIX, MATRIX]
+    job = Job(units=[large, *[small] * 4], num_shards=2, micro_batches=3, no_sync=True)
+    assert_as_priced(weighed(job, make=chain), cost_of(job))
+
+
 @pytest.mark.spec("COST-05", "COST-04")
 @ranks(2)
 def test_single_unit_uses_memory_of_full_model() -> None:
