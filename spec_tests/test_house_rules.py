@@ -46,8 +46,8 @@ APART = (
 BUDGETS = {
     # Names of torch that other programs read: 34 lines. The state of a module after an evaluation, and a count of steps
     # per root: 44. Gradients that share memory, and their dtypes: 50. The order check of each unit: 12.
-    "house": 6640,
-    "story": 3194,
+    "house": 6642,
+    "story": 3195,
     # Messages of a new order have their own tags: 9 lines.
     TRANSPORT: 179,
     DEBUGGING: 342,
@@ -73,7 +73,7 @@ LONGEST_FILE = 300  # including prose
 LONGER = {
     "engine/collective_log.py": 343,
     "fsdp1/wrapper.py": 319,
-    "engine/flat.py": 397,
+    "engine/flat.py": 398,
     "engine/gloo.py": 324,
     "engine/hooks.py": 356,
     "engine/layout.py": 312,

@@ -210,9 +210,10 @@ class FlatLayout(Layout):
             self._recorded, self.is_recorded_stored = views, self.is_stored
             if any(map(_HOOKS, self.registered.sharded_params)):
                 self._call_hooks_for(views)
-            if self._before_concat is not None and len(views) > 1 and leaf.requires_grad and not self.is_distributed:
+            notify, is_split = self._before_concat, not self.sharding.is_single
+            if notify is not None and is_split and leaf.requires_grad and not self.is_distributed:
                 # Register on the backward of the split, which runs after the backward of the view.
-                views[0].grad_fn.next_functions[0][0].register_prehook(self._before_concat)  # type: ignore[union-attr]
+                views[0].grad_fn.next_functions[0][0].register_prehook(notify)  # type: ignore[union-attr]
         self._assign(views)
 
     def use_unsharded_params_again(self) -> None:

@@ -42,6 +42,7 @@ from minifsdp.engine import collectives, optimizer_watch
 from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task
 from minifsdp.engine.collective_log import UnitName
 from minifsdp.engine.flat import FlatLayout
+from minifsdp.engine.flat_params import assign_gradients
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.rank_checks import agree
 from minifsdp.engine.shards import local_tensor
@@ -135,8 +136,9 @@ def _full_params(unit: FlatUnit, flat: torch.Tensor, gradients: FullGradients | 
     layout = unit.layout
     full_params = layout.use_full_params(flat)
     if gradients is not None:
-        for parameter, view, is_there in zip(full_params, layout.views_of(gradients[0]), gradients[1], strict=True):
-            parameter.grad = view if is_there else None
+        views = zip(layout.views_of(gradients[0]), gradients[1], strict=True)
+        # With ``keep_low_precision_grads``, gradients have another dtype than the parameters.
+        assign_gradients(full_params, [view if is_there else None for view, is_there in views])
     # The nodes exist only while something refers to them.
     nodes = [get_gradient_edge(parameter).node for parameter in full_params if parameter.requires_grad]
     for node in nodes:

@@ -595,6 +595,23 @@ def test_gradients_are_summoned_in_their_original_shapes(strategy: ShardingStrat
         assert parameter.grad is None or torch.equal(parameter.grad, before[name])
 
 
+@pytest.mark.spec("SUMMON-15")
+@ranks(2)
+def test_gradients_of_another_dtype_are_summoned() -> None:
+    precision = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
+    model = wrapped(mixed_precision=precision, use_orig_params=True)
+    iterate(model)
+    before = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    with summon(model, with_grads=True):
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            assert (parameter.dtype, parameter.grad.dtype) == (torch.float32, torch.bfloat16)
+            assert parameter.grad.shape == parameter.shape
+    after = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], gradient) for name, gradient in before.items())
+
+
 @pytest.mark.spec("SUMMON-15", "NOSYNC-10")
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
 @ranks(2)

@@ -480,6 +480,14 @@ def test_matrix_with_padding_needs_two_copies_of_its_gradient() -> None:
 
 
 @pytest.mark.spec("COST-03")
+@ranks(3)
+def test_units_of_one_padded_matrix_free_the_gradient_of_the_unit_before() -> None:
+    job = Job(units=[[(WIDTH + 1, WIDTH)], [(WIDTH, WIDTH + 1)]] * 2, num_shards=3)
+    packed = 4 * (WIDTH + 1) * WIDTH
+    assert weighed(job, make=chain)["peak_backward"] - cost_of(job).peak_backward < packed
+
+
+@pytest.mark.spec("COST-03")
 @ranks(2)
 def test_middle_micro_batch_has_the_peak_if_the_first_unit_is_large() -> None:
     wide = 4 * WIDTH

@@ -343,4 +343,20 @@ MUTANTS = [
         "A gradient that a hook of a flat parameter has kept is changed by an accumulation or a reduction.",
         "GRAD-01",
     ),
+    Mutant(
+        "one-padded-matrix-keeps-the-gradient-before",
+        "FlatLayout.use_unsharded_params",
+        "not self.sharding.is_single",
+        "len(views) > 1",
+        "A unit of one padded parameter keeps the packed gradient of the unit before.",
+        "COST-03",
+    ),
+    Mutant(
+        "gradients-of-another-dtype-are-refused",
+        "_full_params",
+        "        assign_gradients(full_params, [view if is_there else None for view, is_there in views])\n",
+        "        for p, (v, t) in zip(full_params, views):\n            p.grad = v if t else None\n",
+        "summon_full_params(with_grads=True) fails with keep_low_precision_grads.",
+        "SUMMON-15",
+    ),
 ]
