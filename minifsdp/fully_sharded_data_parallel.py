@@ -200,8 +200,10 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute. Rejects a tensor or module under a name of the wrapped module, which would not use it."""
-        is_used = isinstance(value, torch.Tensor | nn.Module) and FSDP_WRAPPED_MODULE in self._modules
-        if is_used and name not in self._modules and hasattr(self.module, name):
+        kinds, is_complete = (torch.Tensor, nn.Module), FSDP_WRAPPED_MODULE in self._modules
+        is_new = name not in self._modules and name not in self.__dict__
+        # The forward may read a tensor or a module of this name. Other values can belong to the program.
+        if is_complete and is_new and isinstance(value, kinds) and isinstance(getattr(self.module, name, None), kinds):
             raise AttributeError(message("set-on-wrapper", name=name, type=type(self.module).__name__))
         super().__setattr__(name, value)
 

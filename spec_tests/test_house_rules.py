@@ -46,15 +46,15 @@ APART = (
 BUDGETS = {
     # Names of torch that other programs read: 34 lines. The state of a module after an evaluation, and a count of steps
     # per root: 44. Gradients that share memory, and their dtypes: 50. The order check of each unit: 12.
-    "house": 6642,
-    "story": 3195,
+    "house": 6668,
+    "story": 3200,
     # Messages of a new order have their own tags: 9 lines.
     TRANSPORT: 179,
     DEBUGGING: 342,
     ARGUMENTS: 53,
     "batches.py": 76,
     # Units are identified by their parameters, not by their names in a message: 35 lines.
-    "engine/collective_log.py": 162,
+    "engine/collective_log.py": 343,
     "engine/rank_checks.py": 140,
     # Includes the location of the error in a program that is about to end, fast answers after a query, and ranks killed
     # on this machine. It ends with its process group, and restores what it replaced.
@@ -79,11 +79,11 @@ LONGER = {
     "engine/layout.py": 312,
     "engine/unit.py": 323,
     # Lists every public method of a sharded module.
-    "fsdp2/module.py": 306,
+    "fsdp2/module.py": 311,
     "engine/per_param.py": 376,
     "engine/reduce.py": 356,
     # Lists every public method of the wrapper.
-    "fully_sharded_data_parallel.py": 578,
+    "fully_sharded_data_parallel.py": 580,
     "watchdog/report.py": 372,
 }
 LONGEST_FUNCTION = 35  # in lines of code
@@ -127,7 +127,7 @@ def code_lines(module: str) -> set[int]:
 
 # Code lines of all modules that `fully_shard` imports, without the parts that no training step needs.
 # `bucket` imports `extension` directly: 112 of these.
-FULLY_SHARD = 2963
+FULLY_SHARD = 2987
 NOT_FOR_A_STEP = (
     "checkpoint/",
     "compat/",

@@ -145,8 +145,8 @@ class OptimizerWatch:
         layouts = self._layouts_of(optimizer)
         for steps in {layout.steps for layout in layouts}:
             steps.count += 1
-        if any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"]):
-            for layout in layouts:
+        for layout in layouts:
+            if any(parameter.grad is not None for parameter in layout.local_parameters()):
                 layout.stepped_at = layout.steps.count
         return bool(layouts)
 

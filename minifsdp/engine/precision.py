@@ -126,7 +126,13 @@ def _rebuilt(value: Any, items: dict[Any, Any], attributes: dict[str, Any], spec
             for key, item in items.items():
                 made[key] = item
     elif isinstance(value, (tuple, list, set, frozenset)):
-        made = type(value)(items.values())
+        try:
+            made = type(value)(items.values())
+        except TypeError:
+            # A class with a constructor of its own.
+            made = tuple.__new__(type(value), items.values()) if isinstance(value, tuple) else copy.copy(value)
+            if isinstance(value, list):
+                made[:] = items.values()
     else:
         # The constructor of a dataclass may compute fields or have other arguments.
         made = copy.copy(value)

@@ -20,7 +20,7 @@ Worked example: ``backward(inputs=[shard of a.weight, x])``. The nested backward
 
 *In torch:* the flat parameter is also the leaf of the graph. ``fully_shard`` computes nothing and raises no error.
 
-Spec: PROG-20, PROG-30.
+Spec: PROG-20, PROG-30, PROG-99.
 """
 
 from collections.abc import Sequence
@@ -28,10 +28,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from minifsdp.engine.messages import message
-from minifsdp.engine.precision import map_tensors
+from minifsdp.engine.precision import map_tensors, tensors_in
 from minifsdp.engine.unit import Unit
 
 
@@ -57,11 +58,18 @@ class RequestedParameters:
         # Autograd would call the hooks of a registered parameter without a gradient.
         without_hooks = [p for p in self._registered if not (p._backward_hooks or p._post_accumulate_grad_hooks)]
         paths = [self._unrequested, *without_hooks]
-        return map_tensors(lambda tensor: self._watch(tensor, paths) if tensor.grad_fn else tensor, output)
+        outputs = {id(tensor): tensor for tensor in tensors_in(output) if tensor.grad_fn is not None}
+        # A view of another output must stay a view of it, because the caller may change one of them in place.
+        watched = [tensor for tensor in outputs.values() if id(tensor._base) not in outputs]
+        passed = {id(tensor): self._watch(tensor, paths) for tensor in watched}
+        return map_tensors(lambda tensor: passed.get(id(tensor), tensor), output)
 
     def _watch(self, output: torch.Tensor, paths: list[torch.Tensor]) -> torch.Tensor:
-        passed: torch.Tensor = _Identity.apply(output, *paths)  # type: ignore[no-untyped-call]
-        passed.register_hook(partial(self._compute, get_gradient_edge(output)))
+        edge = get_gradient_edge(output)
+        # Autograd may have saved the output, whose values do not change.
+        with torch.autograd._unsafe_preserve_version_counter(output):
+            passed: torch.Tensor = _Identity.apply(output, *paths)  # type: ignore[no-untyped-call]
+        passed.register_hook(partial(self._compute, edge))
         return passed
 
     def _compute(self, edge: GradientEdge, gradient: torch.Tensor) -> None:
@@ -98,6 +106,11 @@ class _Identity(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, *paths: torch.Tensor) -> torch.Tensor:
         ctx.num_paths = len(paths)
+        ctx.is_same = type(tensor) is torch.Tensor and tensor._base is None and forward_ad._current_level < 0
+        if ctx.is_same:
+            # The module may keep the tensor, or return it twice: changes in place must reach all of these places.
+            ctx.mark_dirty(tensor)
+            return tensor
         # Not ``tensor`` itself: autograd would not allow the caller to change it in place.
         return tensor.detach()
 
@@ -107,4 +120,4 @@ class _Identity(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *paths: None) -> torch.Tensor:
-        return tangent.view_as(tangent)
+        return tangent if ctx.is_same else tangent.view_as(tangent)

@@ -21,15 +21,15 @@ these tensors get the pre-backward hook as well::
 Spec: PROG-27, PROG-28.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, UnitCallback, graph_task, register_pre_backward_hook
-from minifsdp.engine.precision import tensors_in
 from minifsdp.engine.unit import Phase, State, Unit
 
 # The key of the added hook in the forward hooks of a module.
@@ -55,6 +55,7 @@ class SideOutputs:
         self._num_hooks = 0
         # The attributes that had a tensor with a graph: the unit, the dict of the module, and the name.
         self._attributes: list[tuple[Unit, dict[str, Any], str]] | None = None
+        self._watched = WeakTensorKeyDictionary()
 
     def watch_hooked_modules(self) -> None:
         """Called before a forward: adds a hook to each module that has forward hooks of the program."""
@@ -72,7 +73,10 @@ class SideOutputs:
             places = [(unit, values, name) for unit, values in each for name in values if not name.startswith("_")]
             self._attributes = [(unit, values, name) for unit, values, name in places if _kept_in(values, name)]
         for unit, values, name in self._attributes:
-            self._watch(unit, None, None, _kept_in(values, name))
+            # A tensor may stay for many forwards, and needs one hook.
+            new = [tensor for tensor in _kept_in(values, name) if tensor not in self._watched]
+            self._watched.update((tensor, True) for tensor in new)
+            self._watch(unit, None, None, new)
 
     def _watch(self, unit: Unit, _: nn.Module | None, __: Any, output: Any) -> None:
         if torch.is_grad_enabled() and graph_task() == NOT_IN_BACKWARD:
@@ -86,4 +90,13 @@ class SideOutputs:
 
 def _kept_in(attributes: dict[str, Any], name: str) -> list[torch.Tensor]:
     """The tensors with a graph in an attribute."""
-    return [tensor for tensor in tensors_in(attributes.get(name)) if tensor.grad_fn is not None]
+    return [tensor for tensor in _tensors_in(attributes.get(name)) if tensor.grad_fn is not None]
+
+
+def _tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """The tensors in nested lists, tuples and dicts. Other containers may raise errors when they are read."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and (isinstance(value, list | tuple) or type(value) is dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(item, depth - 1)

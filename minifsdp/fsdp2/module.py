@@ -18,7 +18,7 @@ Spec: FS2-02, FS2-19, FS2-20, FS2-27, FS2-28, FS2-PREF, FS2-SYNC, NEW-06 to NEW-
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -36,8 +36,22 @@ from minifsdp.fsdp2.reshard import choose_reshard
 RESHARD = Kind("a bool here; a number of ranks can be chosen when fully_shard() is called", is_a(bool), ValueError)
 
 
+class _IgnoredByDDP:
+    """The list of ignored parameters, which `DistributedDataParallel` reads first. A list of the user replaces it."""
+
+    def __get__(self, module: Any, owner: type | None = None) -> Iterator[str]:
+        """Returns a new iterator. It raises an error when the first name is read, so the attribute itself exists."""
+        for unit in _units(module, recurse=True) if module is not None else ():
+            name, mesh = unit.layout.full_name(unit.layout.parameters[0].path), unit.plan.mesh
+            group = mesh.shard or mesh.replicate
+            raise RuntimeError(message("ddp-around", name=name, ranks=group and group.ranks))
+        yield from ()
+
+
 class FSDPModule:
     """A module on which ``fully_shard`` was called. It cannot be constructed directly."""
+
+    _ddp_params_and_buffers_to_ignore = _IgnoredByDDP()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Creates a module of the original class, so ``model[:2]`` of a sharded ``Sequential`` is not sharded."""
@@ -61,15 +75,6 @@ class FSDPModule:
         except BaseException:
             state.fail_calls(num_running)
             raise
-
-    @functools.cached_property
-    def _ddp_params_and_buffers_to_ignore(self) -> tuple[()]:
-        """`DistributedDataParallel` reads this list of ignored parameters first. A list of the user replaces it."""
-        for unit in _units(self, recurse=True):
-            name, mesh = unit.layout.full_name(unit.layout.parameters[0].path), unit.plan.mesh
-            group = mesh.shard or mesh.replicate
-            raise RuntimeError(message("ddp-around", name=name, ranks=group and group.ranks))
-        return ()
 
     # --- manual unshard and reshard ---
 

@@ -143,4 +143,28 @@ MUTANTS = [
         "The debug check `memory` does not notice reads of freed parameters.",
         "DEBUG-13",
     ),
+    Mutant(
+        "outputs-are-other-tensors",
+        "_Identity.forward",
+        "type(tensor) is torch.Tensor and tensor._base is None",
+        "False and tensor._base is None",
+        "A change in place of a root output does not reach the same tensor elsewhere, so gradients are wrong.",
+        "PROG-99",
+    ),
+    Mutant(
+        "kept-tensors-collect-hooks",
+        "SideOutputs.watch_attributes",
+        " if tensor not in self._watched]",
+        "]",
+        "Each forward adds a hook to a tensor that a module keeps.",
+        "PROG-99",
+    ),
+    Mutant(
+        "a-step-changes-every-model",
+        "OptimizerWatch._count_step",
+        "            if any(parameter.grad is not None for parameter in layout.local_parameters()):\n",
+        "            if True:\n",
+        "A step that does not change a model refuses the backward of this model.",
+        "PROG-26",
+    ),
 ]

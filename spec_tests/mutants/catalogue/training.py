@@ -137,7 +137,7 @@ MUTANTS = [
     ),
     Mutant(
         "ddp-around-fully-shard",
-        "FSDPModule._ddp_params_and_buffers_to_ignore",
+        "_IgnoredByDDP.__get__",
         'raise RuntimeError(message("ddp-around", name=name, ranks=group and group.ranks))',
         "pass",
         "DistributedDataParallel around a fully_shard model fails inside torch.",
