@@ -134,28 +134,27 @@ def test_iteration_without_units_is_not_the_first() -> None:
     assert schedule.next_forward(a) is b
 
 
+def successors_without_warning(*calls: Any) -> list[Any]:
+    """Records one iteration with these calls. Returns the next unit of each call in an equal iteration."""
+    schedule = Schedule()
+    iterate(schedule, *calls)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return [schedule.next_forward(unit) for unit in calls]
+
+
 @pytest.mark.pure
 @pytest.mark.spec("PREF-12")
 def test_unit_called_twice_keeps_the_successor_of_its_first_call_without_warning() -> None:
     a, b = units(2)
-    schedule = Schedule()
-    iterate(schedule, a, a, b, b)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        followed = [schedule.next_forward(unit) for unit in (a, a, b, b)]
-    assert followed == [b, b, None, None]
+    assert successors_without_warning(a, a, b, b) == [b, b, None, None]
 
 
 @pytest.mark.pure
 @pytest.mark.spec("PREF-12", "PREF-13")
 def test_unit_called_again_after_others_keeps_the_position_of_the_iteration() -> None:
     a, b, c = units(3)
-    schedule = Schedule()
-    iterate(schedule, a, b, a, c)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        followed = [schedule.next_forward(unit) for unit in (a, b, a, c)]
-    assert followed == [b, c, b, None]
+    assert successors_without_warning(a, b, a, c) == [b, c, b, None]
 
 
 @pytest.mark.pure
