@@ -280,14 +280,6 @@ MUTANTS = [
         "NEW-15",
     ),
     Mutant(
-        "summon-before-backward-reaches-the-model",
-        "check_idle",
-        "if unit.phase is not Phase.IDLE or graph_task() != NOT_IN_BACKWARD:",
-        "if unit.phase is not Phase.IDLE:",
-        "`summon_full_params` can be entered in a backward that has not reached the model.",
-        "SUMMON-16",
-    ),
-    Mutant(
         "inner-summon-ends-the-plain-names",
         "full_params",
         "wrapper._shows_clean_names = shown",
