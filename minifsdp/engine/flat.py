@@ -258,8 +258,7 @@ class FlatLayout(Layout):
         unsharded, shard = self._unsharded, self.registered.shard
         unsharded.version = unsharded.leaf._version
         check_equal_changes({self.name: unsharded.alias}, self.mesh)
-        self.registered.overwrite(changed_values(unsharded.alias[self.shard_range], shard.detach()))
-        self._is_written = True
+        self.overwrite(changed_values(unsharded.alias[self.shard_range], shard.detach()))
 
     def _assign(self, tensors: Sequence[torch.Tensor]) -> None:
         self._assigned = tensors
@@ -351,7 +350,12 @@ class FlatLayout(Layout):
     def overwrite_local(self, shard: torch.Tensor) -> None:
         """Writes new values into this rank's shard."""
         self._write_back()
+        self.overwrite(shard)
+
+    def overwrite(self, shard: torch.Tensor) -> None:
+        """Writes new values into the shard on the compute stream. The next all-gather waits for that."""
         self.registered.overwrite(shard)
+        self._is_written = True
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The parameters in an unsharded flat tensor: views in the original shapes, or DTensors of them."""

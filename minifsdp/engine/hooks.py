@@ -296,7 +296,7 @@ class IterationState:
                 unit.num_pending = max(0, unit.num_pending - 1)
                 unit.awaits_backward = unit.num_pending > 0
         elif not self.in_forward:
-            self.rank_checks.compare()
+            self.rank_checks.compare(self.units[0].layout.steps.count)
             self.reducer.finish()
             self.rank_checks.read()
             for unit in self.units:

@@ -42,8 +42,9 @@ the last comparison, and a hash of their order::
    answer would stop the CPU. So the answer is read at the end of the next backward, before a state dict is created, and
    when the program ends. These moments are the same on all ranks. The message contains the number of optimizer steps in
    between, usually one.
-6. *Only a warning*: some ranks have stepped an optimizer since the last comparison, and others have not. This is a
-   mistake if one rank uses ``no_sync()`` and the others do not, but a program may also intend it. It appears once.
+6. *Only a warning*: some ranks have stepped an optimizer of this root since the last comparison, and others have not.
+   This is a mistake if one rank uses ``no_sync()`` and the others do not, but a program may also intend it. It appears
+   once.
 
 A rank that issues fewer collectives makes the other ranks wait. The watchdog detects this case (``minifsdp/watchdog``).
 
@@ -104,8 +105,9 @@ class RankChecks:
         self._asked: list[collectives.Collective] = []
         self._answers = torch.empty(0)
         self._arrived: Any = None
-        # Number of optimizer steps when the questions were issued.
-        self._num_steps, self._has_warned = 0, False
+        # Number of steps of all optimizers, and of those of this root, when the questions were issued.
+        self._num_steps = self._num_own_steps = 0
+        self._has_warned = False
 
     # --- before an all-gather ---
 
@@ -136,14 +138,18 @@ class RankChecks:
         """Called when a backward begins."""
         self._root_id.used.clear()
 
-    def compare(self) -> None:
-        """Called at the end of a backward: issues the question in each group that this backward used."""
+    def compare(self, num_steps: int) -> None:
+        """Called at the end of a backward: issues the question in each group that this backward used.
+
+        Args:
+            num_steps: number of steps of optimizers that hold parameters of this root.
+        """
         groups = [(sequence, group) for sequence, group in self._groups.items() if sequence in self._root_id.used]
         if not groups:
             return
         if self._asked:
             self.read_now()
-        has_stepped, self._num_steps = log.num_steps != self._num_steps, log.num_steps
+        has_stepped, self._num_own_steps, self._num_steps = num_steps != self._num_own_steps, num_steps, log.num_steps
         with _disable_current_modes(), self._comm_streams.all_gather as comm_stream:
             for sequence, group in groups:
                 # Kernels fill this tensor, one number after the other. A copy from the CPU would block the CPU.

@@ -155,7 +155,7 @@ def _full_params(unit: FlatUnit, flat: torch.Tensor, gradients: FullGradients | 
         if keeps:
             _copy_replaced(layout.views_of(flat), new_values)
             if layout.mesh.shard is not None:
-                layout.registered.overwrite(flat[layout.shard_range])
+                layout.overwrite(flat[layout.shard_range])
             # If the unit is not sharded, `flat` is the shard. A copy in another dtype may exist.
             layout.mark_stale()
         if keeps and gradients is not None:

@@ -112,7 +112,7 @@ def live_bytes(prepare: Action, clear: Action, compute: Action, update: Action) 
     """
     _count_in_all_threads()
     _settle()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         prepare()
         clear()
         for _ in range(NUM_WEIGHED):

@@ -231,6 +231,7 @@ def large_bucket(dtype: torch.dtype | None = None, first_dim: int = 0) -> tuple[
     return Bucket(params, local_shards, Options(torch.device("cpu"), Precision(dtype))), wholes
 
 
+@pytest.mark.cpu  # the transport of gloo
 @pytest.mark.spec("WIRE-10")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @ranks(4)
@@ -245,7 +246,7 @@ def test_large_parameters_are_all_gathered_directly_into_their_memory(
     bucket.free()
     for _ in range(2):
         sequence.begin_epoch()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
             gathered(bucket)
         names = {event.name for event in profiler.events() or ()}
         assert not names & {"aten::empty", "aten::split_with_sizes_copy"}, "no buffer, and nothing to sort"
@@ -259,6 +260,7 @@ def test_large_parameters_are_all_gathered_directly_into_their_memory(
         bucket.free()
 
 
+@pytest.mark.cpu  # the transport of gloo
 @pytest.mark.spec("FS2-08", "WIRE-10")
 @ranks(2)
 def test_large_parameters_sharded_along_another_dim_are_sorted() -> None:
@@ -267,6 +269,7 @@ def test_large_parameters_sharded_along_another_dim_are_sorted() -> None:
     assert all(torch.equal(leaf, whole) for leaf, whole in zip(bucket.leaves, wholes, strict=True))
 
 
+@pytest.mark.cpu  # the transport of gloo
 @pytest.mark.spec("WIRE-07", "WIRE-10")
 @ranks(2)
 def test_the_environment_variable_leaves_large_parameters_to_gloo(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,8 @@ from spec_tests.live_bytes import LiveBytes
 from spec_tests.oracles.counting import count_collectives
 from spec_tests.waiting import comes_true
 
+pytestmark = pytest.mark.cpu
+
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.complex64, torch.bool]
 
 

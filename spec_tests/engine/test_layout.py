@@ -13,7 +13,7 @@ from minifsdp.engine.layout import Layout, ParamInfo, owned_parameters
 from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.precision import Precision
 from spec_tests.engine.small import draw, shard_each
-from spec_tests.harness import ranks
+from spec_tests.harness import device, ranks
 from spec_tests.models.modules import MLP, Tied, chain
 
 
@@ -82,7 +82,7 @@ def test_an_ordinary_module_has_no_second_place() -> None:
 @pytest.mark.spec("FWD-04")
 def test_recurrent_unit_trains_with_unsharded_weights() -> None:
     torch.manual_seed(3)
-    plain = nn.LSTM(3, 2)
+    plain = nn.LSTM(3, 2).to(device())
     sharded = nn.LSTM(3, 2)
     sharded.load_state_dict(plain.state_dict())
     model: Any = shard_each(nn.Sequential(sharded))

@@ -83,3 +83,23 @@ def test_no_shard_unit_is_not_in_order_check() -> None:
     with Wire() as wire, torch.no_grad():
         model(draw(0))
     assert wire.calls() == []
+
+
+@pytest.mark.spec("HEALTHY-02", "ORDER-13")
+@ranks(4)
+def test_steps_of_another_model_on_some_ranks_cause_no_warning() -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    rank = dist.get_rank()
+    dist.barrier()
+    model = FSDP(chain(2), device_id=device())
+    if rank >= 2:
+        other = FSDP(chain(1), process_group=pairs[1], device_id=device())
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+        other(draw(rank)).sum().backward()
+        optimizer.step()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        # A warning is an error in tests.
+        model(draw(rank)).sum().backward()
+        optimizer.step()
+    model.state_dict()

@@ -6,6 +6,7 @@ the kit can be tested on any machine.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,20 @@ __all__ = ["NotHere", "Platform", "find"]
 
 # `_sleep` counts cycles of the GPU's clock, which runs at 1 to 2 GHz. A delay need not be exact.
 CYCLES_PER_MILLISECOND = 1_500_000
+
+# Functions of CUDA's runtime by what they do: stop the host, take memory from the device, start a kernel or a copy.
+RUNTIME_CALLS = {
+    "syncs": ("cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize"),
+    "mallocs": ("cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost"),
+    "launches": (
+        "cudaLaunchKernel",
+        "cudaLaunchKernelExC",
+        "cuLaunchKernel",
+        "cuLaunchKernelEx",
+        "cudaMemcpyAsync",
+        "cudaMemsetAsync",
+    ),
+}
 
 
 class NotHere(Exception):
@@ -32,12 +47,14 @@ class Platform:
         device_type: torch's name of the device type.
         collectives: the backend of ``torch.distributed``.
         caution: a warning at the beginning of the report; empty on a GPU.
+        sizes: models of the stage ``steps``, the smallest first.
     """
 
     name: str
     device_type: str
     collectives: str
     caution: str = ""
+    sizes: Sequence[str] = ("tiny",)
 
     def num_devices(self) -> int:
         """The number of ranks that can have a device of their own."""
@@ -60,11 +77,42 @@ class Platform:
         """Waits for all streams of this rank's device."""
         self._module().synchronize()
 
+    def empty_cache(self) -> None:
+        """Returns unused memory to the device, so that the next measurement starts without it."""
+        if self.device_type == "cuda":
+            torch.cuda.empty_cache()
+
+    def allocated(self) -> int:
+        """Bytes in live tensors; starts a new measurement of `peak_memory`. Zero on other devices."""
+        if self.device_type != "cuda":
+            return 0
+        torch.cuda.reset_peak_memory_stats()
+        return int(torch.cuda.memory_allocated())
+
+    def peak_memory(self, before: int) -> dict[str, float]:
+        """``peak GiB`` in tensors since `allocated`, without the ``before`` bytes; empty on other devices."""
+        if self.device_type != "cuda":
+            return {}
+        return {"peak GiB": round((torch.cuda.max_memory_allocated() - before) / 2**30, 3)}
+
+    def runtime_calls(self, function: Callable[[], Any]) -> dict[str, int]:
+        """Calls ``function``, and counts its calls of CUDA's runtime: ``RUNTIME_CALLS``. Empty on other devices."""
+        if self.device_type != "cuda":
+            function()
+            return {}
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+            function()
+        torch.cuda.synchronize()
+        names = [event.name for event in profile.events()]
+        return {what: sum(name in group for name in names) for what, group in RUNTIME_CALLS.items()}
+
     def _module(self) -> Any:
         return torch.get_device_module(self.device_type)
 
 
-CUDA = Platform("cuda", "cuda", "nccl")
+CUDA = Platform("cuda", "cuda", "nccl", sizes=("125M", "350M", "1.3B"))
 CPU = Platform("cpu", "cpu", "gloo", "Tried on the CPU, with gloo: nothing about a GPU is shown.")
 SIMULATED = Platform("simulated", "sim", "simulated", "Tried on a simulated accelerator: nothing about a GPU is shown.")
 PLATFORMS = {platform.name: platform for platform in (CUDA, CPU, SIMULATED)}

@@ -58,6 +58,7 @@ def compose(platform: Platform, outcomes: Mapping[str, Outcome], chosen: Sequenc
         "rows": _rows(findings["suite"]),
         "benchmarks": [line["measured"] for line in findings["benchmarks"] if line.get("measured")],
         "races": findings["races"],
+        "steps": findings["steps"],
     }
 
 
@@ -142,6 +143,8 @@ def _text(report: Report) -> Iterator[str]:
     if report["chunks_not_run"]:
         yield f"* **not complete**: {report['chunks_not_run']} chunks were not run"
     yield from ("", "## Stages", "", *_stages(report))
+    if report["steps"]:
+        yield from ("", "## Training steps", "", *_training_steps(report))
     yield from _suite(report)
     if report["benchmarks"]:
         yield from ("", "## Benchmarks", "", *_benchmarks(report))
@@ -181,6 +184,21 @@ def _suite(report: Report) -> Iterator[str]:
         yield f"\nRows of the spec: {len(rows['proven'])} proven, {len(rows['failed'])} failed."
         for word in ("failed", "proven"):
             yield f"\n{word.capitalize()}: {', '.join(rows[word]) or 'none'}"
+
+
+STEP_FIGURES = ("ms", "host ms", "tokens/s", "TFLOP/s", "peak GiB", "syncs", "mallocs", "launches")
+
+
+def _training_steps(report: Report) -> Iterator[str]:
+    yield "The tutorials' GPT in bfloat16; figures of rank 0. `spec_tests/gpu/steps.py` describes the columns."
+    yield from (
+        "",
+        f"| model | ranks | contender | {' | '.join(STEP_FIGURES)} |",
+        "|---" * (3 + len(STEP_FIGURES)) + "|",
+    )
+    for line in report["steps"]:
+        figures = [str(line.get(figure, "")) for figure in STEP_FIGURES]
+        yield f"| {' | '.join([line['size'], str(line['ranks']), line.get('contender', line['outcome']), *figures])} |"
 
 
 def _benchmarks(report: Report) -> Iterator[str]:

@@ -73,6 +73,18 @@ def _smoke(settings: Settings) -> list[Chunk]:
     ]
 
 
+def _steps(settings: Settings) -> list[Chunk]:
+    # One rank has no communication, so it shows what the host does. More ranks only where each has a device.
+    sizes = [1, *(size for size in settings.platform.world_sizes() if size <= settings.platform.num_devices())]
+    models = settings.platform.sizes[:1] if settings.quick else settings.platform.sizes
+    arguments = {"hang_limit": settings.limit / 2}
+    return [
+        _piece(f"steps/{size}-ranks/{model}", settings, settings.limit, num_ranks=size, size=model, **arguments)
+        for size in sizes
+        for model in models
+    ]
+
+
 def pytest_chunk(name: str, path: Path, settings: Settings, *options: str) -> Chunk:
     """A chunk that runs one test file."""
     words = [str(path), "--device", settings.platform.name, "-p", "spec_tests.gpu.note", "-q", "--tb=short", "-ra"]
@@ -113,6 +125,7 @@ STAGES = (
     Stage("hardware", "what is there", _hardware, is_vital=True),
     Stage("collectives", "do collectives work by themselves", _collectives, is_vital=True),
     Stage("smoke", "do both front apis train, and agree with a single process", _smoke, is_vital=True),
+    Stage("steps", "do losses agree with torch's, and how long does a step take", _steps),
     Stage("suite", "the tests of the spec", _suite),
     Stage("benchmarks", "beside torch's own FSDPs", _benchmarks),
     Stage("races", "do the bits stay the same when streams are delayed", _races),

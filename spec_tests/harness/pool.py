@@ -75,9 +75,8 @@ def use_filters(filters: Iterable[str]) -> None:
 
 def start_early() -> None:
     """Starts the import of torch in the fork server while this process continues."""
-    if _device_kind != "cuda":
-        fork_server()
-        forkserver.ensure_running()
+    fork_server()
+    forkserver.ensure_running()
 
 
 def run(
@@ -125,7 +124,7 @@ class RankPool:
         self.pipes: list[multiprocessing.connection.Connection] = []
         self.processes: list[mp.process.BaseProcess] = []
         try:
-            self._start(mp.get_context("spawn") if kind == "cuda" else fork_server())
+            self._start(fork_server())
         except BaseException:
             self.close()
             raise
@@ -238,7 +237,10 @@ class RankPool:
 
 
 def fork_server() -> Any:
-    """A multiprocessing context that forks from a process that has imported torch and no module of the package."""
+    """A multiprocessing context that forks from a process that has imported torch and no module of the package.
+
+    The server does not use a device, so its forks can: CUDA is initialized in each rank.
+    """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["spec_tests.harness.worker"])
     return context

@@ -619,6 +619,7 @@ def memory() -> Any:
 def test_gpu_allocator_has_the_calculated_memory_between_steps(strategy: str) -> None:
     num_shards = 1 if strategy == "NO_SHARD" else 2
     job = Job(units=[[(WIDE, WIDE)] * 2] * 4, strategy=strategy, num_shards=num_shards)
+    _allocate_workspaces()
     before = memory().memory_allocated()
     model = FullyShardedDataParallel(
         Tower(WIDE, has_root=False).to(device()),
@@ -638,6 +639,7 @@ def test_gpu_allocator_has_the_calculated_memory_between_steps(strategy: str) ->
 @ranks(2)
 def test_gpu_peak_exceeds_the_calculated_memory_by_at_most_one_unit(strategy: str) -> None:
     job = Job(units=[[(WIDE, WIDE)] * 2] * 4, strategy=strategy, num_shards=2)
+    _allocate_workspaces()
     before = memory().memory_allocated()
     model = FullyShardedDataParallel(
         Tower(WIDE, has_root=False).to(device()),
@@ -661,6 +663,7 @@ def test_a_unit_that_is_larger_than_the_memory_does_not_fit_and_its_parts_do() -
     unit = 16 * WIDE * WIDE * 4
     total = torch.cuda.get_device_properties(device()).total_memory
     stored = unit
+    _allocate_workspaces(torch.float16)
     torch.cuda.empty_cache()
     # Enough memory for the shard, its gradient and a few of the parts, but not for two more copies of the whole unit.
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2.6 * stored) / total)
@@ -686,6 +689,13 @@ def test_memory_of_a_gpu_is_printed() -> None:
         cost.print_memory("rank 0")
     assert printed.getvalue().startswith("rank 0: ")
     assert "GB allocated" in printed.getvalue()
+
+
+def _allocate_workspaces(dtype: torch.dtype = torch.float32) -> None:
+    """Allocates the workspaces of cuBLAS, one in this thread and one in that of backward: 64 MiB on an H200."""
+    layer = nn.Linear(WIDE, WIDE, device=device(), dtype=dtype)
+    layer(torch.ones(1, WIDE, device=device(), dtype=dtype, requires_grad=True)).sum().backward()
+    memory().synchronize()
 
 
 def _deep() -> nn.Module:

@@ -63,7 +63,8 @@ def turned(x: Tensor, turn: Tensor) -> Tensor:
     """Rotates pairs of numbers; ``x`` is ``(..., length, 2 * n)`` and ``turn``, from `turns`, ``(2, length, n)``."""
     cos, sin = turn
     a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+    # In low precision, the angles are still float32.
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
 
 
 def turns(length: int, half_head: int, device: torch.device) -> Tensor:

@@ -18,7 +18,7 @@ MUTANTS = [
     Mutant(
         "summoned-changes-are-lost",
         "_full_params",
-        "layout.registered.overwrite(flat[layout.shard_range])",
+        "layout.overwrite(flat[layout.shard_range])",
         "pass",
         "writeback=True writes nothing back.",
         "SUMMON-07",
@@ -222,6 +222,14 @@ MUTANTS = [
         "if False:",
         "no_sync() on one rank of a model that stays unsharded causes no warning.",
         "ORDER-13",
+    ),
+    Mutant(
+        "steps-of-other-models-count",
+        "RankChecks.compare",
+        "num_steps != self._num_own_steps",
+        "log.num_steps != self._num_steps",
+        "A rank that has trained another model warns that only some ranks have stepped.",
+        "HEALTHY-02",
     ),
     Mutant(
         "parameters-not-in-the-log",

@@ -351,4 +351,22 @@ MUTANTS = [
         "summon_full_params(with_grads=True) fails with keep_low_precision_grads.",
         "SUMMON-15",
     ),
+    Mutant(
+        "second-derivative-closed-by-its-inputs",
+        "InputsHooks._reached",
+        "elif self._unit.keeps_for_graph:",
+        "elif False:",
+        "On an accelerator, gradients of gradients are reduced before they are complete.",
+        "PROG-24",
+        device="simulated",
+    ),
+    Mutant(
+        "summoned-changes-without-a-wait",
+        "FlatLayout.overwrite",
+        "self._is_written = True",
+        "pass",
+        "After summon_full_params, an all-gather reads the shard while the compute stream writes it.",
+        "PROG-26",
+        device="simulated",
+    ),
 ]
