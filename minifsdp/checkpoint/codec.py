@@ -45,6 +45,7 @@ from minifsdp.engine import collectives
 from minifsdp.engine.flat_params import FLAT_NAME
 from minifsdp.engine.flat_tensor import local_values
 from minifsdp.engine.messages import detail
+from minifsdp.engine.shards import shard_of
 from minifsdp.fsdp1.full_params import check_idle
 from minifsdp.fsdp1.wrapper import PREFIX, Wrapper
 
@@ -142,7 +143,7 @@ class UnitCodec:
         # If the wrapper was given a mesh, values are DTensors by default.
         if self._wrapper.device_mesh is not None or form.use_dtensor:
             return tensors.as_dtensor(full, self.group, self._device_mesh, device)
-        rows = tensors.rows_of(full, self.group).to(device, copy=True)
+        rows = shard_of(full, 0, self.group.size, self.group.rank).to(device, copy=True)
         return tensors.as_sharded_tensor(rows, full.shape, self.group)
 
     def local_shard(self, form: Form) -> Any:

@@ -64,9 +64,5 @@ class _FreedMemory(TorchDispatchMode):
 def read_checked() -> Iterator[None]:
     """Checks every operation inside the block, in the thread that enters it and in its backwards."""
     units: weakref.WeakSet[Unit] = weakref.WeakSet()
-
-    def note(_: None, unit: Unit, *args: Any, **kwargs: Any) -> None:
-        units.add(unit)
-
-    with attached(Unit, "reshard", note), _FreedMemory(units):
+    with attached(Unit, "reshard", lambda _, unit, *args, **kwargs: units.add(unit)), _FreedMemory(units):
         yield

@@ -114,7 +114,11 @@ def _after_initialize(_: None, wrapper: Wrapper, modules: list[tuple[str, nn.Mod
 
 
 def _refuse_unset(modules: Sequence[nn.Module], root_state: RootState) -> None:
-    mine = [*_unset_in_units(root_state), *_unset_outside(modules, root_state)]
+    of_units = frozenset(parameter for unit in root_state.units for parameter in unit.layout.local_parameters())
+    mine = list(_unset_in_units(root_state))
+    for root in modules:
+        # Buffers, and parameters that belong to no unit.
+        mine += _unset_in(root.named_modules(), of_units)
     ranks_of: dict[str, list[str]] = {}
     for rank, names in exchange(groups_of(plan.mesh for unit in root_state.units for plan in unit.plans), mine).items():
         for name in names:
@@ -137,10 +141,3 @@ def _local_shards(layout: Layout) -> list[torch.Tensor]:
         flat = layout.local_values()
         return [flat[part] for part in layout.sharding.param_ranges(layout.mesh.shard_index)]
     return list(layout.local_parameters())
-
-
-def _unset_outside(modules: Sequence[nn.Module], root_state: RootState) -> Iterator[str]:
-    """Names of unset buffers, and of unset parameters that belong to no unit."""
-    of_units = frozenset(parameter for unit in root_state.units for parameter in unit.layout.local_parameters())
-    for root in modules:
-        yield from _unset_in(root.named_modules(), of_units)

@@ -164,9 +164,9 @@ def assumptions(model: nn.Module, units: Sequence[UnitSummary], like: UnitSummar
     mixed = [unit.label for unit in units if not unit.per_parameter and 0 < len(unit.trained_shapes) < len(unit.shapes)]
     if mixed:
         found.append(detail("explain-mixed", names=some(mixed)))
-    if is_sharded(model) and (left := left_out(model)):
-        num_bytes = sum(parameter.nbytes for _, parameter in left)
-        found.append(detail("explain-left-out", names=some([name for name, _ in left]), size=size_of(num_bytes)))
+    if is_sharded(model) and (left := left_out(model, units)):
+        num_bytes = sum(parameter.nbytes for parameter in left.values())
+        found.append(detail("explain-left-out", names=some(list(left)), size=size_of(num_bytes)))
     return found
 
 
