@@ -130,7 +130,8 @@ class _Loader:
 
 def _device_to_send_from(group: Group, preferred: torch.device) -> torch.device:
     """``preferred``, if the process group can send from a device of its type; otherwise the current accelerator."""
-    kinds = [torch.device(kind).type for kind in group.process_group._device_types]
+    # For example "cpu:gloo,cuda:nccl".
+    kinds = [part.partition(":")[0] for part in dist.get_backend_config(group.process_group).split(",")]
     if preferred.type in kinds:
         return preferred
     return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())

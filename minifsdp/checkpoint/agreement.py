@@ -231,7 +231,8 @@ def _time_limit(group: Group) -> timedelta:
     """The timeout of the group, from ``init_process_group`` or ``new_group``."""
     process_group: Any = group.process_group
     try:
-        limit: timedelta = process_group._get_backend(process_group._device_types[0]).options._timeout
-    except (AttributeError, IndexError, RuntimeError):
+        device = torch.device(dist.get_backend_config(process_group).partition(":")[0])
+        limit: timedelta = process_group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
         return timedelta(minutes=30)
     return limit

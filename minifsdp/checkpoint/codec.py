@@ -77,6 +77,7 @@ class UnitCodec:
 
     Attributes:
         keys: the keys of the parameters, one for each place in the tree, with the parameter's number.
+        names: the key of each parameter by number. A tied parameter has its first key, as in ``named_parameters()``.
         local_key: the key of the local shard in a local state dict.
         flat_key: the name of the flat parameter, if there is one; also the key of the shard in local dicts of torch.
         is_flat: whether the optimizer has one flat parameter for all.
@@ -102,12 +103,8 @@ class UnitCodec:
                 slots.setdefault(slot.module, []).append((number, slot.name))
         paths = wrapper.module.named_modules(remove_duplicate=False)
         self.keys = {prefix + dotted(path) + name: n for path, m in paths for n, name in slots.get(m, [])}
-
-    @cached_property
-    def names(self) -> list[str]:
-        """The key of each parameter by number. A tied parameter has its first key, as in ``named_parameters()``."""
         first = {number: key for key, number in reversed(self.keys.items())}
-        return [first[number] for number in range(len(self.shapes))]
+        self.names = [first[number] for number in range(len(self.shapes))]
 
     def holds(self, number: int, index: int | None = None) -> bool:
         """Whether this rank, or the rank at ``index`` of the shard group, has an element of the parameter."""

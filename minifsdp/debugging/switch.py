@@ -35,7 +35,7 @@ Spec: DEBUG-01 to DEBUG-03.
 import os
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 
 from minifsdp.debugging.freed import read_checked
 from minifsdp.debugging.order import always_compared
@@ -55,7 +55,7 @@ _num_wanted: Counter[str] = Counter()
 _running: dict[str, AbstractContextManager[None]] = {}
 
 
-class Debugging(AbstractContextManager["Debugging"]):
+class Debugging(ExitStack):
     """Checks that one call of `debug` has turned on; a context manager that turns them off at its end.
 
     Attributes:
@@ -63,26 +63,25 @@ class Debugging(AbstractContextManager["Debugging"]):
     """
 
     def __init__(self, checks: tuple[str, ...]) -> None:
+        super().__init__()
         self.checks = checks
-        self._is_on = True
         for check in checks:
             if not _num_wanted[check]:
                 _running[check] = CHECKS[check]()
                 _running[check].__enter__()
             _num_wanted[check] += 1
+            self.callback(_end, check)
 
     def off(self) -> None:
         """Turns off the checks, except those that another call still needs. A second call does nothing."""
-        if not self._is_on:
-            return
-        self._is_on = False
-        for check in self.checks:
-            _num_wanted[check] -= 1
-            if not _num_wanted[check]:
-                _running.pop(check).__exit__(None, None, None)
+        self.close()
 
-    def __exit__(self, *_: object) -> None:
-        self.off()
+
+def _end(check: str) -> None:
+    """Ends one use of a check, and turns it off if no other call needs it."""
+    _num_wanted[check] -= 1
+    if not _num_wanted[check]:
+        _running.pop(check).__exit__(None, None, None)
 
 
 def debug(*checks: str) -> Debugging:

@@ -53,7 +53,6 @@ from typing import Any
 
 import torch
 
-from minifsdp.engine.messages import message
 from minifsdp.tools.formulas import ring_all_reduce_sends, ring_sends
 from minifsdp.tools.job import Job
 from minifsdp.tools.peaks import peak_of_backward, peak_of_forward
@@ -92,15 +91,8 @@ class Cost:
 
 
 def cost_of(job: Job) -> Cost:
-    """All costs of a job.
-
-    Raises:
-        ValueError: the strategy is unknown, or a number is less than 1.
-    """
-    _check(job)
-    elements = sum(job.sizes) / job.width / job.shards
-    trained = job.num_trained / job.shards
-    states = elements * job.stored.itemsize + trained * job.optimizer
+    """All costs of a job."""
+    states = job.parameter_bytes + job.optimizer_bytes
     on_device, host = (0.0, states) if job.offload else (states, 0.0)
     stored = on_device + job.buffers * (job.buffer or job.stored).itemsize
     gradients = job.settled(sum(job.gradients))
@@ -114,19 +106,10 @@ def cost_of(job: Job) -> Cost:
         after_backward=stored + gradients,
         peak_forward=stored + (earlier if job.micro_batches > 1 else 0.0) + peak_of_forward(job),
         peak_backward=stored + max(peak_of_backward(job, number) for number in backwards),
-        peak_optimizer=stored + (0.0 if job.offload else gradients + trained * job.scratch),
+        peak_optimizer=stored + (0.0 if job.offload else gradients + job.num_trained * job.scratch),
         sent=sent_bytes(job),
         num_collectives=num_collectives(job),
     )
-
-
-def _check(job: Job) -> None:
-    known = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
-    if job.strategy not in known:
-        raise ValueError(message("cost-strategy", known=", ".join(known), strategy=job.strategy))
-    shards, replicas, batches = job.num_shards, job.num_replicas, job.micro_batches
-    if min(shards, replicas, batches) < 1:
-        raise ValueError(message("cost-counts", num_shards=shards, num_replicas=replicas, micro_batches=batches))
 
 
 def _gathers(job: Job) -> tuple[int, int]:

@@ -215,14 +215,9 @@ def _elements_by_rank(shape: torch.Size, dim: int, ranks: Sequence[int]) -> dict
 def _low_batch_norms(
     modules: Iterable[nn.Module], compute: torch.dtype, buffers: torch.dtype | None, names: Names
 ) -> tuple[str, ...]:
-    low = []
-    for module in dict.fromkeys(modules):
-        if isinstance(module, _BatchNorm):
-            mean = module.running_mean
-            statistics = compute if mean is None else buffers or mean.dtype
-            if min(compute.itemsize, statistics.itemsize) < 4:
-                low.append(names[module])
-    return tuple(low)
+    means = {module: module.running_mean for module in modules if isinstance(module, _BatchNorm)}
+    statistics = {module: compute if mean is None else buffers or mean.dtype for module, mean in means.items()}
+    return tuple(names[module] for module, dtype in statistics.items() if min(compute.itemsize, dtype.itemsize) < 4)
 
 
 # ---- the planned unit -----------------------------------------------------------------------------------------------

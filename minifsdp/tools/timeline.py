@@ -81,8 +81,7 @@ class _Sheet:
 
     def text(self, x: float, y: float, classes: str, *lines: str) -> None:
         """Writes lines below each other, the first with its baseline at ``y``."""
-        for number, line in enumerate(lines):
-            self.shapes.append(_SHAPES.text(x, y + 16 * number, line, classes))
+        self.shapes.append(_SHAPES.lines(x, y, lines, classes))
 
     def stream(self, y: float, height: float, *names: str) -> None:
         """Draws the background of a track, and its names to the left of it."""

@@ -196,9 +196,9 @@ MUTANTS = [
     ),
     Mutant(
         "gathered-in-the-stored-dtype",
-        "Job.width",
-        "(self.compute or self.stored).itemsize",
-        "self.stored.itemsize",
+        "Job.__post_init__",
+        "self.width = (self.compute or self.stored).itemsize",
+        "self.width = self.stored.itemsize",
         "The calculator counts unsharded units in the stored dtype.",
         "COST-07",
     ),
