@@ -174,7 +174,6 @@ class Form:
 # ---- the wrappers of a tree -----------------------------------------------------------------------------------------
 
 
-@dataclass
 class StateDictState:
     """The values that a wrapper stores for its state dict.
 
@@ -188,13 +187,13 @@ class StateDictState:
         not_for_the_walk: when loading, the keys that the wrapper loads itself.
     """
 
-    settings: StateDictSettings = field(default_factory=StateDictSettings)
-    before: Mapping[str, Any] = field(default_factory=dict)
-    is_strict: bool = False
-    runs_custom_code: bool = False
-    unsharded: ExitStack = field(default_factory=ExitStack)
-    missing: list[str] = field(default_factory=list)
-    not_for_the_walk: set[str] = field(default_factory=set)
+    def __init__(self) -> None:
+        self.settings = StateDictSettings()
+        self.before: Mapping[str, Any] = {}
+        self.is_strict = self.runs_custom_code = False
+        self.unsharded = ExitStack()
+        self.missing: list[str] = []
+        self.not_for_the_walk: set[str] = set()
 
     @property
     def form(self) -> Form:

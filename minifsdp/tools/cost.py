@@ -118,21 +118,16 @@ def _gathers(job: Job) -> tuple[int, int]:
         return 0, 0
     if job.keeps:
         # Without synchronization, units stay unsharded until the last backward, the one that reduces.
-        return _reductions(job), _reductions(job)
+        return job.num_reductions, job.num_reductions
     return 2 * job.micro_batches, job.micro_batches * (2 if job.root_frees else 1)
-
-
-def _reductions(job: Job) -> int:
-    """The number of reductions per step of a unit."""
-    return 1 if job.no_sync else job.micro_batches
 
 
 def sent_bytes(job: Job) -> dict[str, float]:
     """Bytes that each rank sends in a step, by kind of collective (COST-06 to COST-08)."""
     root, units = job.sizes[0], sum(job.sizes[1:])
     times, of_root = _gathers(job)
-    gathered = times * units + of_root * root - _in_smaller_mesh(job)
-    reduced = _reductions(job) * sum(job.gradients) * job.reduce_width / job.width
+    gathered = times * units + of_root * root - job.in_smaller_mesh
+    reduced = job.num_reductions * sum(job.gradients) * job.reduce_width / job.width
     return {
         "AG": ring_sends(gathered, job.shards) + sent_in_smaller_mesh(job),
         "RS": ring_sends(reduced, job.shards),
@@ -140,21 +135,16 @@ def sent_bytes(job: Job) -> dict[str, float]:
     }
 
 
-def _in_smaller_mesh(job: Job) -> float:
-    """Unsharded bytes of the units that ``reshards_to`` ranks keep and all-gather for backward."""
-    return job.micro_batches * sum(job.sizes[1:]) if job.reshards_to and not job.keeps else 0.0
-
-
 def sent_in_smaller_mesh(job: Job) -> float:
     """The bytes that each rank sends in all-gathers among ``reshards_to`` ranks."""
-    return ring_sends(_in_smaller_mesh(job), job.reshards_to or 1)
+    return ring_sends(job.in_smaller_mesh, job.reshards_to or 1)
 
 
 def num_collectives(job: Job) -> dict[str, int]:
     """Collectives of a step, by kind (SHARD-16)."""
     times, of_root = _gathers(job)
     units, root = len(job.units), int(bool(job.root))
-    reductions = _reductions(job) * sum(1 for gradient in job.gradients if gradient)
+    reductions = job.num_reductions * sum(1 for gradient in job.gradients if gradient)
     return {
         "AG": times * units + of_root * root,
         "RS": reductions if job.shards > 1 else 0,

@@ -68,8 +68,10 @@ class Job:
         num_trained: elements of a shard with an optimizer state, including padding.
         parameter_bytes: bytes of the parameters in a shard, including padding.
         optimizer_bytes: bytes of the optimizer states in a shard.
+        num_reductions: reductions of a unit in a step.
         is_borrowed: whether units compute with the stored tensors, so that nothing is all-gathered.
         sorts: whether all-gather outputs are sorted by rank and copied again, and reduce-scatter inputs likewise.
+        in_smaller_mesh: unsharded bytes of the units that ``reshards_to`` ranks keep and all-gather for backward.
         to_smaller_mesh: bytes of all units that are kept for backward with ``reshards_to``.
 
     Raises:
@@ -120,8 +122,10 @@ class Job:
         self.num_trained = sum(map(self.numel, trained)) / self.shards
         self.parameter_bytes = sum(self.sizes) / self.width / self.shards * self.stored.itemsize
         self.optimizer_bytes = self.num_trained * self.optimizer
+        self.num_reductions = 1 if self.no_sync else self.micro_batches
         self.is_borrowed = self.shards == 1 and self.compute in (None, self.stored) and not self.offload
         self.sorts = self.per_parameter and any(len(shapes) > 1 for shapes in self.units)
+        self.in_smaller_mesh = self.micro_batches * sum(self.sizes[1:]) if self.reshards_to and not self.keeps else 0.0
         self.to_smaller_mesh = sum(self.sizes[1:]) / self.reshards_to if self.reshards_to else 0.0
 
     def numel(self, shapes: Sequence[Shape]) -> int:

@@ -34,7 +34,7 @@ MUTANTS = [
     Mutant(
         "kept-units-are-gathered-again",
         "_gathers",
-        "return _reductions(job), _reductions(job)",
+        "return job.num_reductions, job.num_reductions",
         "return 2 * job.micro_batches, 2 * job.micro_batches",
         "The calculator counts as many all-gathers for SHARD_GRAD_OP as for FULL_SHARD.",
         "COST-06",
