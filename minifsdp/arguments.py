@@ -103,6 +103,4 @@ MESH = Kind("a torch DeviceMesh or None", or_none(is_a(DeviceMesh)))
 PARAMETERS = Kind("a set of parameters or None", or_none(_are_parameters))
 STATE = Kind("a dict with names as keys", lambda value: isinstance(value, Mapping) and all(map(is_a(str), value)))
 OPTIMIZER_STATE = Kind("a dict with 'state' and 'param_groups'", or_none(_is_optimizer_state))
-WHOLE_OPTIMIZER_STATE = Kind(
-    OPTIMIZER_STATE.words, or_none(lambda value: _is_optimizer_state(value) and "state" in value)
-)
+WHOLE_OPTIMIZER_STATE = Kind(OPTIMIZER_STATE.words, or_none(lambda one: _is_optimizer_state(one) and "state" in one))

@@ -26,7 +26,7 @@ Spec: DEBUG-08, DEBUG-09.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -91,9 +91,7 @@ def _is_unset(tensor: torch.Tensor) -> bool:
     return bool((values == torch.iinfo(values.dtype).max).all())
 
 
-def _unset_in(
-    modules: Iterable[tuple[str, nn.Module]], of_units: frozenset[torch.Tensor] = frozenset()
-) -> Iterator[str]:
+def _unset_in(modules: Iterable[tuple[str, nn.Module]], of_units: Set[torch.Tensor] = frozenset()) -> Iterator[str]:
     """Names of the unset tensors that the modules own directly, except those in ``of_units``."""
     for path, module in modules:
         if module in _made:
@@ -114,7 +112,7 @@ def _after_initialize(_: None, wrapper: Wrapper, modules: list[tuple[str, nn.Mod
 
 
 def _refuse_unset(modules: Sequence[nn.Module], root_state: RootState) -> None:
-    of_units = frozenset(parameter for unit in root_state.units for parameter in unit.layout.local_parameters())
+    of_units = {parameter for unit in root_state.units for parameter in unit.layout.local_parameters()}
     mine = list(_unset_in_units(root_state))
     for root in modules:
         # Buffers, and parameters that belong to no unit.

@@ -123,11 +123,7 @@ def _sharded(model: nn.Module) -> list[Unit]:
 
 def _buffer_bytes(model: nn.Module) -> int:
     """Bytes of all buffers, in the dtypes that they have from the first forward on. They are not sharded."""
-    chosen = {
-        module: wrapper.mixed_precision.buffer_dtype
-        for wrapper in Wrapper.fsdp_modules(model)
-        for _, module in wrapper._own_modules()
-    }
+    chosen = {m: w.mixed_precision.buffer_dtype for w in Wrapper.fsdp_modules(model) for _, m in w._own_modules()}
     num_bytes = {}
     for module in model.modules():
         for buffer in module.buffers(recurse=False):
