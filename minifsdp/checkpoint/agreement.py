@@ -232,7 +232,6 @@ def _time_limit(group: Group) -> timedelta:
     process_group: Any = group.process_group
     try:
         device = torch.device(dist.get_backend_config(process_group).partition(":")[0])
-        limit: timedelta = process_group._get_backend(device).options._timeout
+        return process_group._get_backend(device).options._timeout  # type: ignore[no-any-return]
     except (AttributeError, RuntimeError):
         return timedelta(minutes=30)
-    return limit

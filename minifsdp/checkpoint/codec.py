@@ -27,8 +27,6 @@ that is in the tree twice is saved twice.
 Spec: SD-FULL-01, SD-SHARD-01, SD-CFG-18, OSD-01, OSD-03, OSD-06, OSD-08, OSD-09, NAMES-10.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cached_property
@@ -49,12 +47,10 @@ from minifsdp.engine.shards import shard_of
 from minifsdp.fsdp1.full_params import check_idle
 from minifsdp.fsdp1.wrapper import PREFIX, Wrapper
 
-CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
-
 
 def plain_path(path: str) -> str:
     """A path without the names that wrappers and activation checkpoints add."""
-    return path.replace(CHECKPOINT_PREFIX, "").replace(PREFIX, "")
+    return path.replace("_checkpoint_wrapped_module.", "").replace(PREFIX, "")
 
 
 def dotted(path: str) -> str:

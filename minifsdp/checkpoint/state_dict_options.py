@@ -18,13 +18,11 @@ while ``nn.Module`` walks over the tree.
 Spec: SD-CFG-01 to SD-CFG-18.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
@@ -154,7 +152,7 @@ class Form:
     use_dtensor: bool = False
 
     @classmethod
-    def of(cls, type: StateDictType | None, config: StateDictConfig | OptimStateDictConfig | None) -> Form:
+    def of(cls, type: StateDictType | None, config: StateDictConfig | OptimStateDictConfig | None) -> Self:
         """The form for a model's settings; a model without units has no settings and gets the full form."""
         if type is None or config is None:
             return cls()

@@ -59,8 +59,6 @@ from minifsdp.tools.peaks import peak_of_backward, peak_of_forward
 
 __all__ = ["Cost", "Job", "cost_of", "memory_line", "num_collectives", "print_memory", "sent_bytes"]
 
-GB = 10**9
-
 
 @dataclass(frozen=True)
 class Cost:
@@ -129,15 +127,10 @@ def sent_bytes(job: Job) -> dict[str, float]:
     gathered = times * units + of_root * root - job.in_smaller_mesh
     reduced = job.num_reductions * sum(job.gradients) * job.reduce_width / job.width
     return {
-        "AG": ring_sends(gathered, job.shards) + sent_in_smaller_mesh(job),
+        "AG": ring_sends(gathered, job.shards) + job.sent_in_smaller_mesh,
         "RS": ring_sends(reduced, job.shards),
         "AR": ring_all_reduce_sends(reduced / job.shards, job.num_replicas),
     }
-
-
-def sent_in_smaller_mesh(job: Job) -> float:
-    """The bytes that each rank sends in all-gathers among ``reshards_to`` ranks."""
-    return ring_sends(job.in_smaller_mesh, job.reshards_to or 1)
 
 
 def num_collectives(job: Job) -> dict[str, int]:
@@ -157,7 +150,7 @@ def num_collectives(job: Job) -> dict[str, int]:
 
 def memory_line(allocated: float, peak: float, label: str = "memory") -> str:
     """Formats bytes as ``"memory: 1.2346 GB allocated, 2.0000 GB at most"`` (COST-10); a GB is 10**9 bytes."""
-    return f"{label}: {allocated / GB:.4f} GB allocated, {peak / GB:.4f} GB at most"
+    return f"{label}: {allocated / 1e9:.4f} GB allocated, {peak / 1e9:.4f} GB at most"
 
 
 def print_memory(label: str = "memory", device: Any = None) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from minifsdp.engine.messages import message
-from minifsdp.tools.formulas import Shape, padded_flat, padded_per_parameter
+from minifsdp.tools.formulas import Shape, padded_flat, padded_per_parameter, ring_sends
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
@@ -72,6 +72,7 @@ class Job:
         is_borrowed: whether units compute with the stored tensors, so that nothing is all-gathered.
         sorts: whether all-gather outputs are sorted by rank and copied again, and reduce-scatter inputs likewise.
         in_smaller_mesh: unsharded bytes of the units that ``reshards_to`` ranks keep and all-gather for backward.
+        sent_in_smaller_mesh: bytes that each rank sends in all-gathers among ``reshards_to`` ranks.
         to_smaller_mesh: bytes of all units that are kept for backward with ``reshards_to``.
 
     Raises:
@@ -126,6 +127,7 @@ class Job:
         self.is_borrowed = self.shards == 1 and self.compute in (None, self.stored) and not self.offload
         self.sorts = self.per_parameter and any(len(shapes) > 1 for shapes in self.units)
         self.in_smaller_mesh = self.micro_batches * sum(self.sizes[1:]) if self.reshards_to and not self.keeps else 0.0
+        self.sent_in_smaller_mesh = ring_sends(self.in_smaller_mesh, self.reshards_to or 1)
         self.to_smaller_mesh = sum(self.sizes[1:]) / self.reshards_to if self.reshards_to else 0.0
 
     def numel(self, shapes: Sequence[Shape]) -> int:

@@ -18,8 +18,6 @@ Worked example: rank 1 raises ``ValueError: a bad batch`` and ends. The collecti
 Spec: LEDGER-05, LEDGER-06, LEDGER-08, LEDGER-19.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import os

@@ -269,7 +269,7 @@ MUTANTS = [
     Mutant(
         "binary-gigabytes",
         "memory_line",
-        "{allocated / GB:.4f}",
+        "{allocated / 1e9:.4f}",
         "{allocated / 2**30:.4f}",
         "A printed GB is 2**30 bytes.",
         "COST-10",
