@@ -20,7 +20,6 @@ Spec: FUZZ-02.
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,19 +29,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from minifsdp.engine.messages import message
 
 
-@dataclass(frozen=True)
 class Kind:
     """The allowed type of an argument.
 
-    Attributes:
+    Args:
         words: description of the type for the message.
         fits: a function that returns whether a value has the type.
         error: the exception to raise if the value does not have the type.
     """
 
-    words: str
-    fits: Callable[[Any], bool]
-    error: type[Exception] = TypeError
+    def __init__(self, words: str, fits: Callable[[Any], bool], error: type[Exception] = TypeError) -> None:
+        self.words, self.fits, self.error = words, fits, error
 
 
 def require(kind: Kind, call: str, **given: Any) -> None:
@@ -106,6 +103,4 @@ MESH = Kind("a torch DeviceMesh or None", or_none(is_a(DeviceMesh)))
 PARAMETERS = Kind("a set of parameters or None", or_none(_are_parameters))
 STATE = Kind("a dict with names as keys", lambda value: isinstance(value, Mapping) and all(map(is_a(str), value)))
 OPTIMIZER_STATE = Kind("a dict with 'state' and 'param_groups'", or_none(_is_optimizer_state))
-WHOLE_OPTIMIZER_STATE = Kind(
-    OPTIMIZER_STATE.words, or_none(lambda value: _is_optimizer_state(value) and "state" in value)
-)
+WHOLE_OPTIMIZER_STATE = Kind(OPTIMIZER_STATE.words, or_none(lambda one: _is_optimizer_state(one) and "state" in one))

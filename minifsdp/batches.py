@@ -25,8 +25,6 @@ support FSDP. For the second problem, torch has no function.
 Spec: BATCH-01 to BATCH-08.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, TypeVar
@@ -43,6 +41,9 @@ from minifsdp.engine.messages import message, warn
 __all__ = ["token_scale", "token_weighted", "while_all_have_data"]
 
 T = TypeVar("T")
+# A list with the next batch, empty if there is none, or the error of the loader. And a function that waits for the
+# all-reduce and returns whether every rank has a batch.
+_Fetched = tuple[Any, Callable[[], bool]]
 
 
 def while_all_have_data(
@@ -64,73 +65,59 @@ def while_all_have_data(
     Raises:
         RuntimeError: if a loader raises an error on any rank. Every rank raises it, with the failed rank and its error.
     """
-    loader = _Loader(batches, Group.of(group or default_group("group")))
-    batch, all_have_one = loader.fetch()
+    loader, ranks = iter(batches), Group.of(group or default_group("group"))
+    device = _device_to_send_from(ranks, torch.device("cpu"))
+    # A separate communication stream, so that reading the result does not wait for the compute stream.
+    comm_stream = CommStream("batches", device)
+    batch, all_have_one = _fetch(loader, ranks, device, comm_stream)
     try:
         while all_have_one():
-            following, all_have_one = loader.fetch()
+            following, all_have_one = _fetch(loader, ranks, device, comm_stream)
             yield batch[0]
             batch = following
     except GeneratorExit:
         # All ranks have left the loop while an all-reduce is in flight. Wait for it.
         all_have_one()
         raise
-    loader.finish(batch, count_left)
+    error = batch if isinstance(batch, Exception) else None
+    mine: int | str = f"{type(error).__name__}: {error}"
+    if error is None:
+        mine = len(batch) + sum(1 for _ in loader) if count_left else 0
+    by_rank = exchange([ranks], mine)
+    if failed := [f"rank {rank}: {text}" for rank, text in by_rank.items() if isinstance(text, str)]:
+        raise RuntimeError(message("loader-failed", failed="; ".join(failed))) from error
+    if counts := [f"{number} on rank {rank}" for rank, number in by_rank.items() if number]:
+        warn(message("batches-left", counts=", ".join(counts)))
 
 
-class _Loader:
-    """This rank's loader, and the communication with the ranks that stop together."""
-
-    def __init__(self, batches: Iterable[Any], group: Group) -> None:
-        self._batches, self._group = iter(batches), group
-        self._device = _device_to_send_from(group, torch.device("cpu"))
-        # A separate communication stream, so that reading the result does not wait for the compute stream.
-        self._comm_stream = CommStream("batches", self._device)
-
-    def fetch(self) -> tuple[Any, Callable[[], bool]]:
-        """Fetches a batch and issues the all-reduce.
-
-        Returns:
-            A list with the next batch, empty if there is none, or the error of the loader. And a function that waits
-            for the all-reduce and returns whether every rank has a batch.
-        """
-        batch: list[Any] | Exception
-        try:
-            batch = list(islice(self._batches, 1))
-        except Exception as error:
-            batch = error
-        has_one = isinstance(batch, list) and len(batch) == 1
-        with self._comm_stream as comm_stream:
-            num_without = torch.full((1,), 0 if has_one else 1, device=self._device)
-            work = collectives.all_reduce(self._group, num_without, kind="while_all_have_data")
-            if comm_stream.stream is not None:
-                work.wait()
-                num_without, event = num_without.to("cpu", non_blocking=True), comm_stream.stream.record_event()
-                # It is complete when the CPU has the result, so the watchdog sees a rank that waits for it.
-                work.wait_for(event.synchronize)
-
-        def all_have_one() -> bool:
+def _fetch(loader: Iterator[Any], ranks: Group, device: torch.device, comm_stream: CommStream) -> _Fetched:
+    """Fetches a batch and issues the all-reduce."""
+    batch: list[Any] | Exception
+    try:
+        batch = list(islice(loader, 1))
+    except Exception as error:
+        batch = error
+    has_one = isinstance(batch, list) and len(batch) == 1
+    with comm_stream:
+        num_without = torch.full((1,), 0 if has_one else 1, device=device)
+        work = collectives.all_reduce(ranks, num_without, kind="while_all_have_data")
+        if comm_stream.stream is not None:
             work.wait()
-            return num_without.item() == 0
+            num_without, event = num_without.to("cpu", non_blocking=True), comm_stream.stream.record_event()
+            # It is complete when the CPU has the result, so the watchdog sees a rank that waits for it.
+            work.wait_for(event.synchronize)
 
-        return batch, all_have_one
+    def all_have_one() -> bool:
+        work.wait()
+        return num_without.item() == 0
 
-    def finish(self, batch: Any, count_left: bool) -> None:
-        """Raises an error if a loader has raised one on any rank. Otherwise counts the remaining batches on request."""
-        error = batch if isinstance(batch, Exception) else None
-        mine: int | str = f"{type(error).__name__}: {error}"
-        if error is None:
-            mine = len(batch) + sum(1 for _ in self._batches) if count_left else 0
-        by_rank = exchange([self._group], mine)
-        if failed := [f"rank {rank}: {text}" for rank, text in by_rank.items() if isinstance(text, str)]:
-            raise RuntimeError(message("loader-failed", failed="; ".join(failed))) from error
-        if counts := [f"{number} on rank {rank}" for rank, number in by_rank.items() if number]:
-            warn(message("batches-left", counts=", ".join(counts)))
+    return batch, all_have_one
 
 
 def _device_to_send_from(group: Group, preferred: torch.device) -> torch.device:
     """``preferred``, if the process group can send from a device of its type; otherwise the current accelerator."""
-    kinds = [torch.device(kind).type for kind in group.process_group._device_types]
+    # For example "cpu:gloo,cuda:nccl".
+    kinds = [part.partition(":")[0] for part in dist.get_backend_config(group.process_group).split(",")]
     if preferred.type in kinds:
         return preferred
     return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())

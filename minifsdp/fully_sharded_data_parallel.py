@@ -41,12 +41,10 @@ from minifsdp.api import *  # noqa: F403
 from minifsdp.arguments import OPTIMIZER, Kind, is_a, or_none, require
 from minifsdp.checkpoint import optim_state, optim_state_load, state_dict, state_dict_load
 from minifsdp.checkpoint import state_dict_options as options
-from minifsdp.checkpoint.optim_state_load import Target
 from minifsdp.checkpoint.state_dict_options import Form, OptimStateKeyType, StateDictType
 from minifsdp.compat import optim_state_legacy, wrapper_names
 from minifsdp.compat.flat_param import FlatParameter
 from minifsdp.compat.legacy import policy_by_either_name
-from minifsdp.compat.optim_state_legacy import OptimInput
 from minifsdp.engine.compiler import step_over_this_package
 from minifsdp.engine.flat_params import FLAT_NAME as FLAT_PARAM
 from minifsdp.engine.messages import message, warn_renamed
@@ -429,7 +427,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         require(arguments.MODULE, "optim_state_dict_to_load", model=model)
         require(OPTIMIZER, "optim_state_dict_to_load", optim=optim)
         require(arguments.OPTIMIZER_STATE, "optim_state_dict_to_load", optim_state_dict=optim_state_dict)
-        target = Target(model, optim, options.form_for_optimizer(model), is_named_optimizer)
+        target = optim_state_load.Target(model, optim, options.form_for_optimizer(model), is_named_optimizer)
         loadable = optim_state_load.load(target, optim_state_dict)
         if load_directly:
             optim.load_state_dict(loadable)
@@ -439,7 +437,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
     def full_optim_state_dict(
         model: nn.Module,
         optim: Optimizer,
-        optim_input: OptimInput | None = None,
+        optim_input: optim_state_legacy.OptimInput | None = None,
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
@@ -465,7 +463,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
     def shard_full_optim_state_dict(
         full_optim_state_dict: dict[str, Any],
         model: nn.Module,
-        optim_input: OptimInput | None = None,
+        optim_input: optim_state_legacy.OptimInput | None = None,
         optim: Optimizer | None = None,
     ) -> dict[str, Any]:
         """Converts a full dict, which every rank must have, for this rank's optimizer. Nothing is communicated.
@@ -483,7 +481,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
     def scatter_full_optim_state_dict(
         full_optim_state_dict: dict[str, Any] | None,
         model: nn.Module,
-        optim_input: OptimInput | None = None,
+        optim_input: optim_state_legacy.OptimInput | None = None,
         optim: Optimizer | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
@@ -514,7 +512,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         optim_state_dict: dict[str, Any],
         optim_state_key_type: OptimStateKeyType,
         model: nn.Module,
-        optim_input: OptimInput | None = None,
+        optim_input: optim_state_legacy.OptimInput | None = None,
         optim: Optimizer | None = None,
     ) -> dict[str, Any]:
         """Changes the keys of a full dict to names or IDs, to use it with an unwrapped model. Nothing is communicated.

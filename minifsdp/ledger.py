@@ -27,31 +27,25 @@ FOLDER = "MINIFSDP_LEDGER_DIR"
 
 
 def written(found: Findings) -> str:
-    """The report. This function also writes it to a file, whose name is in the last line."""
-    words = found.in_words()
-    if os.environ.get(FOLDER) == "off":
-        return words
-    try:
-        report = {"report": words, "states": found.states, "lines": found.lists, "diverging": found.diverging}
-        path = _write(json.dumps(report))
-    except OSError as error:
-        return f"{words}\n(could not be written to a file: {error})"
-    return f"{words}\nTo draw it: python -m minifsdp.ledger {path}"
+    """The report. This function also writes it to a new file in `FOLDER` or in a new folder. The last line names it.
 
-
-def _write(text: str) -> str:
-    """Writes a new file in `FOLDER` or in a new folder, and returns its path.
-
-    Only this user can read it, because texts of exceptions may contain secrets.
+    Only this user can read the file, because texts of exceptions may contain secrets.
     """
-    folder = os.environ.get(FOLDER) or tempfile.mkdtemp(prefix="minifsdp-")
+    words, folder = found.in_words(), os.environ.get(FOLDER)
+    if folder == "off":
+        return words
+    report = {"report": words, "states": found.states, "lines": found.lists, "diverging": found.diverging}
     # Two jobs without an ID, two starts of a job, and two reports of a process use different files.
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none").replace("/", "_")
     life = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
     prefix = f"minifsdp-ledger-{run}-{life}-rank{rank_of_this_process()}-{os.getpid()}-"
-    with tempfile.NamedTemporaryFile("w", dir=folder, prefix=prefix, suffix=".json", delete=False) as file:
-        file.write(text)
-    return file.name
+    try:
+        folder = folder or tempfile.mkdtemp(prefix="minifsdp-")
+        with tempfile.NamedTemporaryFile("w", dir=folder, prefix=prefix, suffix=".json", delete=False) as file:
+            json.dump(report, file)
+    except OSError as error:
+        return f"{words}\n(could not be written to a file: {error})"
+    return f"{words}\nTo draw it: python -m minifsdp.ledger {file.name}"
 
 
 def drawn(report: dict[str, Any], most: int) -> str:

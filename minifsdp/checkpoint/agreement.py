@@ -38,7 +38,7 @@ import torch.distributed as dist
 
 from minifsdp.engine import collectives, rank_checks
 from minifsdp.engine.collective_log import log
-from minifsdp.engine.mesh import Group, MeshGroups
+from minifsdp.engine.mesh import Group, MeshGroups, exists
 from minifsdp.engine.messages import message, rank_of_this_process
 from minifsdp.engine.unit import Unit
 
@@ -58,15 +58,9 @@ def groups_of(meshes: Iterable[MeshGroups]) -> list[Group]:
     """
     chosen = list(meshes)
     groups = [mesh.shard for mesh in chosen] + [mesh.replicate for mesh in chosen]
-    return list(dict.fromkeys(group for group in groups if group is not None and _communicates(group)))
-
-
-def _communicates(group: Group) -> bool:
+    existing = dict.fromkeys(group for group in groups if group is not None and exists(group.process_group))
     # In a simulation, one process runs all ranks and nothing is sent.
-    try:
-        return bool(dist.get_backend(group.process_group) != "fake")
-    except (KeyError, RuntimeError, TypeError, ValueError):
-        return False
+    return [group for group in existing if dist.get_backend(group.process_group) != "fake"]
 
 
 def exchange(groups: Sequence[Group], mine: T) -> dict[int, T]:
@@ -237,7 +231,7 @@ def _time_limit(group: Group) -> timedelta:
     """The timeout of the group, from ``init_process_group`` or ``new_group``."""
     process_group: Any = group.process_group
     try:
-        limit: timedelta = process_group._get_backend(process_group._device_types[0]).options._timeout
-    except (AttributeError, IndexError, RuntimeError):
+        device = torch.device(dist.get_backend_config(process_group).partition(":")[0])
+        return process_group._get_backend(device).options._timeout  # type: ignore[no-any-return]
+    except (AttributeError, RuntimeError):
         return timedelta(minutes=30)
-    return limit

@@ -27,8 +27,6 @@ that is in the tree twice is saved twice.
 Spec: SD-FULL-01, SD-SHARD-01, SD-CFG-18, OSD-01, OSD-03, OSD-06, OSD-08, OSD-09, NAMES-10.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cached_property
@@ -45,15 +43,14 @@ from minifsdp.engine import collectives
 from minifsdp.engine.flat_params import FLAT_NAME
 from minifsdp.engine.flat_tensor import local_values
 from minifsdp.engine.messages import detail
+from minifsdp.engine.shards import shard_of
 from minifsdp.fsdp1.full_params import check_idle
 from minifsdp.fsdp1.wrapper import PREFIX, Wrapper
-
-CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 
 
 def plain_path(path: str) -> str:
     """A path without the names that wrappers and activation checkpoints add."""
-    return path.replace(CHECKPOINT_PREFIX, "").replace(PREFIX, "")
+    return path.replace("_checkpoint_wrapped_module.", "").replace(PREFIX, "")
 
 
 def dotted(path: str) -> str:
@@ -76,6 +73,7 @@ class UnitCodec:
 
     Attributes:
         keys: the keys of the parameters, one for each place in the tree, with the parameter's number.
+        names: the key of each parameter by number. A tied parameter has its first key, as in ``named_parameters()``.
         local_key: the key of the local shard in a local state dict.
         flat_key: the name of the flat parameter, if there is one; also the key of the shard in local dicts of torch.
         is_flat: whether the optimizer has one flat parameter for all.
@@ -101,12 +99,8 @@ class UnitCodec:
                 slots.setdefault(slot.module, []).append((number, slot.name))
         paths = wrapper.module.named_modules(remove_duplicate=False)
         self.keys = {prefix + dotted(path) + name: n for path, m in paths for n, name in slots.get(m, [])}
-
-    @cached_property
-    def names(self) -> list[str]:
-        """The key of each parameter by number. A tied parameter has its first key, as in ``named_parameters()``."""
         first = {number: key for key, number in reversed(self.keys.items())}
-        return [first[number] for number in range(len(self.shapes))]
+        self.names = [first[number] for number in range(len(self.shapes))]
 
     def holds(self, number: int, index: int | None = None) -> bool:
         """Whether this rank, or the rank at ``index`` of the shard group, has an element of the parameter."""
@@ -142,7 +136,7 @@ class UnitCodec:
         # If the wrapper was given a mesh, values are DTensors by default.
         if self._wrapper.device_mesh is not None or form.use_dtensor:
             return tensors.as_dtensor(full, self.group, self._device_mesh, device)
-        rows = tensors.rows_of(full, self.group).to(device, copy=True)
+        rows = shard_of(full, 0, self.group.size, self.group.rank).to(device, copy=True)
         return tensors.as_sharded_tensor(rows, full.shape, self.group)
 
     def local_shard(self, form: Form) -> Any:

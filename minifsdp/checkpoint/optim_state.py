@@ -39,7 +39,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils import _pytree as pytree
+from torch.utils._pytree import tree_flatten
 
 from minifsdp.checkpoint import agreement
 from minifsdp.checkpoint.codec import ParameterNames, UnitCodec, parameters_of, regrouped
@@ -240,7 +240,7 @@ def differences(reported: Mapping[Any, Mapping[str, Any]]) -> Iterator[tuple[str
 
 def _same(one: Any, other: Any) -> bool:
     """Whether two values for a whole parameter are equal; they may be lists or dicts of tensors."""
-    (mine, shape), (theirs, other_shape) = pytree.tree_flatten(one), pytree.tree_flatten(other)
+    (mine, shape), (theirs, other_shape) = tree_flatten(one), tree_flatten(other)
     return shape == other_shape and all(map(_equal, mine, theirs))
 
 

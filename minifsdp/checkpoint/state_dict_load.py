@@ -43,6 +43,9 @@ from minifsdp.fsdp1.wrapper import PREFIX, Wrapper
 # The beginning of the error message of nn.Module.
 OPENING = "Error(s) in loading state_dict for FullyShardedDataParallel: "
 
+# All modules to load, each with the prefix of its keys.
+_Modules = Sequence[tuple[str, nn.Module]]
+
 
 def load(wrapper: Wrapper, walk: Callable[..., Any], state: Mapping[str, Any], strict: bool, assign: bool) -> Any:
     """Loads a state in the chosen form. Every rank must call it.
@@ -169,77 +172,59 @@ def _drop_own_tensors(wrapper: Wrapper, state: MutableMapping[str, Any], prefix:
 # ---- the check before the walk --------------------------------------------------------------------------------------
 
 
-class _Expected:
-    """The keys and shapes that a dict must have.
-
-    Args:
-        modules: all modules to load, each with the prefix of its keys.
-        codecs: the codecs of the units among them.
-
-    Attributes:
-        codec_of: the unit of each value, by key.
-        shapes: the shape of every tensor, by key.
-        extra_states: keys that may be missing or unknown.
-        elsewhere: prefixes of keys that a module loads with custom code.
-    """
-
-    def __init__(self, modules: Sequence[tuple[str, nn.Module]], codecs: Sequence[UnitCodec]) -> None:
-        self.codec_of = {key: codec for codec in codecs for key in codec.keys}
-        self.shapes = {key: tuple(codec.shapes[codec.keys[key]]) for key, codec in self.codec_of.items()}
-        self.elsewhere = tuple(start for start, module in modules if state_dict.loads_itself(module))
-        self.extra_states = {start + "_extra_state" for start, _ in modules}
-        for start, module in modules:
-            left_out = {FLAT_NAME, *module._non_persistent_buffers_set}
-            parameters = module.named_parameters(recurse=False, remove_duplicate=False)
-            for name, tensor in [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]:
-                if name not in left_out and not is_lazy(tensor):
-                    self.shapes.setdefault(start + name, tuple(tensor.shape))
-
-    def is_free(self, key: str) -> bool:
-        """Whether a key may be missing or unknown."""
-        return key in self.extra_states or key.startswith(self.elsewhere)
-
-
 def _refuse_misfit(wrapper: Wrapper, form: Form, state: Mapping[str, Any], prefix: str, *, strict: bool) -> None:
     """Raises on all ranks if the dict of any rank does not fit. All ranks of the units' groups must call it."""
     modules = [(prefix + dotted(path), module) for path, module in wrapper.named_modules(remove_duplicate=False)]
     wrappers = [(start, module) for start, module in modules if isinstance(module, Wrapper)]
     codecs = [UnitCodec(inner, start) for start, inner in wrappers if inner._unit is not None]
     groups = agreement.groups_of(inner.mesh for _, inner in wrappers)
-    expected = _Expected(modules, codecs)
     if form.is_local:
         problems = [problem for codec in codecs for problem in _local_problems(codec, state, strict)]
     else:
-        problems = list(_problems(state, prefix, expected, form, strict=strict))
+        problems = list(_problems(state, prefix, modules, codecs, form, strict=strict))
     problems.extend(detail("load-while-hidden", unit=start) for start, inner in wrappers if state_dict.is_hidden(inner))
     agreement.refuse_together(groups, problems, OPENING)
     if not form.is_local:
         # Rows are all-gathered key by key, and a full value must be loaded on all ranks or on none.
         held = {key for key, value in state.items() if not form.is_sharded or tensors.local_rows(value) is not None}
-        rows = (key for key in expected.codec_of if key in held)
+        rows = (key for codec in codecs for key in codec.keys if key in held)
         agreement.refuse_lacking(groups, (detail("rows-lacking-of-unit", key=key) for key in rows), OPENING)
 
 
-def _problems(state: Mapping[str, Any], prefix: str, expected: _Expected, form: Form, *, strict: bool) -> Iterator[str]:
+def _problems(
+    state: Mapping[str, Any], prefix: str, modules: _Modules, codecs: Sequence[UnitCodec], form: Form, *, strict: bool
+) -> Iterator[str]:
     """Missing and unexpected keys, values with a wrong shape, and values in another form than the chosen one."""
-    for key, shape in expected.shapes.items():
-        is_elsewhere, found = key.startswith(expected.elsewhere), tuple(getattr(state.get(key), "shape", shape))
+    codec_of = {key: codec for codec in codecs for key in codec.keys}
+    # The shape of every tensor that a dict must have: of the units' parameters and of all other tensors.
+    shapes = {key: tuple(codec.shapes[codec.keys[key]]) for key, codec in codec_of.items()}
+    for start, module in modules:
+        left_out = {FLAT_NAME, *module._non_persistent_buffers_set}
+        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+        for name, tensor in [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]:
+            if name not in left_out and not is_lazy(tensor):
+                shapes.setdefault(start + name, tuple(tensor.shape))
+    # Prefixes of keys that a module loads with custom code.
+    elsewhere = tuple(start for start, module in modules if state_dict.loads_itself(module))
+    for key, shape in shapes.items():
+        is_elsewhere, found = key.startswith(elsewhere), tuple(getattr(state.get(key), "shape", shape))
         # Old versions of torch saved a 0-d tensor as a tensor of one element, and nn.Module still reads it.
         is_old = (shape, found) == ((), (1,))
         # Dicts of torch before 0.4.1 have no counter of batches, and batch norms accept that.
         is_counter = key.rpartition(".")[2] == "num_batches_tracked"
         if key not in state:
-            if strict and not is_counter and not expected.is_free(key):
+            if strict and not is_counter and not is_elsewhere:
                 yield detail("key-missing", key=key, shape=shape)
-        elif key in expected.codec_of:
-            yield from expected.codec_of[key].misfit(key, key, state[key], form, any_shape=is_elsewhere)
+        elif key in codec_of:
+            yield from codec_of[key].misfit(key, key, state[key], form, any_shape=is_elsewhere)
         elif found != shape and not is_old and not is_elsewhere:
             yield detail("size-mismatch", key=key, shape=shape, found=found)
+    known = {*shapes, *(start + "_extra_state" for start, _ in modules)}
     for key in state if strict else ():
-        if key.startswith(prefix) and key not in expected.shapes and not expected.is_free(key):
+        if key.startswith(prefix) and key not in known and not key.startswith(elsewhere):
             yield detail("key-unexpected", key=key)
     if form.is_sharded:
-        sharded = [key for key, codec in expected.codec_of.items() if codec.group is not None and key in state]
+        sharded = [key for key, codec in codec_of.items() if codec.group is not None and key in state]
         yield from tensors.all_unsharded((key, state[key]) for key in sharded)
 
 

@@ -18,13 +18,11 @@ while ``nn.Module`` walks over the tree.
 Spec: SD-CFG-01 to SD-CFG-18.
 """
 
-from __future__ import annotations
-
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, Self
 
 from torch import nn
 
@@ -154,7 +152,7 @@ class Form:
     use_dtensor: bool = False
 
     @classmethod
-    def of(cls, type: StateDictType | None, config: StateDictConfig | OptimStateDictConfig | None) -> Form:
+    def of(cls, type: StateDictType | None, config: StateDictConfig | OptimStateDictConfig | None) -> Self:
         """The form for a model's settings; a model without units has no settings and gets the full form."""
         if type is None or config is None:
             return cls()
@@ -174,7 +172,6 @@ class Form:
 # ---- the wrappers of a tree -----------------------------------------------------------------------------------------
 
 
-@dataclass
 class StateDictState:
     """The values that a wrapper stores for its state dict.
 
@@ -188,13 +185,13 @@ class StateDictState:
         not_for_the_walk: when loading, the keys that the wrapper loads itself.
     """
 
-    settings: StateDictSettings = field(default_factory=StateDictSettings)
-    before: Mapping[str, Any] = field(default_factory=dict)
-    is_strict: bool = False
-    runs_custom_code: bool = False
-    unsharded: ExitStack = field(default_factory=ExitStack)
-    missing: list[str] = field(default_factory=list)
-    not_for_the_walk: set[str] = field(default_factory=set)
+    def __init__(self) -> None:
+        self.settings = StateDictSettings()
+        self.before: Mapping[str, Any] = {}
+        self.is_strict = self.runs_custom_code = False
+        self.unsharded = ExitStack()
+        self.missing: list[str] = []
+        self.not_for_the_walk: set[str] = set()
 
     @property
     def form(self) -> Form:

@@ -38,12 +38,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.overrides import is_tensor_like
-from torch.utils import _pytree as pytree
 
 from minifsdp.engine import collectives
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import detail
-from minifsdp.engine.shards import local_tensor
+from minifsdp.engine.precision import map_tensors
+from minifsdp.engine.shards import local_tensor, shard_of, shard_range, shard_shape
 
 # ---- from unsharded tensors to rows ---------------------------------------------------------------------------------
 
@@ -53,27 +53,15 @@ def has_rows(shape: torch.Size) -> bool:
     return len(shape) > 0 and shape[0] > 0
 
 
-def rows_at(index: int, num_rows: int, num_ranks: int) -> range:
-    """The rows of rank ``index``; can be empty."""
-    size = -(-num_rows // num_ranks)
-    return range(num_rows)[index * size : (index + 1) * size]
-
-
-def rows_of(full: Tensor, group: Group) -> Tensor:
-    """A view of this rank's rows."""
-    mine = rows_at(group.rank, full.shape[0], group.size)
-    return full[mine.start : mine.stop]
-
-
 def as_sharded_tensor(rows: Tensor, shape: torch.Size, group: Group) -> sharded_tensor.ShardedTensor:
     """This rank's rows of a tensor of ``shape``, as a ``ShardedTensor``, without communication."""
     table = []
     for index, rank in enumerate(group.ranks):
         # A rank without rows has a shard with 0 rows. If the key were missing on that rank, the planner of
         # torch.distributed.checkpoint would assume a checkpoint of torch 2.3, and fail to load it.
-        there = rows_at(index, shape[0], group.size)
-        start = [there.start, *[0] * (len(shape) - 1)]
-        table.append(sharded_tensor.ShardMetadata(start, [len(there), *shape[1:]], f"rank:{rank}/{rows.device}"))
+        start = [shard_range(shape[0], group.size, index).start, *[0] * (len(shape) - 1)]
+        size = list(shard_shape(shape, 0, group.size, index))
+        table.append(sharded_tensor.ShardMetadata(start, size, f"rank:{rank}/{rows.device}"))
     metadata = sharded_tensor.ShardedTensorMetadata(table, shape, sharded_tensor.TensorProperties(dtype=rows.dtype))
     with no_deprecation_warning():
         return sharded_tensor.ShardedTensor._init_from_local_shards_and_global_metadata(
@@ -97,7 +85,7 @@ def no_deprecation_warning() -> Generator[None]:
 def as_dtensor(full: Tensor, group: Group, mesh: DeviceMesh, device: torch.device) -> DTensor:
     """This rank's rows of ``full`` as a ``DTensor``, sharded over the last axis of ``mesh``, without communication."""
     placements: list[Placement] = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-    rows = rows_of(local_tensor(full), group).clone()
+    rows = shard_of(local_tensor(full), 0, group.size, group.rank).clone()
     if isinstance(full, DTensor):
         num_shards = full._spec.num_shards_map[0]
         if num_shards > 1:
@@ -152,7 +140,7 @@ def misplaced_rows(value: Any, where: str, group: Group | None, *, is_sharded: b
     found, expected, start = tuple(rows.shape), tuple(_shape_in_group(value, group)), 0
     is_common = expected == tuple(value.size())
     if group is not None and expected:
-        mine = rows_at(group.rank, expected[0], group.size)
+        mine = shard_range(expected[0], group.size, group.rank)
         expected, start = (len(mine), *expected[1:]), mine.start
     how = f" (the DTensor is {placement_of(value)})" if isinstance(value, DTensor) else ""
     if not is_sharded:
@@ -193,10 +181,9 @@ def gathered_rows(value: Any, group: Group | None, device: torch.device) -> Tens
     if group is None:
         return rows
     shape = _shape_in_group(value, group)
-    size = len(rows_at(0, shape[0], group.size))
-    mine = torch.zeros((size, *shape[1:]), dtype=rows.dtype, device=device)
+    mine = torch.zeros(shard_shape(shape, 0, group.size, 0), dtype=rows.dtype, device=device)
     mine[: rows.shape[0]].copy_(rows)
-    gathered = torch.empty((size * group.size, *shape[1:]), dtype=rows.dtype, device=device)
+    gathered = torch.empty((len(mine) * group.size, *shape[1:]), dtype=rows.dtype, device=device)
     collectives.all_gather(group, gathered.view(-1), mine.view(-1)).wait()
     return gathered[: shape[0]]
 
@@ -263,5 +250,5 @@ def copy_shared(
         return copies[same]
 
     for key in keys:
-        state[key] = pytree.tree_map_only(Tensor, unshared, state[key])
+        state[key] = map_tensors(unshared, state[key])
     return shared

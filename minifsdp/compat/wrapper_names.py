@@ -40,9 +40,6 @@ from minifsdp.engine.messages import message
 from minifsdp.fsdp1.build import FlatUnit
 from minifsdp.fsdp1.wrapper import Wrapper
 
-# The attributes of a handle that torch's functions for optimizer states read first.
-_READ_BY_OPTIMIZER_STATES = ("_use_orig_params", "flat_param")
-
 
 class Slice:
     """This rank's shard of a unit, for code that expects a flat parameter when there is none.
@@ -68,7 +65,8 @@ class Slice:
         Raises:
             AttributeError: always; the message names the function to call instead.
         """
-        if name in _READ_BY_OPTIMIZER_STATES:
+        # Torch's functions for optimizer states read these attributes of a handle first.
+        if name in ("_use_orig_params", "flat_param"):
             raise AttributeError(message("foreign-optimizer-state", name=name))
         raise AttributeError(message("flat-parameter-name", name=name))
 

@@ -51,11 +51,9 @@ def attached(owner: Any, name: str, look: Look) -> Iterator[None]:
         name: the name of the method or function.
         look: called with the result of the method and then the same arguments. Not called after an exception.
     """
-    place = owner, name
-    if place not in _observed:
-        _observed[place] = []
-        setattr(owner, name, _observing(vars(owner)[name], _observed[place]))
-    looks = _observed[place]
+    looks = _observed.setdefault((owner, name), [])
+    if not looks:
+        setattr(owner, name, _observing(vars(owner)[name], looks))
     looks.append(look)
     try:
         yield
@@ -63,7 +61,6 @@ def attached(owner: Any, name: str, look: Look) -> Iterator[None]:
         looks.remove(look)
         if not looks:
             setattr(owner, name, vars(owner)[name].__wrapped__)
-            del _observed[place]
 
 
 def _observing(method: Callable[..., Any], looks: list[Look]) -> Callable[..., Any]:
@@ -106,12 +103,10 @@ def late_units_named(check: str) -> Iterator[None]:
     """
     in_time: weakref.WeakSet[Unit] = weakref.WeakSet()
 
-    def note(_: None, unit: Unit, *args: Any, **kwargs: Any) -> None:
-        in_time.add(unit)
-
     def name_late_units(_: Sequence[nn.Module], root_state: RootState) -> None:
         if late := [unit.name or "the root" for unit in root_state.units if unit not in in_time]:
             warn(message("debug-too-late", check=check, units=late))
 
-    with attached(Unit, "__init__", note), at_first_use(name_late_units):
+    note = attached(Unit, "__init__", lambda _, unit, *args, **kwargs: in_time.add(unit))
+    with note, at_first_use(name_late_units):
         yield

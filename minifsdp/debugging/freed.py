@@ -24,15 +24,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minifsdp.debugging.attach import attached
 from minifsdp.engine.messages import message
 from minifsdp.engine.precision import tensors_in
 from minifsdp.engine.unit import Unit
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class _FreedMemory(TorchDispatchMode):
@@ -49,11 +47,11 @@ class _FreedMemory(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Raises an error if ``func`` reads freed memory of a unit, and runs ``func`` otherwise."""
         for value in tensors_in((args, kwargs or {})):
-            if type(value) in _PLAIN and value.numel() and not value.untyped_storage().nbytes():
+            if type(value) in (Tensor, nn.Parameter) and value.numel() and not value.untyped_storage().nbytes():
                 self._refuse(func, value)
         return func(*args, **kwargs or {})
 
-    def _refuse(self, func: Any, tensor: torch.Tensor) -> None:
+    def _refuse(self, func: Any, tensor: Tensor) -> None:
         freed = tensor.untyped_storage()
         for unit in self._units:
             if any(leaf.untyped_storage() is freed for leaf in unit.layout.leaves):
@@ -64,9 +62,5 @@ class _FreedMemory(TorchDispatchMode):
 def read_checked() -> Iterator[None]:
     """Checks every operation inside the block, in the thread that enters it and in its backwards."""
     units: weakref.WeakSet[Unit] = weakref.WeakSet()
-
-    def note(_: None, unit: Unit, *args: Any, **kwargs: Any) -> None:
-        units.add(unit)
-
-    with attached(Unit, "reshard", note), _FreedMemory(units):
+    with attached(Unit, "reshard", lambda _, unit, *args, **kwargs: units.add(unit)), _FreedMemory(units):
         yield

@@ -12,7 +12,7 @@ check       finds                                                          descr
 ==========  =============================================================  ==============
 weights     initial weights that differ between ranks                      ``weights.py``
 values      the first values that are not finite                           ``values.py``
-order       ranks that all-gather different units, in any iteration        ``order.py``
+order       ranks that all-gather different units, in any iteration        `always_compared`
 meta        values that were not set after a model was on the meta device  ``unset.py``
 memory      reads of unsharded parameters whose memory is freed            ``freed.py``
 ==========  =============================================================  ==============
@@ -27,22 +27,44 @@ A check is on while at least one `debug` call needs it. Worked example, with the
         everything.off()        weights 0  values 1  order 0  meta 0  memory 0      four checks end
     after the block             weights 0  values 0  order 0  meta 0  memory 0      the fifth check ends
 
-*In torch:* ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` only checks the order, and is read only once.
+*In torch:* ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` only checks the order, only for FSDP1, and is read only once.
 
-Spec: DEBUG-01 to DEBUG-03.
+Spec: DEBUG-01 to DEBUG-03, DEBUG-07; NEW-19 is the check of the order itself.
 """
 
 import os
 from collections import Counter
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from minifsdp.debugging.freed import read_checked
-from minifsdp.debugging.order import always_compared
 from minifsdp.debugging.unset import filled_and_named
 from minifsdp.debugging.values import looked_at
 from minifsdp.debugging.weights import compared
 from minifsdp.engine.messages import message
+from minifsdp.engine.rank_checks import RankChecks
+
+
+@contextmanager
+def always_compared() -> Iterator[None]:
+    """The check ``order``: compares every all-gather of a forward inside the block.
+
+    By default, ranks compare their all-gathers only before the first all-gather of each unit, to save time
+    (``engine/rank_checks.py``). If the order differs only in a later iteration, for instance because a batch has an
+    image or an expert got no tokens, this is not detected. Two units of equal size then get each other's weights. With
+    this check, every all-gather of a forward is compared first, and a difference raises an error with both names.
+
+    Worked example, two ranks, units ``a`` and ``b``; both ranks run ``a b`` in the first iteration, and rank 1 runs
+    ``b a`` in the second. Then both ranks raise an error that contains "rank 0: 'a', rank 1: 'b'".
+
+    Cost: one small collective for each unit and forward, and a wait for it.
+    """
+    RankChecks.always = True
+    try:
+        yield
+    finally:
+        RankChecks.always = False
+
 
 CHECKS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "weights": compared,
@@ -55,7 +77,7 @@ _num_wanted: Counter[str] = Counter()
 _running: dict[str, AbstractContextManager[None]] = {}
 
 
-class Debugging(AbstractContextManager["Debugging"]):
+class Debugging(ExitStack):
     """Checks that one call of `debug` has turned on; a context manager that turns them off at its end.
 
     Attributes:
@@ -63,26 +85,25 @@ class Debugging(AbstractContextManager["Debugging"]):
     """
 
     def __init__(self, checks: tuple[str, ...]) -> None:
+        super().__init__()
         self.checks = checks
-        self._is_on = True
         for check in checks:
             if not _num_wanted[check]:
                 _running[check] = CHECKS[check]()
                 _running[check].__enter__()
             _num_wanted[check] += 1
+            self.callback(_end, check)
 
     def off(self) -> None:
         """Turns off the checks, except those that another call still needs. A second call does nothing."""
-        if not self._is_on:
-            return
-        self._is_on = False
-        for check in self.checks:
-            _num_wanted[check] -= 1
-            if not _num_wanted[check]:
-                _running.pop(check).__exit__(None, None, None)
+        self.close()
 
-    def __exit__(self, *_: object) -> None:
-        self.off()
+
+def _end(check: str) -> None:
+    """Ends one use of a check, and turns it off if no other call needs it."""
+    _num_wanted[check] -= 1
+    if not _num_wanted[check]:
+        _running.pop(check).__exit__(None, None, None)
 
 
 def debug(*checks: str) -> Debugging:

@@ -26,7 +26,7 @@ Spec: DEBUG-08, DEBUG-09.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -91,9 +91,7 @@ def _is_unset(tensor: torch.Tensor) -> bool:
     return bool((values == torch.iinfo(values.dtype).max).all())
 
 
-def _unset_in(
-    modules: Iterable[tuple[str, nn.Module]], of_units: frozenset[torch.Tensor] = frozenset()
-) -> Iterator[str]:
+def _unset_in(modules: Iterable[tuple[str, nn.Module]], of_units: Set[torch.Tensor] = frozenset()) -> Iterator[str]:
     """Names of the unset tensors that the modules own directly, except those in ``of_units``."""
     for path, module in modules:
         if module in _made:
@@ -114,7 +112,11 @@ def _after_initialize(_: None, wrapper: Wrapper, modules: list[tuple[str, nn.Mod
 
 
 def _refuse_unset(modules: Sequence[nn.Module], root_state: RootState) -> None:
-    mine = [*_unset_in_units(root_state), *_unset_outside(modules, root_state)]
+    of_units = {parameter for unit in root_state.units for parameter in unit.layout.local_parameters()}
+    mine = list(_unset_in_units(root_state))
+    for root in modules:
+        # Buffers, and parameters that belong to no unit.
+        mine += _unset_in(root.named_modules(), of_units)
     ranks_of: dict[str, list[str]] = {}
     for rank, names in exchange(groups_of(plan.mesh for unit in root_state.units for plan in unit.plans), mine).items():
         for name in names:
@@ -137,10 +139,3 @@ def _local_shards(layout: Layout) -> list[torch.Tensor]:
         flat = layout.local_values()
         return [flat[part] for part in layout.sharding.param_ranges(layout.mesh.shard_index)]
     return list(layout.local_parameters())
-
-
-def _unset_outside(modules: Sequence[nn.Module], root_state: RootState) -> Iterator[str]:
-    """Names of unset buffers, and of unset parameters that belong to no unit."""
-    of_units = frozenset(parameter for unit in root_state.units for parameter in unit.layout.local_parameters())
-    for root in modules:
-        yield from _unset_in(root.named_modules(), of_units)

@@ -83,22 +83,16 @@ def _after_gather(_: None, iteration: IterationState, unit: Unit) -> None:
     if unit.phase is not Phase.FORWARD:
         return
     layout = unit.layout
-    infos = layout.parameters
-
-    def describe(number: int, counts: str) -> str:
-        return detail("parameter-not-finite", name=layout.full_name(infos[number].path), counts=counts)
-
-    _look(layout, [getattr(info.module, info.name) for info in infos], describe)
+    for number, counts in _not_finite(layout, [getattr(info.module, info.name) for info in layout.parameters]):
+        name = layout.full_name(layout.parameters[number].path)
+        _found[layout] = detail("parameter-not-finite", name=name, counts=counts)
 
 
 def _after_module(_: bool, iteration: IterationState, unit: Unit, inputs: Any, output: Any) -> None:
     outputs = list(tensors_in(output))
-
-    def describe(number: int, counts: str) -> str:
+    for number, counts in _not_finite(unit.layout, outputs):
         which = f", tensor {number + 1} of {len(outputs)}," if len(outputs) > 1 else ""
-        return detail("output-not-finite", which=which, unit=unit.name, counts=counts)
-
-    _look(unit.layout, outputs, describe)
+        _found[unit.layout] = detail("output-not-finite", which=which, unit=unit.name, counts=counts)
 
 
 def _after_gradient(gradient: Gradient | None, layout: Layout, *, with_unreduced: bool) -> None:
@@ -108,29 +102,27 @@ def _after_gradient(gradient: Gradient | None, layout: Layout, *, with_unreduced
     if isinstance(layout, FlatLayout):
         # One flat tensor, with padding after the last parameter.
         parts, numbers = list(parts[0].split(layout.sharding.split_sizes)), list(range(len(layout.parameters)))
-
-    def describe(number: int, counts: str) -> str:
-        path = layout.parameters[numbers[number]].path
-        return detail("gradient-not-finite", name=layout.full_name(path), counts=counts)
-
-    _look(layout, parts[: len(numbers)], describe)
+    for number, counts in _not_finite(layout, parts[: len(numbers)]):
+        name = layout.full_name(layout.parameters[numbers[number]].path)
+        _found[layout] = detail("gradient-not-finite", name=name, counts=counts)
 
 
 @torch.no_grad()
-def _look(layout: Layout, tensors: Sequence[torch.Tensor], describe: Callable[[int, str], str]) -> None:
+def _not_finite(layout: Layout, tensors: Sequence[torch.Tensor]) -> list[tuple[int, str]]:
+    """The first tensor with values that are not finite: its number, and their counts. Empty after the first record."""
     if layout in _found:
-        return
+        return []
     values = [local_tensor(tensor.detach()) for tensor in tensors]
     sums = [value.sum() for value in values if value.is_floating_point() or value.is_complex()]
     # One check for all of them, so that the CPU waits for an accelerator only once.
     if not sums or bool(sum(sums[1:], sums[0]).isfinite()):
-        return
+        return []
     for number, value in enumerate(values):
         num_nan, num_inf = int(value.isnan().sum()), int(value.isinf().sum())
         # There may be none, because a sum of finite values can overflow.
         if num_nan or num_inf:
-            _found[layout] = describe(number, f"{num_nan} nan and {num_inf} inf among {value.numel()} values")
-            return
+            return [(number, f"{num_nan} nan and {num_inf} inf among {value.numel()} values")]
+    return []
 
 
 # --- where ranks agree ---

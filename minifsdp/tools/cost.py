@@ -53,14 +53,11 @@ from typing import Any
 
 import torch
 
-from minifsdp.engine.messages import message
 from minifsdp.tools.formulas import ring_all_reduce_sends, ring_sends
 from minifsdp.tools.job import Job
 from minifsdp.tools.peaks import peak_of_backward, peak_of_forward
 
 __all__ = ["Cost", "Job", "cost_of", "memory_line", "num_collectives", "print_memory", "sent_bytes"]
-
-GB = 10**9
 
 
 @dataclass(frozen=True)
@@ -92,15 +89,8 @@ class Cost:
 
 
 def cost_of(job: Job) -> Cost:
-    """All costs of a job.
-
-    Raises:
-        ValueError: the strategy is unknown, or a number is less than 1.
-    """
-    _check(job)
-    elements = sum(job.sizes) / job.width / job.shards
-    trained = job.num_trained / job.shards
-    states = elements * job.stored.itemsize + trained * job.optimizer
+    """All costs of a job."""
+    states = job.parameter_bytes + job.optimizer_bytes
     on_device, host = (0.0, states) if job.offload else (states, 0.0)
     stored = on_device + job.buffers * (job.buffer or job.stored).itemsize
     gradients = job.settled(sum(job.gradients))
@@ -114,19 +104,10 @@ def cost_of(job: Job) -> Cost:
         after_backward=stored + gradients,
         peak_forward=stored + (earlier if job.micro_batches > 1 else 0.0) + peak_of_forward(job),
         peak_backward=stored + max(peak_of_backward(job, number) for number in backwards),
-        peak_optimizer=stored + (0.0 if job.offload else gradients + trained * job.scratch),
+        peak_optimizer=stored + (0.0 if job.offload else gradients + job.num_trained * job.scratch),
         sent=sent_bytes(job),
         num_collectives=num_collectives(job),
     )
-
-
-def _check(job: Job) -> None:
-    known = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
-    if job.strategy not in known:
-        raise ValueError(message("cost-strategy", known=", ".join(known), strategy=job.strategy))
-    shards, replicas, batches = job.num_shards, job.num_replicas, job.micro_batches
-    if min(shards, replicas, batches) < 1:
-        raise ValueError(message("cost-counts", num_shards=shards, num_replicas=replicas, micro_batches=batches))
 
 
 def _gathers(job: Job) -> tuple[int, int]:
@@ -135,43 +116,28 @@ def _gathers(job: Job) -> tuple[int, int]:
         return 0, 0
     if job.keeps:
         # Without synchronization, units stay unsharded until the last backward, the one that reduces.
-        return _reductions(job), _reductions(job)
+        return job.num_reductions, job.num_reductions
     return 2 * job.micro_batches, job.micro_batches * (2 if job.root_frees else 1)
-
-
-def _reductions(job: Job) -> int:
-    """The number of reductions per step of a unit."""
-    return 1 if job.no_sync else job.micro_batches
 
 
 def sent_bytes(job: Job) -> dict[str, float]:
     """Bytes that each rank sends in a step, by kind of collective (COST-06 to COST-08)."""
     root, units = job.sizes[0], sum(job.sizes[1:])
     times, of_root = _gathers(job)
-    gathered = times * units + of_root * root - _in_smaller_mesh(job)
-    reduced = _reductions(job) * sum(job.gradients) * job.reduce_width / job.width
+    gathered = times * units + of_root * root - job.in_smaller_mesh
+    reduced = job.num_reductions * sum(job.gradients) * job.reduce_width / job.width
     return {
-        "AG": ring_sends(gathered, job.shards) + sent_in_smaller_mesh(job),
+        "AG": ring_sends(gathered, job.shards) + job.sent_in_smaller_mesh,
         "RS": ring_sends(reduced, job.shards),
         "AR": ring_all_reduce_sends(reduced / job.shards, job.num_replicas),
     }
-
-
-def _in_smaller_mesh(job: Job) -> float:
-    """Unsharded bytes of the units that ``reshards_to`` ranks keep and all-gather for backward."""
-    return job.micro_batches * sum(job.sizes[1:]) if job.reshards_to and not job.keeps else 0.0
-
-
-def sent_in_smaller_mesh(job: Job) -> float:
-    """The bytes that each rank sends in all-gathers among ``reshards_to`` ranks."""
-    return ring_sends(_in_smaller_mesh(job), job.reshards_to or 1)
 
 
 def num_collectives(job: Job) -> dict[str, int]:
     """Collectives of a step, by kind (SHARD-16)."""
     times, of_root = _gathers(job)
     units, root = len(job.units), int(bool(job.root))
-    reductions = _reductions(job) * sum(1 for gradient in job.gradients if gradient)
+    reductions = job.num_reductions * sum(1 for gradient in job.gradients if gradient)
     return {
         "AG": times * units + of_root * root,
         "RS": reductions if job.shards > 1 else 0,
@@ -184,7 +150,7 @@ def num_collectives(job: Job) -> dict[str, int]:
 
 def memory_line(allocated: float, peak: float, label: str = "memory") -> str:
     """Formats bytes as ``"memory: 1.2346 GB allocated, 2.0000 GB at most"`` (COST-10); a GB is 10**9 bytes."""
-    return f"{label}: {allocated / GB:.4f} GB allocated, {peak / GB:.4f} GB at most"
+    return f"{label}: {allocated / 1e9:.4f} GB allocated, {peak / 1e9:.4f} GB at most"
 
 
 def print_memory(label: str = "memory", device: Any = None) -> None:

@@ -63,6 +63,12 @@ class Explanation:
         cost: its result, in bytes for each rank and one step with one batch: stored, peaks, sent.
         warnings: possible problems, each with cause and remedy.
         assumptions: where the calculation does not describe this model exactly.
+        numel: elements of all parameters in units.
+        largest: the unit with the most unsharded bytes.
+        parameter_bytes: bytes of parameters that a rank stores, padding included, on the device or the host.
+        optimizer_bytes: bytes of optimizer states that a rank stores.
+        gradient_bytes: bytes of reduced gradients that a rank has on the device between backward and the optimizer's
+            step.
     """
 
     model: str
@@ -73,31 +79,11 @@ class Explanation:
     cost: Cost
     warnings: tuple[Advice, ...]
     assumptions: tuple[str, ...]
-
-    @property
-    def numel(self) -> int:
-        """Elements of all parameters in units."""
-        return sum(unit.numel for unit in self.units)
-
-    @property
-    def largest(self) -> UnitSummary:
-        """The unit with the most unsharded bytes."""
-        return max(self.units, key=lambda unit: unit.gathered_bytes)
-
-    @property
-    def parameter_bytes(self) -> float:
-        """Bytes of parameters that a rank stores, padding included, on the device or the host."""
-        return sum(self.job.sizes) / self.job.width / self.job.shards * self.job.stored.itemsize
-
-    @property
-    def optimizer_bytes(self) -> float:
-        """Bytes of optimizer states that a rank stores."""
-        return self.job.num_trained / self.job.shards * self.job.optimizer
-
-    @property
-    def gradient_bytes(self) -> float:
-        """Bytes of reduced gradients that a rank has on the device between backward and the optimizer's step."""
-        return self.cost.after_backward - self.cost.stored
+    numel: int
+    largest: UnitSummary
+    parameter_bytes: float
+    optimizer_bytes: float
+    gradient_bytes: float
 
     def __str__(self) -> str:
         """The text for a terminal."""
@@ -143,15 +129,21 @@ def explain(
         raise ValueError(message("explain-nothing", type=type(model).__name__))
     like = most_common(units)
     job = _job_for(model, units, like, STATES[optimizer], activations)
+    cost = cost_of(job)
     return Explanation(
         model=type_of(model),
         rank=rank_of_this_process(),
         optimizer=optimizer,
         units=tuple(units),
         job=job,
-        cost=cost_of(job),
+        cost=cost,
         warnings=tuple(advice_for(units)),
         assumptions=tuple(assumptions(model, units, like)),
+        numel=sum(unit.numel for unit in units),
+        largest=max(units, key=lambda unit: unit.gathered_bytes),
+        parameter_bytes=job.parameter_bytes,
+        optimizer_bytes=job.optimizer_bytes,
+        gradient_bytes=cost.after_backward - cost.stored,
     )
 
 

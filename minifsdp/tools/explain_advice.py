@@ -157,18 +157,15 @@ def assumptions(model: nn.Module, units: Sequence[UnitSummary], like: UnitSummar
             found.append(detail("explain-differs", unit=unit.label, what=", ".join(differs)))
     if any(unit.is_planned for unit in units):
         found.append(detail("explain-planned", type=type_of(model)))
-    if nested := [unit.label for unit in units if _is_around_others(unit, units)]:
+    apart = [unit for unit in units if not unit.is_root]
+    if nested := [unit.label for unit in apart if any(other.name.startswith(f"{unit.name}.") for other in units)]:
         found.append(detail("explain-nested", names=some(nested)))
     if any(not unit.trained_shapes for unit in units) and any(unit.trained_shapes for unit in units):
         found.append(detail("explain-frozen-first"))
     mixed = [unit.label for unit in units if not unit.per_parameter and 0 < len(unit.trained_shapes) < len(unit.shapes)]
     if mixed:
         found.append(detail("explain-mixed", names=some(mixed)))
-    if is_sharded(model) and (left := left_out(model)):
-        num_bytes = sum(parameter.nbytes for _, parameter in left)
-        found.append(detail("explain-left-out", names=some([name for name, _ in left]), size=size_of(num_bytes)))
+    if is_sharded(model) and (left := left_out(model, units)):
+        num_bytes = sum(parameter.nbytes for parameter in left.values())
+        found.append(detail("explain-left-out", names=some(list(left)), size=size_of(num_bytes)))
     return found
-
-
-def _is_around_others(unit: UnitSummary, units: Sequence[UnitSummary]) -> bool:
-    return not unit.is_root and any(other.name.startswith(f"{unit.name}.") for other in units)

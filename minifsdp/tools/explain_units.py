@@ -30,6 +30,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from minifsdp.engine.flat import FlatLayout
+from minifsdp.engine.flat_params import FLAT_NAME
 from minifsdp.engine.flat_tensor import FlatSharding
 from minifsdp.engine.layout import Layout, ParamInfo, full_name, owned_parameters
 from minifsdp.engine.mesh import Group
@@ -87,19 +88,13 @@ def type_of(module: nn.Module) -> str:
     return (made.__bases__[1] if made.__bases__[0] is FSDPModule else made).__name__
 
 
-def left_out(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Parameters that belong to no unit, with their names."""
-    layouts = [unit.layout for unit in _sharded(model)]
-    # Compares places, because the registered tensor changes. The places do not include that of a flat parameter.
-    attributes = [place for layout in layouts for info in layout.parameters for place in info.attributes]
-    places = {(place.module, place.name) for place in attributes}
-    flat = {parameter for layout in layouts for parameter in layout.local_parameters()}
-    return [
-        (clean_name(full_name(prefix, name)), parameter)
-        for prefix, module in model.named_modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None and (module, name) not in places and parameter not in flat
-    ]
+def left_out(model: nn.Module, units: Iterable[UnitSummary]) -> dict[str, nn.Parameter]:
+    """Parameters that belong to none of the ``units``, by name."""
+    # Compares names, because the registered tensor changes. A flat parameter has no name in its unit.
+    owned = {name for unit in units for parameter in unit.parameters for name in (parameter.name, *parameter.ties)}
+    places = [(path, *place) for path, module in model.named_modules() for place in module._parameters.items()]
+    named = {clean_name(full_name(path, name)): p for path, name, p in places if name != FLAT_NAME and p is not None}
+    return {name: parameter for name, parameter in named.items() if name not in owned}
 
 
 def choices_of(model: nn.Module) -> dict[str, Any]:
@@ -128,11 +123,7 @@ def _sharded(model: nn.Module) -> list[Unit]:
 
 def _buffer_bytes(model: nn.Module) -> int:
     """Bytes of all buffers, in the dtypes that they have from the first forward on. They are not sharded."""
-    chosen = {
-        module: wrapper.mixed_precision.buffer_dtype
-        for wrapper in Wrapper.fsdp_modules(model)
-        for _, module in wrapper._own_modules()
-    }
+    chosen = {m: w.mixed_precision.buffer_dtype for w in Wrapper.fsdp_modules(model) for _, m in w._own_modules()}
     num_bytes = {}
     for module in model.modules():
         for buffer in module.buffers(recurse=False):
@@ -220,14 +211,9 @@ def _elements_by_rank(shape: torch.Size, dim: int, ranks: Sequence[int]) -> dict
 def _low_batch_norms(
     modules: Iterable[nn.Module], compute: torch.dtype, buffers: torch.dtype | None, names: Names
 ) -> tuple[str, ...]:
-    low = []
-    for module in dict.fromkeys(modules):
-        if isinstance(module, _BatchNorm):
-            mean = module.running_mean
-            statistics = compute if mean is None else buffers or mean.dtype
-            if min(compute.itemsize, statistics.itemsize) < 4:
-                low.append(names[module])
-    return tuple(low)
+    means = {module: module.running_mean for module in modules if isinstance(module, _BatchNorm)}
+    statistics = {module: compute if mean is None else buffers or mean.dtype for module, mean in means.items()}
+    return tuple(names[module] for module, dtype in statistics.items() if min(compute.itemsize, dtype.itemsize) < 4)
 
 
 # ---- the planned unit -----------------------------------------------------------------------------------------------

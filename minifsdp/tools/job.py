@@ -1,7 +1,7 @@
 """The input of the cost calculator: the model's sizes, the choices, and quantities that follow directly from them.
 
 A `Job` has a field for every choice that affects memory or communication. The rest of the calculator uses its
-properties, in bytes: the size of each unsharded unit, the width of a reduced element, and the stored gradient.
+attributes, in bytes: the size of each unsharded unit, the width of a reduced element, and the stored gradient.
 
 Worked example, a unit of 1000 elements on two ranks, computed in bfloat16, reduced and stored in float32::
 
@@ -17,18 +17,20 @@ Spec: COST-01, COST-07, COST-08.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
-from minifsdp.tools.formulas import Shape, padded_flat, padded_per_parameter
+from minifsdp.engine.messages import message
+from minifsdp.tools.formulas import Shape, padded_flat, padded_per_parameter, ring_sends
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
 
-@dataclass(frozen=True)
+@dataclass
 class Job:
-    """The model and all choices that affect its cost.
+    """The model and all choices that affect its cost. To change a choice, create another job (``dataclasses.replace``).
 
-    Attributes:
+    Args:
         units: for each unit, in the order of forward, the shapes of its parameters.
         root: the shapes of the root's own parameters.
         trained: the shapes of the trained parameters, by unit, with the root first; ``None`` if all are trained.
@@ -55,6 +57,26 @@ class Job:
             a reduction has buffers for those of the other ranks.
         activations: bytes, added to the peaks of forward and backward. Or one number for each unit in the order of
             `sizes`, the bytes that its forward keeps until its backward, and one for those kept after the last unit.
+
+    Attributes:
+        shards: the number of shards of a unit.
+        keeps: whether units stay unsharded between forward and backward.
+        width: bytes of an element in the compute dtype; its gradient has the same dtype.
+        reduce_width: bytes of an element of a gradient in a reduction.
+        sizes: bytes of each unsharded unit in the order of forward, with the root's own parameters first.
+        gradients: bytes of the gradient of each unit, in the order of `sizes`; 0 if all its parameters are frozen.
+        num_trained: elements of a shard with an optimizer state, including padding.
+        parameter_bytes: bytes of the parameters in a shard, including padding.
+        optimizer_bytes: bytes of the optimizer states in a shard.
+        num_reductions: reductions of a unit in a step.
+        is_borrowed: whether units compute with the stored tensors, so that nothing is all-gathered.
+        sorts: whether all-gather outputs are sorted by rank and copied again, and reduce-scatter inputs likewise.
+        in_smaller_mesh: unsharded bytes of the units that ``reshards_to`` ranks keep and all-gather for backward.
+        sent_in_smaller_mesh: bytes that each rank sends in all-gathers among ``reshards_to`` ranks.
+        to_smaller_mesh: bytes of all units that are kept for backward with ``reshards_to``.
+
+    Raises:
+        ValueError: the strategy is unknown, or a number is less than 1.
     """
 
     units: Sequence[Sequence[Shape]]
@@ -82,72 +104,44 @@ class Job:
     by_messages: bool = False
     activations: float | Sequence[float] = 0
 
-    @property
-    def shards(self) -> int:
-        """The number of shards of a unit."""
-        return 1 if self.strategy == "NO_SHARD" else self.num_shards
-
-    @property
-    def keeps(self) -> bool:
-        """Whether units stay unsharded between forward and backward."""
-        return self.strategy in ("SHARD_GRAD_OP", "NO_SHARD", "_HYBRID_SHARD_ZERO2") or self.shards == 1
+    def __post_init__(self) -> None:
+        if self.strategy not in STRATEGIES:
+            raise ValueError(message("cost-strategy", known=", ".join(STRATEGIES), strategy=self.strategy))
+        shards, replicas, batches = self.num_shards, self.num_replicas, self.micro_batches
+        if min(shards, replicas, batches) < 1:
+            raise ValueError(message("cost-counts", num_shards=shards, num_replicas=replicas, micro_batches=batches))
+        self.shards = 1 if self.strategy == "NO_SHARD" else self.num_shards
+        self.keeps = self.strategy in ("SHARD_GRAD_OP", "NO_SHARD", "_HYBRID_SHARD_ZERO2") or self.shards == 1
+        self.width = (self.compute or self.stored).itemsize
+        self.reduce_width = (self.reduce or self.compute or self.stored).itemsize
+        every = [self.root, *self.units]
+        trained = every if self.trained is None else self.trained
+        self.sizes: list[float] = [self.width * self.numel(shapes) for shapes in every]
+        # A flat unit has one gradient for all of its parameters, including frozen ones.
+        counted = [all_ if some and not self.per_parameter else some for all_, some in zip(every, trained, strict=True)]
+        self.gradients: list[float] = [self.width * self.numel(shapes) for shapes in counted]
+        self.num_trained = sum(map(self.numel, trained)) / self.shards
+        self.parameter_bytes = sum(self.sizes) / self.width / self.shards * self.stored.itemsize
+        self.optimizer_bytes = self.num_trained * self.optimizer
+        self.num_reductions = 1 if self.no_sync else self.micro_batches
+        self.is_borrowed = self.shards == 1 and self.compute in (None, self.stored) and not self.offload
+        self.sorts = self.per_parameter and any(len(shapes) > 1 for shapes in self.units)
+        self.in_smaller_mesh = self.micro_batches * sum(self.sizes[1:]) if self.reshards_to and not self.keeps else 0.0
+        self.sent_in_smaller_mesh = ring_sends(self.in_smaller_mesh, self.reshards_to or 1)
+        self.to_smaller_mesh = sum(self.sizes[1:]) / self.reshards_to if self.reshards_to else 0.0
 
     def numel(self, shapes: Sequence[Shape]) -> int:
         """Elements of a unit with these parameters, including padding."""
         return (padded_per_parameter if self.per_parameter else padded_flat)(shapes, self.shards)
 
-    @cached_property
-    def sizes(self) -> list[float]:
-        """Bytes of each unsharded unit in the order of forward, with the root's own parameters first."""
-        return [self.width * self.numel(shapes) for shapes in [self.root, *self.units]]
-
-    @cached_property
-    def gradients(self) -> list[float]:
-        """Bytes of the gradient of each unit, in the order of `sizes`; 0 if all its parameters are frozen."""
-        if self.trained is None:
-            return self.sizes
-        both = zip([self.root, *self.units], self.trained, strict=True)
-        # A flat unit has one gradient for all of its parameters, including frozen ones.
-        return [self.width * self.numel(all_ if some and not self.per_parameter else some) for all_, some in both]
-
-    @property
-    def num_trained(self) -> int:
-        """Elements with an optimizer state, in all shards together, including padding."""
-        return sum(map(self.numel, [self.root, *self.units] if self.trained is None else self.trained))
-
-    @property
-    def width(self) -> int:
-        """Bytes of an element in the compute dtype; its gradient has the same dtype."""
-        return (self.compute or self.stored).itemsize
-
-    @property
-    def reduce_width(self) -> int:
-        """Bytes of an element of a gradient in a reduction."""
-        return (self.reduce or self.compute or self.stored).itemsize
-
     def settled(self, size: float) -> float:
         """Bytes on the device of the reduced gradient of a unit that has ``size`` bytes when it is unsharded."""
         return 0.0 if self.offload else size * self.stored.itemsize / self.width / self.shards
-
-    @property
-    def is_borrowed(self) -> bool:
-        """Whether units compute with the stored tensors, so that nothing is all-gathered."""
-        return self.shards == 1 and self.compute in (None, self.stored) and not self.offload
-
-    @property
-    def sorts(self) -> bool:
-        """Whether all-gather outputs are sorted by rank and copied again, and reduce-scatter inputs likewise."""
-        return self.per_parameter and any(len(shapes) > 1 for shapes in self.units)
 
     def puts_together(self, number: int) -> bool:
         """Whether the gradient of a unit (0: the root) is concatenated from those of its parameters."""
         shapes = [self.root, *self.units][number]
         return not self.per_parameter and (len(shapes) > 1 or self.numel(shapes) > sum(map(math.prod, shapes)))
-
-    @property
-    def to_smaller_mesh(self) -> float:
-        """Bytes of all units that are kept for backward with ``reshards_to``."""
-        return sum(self.sizes[1:]) / self.reshards_to if self.reshards_to else 0.0
 
     def kept(self, num: int | None = None) -> float:
         """Bytes of activations after the root and ``num`` units have computed; ``None`` for the end of forward."""

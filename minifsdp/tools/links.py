@@ -32,7 +32,7 @@ Spec: COST-15, COST-18.
 
 from dataclasses import dataclass
 
-from minifsdp.tools.cost import sent_bytes, sent_in_smaller_mesh
+from minifsdp.tools.cost import sent_bytes
 from minifsdp.tools.job import Job
 
 __all__ = ["Cluster", "Sent", "StepTime", "sent_by_link", "step_time"]
@@ -82,7 +82,7 @@ class StepTime:
 
 def sent_by_link(job: Job, per_machine: int) -> dict[str, Sent]:
     """Bytes sent by kind of collective, within machines and between them (COST-15)."""
-    sent, in_smaller_mesh = sent_bytes(job), sent_in_smaller_mesh(job)
+    sent, in_smaller_mesh = sent_bytes(job), job.sent_in_smaller_mesh
     num_ranks = job.shards * job.num_replicas
     # For each ring: the bytes that a rank sends in it, its number of ranks, and the distance between them.
     rings = {

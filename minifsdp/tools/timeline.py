@@ -31,7 +31,6 @@ Spec: the paragraph "The tracer" at the head of the spec.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +54,6 @@ _ROW, _GAP, _MEMORY, _STRIP = 20, 4, 40, 10
 _LETTER = 6.2
 
 
-@dataclass
 class _Sheet:
     """The drawing: collects shapes, and converts times and numbers of bytes to positions.
 
@@ -69,11 +67,10 @@ class _Sheet:
         shapes: the others, the first at the bottom.
     """
 
-    width: int
-    seconds: float
-    num_bytes: int = 0
-    ground: list[str] = field(default_factory=list)
-    shapes: list[str] = field(default_factory=list)
+    def __init__(self, width: int, seconds: float, num_bytes: int = 0) -> None:
+        self.width, self.seconds, self.num_bytes = width, seconds, num_bytes
+        self.ground: list[str] = []
+        self.shapes: list[str] = []
 
     def x(self, seconds: float) -> float:
         """The horizontal position of a time, counted from the origin."""
@@ -81,8 +78,7 @@ class _Sheet:
 
     def text(self, x: float, y: float, classes: str, *lines: str) -> None:
         """Writes lines below each other, the first with its baseline at ``y``."""
-        for number, line in enumerate(lines):
-            self.shapes.append(_SHAPES.text(x, y + 16 * number, line, classes))
+        self.shapes.append(_SHAPES.lines(x, y, lines, classes))
 
     def stream(self, y: float, height: float, *names: str) -> None:
         """Draws the background of a track, and its names to the left of it."""
@@ -129,12 +125,9 @@ def svg(
     sheet = _Sheet(width, seconds, max(map(peak_gathered_bytes, ranks), default=0))
     used = {event.stream for event in everything}
     streams = [stream for stream in STREAMS if stream != "all_reduce" or stream in used]
-    zero = "each rank's own first event" if origins is None else "the end of a barrier that all ranks shared"
-    clock = f"Milliseconds of the CPU clock since {zero}."
-    spans = "A collective lasts from its issue to the end of the wait for it."
-    if any(event.arrived is not None for event in everything):
-        spans += " Its box is pale after the data has arrived."
-    top = y = _draw_heading(sheet, everything, title, clock, spans)
+    has_arrivals = any(event.arrived is not None for event in everything)
+    captions = str(_SHAPES.captions(origins is not None, has_arrivals)).splitlines()
+    top = y = _draw_heading(sheet, everything, title, *captions)
     for rank, events in enumerate(ranks):
         y = _draw_rank(sheet, y, f"rank {rank}", events, streams)
     _draw_grid(sheet, top, y)

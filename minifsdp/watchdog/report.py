@@ -37,8 +37,6 @@ publishes an *exit record*, a state that answers all questions.
 Spec: LEDGER-02, LEDGER-04, LEDGER-05, LEDGER-13, LEDGER-14, LEDGER-16, LEDGER-18, HEALTHY-01, HEALTHY-06.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

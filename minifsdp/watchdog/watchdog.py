@@ -28,8 +28,6 @@ is only queried after the main thread issued nothing for `PATIENCE` seconds. No 
 Spec: LEDGER-03, LEDGER-04, LEDGER-06, LEDGER-12 to LEDGER-16, LEDGER-18, LEDGER-21, HEALTHY-01.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -68,14 +68,13 @@ def test_next_batch_is_fetched_before_current_one_is_yielded() -> None:
 @pytest.mark.accelerator
 @ranks(2)
 def test_watchdog_detects_wait_for_accelerator() -> None:
-    loader, seen = batches._Loader([1], Group.of(dist.group.WORLD)), []
     # Simulate a group without a CPU backend.
-    loader._device, loader._comm_stream = device(), CommStream("batches", device())
-    event = type(loader._comm_stream.stream.record_event())
+    comm_stream, seen = CommStream("batches", device()), []
+    event = type(comm_stream.stream.record_event())
     with pytest.MonkeyPatch.context() as patch:
         wait = event.synchronize
         patch.setattr(event, "synchronize", lambda self: (seen.append(log.waiting), wait(self))[1])
-        batch, all_have_one = loader.fetch()
+        batch, all_have_one = batches._fetch(iter([1]), Group.of(dist.group.WORLD), device(), comm_stream)
         assert (batch, all_have_one()) == ([1], True)
     assert [waiting.about for waiting in seen] == ["while_all_have_data"]
     assert log.waiting is None

@@ -78,7 +78,7 @@ def jobs() -> list[Job]:
         {"num_shards": 1},
     ]
     for change, strategy in itertools.product(changes, ["FULL_SHARD", "SHARD_GRAD_OP"]):
-        found.append(Job(**{**vars(base), **MODELS[1], "strategy": strategy, **change}))
+        found.append(replace(base, **{**MODELS[1], "strategy": strategy, **change}))
     return found
 
 

@@ -98,7 +98,7 @@ MUTANTS = [
     Mutant(
         "missing-keys-pass",
         "_problems",
-        "            if strict and not is_counter and not expected.is_free(key):\n",
+        "            if strict and not is_counter and not is_elsewhere:\n",
         "            if False:\n",
         "Missing keys are reported only after values were changed.",
         "SD-FULL-09 SD-FULL-13",
@@ -129,9 +129,9 @@ MUTANTS = [
     ),
     Mutant(
         "rows-of-the-rank-before",
-        "rows_of",
-        "rows_at(group.rank, ",
-        "rows_at(max(group.rank - 1, 0), ",
+        "UnitCodec.in_form",
+        "self.group.rank)",
+        "max(self.group.rank - 1, 0))",
         "Ranks save the rows of the previous rank.",
         "SD-SHARD-01 SD-SHARD-02",
     ),

@@ -89,7 +89,7 @@ MUTANTS = [
     ),
     Mutant(
         "reports-follow-links",
-        "_write",
+        "written",
         'tempfile.NamedTemporaryFile("w", dir=folder, prefix=prefix, suffix=".json", delete=False)',
         'Path(folder, f"{prefix}.json").open("w")',
         "A report is written through a symbolic link of another user.",

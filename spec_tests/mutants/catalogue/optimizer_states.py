@@ -129,8 +129,8 @@ MUTANTS = [
     ),
     Mutant(
         "numbers-for-named-optimizers",
-        "Target.__post_init__",
-        "self.names.current_names if self.by_name else {}",
+        "Target.__init__",
+        "self.names.current_names if by_name else {}",
         "{}",
         "is_named_optimizer=True returns numbers instead of names.",
         "OSD-LOAD-06",

@@ -34,7 +34,7 @@ MUTANTS = [
     Mutant(
         "kept-units-are-gathered-again",
         "_gathers",
-        "return _reductions(job), _reductions(job)",
+        "return job.num_reductions, job.num_reductions",
         "return 2 * job.micro_batches, 2 * job.micro_batches",
         "The calculator counts as many all-gathers for SHARD_GRAD_OP as for FULL_SHARD.",
         "COST-06",
@@ -196,9 +196,9 @@ MUTANTS = [
     ),
     Mutant(
         "gathered-in-the-stored-dtype",
-        "Job.width",
-        "(self.compute or self.stored).itemsize",
-        "self.stored.itemsize",
+        "Job.__post_init__",
+        "self.width = (self.compute or self.stored).itemsize",
+        "self.width = self.stored.itemsize",
         "The calculator counts unsharded units in the stored dtype.",
         "COST-07",
     ),
@@ -269,7 +269,7 @@ MUTANTS = [
     Mutant(
         "binary-gigabytes",
         "memory_line",
-        "{allocated / GB:.4f}",
+        "{allocated / 1e9:.4f}",
         "{allocated / 2**30:.4f}",
         "A printed GB is 2**30 bytes.",
         "COST-10",

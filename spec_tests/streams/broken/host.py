@@ -59,17 +59,17 @@ BREAKS = [
         "batches-answered-without-an-event",
         "batches.py",
         'num_without, event = num_without.to("cpu", non_blocking=True), comm_stream.stream.record_event()\n'
-        "                # It is complete when the CPU has the result, so the watchdog sees a rank that waits for it.\n"
-        "                work.wait_for(event.synchronize)\n",
-        'num_without = num_without.to("cpu", non_blocking=True)\n                work.wait_for(bool)\n',
+        "            # It is complete when the CPU has the result, so the watchdog sees a rank that waits for it.\n"
+        "            work.wait_for(event.synchronize)\n",
+        'num_without = num_without.to("cpu", non_blocking=True)\n            work.wait_for(bool)\n',
         "No event is recorded for the copy of the batch check's answer.",
         "each_in_batches_of_tokens",
     ),
     Break(
         "batches-given-before-the-answer",
         "batches.py",
-        "            work.wait()\n            return",
-        "            return",
+        "        work.wait()\n        return",
+        "        return",
         "The CPU reads the answer of the batch check before it is copied.",
         "each_in_batches_of_tokens",
     ),
