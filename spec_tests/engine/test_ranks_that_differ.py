@@ -173,6 +173,16 @@ def test_another_divide_factor() -> None:
 
 @pytest.mark.spec("AGREE-04")
 @ranks(2)
+def test_factors_that_differ_after_a_step() -> None:
+    model = shard("fully_shard", Net())
+    train(model)
+    model.blocks[0].set_gradient_divide_factor(3.0 + dist.get_rank())
+    with refused("unit 'blocks.0' differs between the ranks", "divided by 3,", "divided by 4,"):
+        train(model)
+
+
+@pytest.mark.spec("AGREE-04")
+@ranks(2)
 def test_a_factor_that_changes_on_all_ranks() -> None:
     model = shard("fully_shard", Net())
     for factor in (2.0, 4.0, 2.0):

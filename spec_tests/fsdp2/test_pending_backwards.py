@@ -38,12 +38,12 @@ def sharded_parts() -> Any:
 
 
 @pytest.mark.spec("NEW-07")
-@pytest.mark.parametrize("first_orders", [[(0, 1, 2), (0, 1, 2)], [(0, 1, 2, 2)]], ids=["second iteration", "run twice"])
+@pytest.mark.parametrize("orders", [[(0, 1, 2), (0, 1, 2)], [(0, 1, 2, 2)]], ids=["second iteration", "run twice"])
 @ranks(2)
-def test_units_whose_backward_has_ended_are_not_prefetched_in_the_next_one(first_orders: list[tuple[int, ...]]) -> None:
+def test_units_whose_backward_has_ended_are_not_prefetched_in_the_next_one(orders: list[tuple[int, ...]]) -> None:
     model = sharded_parts()
-    for number, order in enumerate(first_orders):
-        model.set_is_last_backward(number < len(first_orders) - 1)
+    for number, order in enumerate(orders):
+        model.set_is_last_backward(number < len(orders) - 1)
         loss_of(model(batch(number), order)).backward()
     loss = loss_of(model(batch(2), (0, 1)))
     model.set_is_last_backward(True)
