@@ -423,4 +423,12 @@ MUTANTS = [
         "`_sync_gradients` of a root without parameters is true in `no_sync()`.",
         "START-08",
     ),
+    Mutant(
+        "forked-child-keeps-the-watchdog",
+        "_forget_in_child",
+        "log.watchdog = None",
+        "pass",
+        "A forked child that fails closes the connections of its parent's process groups.",
+        "HEALTHY-09",
+    ),
 ]
