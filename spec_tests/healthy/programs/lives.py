@@ -466,6 +466,8 @@ def fork_that_fails_between_steps(api: str) -> None:
     child = os.fork()
     if child == 0:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+        # A child that still has the watchdog of its parent may wait forever.
+        signal.alarm(20)
         raise RuntimeError("only in the child")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
     for step in range(3, 5):

@@ -431,4 +431,12 @@ MUTANTS = [
         "A forked child that fails closes the connections of its parent's process groups.",
         "HEALTHY-09",
     ),
+    Mutant(
+        "failed-call-leaves-a-unit-waiting",
+        "FSDPState.break_off",
+        "self._waiting.clear()",
+        "pass",
+        "After a failed call of one module of a unit, a root that is created later does not all-gather the unit.",
+        "PROG-87 NEW-04",
+    ),
 ]
