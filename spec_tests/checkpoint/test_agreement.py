@@ -102,6 +102,19 @@ def test_refused_call_stays_refused_until_all_ranks_arrive(present: list[int]) -
     assert agreement.monitored_barrier(groups, "state_dict()") == []
 
 
+@pytest.mark.spec("SD-FULL-03")
+@ranks(2)
+def test_a_call_that_was_refused_earlier_does_not_count_as_a_call_at_the_next_barrier() -> None:
+    group = dist.new_group([0, 1])
+    group.set_timeout(timedelta(seconds=0.2))
+    dist.barrier()
+    for present, missing in ((0, 1), (1, 0)):
+        if dist.get_rank() == present:
+            with pytest.raises(RuntimeError, match=rf"rank\(s\) \[{missing}\] did not call it"):
+                agreement.monitored_barrier([Group.of(group)], "state_dict()")
+        dist.barrier()
+
+
 @pytest.mark.spec("ORDER-11")
 @flat_or_original
 @ranks(2)

@@ -46,3 +46,23 @@ def test_units_with_some_frozen_parameters_resume_from_their_own_dict(
     assert_same_state(restored.state_dict()["state"], optimizer.state_dict()["state"])
     for number in (1, 2):
         assert step(again, restored, number) == step(model, optimizer, number)
+
+
+@frozen_warnings_are_expected
+@pytest.mark.spec("OSD-08", "PROG-65")
+@ranks(2)
+def test_a_frozen_flat_unit_needs_no_states_of_parameters_that_were_frozen_before() -> None:
+    model, optimizer = build(0, ShardingStrategy.FULL_SHARD, "second.0.bias")
+    step(model, optimizer, 0)
+    saved = FSDP.optim_state_dict(model, optimizer)
+    plain: Any = make(1)
+    for parameter in plain.second.parameters():
+        parameter.requires_grad_(False)
+    again = wrapped(plain)
+    restored = torch.optim.Adam(again.parameters(), lr=0.01)
+    restored.load_state_dict(FSDP.optim_state_dict_to_load(again, restored, saved))
+    step(again, restored, 1)
+    found, expected = FSDP.optim_state_dict(again, restored)["state"], saved["state"]
+    trained = {name for name in expected if "second." not in name}
+    assert trained < expected.keys()
+    assert {name for name in found if found[name]["step"] == 2} == trained

@@ -117,6 +117,18 @@ def test_ranks_with_one_state_in_different_dtypes_all_refuse_to_write_it(keep: b
     assert FSDP.optim_state_dict(model, optimizer)["state"], "nobody waits for anybody"
 
 
+@pytest.mark.spec("OSD-08", "OSD-01")
+@flat_or_original
+@ranks(2)
+def test_ranks_with_equal_lists_of_tensors_in_different_dtypes_all_refuse_to_write_them(keep: bool) -> None:
+    model, optimizer = trained(use_orig_params=keep)
+    given = copy.deepcopy(optimizer.state_dict())
+    for entries in given["state"].values():
+        entries["factors"] = [torch.ones(2, dtype=torch.float64 if dist.get_rank() else torch.float32)]
+    with pytest.raises(RuntimeError, match=r"optimizer state 'factors' of 'first\.0\.weight': expected .* on rank 1"):
+        FSDP.optim_state_dict(model, optimizer, given)
+
+
 @pytest.mark.spec("OSD-08", "OSD-LOAD-01")
 @pytest.mark.parametrize("form", ["full", "rank0-only", "sharded"])
 @ranks(2)

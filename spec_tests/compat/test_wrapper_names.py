@@ -22,7 +22,7 @@ from minifsdp import FullStateDictConfig, FullyShardedDataParallel, MixedPrecisi
 from minifsdp.engine.unit import State
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import Block, Stack, seeded
-from spec_tests.models.running import iterate
+from spec_tests.models.running import batch, iterate
 from spec_tests.models.sharding import as_torch, wrapped
 from spec_tests.models.values import assert_same, full_values
 
@@ -291,6 +291,20 @@ def check_sync_gradients(use_orig_params: bool) -> None:
 @pytest.mark.spec("START-08")
 def test_wrapper_has_gradient_sync_flag(use_orig_params: bool) -> None:
     check_sync_gradients(use_orig_params=use_orig_params)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.spec("START-08")
+@ranks(2)
+def test_wrapper_without_parameters_of_its_own_has_gradient_sync_flag(use_orig_params: bool) -> None:
+    model, oracle = (
+        make(nn.Sequential(Block(), Block()), use_orig_params=use_orig_params) for make in (wrapped, as_torch)
+    )
+    for either in (model, oracle):
+        either(batch())
+        with either.no_sync():
+            assert not either._sync_gradients
+        assert either._sync_gradients
 
 
 class OutOfMemoryError(RuntimeError):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from minifsdp import FullyShardedDataParallel, ShardingStrategy
 from minifsdp.wrap import ModuleWrapPolicy
@@ -122,6 +123,18 @@ class Forces(Net):
 
 class ForcesWithoutGraph(Forces):
     with_graph = False
+
+
+class Recomputed(Net):
+    """Computes its last two blocks again in backward, together."""
+
+    def __init__(self, kind: type[Block] = Block) -> None:
+        super().__init__(kind)
+        self.blocks.append(kind())
+
+    def forward(self, x: Tensor) -> Any:
+        first, *others = self.blocks
+        return self.head(torch.tanh(checkpoint(nn.Sequential(*others), first(x), use_reentrant=False)))
 
 
 def original(block: nn.Module) -> Any:
@@ -285,6 +298,7 @@ CASES: dict[str, tuple[Callable[..., None], Callable[[], Net]]] = {
     ("PROG-23", "forces without a graph"): (forces, ForcesWithoutGraph),
     ("PROG-24", "penalty"): (penalty, Net),
     ("PROG-24", "penalty among forwards"): (penalty_among_forwards, Net),
+    ("PROG-24", "penalty of recomputed blocks"): (penalty, Recomputed),
     ("PROG-24", "products"): (products, Net),
     ("PROG-24", "output gradients"): (output_gradients, Net),
     ("PROG-27", "attributes"): (kept, Net),

@@ -19,8 +19,8 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp import MixedPrecision, MixedPrecisionPolicy, StateDictType, fully_shard
 from minifsdp.engine.collective_log import CollectiveLog, CollectiveSequence
 from minifsdp.ledger import written
-from minifsdp.watchdog import process
-from minifsdp.watchdog.report import Findings
+from minifsdp.watchdog import process, watchdog
+from minifsdp.watchdog.report import Findings, different_ranks
 from spec_tests.harness import device, ranks
 
 LAYOUTS = ("flat", "originals", "fully_shard")
@@ -173,6 +173,16 @@ def test_another_divide_factor() -> None:
 
 @pytest.mark.spec("AGREE-04")
 @ranks(2)
+def test_factors_that_differ_after_a_step() -> None:
+    model = shard("fully_shard", Net())
+    train(model)
+    model.blocks[0].set_gradient_divide_factor(3.0 + dist.get_rank())
+    with refused("unit 'blocks.0' differs between the ranks", "divided by 3,", "divided by 4,"):
+        train(model)
+
+
+@pytest.mark.spec("AGREE-04")
+@ranks(2)
 def test_a_factor_that_changes_on_all_ranks() -> None:
     model = shard("fully_shard", Net())
     for factor in (2.0, 4.0, 2.0):
@@ -281,13 +291,49 @@ def test_ranks_that_wait_in_two_groups(number: int, is_certain: bool) -> None:
     assert found.prove_a_hang((sequence, 0, 0), on_cpu=True) is is_certain
 
 
+@pytest.mark.parametrize("continues", [False, True])
+@pytest.mark.spec("LEDGER-03", "LEDGER-13")
+def test_a_rank_that_continues_while_the_others_answer_keeps_its_groups(
+    monkeypatch: pytest.MonkeyPatch, continues: bool
+) -> None:
+    group, closed = Event(), []
+    sequence = CollectiveSequence("one#1", (0, 1), group)
+    of_rank: Any = SimpleNamespace(last_position=(sequence, 0, 0), waiting=object(), fatal_error="")
+    monkeypatch.setattr(watchdog, "log", of_rank)
+    monkeypatch.setattr(watchdog, "close", closed.append)
+    monkeypatch.setattr(watchdog, "written", lambda findings: "")
+
+    def find(*_: Any) -> Any:
+        if continues:
+            of_rank.last_position = (sequence, 0, of_rank.last_position[2] + 1)
+        return SimpleNamespace(prove_a_hang=lambda *_, **options: True)
+
+    channel = SimpleNamespace(ask=lambda: 1)
+    rank: Any = SimpleNamespace(_patience=1.0, _answered=0, _answered_at=0.0, _channel=channel, _find=find)
+    watchdog.Watchdog._examine(rank)
+    assert closed == ([] if continues else [group])
+    assert (of_rank.fatal_error == "") is continues
+
+
+@pytest.mark.spec("LEDGER-02")
+def test_ranks_in_different_epochs_are_compared_in_the_epoch_of_the_last_rank() -> None:
+    sequence = CollectiveSequence("one#1", (0, 1, 2), group := Event())
+    del group
+    # The epoch, the number of collectives and their digest: now, and at the end of the epoch before.
+    positions = ([[5, 1, 7], [4, 9, 3]], [[4, 8, 2], [3, 9, 1]], [[5, 2, 6], [4, 9, 3]])
+    states: Any = {rank: {"sequences": {"one#1": position}} for rank, position in enumerate(positions)}
+    assert different_ranks(sequence, 5, states) == (4, [0, 1])
+    states[1] = None
+    assert different_ranks(sequence, 5, states) == (5, [0, 2])
+
+
 @pytest.mark.spec("AGREE-11")
 def test_long_error(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[str] = []
-    watchdog: Any = SimpleNamespace(leave=ends.append, failed_at="")
+    of_rank: Any = SimpleNamespace(leave=ends.append, failed_at="")
     monkeypatch.setattr(sys, "last_value", ValueError("x" * 1_000_000), raising=False)
     monkeypatch.setattr(sys, "last_traceback", None, raising=False)
-    process._leave_exit_record(watchdog)
+    process._leave_exit_record(of_rank)
     assert ends == ["by ValueError: " + "x" * 10_000]
 
 

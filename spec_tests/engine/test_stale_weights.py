@@ -292,3 +292,21 @@ def test_replicas_take_local_steps_and_the_program_averages_them(originals: bool
         parameter.grad /= 2
     expected = torch.stack([p.grad.square().sum() for p in plain.parameters() if p.grad is not None]).sum()
     assert torch.allclose(total, expected, rtol=1e-3)
+
+
+@pytest.mark.spec("FRESH-04", "FRESH-06")
+@every_kind
+@ranks(2)
+def test_a_step_counts_for_a_model_that_was_added_to_its_optimizer_later(kind: str) -> None:
+    results = []
+    for shard in (KINDS[kind], lambda model: model):
+        first, added = shard(tiny()), shard(tiny())
+        optimizer = OPTIMIZERS["AdamW fused"](first.parameters())
+        backward(first)
+        optimizer.step()
+        optimizer.add_param_group({"params": list(added.parameters())})
+        backward(added)
+        evaluate(added)
+        optimizer.step()
+        results.append(evaluate(added))
+    torch.testing.assert_close(*results)

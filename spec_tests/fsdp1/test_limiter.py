@@ -164,6 +164,19 @@ def test_all_gather_leaves_at_most_one_open_release(prefetch: BackwardPrefetch |
     assert max(open_releases) == 1
 
 
+@pytest.mark.spec("LIM-02", "NEW-15")
+@ranks(2)
+def test_a_forward_after_an_error_waits_for_no_release_of_the_failed_one() -> None:
+    model = wrapped()
+    with slow_device() as slow:
+        with pytest.raises(IndexError):
+            model(batch(), order=(0, 1, 2, 9))
+        failed = set(slow.in_use)
+        with torch.no_grad():
+            model(batch())
+        assert failed.isdisjoint(slow.waited_for)
+
+
 # --- without the limit ---
 
 

@@ -159,6 +159,32 @@ def widened(
     return None
 
 
+class CountsAsChange(Half):
+    """Fills the unsharded parameter like any other tensor, so PyTorch increases its version."""
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        if out is None:
+            return widened(gathered, metadata, param_dtype)
+        with torch.no_grad():
+            out.copy_(gathered[0])
+        return None
+
+
+@pytest.mark.spec("FS2-EXT-01", "PROG-43")
+@ranks(2)
+def test_an_all_gather_in_low_precision_does_not_round_the_shard() -> None:
+    layer = seeded(lambda: nn.Linear(WIDTH, 4, bias=False))
+    expected = layer.weight.detach().chunk(2)[dist.get_rank()].clone()
+    assert not torch.equal(expected, expected.to(NARROW).to(expected.dtype))
+    fully_shard(extended(layer, CountsAsChange))
+    with torch.no_grad():
+        for step in range(3):
+            layer(batch(step))
+    assert torch.equal(local(layer.weight), expected)
+
+
 def filled(model: nn.Module) -> nn.Module:
     """Allocates a model built on meta and sets values that do not depend on the library that sharded it."""
     model.to_empty(device=device())

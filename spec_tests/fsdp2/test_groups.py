@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -309,6 +310,21 @@ def test_reshard_to_a_smaller_mesh_changes_no_result() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
         assert_same(full_values(model), full_values(usual), bitwise=True)
+
+
+@pytest.mark.spec("NEW-05", "WIRE-10")
+@ranks(4)
+def test_a_parameter_that_only_the_smaller_mesh_sends_on_its_own_is_all_gathered_by_both() -> None:
+    """Between CPUs, the size of a shard decides how it is sent, and half of this parameter is more than a quarter."""
+    plain = seeded(lambda: nn.Sequential(nn.Linear(512, 384, bias=False), nn.Linear(384, 2)))
+    model: Any = copy.deepcopy(plain)
+    for layer in model:
+        fully_shard(layer, reshard_after_forward=2)
+    fully_shard(model)
+    for step in range(2):
+        for net in (model, plain):
+            net(batch(step, 0, width=512)).square().mean().backward()
+    assert_same(full_gradients(model), {name: p.grad for name, p in plain.named_parameters()}, bitwise=False)
 
 
 @pytest.mark.spec("NEW-05")

@@ -50,3 +50,17 @@ def test_a_unit_is_resharded_if_only_some_of_its_modules_are_called(trains: bool
                 optimizer.step()
                 optimizer.zero_grad()
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters()) or not trains
+
+
+@pytest.mark.spec("PROG-87", "NEW-04")
+@ranks(2)
+def test_a_failed_call_of_one_module_does_not_affect_a_root_that_is_created_later() -> None:
+    plain = TwoBranches().to(device())
+    model = copy.deepcopy(plain)
+    fully_shard([model.left, model.right])
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model.left(torch.ones(4, 7, device=device()))
+    fully_shard(model)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).to(device())
+    for _ in range(2):
+        torch.testing.assert_close(model(x, "left right"), plain(x, "left right"))

@@ -99,6 +99,37 @@ def test_experts_of_a_converted_model_are_reduced_in_the_new_dtype() -> None:
     assert {event.dtype for event in recorder.events if event.kind in ("RS", "AR")} == {torch.float32}
 
 
+class Chosen(nn.Module):
+    """Two layers over two meshes in one unit. A step uses one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.chosen = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[self.chosen](x)
+
+
+@pytest.mark.spec("NEW-23")
+@ranks(4)
+def test_a_mesh_without_gradients_in_a_backward_is_not_reduced() -> None:
+    model: Any = seeded(Chosen)
+    experts = set(model.layers[1].parameters())
+    info = FSDPMeshInfo(grid_mesh()["shard"], 0)
+    fully_shard(
+        model, mesh=line_mesh(), shard_placement_fn=lambda p: ShardPlacementResult(None, info) if p in experts else None
+    )
+    for chosen in (0, 1, 0):
+        model.chosen = chosen
+        loss_of(model(batch(0, 0))).backward()
+        plain: Any = seeded(Chosen)
+        plain.chosen = chosen
+        loss_of(plain(batch(0, 0))).backward()
+        expected = {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
+        assert_same(full_gradients(model), expected, bitwise=False)
+        model.zero_grad()
+
+
 class Quantized(nn.Module):
     """A frozen weight of integers, and a trained scale."""
 

@@ -47,7 +47,7 @@ ONE = {
         ("exit_handlers", "plain"),
         ("exit_handlers_without_destroying", "plain"),
     ],
-    "HEALTHY-09": [("fork_that_ends_as_programs_do", "plain")],
+    "HEALTHY-09": [("fork_that_ends_as_programs_do", "plain"), ("fork_that_fails_between_steps", "plain")],
     "HEALTHY-10": [("rank_0_ends_later", "plain"), ("rank_1_ends_early", "plain"), ("rank_1_ends_early", "torchrun")],
 }
 # These train with both APIs in one process.

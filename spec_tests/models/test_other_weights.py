@@ -21,6 +21,7 @@ from torch.nn.utils import prune
 
 from minifsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from spec_tests.harness import device, ranks
+from spec_tests.models.sharding import grid, grid_mesh
 
 Shard = Callable[[Any], Any]
 
@@ -53,12 +54,13 @@ def in_place(*, units: bool = True, **options: Any) -> Shard:
     return shard
 
 
-def around(strategy: str, *, original: bool, units: bool = True) -> Shard:
+def around(strategy: str, *, original: bool, units: bool = True, **others: Any) -> Shard:
     def shard(model: Net) -> Any:
         options: Any = {
             "sharding_strategy": ShardingStrategy[strategy],
             "use_orig_params": original,
             "device_id": device(),
+            **others,
         }
         for index, block in enumerate(model.blocks) if units else ():
             model.blocks[index] = FullyShardedDataParallel(block, **options)
@@ -199,10 +201,11 @@ class Book(nn.Module):
     def __init__(self, *, differs: bool = False, requires_grad: bool = False) -> None:
         super().__init__()
         self.book, self.differs = nn.Parameter(torch.zeros(5, 8), requires_grad), differs
+        self.change = dist.get_rank()
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            self.book[3].add_(dist.get_rank() if self.differs else 1)
+            self.book[3].add_(self.change if self.differs else 1)
         return x + self.book.sum(0)
 
 
@@ -280,6 +283,20 @@ def test_different_changes_in_forward_are_refused_by_name_on_every_rank(kind: st
             backward(model)
     model.get_submodule("blocks.1" if "fully" in kind else "_fsdp_wrapped_module.blocks.1.module").differs = False
     backward(model)
+
+
+@pytest.mark.spec("PROG-44", "HYB-04")
+@pytest.mark.parametrize("kind", ["fully_shard", "flat", "original"])
+@ranks(4)
+def test_changes_that_differ_only_between_replicas_are_refused_on_every_rank(kind: str) -> None:
+    net = Net(nn.Linear(8, 8), Book(differs=True))
+    net.blocks[1].change = dist.get_rank() // 2
+    if kind == "fully_shard":
+        model = in_place(mesh=grid_mesh())(net)
+    else:
+        model = around("HYBRID_SHARD", original=kind == "original", process_group=grid())(net)
+    with pytest.raises(RuntimeError, match=r"blocks\.1.*changed in place while they were unsharded.*ignored_"):
+        backward(model)
 
 
 @pytest.mark.spec("PROG-44")

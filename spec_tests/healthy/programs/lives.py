@@ -458,6 +458,24 @@ def fork_that_ends_as_programs_do(api: str) -> None:
     leave()
 
 
+def fork_that_fails_between_steps(api: str) -> None:
+    """Each rank forks a child while its group exists. The child ends with an uncaught error, and the ranks train on."""
+    join(30.0)
+    trained = train(api)
+    dist.barrier()
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+        # A child that still has the watchdog of its parent may wait forever.
+        signal.alarm(20)
+        raise RuntimeError("only in the child")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    for step in range(3, 5):
+        trained.step(step)
+    trained.check()
+    leave()
+
+
 # ---- the end of ranks ----
 
 
