@@ -42,10 +42,19 @@ MUTANTS = [
     Mutant(
         "parameters-are-kept-for-no-graph",
         "IterationState.post_backward",
-        "        unit.keeps_for_graph = False\n",
+        "        unit.keeps_for_graph &= torch.is_grad_enabled()\n",
         "",
         "Units stay unsharded after the gradients of their parameters are computed.",
         "PROG-24",
+    ),
+    Mutant(
+        "inner-backward-forgets-its-graph",
+        "IterationState.post_backward",
+        "unit.keeps_for_graph &= torch.is_grad_enabled()",
+        "unit.keeps_for_graph = False",
+        "On an accelerator, a backward inside a forward that reduces earlier gradients loses later ones.",
+        "PROG-23",
+        device="simulated",
     ),
     Mutant(
         "gradients-with-a-graph-are-reduced",
