@@ -235,7 +235,11 @@ class FlatLayout(Layout):
 
     def use_kept_params(self, *, is_kept: bool) -> None:
         """Assigns the sharded tensors, unless the strategy keeps original parameters unsharded (ORIG-09)."""
-        if not (is_kept and self.use_orig_params and self.mesh.shard is not None):
+        if is_kept and self.use_orig_params and self.mesh.shard is not None:
+            for view, original in zip(self._assigned, self.registered.sharded_params, strict=True):
+                # The user may register hooks on the view.
+                vars(view)["original"] = original
+        else:
             self.use_sharded_params()
 
     def use_sharded_params(self) -> None:
