@@ -49,28 +49,26 @@ class RequestedParameters:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
-        self._registered = [parameter for unit in units for parameter in unit.layout.local_parameters()]
         # No user requests this tensor, so autograd only reaches its node in a backward that requests nothing.
         with torch.inference_mode(False):
             self._unrequested = torch.zeros(0, requires_grad=True)
             self._probe = get_gradient_edge(self._unrequested).node
+        self._paths = [self._unrequested, *(p for unit in units for p in unit.layout.local_parameters())]
 
     def watch_output(self, output: Any) -> Any:
         """Called after a recorded forward of the root; returns the output to pass to the caller."""
         if not isinstance(output, torch.Tensor | tuple | list | dict):
             return output
-        paths = [self._unrequested, *self._registered]
         outputs = {id(tensor): tensor for tensor in tensors_in(output) if tensor.grad_fn is not None}
         # A view of another output must stay a view of it, because the caller may change one of them in place.
-        watched = [tensor for tensor in outputs.values() if id(tensor._base) not in outputs]
-        passed = {id(tensor): self._watch(tensor, paths) for tensor in watched}
+        passed = {key: self._watch(tensor) for key, tensor in outputs.items() if id(tensor._base) not in outputs}
         return map_tensors(lambda tensor: passed.get(id(tensor), tensor), output)
 
-    def _watch(self, output: torch.Tensor, paths: list[torch.Tensor]) -> torch.Tensor:
+    def _watch(self, output: torch.Tensor) -> torch.Tensor:
         edge = get_gradient_edge(output)
         # Autograd may have saved the output, whose values do not change.
         with torch.autograd._unsafe_preserve_version_counter(output):
-            passed: torch.Tensor = _Identity.apply(output, *paths)  # type: ignore[no-untyped-call]
+            passed: torch.Tensor = _Identity.apply(output, *self._paths)  # type: ignore[no-untyped-call]
         passed.register_hook(partial(self._compute, edge))
         return passed
 
@@ -81,7 +79,7 @@ class RequestedParameters:
             edge: where the graph of the root's module begins.
             gradient: the gradient of the output there, if there is one.
         """
-        for hooks in [h for p in self._registered for h in (p._backward_hooks, p._post_accumulate_grad_hooks) if h]:
+        for hooks in [h for p in self._paths for h in (p._backward_hooks, p._post_accumulate_grad_hooks) if h]:
             hooks.update({key: ParameterHook(hook) for key, hook in users_hooks(hooks)})
         is_requested, inputs = torch._C._will_engine_execute_node, []
         for unit in self._units if not is_requested(self._probe) else ():

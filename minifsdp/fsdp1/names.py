@@ -18,6 +18,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from minifsdp.engine.messages import message
 from minifsdp.fsdp1.wrapper import PREFIX, WRAPPED, Wrapper
@@ -41,6 +42,7 @@ class KeptView(torch.Tensor):
     retains_grad = property(_refuse)
     requires_grad_ = _refuse  # type: ignore[assignment]
     requires_grad = property(lambda _: True, _refuse)
+    grad_fn = property(lambda self: get_gradient_edge(self.original).node)
     register_hook = property(attrgetter("original.register_hook"))
     register_post_accumulate_grad_hook = property(attrgetter("original.register_post_accumulate_grad_hook"))
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from minifsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from spec_tests.harness import device, ranks
@@ -69,9 +70,9 @@ def full_gradient(parameter: Tensor) -> Tensor | None:
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
-def assert_trains(kind: str, program: Program, *, units: bool = True) -> None:
+def assert_trains(kind: str, program: Program, plain: nn.Module | None = None, *, units: bool = True) -> None:
     """Compares the weights of the plain model and of the sharded one after two steps of ``program``."""
-    plain = Net().to(device())
+    plain = (plain or Net()).to(device())
     model = sharded(kind, plain, units=units)
     for net in (plain, model):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -107,6 +108,27 @@ def test_a_hook_after_the_forward_changes_the_unsharded_gradient(kind: str, unit
 
 
 @pytest.mark.spec("PROG-100")
+@every_named_kind
+@ranks(2)
+def test_a_hook_of_a_weight_of_a_module_after_the_forward_is_permanent(kind: str) -> None:
+    def program(net: nn.Module, x: Tensor) -> None:
+        output = net(x)
+        if not called:
+            inside: Any = net.module if isinstance(net, FullyShardedDataParallel) else net
+            inside.head.weight.register_hook(lambda gradient: called.append(gradient))
+            inside.head.weight.register_hook(mask)
+        output.square().sum().backward()
+
+    called: list[Tensor] = []
+    plain = Net().to(device())
+    for net in (sharded(kind, plain), plain):
+        called.clear()
+        for _ in range(3):
+            program(net, batch())
+        assert [gradient.shape for gradient in called] == [plain.head.weight.shape] * 3
+
+
+@pytest.mark.spec("PROG-100")
 @every_kind
 @ranks(2)
 def test_a_hook_after_the_forward_is_called_once_with_a_gradient_in_each_backward(kind: str) -> None:
@@ -136,13 +158,9 @@ def test_a_post_accumulate_hook_after_the_forward_is_called_once_with_the_sharde
     before = [None if gradient is None else gradient.clone() for gradient in before]
     output = model(batch())
     calls: list[Tensor] = []
-    for parameter in model.parameters():
-        if kind != "fully_shard False":
-            # With this kind, the modules have the unsharded parameters after the forward.
-            parameter.register_post_accumulate_grad_hook(calls.append)
-    if kind == "fully_shard False":
-        for parameter in owned:
-            parameter.register_post_accumulate_grad_hook(calls.append)
+    # If `fully_shard` keeps parameters unsharded, the model has other parameters between a forward and its backward.
+    for parameter in owned if kind == "fully_shard False" else model.parameters():
+        parameter.register_post_accumulate_grad_hook(calls.append)
     output.square().sum().backward()
     assert sorted(map(id, calls)) == sorted(map(id, owned))
     for parameter, old in zip(owned, before, strict=True):
@@ -188,13 +206,16 @@ def test_requested_gradients_of_parameters_with_hooks_are_computed(kind: str, me
 @pytest.mark.spec("PROG-101")
 @every_kind
 @pytest.mark.parametrize("mode", ["all", "any"])
+@pytest.mark.parametrize("is_late", [False, True])
 @ranks(2)
-def test_a_hook_of_several_parameters_is_called_once_in_each_backward(kind: str, mode: Any) -> None:
+def test_a_hook_of_several_parameters_is_called_once_in_each_backward(kind: str, mode: Any, is_late: bool) -> None:
     model, calls = sharded(kind, Net().to(device())), []
+    output = model(batch()) if is_late else None
     parameters = list(model.parameters())
     register_multi_grad_hook(parameters, calls.append, mode=mode)
     for count in (1, 2):
-        model(batch()).square().sum().backward()
+        (model(batch()) if output is None else output).square().sum().backward()
+        output = None
         assert len(calls) == count
     if mode == "all":
         assert [len(gradients) for gradients in calls] == [len(parameters)] * 2
@@ -218,13 +239,15 @@ class Ignore(torch.autograd.Function):
 @ranks(2)
 def test_an_output_without_a_gradient_gives_parameters_no_gradient(kind: str) -> None:
     model = sharded(kind, Net().to(device()))
-    for use_inputs in (False, True):
+    parameters = list(model.parameters())
+    for are_requested in (False, True):
         other = torch.ones(4, device=device(), requires_grad=True)
         loss = Ignore.apply(model(batch()), other)
-        loss.backward(inputs=[other, *model.parameters()] if use_inputs and kind in KINDS[:1] else None)
+        loss.backward(inputs=[other, *parameters] if are_requested else None)
         assert other.grad is not None
-        assert all(parameter.grad is None for parameter in model.parameters())
-    assert_trains(kind, lambda net, x: net(x).sum().backward())
+        assert all(parameter.grad is None for parameter in parameters)
+    model(batch()).sum().backward()
+    assert any(parameter.grad is not None for parameter in parameters)
 
 
 # --- vmap ---
@@ -269,11 +292,36 @@ class Inside(Net):
 @every_kind
 @ranks(2)
 def test_a_unit_inside_vmap_trains(kind: str) -> None:
-    plain = Inside().to(device())
-    model = sharded(kind, plain)
-    for net in (plain, model):
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        net(batch()).square().sum().backward()
-        optimizer.step()
-    for name, expected in plain.state_dict().items():
-        torch.testing.assert_close(full_values(model)[name], expected)
+    assert_trains(kind, lambda net, x: net(x).square().sum().backward(), Inside())
+
+
+# --- kept outputs inside checkpoints ---
+
+
+class Keeper(nn.Linear):
+    """Keeps its output as an attribute."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = super().forward(x)
+        return self.kept
+
+
+class Checkpointed(Net):
+    """Runs its unit, which keeps its output, inside a checkpoint."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant, self.block = use_reentrant, Keeper(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(self.block, torch.tanh(self.first(x)), use_reentrant=self.use_reentrant)
+        result: Tensor = self.head(torch.tanh(hidden))
+        return result
+
+
+@pytest.mark.spec("PROG-104")
+@every_kind
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@ranks(2)
+def test_a_unit_that_keeps_its_output_trains_inside_a_checkpoint(kind: str, use_reentrant: bool) -> None:
+    assert_trains(kind, lambda net, x: net(x).square().sum().backward(), Checkpointed(use_reentrant=use_reentrant))
