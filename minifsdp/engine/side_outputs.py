@@ -73,8 +73,8 @@ class SideOutputs:
             places = [(unit, values, name) for unit, values in each for name in values if not name.startswith("_")]
             self._attributes = [(unit, values, name) for unit, values, name in places if _kept_in(values, name)]
         for unit, values, name in self._attributes:
-            # A tensor may stay for many forwards, and needs one hook. If the unit's forward was not recorded, the tensor
-            # is the output of reentrant checkpointing, which records the forward in backward.
+            # A tensor may stay for many forwards, and needs one hook. If the unit's forward was not recorded, the
+            # tensor is the output of reentrant checkpointing, which records the forward in backward.
             new = [tensor for tensor in _kept_in(values, name) if unit.awaits_backward and tensor not in self._watched]
             self._watched.update((tensor, True) for tensor in new)
             self._watch(unit, None, None, new)
