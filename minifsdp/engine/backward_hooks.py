@@ -201,6 +201,7 @@ def register_pre_backward_hook(
                 # The caller may change a view in place. Autograd then bypasses the view and uses its base.
                 tensor._base.register_hook(notify)
         elif torch._C._functorch.is_batchedtensor(tensor):
-            # A tensor inside ``torch.vmap`` is a view of the batch, which has the graph.
-            is_registered |= register_pre_backward_hook(torch._C._functorch.get_unwrapped(tensor), notify)
+            # A tensor inside ``torch.vmap`` is a view of the batch, which has the graph. No parameters are kept for its
+            # backward, which may never run.
+            register_pre_backward_hook(torch._C._functorch.get_unwrapped(tensor), notify)
     return is_registered
