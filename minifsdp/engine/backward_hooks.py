@@ -30,7 +30,7 @@ Worked example, ``y = unit(x)`` where ``x`` is also used elsewhere::
 *In torch:* ``RegisterPostBackwardFunction`` and ``_register_pre_backward_hook`` of FSDP2. FSDP1 registers its hook for
 the gradient in each forward, on a node that it gets by expanding the flat parameter.
 
-Spec: FS2-13, FWD-06, ORIG-14, PAR-07.
+Spec: FS2-13, FWD-06, ORIG-14, PAR-07, PROG-103.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -204,4 +204,8 @@ def register_pre_backward_hook(
             if tensor._base is not None and tensor._base.grad_fn is not None:
                 # The caller may change a view in place. Autograd then bypasses the view and uses its base.
                 tensor._base.register_hook(notify)
+        elif torch._C._functorch.is_batchedtensor(tensor):
+            # A tensor inside ``torch.vmap`` is a view of the batch, which has the graph. No parameters are kept for its
+            # backward, which may never run.
+            register_pre_backward_hook(torch._C._functorch.get_unwrapped(tensor), notify)
     return is_registered

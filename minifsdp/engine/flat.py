@@ -221,21 +221,26 @@ class FlatLayout(Layout):
         # Without this check, tensors that the user assigned since the forward would be overwritten silently.
         self.accept_replacements()
         if self._recorded is not None:
-            if any(map(_HOOKS, self.registered.sharded_params)):
+            if any(map(_HOOKS, (*self.registered.sharded_params, *self._recorded))):
                 self._call_hooks_for(self._recorded)
             self._assign(self._recorded)
 
     def _call_hooks_for(self, views: Sequence[torch.Tensor]) -> None:
         """Makes autograd call the user's tensor hooks with the gradients of ``views``, before they are reduced."""
         for view, sharded in zip(views, self.registered.sharded_params, strict=True):
-            hooks = sharded._backward_hooks
+            # The user may have registered the first hook on the view.
+            sharded._backward_hooks = hooks = sharded._backward_hooks or view._backward_hooks
             if hooks and view.grad_fn is not None and view._backward_hooks is not hooks:
                 view._backward_hooks = hooks
                 view.grad_fn._register_hook_dict(view)
 
     def use_kept_params(self, *, is_kept: bool) -> None:
         """Assigns the sharded tensors, unless the strategy keeps original parameters unsharded (ORIG-09)."""
-        if not (is_kept and self.use_orig_params and self.mesh.shard is not None):
+        if is_kept and self.use_orig_params and self.mesh.shard is not None:
+            for view, original in zip(self._assigned, self.registered.sharded_params, strict=True):
+                # The user may register hooks on the view.
+                vars(view)["original"] = original
+        else:
             self.use_sharded_params()
 
     def use_sharded_params(self) -> None:

@@ -26,6 +26,7 @@ Spec: SHARD-06, NOSYNC-02, NOSYNC-05, NOSYNC-10, FWD-07, FWD-08, MP-11, MP-12, O
 import torch
 
 from minifsdp.engine.flat_params import RegisteredParams, assign_gradient, assign_gradients
+from minifsdp.engine.layout import users_hooks
 
 
 class FlatGradients:
@@ -55,7 +56,7 @@ class FlatGradients:
             else:
                 parameter.grad.add_(part)
             # Autograd did not accumulate this gradient, so it does not call the post-accumulate hooks.
-            for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
+            for _, hook in users_hooks(parameter._post_accumulate_grad_hooks):
                 hook(parameter)
 
     def reduced(self) -> tuple[torch.Tensor, list[bool]]:

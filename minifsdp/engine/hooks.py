@@ -175,7 +175,11 @@ class IterationState:
     # --- backward ---
 
     def note_versions(self, *, is_known: bool) -> None:
-        """Called when a recorded forward begins and ends. A backward then checks that no parameter has changed."""
+        """Called when a recorded forward begins and ends. A backward then checks that no parameter has changed.
+
+        The check does not depend on the tensors that autograd has saved. A first layer only needs its input in
+        backward. To find this out, the engine would have to search the graph of the unit.
+        """
         self._versions, self._changed = self._current_versions() if is_known else None, set()
 
     def _current_versions(self) -> tuple[int, list[int]]:

@@ -17,12 +17,12 @@ time. During compute, the value is the unsharded parameter. Otherwise it is the 
 
 *In torch:* FSDP1 has one variable, ``FlatParameter``, whose ``.data`` is five tensors in turn. FSDP2 has two variables.
 
-Spec: SHARD-02, ORIG-01 to ORIG-04, FWD-04, CTOR-12.
+Spec: SHARD-02, ORIG-01 to ORIG-04, FWD-04, CTOR-12, PROG-100.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -133,6 +133,32 @@ def share_hooks(original: torch.Tensor, other: torch.Tensor) -> None:
     """Uses the hooks of ``original`` for ``other`` too. A hook that the user removes later is removed from both."""
     other._backward_hooks = original._backward_hooks
     other._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks
+
+
+@dataclass(slots=True)
+class ParameterHook:
+    """A hook of a registered parameter that ignores autograd's calls for the nodes of ``requested.py``.
+
+    These calls have no gradient. A post-accumulate-grad hook is called with the parameter instead.
+
+    Attributes:
+        function: the user's hook.
+        is_skipped: whether to ignore the next call with the parameter.
+    """
+
+    function: Callable[[Any], Any]
+    is_skipped: bool = True
+
+    def __call__(self, argument: torch.Tensor | None) -> Any:
+        """Calls the user's hook with a gradient or with the parameter."""
+        is_ignored = argument is None or (self.is_skipped and isinstance(argument, nn.Parameter))
+        self.is_skipped = False
+        return None if is_ignored else self.function(argument)
+
+
+def users_hooks(hooks: Mapping[int, Any] | None) -> list[tuple[int, Callable[[Any], Any]]]:
+    """The numbers and functions of hooks of a registered parameter."""
+    return [(key, hook.function if isinstance(hook, ParameterHook) else hook) for key, hook in (hooks or {}).items()]
 
 
 def full_name(prefix: str, path: str) -> str:

@@ -44,7 +44,7 @@ from minifsdp.engine import collectives, lifetime, optimizer_watch
 from minifsdp.engine.bucket import assign_to_buckets
 from minifsdp.engine.changes import changed_values, check_equal_changes
 from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle
-from minifsdp.engine.layout import Gradient, Layout, ParamInfo
+from minifsdp.engine.layout import Gradient, Layout, ParamInfo, users_hooks
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import message
@@ -366,7 +366,7 @@ class PerParameterLayout(Layout):
             else:
                 local_shard_of(before).add_(part)
             # Autograd did not set this gradient, so the post-accumulate-grad hooks must be called here.
-            for hook in list((param.parameter._post_accumulate_grad_hooks or {}).values()):
+            for _, hook in users_hooks(param.parameter._post_accumulate_grad_hooks):
                 hook(param.parameter)
 
     # --- the user ---

@@ -18,9 +18,12 @@ and not accumulated. A shard cannot be returned in this way, so this raises an e
 Worked example: ``backward(inputs=[shard of a.weight, x])``. The nested backward computes the gradient of the unsharded
 ``a.weight``, and the hooks of its unit reduce it. Then the outer backward computes the gradient of ``x``.
 
+Autograd calls the hooks of a registered parameter when it executes the node, in each backward, and without a gradient.
+A `ParameterHook` replaces each hook before, and ignores this call. The user may have registered the hook at any time.
+
 *In torch:* the flat parameter is also the leaf of the graph. ``fully_shard`` computes nothing and raises no error.
 
-Spec: PROG-20, PROG-30, PROG-99.
+Spec: PROG-20, PROG-30, PROG-99 to PROG-102.
 """
 
 from collections.abc import Sequence
@@ -31,6 +34,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from minifsdp.engine.layout import ParameterHook, users_hooks
 from minifsdp.engine.messages import message
 from minifsdp.engine.precision import map_tensors, tensors_in
 from minifsdp.engine.unit import Unit
@@ -45,40 +49,38 @@ class RequestedParameters:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
-        self._registered = [parameter for unit in units for parameter in unit.layout.local_parameters()]
         # No user requests this tensor, so autograd only reaches its node in a backward that requests nothing.
         with torch.inference_mode(False):
             self._unrequested = torch.zeros(0, requires_grad=True)
             self._probe = get_gradient_edge(self._unrequested).node
+        self._paths = [self._unrequested, *(p for unit in units for p in unit.layout.local_parameters())]
 
     def watch_output(self, output: Any) -> Any:
         """Called after a recorded forward of the root; returns the output to pass to the caller."""
         if not isinstance(output, torch.Tensor | tuple | list | dict):
             return output
-        # Autograd would call the hooks of a registered parameter without a gradient.
-        without_hooks = [p for p in self._registered if not (p._backward_hooks or p._post_accumulate_grad_hooks)]
-        paths = [self._unrequested, *without_hooks]
         outputs = {id(tensor): tensor for tensor in tensors_in(output) if tensor.grad_fn is not None}
         # A view of another output must stay a view of it, because the caller may change one of them in place.
-        watched = [tensor for tensor in outputs.values() if id(tensor._base) not in outputs]
-        passed = {id(tensor): self._watch(tensor, paths) for tensor in watched}
+        passed = {key: self._watch(tensor) for key, tensor in outputs.items() if id(tensor._base) not in outputs}
         return map_tensors(lambda tensor: passed.get(id(tensor), tensor), output)
 
-    def _watch(self, output: torch.Tensor, paths: list[torch.Tensor]) -> torch.Tensor:
+    def _watch(self, output: torch.Tensor) -> torch.Tensor:
         edge = get_gradient_edge(output)
         # Autograd may have saved the output, whose values do not change.
         with torch.autograd._unsafe_preserve_version_counter(output):
-            passed: torch.Tensor = _Identity.apply(output, *paths)  # type: ignore[no-untyped-call]
+            passed: torch.Tensor = _Identity.apply(output, *self._paths)  # type: ignore[no-untyped-call]
         passed.register_hook(partial(self._compute, edge))
         return passed
 
-    def _compute(self, edge: GradientEdge, gradient: torch.Tensor) -> None:
+    def _compute(self, edge: GradientEdge, gradient: torch.Tensor | None) -> None:
         """Computes the requested gradients in a nested backward. Does nothing in a backward that requests nothing.
 
         Args:
             edge: where the graph of the root's module begins.
-            gradient: the gradient of the output there.
+            gradient: the gradient of the output there, if there is one.
         """
+        for hooks in [h for p in self._paths for h in (p._backward_hooks, p._post_accumulate_grad_hooks) if h]:
+            hooks.update({key: ParameterHook(hook) for key, hook in users_hooks(hooks)})
         is_requested, inputs = torch._C._will_engine_execute_node, []
         for unit in self._units if not is_requested(self._probe) else ():
             leaves, parameters = unit.layout.leaves, unit.layout.local_parameters()
@@ -94,7 +96,7 @@ class RequestedParameters:
             elif 0 < len(requested) < len(trained):
                 raise RuntimeError(message("part-of-unit", unit=unit.name, num=len(requested), number=len(trained)))
             inputs += leaves if requested else []
-        if inputs:
+        if inputs and gradient is not None:
             # With ``create_graph=True``, the hooks of the units raise the error.
             create_graph = torch.is_grad_enabled()
             torch.autograd.backward([edge], [gradient], retain_graph=True, create_graph=create_graph, inputs=inputs)
@@ -106,6 +108,7 @@ class _Identity(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, *paths: torch.Tensor) -> torch.Tensor:
         ctx.num_paths = len(paths)
+        ctx.set_materialize_grads(False)
         ctx.is_same = type(tensor) is torch.Tensor and tensor._base is None and forward_ad._current_level < 0
         if ctx.is_same:
             # The module may keep the tensor, or return it twice: changes in place must reach all of these places.
@@ -115,7 +118,7 @@ class _Identity(torch.autograd.Function):
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         return gradient, *(None,) * ctx.num_paths
 
     @staticmethod

@@ -18,7 +18,7 @@ these tensors get the pre-backward hook as well::
 
 *In torch:* such a loss raises an error about a storage of size 0.
 
-Spec: PROG-27, PROG-28.
+Spec: PROG-27, PROG-28, PROG-104.
 """
 
 from collections.abc import Iterator, Sequence
@@ -73,8 +73,9 @@ class SideOutputs:
             places = [(unit, values, name) for unit, values in each for name in values if not name.startswith("_")]
             self._attributes = [(unit, values, name) for unit, values, name in places if _kept_in(values, name)]
         for unit, values, name in self._attributes:
-            # A tensor may stay for many forwards, and needs one hook.
-            new = [tensor for tensor in _kept_in(values, name) if tensor not in self._watched]
+            # A tensor may stay for many forwards, and needs one hook. If the unit's forward was not recorded, the
+            # tensor is the output of reentrant checkpointing, which records the forward in backward.
+            new = [tensor for tensor in _kept_in(values, name) if unit.awaits_backward and tensor not in self._watched]
             self._watched.update((tensor, True) for tensor in new)
             self._watch(unit, None, None, new)
 

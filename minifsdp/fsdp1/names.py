@@ -9,14 +9,16 @@ Worked example: the weight of ``FSDP(Sequential(FSDP(Linear(2, 2))))`` is named
 
 *In torch:* methods of the wrapper class.
 
-Spec: NAMES-02, NAMES-03, PROG-05, PROG-98.
+Spec: NAMES-02, NAMES-03, PROG-05, PROG-98, PROG-100.
 """
 
 from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from minifsdp.engine.messages import message
 from minifsdp.fsdp1.wrapper import PREFIX, WRAPPED, Wrapper
@@ -28,6 +30,7 @@ class KeptView(torch.Tensor):
     """An unsharded parameter between a forward and its backward, as ``parameters()`` returns it (PROG-05).
 
     It is the result of an operation and no parameter. An optimizer reads `retains_grad` of a tensor that is no leaf.
+    Its hooks are those of the original parameter, because no gradient passes through the `KeptView` itself.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -39,6 +42,9 @@ class KeptView(torch.Tensor):
     retains_grad = property(_refuse)
     requires_grad_ = _refuse  # type: ignore[assignment]
     requires_grad = property(lambda _: True, _refuse)
+    grad_fn = property(lambda self: get_gradient_edge(self.original).node)
+    register_hook = property(attrgetter("original.register_hook"))
+    register_post_accumulate_grad_hook = property(attrgetter("original.register_post_accumulate_grad_hook"))
 
 
 class OmittedNames(dict[str, str]):
@@ -58,8 +64,11 @@ class OmittedNames(dict[str, str]):
 def kept_views(named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
     """The names and parameters of ``named``, with a `KeptView` for each view."""
     for name, value in named:
-        is_view = type(value) is torch.Tensor and not value.is_leaf
-        yield name, value.as_subclass(KeptView) if is_view else value  # type: ignore[misc]
+        kept: Any = value
+        if type(value) is torch.Tensor and not value.is_leaf:
+            kept = value.as_subclass(KeptView)
+            vars(kept).update(vars(value))
+        yield name, kept
 
 
 def shown(wrapper: Wrapper, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:

@@ -117,7 +117,11 @@ class FSDPModule:
         self._get_fsdp_state().current_root_state().iteration.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Sets whether backward reduces gradients. If ``False``, they stay unsharded and accumulate (FS2-SYNC-01)."""
+        """Sets whether backward reduces gradients. If ``False``, they stay unsharded and accumulate (FS2-SYNC-01).
+
+        To drop gradients that are not reduced yet, call ``zero_grad()`` of the module. ``zero_grad()`` of an optimizer
+        only clears ``.grad``, which is ``None`` in this case, and torch has no hook for this method.
+        """
         require(SWITCH, "set_requires_gradient_sync", requires_gradient_sync=requires_gradient_sync)
         _choose(self, recurse, reduces=requires_gradient_sync)
         self.set_requires_all_reduce(requires_gradient_sync, recurse=recurse)

@@ -178,8 +178,8 @@ MUTANTS = [
     Mutant(
         "originals-step-back-when-kept",
         "FlatLayout.use_kept_params",
-        "if not (is_kept and self.use_orig_params and self.mesh.shard is not None):",
-        "if True:",
+        "if is_kept and self.use_orig_params and self.mesh.shard is not None:",
+        "if False:",
         "After a forward with SHARD_GRAD_OP the modules register the sharded original parameters.",
         "ORIG-09",
     ),
