@@ -153,6 +153,11 @@ class FlatLayout(Layout):
     # --- memory ---
 
     @property
+    def is_copied(self) -> bool:
+        """Whether the unsharded tensor is a cast or moved copy of a shard that has all elements."""
+        return self.mesh.shard is None and not self._unsharded.is_borrowed
+
+    @property
     def all_gather_group(self) -> Group | None:
         """The shard group."""
         return self.mesh.shard
@@ -185,8 +190,7 @@ class FlatLayout(Layout):
 
     def is_stale(self) -> bool:
         """Whether the shard has changed since the last all-gather. A copy without an all-gather is always stale."""
-        is_copy = self.mesh.shard is None and not self._unsharded.is_borrowed
-        return is_copy or self._last_all_gather != (self.steps.count, self.registered.stamp())
+        return self.is_copied or self._last_all_gather != (self.steps.count, self.registered.stamp())
 
     # --- the attributes of modules ---
 

@@ -158,8 +158,10 @@ class Wrapper(nn.Module):
             use_orig_params=self._use_orig_params,
         )
         plan = ReducePlan.mean(self.mesh, precision.reduces_in(layout.dtype))
-        reshard = self.sharding_strategy in build.RESHARDS_AFTER_FORWARD and self.mesh.shard is not None
-        policy = UnitPolicy(reshard_after_forward=reshard, reshard_after_evaluation=reshard or self.mesh.shard is None)
+        # A unit that is not sharded, and computes in a copy in another dtype, frees the copy.
+        is_sharded = self.mesh.shard is not None
+        reshard = self.sharding_strategy in build.RESHARDS_AFTER_FORWARD if is_sharded else layout.is_copied
+        policy = UnitPolicy(reshard_after_forward=reshard, reshard_after_evaluation=reshard or not is_sharded)
         return Unit(module, layout, [plan], precision, policy).counted()
 
     # --- the wrapped module ---

@@ -111,7 +111,10 @@ class Job:
         if min(shards, replicas, batches) < 1:
             raise ValueError(message("cost-counts", num_shards=shards, num_replicas=replicas, micro_batches=batches))
         self.shards = 1 if self.strategy == "NO_SHARD" else self.num_shards
-        self.keeps = self.strategy in ("SHARD_GRAD_OP", "NO_SHARD", "_HYBRID_SHARD_ZERO2") or self.shards == 1
+        self.is_borrowed = self.shards == 1 and self.compute in (None, self.stored) and not self.offload
+        # The wrapper frees copies of a unit that is not sharded, like sharded units.
+        is_single = self.shards == 1 and (self.per_parameter or self.is_borrowed)
+        self.keeps = is_single or (self.shards > 1 and self.strategy in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"))
         self.width = (self.compute or self.stored).itemsize
         self.reduce_width = (self.reduce or self.compute or self.stored).itemsize
         every = [self.root, *self.units]
@@ -124,7 +127,6 @@ class Job:
         self.parameter_bytes = sum(self.sizes) / self.width / self.shards * self.stored.itemsize
         self.optimizer_bytes = self.num_trained * self.optimizer
         self.num_reductions = 1 if self.no_sync else self.micro_batches
-        self.is_borrowed = self.shards == 1 and self.compute in (None, self.stored) and not self.offload
         self.sorts = self.per_parameter and any(len(shapes) > 1 for shapes in self.units)
         self.in_smaller_mesh = self.micro_batches * sum(self.sizes[1:]) if self.reshards_to and not self.keeps else 0.0
         self.sent_in_smaller_mesh = ring_sends(self.in_smaller_mesh, self.reshards_to or 1)

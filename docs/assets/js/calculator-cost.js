@@ -83,11 +83,13 @@
     if (Math.min(job.numShards, job.numReplicas, job.microBatches) < 1) throw new Error("numbers of ranks and batches begin at 1");
     if (![job.numShards, job.numReplicas, job.microBatches].every(Number.isInteger)) throw new Error("numbers of ranks and batches are whole");
     const shards = job.strategy === "NO_SHARD" ? 1 : job.numShards;
-    const keeps = ["SHARD_GRAD_OP", "NO_SHARD", "_HYBRID_SHARD_ZERO2"].includes(job.strategy) || shards === 1;
+    const borrowed = shards === 1 && (job.compute || job.stored) === job.stored && !job.offload;
+    // The wrapper frees copies of a unit that is not sharded, like sharded units.
+    const keeps = shards === 1 ? borrowed || Boolean(job.perParameter) : ["SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"].includes(job.strategy);
     const numel = (shapes) => (job.perParameter ? paddedPerParameter : paddedRow)(shapes, shards);
     const width = DTYPES[job.compute || job.stored], travel = DTYPES[job.reduce || job.compute || job.stored] / width;
     const numels = job.units.map(numel), rootNumel = numel(job.root);
-    return { job, shards, keeps, width, travel, numels, rootNumel, sizes: numels.map((n) => n * width), rootSize: rootNumel * width };
+    return { job, shards, keeps, borrowed, width, travel, numels, rootNumel, sizes: numels.map((n) => n * width), rootSize: rootNumel * width };
   }
 
   // In how many gathers and reductions of a step a unit takes part, and in how many gathers the root's own parameters do.
@@ -170,10 +172,9 @@
 
   // --- all together (cost.py) ---
   function costOf(given) {
-    const ready = prepared(given), { job, shards, keeps, width, travel, numels, rootNumel, sizes, rootSize } = ready;
+    const ready = prepared(given), { job, shards, keeps, borrowed, width, travel, numels, rootNumel, sizes, rootSize } = ready;
     const atRest = DTYPES[job.stored];
     const elements = (sum(numels) + rootNumel) / shards;
-    const borrowed = shards === 1 && (job.compute || job.stored) === job.stored && !job.offload;
     // Of the root and of each unit: whether its gradient is put together from those of its parameters.
     const joins = [job.root, ...job.units].map(
       (shapes, i) => !job.perParameter && (shapes.length > 1 || [rootNumel, ...numels][i] > sum(shapes.map(numelOf))));

@@ -66,7 +66,7 @@ MUTANTS = [
     Mutant(
         "old-cast-is-kept",
         "FlatLayout.is_stale",
-        "is_copy or ",
+        "self.is_copied or ",
         "",
         "NO_SHARD keeps an outdated copy in another dtype.",
         "FRESH-05",

@@ -26,10 +26,18 @@ MUTANTS = [
     Mutant(
         "never-freed-after-forward",
         "Wrapper._make_unit",
-        "self.sharding_strategy in build.RESHARDS_AFTER_FORWARD and self.mesh.shard is not None",
-        "False",
+        "self.sharding_strategy in build.RESHARDS_AFTER_FORWARD if is_sharded",
+        "False if is_sharded",
         "FULL_SHARD keeps its parameters unsharded between forward and backward.",
         "SHARD-04 SHARD-16",
+    ),
+    Mutant(
+        "copies-of-unsharded-units-stay",
+        "Wrapper._make_unit",
+        "else layout.is_copied",
+        "else False",
+        "NO_SHARD in low precision keeps all copies between forward and backward.",
+        "COST-08",
     ),
     Mutant(
         "kept-after-backward",
