@@ -17,7 +17,7 @@ def figures() -> str:
     ours = [one["median"] for rows in ratios.values() for name, one in rows.items() if name.startswith("minifsdp")]
     cpu, simulated, cuda = map(results.num_proven, results.BACKENDS)
     noticed, total, _ = mutants()
-    gpus = f"{cuda} on GPUs" if cuda else "none on a GPU yet"
+    gpus = f"{cuda} on GPUs" if cuda else "not recorded on a GPU yet"
     shown = [
         "{} of {}".format(*torch_tests()),
         f"{min(ours):.2f} to {max(ours):.2f} \N{MULTIPLICATION SIGN}",

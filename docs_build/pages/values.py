@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from docs_build.drawing.pictures import events_of
-from docs_build.pages import costs, evidence, faults, modulepage, streams
+from docs_build.pages import costs, evidence, faults, gpurun, modulepage, streams
 from docs_build.reading.papers import hybrid_cross_host, hybrid_cross_host_as_printed, zero_bytes
 from docs_build.reading.text import table
 from minifsdp.tools import formulas
@@ -95,6 +95,8 @@ VALUES: dict[str, Callable[[], object]] = {
     "noticed-mutants": lambda: evidence.mutants()[0],
     "num-mutants": lambda: evidence.mutants()[1],
     "mutated-rows": lambda: evidence.mutants()[2],
+    "gpu-machine": gpurun.machine,
+    "gpu-passed": gpurun.num_passed,
 }
 TABLES: dict[str, Callable[[], str]] = {
     "zero": zero_table,
@@ -110,6 +112,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "fuzz": faults.fuzz,
     "soak": faults.soak,
     "torch-tests": evidence.torch_tests_table,
+    "gpu-steps": gpurun.steps,
+    "gpu-races": gpurun.races,
+    "gpu-tests": gpurun.tests,
     "where": evidence.where_table,
     "stream-peaks": streams.peaks,
     "optimizer": costs.optimizers,

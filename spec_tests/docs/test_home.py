@@ -33,7 +33,7 @@ def test_evidence_mentions_missing_gpu_run() -> None:
     from docs_build.pages import evidence
     from docs_build.recording import results
 
-    assert ("none on a GPU yet" in evidence.figures()) == ("cuda-nccl" not in results.recorded()["runs"])
+    assert ("not recorded on a GPU yet" in evidence.figures()) == ("cuda-nccl" not in results.recorded()["runs"])
     assert ("never run" in evidence.where_table()) == ("cuda-nccl" not in results.recorded()["runs"])
 
 
@@ -72,6 +72,22 @@ def test_repository_link_requires_a_configured_address(monkeypatch: pytest.Monke
         written = hook.on_page_markdown(text, page, config)
         assert "{{" not in written
         assert ("The repository" in written) == bool(address)
+
+
+def test_texts_about_the_gpu_run_have_the_numbers_of_its_record() -> None:
+    from docs_build.pages import gpurun
+
+    lines = json.loads((ROOT / "docs" / "data" / "gpu.json").read_text())["steps"]
+    times = {(line["size"], line["contender"]): line["ms"] for line in lines}
+    ratios = [
+        ms / times[size, name.replace("minifsdp", "torch")] for (size, name), ms in times.items() if "mini" in name
+    ]
+    fastest, slowest = f"{min(ratios):.2f}", f"{max(ratios) + 0.005:.2f}"
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"{gpurun.num_passed():,} tests passed" in readme
+    assert f"took {fastest} to {slowest} times as long as with torch" in readme
+    assert f"{gpurun.num_passed():,} tests on an H200" in (ROOT / "docs" / "limits.md").read_text()
+    assert gpurun.machine().startswith("2026-11-26, one NVIDIA H200, Python 3.12.3, torch 2.11.0+cu130")
 
 
 def test_repository_link_has_no_star_count() -> None:
