@@ -1,4 +1,4 @@
-"""What ran on a GPU: tables from ``docs/data/gpu.json``.
+"""Tables about the run on a GPU, from ``docs/data/gpu.json``.
 
 The record was made from the reports and logs of three runs of the kit (``spec_tests/gpu``) on one GPU.
 """
