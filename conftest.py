@@ -1,28 +1,31 @@
-"""The suite's options.
+"""The options of the suite.
 
-They stand here, since ``python -m pytest --device simulated`` names no folder whose conftest could be read in time.
+They are in this file, because ``python -m pytest --device simulated`` names no folder, and pytest reads only this
+``conftest.py`` before it parses the options.
 """
 
 from __future__ import annotations
 
 import os
 
-# Before torch is imported anywhere: one thread for each rank, or two ranks fight over two cores.
+# Before torch is imported: one thread for each rank. Otherwise the threads of two ranks share two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
-import torch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Which rows are asked about, where the ranks compute, and how much is asked there."""
+    """Adds the options that choose requirements, the device, and the number of tests."""
     parser.addoption(
-        "--spec", action="append", metavar="ROW", help="only the tests of a row of docs/spec.md, or of two"
+        "--spec", action="append", metavar="ID", help="only the tests of a requirement of docs/spec.md; repeatable"
     )
-    there = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.addoption("--device", choices=["cpu", "simulated", "cuda"], default=there, help="where the ranks compute")
+    # Not `cuda` where there is a GPU: a user who runs the tests once expects the time that the README names.
+    parser.addoption(
+        "--device", choices=["cpu", "simulated", "cuda"], default="cpu", help="where the ranks compute (default: cpu)"
+    )
+    parser.addoption("--quick", action="store_true", help="one test of each section of docs/spec.md: about two minutes")
     parser.addoption(
         "--every-row",
         action="store_true",
-        help="with --device simulated: also tests of rows that a CPU shows as well (an hour on two cores)",
+        help="with --device simulated: also the tests that a CPU proves as well (an hour on two cores)",
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 import pytest
 
 from spec_tests.harness import pool, worker
-from spec_tests.harness.accounting import Accounting, read_rows, rows_of_accelerators
+from spec_tests.harness.accounting import Accounting, read_rows, rows_of_accelerators, section_of
 
 pytest.register_assert_rewrite(*worker.REWRITTEN)
 
@@ -43,6 +43,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     choose_rows(config, items)
     yield
     leave_out_by_device(config, items)
+    if config.getoption("--quick"):
+        chosen = quick_form(items)
+        leave_out(config, items, "tests not in the quick form not run (--quick)", lambda item: item not in chosen)
     for package in sorted({package for item in items for package in needs_of(item)}):
         if importlib.util.find_spec(package) is None:
             why = f"tests not run ({package} is not installed)"
@@ -96,6 +99,17 @@ def leave_out_by_device(config: pytest.Config, items: list[pytest.Item]) -> None
             rows = rows_of_accelerators()
             what = f"tests of rows that a CPU shows as well not run ({here}, without --every-row)"
             leave_out(config, items, what, lambda item: not (is_marked(item) or rows & set(rows_proven_by(item))))
+
+
+def quick_form(items: list[pytest.Item]) -> set[pytest.Item]:
+    """For each section of the spec and each folder, the first test on two ranks. Tests that start programs are slow."""
+    chosen: dict[tuple[str, str], pytest.Item] = {}
+    for item in items:
+        marker = item.get_closest_marker("ranks")
+        if marker is not None and marker.args == (2,) and item.path.parent.name not in STARTS_PROGRAMS:
+            for row in rows_proven_by(item):
+                chosen.setdefault((section_of(row), item.path.parent.name), item)
+    return set(chosen.values())
 
 
 def is_marked(item: pytest.Item) -> bool:

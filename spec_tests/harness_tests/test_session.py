@@ -6,9 +6,11 @@ The session that is ended by Ctrl-C is a real command. The others are forked fro
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from spec_tests.conftest import choose_rows
 from spec_tests.harness.accounting import ROOT, Accounting, kind_of_proof, read_rows, section_of, verdict
@@ -123,6 +126,48 @@ def test_selected_requirements_run_their_tests() -> None:
     assert chosen() == list(items)
     with pytest.raises(pytest.UsageError, match="no row CTOR-999"):
         chosen("CTOR-01", "CTOR-999")
+
+
+QUICK = """
+import pytest
+from spec_tests.harness import ranks
+
+@pytest.mark.spec("CTOR-01")
+@ranks(4)
+def test_on_four_ranks(): pass
+
+@pytest.mark.spec("CTOR-02")
+@ranks(2)
+def test_first(): pass
+
+@pytest.mark.spec("CTOR-03")
+@ranks(2)
+def test_second(): pass
+
+@pytest.mark.spec("CTOR-03", "DEV-01")
+@ranks(2)
+def test_of_another_section_too(): pass
+
+@pytest.mark.spec("DEV-01")
+def test_without_ranks(): pass
+"""
+
+
+def test_quick_form_runs_one_test_of_each_section_on_two_ranks(tmp_path: pathlib.Path) -> None:
+    session = run_session(tmp_path, QUICK, "--quick", "-v")
+    assert re.findall(r"::(\w+) PASSED", session.stdout) == [
+        "test_first",
+        "test_of_another_section_too",
+    ]
+    assert "3 tests not in the quick form not run (--quick)" in session.stdout
+
+
+def test_tests_run_on_the_cpu_unless_another_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    defaults: dict[str, Any] = {}
+    note: Any = SimpleNamespace(addoption=lambda name, default=None, **_: defaults.update({name: default}))
+    importlib.import_module("conftest").pytest_addoption(note)
+    assert defaults["--device"] == "cpu"
 
 
 def is_running(process: int) -> bool:
