@@ -171,6 +171,9 @@ class OptimizerWatch:
             if num_stale:
                 warn(message("stale-optimizer", num_stale=num_stale, number=len(parameters), type=kind))
             held = set(parameters)
+            num_unsharded = sum(len(held.intersection(layout.leaves)) for layout in self._layouts)
+            if num_unsharded:
+                warn(message("unsharded-in-optimizer", num_unsharded=num_unsharded, number=len(parameters), type=kind))
             managed = [layout.local_parameters() for layout in self._layouts]
             self._warn_if_added({one for one in held.difference(*managed) if one.requires_grad})
             found = [layout for layout in self._layouts if not held.isdisjoint(layout.local_parameters())]

@@ -15,6 +15,7 @@ from torch import nn
 
 from minifsdp import FullyShardedDataParallel as FSDP
 from spec_tests.engine.small import draw, shard_each, train_once, units_of
+from spec_tests.fsdp2.subject import fully_shard
 from spec_tests.harness import device, ranks
 from spec_tests.harness.programs import output_of_ranks
 from spec_tests.models.modules import MLP, chain
@@ -53,6 +54,25 @@ def test_an_optimizer_from_before_wrapping_warns_once_with_the_numbers_and_chang
         assert torch.equal(old, new)
     train_once(model)
     assert warnings_of(optimizer.step) == [], "once is enough"
+
+
+@pytest.mark.spec("PROG-105")
+@ranks(2)
+def test_an_optimizer_of_unsharded_parameters_warns_once_and_a_later_one_does_not() -> None:
+    model = chain(2).to(device())
+    for block in model:
+        fully_shard(block)
+    root: Any = fully_shard(nn.Sequential(model, nn.Linear(draw(0).shape[-1], 3, device=device())))
+    root(draw(0))
+    early = torch.optim.SGD(root.parameters(), lr=0.1)
+    root(draw(0)).sum().backward()
+    late = torch.optim.SGD(root.parameters(), lr=0.1)
+    (message,) = warnings_of(early.step)
+    number = len(list(root.parameters()))
+    assert f"rank {dist.get_rank()}: 2 of {number} parameters of this SGD are unsharded parameters" in message
+    assert "before the forward, or after the backward" in message
+    assert warnings_of(early.step) == []
+    assert warnings_of(late.step) == []
 
 
 @pytest.mark.spec("CTOR-05")

@@ -529,4 +529,12 @@ MUTANTS = [
         "A larger root all-gathers a unit again that is unsharded by hand.",
         "FS2-19 CTOR-11",
     ),
+    Mutant(
+        "optimizer-of-unsharded-parameters-is-silent",
+        "OptimizerWatch._layouts_of",
+        "if num_unsharded:",
+        "if False:",
+        "An optimizer that was created between a forward and its backward never trains the root.",
+        "PROG-105",
+    ),
 ]
