@@ -64,6 +64,7 @@ class FlatLayout(Layout):
     Attributes:
         specs, local_shapes: for each parameter, its spec if it is a DTensor, and its shape in the flat tensor.
         shard_range: the elements of the flat tensor that this rank stores.
+        is_copied: whether the unsharded tensor is a cast or moved copy of a shard that has all elements.
         is_stored, is_recorded_stored: whether to compute in the stored dtype, now and in the last recorded forward.
     """
 
@@ -128,6 +129,7 @@ class FlatLayout(Layout):
             unsharded.leaf.register_post_accumulate_grad_hook(functools.partial(_complete, weakref.ref(self)))
             self._variants[dtype] = unsharded
         self._unsharded = self._variants[dtype]
+        self.is_copied = self.mesh.shard is None and not self._unsharded.is_borrowed
         # One leaf for all parameters, in each dtype that is in use.
         self.leaves = [variant.leaf for variant in self._variants.values()]
         self.is_stored, self.dtype, self.num_bytes = stored, dtype, self._unsharded.num_bytes
@@ -151,11 +153,6 @@ class FlatLayout(Layout):
         return self._unsharded.leaf.requires_grad
 
     # --- memory ---
-
-    @property
-    def is_copied(self) -> bool:
-        """Whether the unsharded tensor is a cast or moved copy of a shard that has all elements."""
-        return self.mesh.shard is None and not self._unsharded.is_borrowed
 
     @property
     def all_gather_group(self) -> Group | None:

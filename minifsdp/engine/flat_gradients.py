@@ -56,7 +56,8 @@ class FlatGradients:
             else:
                 parameter.grad.add_(part)
             # Autograd did not accumulate this gradient, so it does not call the post-accumulate hooks.
-            for _, hook in users_hooks(parameter._post_accumulate_grad_hooks):
+            hooks = parameter._post_accumulate_grad_hooks
+            for _, hook in users_hooks(hooks) if hooks else ():
                 hook(parameter)
 
     def reduced(self) -> tuple[torch.Tensor, list[bool]]:

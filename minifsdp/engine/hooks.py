@@ -248,7 +248,8 @@ class IterationState:
             return
         if any(map(REQUIRES_GRAD, gradient.parts)):
             raise RuntimeError(message("graph-of-gradients", unit=unit.name))
-        unit.keeps_for_graph &= torch.is_grad_enabled()
+        if unit.keeps_for_graph:
+            unit.keeps_for_graph = torch.is_grad_enabled()
         if not unit.policy.reduces:
             unit.layout.keep_unreduced(gradient)
             return

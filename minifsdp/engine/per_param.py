@@ -366,7 +366,8 @@ class PerParameterLayout(Layout):
             else:
                 local_shard_of(before).add_(part)
             # Autograd did not set this gradient, so the post-accumulate-grad hooks must be called here.
-            for _, hook in users_hooks(param.parameter._post_accumulate_grad_hooks):
+            hooks = param.parameter._post_accumulate_grad_hooks
+            for _, hook in users_hooks(hooks) if hooks else ():
                 hook(param.parameter)
 
     # --- the user ---

@@ -42,15 +42,15 @@ MUTANTS = [
     Mutant(
         "parameters-are-kept-for-no-graph",
         "IterationState.post_backward",
-        "        unit.keeps_for_graph &= torch.is_grad_enabled()\n",
-        "",
+        "unit.keeps_for_graph = torch.is_grad_enabled()",
+        "pass",
         "Units stay unsharded after the gradients of their parameters are computed.",
         "PROG-24",
     ),
     Mutant(
         "inner-backward-forgets-its-graph",
         "IterationState.post_backward",
-        "unit.keeps_for_graph &= torch.is_grad_enabled()",
+        "unit.keeps_for_graph = torch.is_grad_enabled()",
         "unit.keeps_for_graph = False",
         "On an accelerator, a backward inside a forward that reduces earlier gradients loses later ones.",
         "PROG-23",
