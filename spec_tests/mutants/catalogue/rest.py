@@ -98,8 +98,8 @@ MUTANTS = [
     Mutant(
         "hooks-of-the-first-sum-alone-per-parameter",
         "PerParameterLayout.accept_gradient",
-        "(param.parameter._post_accumulate_grad_hooks)",
-        "(param.parameter._post_accumulate_grad_hooks if before is None else None)",
+        "if hooks else ()",
+        "if hooks and before is None else ()",
         "With fully_shard, a hook is not called when a gradient is added to an earlier gradient.",
         "PAR-08",
     ),
