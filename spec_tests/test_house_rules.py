@@ -46,8 +46,8 @@ APART = (
 BUDGETS = {
     # Names of torch that other programs read: 34 lines. The state of a module after an evaluation, and a count of steps
     # per root: 44. Gradients that share memory, and their dtypes: 50. The order check of each unit: 12.
-    "house": 6678,
-    "story": 3223,
+    "house": 6680,
+    "story": 3225,
     # Messages of a new order have their own tags: 9 lines.
     TRANSPORT: 179,
     DEBUGGING: 323,
@@ -73,14 +73,14 @@ LONGEST_FILE = 300  # including prose
 LONGER = {
     "engine/collective_log.py": 343,
     "fsdp1/wrapper.py": 321,
-    "engine/flat.py": 411,
+    "engine/flat.py": 408,
     "engine/gloo.py": 324,
-    "engine/hooks.py": 360,
+    "engine/hooks.py": 362,
     "engine/layout.py": 338,
     "engine/unit.py": 323,
     # Lists every public method of a sharded module.
     "fsdp2/module.py": 315,
-    "engine/per_param.py": 376,
+    "engine/per_param.py": 377,
     "engine/reduce.py": 356,
     # Lists every public method of the wrapper.
     "fully_sharded_data_parallel.py": 578,
@@ -127,7 +127,7 @@ def code_lines(module: str) -> set[int]:
 
 # Code lines of all modules that `fully_shard` imports, without the parts that no training step needs.
 # `bucket` imports `extension` directly: 112 of these.
-FULLY_SHARD = 3003
+FULLY_SHARD = 3006
 NOT_FOR_A_STEP = (
     "checkpoint/",
     "compat/",

@@ -301,7 +301,8 @@ class IterationState:
                 unit.num_pending = max(0, unit.num_pending - 1)
                 unit.awaits_backward = unit.num_pending > 0
         elif not self.in_forward:
-            self.rank_checks.compare(self.units[0].layout.steps.count)
+            if self.units:
+                self.rank_checks.compare(self.units[0].layout.steps.count)
             self.reducer.finish()
             self.rank_checks.read()
             for unit in self.units:
