@@ -465,8 +465,9 @@ def test_a_module_that_is_wrapped_again_stays_in_its_first_unit(is_inside: bool,
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @ranks(2)
 def test_empty_wrapper_around_a_wrapped_module_does_not_compute_with_shards(use_orig_params: bool) -> None:
-    first = FSDP(nn.Linear(WIDTH, WIDTH), use_orig_params=use_orig_params)
-    again = FSDP(first.module, use_orig_params=use_orig_params)
+    options: Any = {"use_orig_params": use_orig_params, "device_id": device()}
+    first = FSDP(nn.Linear(WIDTH, WIDTH), **options)
+    again = FSDP(first.module, **options)
     with refused(RuntimeError, "is sharded right now"):
         again(batch())
 
