@@ -133,7 +133,11 @@ def plain() -> nn.Module:
 
 def wrapped(keep: bool) -> FSDP:
     inner = Versioned(FSDP(Versioned(), use_orig_params=keep, device_id=device()))
-    return FSDP(nn.Sequential(FSDP(inner, use_orig_params=keep, device_id=device()), Versioned()), use_orig_params=keep, device_id=device())
+    return FSDP(
+        nn.Sequential(FSDP(inner, use_orig_params=keep, device_id=device()), Versioned()),
+        use_orig_params=keep,
+        device_id=device(),
+    )
 
 
 def weights(model: nn.Module) -> list[list[float]]:

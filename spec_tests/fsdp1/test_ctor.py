@@ -770,7 +770,9 @@ def test_parameter_replaced_before_the_first_forward_raises_and_can_be_restored(
 
 
 @pytest.mark.spec("CTOR-12", "FWD-05")
-@pytest.mark.parametrize("change", [*(name for name in CHANGES if name != "rename"), pytest.param("rename", marks=MARKS_VIEWS)])
+@pytest.mark.parametrize(
+    "change", [*(name for name in CHANGES if name != "rename"), pytest.param("rename", marks=MARKS_VIEWS)]
+)
 @pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @ranks(2)

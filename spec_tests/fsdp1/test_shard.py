@@ -48,7 +48,7 @@ from spec_tests.models.values import (
 from spec_tests.waiting import comes_true
 
 SHARDING = (FULL_SHARD, SHARD_GRAD_OP)
-NO_VIEWS = pytest.mark.not_simulated("it can not view a part of a flat tensor in inference mode")
+NO_VIEWS = pytest.mark.not_simulated("it cannot view a part of a flat tensor in inference mode")
 
 # --- the options ---
 

@@ -85,7 +85,7 @@ KEEPS = {
 ALL = FREES | KEEPS
 every_kind = pytest.mark.parametrize("kind", ALL)
 NO_GRADIENTS = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
-NOT_SIMULATED = pytest.mark.not_simulated("it can not view a part of a flat tensor in inference mode")
+NOT_SIMULATED = pytest.mark.not_simulated("it cannot view a part of a flat tensor in inference mode")
 EVALUATIONS = [
     pytest.param(kind, mode, marks=[NOT_SIMULATED] if mode == "inference_mode" and "SHARD" in kind else [])
     for kind in ALL

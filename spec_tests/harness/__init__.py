@@ -72,6 +72,7 @@ def _on_a_pool(
                 pytest.fail(failure, pytrace=False)
 
         run.body_on_a_rank = body  # type: ignore[attr-defined]
+        run.num_ranks = num_ranks  # type: ignore[attr-defined]
         return pytest.mark.ranks(run)  # type: ignore[no-any-return]
 
     return decorate
