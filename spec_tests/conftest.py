@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Generator
 
 import pytest
+import torch
 
 from spec_tests.harness import pool, worker
 from spec_tests.harness.accounting import Accounting, read_rows, rows_of_accelerators, section_of
@@ -81,6 +82,10 @@ def leave_out_by_device(config: pytest.Config, items: list[pytest.Item]) -> None
         leave_out(config, items, f"tests about the CPU not run ({here})", lambda item: item.get_closest_marker("cpu"))
     if device != "cuda":
         leave_out(config, items, f"tests of real GPUs not run ({here})", lambda item: item.get_closest_marker("gpu"))
+    else:
+        num_gpus = torch.cuda.device_count()
+        what = f"tests that need one GPU for each rank not run ({here} with {num_gpus})"
+        leave_out(config, items, what, lambda item: num_own_gpus(item) > num_gpus)
     if device != "simulated":
         what = "tests of the simulation not run (--device simulated)"
         leave_out(config, items, what, lambda item: item.get_closest_marker("simulated"))
@@ -125,6 +130,12 @@ def rows_proven_by(item: pytest.Item) -> list[str]:
 def reasons_of(item: pytest.Item) -> list[str]:
     """The reasons why a test does not run on the simulated device; empty if it runs."""
     return [marker.args[0] for marker in item.iter_markers("not_simulated")]
+
+
+def num_own_gpus(item: pytest.Item) -> int:
+    """The number of GPUs that a test needs because its ranks cannot share one; 0 if they can."""
+    marker = item.get_closest_marker("ranks")
+    return int(marker.args[0]) if marker is not None and item.get_closest_marker("own_gpus") else 0
 
 
 def needs_of(item: pytest.Item) -> list[str]:

@@ -17,7 +17,6 @@ from minifsdp import FullyShardedDataParallel as FSDP
 from spec_tests.checkpoint.checkpoints import FULL, LOCAL, SHARDED, flat_or_original
 from spec_tests.harness import device, ranks
 
-CPU = {"device_id": torch.device("cpu")}
 FIRST_ONLY = FullStateDictConfig(rank0_only=True)
 
 
@@ -33,7 +32,8 @@ def filled() -> Any:
 @flat_or_original
 @ranks(2)
 def test_with_rank0_only_a_rank_drops_only_the_entries_of_its_model(keep: bool, prefix: str) -> None:
-    model = FSDP(nn.Sequential(FSDP(nn.Linear(3, 4), use_orig_params=keep), nn.BatchNorm1d(4)), use_orig_params=keep)
+    options: Any = {"use_orig_params": keep, "device_id": device()}
+    model = FSDP(nn.Sequential(FSDP(nn.Linear(3, 4), **options), nn.BatchNorm1d(4)), **options)
     FSDP.set_state_dict_type(model, FULL, FIRST_ONLY)
     state = filled()
     before = dict(state)
@@ -72,7 +72,7 @@ def test_plain_module_around_a_wrapper_chooses_strict_after_a_strict_load(keep: 
 @pytest.mark.spec("SAVE-02")
 @ranks(2)
 def test_rank0_only_keeps_shards_of_inner_unit_on_every_rank() -> None:
-    model = FSDP(nn.Sequential(FSDP(nn.Linear(3, 4)), nn.Linear(4, 2)))
+    model = FSDP(nn.Sequential(FSDP(nn.Linear(3, 4), device_id=device()), nn.Linear(4, 2)), device_id=device())
     FSDP.set_state_dict_type(model, FULL, FIRST_ONLY)
     FSDP.set_state_dict_type(model.module[0], SHARDED, ShardedStateDictConfig(use_dtensor=True))
     rows = ["0.weight", "0.bias"]
@@ -85,7 +85,7 @@ def test_rank0_only_keeps_shards_of_inner_unit_on_every_rank() -> None:
 @pytest.mark.parametrize("part", ["wrapper", "plain module around it"])
 @ranks(2)
 def test_part_of_wrapped_model_saves_under_prefix(part: str) -> None:
-    model = FSDP(nn.Sequential(nn.Sequential(FSDP(nn.BatchNorm1d(4)))))
+    model = FSDP(nn.Sequential(nn.Sequential(FSDP(nn.BatchNorm1d(4), device_id=device()))), device_id=device())
     model(torch.randn(4, 4, device=device()))
     FSDP.set_state_dict_type(model, FULL, FIRST_ONLY)
     around = model.module[0]
@@ -132,8 +132,12 @@ def plain() -> nn.Module:
 
 
 def wrapped(keep: bool) -> FSDP:
-    inner = Versioned(FSDP(Versioned(), use_orig_params=keep, **CPU))
-    return FSDP(nn.Sequential(FSDP(inner, use_orig_params=keep, **CPU), Versioned()), use_orig_params=keep, **CPU)
+    inner = Versioned(FSDP(Versioned(), use_orig_params=keep, device_id=device()))
+    return FSDP(
+        nn.Sequential(FSDP(inner, use_orig_params=keep, device_id=device()), Versioned()),
+        use_orig_params=keep,
+        device_id=device(),
+    )
 
 
 def weights(model: nn.Module) -> list[list[float]]:
@@ -169,7 +173,7 @@ def test_versions_of_modules_are_kept_from_and_to_a_plain_model(keep: bool) -> N
 @ranks(2)
 def test_versions_of_modules_are_kept_between_wrapped_models(keep: bool, form: Any) -> None:
     model = wrapped(keep)
-    around = nn.Sequential(FSDP(Versioned(), use_orig_params=keep, **CPU))
+    around = nn.Sequential(FSDP(Versioned(), use_orig_params=keep, device_id=device()))
     for saving in (model, around):
         with FSDP.state_dict_type(saving, form):
             state = saving.state_dict()

@@ -317,6 +317,7 @@ class Views(nn.Module):
 
 @pytest.mark.spec("SAVE-01")
 @pytest.mark.parametrize("form", [form for form in FORMS if "offloaded" not in form])
+@pytest.mark.cpu  # shared memory
 @ranks(2)
 def test_views_and_shared_tensors_share_memory_after_a_save(form: str) -> None:
     plain = Views()
@@ -337,6 +338,7 @@ def test_views_and_shared_tensors_share_memory_after_a_save(form: str) -> None:
 
 
 @pytest.mark.spec("SAVE-01")
+@pytest.mark.cpu  # shared memory
 @ranks(2)
 def test_copies_in_a_dict_take_no_more_memory_than_the_buffers() -> None:
     plain = Views()
@@ -363,11 +365,11 @@ def test_optimizer_hook_added_after_a_save_is_called_in_the_next_step() -> None:
 @ranks(2)
 def test_a_sparse_buffer_is_copied_too() -> None:
     plain = made()
-    plain.register_buffer("sparse", torch.eye(2).to_sparse())
+    plain.register_buffer("sparse", torch.eye(2).to_sparse().to(device()))
     model, _ = wrapped(plain, ShardingStrategy.FULL_SHARD, keep=False)
     saved = model.state_dict()["sparse"]
     plain.sparse.mul_(3)
-    assert torch.equal(saved.to_dense(), torch.eye(2))
+    assert torch.equal(saved.to_dense().cpu(), torch.eye(2))
 
 
 @pytest.mark.spec("SAVE-01")

@@ -218,6 +218,7 @@ class Experts(nn.Module):
 
 
 @pytest.mark.spec("ORDER-05", "ORDER-03")
+@pytest.mark.not_simulated("a frame of the simulation calls the backward")
 @ranks(2)
 def test_gradients_of_experts_that_only_some_ranks_have_used_are_noticed() -> None:
     model: Any = fully_shard(Experts().to(device()), mesh=init_device_mesh(device().type, (2,)))

@@ -56,6 +56,7 @@ def line_of(word: str) -> int:
 
 
 @pytest.mark.spec("LEDGER-01")
+@pytest.mark.not_simulated("a frame of the simulation calls the backward")
 @ranks(2)
 def test_collective_log_contains_all_data_of_the_collectives_of_a_step() -> None:
     model = shard_each(chain(2))

@@ -17,7 +17,7 @@ from minifsdp import ShardingStrategy, fully_shard
 from minifsdp.checkpoint import agreement
 from minifsdp.engine import collectives, gloo
 from minifsdp.engine.mesh import Group
-from spec_tests.harness import ranks
+from spec_tests.harness import device, ranks
 from spec_tests.models.modules import Stack, seeded
 from spec_tests.models.running import batch, iterate
 from spec_tests.models.sharding import FULL_SHARD, SHARD_GRAD_OP, sharded, wrapped
@@ -80,6 +80,7 @@ class Counted:
 
 @pytest.mark.spec("WIRE-10")
 @pytest.mark.parametrize(("number", "kib", "sends"), [(40, 8, 1), (40, 255, 1), (3, 256, 3)])
+@pytest.mark.cpu  # the transport of gloo
 @ranks(2)
 def test_many_small_parameters_are_sent_together(number: int, kib: int, sends: int) -> None:
     group = dist.new_group([0, 1])
@@ -102,10 +103,10 @@ def test_many_small_parameters_are_sent_together(number: int, kib: int, sends: i
 def test_a_complete_collective_keeps_no_tensor_alive(number: int) -> None:
     group = world()
     for _ in range(2):
-        output, local_shard = torch.zeros(2 * number), torch.ones(number)
+        output, local_shard = torch.zeros(2 * number, device=device()), torch.ones(number, device=device())
         handles = [collectives.all_gather(group, output, local_shard)]
         handles[-1].wait()
-        whole, mine = torch.ones(2 * number), torch.zeros(number)
+        whole, mine = torch.ones(2 * number, device=device()), torch.zeros(number, device=device())
         handles.append(collectives.reduce_scatter(group, mine, whole))
         handles[-1].wait()
         references = [weakref.ref(tensor) for tensor in (output, local_shard, whole, mine)]
@@ -115,6 +116,7 @@ def test_a_complete_collective_keeps_no_tensor_alive(number: int) -> None:
 
 
 @pytest.mark.spec("ORDER-10")
+@pytest.mark.cpu  # the transport of gloo
 @ranks(2)
 def test_the_orders_that_the_ranks_remember_do_not_grow_without_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo, "_MOST_KNOWN", 8)

@@ -10,7 +10,7 @@ from torch import nn
 
 from minifsdp import BackwardPrefetch, FullyShardedDataParallel, fully_shard, set_reduction_overlap, trace
 from minifsdp.wrap import ModuleWrapPolicy
-from spec_tests.harness import ranks
+from spec_tests.harness import device, ranks
 from spec_tests.live_bytes import LiveBytes
 
 WIDTH, NUM_BLOCKS = 128, 4
@@ -29,6 +29,7 @@ def sharded(api: str, overlaps: bool) -> Any:
         model = FullyShardedDataParallel(
             model,
             auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+            device_id=device(),
             use_orig_params=api == "original",
             backward_prefetch=None if api == "no prefetch" else BackwardPrefetch.BACKWARD_PRE,
         )
@@ -38,17 +39,17 @@ def sharded(api: str, overlaps: bool) -> Any:
 
 def backward(model: Any) -> None:
     generator = torch.Generator().manual_seed(torch.distributed.get_rank())
-    model(torch.randn(1, WIDTH, generator=generator)).sum().backward()
+    model(torch.randn(1, WIDTH, generator=generator).to(device())).sum().backward()
 
 
-def peak_of_backward(model: Any) -> int:
-    """Extra bytes that a step allocates, at the peak.
+def peak_of_step(model: Any, live: LiveBytes) -> int:
+    """Bytes at the peak of a step. ``live`` counts from before the model is sharded, so it counts unsharded parameters.
 
     Gloo's thread releases a tensor shortly after it reports completion, so the result can differ between steps.
     """
     model.zero_grad()
-    with LiveBytes() as live:
-        backward(model)
+    live.forget_peak()
+    backward(model)
     return live.peak
 
 
@@ -77,8 +78,9 @@ def test_reduction_without_overlap_ends_before_the_next_backward_begins(api: str
 def test_memory_drops_by_one_gradient_without_overlap(api: str) -> None:
     peaks, gradients = [], []
     for overlaps in (True, False):
-        model = sharded(api, overlaps)
-        peaks.append(min(peak_of_backward(model) for _ in range(5)))
+        with LiveBytes() as live:
+            model = sharded(api, overlaps)
+            peaks.append(min(peak_of_step(model, live) for _ in range(5)))
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
     for one, other in zip(*gradients, strict=True):
         assert torch.equal(_local(one), _local(other))

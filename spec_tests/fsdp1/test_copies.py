@@ -77,6 +77,7 @@ def test_layer_of_the_root_unit_can_be_copied() -> None:
 
 
 @pytest.mark.spec("PROG-05")
+@pytest.mark.not_simulated("the package inspects plain tensors only")
 @ranks(2)
 def test_late_optimizer_takes_parameters_or_raises_by_name() -> None:
     model = wrapped(sharding_strategy=SHARD_GRAD_OP, use_orig_params=True)

@@ -137,6 +137,7 @@ def test_only_import_lines_are_changed(program: str, library: str) -> None:
 
 
 @pytest.mark.spec("PAR-03", "MP-02", "NOSYNC-03", "CLIP-02", "WRAP-08")
+@pytest.mark.own_gpus
 @ranks(2)
 def test_a_transformer_in_bfloat16_with_accumulation_and_clipping_prints_the_same_numbers() -> None:
     found = compare_with_torch("transformer_bf16")
@@ -145,12 +146,14 @@ def test_a_transformer_in_bfloat16_with_accumulation_and_clipping_prints_the_sam
 
 
 @pytest.mark.spec("OFF-04", "OFF-08", "SD-FULL-06", "SD-FULL-10", "SUMMON-02", "WRAP-06")
+@pytest.mark.own_gpus
 @ranks(2)
 def test_offload_with_averaged_weights_and_a_checkpoint_equals_one_process() -> None:
     compare_with_one_process("offload_ema")
 
 
 @pytest.mark.spec("PAR-03", "MP-29", "ORIG-05", "CLIP-02")
+@pytest.mark.own_gpus
 @ranks(2)
 def test_float16_with_a_scaler_and_parameter_groups_prints_the_same_numbers() -> None:
     found = compare_with_torch("fp16_scaler", SAME_UP_TO_THE_NORM)
@@ -161,18 +164,21 @@ def test_float16_with_a_scaler_and_parameter_groups_prints_the_same_numbers() ->
 
 
 @pytest.mark.spec("HYB-03", "META-03", "SYNC-02", "PAR-07", "SD-SHARD-03", "SD-SHARD-04", "SD-SHARD-08")
+@pytest.mark.own_gpus
 @ranks(4)
 def test_meta_device_hybrid_with_both_kinds_of_checkpoints_equals_one_process() -> None:
     compare_with_one_process("hybrid_meta")
 
 
 @pytest.mark.spec("PAR-03", "SUMMON-05", "SHARD-14")
+@pytest.mark.own_gpus
 @ranks(2)
 def test_a_program_that_trains_evaluates_and_generates_prints_the_same_numbers() -> None:
     compare_with_torch("generation")
 
 
 @pytest.mark.spec("PAR-03", "NEW-03", "ORIG-14", "CLIP-08")
+@pytest.mark.own_gpus
 @ranks(2)
 def test_fine_tuning_with_adapters_in_a_frozen_model_prints_the_same_numbers() -> None:
     found = compare_with_torch("lora")
@@ -182,6 +188,7 @@ def test_fine_tuning_with_adapters_in_a_frozen_model_prints_the_same_numbers() -
 
 
 @pytest.mark.spec("PAR-03", "NOSYNC-03", "NOSYNC-10", "FWD-06")
+@pytest.mark.own_gpus
 @ranks(2)
 def test_two_models_that_train_each_other_with_closures_print_the_same_numbers() -> None:
     found = compare_with_torch("adversaries")
@@ -191,6 +198,7 @@ def test_two_models_that_train_each_other_with_closures_print_the_same_numbers()
 
 
 @pytest.mark.spec("LEGACY-05", "LEGACY-10", "LEGACY-12", "WRAP-12")
+@pytest.mark.own_gpus
 @ranks(2)
 def test_a_script_of_1_13_prints_the_same_numbers() -> None:
     with warnings.catch_warnings():
@@ -201,6 +209,7 @@ def test_a_script_of_1_13_prints_the_same_numbers() -> None:
 
 
 @pytest.mark.spec("LEGACY-01", "LEGACY-02", "LEGACY-03", "LEGACY-14", "NAMES-09")
+@pytest.mark.own_gpus
 @ranks(2)
 def test_script_of_1_11_equals_one_process_and_each_old_name_warns() -> None:
     with pytest.warns(FutureWarning) as caught:

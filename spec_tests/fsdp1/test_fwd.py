@@ -206,6 +206,7 @@ def test_weight_used_by_its_name_gets_a_gradient() -> None:
 @pytest.mark.spec("FWD-04")
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @flat_or_original
+@pytest.mark.not_simulated("it marks parameters, and the package keeps marks on views")
 @ranks(2)
 def test_in_forward_and_backward_parameters_are_plain_views_of_one_flat_tensor(
     keep: bool, strategy: ShardingStrategy

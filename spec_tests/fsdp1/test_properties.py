@@ -58,9 +58,17 @@ FOUND = {
 }
 
 
+# Their optimizers zero gradients with list operators.
+NOT_SIMULATED = {"FWD-08": [pytest.mark.not_simulated("list operators do not change the versions of its tensors")]}
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "story", [pytest.param(story, marks=pytest.mark.spec(row)) for story, (row, _) in FOUND.items()]
+    "story",
+    [
+        pytest.param(story, marks=[pytest.mark.spec(row), *NOT_SIMULATED.get(row, [])])
+        for story, (row, _) in FOUND.items()
+    ],
 )
 def test_earlier_property_findings_are_fixed(story: str) -> None:
     _, line = FOUND[story]

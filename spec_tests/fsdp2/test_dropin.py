@@ -28,7 +28,8 @@ IMPORT_LINE = re.compile(r"^from torch\.distributed\.fsdp import ", re.MULTILINE
 QUIET = pytest.mark.filterwarnings("ignore:DTensor random operators may not have complete support:UserWarning")
 
 
-pytestmark = pytest.mark.not_simulated("foreign programs choose between CUDA and the CPU")
+# The programs use the GPU with the number of their rank.
+pytestmark = [pytest.mark.own_gpus, pytest.mark.not_simulated("foreign programs choose between CUDA and the CPU")]
 
 
 @contextlib.contextmanager

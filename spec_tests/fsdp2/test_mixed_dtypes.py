@@ -57,8 +57,9 @@ def average(gradient: Tensor) -> Tensor:
 
 
 def whole(gradient: Tensor) -> Tensor:
-    found = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-    found = found.to(device())
+    # A process group for GPUs only cannot all-gather a gradient on the CPU.
+    found = gradient.to(device())
+    found = found.full_tensor() if isinstance(found, DTensor) else found
     return torch.view_as_real(found.to(C128)) if found.is_complex() else found.to(F64)
 
 

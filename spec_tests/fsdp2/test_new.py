@@ -456,7 +456,7 @@ def test_state_is_saved_and_loaded_correctly_after_an_exception_without_a_reset(
     saved = model.state_dict()
     assert_same({name: value.full_tensor() for name, value in saved.items()}, expected)
     FAULTS[fault](model)
-    model.load_state_dict({name: value.detach().zero_() for name, value in saved.items()})
+    model.load_state_dict({name: torch.zeros_like(value) for name, value in saved.items()})
     assert not any(value.full_tensor().any() for value in model.state_dict().values())
 
 

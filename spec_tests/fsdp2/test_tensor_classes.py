@@ -227,6 +227,7 @@ def test_rows_may_be_uneven(kind: type[Small]) -> None:
 
 @pytest.mark.spec("PROG-83")
 @pytest.mark.parametrize("kind", [Small, CopiesSlices, OneArgument, SendsSigns])
+@pytest.mark.not_simulated("its tensors cannot become tensors of another class")
 @ranks(2)
 def test_such_parameters_are_trained(kind: type[Small]) -> None:
     layer = layer_of(kind, 4, is_trained=True)

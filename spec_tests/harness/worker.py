@@ -383,6 +383,11 @@ def forget_meshes() -> None:
     """
     debug._clear_sharding_prop_cache()
     _gen_transform_infos.cache_clear()
+    if device_here.type != "cpu":
+        # Autograd's thread for an accelerator has its own cache.
+        loss = torch.ones((), device=device_here, requires_grad=True) * 1
+        loss.register_hook(lambda _: debug._clear_sharding_prop_cache())
+        loss.backward()
 
 
 # torch 2.14 has made it public, and warns about the private name.

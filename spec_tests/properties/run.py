@@ -327,7 +327,8 @@ class _Run:
 
     def _compare(self, what: str, ours: Tensor, expected: Tensor, tolerance: Tolerance | None = None) -> None:
         chosen = tolerance or self.tolerance
-        ours, expected = ours.detach(), expected.detach()
+        # With CPU offload, ours is on the CPU.
+        ours, expected = ours.detach().to(expected.device), expected.detach()
         if ours.dtype == expected.dtype and torch.equal(ours, expected):
             return  # the usual case; takes a tenth of the time of the lines below
         try:
