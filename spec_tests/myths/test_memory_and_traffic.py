@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,8 +29,8 @@ def one_unit(numel: float, **choices: object) -> Job:
 @pytest.mark.spec("MYTH-09")
 def test_ddp_rank_stores_the_full_model_and_fsdp_rank_stores_a_shard() -> None:
     model = one_unit(1000, optimizer=0)
-    replicated = cost_of(Job(**{**vars(model), "strategy": "NO_SHARD", "num_replicas": 8})).stored
-    shared = cost_of(Job(**{**vars(model), "num_shards": 8})).stored
+    replicated = cost_of(replace(model, strategy="NO_SHARD", num_replicas=8)).stored
+    shared = cost_of(replace(model, num_shards=8)).stored
     assert (replicated, shared) == (4000, 500)
     # In total, on all eight ranks: eight models compared with one.
     assert (8 * replicated, 8 * shared) == (32000, 4000)
