@@ -383,8 +383,8 @@ def forget_meshes() -> None:
     """
     debug._clear_sharding_prop_cache()
     _gen_transform_infos.cache_clear()
-    if device_here.type != "cpu":
-        # Autograd's thread for an accelerator has its own cache.
+    if device_here.type == "cuda":
+        # Autograd's thread for a GPU has its own cache. A log of the simulated device must not contain this step.
         loss = torch.ones((), device=device_here, requires_grad=True) * 1
         loss.register_hook(lambda _: debug._clear_sharding_prop_cache())
         loss.backward()
