@@ -29,6 +29,7 @@ __all__ = ["NUM_DEVICES", "WORLD", "World"]
 
 NUM_DEVICES = 2
 PROGRAM = f"{os.sep}minifsdp{os.sep}"  # part of the file names of the program
+CHECKOUT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 DEPTH = 30  # frames that are searched for lines of the program
 NUM_LINES = 3  # lines of the program that are shown for an access
 
@@ -113,7 +114,9 @@ class World:
         return " < ".join(found) or "the user's program"
 
     def _look_at(self, name: str) -> bool:
-        found = self._is_program[name] = any(part in name for part in self.programs)
+        # The folder of the checkout can have the name of the package.
+        inside = name.rpartition(CHECKOUT)[2]
+        found = self._is_program[name] = any(part in inside for part in self.programs)
         return found
 
     # --- the host ---
