@@ -54,11 +54,21 @@ def _controls() -> str:
 
 
 def _row(row: SpecRow) -> tuple[Any, ...]:
-    """A requirement with its tags, badges and tests; these are grouped by outcome and then by file."""
-    together: dict[str, dict[str, list[str]]] = {}
+    """A requirement with its tags, badges and tests; these are grouped by outcome and then by file.
+
+    One outcome of all tests is part of the headline. Labels are a quarter of the page's size.
+    """
+    together: dict[tuple[tuple[str, str], ...], dict[str, list[str]]] = {}
     for name, outcomes in sorted(row.tests.items()):
         file, words = words_of(name)
         # The requirement's own badges show the backends on which no test ran.
         ran = {backend: outcome for backend, outcome in outcomes.items() if outcome != "not run"} or outcomes
-        together.setdefault(badges.outcomes(ran.items()), {}).setdefault(file, []).append(words)
-    return row, badges.tags(row), badges.badges(row), counted(len(row.tests), "test"), together
+        file = file.removeprefix("spec_tests/").removesuffix(".py")
+        together.setdefault(tuple(ran.items()), {}).setdefault(file, []).append(words)
+    headline = counted(len(row.tests), "test")
+    if len(together) == 1:
+        ((outcomes, files),) = together.items()
+        headline += "".join(f", {outcome} ({results.WHERE[backend]})" for backend, outcome in outcomes)
+        return row, badges.tags(row), badges.badges(row), headline, {"": files}
+    shown = {badges.outcomes(outcomes): files for outcomes, files in together.items()}
+    return row, badges.tags(row), badges.badges(row), headline, shown
