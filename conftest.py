@@ -23,6 +23,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device", choices=["cpu", "simulated", "cuda"], default="cpu", help="where the ranks compute (default: cpu)"
     )
+    parser.addoption(
+        "--engine",
+        default="minifsdp",
+        metavar="NAME",
+        help="what the tests test: minifsdp, torch (its own FSDPs), or an adapter module (see spec_tests/subject)",
+    )
+    parser.addoption(
+        "--limit", type=float, metavar="SECONDS", help="a test on ranks that takes longer fails as hanging"
+    )
     parser.addoption("--quick", action="store_true", help="one test of each section of docs/spec.md: about two minutes")
     parser.addoption(
         "--every-row",

@@ -26,10 +26,13 @@ STARTS_PROGRAMS = ("tutorials", "docs", "harness_tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    device = config.getoption("--device")
+    device, engine = config.getoption("--device"), config.getoption("--engine")
+    # Test modules import `spec_tests.subject` during the collection, here and on the ranks.
+    os.environ["MINIFSDP_SPEC_ENGINE"] = engine
     pool.use_device(device)
+    pool.use_limit(config.getoption("--limit"))
     config.addinivalue_line("markers", "needs(package): imports a package that is not installed with the test extra")
-    config.stash[ACCOUNTING] = Accounting(device, config.rootpath)
+    config.stash[ACCOUNTING] = Accounting(device, config.rootpath, engine)
 
 
 # Before other hooks deselect tests: the requirement IDs of a test that does not run must be valid, too.
@@ -44,6 +47,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     choose_rows(config, items)
     yield
     leave_out_by_device(config, items)
+    if config.getoption("--engine") != "minifsdp":
+        leave_out_by_engine(config, items)
     if config.getoption("--quick"):
         chosen = quick_form(items)
         leave_out(config, items, "tests not in the quick form not run (--quick)", lambda item: item not in chosen)
@@ -104,6 +109,20 @@ def leave_out_by_device(config: pytest.Config, items: list[pytest.Item]) -> None
             rows = rows_of_accelerators()
             what = f"tests of rows that a CPU shows as well not run ({here}, without --every-row)"
             leave_out(config, items, what, lambda item: not (is_marked(item) or rows & set(rows_proven_by(item))))
+
+
+def leave_out_by_engine(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects tests that only minifsdp can pass, and adds the warning filters of the engine's adapter."""
+    from spec_tests import subject
+    from spec_tests.subject.own import use_of
+
+    here = f"--engine {subject.ENGINE}"
+    uses = {item: use_of(item) for item in items}
+    what = f"tests of minifsdp's own code and of features that only it has not run ({here})"
+    leave_out(config, items, what, lambda item: uses[item].own)
+    leave_out(config, items, f"tests that use no FSDP not run ({here})", lambda item: not uses[item].public)
+    for filter_ in getattr(subject.engine, "FILTERS", ()):
+        config.addinivalue_line("filterwarnings", filter_)
 
 
 def quick_form(items: list[pytest.Item]) -> set[pytest.Item]:

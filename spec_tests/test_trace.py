@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minifsdp import trace
 from minifsdp.trace import Event, Recorder
 from spec_tests.engine.small import draw, shard_each, train_once
 from spec_tests.harness import ranks
 from spec_tests.models.modules import chain
+from spec_tests.subject import trace
 
 
 @pytest.mark.pure

@@ -69,8 +69,14 @@ class LocalStateDictConfig(StateDictConfig):
     """For the local form."""
 
 
+@dataclass
 class ShardedStateDictConfig(StateDictConfig):
-    """For the sharded form."""
+    """For the sharded form. ``_use_dtensor`` is torch's name of ``use_dtensor``."""
+
+    _use_dtensor: bool = False
+
+    def __post_init__(self) -> None:
+        self.use_dtensor = self._use_dtensor = self.use_dtensor or self._use_dtensor
 
 
 @dataclass
@@ -88,8 +94,14 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
     rank0_only: bool = False
 
 
+@dataclass
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """For the sharded form."""
+    """For the sharded form. ``_use_dtensor`` is torch's name of ``use_dtensor``."""
+
+    _use_dtensor: bool = False
+
+    def __post_init__(self) -> None:
+        self.use_dtensor = self._use_dtensor = self.use_dtensor or self._use_dtensor
 
 
 @dataclass

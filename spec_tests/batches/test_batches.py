@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import minifsdp
-from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ShardingStrategy, batches, fully_shard
+from minifsdp import batches
 from minifsdp.engine.collective_log import log
 from minifsdp.engine.comm_streams import CommStream
 from minifsdp.engine.mesh import Group
 from spec_tests.harness import device, ranks
 from spec_tests.models.values import assert_same, full_gradients
+from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import ShardingStrategy, fully_shard
 
 WIDTH = 5
 APIS = ("wrapper", "function")

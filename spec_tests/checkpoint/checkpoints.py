@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-from minifsdp import FullyShardedDataParallel, StateDictType
-from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.harness import device
 from spec_tests.models.modules import Uneven, seeded
 from spec_tests.models.running import batch, loss_of
+from spec_tests.subject import FullyShardedDataParallel, ModuleWrapPolicy, StateDictType
 
 __all__ = [
     "FULL",

@@ -9,8 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ShardingStrategy
 from minifsdp.checkpoint import agreement
 from minifsdp.engine.collective_log import log
 from minifsdp.engine.mesh import Group, MeshGroups
@@ -18,6 +16,8 @@ from spec_tests.checkpoint.checkpoints import flat_or_original, make, step, wrap
 from spec_tests.harness import ranks
 from spec_tests.harness.programs import output_of_ranks
 from spec_tests.models.sharding import grid
+from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import ShardingStrategy
 
 
 def hybrid() -> MeshGroups:

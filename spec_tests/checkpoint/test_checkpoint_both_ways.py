@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
 from spec_tests.checkpoint.checkpoints import FULL, SHARDED, flat_or_original, make, quiet, step, wrapped
 from spec_tests.harness import device, ranks
+from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
 
 Weights = dict[str, Any]
 States = dict[str, Any]
@@ -160,7 +160,7 @@ def test_torch_reads_our_checkpoint(keep: bool, name: str, form: StateDictType) 
     for number in (0, 1):
         step(ours, optimizer, number)
     use_dtensor = name == "fully_shard"
-    sharded = ShardedStateDictConfig(use_dtensor=use_dtensor), ShardedOptimStateDictConfig(use_dtensor=use_dtensor)
+    sharded = ShardedStateDictConfig(_use_dtensor=use_dtensor), ShardedOptimStateDictConfig(_use_dtensor=use_dtensor)
     with FSDP.state_dict_type(ours, form, *(sharded if form is SHARDED else ())):
         weights, states = ours.state_dict(), FSDP.optim_state_dict(ours, optimizer)
     with quiet():

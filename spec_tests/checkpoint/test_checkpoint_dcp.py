@@ -19,8 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 
-from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, ShardingStrategy
 from spec_tests.checkpoint.checkpoints import (
     FULL,
     SHARDED,
@@ -35,6 +33,8 @@ from spec_tests.checkpoint.checkpoints import (
 from spec_tests.harness import device, ranks
 from spec_tests.models.running import Wire, batch
 from spec_tests.models.sharding import grid
+from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import ShardedOptimStateDictConfig, ShardedStateDictConfig, ShardingStrategy
 
 kinds = pytest.mark.parametrize("use_dtensor", [False, True], ids=["sharded-tensor", "dtensor"])
 
@@ -49,7 +49,7 @@ def groups_of(size: int) -> dist.ProcessGroup:
 def trained(group: dist.ProcessGroup | None, use_dtensor: bool = False, seed: int = 0, **options: Any) -> Any:
     """A model on a group and its optimizer, after two steps with the same batch on all ranks."""
     model = wrapped(make(seed), process_group=group, **options)
-    configs = ShardedStateDictConfig(use_dtensor=use_dtensor), ShardedOptimStateDictConfig(use_dtensor=use_dtensor)
+    configs = ShardedStateDictConfig(_use_dtensor=use_dtensor), ShardedOptimStateDictConfig(_use_dtensor=use_dtensor)
     FSDP.set_state_dict_type(model, SHARDED, *configs)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for number in range(2):

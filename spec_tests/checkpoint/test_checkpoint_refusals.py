@@ -23,16 +23,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from minifsdp import (
+from spec_tests.checkpoint.checkpoints import FULL, LOCAL, SHARDED, flat_or_original, make, wrapped
+from spec_tests.harness import device, ranks
+from spec_tests.subject import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     FullyShardedDataParallel,
+    ModuleWrapPolicy,
     ShardedStateDictConfig,
     ShardingStrategy,
 )
-from minifsdp.wrap import ModuleWrapPolicy
-from spec_tests.checkpoint.checkpoints import FULL, LOCAL, SHARDED, flat_or_original, make, wrapped
-from spec_tests.harness import device, ranks
 
 FSDP = FullyShardedDataParallel
 
@@ -171,7 +171,7 @@ def test_a_sharded_dict_that_does_not_fit_is_refused_on_all_ranks(keep: bool) ->
 def test_row_shards_for_other_world_size_are_refused(keep: bool, use_dtensor: bool) -> None:
     """The global shapes of these shards are correct, but their concatenation over four ranks is a different tensor."""
     pair = dist.new_group([0, 1])
-    config = ShardedStateDictConfig(use_dtensor=use_dtensor)
+    config = ShardedStateDictConfig(_use_dtensor=use_dtensor)
     of_four, of_two = wrapped(make(3), use_orig_params=keep), None
     if dist.get_rank() < 2:
         of_two = wrapped(make(), use_orig_params=keep, process_group=pair)
@@ -226,7 +226,7 @@ def test_dtensor_with_wrong_sharding_is_refused_with_remedy(keep: bool) -> None:
         "copies": (cut_over(full, mesh, Replicate()), [f"{name}: {by_shape}(2, 5)", checkpoint, "(Replicate(),)"]),
         "columns": (cut_over(full, mesh, Shard(1)), [f"{name}: {by_shape}(2, ", checkpoint, "(Shard(dim=1),)"]),
     }
-    with FSDP.state_dict_type(model, SHARDED, ShardedStateDictConfig(use_dtensor=True)):
+    with FSDP.state_dict_type(model, SHARDED, ShardedStateDictConfig(_use_dtensor=True)):
         state = model.state_dict()
         for value, parts in wrong.values():
             refused(model, {**state, name: value}, *parts)

@@ -14,11 +14,10 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ShardedStateDictConfig, ShardingStrategy, StateDictType, trace
-from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.checkpoint.checkpoints import FULL, SHARDED, flat_or_original, is_plain
 from spec_tests.harness import device, ranks
+from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import ModuleWrapPolicy, ShardedStateDictConfig, ShardingStrategy, StateDictType, trace
 
 
 class Upright(nn.Linear):
@@ -86,7 +85,7 @@ def test_custom_state_code_of_a_module_uses_full_values(keep: bool) -> None:
 def test_sharded_dict_has_row_shards_of_custom_state() -> None:
     model = sharded(plain_model(Upright), keep=False)
     expected = plain_model(Upright).state_dict()
-    with FSDP.state_dict_type(model, SHARDED, ShardedStateDictConfig(use_dtensor=True)):
+    with FSDP.state_dict_type(model, SHARDED, ShardedStateDictConfig(_use_dtensor=True)):
         state = model.state_dict()
     assert torch.equal(state["0.weight"].full_tensor(), expected["0.weight"])
     assert state["0.weight"].to_local().shape == ((2, 5), (1, 5))[dist.get_rank()]

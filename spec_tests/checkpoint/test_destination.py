@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minifsdp import FullStateDictConfig, ShardedStateDictConfig
-from minifsdp import FullyShardedDataParallel as FSDP
 from spec_tests.checkpoint.checkpoints import FULL, LOCAL, SHARDED, flat_or_original
 from spec_tests.harness import device, ranks
+from spec_tests.subject import FullStateDictConfig, ShardedStateDictConfig
+from spec_tests.subject import FullyShardedDataParallel as FSDP
 
 FIRST_ONLY = FullStateDictConfig(rank0_only=True)
 
@@ -74,7 +74,7 @@ def test_plain_module_around_a_wrapper_chooses_strict_after_a_strict_load(keep: 
 def test_rank0_only_keeps_shards_of_inner_unit_on_every_rank() -> None:
     model = FSDP(nn.Sequential(FSDP(nn.Linear(3, 4), device_id=device()), nn.Linear(4, 2)), device_id=device())
     FSDP.set_state_dict_type(model, FULL, FIRST_ONLY)
-    FSDP.set_state_dict_type(model.module[0], SHARDED, ShardedStateDictConfig(use_dtensor=True))
+    FSDP.set_state_dict_type(model.module[0], SHARDED, ShardedStateDictConfig(_use_dtensor=True))
     rows = ["0.weight", "0.bias"]
     saved = model.state_dict()
     assert list(saved) == [*rows, *(["1.weight", "1.bias"] if dist.get_rank() == 0 else [])]

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ShardingStrategy
 from spec_tests.checkpoint.checkpoints import FULL, SHARDED, assert_same_state, make, step, wrapped
 from spec_tests.harness import ranks
 from spec_tests.models.sharding import FLAT_STRATEGIES
+from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import ShardingStrategy
 
 frozen_warnings_are_expected = pytest.mark.filterwarnings("ignore:.*frozen")
 

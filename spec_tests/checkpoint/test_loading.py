@@ -27,19 +27,18 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-import minifsdp
-from minifsdp.wrap import ModuleWrapPolicy
-from spec_tests.fsdp2.subject import fully_shard
+from spec_tests import subject
 from spec_tests.harness import device, plain_tensor, ranks
 from spec_tests.models.modules import WIDTH, Block, Stack, seeded
 from spec_tests.models.running import detailed_debugging, iterate
 from spec_tests.models.sharding import grid_mesh, sharded
 from spec_tests.models.values import assert_same, full_values, named
 from spec_tests.oracles import count_collectives
+from spec_tests.subject import ModuleWrapPolicy, fully_shard
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-FSDP1 = minifsdp.FullyShardedDataParallel
+FSDP1 = subject.FullyShardedDataParallel
 
 
 def adam(model: nn.Module) -> torch.optim.Adam:
@@ -428,11 +427,11 @@ def test_distributed_checkpoint_is_loaded_under_another_mesh(tmp_path: Path) -> 
 def test_state_dict_type_of_the_wrapper_does_not_affect_fully_shard() -> None:
     model = sharded()
     expected = model.state_dict()
-    with FSDP1.state_dict_type(model, minifsdp.StateDictType.FULL_STATE_DICT):
+    with FSDP1.state_dict_type(model, subject.StateDictType.FULL_STATE_DICT):
         inside = model.state_dict()
     assert list(inside) == list(expected)
     assert all(isinstance(value, DTensor) for value in inside.values())
-    FSDP1.set_state_dict_type(model, minifsdp.StateDictType.SHARDED_STATE_DICT)
+    FSDP1.set_state_dict_type(model, subject.StateDictType.SHARDED_STATE_DICT)
     assert all(isinstance(value, DTensor) for value in model.state_dict().values())
 
 
@@ -441,7 +440,7 @@ def wrapped() -> Any:
 
 
 def full_of_wrapper(model: Any, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    with FSDP1.state_dict_type(model, minifsdp.StateDictType.FULL_STATE_DICT):
+    with FSDP1.state_dict_type(model, subject.StateDictType.FULL_STATE_DICT):
         return model.state_dict(), copy.deepcopy(FSDP1.optim_state_dict(model, optimizer))
 
 
@@ -471,7 +470,7 @@ def test_a_full_checkpoint_from_here_loads_into_the_wrapper() -> None:
     optimizer_state = copy.deepcopy(get_optimizer_state_dict(source, optimizer, options=options))
     target = wrapped()
     fresh = adam(target)
-    with FSDP1.state_dict_type(target, minifsdp.StateDictType.FULL_STATE_DICT):
+    with FSDP1.state_dict_type(target, subject.StateDictType.FULL_STATE_DICT):
         target.load_state_dict(model_state)
         fresh.load_state_dict(FSDP1.optim_state_dict_to_load(target, fresh, optimizer_state))
     assert train(target, fresh, range(3, 6)) == train(source, optimizer, range(3, 6))

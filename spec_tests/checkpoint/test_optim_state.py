@@ -17,15 +17,6 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TorchPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from minifsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-)
-from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.checkpoint.checkpoints import (
     FULL,
     LOCAL,
@@ -41,6 +32,15 @@ from spec_tests.checkpoint.checkpoints import (
 )
 from spec_tests.harness import device, ranks
 from spec_tests.models.sharding import grid
+from spec_tests.subject import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    ModuleWrapPolicy,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+)
+from spec_tests.subject import FullyShardedDataParallel as FSDP
 
 Optimizers = dict[str, Callable[[Any], torch.optim.Optimizer]]
 OPTIMIZERS: Optimizers = {
@@ -162,8 +162,8 @@ def test_sharded_optim_state_has_row_shards_and_plain_steps(keep: bool, use_dten
     model, optimizer = trained("adam", use_orig_params=keep)
     full = FSDP.optim_state_dict(model, optimizer)
     configs = (
-        ShardedStateDictConfig(offload_to_cpu=True, use_dtensor=use_dtensor),
-        ShardedOptimStateDictConfig(offload_to_cpu=True, use_dtensor=use_dtensor),
+        ShardedStateDictConfig(offload_to_cpu=True, _use_dtensor=use_dtensor),
+        ShardedOptimStateDictConfig(offload_to_cpu=True, _use_dtensor=use_dtensor),
     )
     with FSDP.state_dict_type(model, SHARDED, *configs):
         found = FSDP.optim_state_dict(model, optimizer)

@@ -9,8 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minifsdp import FullOptimStateDictConfig, ShardedOptimStateDictConfig, ShardingStrategy
-from minifsdp import FullyShardedDataParallel as FSDP
 from spec_tests.checkpoint.checkpoints import (
     FULL,
     SHARDED,
@@ -22,12 +20,14 @@ from spec_tests.checkpoint.checkpoints import (
     wrapped,
 )
 from spec_tests.harness import ranks
+from spec_tests.subject import FullOptimStateDictConfig, ShardedOptimStateDictConfig, ShardingStrategy
+from spec_tests.subject import FullyShardedDataParallel as FSDP
 
 FORMS: dict[str, tuple[Any, Any]] = {
     "full": (FULL, FullOptimStateDictConfig()),
     "rank0-only": (FULL, FullOptimStateDictConfig(rank0_only=True)),
     "sharded": (SHARDED, ShardedOptimStateDictConfig()),
-    "dtensor": (SHARDED, ShardedOptimStateDictConfig(use_dtensor=True)),
+    "dtensor": (SHARDED, ShardedOptimStateDictConfig(_use_dtensor=True)),
 }
 # float32 cannot represent this value.
 THIRD = 1 / 3

@@ -13,9 +13,6 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
-from minifsdp import FullOptimStateDictConfig, FullStateDictConfig, ShardingStrategy
-from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.checkpoint.checkpoints import (
     FULL,
     SHARDED,
@@ -31,6 +28,8 @@ from spec_tests.harness import device, ranks
 from spec_tests.models.running import batch
 from spec_tests.models.sharding import grid
 from spec_tests.oracles import count_collectives
+from spec_tests.subject import FullOptimStateDictConfig, FullStateDictConfig, ModuleWrapPolicy, ShardingStrategy
+from spec_tests.subject import FullyShardedDataParallel as FSDP
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),

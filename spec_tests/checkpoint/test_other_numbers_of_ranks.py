@@ -13,13 +13,13 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import minifsdp
-from minifsdp import ShardingStrategy
+from spec_tests import subject
 from spec_tests.checkpoint.checkpoints import make, quiet, wrapped
 from spec_tests.harness import device, ranks
 from spec_tests.models.running import batch
 from spec_tests.models.sharding import grid
 from spec_tests.models.values import assert_same, full_values
+from spec_tests.subject import ShardingStrategy
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 APIS = ("flat", "original", "fully_shard")
@@ -40,7 +40,7 @@ def sharded(api: str, group: dist.ProcessGroup, hybrid: str, seed: int) -> nn.Mo
     if api == "fully_shard":
         mesh = DeviceMesh.from_group(group, device().type) if mesh is None else mesh
         for part in (model.first, model.second, model):
-            minifsdp.fully_shard(part, mesh=mesh)
+            subject.fully_shard(part, mesh=mesh)
         return model
     options: dict[str, Any] = {"process_group": group}
     if hybrid:
@@ -61,7 +61,7 @@ def move(model: nn.Module, optimizer: Any, form: str, path: str, group: dist.Pro
     """Saves to or loads from ``path``."""
     with quiet():
         if form == "distributed":
-            weights, states = minifsdp.get_state_dict(model, optimizer)
+            weights, states = subject.get_state_dict(model, optimizer)
             both = {"model": weights, "optimizer": states}
             if not loads:
                 dcp.save(both, checkpoint_id=path, process_group=group)
@@ -70,7 +70,7 @@ def move(model: nn.Module, optimizer: Any, form: str, path: str, group: dist.Pro
             options = StateDictOptions()
         elif not loads:
             options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-            weights, states = minifsdp.get_state_dict(model, optimizer, options=options)
+            weights, states = subject.get_state_dict(model, optimizer, options=options)
             both = {"model": weights, "optimizer": states}
             if dist.get_rank() == 0:
                 torch.save(both, path)
@@ -78,7 +78,7 @@ def move(model: nn.Module, optimizer: Any, form: str, path: str, group: dist.Pro
         else:
             both = torch.load(path, weights_only=True)
             options = StateDictOptions(full_state_dict=True)
-        minifsdp.set_state_dict(
+        subject.set_state_dict(
             model, optimizer, model_state_dict=both["model"], optim_state_dict=both["optimizer"], options=options
         )
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ShardingStrategy
 from spec_tests.checkpoint.checkpoints import flat_or_original, make, wrapped
 from spec_tests.harness import ranks
 from spec_tests.models.running import batch
 from spec_tests.models.sharding import FLAT_STRATEGIES, NO_SHARD
 from spec_tests.models.values import assert_same, full_values
+from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import ShardingStrategy
 
 PARTS = ("first.0", "second.0", "head", "")
 

@@ -20,20 +20,20 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from minifsdp import (
+from minifsdp.checkpoint.tensors import memory_of
+from spec_tests.checkpoint.checkpoints import FULL, LOCAL, SHARDED, flat_or_original
+from spec_tests.harness import device, ranks
+from spec_tests.subject import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalStateDictConfig,
+    ModuleWrapPolicy,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     ShardingStrategy,
     fully_shard,
 )
-from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.checkpoint.tensors import memory_of
-from minifsdp.wrap import ModuleWrapPolicy
-from spec_tests.checkpoint.checkpoints import FULL, LOCAL, SHARDED, flat_or_original
-from spec_tests.harness import device, ranks
+from spec_tests.subject import FullyShardedDataParallel as FSDP
 
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=[strategy.name for strategy in STRATEGIES])
@@ -42,7 +42,7 @@ FORMS = {
     "full-offloaded": (FULL, FullStateDictConfig(offload_to_cpu=True)),
     "sharded": (SHARDED, ShardedStateDictConfig()),
     "sharded-offloaded": (SHARDED, ShardedStateDictConfig(offload_to_cpu=True)),
-    "dtensor": (SHARDED, ShardedStateDictConfig(use_dtensor=True)),
+    "dtensor": (SHARDED, ShardedStateDictConfig(_use_dtensor=True)),
     "local": (LOCAL, LocalStateDictConfig()),
     "local-offloaded": (LOCAL, LocalStateDictConfig(offload_to_cpu=True)),
 }

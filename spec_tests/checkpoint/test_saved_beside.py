@@ -11,16 +11,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import init_device_mesh
 
-import minifsdp
-from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import OptimStateKeyType, ShardingStrategy
-from minifsdp.sharded_grad_scaler import ShardedGradScaler
-from minifsdp.wrap import ModuleWrapPolicy
+from spec_tests import subject
 from spec_tests.checkpoint.checkpoints import flat_or_original, make, quiet, wrapped
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import batch
 from spec_tests.models.values import assert_same, full_values
+from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import ModuleWrapPolicy, OptimStateKeyType, ShardedGradScaler, ShardingStrategy
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 SCHEDULES: dict[str, Any] = {
@@ -37,7 +35,7 @@ class Run:
         self.model: Any = make(seed)
         if api == "fully_shard":
             for part in (self.model.first, self.model.second, self.model):
-                minifsdp.fully_shard(part)
+                subject.fully_shard(part)
         else:
             self.model = wrapped(self.model, use_orig_params=api == "original")
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
@@ -61,11 +59,11 @@ class Run:
 
     def saved(self, options: StateDictOptions) -> Any:
         beside = self.schedule.state_dict(), self.scaler.state_dict()
-        return copy.deepcopy((minifsdp.get_state_dict(self.model, self.optimizer, options=options), beside))
+        return copy.deepcopy((subject.get_state_dict(self.model, self.optimizer, options=options), beside))
 
     def load(self, saved: Any, options: StateDictOptions) -> None:
         (weights, states), (schedule, scaler) = saved
-        minifsdp.set_state_dict(
+        subject.set_state_dict(
             self.model, self.optimizer, model_state_dict=weights, optim_state_dict=states, options=options
         )
         self.schedule.load_state_dict(schedule)
@@ -210,9 +208,9 @@ def check_renamed(keep: bool, units: bool, full: bool) -> None:
     train(model, optimizer, 0)
     form = StateDictOptions(full_state_dict=full)
     with quiet():
-        weights, states = minifsdp.get_state_dict(model, optimizer, options=form)
+        weights, states = subject.get_state_dict(model, optimizer, options=form)
         assert sorted(weights) == sorted(renaming().state_dict())
-        minifsdp.set_state_dict(other, fresh, model_state_dict=weights, optim_state_dict=states, options=form)
+        subject.set_state_dict(other, fresh, model_state_dict=weights, optim_state_dict=states, options=form)
     train(model, optimizer, 1, 2)
     train(other, fresh, 1, 2)
     assert_same(full_values(other), full_values(model), bitwise=True)

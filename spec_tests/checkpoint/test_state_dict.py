@@ -14,12 +14,16 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from minifsdp import (
+from spec_tests.checkpoint.checkpoints import FULL, LOCAL, SHARDED, flat_or_original, is_plain
+from spec_tests.harness import device, ranks
+from spec_tests.models.sharding import grid
+from spec_tests.subject import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
     LocalStateDictConfig,
     MixedPrecision,
+    ModuleWrapPolicy,
     OptimStateDictConfig,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
@@ -29,11 +33,7 @@ from minifsdp import (
     StateDictType,
     trace,
 )
-from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.wrap import ModuleWrapPolicy
-from spec_tests.checkpoint.checkpoints import FULL, LOCAL, SHARDED, flat_or_original, is_plain
-from spec_tests.harness import device, ranks
-from spec_tests.models.sharding import grid
+from spec_tests.subject import FullyShardedDataParallel as FSDP
 
 
 def plain_model(seed: int = 0) -> nn.Module:
@@ -174,7 +174,7 @@ def test_missing_and_unexpected_keys_are_reported_by_their_plain_names(keep: boo
 def test_sharded_dict_has_rows_and_loads_again(keep: bool, use_dtensor: bool) -> None:
     model = sharded(plain_model(), use_orig_params=keep)
     expected = plain_model().state_dict()
-    with FSDP.state_dict_type(model, SHARDED, ShardedStateDictConfig(use_dtensor=use_dtensor)):
+    with FSDP.state_dict_type(model, SHARDED, ShardedStateDictConfig(_use_dtensor=use_dtensor)):
         state = model.state_dict()
         rows = slice(0, 3) if dist.get_rank() == 0 else slice(3, 5)
         for key, value in state.items():
@@ -356,7 +356,14 @@ def test_the_configurations_have_these_fields_and_defaults() -> None:
 
 
 def fields_of(config: Any) -> dict[str, Any]:
-    return {field.name: field.default for field in dataclasses.fields(config)}
+    return {field.name: field.default for field in dataclasses.fields(config) if not field.name.startswith("_")}
+
+
+@pytest.mark.spec("SD-CFG-18")
+@pytest.mark.parametrize("config", [ShardedStateDictConfig, ShardedOptimStateDictConfig])
+def test_sharded_config_accepts_the_private_name_of_torch(config: Any) -> None:
+    assert config(_use_dtensor=True) == config(use_dtensor=True) != config()
+    assert config(_use_dtensor=True).use_dtensor is config(use_dtensor=True)._use_dtensor is True
 
 
 @pytest.mark.spec("SD-CFG-12")

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-import minifsdp
-from minifsdp import FullyShardedDataParallel as FSDP
+from spec_tests import subject
 from spec_tests.checkpoint.checkpoints import FULL, SHARDED, flat_or_original, make, quiet, step, wrapped
 from spec_tests.harness import ranks
 from spec_tests.models.values import assert_same, full_values
+from spec_tests.subject import FullyShardedDataParallel as FSDP
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 ALL = StateDictOptions(full_state_dict=True)
@@ -25,7 +25,7 @@ FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 def sharded(model: Any) -> nn.Module:
     for part in (model.first, model.second, model):
-        minifsdp.fully_shard(part)
+        subject.fully_shard(part)
     return model
 
 
@@ -43,7 +43,7 @@ def given(values: dict[str, Any]) -> dict[str, Any]:
 def values_of(model: Any, optimizer: Any) -> tuple[Any, Any]:
     if isinstance(model, FSDP):
         return model.state_dict(), FSDP.optim_state_dict(model, optimizer)
-    return minifsdp.get_state_dict(model, optimizer, options=ALL)
+    return subject.get_state_dict(model, optimizer, options=ALL)
 
 
 def load_rows(model: Any, optimizer: Any, values: Any) -> None:
@@ -55,14 +55,14 @@ def load_states(model: Any, optimizer: Any, values: Any) -> None:
 
 
 CALLS: dict[str, Callable[[Any, Any, Any], Any]] = {
-    "get_state_dict": lambda model, optimizer, _: minifsdp.get_state_dict(model, optimizer, options=ALL),
-    "get_optimizer_state_dict": lambda model, optimizer, _: minifsdp.get_optimizer_state_dict(
+    "get_state_dict": lambda model, optimizer, _: subject.get_state_dict(model, optimizer, options=ALL),
+    "get_optimizer_state_dict": lambda model, optimizer, _: subject.get_optimizer_state_dict(
         model, optimizer, options=ALL
     ),
-    "set_model_state_dict": lambda model, _, values: minifsdp.set_model_state_dict(
+    "set_model_state_dict": lambda model, _, values: subject.set_model_state_dict(
         model, given(values[0]), options=FROM_RANK_0
     ),
-    "set_optimizer_state_dict": lambda model, optimizer, values: minifsdp.set_optimizer_state_dict(
+    "set_optimizer_state_dict": lambda model, optimizer, values: subject.set_optimizer_state_dict(
         model, optimizer, given(values[1]), options=FROM_RANK_0
     ),
     "state_dict": lambda model, *_: model.state_dict(),
@@ -129,22 +129,22 @@ def test_each_rank_loads_its_own_full_dicts_in_any_order(keep: bool) -> None:
 @ranks(2)
 def check_from_rank_0(keep: bool) -> None:
     model, whole = wrapped(make(1), use_orig_params=keep), make().state_dict()
-    result = minifsdp.set_model_state_dict(model, given(dict(whole)), options=FROM_RANK_0)
+    result = subject.set_model_state_dict(model, given(dict(whole)), options=FROM_RANK_0)
     assert (result.missing_keys, result.unexpected_keys) == ([], [])
     assert_same(full_values(model), dict(make().named_parameters()), bitwise=True)
     without = {name: value for name, value in whole.items() if name != "scale"}
     with pytest.raises(RuntimeError, match=re.escape('Missing key(s) in state_dict: "scale"')):
-        minifsdp.set_model_state_dict(model, given(without), options=FROM_RANK_0)
+        subject.set_model_state_dict(model, given(without), options=FROM_RANK_0)
     with pytest.raises(ValueError, match="full_state_dict must be True"):
-        minifsdp.set_model_state_dict(model, whole, options=StateDictOptions(broadcast_from_rank0=True))
+        subject.set_model_state_dict(model, whole, options=StateDictOptions(broadcast_from_rank0=True))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     step(model, optimizer, 0)
     other = wrapped(make(2), use_orig_params=keep)
     fresh = torch.optim.Adam(other.parameters(), lr=1.0)
-    weights, states = minifsdp.get_state_dict(
+    weights, states = subject.get_state_dict(
         model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
     )
-    minifsdp.set_state_dict(other, fresh, model_state_dict=weights, optim_state_dict=states, options=FROM_RANK_0)
+    subject.set_state_dict(other, fresh, model_state_dict=weights, optim_state_dict=states, options=FROM_RANK_0)
     assert step(other, fresh, 1) == step(model, optimizer, 1)
     with FSDP.state_dict_type(other, FULL):
         assert_same(full_values(other), full_values(model), bitwise=True)

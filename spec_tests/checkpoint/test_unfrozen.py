@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ShardingStrategy, StateDictType
-from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.checkpoint.checkpoints import FULL, SHARDED, make, quiet, step, wrapped
 from spec_tests.harness import ranks
 from spec_tests.models.sharding import FLAT_STRATEGIES
 from spec_tests.models.values import assert_same, full_values
+from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import ModuleWrapPolicy, ShardingStrategy, StateDictType
 
 
 def part_of(frozen: bool) -> Any:

@@ -12,6 +12,7 @@ from torch.distributed._composable_state import _get_module_state
 from torch.distributed.device_mesh import init_device_mesh
 
 import minifsdp
+from spec_tests import subject
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import batch, loss_of
@@ -63,10 +64,10 @@ def test_state_registry_returns_the_same_results_as_in_torch(policy: dict[str, A
 @pytest.mark.spec("FS2-29")
 @ranks(2)
 def test_a_module_without_parameters_has_a_state_without_a_group() -> None:
-    inner = minifsdp.fully_shard(nn.Linear(2, 2, device=device()))
-    model = minifsdp.fully_shard(nn.Sequential(inner))
+    inner = subject.fully_shard(nn.Linear(2, 2, device=device()))
+    model = subject.fully_shard(nn.Sequential(inner))
     model(torch.ones(1, 2, device=device()))
-    assert _get_module_state(model) is minifsdp.fully_shard.state(model)
+    assert _get_module_state(model) is subject.fully_shard.state(model)
     assert facts_of(_get_module_state(model))[0] is True
     assert _get_module_state(model)._fsdp_param_group is None
     assert _get_module_state(inner)._is_root is False

@@ -13,15 +13,23 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torch_checkpoint_wrapper
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
-from minifsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, checkpoint_wrapper, trace
-from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.wrap import ModuleWrapPolicy, always_wrap_policy
+from minifsdp import checkpoint_wrapper
 from spec_tests.checkpoint.refusals import caught_warnings, refused
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import Block, seeded
 from spec_tests.models.running import iterate, loss_of
 from spec_tests.models.sharding import grid, wrapped
 from spec_tests.models.values import full_values
+from spec_tests.subject import (
+    BackwardPrefetch,
+    CPUOffload,
+    MixedPrecision,
+    ModuleWrapPolicy,
+    ShardingStrategy,
+    always_wrap_policy,
+    trace,
+)
+from spec_tests.subject import FullyShardedDataParallel as FSDP
 
 POLICY = ModuleWrapPolicy({nn.Linear})
 
@@ -69,7 +77,7 @@ def test_params_with_grad_lists_parameters_with_a_gradient_and_warns() -> None:
 @pytest.mark.spec("LEGACY-09", "LEGACY-10")
 @ranks(2)
 def test_short_calls_of_1_13_need_no_new_argument() -> None:
-    from minifsdp import FullStateDictConfig, StateDictType
+    from spec_tests.subject import FullStateDictConfig, StateDictType
 
     model = FSDP(two_layers())
     with warnings.catch_warnings():

@@ -15,13 +15,12 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
-from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import OptimStateKeyType, trace
-from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.checkpoint.checkpoints import assert_same_state, flat_or_original, gathered, make, quiet, step, wrapped
 from spec_tests.checkpoint.refusals import caught_warnings
 from spec_tests.harness import device, ranks
 from spec_tests.models.running import Wire
+from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import ModuleWrapPolicy, OptimStateKeyType, trace
 
 OLD_AND_NEW = {
     "full_optim_state_dict": "optim_state_dict",

@@ -17,11 +17,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.checkpoint.stateful import Stateful
 
 import minifsdp
-from minifsdp import ShardingStrategy
+from spec_tests import subject
 from spec_tests.checkpoint.checkpoints import flat_or_original, make, quiet, step, wrapped
 from spec_tests.harness import ranks
 from spec_tests.models.sharding import FLAT_STRATEGIES
 from spec_tests.models.values import assert_same, full_values
+from spec_tests.subject import ShardingStrategy
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 NAMES = minifsdp.compat.state_dict_functions.__all__
@@ -46,8 +47,8 @@ def test_frozen_parameters_are_left_out_of_the_state(keep: bool, full: bool) -> 
     model = wrapped(frozen_in_part(), use_orig_params=keep)
     expected = [name for name in make().state_dict() if not name.startswith("first.")]
     options = StateDictOptions(full_state_dict=full, ignore_frozen_params=True)
-    assert list(minifsdp.get_model_state_dict(model, options=options)) == expected
-    assert list(minifsdp.get_state_dict(model, [], options=options)[0]) == expected
+    assert list(subject.get_model_state_dict(model, options=options)) == expected
+    assert list(subject.get_state_dict(model, [], options=options)[0]) == expected
     with pytest.raises(RuntimeError, match=rf"rank {dist.get_rank()}: .*from minifsdp"):
         helpers.get_model_state_dict(model, options=options)
 
@@ -79,7 +80,7 @@ def test_torchs_functions_for_optimizers_are_refused(keep: bool) -> None:
     model = wrapped(make(), use_orig_params=keep)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     with quiet():
-        saved = minifsdp.get_state_dict(model, optimizer)
+        saved = subject.get_state_dict(model, optimizer)
     for number in range(2):
         with pytest.raises((AttributeError, RuntimeError), match=rf"rank {dist.get_rank()}: .*from minifsdp"):
             helpers.get_state_dict(model, optimizer)
@@ -97,11 +98,11 @@ class App(Stateful):
         self.model, self.optimizer, self.options = model, optimizer, options
 
     def state_dict(self) -> dict[str, Any]:
-        model, optimizer = minifsdp.get_state_dict(self.model, self.optimizer, options=self.options)
+        model, optimizer = subject.get_state_dict(self.model, self.optimizer, options=self.options)
         return {"model": model, "optimizer": optimizer}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        minifsdp.set_state_dict(
+        subject.set_state_dict(
             self.model,
             self.optimizer,
             model_state_dict=state_dict["model"],
@@ -154,7 +155,7 @@ def check_from_the_first_rank(keep: bool) -> None:
     step(model, optimizer, 0)
     step(plain, oracle, 0, everybody=True)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = minifsdp.get_optimizer_state_dict(model, optimizer, options=options)
+    state = subject.get_optimizer_state_dict(model, optimizer, options=options)
     expected = helpers.get_optimizer_state_dict(plain, oracle)
     if dist.get_rank():
         assert state == {}
@@ -165,8 +166,8 @@ def check_from_the_first_rank(keep: bool) -> None:
                 torch.testing.assert_close(state["state"][name][key], value.cpu())
     given = copy.deepcopy(state)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    minifsdp.set_optimizer_state_dict(fresh_model, fresh, given, options=options)
-    again = minifsdp.get_optimizer_state_dict(fresh_model, fresh, options=StateDictOptions(full_state_dict=True))
+    subject.set_optimizer_state_dict(fresh_model, fresh, given, options=options)
+    again = subject.get_optimizer_state_dict(fresh_model, fresh, options=StateDictOptions(full_state_dict=True))
     for name, entries in state.get("state", {}).items():
         assert all(torch.equal(again["state"][name][key].cpu(), value) for key, value in entries.items())
 
@@ -198,8 +199,8 @@ def check_several(keep: bool, form: str) -> None:
     for one in optimizers:
         step(model, one, 0)
     with quiet():
-        saved = minifsdp.get_state_dict(model, optimizers, options=FORMS[form])
-        minifsdp.set_state_dict(
+        saved = subject.get_state_dict(model, optimizers, options=FORMS[form])
+        subject.set_state_dict(
             resumed, fresh, model_state_dict=saved[0], optim_state_dict=saved[1], options=FORMS[form]
         )
     for number in (1, 2):
@@ -219,11 +220,11 @@ def test_several_optimizers_share_one_dict(keep: bool, form: str) -> None:
 @pytest.mark.spec("PROG-64")
 @ranks(2)
 def test_a_model_without_a_wrapper_gets_the_results_of_torchs_functions() -> None:
-    for model in (make(), minifsdp.fully_shard(make())):
+    for model in (make(), subject.fully_shard(make())):
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         step(model, optimizer, 0)
         ours, theirs = (module.get_state_dict(model, optimizer) for module in (minifsdp, helpers))
         assert str(ours) == str(theirs)
         fresh = torch.optim.Adam(model.parameters(), lr=0.01)
-        minifsdp.set_state_dict(model, fresh, model_state_dict=ours[0], optim_state_dict=ours[1])
+        subject.set_state_dict(model, fresh, model_state_dict=ours[0], optim_state_dict=ours[1])
         assert str(fresh.state_dict()) == str(optimizer.state_dict())

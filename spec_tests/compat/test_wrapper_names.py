@@ -18,13 +18,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp._runtime_utils import _post_backward_final_callback
 
 import minifsdp
-from minifsdp import FullStateDictConfig, FullyShardedDataParallel, MixedPrecision, StateDictType
 from minifsdp.engine.unit import State
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import Block, Stack, seeded
 from spec_tests.models.running import batch, iterate
 from spec_tests.models.sharding import as_torch, wrapped
 from spec_tests.models.values import assert_same, full_values
+from spec_tests.subject import FullStateDictConfig, FullyShardedDataParallel, MixedPrecision, StateDictType
 
 NARROW = torch.bfloat16
 KINDS = (FullyShardedDataParallel, torch_fsdp.FullyShardedDataParallel)

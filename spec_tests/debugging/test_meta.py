@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import minifsdp
-from minifsdp import FullyShardedDataParallel as FSDP
+from spec_tests import subject
 from spec_tests.debugging.faults import FLAT, FUNCTION, ORIGINALS, each_api, on_rank, said, through
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import batch, iterate
 from spec_tests.models.values import assert_same, full_values
+from spec_tests.subject import FullyShardedDataParallel as FSDP
 
 
 class Rotary(nn.Module):
@@ -69,8 +70,8 @@ def made(api: str, sets_table: bool, **options: Any) -> Any:
         model = Model(sets_table)
     if api == FUNCTION:
         for layer in model.layers:
-            minifsdp.fully_shard(layer)
-        minifsdp.fully_shard(model)
+            subject.fully_shard(layer)
+        subject.fully_shard(model)
         model.to_empty(device=device())
         reset_all(model)
         return model
@@ -190,7 +191,7 @@ def test_a_parameter_without_values_is_refused_on_every_rank(api: str) -> None:
     with minifsdp.debug("meta"):
         with said() as texts:
             if api == FUNCTION:
-                minifsdp.fully_shard(model)
+                subject.fully_shard(model)
                 model.to_empty(device=device())
                 reset_all(model)
                 weight = model.layers[1].weight
@@ -218,8 +219,8 @@ def test_uninitialized_buffer_of_a_root_without_parameters_is_reported() -> None
         model: Any = Model(True)
     with minifsdp.debug("meta"):
         for layer in model.layers:
-            minifsdp.fully_shard(layer)
-        minifsdp.fully_shard(model)
+            subject.fully_shard(layer)
+        subject.fully_shard(model)
         model.to_empty(device=device())
         for layer in model.layers:
             reset_all(layer)

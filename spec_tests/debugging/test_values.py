@@ -15,6 +15,7 @@ import minifsdp
 from minifsdp.engine.root import RootState
 from minifsdp.engine.unit import State
 from minifsdp.fsdp2.fsdp_state import state_of
+from spec_tests import subject
 from spec_tests.debugging.faults import FLAT, FUNCTION, ORIGINALS, Spoiler, each_api, local_values, on_rank, through
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import seeded
@@ -185,7 +186,7 @@ def test_training_continues_after_fault(api: str, in_backward: bool) -> None:
 
 
 def tree_of(model: Any) -> RootState:
-    tree = model._root_state if isinstance(model, minifsdp.FullyShardedDataParallel) else state_of(model).root_state
+    tree = model._root_state if isinstance(model, subject.FullyShardedDataParallel) else state_of(model).root_state
     assert tree is not None
     return tree
 

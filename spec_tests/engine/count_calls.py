@@ -125,7 +125,7 @@ def main() -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     import minifsdp
-    from minifsdp import trace
+    from spec_tests.subject import trace
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from minifsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy, fully_shard
 
 
 def num_hooks() -> int:

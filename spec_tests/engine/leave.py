@@ -19,7 +19,7 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 
-from minifsdp import fully_shard
+from spec_tests.subject import fully_shard
 
 
 def _gather_and_leave(rank: int, store: str) -> nn.Module:

@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.engine.unit import Phase, State, Unit
 from spec_tests.harness import device
 from spec_tests.models.running import batch
 from spec_tests.oracles.gathering import clean_name
+from spec_tests.subject import FullyShardedDataParallel as FSDP
 
 Loss = Callable[[nn.Module, int], Tensor]
 

@@ -18,10 +18,8 @@ from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from minifsdp import FullyShardedDataParallel, ShardingStrategy
-from minifsdp.wrap import ModuleWrapPolicy
-from spec_tests.fsdp2.subject import fully_shard
 from spec_tests.harness import device, ranks
+from spec_tests.subject import FullyShardedDataParallel, ModuleWrapPolicy, ShardingStrategy, fully_shard
 
 
 class Block(nn.Module):

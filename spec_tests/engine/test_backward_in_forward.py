@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from minifsdp import trace
-from spec_tests.fsdp2.subject import fully_shard
 from spec_tests.harness import device, ranks
 from spec_tests.models.running import of_unit
+from spec_tests.subject import fully_shard, trace
 
 
 class Layer(nn.Module):

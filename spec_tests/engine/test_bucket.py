@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minifsdp import MixedPrecisionPolicy, fully_shard
 from minifsdp.engine.bucket import AnyBucket, Bucket
 from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.mesh import Group, default_group
@@ -18,6 +17,7 @@ from minifsdp.engine.shards import shard_of
 from minifsdp.fsdp2.fsdp_state import state_of
 from spec_tests.engine.buckets import OneBucket, param
 from spec_tests.harness import device, ranks
+from spec_tests.subject import MixedPrecisionPolicy, fully_shard
 from tutorials.gpt.counting import CollectiveCounter
 
 SHAPES = [torch.Size([3, 2]), torch.Size([5]), torch.Size([1, 4])]

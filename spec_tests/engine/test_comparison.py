@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ShardingStrategy, fully_shard
 from minifsdp.engine import collectives
 from minifsdp.engine.collective_log import log
 from minifsdp.watchdog import process
 from spec_tests.harness import device, ranks
 from spec_tests.models.running import Wire
+from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import ShardingStrategy, fully_shard
 
 WIDTH = 6
 APIS = ("wrapper", "function")

@@ -10,7 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minifsdp import (
+from minifsdp.engine.comm_streams import CommStreams, current_stream
+from spec_tests.fsdp1.whole import group_of, whole
+from spec_tests.harness import device, ranks
+from spec_tests.models.sharding import grid_mesh
+from spec_tests.subject import (
     CPUOffload,
     CPUOffloadPolicy,
     FSDPModule,
@@ -18,10 +22,6 @@ from minifsdp import (
     ShardingStrategy,
     fully_shard,
 )
-from minifsdp.engine.comm_streams import CommStreams, current_stream
-from spec_tests.fsdp1.whole import group_of, whole
-from spec_tests.harness import device, ranks
-from spec_tests.models.sharding import grid_mesh
 
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD]
 WIDTH = 16

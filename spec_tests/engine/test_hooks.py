@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from minifsdp import BackwardPrefetch, ShardingStrategy, trace
-from minifsdp import FullyShardedDataParallel as FSDP
 from spec_tests.engine.small import (
     assert_at_rest,
     assert_gradients,
@@ -33,6 +31,8 @@ from spec_tests.engine.small import (
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import MLP, Nested, Twice, chain
 from spec_tests.models.running import Wire
+from spec_tests.subject import BackwardPrefetch, ShardingStrategy, trace
+from spec_tests.subject import FullyShardedDataParallel as FSDP
 
 FULL, KEEP, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 Wrap = Callable[[nn.Module], nn.Module]

@@ -17,9 +17,9 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from minifsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from spec_tests.harness import device, ranks
 from spec_tests.models.values import full_values
+from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy, fully_shard
 
 Program = Callable[[nn.Module, Tensor], None]
 

@@ -22,8 +22,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ShardedGradScaler, StateDictType
 from minifsdp.engine import collectives
 from minifsdp.engine.collective_log import CollectiveLog, Entry, log
 from minifsdp.engine.collectives import Collective
@@ -38,6 +36,8 @@ from spec_tests.benchmarks.without_ledger import without_ledger
 from spec_tests.engine.small import draw, shard_each, square_loss, train_once, units_of
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import MLP, chain
+from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import ShardedGradScaler, StateDictType
 from spec_tests.waiting import comes_true
 
 

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minifsdp import trace
 from minifsdp.engine import lifetime
 from minifsdp.engine.lifetime import RateLimiter, release
 from spec_tests.engine.small import draw, shard_each, units_of
 from spec_tests.harness import ranks
 from spec_tests.models.modules import chain
+from spec_tests.subject import trace
 
 
 class SlowGPU:

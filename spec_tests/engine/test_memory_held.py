@@ -12,8 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ShardingStrategy, fully_shard
 from minifsdp.checkpoint import agreement
 from minifsdp.engine import collectives, gloo
 from minifsdp.engine.mesh import Group
@@ -21,6 +19,8 @@ from spec_tests.harness import device, ranks
 from spec_tests.models.modules import Stack, seeded
 from spec_tests.models.running import batch, iterate
 from spec_tests.models.sharding import FULL_SHARD, SHARD_GRAD_OP, sharded, wrapped
+from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import ShardingStrategy, fully_shard
 from spec_tests.waiting import comes_true
 
 

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minifsdp import FullyShardedDataParallel as FSDP
 from spec_tests.engine.small import draw, shard_each, train_once, units_of
-from spec_tests.fsdp2.subject import fully_shard
 from spec_tests.harness import device, ranks
 from spec_tests.harness.programs import output_of_ranks
 from spec_tests.models.modules import MLP, chain
+from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import fully_shard
 
 
 def warnings_of(action: Any) -> list[str]:

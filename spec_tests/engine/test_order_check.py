@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.engine import collectives
 from spec_tests.engine.small import draw, shard_each, train_once
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import MLP, chain
 from spec_tests.models.running import Wire
+from spec_tests.subject import FullyShardedDataParallel as FSDP
 
 
 class Tower(nn.Module):
@@ -77,7 +77,7 @@ def test_collective_count_excludes_order_checks() -> None:
 
 @ranks(2)
 def test_no_shard_unit_is_not_in_order_check() -> None:
-    from minifsdp import ShardingStrategy
+    from spec_tests.subject import ShardingStrategy
 
     model = shard_each(nn.Sequential(MLP(3, 4).to(device())), sharding_strategy=ShardingStrategy.NO_SHARD)
     with Wire() as wire, torch.no_grad():

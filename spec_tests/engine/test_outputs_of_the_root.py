@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from minifsdp import FullyShardedDataParallel, fully_shard
 from spec_tests.harness import device, ranks
 from spec_tests.models.values import full_values
+from spec_tests.subject import FullyShardedDataParallel, fully_shard
 
 Program = Callable[[Any, Tensor], Tensor]
 

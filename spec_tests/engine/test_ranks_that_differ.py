@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import MixedPrecision, MixedPrecisionPolicy, StateDictType, fully_shard
 from minifsdp.engine.collective_log import CollectiveLog, CollectiveSequence
 from minifsdp.ledger import written
 from minifsdp.watchdog import process, watchdog
 from minifsdp.watchdog.report import Findings, different_ranks
 from spec_tests.harness import device, ranks
+from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import MixedPrecision, MixedPrecisionPolicy, StateDictType, fully_shard
 
 LAYOUTS = ("flat", "originals", "fully_shard")
 HALF = (torch.float16, torch.bfloat16)

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minifsdp import trace
 from minifsdp.engine import collectives
 from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.comm_streams import CommStreams
@@ -16,6 +15,7 @@ from minifsdp.engine.layout import Gradient
 from minifsdp.engine.mesh import Group, MeshGroups, default_group
 from minifsdp.engine.reduce import ReducePlan, Reducer
 from spec_tests.harness import device, ranks
+from spec_tests.subject import trace
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from minifsdp import BackwardPrefetch, FullyShardedDataParallel, fully_shard, set_reduction_overlap, trace
-from minifsdp.wrap import ModuleWrapPolicy
+from minifsdp import set_reduction_overlap
 from spec_tests.harness import device, ranks
 from spec_tests.live_bytes import LiveBytes
+from spec_tests.subject import BackwardPrefetch, FullyShardedDataParallel, ModuleWrapPolicy, fully_shard, trace
 
 WIDTH, NUM_BLOCKS = 128, 4
 BLOCK = 4 * WIDTH * WIDTH  # bytes

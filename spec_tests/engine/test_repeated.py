@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import minifsdp
-from minifsdp.wrap import ModuleWrapPolicy
+from spec_tests import subject
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import MLP
+from spec_tests.subject import ModuleWrapPolicy
 
 NUM_STEPS = 3
 LONGEST_DELAY = 0.01  # seconds
@@ -46,13 +46,13 @@ def trained(api: str, strategy: str, seed: int) -> list[Tensor]:
         mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
     if api == "fully_shard":
         for module in model:
-            minifsdp.fully_shard(module, mesh=mesh)
-        minifsdp.fully_shard(model, mesh=mesh)
+            subject.fully_shard(module, mesh=mesh)
+        subject.fully_shard(model, mesh=mesh)
     else:
-        model = minifsdp.FullyShardedDataParallel(
+        model = subject.FullyShardedDataParallel(
             model,
             device_mesh=mesh,
-            sharding_strategy=minifsdp.ShardingStrategy[strategy],
+            sharding_strategy=subject.ShardingStrategy[strategy],
             auto_wrap_policy=ModuleWrapPolicy({Delayed}),
             device_id=device(),
         )

@@ -12,8 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
-from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ShardingStrategy, trace
 from spec_tests.engine.small import (
     assert_at_rest,
     assert_gradients,
@@ -28,6 +26,8 @@ from spec_tests.engine.small import (
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import MLP, chain
 from spec_tests.models.running import Wire
+from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import ShardingStrategy, trace
 
 FULL, KEEP, NONE = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 each_strategy = pytest.mark.parametrize("strategy", [FULL, KEEP, NONE], ids=lambda s: s.name)

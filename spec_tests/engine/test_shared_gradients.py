@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard, set_reduction_overlap
+from minifsdp import set_reduction_overlap
 from minifsdp.engine.comm_streams import CommStream, current_stream
 from spec_tests.harness import device, ranks
+from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
 

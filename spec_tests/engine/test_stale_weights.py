@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
-from minifsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from spec_tests.harness import device, ranks
 from spec_tests.harness.programs import output_of_ranks
 from spec_tests.models.running import Wire
+from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy, fully_shard
 
 Parameters = Iterable[nn.Parameter]
 

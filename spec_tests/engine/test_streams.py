@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minifsdp import CPUOffload, fully_shard
 from minifsdp.engine import collectives, lifetime
 from minifsdp.engine.bucket import AnyBucket, Bucket
 from minifsdp.engine.collectives import Scaling
@@ -35,6 +34,7 @@ from spec_tests.engine.stand_in import DEVICE, StandIn, machine
 from spec_tests.fsdp2.int8_shards import Int8Shards
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import chain
+from spec_tests.subject import CPUOffload, fully_shard
 
 # Stand-ins replace streams and groups. On an accelerator, the tests in spec_tests/streams use real ones.
 pytestmark = pytest.mark.cpu

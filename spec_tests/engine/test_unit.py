@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from minifsdp import trace
 from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.unit import Phase, State, Unit, UnitPolicy
+from spec_tests.subject import trace
 
 CPU = torch.device("cpu")
 

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ShardingStrategy, StateDictType, fully_shard
 from minifsdp.engine.collective_log import log
 from minifsdp.watchdog.watchdog import PATIENCE
 from spec_tests.faults.ends import ends_as_python_does
+from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import ShardingStrategy, StateDictType, fully_shard
 
 TIMEOUT = timedelta(minutes=5)
 

@@ -33,11 +33,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.checkpoint import state_dict as of_torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-import minifsdp
-from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import ShardingStrategy, StateDictType
 from minifsdp.engine import collectives
+from spec_tests import subject
 from spec_tests.faults.ends import ends_as_python_does
+from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import ShardingStrategy, StateDictType
 from tutorials.gpt.apis import FunctionApi, WrapperApi
 from tutorials.gpt.checkpoint import CheckpointFolder, choose
 from tutorials.gpt.resume import Training, resume, save
@@ -127,7 +127,7 @@ class Job:
 
     def unit(self, module: nn.Module, strategy: ShardingStrategy) -> nn.Module:
         if self.api == "function":
-            minifsdp.fully_shard(module, mesh=self.mesh)
+            subject.fully_shard(module, mesh=self.mesh)
             return module
         return FSDP(module, device_mesh=self.mesh, sharding_strategy=strategy, sync_module_states=True)
 

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minifsdp import FullyShardedDataParallel, ShardingStrategy
 from spec_tests.harness import ranks
 from spec_tests.models.modules import Stack, seeded
 from spec_tests.models.running import Wire, batch, iterate, loss_of
 from spec_tests.models.sharding import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, as_torch, wrapped
 from spec_tests.models.values import assert_same, full_values, named
+from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy
 
 either = pytest.mark.parametrize("use_orig_params", [False, True])
 PAIRS = [(FULL_SHARD, False), (FULL_SHARD, True), (SHARD_GRAD_OP, True), (NO_SHARD, False), (NO_SHARD, True)]

@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
-from minifsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from spec_tests.fsdp1.whole import by_name, group_of, whole
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import Block, Stack, Tied, seeded
@@ -32,6 +31,7 @@ from spec_tests.models.sharding import (
     wrapped,
 )
 from spec_tests.models.values import assert_same, mean_gradients
+from spec_tests.subject import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 either = pytest.mark.parametrize("use_orig_params", [False, True])
 NORM_TYPES = (1, 2.0, 3, math.inf, "inf")

@@ -16,14 +16,13 @@ import torch
 import tqdm
 from torch import Tensor, nn
 
-from minifsdp import FullyShardedDataParallel, ShardingStrategy
-from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.checkpoint.refusals import caught_warnings, refused
 from spec_tests.harness import ranks
 from spec_tests.models.modules import Block, seeded
 from spec_tests.models.running import iterate
 from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD, NO_SHARD, wrapped
 from spec_tests.models.values import assert_same, full_values
+from spec_tests.subject import FullyShardedDataParallel, ModuleWrapPolicy, ShardingStrategy
 
 FSDP = FullyShardedDataParallel
 pytestmark = pytest.mark.not_simulated("torch.compile does not know the simulated device")

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from minifsdp import ShardingStrategy
 from spec_tests.harness import ranks
 from spec_tests.models.modules import Stack, seeded
 from spec_tests.models.running import batch, iterate, loss_of
 from spec_tests.models.sharding import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, sharded, wrapped
 from spec_tests.models.values import assert_same, full_values, named
+from spec_tests.subject import ShardingStrategy
 
 PAIRS = [(strategy, orig) for strategy in (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD) for orig in (False, True)]
 pairs = pytest.mark.parametrize(("strategy", "use_orig_params"), PAIRS)

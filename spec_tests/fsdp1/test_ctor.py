@@ -17,8 +17,6 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
 import minifsdp
-from minifsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, trace
-from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.checkpoint.refusals import caught_warnings, refused
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import UNITS, WIDTH, Block, Stack, seeded
@@ -41,6 +39,15 @@ from spec_tests.models.values import (
     local_gradients,
     mean_gradients,
     named,
+)
+from spec_tests.subject import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ModuleWrapPolicy,
+    ShardingStrategy,
+    trace,
 )
 
 FSDP = FullyShardedDataParallel

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minifsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from spec_tests.harness import ranks
 from spec_tests.models.modules import Block, seeded
 from spec_tests.models.running import Wire, batch, iterate, loss_of
 from spec_tests.models.sharding import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, wrapped
 from spec_tests.models.values import assert_same, full_values, named
+from spec_tests.subject import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 summon = FullyShardedDataParallel.summon_full_params
 PAIRS = [(strategy, orig) for strategy in (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD) for orig in (False, True)]

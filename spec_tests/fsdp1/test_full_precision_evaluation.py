@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minifsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from spec_tests.harness import device, ranks
+from spec_tests.subject import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 every_strategy = pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}

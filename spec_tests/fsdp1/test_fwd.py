@@ -13,8 +13,6 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from minifsdp import FullyShardedDataParallel, ShardingStrategy, trace
-from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.checkpoint.checkpoints import is_plain
 from spec_tests.checkpoint.refusals import refused
 from spec_tests.harness import device, ranks
@@ -31,6 +29,7 @@ from spec_tests.models.values import (
     mean_gradients,
     named,
 )
+from spec_tests.subject import FullyShardedDataParallel, ModuleWrapPolicy, ShardingStrategy, trace
 
 FSDP = FullyShardedDataParallel
 flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])

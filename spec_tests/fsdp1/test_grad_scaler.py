@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed.fsdp import sharded_grad_scaler as torch_scaler
 
-import minifsdp
-from minifsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardedGradScaler, ShardingStrategy
+from spec_tests import subject
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import batch, loss_of
 from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, wrapped
 from spec_tests.models.values import assert_same, full_values, named
+from spec_tests.subject import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardedGradScaler, ShardingStrategy
 
 PAIRS = [(FULL_SHARD, False), (FULL_SHARD, True), (SHARD_GRAD_OP, True), (NO_SHARD, False)]
 pairs = pytest.mark.parametrize(("strategy", "use_orig_params"), PAIRS)
@@ -54,9 +54,9 @@ def test_sharded_grad_scaler_has_the_module_and_the_arguments_of_torch() -> None
         if name != "process_group":
             assert ours[name].default == theirs[name].default
     assert issubclass(ShardedGradScaler, GradScaler)
-    from minifsdp.sharded_grad_scaler import ShardedGradScaler as the_same
+    from spec_tests.subject import ShardedGradScaler as the_same
 
-    assert the_same is minifsdp.ShardedGradScaler is ShardedGradScaler
+    assert the_same is subject.ShardedGradScaler is ShardedGradScaler
 
 
 @pytest.mark.spec("MP-29")

@@ -13,7 +13,6 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
-from minifsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, trace
 from spec_tests.fsdp1.whole import group_of, whole
 from spec_tests.harness import ranks
 from spec_tests.models.modules import UNITS, Stack, seeded
@@ -36,6 +35,7 @@ from spec_tests.models.values import (
     mean_gradients,
     named,
 )
+from spec_tests.subject import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, trace
 
 either = pytest.mark.parametrize("use_orig_params", [False, True])
 flat_strategies = pytest.mark.parametrize("strategy", FLAT_STRATEGIES)

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import nn
 
 import minifsdp
-from minifsdp import FullyShardedDataParallel, ShardingStrategy, trace
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import UNITS, Stack, seeded
 from spec_tests.models.running import Wire, batch, iterate, loss_of, of_unit
@@ -45,6 +44,7 @@ from spec_tests.models.values import (
     mean_gradients,
     named,
 )
+from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy, trace
 
 both = pytest.mark.parametrize("strategy", HYBRID_STRATEGIES)
 

@@ -12,14 +12,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minifsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, trace
-from minifsdp.wrap import ModuleWrapPolicy, always_wrap_policy, size_based_auto_wrap_policy
 from spec_tests.checkpoint.refusals import caught_warnings, refused
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import WIDTH, Block, Stack, seeded
 from spec_tests.models.running import Wire, iterate
 from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD, wrapped
 from spec_tests.models.values import assert_same, full_values, local_gradients, mean_gradients, named
+from spec_tests.subject import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ModuleWrapPolicy,
+    ShardingStrategy,
+    always_wrap_policy,
+    size_based_auto_wrap_policy,
+    trace,
+)
 
 FSDP = FullyShardedDataParallel
 

@@ -18,16 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minifsdp import FullyShardedDataParallel, ShardingStrategy, trace
 from minifsdp.engine.precision import move
 from minifsdp.fsdp1 import build, initial
-from minifsdp.wrap import ModuleWrapPolicy, always_wrap_policy
 from spec_tests.checkpoint.refusals import refused
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import WIDTH, Block, NormedBlock, Stack, seeded
 from spec_tests.models.running import Wire, batch, iterate, loss_of
 from spec_tests.models.sharding import FLAT_STRATEGIES, HYBRID_SHARD, grid, wrapped
 from spec_tests.models.values import assert_same, flat_gradients, flat_parameters, full_values, mean_gradients, named
+from spec_tests.subject import FullyShardedDataParallel, ModuleWrapPolicy, ShardingStrategy, always_wrap_policy, trace
 
 FSDP = FullyShardedDataParallel
 

@@ -14,13 +14,13 @@ from unittest import mock
 import pytest
 import torch
 
-from minifsdp import BackwardPrefetch, FullyShardedDataParallel, trace
 from minifsdp.engine import lifetime
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import Block, Stack, seeded
 from spec_tests.models.running import Watch, batch, iterate, loss_of, said
 from spec_tests.models.sharding import wrapped
 from spec_tests.models.values import assert_same, flat_gradients, full_values
+from spec_tests.subject import BackwardPrefetch, FullyShardedDataParallel, trace
 
 
 class SlowDevice:

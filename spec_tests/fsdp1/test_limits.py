@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minifsdp import FullyShardedDataParallel, ShardingStrategy
 from spec_tests.checkpoint.refusals import caught_warnings, refused
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import WIDTH, Stack, seeded
 from spec_tests.models.running import batch, iterate, loss_of
 from spec_tests.models.sharding import FLAT_STRATEGIES, wrapped
 from spec_tests.models.values import assert_same, full_values, named
+from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy
 
 FSDP = FullyShardedDataParallel
 either = pytest.mark.parametrize("use_orig_params", [False, True])

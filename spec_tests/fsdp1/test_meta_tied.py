@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minifsdp import FullyShardedDataParallel as FSDP
 from spec_tests.harness import device, ranks
 from spec_tests.models.values import assert_same, full_values
+from spec_tests.subject import FullyShardedDataParallel as FSDP
 
 
 class Tied(nn.Module):

@@ -10,13 +10,13 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
-from minifsdp import FullyShardedDataParallel, ShardingStrategy
 from spec_tests.checkpoint.refusals import refused
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import WIDTH, NormedBlock, seeded
 from spec_tests.models.running import batch, iterate
 from spec_tests.models.sharding import FLAT_STRATEGIES, as_torch, wrapped
 from spec_tests.models.values import assert_same, named
+from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy
 
 FSDP = FullyShardedDataParallel
 PREFIX = "_fsdp_wrapped_module."

@@ -20,9 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import minifsdp
-from minifsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType, trace
 from minifsdp.engine import rank_checks
-from minifsdp.wrap import CustomPolicy
 from spec_tests.checkpoint.refusals import refused
 from spec_tests.harness import device, kept, ranks
 from spec_tests.models.modules import UNITS, Block, seeded
@@ -38,6 +36,7 @@ from spec_tests.models.sharding import (
     wrapped,
 )
 from spec_tests.models.values import assert_same, flat_gradients, flat_parameters, full_values
+from spec_tests.subject import CustomPolicy, FullyShardedDataParallel, ShardingStrategy, StateDictType, trace
 
 FSDP = FullyShardedDataParallel
 

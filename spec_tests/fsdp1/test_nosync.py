@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minifsdp import FullyShardedDataParallel, ShardingStrategy, trace
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import UNITS, seeded
 from spec_tests.models.running import Watch, Wire, batch, iterate, loss_of, of_unit
@@ -37,6 +36,7 @@ from spec_tests.models.values import (
     mean_gradients,
     named,
 )
+from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy, trace
 
 flat_strategies = pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 hybrid_strategies = pytest.mark.parametrize("strategy", HYBRID_STRATEGIES)

@@ -17,7 +17,6 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch.nn.parallel import DistributedDataParallel
 
-from minifsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, StateDictType, trace
 from spec_tests.checkpoint.checkpoints import is_plain
 from spec_tests.fsdp1.whole import group_of, whole
 from spec_tests.harness import device, ranks
@@ -25,6 +24,14 @@ from spec_tests.models.modules import UNITS, seeded
 from spec_tests.models.running import batch, iterate, loss_of, of_unit
 from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD, HYBRID_STRATEGIES, NO_SHARD, SHARD_GRAD_OP, wrapped
 from spec_tests.models.values import assert_same, full_values, mean_gradients, named
+from spec_tests.subject import (
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+    trace,
+)
 
 PAIRS = [(FULL_SHARD, False), (FULL_SHARD, True), (SHARD_GRAD_OP, True), (NO_SHARD, False), (NO_SHARD, True)]
 pairs = pytest.mark.parametrize(("strategy", "use_orig_params"), PAIRS)

@@ -18,10 +18,8 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
-from minifsdp import FullyShardedDataParallel, ShardingStrategy, StateDictType, trace
 from minifsdp.engine import flat
 from minifsdp.engine.flat_tensor import FlatSharding
-from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.fsdp1.whole import by_name, group_of, memory_of, train, whole
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import UNITS, Block, Stack, Tied, seeded
@@ -38,6 +36,7 @@ from spec_tests.models.sharding import (
     wrapped,
 )
 from spec_tests.models.values import assert_same, full_values, mean_gradients, named, own_names
+from spec_tests.subject import FullyShardedDataParallel, ModuleWrapPolicy, ShardingStrategy, StateDictType, trace
 
 SHARDING = (FULL_SHARD, SHARD_GRAD_OP)
 flat_strategies = pytest.mark.parametrize("strategy", FLAT_STRATEGIES)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-import minifsdp
+from spec_tests import subject
 from spec_tests.harness import ranks
 from spec_tests.models import MODELS
 from spec_tests.models.sharding import grid
@@ -33,7 +33,7 @@ STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 
 
 def train(name: str, recipe: Recipe, **options: Any) -> Any:
-    return train_fsdp1(minifsdp.FullyShardedDataParallel, MODELS[name], recipe, **options)
+    return train_fsdp1(subject.FullyShardedDataParallel, MODELS[name], recipe, **options)
 
 
 @pytest.mark.spec("PAR-03", "PAR-06", "PREF-07")

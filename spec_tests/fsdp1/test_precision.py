@@ -20,8 +20,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from minifsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, trace
-from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.fsdp1.whole import group_of, whole
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import UNITS, Scale, seeded
@@ -37,6 +35,7 @@ from spec_tests.models.sharding import (
     wrapped,
 )
 from spec_tests.models.values import assert_same, full_values, named
+from spec_tests.subject import FullyShardedDataParallel, MixedPrecision, ModuleWrapPolicy, ShardingStrategy, trace
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 PAIRS = [(FULL_SHARD, False), (FULL_SHARD, True), (SHARD_GRAD_OP, True), (NO_SHARD, False), (NO_SHARD, True)]

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minifsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy, trace
 from minifsdp.engine import collectives
 from minifsdp.engine.comm_streams import CommStream
 from spec_tests.harness import device, ranks
@@ -27,6 +26,7 @@ from spec_tests.models.modules import Stack, seeded
 from spec_tests.models.running import Watch, Wire, batch, iterate, loss_of, said
 from spec_tests.models.sharding import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, wrapped
 from spec_tests.models.values import assert_same, chunked, flat_gradients, mean_gradients
+from spec_tests.subject import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy, trace
 
 PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
 SETTINGS = (PRE, POST, None)

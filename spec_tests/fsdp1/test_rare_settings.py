@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from minifsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard
-from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.fsdp1.test_tensor_parallel import Layer, built, full_values, mine, train
 from spec_tests.harness import ranks
 from spec_tests.models import values
@@ -19,6 +17,14 @@ from spec_tests.models.modules import WIDTH, Block, seeded
 from spec_tests.models.running import batch, iterate, loss_of
 from spec_tests.models.sharding import FLAT_STRATEGIES, wrapped
 from spec_tests.models.values import assert_same
+from spec_tests.subject import (
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ModuleWrapPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 
 FSDP = FullyShardedDataParallel
 flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])

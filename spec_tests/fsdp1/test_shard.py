@@ -19,9 +19,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
-import minifsdp
-from minifsdp import FullyShardedDataParallel, ShardingStrategy, trace
-from minifsdp.wrap import ModuleWrapPolicy
+from spec_tests import subject
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import UNITS, Stack, seeded
 from spec_tests.models.running import Watch, Wire, batch, iterate, loss_of, of_unit
@@ -45,6 +43,7 @@ from spec_tests.models.values import (
     mean_gradients,
     named,
 )
+from spec_tests.subject import FullyShardedDataParallel, ModuleWrapPolicy, ShardingStrategy, trace
 from spec_tests.waiting import comes_true
 
 SHARDING = (FULL_SHARD, SHARD_GRAD_OP)
@@ -57,7 +56,7 @@ NO_VIEWS = pytest.mark.not_simulated("it cannot view a part of a flat tensor in 
 @pytest.mark.pure
 def test_the_strategies_are_these_five() -> None:
     names = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]
-    assert [member.name for member in minifsdp.ShardingStrategy] == names
+    assert [member.name for member in subject.ShardingStrategy] == names
 
 
 @pytest.mark.spec("SHARD-01")

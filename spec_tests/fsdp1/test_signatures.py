@@ -28,8 +28,9 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 import minifsdp
-from minifsdp import FlatParameter, FullyShardedDataParallel
+from spec_tests import subject
 from spec_tests.harness import device, ranks
+from spec_tests.subject import FlatParameter, FullyShardedDataParallel
 
 # The public names in torch's module that belong to `fully_shard`.
 SECOND_HALF = {
@@ -85,9 +86,7 @@ MEANT = {
     "LocalOptimStateDictConfig.use_dtensor": BY_DOCUMENT,
     "LocalStateDictConfig.use_dtensor": BY_DOCUMENT,
     "OptimStateDictConfig.use_dtensor": BY_DOCUMENT,
-    "ShardedOptimStateDictConfig._use_dtensor": BY_DOCUMENT,
     "ShardedOptimStateDictConfig.use_dtensor": BY_DOCUMENT,
-    "ShardedStateDictConfig._use_dtensor": BY_DOCUMENT,
     "ShardedStateDictConfig.use_dtensor": BY_DOCUMENT,
     "StateDictConfig.use_dtensor": BY_DOCUMENT,
 }
@@ -278,7 +277,7 @@ def test_check_is_root_identifies_root_wrapper() -> None:
 @pytest.mark.pure
 def test_the_fields_of_every_option_can_be_set_afterwards() -> None:
     # Scripts create an options object first and set its fields from their arguments.
-    for cls in (minifsdp.MixedPrecision, minifsdp.CPUOffload, minifsdp.FullStateDictConfig):
+    for cls in (subject.MixedPrecision, subject.CPUOffload, subject.FullStateDictConfig):
         option = cls()
         for field in dataclasses.fields(option):
             setattr(option, field.name, getattr(option, field.name))

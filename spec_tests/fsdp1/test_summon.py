@@ -17,7 +17,6 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from minifsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from spec_tests.fsdp1.whole import by_name, group_of, whole
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import Stack, seeded
@@ -32,6 +31,7 @@ from spec_tests.models.sharding import (
     wrapped,
 )
 from spec_tests.models.values import assert_same, flattened, full_values, mean_gradients, named, own_names
+from spec_tests.subject import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 summon = FullyShardedDataParallel.summon_full_params
 SHARDING = (FULL_SHARD, SHARD_GRAD_OP)

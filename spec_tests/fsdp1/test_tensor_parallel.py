@@ -18,13 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import MixedPrecision, ShardingStrategy, StateDictType
-from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.harness import device, kept, ranks
 from spec_tests.models.modules import seeded
 from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD, HYBRID_SHARD, SHARD_GRAD_OP
 from spec_tests.models.values import assert_same
+from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import MixedPrecision, ModuleWrapPolicy, ShardingStrategy, StateDictType
 
 WIDTH, HIDDEN = 4, 8
 either = pytest.mark.parametrize("use_orig_params", [False, True])

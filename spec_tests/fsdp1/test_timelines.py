@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
 
-from minifsdp import BackwardPrefetch, ShardingStrategy, trace
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import Stack, seeded
 from spec_tests.models.running import Wire, iterate, recorded_iteration, said
@@ -25,6 +24,7 @@ from spec_tests.models.sharding import (
     as_torch,
     wrapped,
 )
+from spec_tests.subject import BackwardPrefetch, ShardingStrategy, trace
 
 PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
 

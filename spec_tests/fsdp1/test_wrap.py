@@ -27,17 +27,15 @@ import minifsdp.wrap
 from minifsdp.fsdp1.options import MixedPrecision
 from minifsdp.fsdp1.policies import require_policy
 from minifsdp.fsdp1.wrap import apply, auto_wrap, choose
-from minifsdp.wrap import (
+from minifsdp.wrap import _or_policy, default_auto_wrap_policy, wrap
+from spec_tests.subject import (
     CustomPolicy,
     ModuleWrapPolicy,
-    _or_policy,
     always_wrap_policy,
-    default_auto_wrap_policy,
     enable_wrap,
     lambda_auto_wrap_policy,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
-    wrap,
 )
 
 Call = tuple[str, bool, int]

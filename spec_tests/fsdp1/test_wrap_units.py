@@ -18,8 +18,6 @@ import torch.distributed.fsdp.wrap as torch_policies
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from minifsdp import BackwardPrefetch, CPUOffload, FullyShardedDataParallel, MixedPrecision, trace
-from minifsdp.wrap import ModuleWrapPolicy, always_wrap_policy, transformer_auto_wrap_policy
 from spec_tests.checkpoint.refusals import caught_warnings
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import WIDTH, Block, Stack, seeded
@@ -33,6 +31,16 @@ from spec_tests.models.values import (
     full_values,
     mean_gradients,
     named,
+)
+from spec_tests.subject import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ModuleWrapPolicy,
+    always_wrap_policy,
+    trace,
+    transformer_auto_wrap_policy,
 )
 
 FSDP = FullyShardedDataParallel

@@ -18,11 +18,17 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
-from minifsdp import FSDPModule, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from spec_tests.fsdp2.subject import fully_shard, register_fsdp_forward_method
 from spec_tests.harness import device, ranks
 from spec_tests.models.running import Wire
 from spec_tests.models.sharding import grid
+from spec_tests.subject import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 Optimizer = torch.optim.Optimizer
 

@@ -16,12 +16,12 @@ import tqdm
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from spec_tests.fsdp2.subject import FSDPModule, fully_shard
 from spec_tests.harness import ranks
 from spec_tests.models.modules import Block, seeded
 from spec_tests.models.running import batch, iterate, loss_of
 from spec_tests.models.sharding import sharded
 from spec_tests.models.values import assert_same, full_values
+from spec_tests.subject import FSDPModule, fully_shard
 
 pytestmark = pytest.mark.not_simulated("the compiler would trace the simulation itself")
 

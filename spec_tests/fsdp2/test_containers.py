@@ -17,9 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from minifsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-from spec_tests.fsdp2.subject import MixedPrecisionPolicy, fully_shard
 from spec_tests.harness import device, ranks
+from spec_tests.subject import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 
 
 class Registered:

@@ -14,14 +14,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 
-from minifsdp import trace
-from spec_tests.fsdp2.subject import fully_shard
 from spec_tests.harness import device, ranks
 from spec_tests.models import MODELS
 from spec_tests.models.modules import wide
 from spec_tests.models.running import Wire, batch, iterate, recorded_iteration, said
 from spec_tests.models.sharding import grid_mesh, sharded
 from spec_tests.oracles import Recipe, count_collectives, forward_backward, shard_fsdp2
+from spec_tests.subject import fully_shard, trace
 
 FORWARD = "AGR AG0 F0 FREE0 AG1 F1 FREE1 AG2 F2 FREE2 AG3 F3 FREE3"
 BACKWARD = "AG3 B3 AG2 FREE3 RS3 B2 AG1 FREE2 RS2 B1 AG0 FREE1 RS1 B0 FREE0 RS0 FREER RSR"

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from minifsdp import FullyShardedDataParallel, ShardedGradScaler, fully_shard
 from minifsdp.batches import token_scale
 from spec_tests.harness.accounting import ROOT
 from spec_tests.harness.programs import output_of_ranks
+from spec_tests.subject import FullyShardedDataParallel, ShardedGradScaler, fully_shard
 
 pytestmark = pytest.mark.pure
 

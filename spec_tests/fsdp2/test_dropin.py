@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from spec_tests.fsdp2.subject import library
+import minifsdp
 from spec_tests.harness import ranks
 
 PROGRAMS = pathlib.Path(__file__).parent / "dropin"
@@ -57,7 +57,7 @@ def run(program: str, library_name: str) -> Any:
 
 
 def both(program: str) -> tuple[Any, Any]:
-    return run(program, library.__name__), run(program, "torch.distributed.fsdp")
+    return run(program, minifsdp.__name__), run(program, "torch.distributed.fsdp")
 
 
 @pytest.mark.spec("MIG-21", "PAR-03", "FS2-SYNC-01", "FS2-PREF-03", "FS2-OPT-03", "FS2-MP-06")

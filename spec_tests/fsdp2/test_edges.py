@@ -19,14 +19,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from minifsdp import trace
-from spec_tests.fsdp2.subject import fully_shard
 from spec_tests.fsdp2.test_counts import WHOLE
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import MLP, WIDTH, Block, seeded
 from spec_tests.models.running import batch, iterate, loss_of, recorded_iteration
 from spec_tests.models.sharding import all_connected, sharded
 from spec_tests.models.values import assert_same, full_gradients, full_values, mean_gradients, named
+from spec_tests.subject import fully_shard, trace
 from spec_tests.waiting import comes_true
 
 # --- inputs and outputs ---

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from spec_tests.fsdp2.int8_shards import FromHalf, Holds, Int8Shards, Plain, extended
-from spec_tests.fsdp2.subject import MixedPrecisionPolicy, fully_shard
 from spec_tests.harness import device, plain_tensor, ranks
 from spec_tests.models.modules import WIDTH, seeded
 from spec_tests.models.running import batch, iterate
 from spec_tests.models.sharding import sharded
 from spec_tests.models.values import full_gradients
 from spec_tests.oracles import count_collectives
+from spec_tests.subject import MixedPrecisionPolicy, fully_shard
 
 
 def layer_of(kind: type[Holds], rows: int = 4) -> Any:

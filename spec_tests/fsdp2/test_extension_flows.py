@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from spec_tests.fsdp2.int8_shards import Holds, Plain, extended
-from spec_tests.fsdp2.subject import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import WIDTH, Stack, seeded
 from spec_tests.models.running import batch, iterate
 from spec_tests.models.sharding import grid_mesh
 from spec_tests.oracles import count_collectives
+from spec_tests.subject import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 NARROW = torch.bfloat16
 

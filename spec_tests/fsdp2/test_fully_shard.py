@@ -20,21 +20,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-import minifsdp
-from minifsdp import trace
 from minifsdp.engine import lifetime
-from spec_tests.fsdp2.subject import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    UnshardHandle,
-    fully_shard,
-)
+from spec_tests import subject
 from spec_tests.harness import device, plain_tensor, ranks
 from spec_tests.models.modules import WIDTH, Scale, Stack, Tied, seeded, wide
 from spec_tests.models.running import Wire, batch, iterate, loss_of, of_unit
 from spec_tests.models.sharding import grid_mesh, line_mesh, sharded
 from spec_tests.models.values import assert_same, full_gradients, full_values, mean_gradients, named
+from spec_tests.subject import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle, fully_shard, trace
 
 
 def linear(rows: int, columns: int, bias: bool = False) -> nn.Linear:
@@ -620,13 +613,13 @@ def test_two_apis_cannot_be_nested() -> None:
     model = seeded()
     fully_shard(model.blocks[0])
     with pytest.raises(ValueError, match="fully_shard"):
-        minifsdp.FullyShardedDataParallel(model)
+        subject.FullyShardedDataParallel(model)
     model = seeded()
-    model.blocks[0] = minifsdp.FullyShardedDataParallel(model.blocks[0])
+    model.blocks[0] = subject.FullyShardedDataParallel(model.blocks[0])
     with pytest.raises(ValueError, match="FullyShardedDataParallel"):
         fully_shard(model)
     with pytest.raises(ValueError, match="FullyShardedDataParallel"):
-        fully_shard(minifsdp.FullyShardedDataParallel(seeded()))
+        fully_shard(subject.FullyShardedDataParallel(seeded()))
 
 
 @pytest.mark.spec("FS2-01")

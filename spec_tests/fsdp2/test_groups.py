@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from minifsdp import trace
-from spec_tests.fsdp2.subject import FSDPModule, MixedPrecisionPolicy, fully_shard
 from spec_tests.harness import device, plain_tensor, ranks
 from spec_tests.models.modules import seeded, wide
 from spec_tests.models.running import batch, iterate, loss_of, recorded_iteration, said
 from spec_tests.models.sharding import column_mesh, sharded
 from spec_tests.models.values import assert_same, full_gradients, full_values, mean_gradients
+from spec_tests.subject import FSDPModule, MixedPrecisionPolicy, fully_shard, trace
 
 # --- several modules, one group ---
 

@@ -18,13 +18,12 @@ from torch.distributed._composable import replicate
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from minifsdp import trace
-from spec_tests.fsdp2.subject import FSDPModule, fully_shard, register_fsdp_forward_method
 from spec_tests.harness import ranks
 from spec_tests.models.modules import WIDTH, Block, seeded
 from spec_tests.models.running import Wire, batch, iterate, loss_of
 from spec_tests.models.sharding import line_mesh, sharded
 from spec_tests.models.values import assert_same, full_gradients, full_values, mean_gradients
+from spec_tests.subject import FSDPModule, fully_shard, register_fsdp_forward_method, trace
 
 # --- shards as tensors ---
 

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from minifsdp import trace
-from spec_tests.fsdp2.subject import fully_shard
 from spec_tests.harness import ranks
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import batch, iterate
 from spec_tests.models.sharding import sharded
+from spec_tests.subject import fully_shard, trace
 
 
 @pytest.mark.spec("FS2-19", "FS2-SD-03")

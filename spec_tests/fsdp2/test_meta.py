@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from spec_tests.fsdp2.subject import fully_shard
 from spec_tests.harness import device, ranks
 from spec_tests.models.running import loss_of
 from spec_tests.models.values import assert_same, full_values
+from spec_tests.subject import fully_shard
 
 
 class Part(nn.Module):

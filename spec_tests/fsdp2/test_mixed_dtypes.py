@@ -16,10 +16,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from minifsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
-from minifsdp import fully_shard as mini_fully_shard
 from spec_tests.harness import device, ranks
 from spec_tests.models.sharding import grid_mesh
+from spec_tests.subject import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+)
+from spec_tests.subject import fully_shard as mini_fully_shard
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 C64, C128 = torch.complex64, torch.complex128

@@ -14,10 +14,8 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from minifsdp import trace
 from minifsdp.engine.comm_streams import CommStream
-from spec_tests.fsdp2 import subject
-from spec_tests.fsdp2.subject import fully_shard, register_fsdp_forward_method, share_comm_ctx
+from spec_tests import subject
 from spec_tests.fsdp2.test_counts import WHOLE
 from spec_tests.harness import device, ranks
 from spec_tests.models import MODELS
@@ -26,6 +24,7 @@ from spec_tests.models.running import batch, detailed_debugging, iterate, loss_o
 from spec_tests.models.sharding import grid_mesh, sharded
 from spec_tests.models.values import assert_same, full_gradients, full_values, mean_gradients, named
 from spec_tests.oracles import Recipe, assert_same_training, tolerance_for, train_fsdp2, train_single
+from spec_tests.subject import fully_shard, register_fsdp_forward_method, share_comm_ctx, trace
 
 # --- switches for memory (NEW-06, NEW-11) ---
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minifsdp import trace
-from spec_tests.fsdp2.subject import CPUOffloadPolicy, OffloadPolicy
 from spec_tests.harness import device, ranks
 from spec_tests.models.running import iterate
 from spec_tests.models.sharding import grid_mesh, sharded
+from spec_tests.subject import CPUOffloadPolicy, OffloadPolicy, trace
 
 OFFLOADED = CPUOffloadPolicy(pin_memory=False)
 

@@ -14,8 +14,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
-import minifsdp
-from spec_tests.fsdp2.subject import MixedPrecisionPolicy, fully_shard
+from spec_tests import subject
 from spec_tests.harness import ranks
 from spec_tests.models import MODELS
 from spec_tests.models.sharding import grid_mesh
@@ -36,6 +35,7 @@ from spec_tests.oracles import (
     train_single,
     train_torch_fsdp2,
 )
+from spec_tests.subject import MixedPrecisionPolicy, fully_shard
 
 # Models whose ranks take different branches need a switch; ``test_new.py`` tests them. Autograd refuses a unit that
 # overwrites its input; the end of this file tests that case.
@@ -95,7 +95,7 @@ def test_both_apis_train_like_one_process_and_ddp(name: str) -> None:
     ours = train(name, recipe)
     assert_same_training(ours, train_single(info, 2, recipe), tolerance_for(2))
     assert_same_training(ours, train_ddp(info, recipe), tolerance_for(2), buffers=True)
-    other_api = train_fsdp1(minifsdp.FullyShardedDataParallel, info, recipe)
+    other_api = train_fsdp1(subject.FullyShardedDataParallel, info, recipe)
     assert_same_training(ours, other_api, tolerance_for(2), buffers=True)
 
 
@@ -128,7 +128,7 @@ def test_both_apis_agree_on_two_by_two_mesh(name: str) -> None:
     for strategy, reshard_after_forward in (("HYBRID_SHARD", True), ("_HYBRID_SHARD_ZERO2", False)):
         ours = train(name, recipe, mesh=mesh, reshard_after_forward=reshard_after_forward)
         other_api = train_fsdp1(
-            minifsdp.FullyShardedDataParallel,
+            subject.FullyShardedDataParallel,
             MODELS[name],
             recipe,
             process_group=groups,

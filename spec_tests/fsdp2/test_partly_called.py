@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from spec_tests.fsdp2.subject import fully_shard
 from spec_tests.harness import device, ranks
+from spec_tests.subject import fully_shard
 
 
 class TwoBranches(nn.Module):

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from minifsdp import trace
-from spec_tests.fsdp2.subject import fully_shard
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import WIDTH
 from spec_tests.models.running import batch, loss_of
+from spec_tests.subject import fully_shard, trace
 
 
 class Parts(nn.Module):

@@ -17,9 +17,9 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
-from spec_tests.fsdp2.subject import fully_shard
 from spec_tests.harness import device, ranks
 from spec_tests.oracles import count_collectives
+from spec_tests.subject import fully_shard
 
 SCHEDULES: dict[str, Any] = {
     "zero bubble": ScheduleInterleavedZeroBubble,

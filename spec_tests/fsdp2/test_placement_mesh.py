@@ -15,11 +15,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPM
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import minifsdp
-from minifsdp import fully_shard
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import WIDTH, wide
 from spec_tests.models.running import batch, iterate
 from spec_tests.models.sharding import grid_mesh, line_mesh
+from spec_tests.subject import fully_shard
 
 Place = Callable[[nn.Parameter], Any]
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from spec_tests.fsdp2.subject import MixedPrecisionPolicy, fully_shard
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import WIDTH, seeded
 from spec_tests.models.running import batch, iterate, loss_of
 from spec_tests.models.sharding import sharded
 from spec_tests.oracles import count_collectives
+from spec_tests.subject import MixedPrecisionPolicy, fully_shard
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 

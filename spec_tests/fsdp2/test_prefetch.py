@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from minifsdp import trace
 from spec_tests.harness import ranks
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import Watch, batch, iterate, loss_of, recorded_iteration
 from spec_tests.models.sharding import sharded
 from spec_tests.models.values import assert_same, full_gradients, full_values
+from spec_tests.subject import trace
 
 
 def ahead(model: Any, num: int, *, forward: bool = True, backward: bool = True) -> Any:

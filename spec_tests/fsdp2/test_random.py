@@ -23,7 +23,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spec_tests.fsdp2.subject import library
+from spec_tests import subject
 from spec_tests.harness import device, ranks
 from spec_tests.models.running import Wire, loss_of
 from spec_tests.models.sharding import grid_mesh
@@ -118,7 +118,7 @@ def train(words: ModuleType, seed: int, mesh: Any) -> Seen:
 
 
 def assert_same_as_torch(seed: int, mesh: Any = None) -> None:
-    ours, theirs = train(library, seed, mesh), train(torch_fsdp, seed, mesh)
+    ours, theirs = train(subject.engine, seed, mesh), train(torch_fsdp, seed, mesh)
     for key, number in theirs.numbers.items():
         assert ours.numbers[key] == number, key
     assert ours.reduced == theirs.reduced

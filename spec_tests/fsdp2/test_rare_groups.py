@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor
 
-from minifsdp import MixedPrecisionPolicy, fully_shard, trace
 from spec_tests.fsdp2.int8_shards import Int8Shards, extended
 from spec_tests.harness import ranks
 from spec_tests.models.modules import WIDTH, seeded, wide
 from spec_tests.models.running import batch, iterate, loss_of
 from spec_tests.models.sharding import grid_mesh, line_mesh
 from spec_tests.models.values import assert_same, full_gradients, mean_gradients
+from spec_tests.subject import MixedPrecisionPolicy, fully_shard, trace
 
 
 class Experts(nn.Module):

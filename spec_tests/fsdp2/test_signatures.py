@@ -13,7 +13,7 @@ import pytest
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
-from spec_tests.fsdp2 import subject
+from spec_tests import subject
 
 NAMES = [
     "CPUOffloadPolicy",

@@ -18,15 +18,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from minifsdp import trace
 from minifsdp.fsdp2 import initial
-from spec_tests.fsdp2.subject import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from spec_tests.fsdp2.test_new import Generates, fail_in_forward, tokens
 from spec_tests.harness import device, plain_tensor, ranks
 from spec_tests.models.modules import WIDTH, seeded
 from spec_tests.models.running import batch, iterate, loss_of, of_unit
 from spec_tests.models.sharding import all_connected, column_mesh, grid_mesh, sharded
 from spec_tests.models.values import assert_same, full_gradients, full_values, mean_gradients, named
+from spec_tests.subject import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method, trace
 
 # --- replicas without sharding: a mesh of (n, 1) ---
 

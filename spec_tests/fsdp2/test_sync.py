@@ -14,13 +14,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from minifsdp import trace
-from spec_tests.fsdp2.subject import MixedPrecisionPolicy, fully_shard
 from spec_tests.harness import ranks
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import batch, iterate, loss_of, recorded_iteration
 from spec_tests.models.sharding import column_mesh, grid_mesh, sharded
 from spec_tests.models.values import assert_same, full_gradients, full_values, local_gradients, mean_gradients, named
+from spec_tests.subject import MixedPrecisionPolicy, fully_shard, trace
 
 # --- set_requires_gradient_sync ---
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from spec_tests.fsdp2.subject import MixedPrecisionPolicy, fully_shard
 from spec_tests.harness import device, ranks
+from spec_tests.subject import MixedPrecisionPolicy, fully_shard
 
 VIEWS = ("detach", "as_strided", "view", "slice")
 COPIES = ("new_zeros", "clone", "_to_copy", "copy_", "split")

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-from minifsdp import fully_shard
 from spec_tests.harness import ranks
 from spec_tests.models.modules import Block, seeded
 from spec_tests.models.running import batch, loss_of
+from spec_tests.subject import fully_shard
 
 
 def two_places() -> nn.Sequential:

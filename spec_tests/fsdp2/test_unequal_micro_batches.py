@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spec_tests.fsdp2.subject import FSDPModule, fully_shard
 from spec_tests.harness import device, ranks
+from spec_tests.subject import FSDPModule, fully_shard
 
 
 def batch(rank: int, number: int) -> Tensor:

@@ -99,9 +99,13 @@ class Accounting:
     Args:
         device: ``"cpu"``, ``"simulated"`` or ``"cuda"``.
         root: the folder that contains ``build/spec-results.json``. Test names are relative to it.
+        engine: what the tests test. The results of another engine than minifsdp are in a file of their own, such as
+            ``build/spec-results-torch.json``, and the errors of its failed tests in ``build/spec-errors-torch.json``.
     """
 
-    def __init__(self, device: str, root: pathlib.Path = ROOT) -> None:
+    def __init__(self, device: str, root: pathlib.Path = ROOT, engine: str = "minifsdp") -> None:
+        self.engine = engine
+        self.errors: dict[str, str] = {}
         self.backend = BACKENDS[device]
         self.root = root
         self.rows = read_rows()
@@ -150,10 +154,13 @@ class Accounting:
             worst = "failed" in (report.outcome, self.outcomes.get(report.nodeid))
             outcome = _passed(self.kinds.get(report.nodeid, KINDS[0])) if report.passed else report.outcome
             self.outcomes[report.nodeid] = "failed" if worst else outcome
+            if report.failed:
+                self.errors[report.nodeid] = last_error(report.longreprtext)
 
     def write(self) -> dict[str, Any]:
         """Merges this run into the file, and returns the new contents of the file."""
-        path = self.root / "build" / "spec-results.json"
+        suffix = "" if self.engine == "minifsdp" else f"-{self.engine}"
+        path = self.root / "build" / f"spec-results{suffix}.json"
         earlier: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         results = {}
         for row, statement in self.rows.items():
@@ -169,6 +176,12 @@ class Accounting:
             results[row] = {"statement": statement, "results": said, "kinds": kinds, "tests": tests}
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(results, indent=1))
+        if suffix:
+            # A partial run updates only the tests that it ran.
+            errors = self.root / "build" / f"spec-errors{suffix}.json"
+            known = json.loads(errors.read_text()) if errors.exists() else {}
+            known = {test: error for test, error in known.items() if test not in self.outcomes} | self.errors
+            errors.write_text(json.dumps(known, indent=1))
         return results
 
     def _without_gone(self, row: str, tests: Mapping[str, dict[str, str]]) -> dict[str, dict[str, str]]:
@@ -191,9 +204,8 @@ class Accounting:
         total, done = Counter(map(section_of, self.rows)), Counter(map(section_of, proven))
         touched = {section_of(row) for row in verdicts}
         lines = [f"{section:12s} {done[section]:3d} / {total[section]:3d}" for section in total if section in touched]
-        lines.append(
-            f"{'all':12s} {len(proven):3d} / {len(self.rows):3d}  rows of docs/spec.md proven on {self.backend}"
-        )
+        where = self.backend if self.engine == "minifsdp" else f"{self.backend} with the engine {self.engine}"
+        lines.append(f"{'all':12s} {len(proven):3d} / {len(self.rows):3d}  rows of docs/spec.md proven on {where}")
         kinds = Counter(kind_of_proof(outcomes_of[row]) for row in proven)
         lines.append(", ".join(f"{kinds[kind]} by {kind}" for kind in KINDS if kinds[kind]) or "none by anything")
         failed = [row for row in self.rows if verdicts.get(row) == "failed"]
@@ -207,6 +219,13 @@ class Accounting:
         """The requirements that would be tested if the missing packages were installed."""
         rows = {row for test in self.in_need for row in self.carried.get(test, [])}
         return [row for row in self.rows if row in rows and verdicts.get(row) == "unproven"]
+
+
+def last_error(text: str) -> str:
+    """The error of a failed test in one line: the last line that pytest marks with ``E``, or the last line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    marked = [line for line in lines if line.startswith("E ")]
+    return (marked or lines or [""])[0 if marked else -1].removeprefix("E").strip()[:300]
 
 
 def _file_of(test: str) -> str:

@@ -43,13 +43,24 @@ import torch
 from spec_tests.harness import simulated, worker
 from spec_tests.harness.worker import Answer, Seat, Task, serve
 
-__all__ = ["Failure", "RankPool", "close_all", "fork_server", "run", "start_early", "use_device", "use_filters"]
+__all__ = [
+    "Failure",
+    "RankPool",
+    "close_all",
+    "fork_server",
+    "run",
+    "start_early",
+    "use_device",
+    "use_filters",
+    "use_limit",
+]
 
 GRACE = 3.0  # seconds for the other ranks to end after a rank has failed
 START_LIMIT = 120.0  # seconds until a new rank must have its default group
 
 _device_kind = "cpu"
 _filters: tuple[str, ...] = ()
+_longest: float | None = None
 _pools: dict[tuple[int, bool], RankPool] = {}
 
 
@@ -65,6 +76,12 @@ def use_device(kind: str) -> None:
     worker.device_here = torch.device("cuda:0" if kind == "cuda" else "cpu")
     if kind == "simulated":
         worker.device_here = simulated.install()
+
+
+def use_limit(seconds: float | None) -> None:
+    """Sets the longest time of a test for the session, also for tests that allow more. None: their own limits."""
+    global _longest
+    _longest = seconds
 
 
 def use_filters(filters: Iterable[str]) -> None:
@@ -88,7 +105,7 @@ def run(
         Failure: a rank raised, died or hung, or the ranks issued different numbers of collectives.
         TypeError: an argument cannot be sent to another process.
     """
-    task = Task(module, name, _pickled(arguments), limit, _filters)
+    task = Task(module, name, _pickled(arguments), min(limit, _longest or limit), _filters)
     key = (num_ranks, is_alone)
     if key not in _pools:
         _pools[key] = RankPool(num_ranks, _device_kind, is_alone=is_alone)

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from minifsdp import trace
 from spec_tests.harness import device
 from spec_tests.models.modules import WIDTH, Stack
+from spec_tests.subject import trace
 
 
 @contextlib.contextmanager

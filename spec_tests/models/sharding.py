@@ -20,11 +20,9 @@ import torch.distributed.fsdp.wrap as torch_policies
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from minifsdp import FullyShardedDataParallel, ShardingStrategy
-from minifsdp.wrap import ModuleWrapPolicy
-from spec_tests.fsdp2.subject import fully_shard
 from spec_tests.harness import device, kept
 from spec_tests.models.modules import MLP, Block, seeded
+from spec_tests.subject import FullyShardedDataParallel, ModuleWrapPolicy, ShardingStrategy, fully_shard
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2 = ShardingStrategy
 FLAT_STRATEGIES = (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD)

@@ -19,9 +19,15 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import prune
 
-from minifsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy, fully_shard
 from spec_tests.harness import device, ranks
 from spec_tests.models.sharding import grid, grid_mesh
+from spec_tests.subject import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 
 Shard = Callable[[Any], Any]
 

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from minifsdp import FullyShardedDataParallel
 from spec_tests.models.modules import WIDTH
 from spec_tests.models.running import batch, loss_of
 from spec_tests.oracles.gathering import clean_name
+from spec_tests.subject import FullyShardedDataParallel
 
 # --- the expected values ---
 

@@ -11,7 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minifsdp import (
+from minifsdp.engine import collectives
+from spec_tests.harness import device, ranks
+from spec_tests.models.modules import seeded
+from spec_tests.models.running import batch, iterate
+from spec_tests.models.sharding import sharded, wrapped
+from spec_tests.subject import (
     CPUOffload,
     FullStateDictConfig,
     FullyShardedDataParallel,
@@ -23,11 +28,6 @@ from minifsdp import (
     fully_shard,
     trace,
 )
-from minifsdp.engine import collectives
-from spec_tests.harness import device, ranks
-from spec_tests.models.modules import seeded
-from spec_tests.models.running import batch, iterate
-from spec_tests.models.sharding import sharded, wrapped
 
 FULL = StateDictType.FULL_STATE_DICT
 FSDP: Any = FullyShardedDataParallel

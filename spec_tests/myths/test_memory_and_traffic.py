@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minifsdp import MixedPrecision, ShardingStrategy, timeline, trace
+from minifsdp import timeline
 from minifsdp.cost import Job, cost_of
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import seeded, wide
 from spec_tests.models.running import batch, iterate
 from spec_tests.models.sharding import wrapped
+from spec_tests.subject import MixedPrecision, ShardingStrategy, trace
 
 GB = 1e9
 
@@ -159,7 +160,7 @@ def test_three_units_are_unsharded_during_compute() -> None:
 @pytest.mark.spec("MYTH-79")
 @ranks(2)
 def test_three_rows_are_split_two_and_one() -> None:
-    from minifsdp import fully_shard
+    from spec_tests.subject import fully_shard
 
     model = fully_shard(torch.nn.Linear(4, 3, device=device()))
     assert model.weight.to_local().shape[0] == (2 if dist.get_rank() == 0 else 1)

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from minifsdp import FullyShardedDataParallel, StateDictType
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import batch
 from spec_tests.models.sharding import sharded, wrapped
+from spec_tests.subject import FullyShardedDataParallel, StateDictType
 
 FSDP: Any = FullyShardedDataParallel
 

@@ -16,13 +16,13 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minifsdp import FullOptimStateDictConfig, FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from spec_tests.harness import device, ranks
 from spec_tests.live_bytes import LiveBytes
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import batch, iterate
 from spec_tests.models.sharding import sharded, wrapped
 from spec_tests.oracles.counting import count_collectives
+from spec_tests.subject import FullOptimStateDictConfig, FullStateDictConfig, FullyShardedDataParallel, StateDictType
 from spec_tests.waiting import comes_true
 
 FULL = StateDictType.FULL_STATE_DICT

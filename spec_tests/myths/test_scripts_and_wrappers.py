@@ -25,13 +25,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 import minifsdp
-from minifsdp import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy, checkpoint_wrapper, fully_shard
-from minifsdp.wrap import transformer_auto_wrap_policy
+from minifsdp import checkpoint_wrapper
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import Block, Nested, seeded
 from spec_tests.models.running import batch, iterate
 from spec_tests.models.sharding import as_torch, grid, sharded, wrapped
 from spec_tests.oracles.counting import count_collectives
+from spec_tests.subject import (
+    BackwardPrefetch,
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    fully_shard,
+    transformer_auto_wrap_policy,
+)
 
 FSDP: Any = FullyShardedDataParallel
 FULL_SHARD, SHARD_GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP

@@ -11,11 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minifsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, fully_shard, trace
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import Block, Stack, Twice, seeded
 from spec_tests.models.running import batch, iterate, loss_of
 from spec_tests.models.sharding import sharded, wrapped
+from spec_tests.subject import (
+    BackwardPrefetch,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+    fully_shard,
+    trace,
+)
 
 FULL_SHARD, SHARD_GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 

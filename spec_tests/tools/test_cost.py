@@ -21,14 +21,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 import minifsdp
 from docs_build.reading import papers
-from minifsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy, cost, trace
+from minifsdp import cost
 from minifsdp.cost import Cost, Job, cost_of
 from minifsdp.engine.mesh import Group, default_group
 from minifsdp.tools import formulas, peaks
-from minifsdp.wrap import ModuleWrapPolicy
+from spec_tests import subject
 from spec_tests.harness import device, ranks
 from spec_tests.live_bytes import LiveBytes
 from spec_tests.models.sharding import grid
+from spec_tests.subject import (
+    BackwardPrefetch,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ModuleWrapPolicy,
+    ShardingStrategy,
+    trace,
+)
 
 LOW, FULL = torch.bfloat16, torch.float32
 BILLION = 10**9
@@ -276,11 +284,11 @@ def _with_overlap(model: nn.Module, job: Job) -> nn.Module:
 
 
 def _in_place(model: Tower, job: Job) -> nn.Module:
-    policy = minifsdp.MixedPrecisionPolicy(param_dtype=job.compute, reduce_dtype=job.reduce)
+    policy = subject.MixedPrecisionPolicy(param_dtype=job.compute, reduce_dtype=job.reduce)
     for pair in model.pairs:
-        minifsdp.fully_shard(pair, reshard_after_forward=job.reshards_to or not job.keeps, mp_policy=policy)
+        subject.fully_shard(pair, reshard_after_forward=job.reshards_to or not job.keeps, mp_policy=policy)
     # The root uses the default: it stays unsharded for its backward.
-    return minifsdp.fully_shard(model, mp_policy=policy)
+    return subject.fully_shard(model, mp_policy=policy)
 
 
 def one_step(model: Any, optimizer: torch.optim.Optimizer, job: Job, weigh: Any) -> None:

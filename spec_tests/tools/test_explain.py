@@ -19,17 +19,24 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, Shard
 from torch.distributed.tensor import DTensor, Shard
 
 import minifsdp
-from minifsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, explain, fully_shard, trace
+from minifsdp import explain
 from minifsdp.fsdp1.wrapper import Wrapper
 from minifsdp.fsdp2.fsdp_state import states_in
 from minifsdp.tools.explain import Explanation
 from minifsdp.tools.explain_records import UnitSummary
-from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.harness import device, ranks
 from spec_tests.models import MODELS
 from spec_tests.models.modules import UNITS, Block, Nested, NormedBlock, Stack, Tied, chain, seeded
 from spec_tests.models.running import iterate
 from spec_tests.models.sharding import grid_mesh, line_mesh, sharded, wrapped
+from spec_tests.subject import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ModuleWrapPolicy,
+    fully_shard,
+    trace,
+)
 
 APIS = {"wrapper": wrapped, "wrapper, originals": lambda m=None: wrapped(m, use_orig_params=True), "in place": sharded}
 

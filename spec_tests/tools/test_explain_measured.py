@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 import minifsdp
-from minifsdp import FullyShardedDataParallel, MixedPrecision
 from minifsdp.cost import Job, cost_of
 from minifsdp.tools.explain import Explanation
-from minifsdp.wrap import ModuleWrapPolicy
+from spec_tests import subject
 from spec_tests.harness import device, ranks
+from spec_tests.subject import FullyShardedDataParallel, MixedPrecision, ModuleWrapPolicy
 from spec_tests.tools.test_cost import (
     FULL,
     JOB,
@@ -128,8 +128,8 @@ def test_supported_optimizers_have_expected_state_size(name: str) -> None:
 def with_a_root_that_reshards(job: Job) -> nn.Module:
     model = Tower().to(device())
     for pair in model.pairs:
-        minifsdp.fully_shard(pair, reshard_after_forward=True)
-    return minifsdp.fully_shard(model, reshard_after_forward=True)
+        subject.fully_shard(pair, reshard_after_forward=True)
+    return subject.fully_shard(model, reshard_after_forward=True)
 
 
 @pytest.mark.spec("EXPLAIN-03")
@@ -185,9 +185,9 @@ def partly_frozen(job: Job, *parts: str) -> nn.Module:
         model.get_submodule(part).requires_grad_(False)
     if job.per_parameter:
         for pair in model.pairs:
-            minifsdp.fully_shard(pair, reshard_after_forward=not job.keeps)
-        return minifsdp.fully_shard(model)
-    strategy = minifsdp.ShardingStrategy[job.strategy]
+            subject.fully_shard(pair, reshard_after_forward=not job.keeps)
+        return subject.fully_shard(model)
+    strategy = subject.ShardingStrategy[job.strategy]
     policy = ModuleWrapPolicy({Pair})
     return FullyShardedDataParallel(model, None, strategy, auto_wrap_policy=policy, use_orig_params=True)
 

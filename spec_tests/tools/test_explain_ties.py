@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 from torch import Tensor, nn
 
-from minifsdp import explain, fully_shard
+from minifsdp import explain
 from spec_tests.harness import ranks
 from spec_tests.models.modules import WIDTH, seeded
 from spec_tests.models.sharding import wrapped
+from spec_tests.subject import fully_shard
 
 
 class SharedBias(nn.Module):
