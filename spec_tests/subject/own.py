@@ -35,7 +35,7 @@ class Use:
 def use_of(item: pytest.Item) -> Use:
     """The names that a test uses, in its body, its arguments and the functions that it calls."""
     use, seen = Use(), set()
-    test = item.function
+    test, homes = item.function, ("spec_tests", item.module.__name__)
     arguments = getattr(item, "callspec", None)
     waiting: list[Any] = [getattr(test, "body_on_a_rank", test), arguments and arguments.params]
     while waiting:
@@ -51,7 +51,7 @@ def use_of(item: pytest.Item) -> Use:
             waiting += one.values()
         elif isinstance(one, (list, tuple, set)):
             waiting += one
-        elif home.startswith("spec_tests.subject") or not home.startswith("spec_tests"):
+        elif home.startswith("spec_tests.subject") or not home.startswith(homes):
             continue
         elif isinstance(one, type):
             waiting += [*vars(one).values(), *one.__bases__]
@@ -60,8 +60,10 @@ def use_of(item: pytest.Item) -> Use:
             for code in codes(one.__code__):
                 use.own |= {name for name in code.co_names if name.split(".")[0] == "minifsdp" and "." in name}
                 use.own |= {"a program with minifsdp" for text in code.co_consts if is_program(text)}
-                use.public |= public_names(code, one.__globals__)
-                waiting += values_of(code, one.__globals__)
+                public = public_names(code, one.__globals__)
+                use.public |= public
+                names = {name: one.__globals__.get(name) for name in code.co_names if name not in public}
+                waiting += values_of(code, names)
         elif not isinstance(one, types.ModuleType):
             waiting.append(type(one))
     return use
@@ -70,10 +72,11 @@ def use_of(item: pytest.Item) -> Use:
 def public_names(code: types.CodeType, names: dict[str, Any]) -> set[str]:
     """The names of `subject` that code reads: directly, or as its attributes."""
     through = subject.NAMES if any(names.get(name) is subject for name in code.co_names) else ()
+    read = {name: names.get(name) for name in code.co_names if name in subject.NAMES}
     return {
         name
-        for name in code.co_names
-        if name in subject.NAMES and (name in through or names.get(name, code) is getattr(subject, name))
+        for name, value in read.items()
+        if name in through or isinstance(value, subject.NotOffered) or (value and value is getattr(subject, name))
     }
 
 

@@ -1,0 +1,63 @@
+"""The smallest adapter: step 4 of ``tutorials/naive_fsdp.py`` as a wrapper. It shows what an adapter has to do.
+
+It shards one unit for each block that the policy names, and one for the rest. It has no state dicts and no
+``fully_shard``, it needs modules that return one tensor, and it refuses all options. The classes of the options are
+those of torch, because the tests build options while they are collected.
+"""
+
+# A test finds these names as attributes of this module.
+# ruff: noqa: F401
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
+
+from minifsdp import trace
+from spec_tests.subject import NotOfferedError
+
+# The tutorials are programs, and import their shared module by its file name.
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "tutorials"))
+
+from naive_fsdp import Log, Unit, reduce_and_scatter
+
+
+class RecordedEvents(list[str]):
+    """The tutorial's list of events, such as ``"AG blocks.0"``. It also writes them to minifsdp's recorder."""
+
+    def append(self, event: str) -> None:
+        super().append(event)
+        if trace.recorder is not None:
+            kind, _, unit = event.partition(" ")
+            trace.recorder.begin(kind, unit)
+
+
+class FullyShardedDataParallel(nn.Module):
+    """The tutorial's units with the constructor of torch's wrapper."""
+
+    def __init__(self, module: nn.Module, *, auto_wrap_policy: Any = None, **options: object) -> None:
+        super().__init__()
+        options = {
+            name: option for name, option in options.items() if option not in (None, ShardingStrategy.FULL_SHARD)
+        }
+        if options:
+            raise NotOfferedError(f"the naive engine has no option {', '.join(options)}")
+        self.module, log = module, Log()
+        log.events = RecordedEvents()
+        classes = tuple(getattr(auto_wrap_policy, "_module_classes", ()))
+        blocks = [(name, child) for name, child in module.named_modules() if name and isinstance(child, classes)]
+        # The root is last, so that its unit has the parameters that no block has.
+        units = [
+            Unit(name, part, log) for name, part in [*blocks, ("", module)] if any(True for _ in part.parameters())
+        ]
+        reduce_and_scatter(units)
+        self.shards = nn.ParameterList(unit.shard for unit in units)
+
+    def forward(self, *arguments: Any, **named: Any) -> torch.Tensor:
+        return self.module(*arguments, **named)
