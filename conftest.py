@@ -32,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--limit", type=float, metavar="SECONDS", help="a test on ranks that takes longer fails as hanging"
     )
+    parser.addoption("--variants", type=int, metavar="NUMBER", help="at most this number of variants of each test")
     parser.addoption("--quick", action="store_true", help="one test of each section of docs/spec.md: about two minutes")
     parser.addoption(
         "--every-row",

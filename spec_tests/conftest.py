@@ -49,6 +49,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     leave_out_by_device(config, items)
     if config.getoption("--engine") != "minifsdp":
         leave_out_by_engine(config, items)
+    if most := config.getoption("--variants"):
+        chosen = first_variants(items, most)
+        leave_out(config, items, f"variants of tests not run (--variants {most})", lambda item: item not in chosen)
     if config.getoption("--quick"):
         chosen = quick_form(items)
         leave_out(config, items, "tests not in the quick form not run (--quick)", lambda item: item not in chosen)
@@ -134,6 +137,14 @@ def quick_form(items: list[pytest.Item]) -> set[pytest.Item]:
             for row in rows_proven_by(item):
                 chosen.setdefault((section_of(row), item.path.parent.name), item)
     return set(chosen.values())
+
+
+def first_variants(items: list[pytest.Item], most: int) -> set[pytest.Item]:
+    """The first variants of each test, at most ``most`` of each."""
+    by_test: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return {item for variants in by_test.values() for item in variants[:most]}
 
 
 def is_marked(item: pytest.Item) -> bool:
