@@ -66,7 +66,7 @@ def record_fully_shard() -> None:
     around(Group, "unshard", lambda group, *rest: group._all_gather_result, all_gathered)
     for name in ("_to_sharded", "_to_sharded_post_forward"):
         around(Group, name, lambda group, *rest: group.is_unsharded, freed)
-    around(FSDPState, "_pre_forward", entered)
+    around(FSDPState, "_pre_forward", lambda state, *rest: state._training_state.name, entered)
     around(Group, "pre_backward", gradient_arrived)
     reducing: list[Group] = []
     around(
@@ -103,8 +103,8 @@ def freed(was_unsharded: bool, group: Group, *rest: Any) -> None:
         write("FREE", group._module_fqn or "")
 
 
-def entered(state: FSDPState, *rest: Any) -> None:
-    if state._training_state.name == "IDLE":
+def entered(phase_before: str, state: FSDPState, *rest: Any) -> None:
+    if phase_before == "IDLE":
         for group in state._fsdp_param_groups:
             write("F", group._module_fqn or "")
 
