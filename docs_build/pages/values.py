@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from docs_build.drawing.pictures import events_of
-from docs_build.pages import costs, evidence, faults, gpurun, modulepage, streams
+from docs_build.pages import costs, enginepage, evidence, faults, gpurun, modulepage, streams
 from docs_build.reading.papers import hybrid_cross_host, hybrid_cross_host_as_printed, zero_bytes
 from docs_build.reading.text import table
 from minifsdp.tools import formulas
@@ -119,4 +119,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "stream-peaks": streams.peaks,
     "optimizer": costs.optimizers,
     "large": costs.large,
+    "engine-summary": enginepage.summary,
+    "engine-failures": enginepage.failures,
+    "engine-naive": enginepage.naive,
 }

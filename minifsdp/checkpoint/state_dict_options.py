@@ -75,9 +75,6 @@ class ShardedStateDictConfig(StateDictConfig):
 
     _use_dtensor: bool = False
 
-    def __post_init__(self) -> None:
-        self.use_dtensor = self._use_dtensor = self.use_dtensor or self._use_dtensor
-
 
 @dataclass
 class OptimStateDictConfig:
@@ -99,9 +96,6 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
     """For the sharded form. ``_use_dtensor`` is torch's name of ``use_dtensor``."""
 
     _use_dtensor: bool = False
-
-    def __post_init__(self) -> None:
-        self.use_dtensor = self._use_dtensor = self.use_dtensor or self._use_dtensor
 
 
 @dataclass
@@ -168,7 +162,8 @@ class Form:
         """The form for a model's settings; a model without units has no settings and gets the full form."""
         if type is None or config is None:
             return cls()
-        return cls(type, config.offload_to_cpu, getattr(config, "rank0_only", False), config.use_dtensor)
+        use_dtensor = config.use_dtensor or getattr(config, "_use_dtensor", False)
+        return cls(type, config.offload_to_cpu, getattr(config, "rank0_only", False), use_dtensor)
 
     @property
     def is_sharded(self) -> bool:

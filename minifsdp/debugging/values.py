@@ -166,5 +166,4 @@ def _anybody(groups: Sequence[Group], has_one: bool, device: torch.device) -> bo
 
 def _forget(units: Sequence[Unit]) -> list[str]:
     layouts = {unit.layout for unit in units}
-    mine = [layout for layout in list(_found) if layout in layouts]
-    return [_found.pop(layout) for layout in mine]
+    return [_found.pop(layout) for layout in list(_found) if layout in layouts]

@@ -360,10 +360,17 @@ def fields_of(config: Any) -> dict[str, Any]:
 
 
 @pytest.mark.spec("SD-CFG-18")
-@pytest.mark.parametrize("config", [ShardedStateDictConfig, ShardedOptimStateDictConfig])
-def test_sharded_config_accepts_the_private_name_of_torch(config: Any) -> None:
-    assert config(_use_dtensor=True) == config(use_dtensor=True) != config()
-    assert config(_use_dtensor=True).use_dtensor is config(use_dtensor=True)._use_dtensor is True
+@pytest.mark.parametrize("name", ["use_dtensor", "_use_dtensor"])
+@ranks(2)
+def test_both_names_of_the_flag_give_dtensors(name: str) -> None:
+    model = sharded(plain_model())
+    configs = ShardedStateDictConfig(**{name: True}), ShardedOptimStateDictConfig(**{name: True})
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 3, device=device())).sum().backward()
+    optimizer.step()
+    with FSDP.state_dict_type(model, SHARDED, *configs):
+        assert isinstance(model.state_dict()["0.weight"], DTensor)
+        assert isinstance(FSDP.optim_state_dict(model, optimizer)["state"]["0.weight"]["exp_avg"], DTensor)
 
 
 @pytest.mark.spec("SD-CFG-12")

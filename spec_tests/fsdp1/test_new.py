@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-import minifsdp
 from minifsdp.engine import rank_checks
+from spec_tests import subject
 from spec_tests.checkpoint.refusals import refused
 from spec_tests.harness import device, kept, ranks
 from spec_tests.models.modules import UNITS, Block, seeded
@@ -142,7 +142,7 @@ def facts(state: dict[str, Any]) -> dict[str, Any]:
 @ranks(2)
 def test_with_a_mesh_sharded_state_dicts_hold_the_dtensors_of_torch(use_orig_params: bool) -> None:
     mesh, options = mesh_of(2), {"use_orig_params": use_orig_params}
-    state = sharded_state(minifsdp, wrapped(device_mesh=mesh, **options))
+    state = sharded_state(subject.engine, wrapped(device_mesh=mesh, **options))
     expected = sharded_state(torch_fsdp, as_torch(seeded(), device_mesh=mesh, **options))
     assert facts(state) == facts(expected)
     assert all(value.placements == (Shard(0),) for value in state.values())
@@ -154,7 +154,7 @@ def test_with_a_mesh_sharded_state_dicts_hold_the_dtensors_of_torch(use_orig_par
 @ranks(4)
 def test_with_a_mesh_of_two_axes_the_dtensors_are_replicated_over_the_first() -> None:
     mesh = mesh_of(2, 2)
-    state = sharded_state(minifsdp, wrapped(sharding_strategy=HYBRID_SHARD, process_group=None, device_mesh=mesh))
+    state = sharded_state(subject.engine, wrapped(sharding_strategy=HYBRID_SHARD, process_group=None, device_mesh=mesh))
     hybrid = torch_fsdp.ShardingStrategy.HYBRID_SHARD
     expected = sharded_state(torch_fsdp, as_torch(seeded(), sharding_strategy=hybrid, device_mesh=mesh))
     assert facts(state) == facts(expected)

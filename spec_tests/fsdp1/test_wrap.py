@@ -27,7 +27,8 @@ import minifsdp.wrap
 from minifsdp.fsdp1.options import MixedPrecision
 from minifsdp.fsdp1.policies import require_policy
 from minifsdp.fsdp1.wrap import apply, auto_wrap, choose
-from minifsdp.wrap import _or_policy, default_auto_wrap_policy, wrap
+from minifsdp.wrap import default_auto_wrap_policy
+from spec_tests import subject
 from spec_tests.subject import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -39,6 +40,7 @@ from spec_tests.subject import (
 )
 
 Call = tuple[str, bool, int]
+wrap, _or_policy = subject.wrap.wrap, subject.wrap._or_policy
 at_least_40 = functools.partial(size_based_auto_wrap_policy, min_num_params=40)
 
 

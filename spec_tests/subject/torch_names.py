@@ -10,6 +10,7 @@ changes the default. `torch_events` records the events of both APIs.
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import torch
@@ -49,9 +50,11 @@ FILTERS = (
 
 
 def _with_device(init: Any) -> Any:
+    position = list(inspect.signature(init).parameters).index("device_id")
+
     @functools.wraps(init)
     def construct(self: FullyShardedDataParallel, *arguments: Any, **named: Any) -> None:
-        if device().type != "cuda":
+        if device().type != "cuda" and len(arguments) < position:
             named.setdefault("device_id", device())
         init(self, *arguments, **named)
 
