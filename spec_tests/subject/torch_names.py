@@ -44,6 +44,7 @@ FILTERS = (
     "ignore::FutureWarning:torch",
     "ignore::UserWarning:torch",
     "ignore:FSDP:UserWarning",
+    "ignore:`_get_pg_default_device`:UserWarning",
     "ignore:.*NO_SHARD:FutureWarning",
     "ignore:.*deprecated:FutureWarning",
 )
