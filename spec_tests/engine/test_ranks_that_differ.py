@@ -190,7 +190,9 @@ def test_factors_of_replicas_that_differ_after_a_step() -> None:
     if dist.get_rank() == 1:
         model.set_gradient_divide_factor(4.0)  # type: ignore[operator]
     with refused("different collectives"):
-        train(model)
+        # On an accelerator, the answer is read at the end of the next backward.
+        for _ in range(2):
+            train(model)
 
 
 @pytest.mark.spec("AGREE-04")
