@@ -256,6 +256,39 @@ def test_checkpoints_are_in_full_precision_for_any_compute_dtype() -> None:
         assert state[key].dtype is torch.float32
 
 
+@pytest.mark.spec("MP-10")
+@ranks(2)
+def test_buffers_are_saved_in_their_own_dtype_after_a_conversion() -> None:
+    """Defect: the next forward stores the dtype of mixed precision as the dtype that the user gave the buffer."""
+    precision = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16, _module_classes_to_ignore=())
+    model = FSDP(plain_model(), mixed_precision=precision)
+    for _ in range(2):
+        model(torch.ones(4, 3, device=device()))
+        assert model.module[1].running_mean.dtype is torch.bfloat16
+        assert model.state_dict()["1.running_mean"].dtype is torch.float32
+        model.to(device())
+
+
+class TwoNames(nn.Linear):
+    """A layer that has one buffer under two names."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        shared = torch.ones(3)
+        self.register_buffer("first", shared)
+        self.register_buffer("second", shared)
+
+
+@pytest.mark.spec("SD-CFG-17")
+@pytest.mark.accelerator
+@ranks(2)
+def test_a_buffer_with_two_names_is_offloaded_under_both() -> None:
+    model = FSDP(TwoNames(), device_id=device())
+    with FSDP.state_dict_type(model, FULL, FullStateDictConfig(offload_to_cpu=True)):
+        state = model.state_dict()
+    assert {key: value.device.type for key, value in state.items()} == dict.fromkeys(state, "cpu")
+
+
 @pytest.mark.spec("SD-CFG-02", "SD-CFG-03", "SD-CFG-05", "SD-CFG-07", "SD-CFG-08", "SD-CFG-09", "SD-CFG-10")
 @ranks(2)
 def test_state_dict_type_is_set_for_tree_and_restored() -> None:

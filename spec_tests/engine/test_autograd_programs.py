@@ -47,6 +47,12 @@ class IntoList(Block):
         x.append(self.router(x[-1]).sum() + self.second(torch.tanh(self.first(x[-1]))))
 
 
+class IntoDict(Block):
+    def forward(self, x: Any) -> Any:
+        given = x.pop("input")
+        x["output"] = self.router(given).sum() + self.second(torch.tanh(self.first(given)))
+
+
 class IntoInput(Block):
     def forward(self, x: Any) -> Any:
         y = 1 * x
@@ -103,6 +109,21 @@ class OneList(Net):
             block(passed)
         assert len(passed) == 3
         return self.head(passed[-1])
+
+
+class GivesDict(Net):
+    def forward(self, x: Tensor) -> Any:
+        return {"result": super().forward(x)}
+
+
+class OneDict(Net):
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            passed = {"input": x}
+            block(passed)
+            assert list(passed) == ["output"], "a key that the block has removed"
+            x = passed["output"]
+        return self.head(x)
 
 
 class Forces(Net):
@@ -164,6 +185,11 @@ def evaluated_first(model: nn.Module, x: Tensor) -> None:
 def requested(model: nn.Module, x: Tensor) -> None:
     parameters = list(model.parameters())
     model(x).pow(2).mean().backward(inputs=parameters)
+
+
+def requested_of_dict(model: nn.Module, x: Tensor) -> None:
+    parameters = list(model.parameters())
+    model(x)["result"].pow(2).mean().backward(inputs=parameters)
 
 
 def requested_with_input(model: nn.Module, x: Tensor) -> None:
@@ -290,6 +316,7 @@ def check_equal_to_plain(program: Callable[..., None], make: Callable[[], Net]) 
 
 CASES: dict[str, tuple[Callable[..., None], Callable[[], Net]]] = {
     ("PROG-20", "parameters"): (requested, Net),
+    ("PROG-20", "parameters, a dict"): (requested_of_dict, GivesDict),
     ("PROG-20", "parameters and an input"): (requested_with_input, Net),
     ("PROG-20", "an input"): (requested_input_first, Net),
     ("PROG-23", "forces"): (forces, Forces),
@@ -302,6 +329,7 @@ CASES: dict[str, tuple[Callable[..., None], Callable[[], Net]]] = {
     ("PROG-27", "attributes"): (kept, Net),
     ("PROG-28", "hooks"): (hooked, Net),
     ("PROG-29", "list"): (plain, lambda: OneList(IntoList)),
+    ("PROG-29", "dict"): (plain, lambda: OneDict(IntoDict)),
     ("PROG-29", "input"): (plain, lambda: UsesInputAgain(IntoInput)),
     ("PROG-30", "in place"): (plain, lambda: UsesInputAgain(InPlace)),
     ("PROG-31", "tangents"): (tangents, Net),

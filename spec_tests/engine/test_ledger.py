@@ -367,6 +367,33 @@ def test_a_report_needs_no_file(place: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert ("could not be written" in said) == (place != "off")
 
 
+@pytest.mark.spec("LEDGER-07")
+@pytest.mark.pure
+def test_drawing_of_a_report_shows_the_last_collectives() -> None:
+    from minifsdp.ledger import drawn
+
+    lines = [["world#1", 0, number, f"all-gather {number}", "train.py:1", 0, 8, number] for number in range(4)]
+    picture = drawn({"report": "", "lines": {"0": lines}}, 2)
+    assert re.findall(r"all-gather \d", picture) == ["all-gather 2", "all-gather 3"]
+
+
+@pytest.mark.spec("LEDGER-13")
+@pytest.mark.pure
+def test_one_of_the_waiting_ranks_prints_that_all_ranks_wait(capsys: pytest.CaptureFixture[str]) -> None:
+    from minifsdp.watchdog.watchdog import Watchdog
+
+    waits = {"ended": "", "place": "train.py:1", "iteration": 0, "waits": "all-gather of 'a'", "last": ""}
+    found = Findings({0: {**waits, "waits": ""}, 1: waits, 2: waits})
+    position: Any = SimpleNamespace(ranks=(0, 1, 2)), 0, 0
+    prints = []
+    for rank in range(3):
+        this: Any = SimpleNamespace(_patience=100 * PATIENCE, _has_printed=False, _channel=SimpleNamespace(rank=rank))
+        for _ in range(2):
+            Watchdog._print_once(this, position, found)
+        prints.append(capsys.readouterr().err.count("all ranks keep waiting"))
+    assert prints == [0, 1, 0]
+
+
 @pytest.mark.spec("LEDGER-21")
 @ranks(2)
 def test_event_is_queried_only_after_a_delay_and_then_dropped() -> None:

@@ -128,6 +128,20 @@ def test_the_orders_that_the_ranks_remember_do_not_grow_without_limit(monkeypatc
         assert len(group.transport._known) <= 8
 
 
+@pytest.mark.spec("LEDGER-11", "ORDER-10")
+@pytest.mark.cpu  # the transport of gloo
+@ranks(2, timeout=20)
+def test_sizes_of_a_failed_collective_are_not_remembered() -> None:
+    """Defect: the rank whose size is used later does not compare it again, and the other rank waits for it."""
+    group = Group.of(dist.new_group([0, 1]))
+    number = 4 + 4 * group.rank
+    with pytest.raises(RuntimeError, match="are about to issue different collectives"):
+        collectives.all_gather(group, torch.zeros(2 * number), torch.ones(number)).wait()
+    output = torch.zeros(8)
+    collectives.all_gather(group, output, torch.full((4,), 1.0 + group.rank)).wait()
+    assert output.tolist() == [1.0] * 4 + [2.0] * 4
+
+
 @pytest.mark.spec("SD-FULL-03")
 @ranks(2)
 def test_saves_leave_no_keys_in_the_store() -> None:

@@ -197,6 +197,21 @@ def test_rank_with_optimizer_without_empty_params_all_gathers() -> None:
     assert not torch.equal(evaluate(model), before)
 
 
+@pytest.mark.spec("FRESH-04")
+@ranks(2)
+def test_a_step_after_unshard_is_noticed_by_the_first_forward_of_a_larger_model() -> None:
+    results = []
+    for shards in (True, False):
+        model = in_place(tiny()) if shards else tiny()
+        optimizer = OPTIMIZERS["AdamW fused"](model[0].parameters())
+        backward(model[0])
+        if shards:
+            model[0].unshard()
+        optimizer.step()
+        results.append(evaluate(model))
+    torch.testing.assert_close(*results)
+
+
 # --- optimizer steps that count ---
 
 

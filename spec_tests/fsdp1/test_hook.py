@@ -539,6 +539,17 @@ def test_hybrid_without_replicas_takes_no_hook_but_hybrid_without_shards_takes_o
 
 
 @pytest.mark.spec("HOOK-10")
+@pytest.mark.parametrize("strategy", HYBRID_STRATEGIES)
+@ranks(2)
+def test_root_with_an_inner_hybrid_unit_takes_no_hook(strategy: ShardingStrategy) -> None:
+    alone, _ = dist.new_subgroups_by_enumeration([[0], [1]])
+    model, groups = seeded(), (dist.group.WORLD, alone)
+    model.blocks[0] = FullyShardedDataParallel(model.blocks[0], sharding_strategy=strategy, process_group=groups)
+    with pytest.raises(AssertionError, match=rf"rank {dist.get_rank()}.*hybrid"):
+        FullyShardedDataParallel(model).register_comm_hook(Seen(), note_and_fill)
+
+
+@pytest.mark.spec("HOOK-10")
 @ranks(2)
 def test_torch_refuses_the_same_hooks_with_the_same_types_of_errors() -> None:
     for library in (FullyShardedDataParallel, torch_fsdp.FullyShardedDataParallel):

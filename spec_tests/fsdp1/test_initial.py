@@ -566,6 +566,22 @@ class Initializer:
             nn.init.constant_(tensor.data, float(len(self.calls)))
 
 
+class Filled(nn.Linear):
+    """Writes to its parameters in place. Autograd allows this only without grad mode."""
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            self.weight.fill_(0.5)
+            self.bias.fill_(0.25)
+
+
+@pytest.mark.spec("META-02")
+@ranks(2)
+def test_reset_parameters_may_write_in_place() -> None:
+    values = gathered_values(FSDP(on_meta(lambda: nn.Sequential(Filled(WIDTH, 3)))))
+    assert {name: float(value.unique()) for name, value in values.items()} == {"0.weight": 0.5, "0.bias": 0.25}
+
+
 @pytest.mark.spec("META-04")
 @as_units
 @pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])

@@ -284,3 +284,12 @@ def test_offload_policy_of_torch_is_refused() -> None:
         TypeError, match=r"rank .: fully_shard\(\): offload_policy should be an OffloadPolicy of minifsdp"
     ):
         fully_shard(nn.Linear(2, 2), offload_policy=CPUOffloadPolicy())
+
+
+@pytest.mark.spec("FUZZ-02", "FS2-23")
+@ranks(2)
+def test_an_iterator_of_ignored_parameters_is_refused() -> None:
+    """Defect: a check consumes the iterator, and no parameter is ignored."""
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"rank .: fully_shard\(\): ignored_params should be a set of parameters"):
+        fully_shard(model, ignored_params=iter(model.parameters()))

@@ -291,6 +291,22 @@ def peak(sharded: Any, *, trains: bool = True) -> int:
     return peaks(sharded, trains=trains)[-1]
 
 
+@pytest.mark.spec("STREAM-17")
+@rank_among_invented(2)
+def test_prefetch_begins_after_the_output_of_the_all_gather_before_it_was_released() -> None:
+    """The units are frozen, so gradients do not hide the memory of all-gathers."""
+    model, module = per_parameter(6, WIDE).requires_grad_(False), torch.get_device_module(device())
+    batch = torch.randn(3, WIDE, device=device(), requires_grad=True)
+    for _ in range(2):
+        loss = model(batch).sum()
+        module.synchronize()
+        before = module.memory_allocated()
+        module.reset_peak_memory_stats()
+        loss.backward()
+    # The parameters of one unit, and the output of one all-gather.
+    assert module.max_memory_allocated() - before < 2.5 * UNIT
+
+
 @pytest.mark.spec("PREF-03", "PREF-05")
 @rank_among_invented(2)
 def test_backward_pre_holds_one_unit_more_than_backward_post() -> None:

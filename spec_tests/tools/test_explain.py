@@ -204,6 +204,14 @@ def test_experts_may_be_on_another_mesh() -> None:
 
 @pytest.mark.spec("EXPLAIN-02")
 @ranks(2)
+def test_replicas_without_shards_are_shown_as_no_shard() -> None:
+    found = explain(wrapped(sharding_strategy=minifsdp.ShardingStrategy.NO_SHARD))
+    assert (found.job.strategy, found.job.num_shards, found.job.num_replicas) == ("NO_SHARD", 1, 2)
+    assert "NO_SHARD on 1 rank, 2 copies" in str(found)
+
+
+@pytest.mark.spec("EXPLAIN-02")
+@ranks(2)
 def test_unit_prints_the_elements_of_each_rank() -> None:
     text = str(explain(wrapped(nn.Linear(3, 5).to(device()))).units[0])
     assert [line.split() for line in text.splitlines()[2:]] == [["weight", "10", "5"], ["bias", "0", "5"]]

@@ -231,6 +231,14 @@ def test_trace_has_process_per_rank_and_thread_per_stream() -> None:
     assert {name for rank, name in named if rank == 1} == {"compute", "compute (2)", "gather", "reduce", "reduce (2)"}
 
 
+def test_trace_shows_the_memory_of_each_rank_in_its_own_process() -> None:
+    items = chrome_trace([step_of_two_units(), [Event("AG", "", 0.0, 1.0, 8, stream="gather")]])["traceEvents"]
+    peaks = {rank: [i["args"]["bytes"] for i in items if i["ph"] == "C" and i["pid"] == rank] for rank in (0, 1)}
+
+    assert max(peaks[0]) == 264
+    assert peaks[1] == [8]
+
+
 def test_spans_moments_and_memory_follow_the_trace_event_format() -> None:
     items = json.loads(json.dumps(chrome_trace([step_of_two_units()])))["traceEvents"]
     spans = [item for item in items if item["ph"] == "X"]
