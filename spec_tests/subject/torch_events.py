@@ -82,7 +82,9 @@ def record_fully_shard() -> None:
         group = next((group for group in reducing if params[0] in group.fsdp_params), None)
         if group is not None:
             dtype = group._reduce_dtype or params[0].sharded_param.dtype
-            write("RS", group._module_fqn or "", group._reduce_scatter_process_group, dtype=dtype)
+            # A group of one rank copies its gradient and sends nothing.
+            if group._reduce_scatter_process_group.size() > 1:
+                write("RS", group._module_fqn or "", group._reduce_scatter_process_group, dtype=dtype)
             if arguments[8] is not None and arguments[10]:
                 write("AR", group._module_fqn or "", group._all_reduce_process_group, dtype=dtype)
         return reduce(params, *arguments, **named)

@@ -24,6 +24,7 @@ from minifsdp.fsdp1.wrapper import Wrapper
 from minifsdp.fsdp2.fsdp_state import states_in
 from minifsdp.tools.explain import Explanation
 from minifsdp.tools.explain_records import UnitSummary
+from spec_tests import subject
 from spec_tests.harness import device, ranks
 from spec_tests.models import MODELS
 from spec_tests.models.modules import UNITS, Block, Nested, NormedBlock, Stack, Tied, chain, seeded
@@ -205,7 +206,7 @@ def test_experts_may_be_on_another_mesh() -> None:
 @pytest.mark.spec("EXPLAIN-02")
 @ranks(2)
 def test_replicas_without_shards_are_shown_as_no_shard() -> None:
-    found = explain(wrapped(sharding_strategy=minifsdp.ShardingStrategy.NO_SHARD))
+    found = explain(wrapped(sharding_strategy=subject.ShardingStrategy.NO_SHARD))
     assert (found.job.strategy, found.job.num_shards, found.job.num_replicas) == ("NO_SHARD", 1, 2)
     assert "NO_SHARD on 1 rank, 2 copies" in str(found)
 
