@@ -271,7 +271,7 @@ def _filled(node: Any, values: dict[str, Any], runs: Counter[str]) -> Any:
 
 
 def _run(node: ast.AST, values: dict[str, Any], runs: Counter[str]) -> list[Any]:
-    """What the next ``...`` of the pattern has matched: of its statements, or of its list elements and arguments."""
+    """The nodes that the next ``...`` of this kind has matched: statements, or list elements and arguments."""
     kind = type(node).__name__
     runs[kind] += 1
     return list(values[f"{kind} {runs[kind] - 1}"])

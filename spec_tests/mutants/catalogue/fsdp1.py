@@ -261,16 +261,6 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        "the-final-callback-does-nothing",
-        "START-09",
-        "Torch's final callback leaves units unsharded after a backward that has failed.",
-        replace(
-            "FullyShardedDataParallel._exec_order_data",
-            "self._current_root_state().recover_after_error",
-            "lambda: None",
-        ),
-    ),
-    Mutant(
         "flattened-as-if-full",
         "OSD-FLAT-01",
         "flatten_sharded_optim_state_dict expects full tensors.",

@@ -53,12 +53,15 @@ MUTANTS = [
     ),
     # --- tools/explain.py ---
     Mutant(
-        "explained-replicas-are-not-reduced",
-        "EXPLAIN-03",
-        "explain() omits the all-reduce over the replicas.",
-        never("_job_for", "$like.num_replicas > 1"),
+        "equal-units-have-a-line-each",
+        "EXPLAIN-12",
+        "Equal units that follow each other do not share a line of the table.",
+        replace(
+            "_lines_of_units",
+            "itertools.groupby($units, $columns)",
+            "(($columns(unit), [unit]) for unit in $units)",
+        ),
     ),
-    # --- tools/explain_advice.py ---
     Mutant(
         "a-hundred-percent-are-the-border",
         "EXPLAIN-06",
