@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spec_tests.harness.edit import always, never, remove, replace
+from spec_tests.harness.edit import always, remove, replace
 from spec_tests.mutants.mutant import Mutant
 
 __all__ = ["MUTANTS"]
