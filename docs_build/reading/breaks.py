@@ -1,8 +1,8 @@
 """The tests that fail when a line is broken, from the record of ``spec_tests/mutants``.
 
-For each *mutant* (a passage of the package, replaced by one that removes a behaviour) the record has the requirements
-whose tests failed, and the tests. The catalogue has the passage. This module combines the two: a break belongs to the
-first line that it changes.
+For each *mutant* (an edit of the package that removes a behaviour) the record has the requirements whose tests failed,
+and the tests. The catalogue has the edit. This module combines the two: a break belongs to the first line that it
+changes.
 """
 
 import json
@@ -11,7 +11,7 @@ from functools import cache
 
 from docs_build.reading.order import PACKAGE, ROOT
 from spec_tests.mutants.catalogue import MUTANTS
-from spec_tests.mutants.mutant import Mutant, definitions
+from spec_tests.mutants.mutant import Mutant, broken
 
 RECORD = ROOT / "docs" / "data" / "mutants.json"
 
@@ -47,13 +47,5 @@ def _by_module() -> dict[str, dict[int, list[Break]]]:
 
 def first_changed_line(mutant: Mutant) -> tuple[str, int]:
     """The module that a mutant changes, and the number of the first changed line."""
-    path, passage = next((path, text) for path, text in definitions()[mutant.place] if mutant.old in text)
-    text = path.read_text(encoding="utf-8")
-    pairs = enumerate(zip(mutant.old, mutant.new, strict=False))
-    same = next((n for n, (old, new) in pairs if old != new), min(len(mutant.old), len(mutant.new)))
-    # If lines are only added, the break belongs to the last unchanged one.
-    same = min(same, len(mutant.old.rstrip()) - 1)
-    at = text.index(passage) + passage.index(mutant.old) + same
-    # The first difference may be in the indentation of a line.
-    at += len(text[at:]) - len(text[at:].lstrip())
-    return path.relative_to(PACKAGE).as_posix(), text.count("\n", 0, at) + 1
+    edited = broken(mutant)
+    return edited.path.relative_to(PACKAGE).as_posix(), edited.line

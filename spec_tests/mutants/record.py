@@ -63,7 +63,7 @@ def write(mutants: Mapping[str, Mutant], results: Iterable[Result], path: pathli
     found = {name: entry for name, entry in earlier.items() if name in mutants}
     for result in results:
         one = mutants[result.name]
-        found[one.name] = {"what": one.what, "place": one.place, "red": result.red, "blind": result.blind}
+        found[one.name] = {"what": one.what, "place": one.edit.place, "red": result.red, "blind": result.blind}
     rows: dict[str, list[str]] = {}
     functions: dict[str, set[str]] = {}
     for name, entry in sorted(found.items()):

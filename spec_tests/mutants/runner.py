@@ -25,7 +25,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, field
 
 from spec_tests.harness.accounting import ROOT
-from spec_tests.mutants.mutant import Broken, Mutant, broken
+from spec_tests.harness.edit import Edited
+from spec_tests.mutants.mutant import Mutant, broken
 
 __all__ = ["Result", "files_of", "run"]
 
@@ -74,7 +75,7 @@ def run(mutant: Mutant, limit: float = LIMIT) -> Result:
 
 
 @contextlib.contextmanager
-def _copy(change: Broken) -> Iterator[pathlib.Path]:
+def _copy(change: Edited) -> Iterator[pathlib.Path]:
     with tempfile.TemporaryDirectory(prefix="mutant-") as name:
         folder = pathlib.Path(name)
         for part in COPIED:
@@ -82,9 +83,10 @@ def _copy(change: Broken) -> Iterator[pathlib.Path]:
                 shutil.copytree(ROOT / part, folder / part)
             else:
                 shutil.copy2(ROOT / part, folder / part)
-        (folder / change.path).write_text(change.text)
+        path = folder / change.path.relative_to(ROOT)
+        path.write_text(change.text, encoding="utf-8")
         # Python compares file times in seconds, so it could use the cached bytecode of the unchanged module.
-        for stale in (folder / change.path).parent.glob(f"__pycache__/{change.path.stem}.*"):
+        for stale in path.parent.glob(f"__pycache__/{path.stem}.*"):
             stale.unlink()
         yield folder
 

@@ -5,25 +5,36 @@ from __future__ import annotations
 import ast
 import pathlib
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
-from spec_tests.harness.accounting import ROOT, read_rows, section_of
+from spec_tests.harness.accounting import read_rows, section_of
+from spec_tests.harness.edit import never, remove
 from spec_tests.mutants import record
 from spec_tests.mutants.catalogue import EVERY, MUTANTS
-from spec_tests.mutants.mutant import Mutant, broken
+from spec_tests.mutants.mutant import PACKAGE, Mutant, broken
 from spec_tests.mutants.runner import Result, files_of
+from spec_tests.test_house_rules import MODULES, num_code_lines
 
 # Sections that are not about the package's code: recipes, their checkpoints after the failure of a rank, the kit for
 # GPUs, and the simulation, which has broken engines of its own in spec_tests/streams.
 ELSEWHERE = {"FAULT", "KIT", "LAB", "SIM", "SOAK", "TRAIN"}
 
 
-def test_each_mutant_applies_exactly_once_and_is_a_program() -> None:
-    changes = {mutant.name: broken(mutant) for mutant in EVERY}
-    assert [name for name, change in changes.items() if (ROOT / change.path).read_text() == change.text] == []
-    for change in changes.values():
-        ast.parse(change.text)
+def test_each_mutant_applies_and_its_result_compiles() -> None:
+    for mutant in EVERY:
+        edited = broken(mutant)
+        assert edited.text != ast.unparse(ast.parse(edited.path.read_text())) + "\n", mutant.name
+        compile(edited.text, edited.path, "exec")
+
+
+def test_mutants_are_spread_over_the_modules_by_their_size() -> None:
+    found = Counter(broken(mutant).path.relative_to(PACKAGE).as_posix() for mutant in EVERY)
+    sizes = {module: num_code_lines(module) for module in MODULES}
+    few = [module for module, size in sizes.items() if size > 60 and found[module] < max(1, size // 100)]
+    many = [module for module, size in sizes.items() if found[module] > 1 + size // 20]
+    assert (few, many) == ([], [])
 
 
 def test_requirements_of_each_mutant_exist_and_have_tests() -> None:
@@ -35,8 +46,8 @@ def test_requirements_of_each_mutant_exist_and_have_tests() -> None:
 
 def test_mutants_have_unique_names_and_unique_changes() -> None:
     assert [name for name, number in Counter(mutant.name for mutant in EVERY).items() if number > 1] == []
-    passages = Counter((mutant.place, mutant.old, mutant.new) for mutant in EVERY)
-    assert [passage for passage, number in passages.items() if number > 1] == []
+    texts = Counter((broken(mutant).path, broken(mutant).text) for mutant in EVERY)
+    assert [path for (path, _), number in texts.items() if number > 1] == []
 
 
 def test_each_section_of_the_spec_has_a_mutant() -> None:
@@ -44,12 +55,10 @@ def test_each_section_of_the_spec_has_a_mutant() -> None:
     assert sections - {section_of(row) for mutant in EVERY for row in mutant.row_list} == set()
 
 
-def test_mutant_with_missing_passage_raises_error() -> None:
-    gone = Mutant("gone", "FlatSharding.shard_range", "no such passage", "", "Nothing.", "SHARD-02")
-    with pytest.raises(ValueError, match=r"0 times in FlatSharding\.shard_range for 'gone'"):
+def test_mutant_that_does_not_apply_raises_an_error_with_its_name() -> None:
+    gone = Mutant("gone", "SHARD-02", "Nothing.", never("FlatSharding.slice", "index"))
+    with pytest.raises(ValueError, match=r"gone: nothing in the package is called 'FlatSharding\.slice'"):
         broken(gone)
-    with pytest.raises(ValueError, match=r"nothing in the package is called 'FlatSharding\.slice'"):
-        broken(Mutant("gone", "FlatSharding.slice", "index", "", "Nothing.", "SHARD-02"))
 
 
 def test_record_names_failing_tests_and_drops_missing_mutants(tmp_path: pathlib.Path) -> None:
@@ -70,5 +79,5 @@ def test_interrupted_run_continues_unless_mutant_changed(tmp_path: pathlib.Path)
     result = Result(mutant.name, {"SHARD-06": "a.py::test"}, ["HYB-05"])
     record.append(mutant, result, path)
     assert record.read_lines({mutant.name: mutant}, path) == {mutant.name: result}
-    changed = Mutant(mutant.name, mutant.place, mutant.old, "piece.mul_(1.0)", mutant.what, mutant.rows)
+    changed = replace(mutant, edit=remove("Scaling.prepare", "$whole.div_(self.before)"))
     assert record.read_lines({mutant.name: changed}, path) == {}

@@ -1,57 +1,29 @@
-"""The mutants by sections of the spec. Names are unique."""
+"""The mutants by folders of the package. Names are unique."""
 
 from __future__ import annotations
 
 from spec_tests.mutants.catalogue import (
-    agreement,
-    backward,
-    building,
-    checkpoints,
-    fresh,
-    fully_shard,
-    fuzz,
-    gradients,
-    healthy,
-    optimizer_states,
-    precision,
-    programs,
-    programs_saving,
-    rest,
-    saving,
-    sending,
-    sharding,
-    start,
-    switches,
-    training,
-    unseen,
-    weights,
+    checkpoint,
+    engine_communication,
+    engine_layouts,
+    engine_steps,
+    fsdp1,
+    fsdp2,
+    tools,
+    watchdog,
 )
 from spec_tests.mutants.mutant import Mutant
 
 __all__ = ["EVERY", "MUTANTS"]
 
 EVERY: list[Mutant] = [
-    *building.MUTANTS,
-    *sharding.MUTANTS,
-    *backward.MUTANTS,
-    *precision.MUTANTS,
-    *training.MUTANTS,
-    *checkpoints.MUTANTS,
-    *optimizer_states.MUTANTS,
-    *fully_shard.MUTANTS,
-    *gradients.MUTANTS,
-    *healthy.MUTANTS,
-    *switches.MUTANTS,
-    *rest.MUTANTS,
-    *sending.MUTANTS,
-    *fresh.MUTANTS,
-    *fuzz.MUTANTS,
-    *saving.MUTANTS,
-    *start.MUTANTS,
-    *programs.MUTANTS,
-    *weights.MUTANTS,
-    *programs_saving.MUTANTS,
-    *agreement.MUTANTS,
-    *unseen.MUTANTS,
+    *checkpoint.MUTANTS,
+    *engine_communication.MUTANTS,
+    *engine_layouts.MUTANTS,
+    *engine_steps.MUTANTS,
+    *fsdp1.MUTANTS,
+    *fsdp2.MUTANTS,
+    *tools.MUTANTS,
+    *watchdog.MUTANTS,
 ]
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in EVERY}
