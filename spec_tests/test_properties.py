@@ -12,8 +12,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
@@ -33,6 +32,7 @@ from spec_tests.random_programs.description import (
 )
 from spec_tests.random_programs.draw import (
     BY_HAND,
+    EDITS,
     FLAT_KINDS,
     HYBRID,
     KINDS,
@@ -117,179 +117,111 @@ def test_same_seed_draws_the_same_cases_and_another_seed_draws_others() -> None:
     assert first != others
 
 
-LOOPS = {
-    "strategy": (*PLAIN, *HYBRID),
-    "precision": ("full", "low", "low_summed_full", "full_summed_low"),
-    "micro_batches": (
-        *((True,), (False, True), (True, True), (False, False, True)),
-        *((True, False, True), (False, True, False, True), (True, False, False, True)),
-    ),
-    "offload": (True, False),
+KINDS_OF_PROGRAMS = (("loops", "2"), ("resumed", "2"), ("races", "2"), ("races", "2x2"), ("calls", "2"), ("apart", "2"))
+# Fields, attributes of nodes and arguments of calls with more values than true and false, or that only calls have.
+WANTED: dict[str, tuple[object, ...]] = {
+    "precision": ("full", "low", "low_summed_full", "full_summed_low", "single"),
+    "micro_batches": ((True,), (False, True), (True, True), (True, False, True), (True, False, False, True)),
     "num_replicas": (1, 2),
-    "ties": (True,),
-    "steps": (2, 3),
+    "steps": (0, 2, 3),
     "forwards": (1, 2),
-    "momentum": (True, False),
-    "clears": (True, False),
     "evaluates": ("", "after", "between", "forgotten"),
     "bomb": ("", "forward", "backward"),
-    "edits": ("", "write"),
-    "saves": ("", "full"),
-    "tracks_input": (True, False),
-    "node.unit": (True, False),
-    "node.frozen": (True, False),
+    "saves": ("", "full", "sharded"),
+    "steps_by": ("", "foreach", "fused"),
+    "stepping": ("", "event", "in_backward"),
+    "batches": ("device", "plain", "pinned"),
+    "rank": (0, 3),
     "node.times": (1, 2, 3),
     "node.checkpoint": ("", "nonreentrant", "reentrant"),
     "node.returns": ("tensor", "tuple", "dict", "nested"),
-    "node.keywords": (True, False),
     "node.every": (1, 2),
     "node.same_as": (-1, 0, 1),
+    "which": ("first", "last", "all"),
+    "bang": (2, 3, 4),
+    "part": (2, 3, 4),
+    "skip": (2, 3, 4),
+    "on": (0, 1),
+    "damage": ("missing", "extra", "shape", "type", "none", "list"),
+    "input": (3, "text", [1.0]),
+    "of_model": (True, False),
+    "to_none": (True, False),
+    "train": (True, False),
+    "strict": (True, False),
 }
-LOOPS_OF_WRAPPER = {
-    "originals": (True, False),
-    "backward_prefetch": ("BACKWARD_PRE", "BACKWARD_POST", ""),
-    "forward_prefetch": (True, False),
-    "limits": (True, False),
-    "by_policy": ("", "custom"),
-    "clips": (True, False),
-    "apart": (-1, 0, 1, 2),
-    "node.strategy": ("", *PLAIN),
+CALLS = (
+    *("forward", "backward", "evaluate", "step", "zero_grad", "clip", "edit", "new_optimizer", "mode", "save", "load"),
+    *("save_optimizer", "load_optimizer", "wrong", "strange_input", "backward_again", "copy"),
+)
+HOOKS = ("", "communication", "accumulated", "backward", "plain", "async", "low")
+OF_FRONT_END: dict[str, dict[str, tuple[object, ...]]] = {
+    "fsdp1": {
+        "do": (*CALLS, "enter", "leave", "apply"),
+        "node.kind": (*LOOP_LEAVES, *FLAT_KINDS, *CONTAINERS),
+        "node.strategy": ("", *PLAIN),
+        "strategy": (*PLAIN, *HYBRID),
+        "hook": (*HOOKS, "in_place"),
+        "edits": ("", *EDITS),
+        "resumes": ("", *forms_of("fsdp1")),
+        "form": forms_of("fsdp1"),
+        "backward_prefetch": ("BACKWARD_PRE", "BACKWARD_POST", ""),
+        "by_policy": ("", "custom", "class"),
+        "apart": (-1, 0, 1, 2),
+        "norm": (1, 2.0, "inf"),
+        "how": ("data", "foreach"),
+        "what": ("no_sync", "summon"),
+        **dict.fromkeys(("writeback", "rank0_only", "offload_to_cpu", "with_grads"), (True, False)),
+        "inner": (True,),
+    },
+    "fully_shard": {
+        "do": (
+            *CALLS,
+            *["generate", "convert", "sync", "keep", "keep_after_backward", "unshard", "wait", "reshard", "prefetch"],
+        ),
+        "node.kind": (*LOOP_LEAVES[:-1], *KINDS, *CONTAINERS),
+        "strategy": (*PLAIN, *HYBRID),
+        "hook": HOOKS,
+        "edits": ("", *EDITS[:-1]),
+        "resumes": ("", *forms_of("fully_shard")),
+        "form": forms_of("fully_shard"),
+        "dtype": ("", "double", "float"),
+        "how": ("data", "foreach", "method", "assign"),
+        "when": ("forward", "backward"),
+        "among": (0, 1, 2),
+        "ahead": (0, 1, 2),
+        "by_hand": ("", *BY_HAND),
+        "switch": SWITCHES,
+        **dict.fromkeys(("later", "recurse"), (True, False)),
+    },
 }
-RESUMED = {"adam": (True, False), "hook": ("communication", "accumulated", "backward")}
-RACES = {
-    "rank": (0, 1),
-    "batches": ("device", "plain", "pinned"),
-    "reads": (True, False),
-    "separate": (True, False),
-    "stepping": ("", "event", "in_backward"),
-    "adam": (True, False),
-    "scales": (True, False),
-    "hook": ("", "plain", "async", "low"),
-    "edits": ("", "in_place", "new_data", "write", "read", "read_on_cpu"),
-    "saves": ("", "full", "sharded"),
-    "elsewhere": (True, False),
-}
-RACES_OF_FUNCTION = {
-    "pins": (True, False),
-    "among": (0, 1, 2),
-    "ahead": (0, 1, 2),
-    "by_hand": ("", *BY_HAND),
-    "switch": SWITCHES,
-    "late": (True, False),
-    "goes_on": (True, False),
-    "resets": (True, False),
-}
-CALLS: dict[str, tuple[Any, ...]] = {
-    "do": (
-        "forward",
-        "backward",
-        "evaluate",
-        "step",
-        "zero_grad",
-        "clip",
-        "edit",
-        "new_optimizer",
-        "mode",
-        "save",
-        "load",
-        "save_optimizer",
-        "load_optimizer",
-        "wrong",
-        "strange_input",
-        "backward_again",
-        "copy",
-    ),
-    "steps_by": ("", "foreach", "fused"),
-    "adam": (True, False),
-    "precision": ("full", "single"),
-    "offload": (True, False),
-    "num_replicas": (1, 2),
-    "node.times": (1, 2),
-    "call.which": ("first", "last", "all"),
-    "call.bang": (2, 3, 4),
-    "call.part": (2, 3, 4),
-    "call.skip": (2, 3, 4),
-    "call.how": ("data", "foreach"),
-    "call.of_model": (True, False),
-    "call.to_none": (True, False),
-    "call.train": (True, False),
-    "call.strict": (True, False),
-    "call.damage": ("missing", "extra", "shape", "type", "none", "list"),
-    "call.input": (3, "text"),
-}
-CALLS_OF_WRAPPER: dict[str, tuple[Any, ...]] = {
-    "do": ("enter", "leave", "apply"),
-    "strategy": (*PLAIN, *HYBRID),
-    "originals": (True, False),
-    "full_in_eval": (True, False),
-    "hook": ("", "in_place"),
-    "backward_prefetch": ("BACKWARD_PRE", "BACKWARD_POST", ""),
-    "forward_prefetch": (True, False),
-    "by_mesh": (True,),
-    "node.kind": FLAT_KINDS,
-    "call.what": ("no_sync", "summon"),
-    "call.writeback": (True, False),
-    "call.rank0_only": (True, False),
-    "call.offload_to_cpu": (True, False),
-    "call.with_grads": (True, False),
-    "call.inner": (True,),
-    "call.norm": (1, 2.0, "inf"),
-    "call.form": ("full", "rank0", "sharded", "dtensor", "local"),
-}
-CALLS_OF_FUNCTION: dict[str, tuple[Any, ...]] = {
-    "do": ("generate", "convert", "sync", "keep", "keep_after_backward", "unshard", "wait", "reshard", "prefetch"),
-    "dtype": ("double", "float"),
-    "frees": (True, False),
-    "node.kind": KINDS,
-    "call.dtype": ("double", "float"),
-    "call.how": ("method", "assign"),
-    "call.later": (True, False),
-    "call.recurse": (True, False),
-    "call.when": ("forward", "backward"),
-    "call.form": ("full", "rank0", "sharded", "own"),
-}
-# By kind and front end: what must be drawn.
-DRAWN: dict[tuple[str, str, str], dict[str, tuple[object, ...]]] = {
-    ("loops", "fsdp1", "2"): LOOPS | LOOPS_OF_WRAPPER | {"node.kind": (*LOOP_LEAVES, *CONTAINERS)},
-    ("loops", "fully_shard", "2"): LOOPS | {"node.kind": (*LOOP_LEAVES[:-1], *CONTAINERS)},
-    ("resumed", "fsdp1", "2"): RESUMED | {"resumes": forms_of("fsdp1")},
-    ("resumed", "fully_shard", "2"): RESUMED | {"resumes": forms_of("fully_shard")},
-    ("races", "fsdp1", "2"): RACES,
-    ("races", "fully_shard", "2"): RACES | RACES_OF_FUNCTION,
-    ("races", "fsdp1", "2x2"): {"edits": ("gradients",), "strategy": HYBRID},
-    ("races", "fully_shard", "2x2"): {"sums_late": (True, False)},
-    ("calls", "fsdp1", "2"): CALLS | CALLS_OF_WRAPPER | {"do": CALLS["do"] + CALLS_OF_WRAPPER["do"]},
-    ("calls", "fully_shard", "2"): CALLS
-    | CALLS_OF_FUNCTION
-    | {"do": CALLS["do"] + CALLS_OF_FUNCTION["do"], "call.how": ("data", "foreach", "method", "assign")},
-    ("apart", "fsdp1", "2"): {"call.on": (0, 1), "skips differ": (True,)},
-    ("apart", "fully_shard", "2"): {"call.on": (0, 1), "skips differ": (True,)},
+# The options of one front end only.
+OF_ONE = {
+    "fsdp1": {"forward_prefetch", "limits", "originals", "by_mesh", "clips", "full_in_eval"},
+    "fully_shard": {"pins", "frees", "late", "sums_late", "goes_on", "resets"},
 }
 
 
 def features(d: Description) -> Iterator[tuple[str, object]]:
-    """The features of a program, by the names in `DRAWN`."""
-    yield from (
-        (field.name, getattr(d, field.name)) for field in fields(d) if field.name not in ("model", "ties", "calls")
-    )
-    yield "ties", bool(d.ties)
+    """The features of a program, by the names in `WANTED`."""
+    yield from ((name, value) for name, value in vars(d).items() if name not in ("model", "calls"))
     yield from (("switch", switch) for switch in d.switches)
     for node, _ in walk(d.model):
-        yield from (
-            (f"node.{field.name}", getattr(node, field.name)) for field in fields(node) if field.name != "children"
-        )
+        yield from ((f"node.{name}", value) for name, value in vars(node).items() if name != "children")
     for call in d.calls:
-        yield "do", call["do"]
-        yield from ((f"call.{name}", value) for name, value in call.items())
-        yield "skips differ", isinstance(call.get("skip"), list)
+        yield from call.items()
 
 
-@pytest.mark.parametrize(("kind", "api", "shape"), DRAWN)
-def test_every_feature_of_a_kind_of_program_is_drawn(kind: str, api: str, shape: str) -> None:
-    programs = drawn(kind, 250, 0, api, shape)
+@pytest.mark.parametrize("api", OF_FRONT_END)
+def test_every_feature_is_drawn(api: str) -> None:
+    programs = [d for kind, shape in KINDS_OF_PROGRAMS for d in drawn(kind, 150, 0, api, shape)]
     seen = {(name, repr(value)) for program in programs for name, value in features(program)}
-    wanted = {(name, repr(value)) for name, values in DRAWN[kind, api, shape].items() for value in values}
-    assert wanted - seen == set()
+    others = set.union(*(names for front_end, names in OF_ONE.items() if front_end != api))
+    switches = {name: (True, False) for name, value in vars(Description()).items() if isinstance(value, bool)}
+    switches |= {f"node.{name}": (True, False) for name, value in vars(Node()).items() if isinstance(value, bool)}
+    wanted = {name: values for name, values in switches.items() if name not in others} | WANTED | OF_FRONT_END[api]
+    assert {(name, repr(value)) for name, values in wanted.items() for value in values} - seen == set()
+    assert any(d.ties for d in programs)
+    assert any(isinstance(call.get("skip"), list) for d in programs for call in d.calls), "other parts on each rank"
 
 
 def test_uses_are_counted_through_calls_ties_and_shared_modules() -> None:
