@@ -213,7 +213,7 @@ def features(d: Description) -> Iterator[tuple[str, object]]:
 
 @pytest.mark.parametrize("api", OF_FRONT_END)
 def test_every_feature_is_drawn(api: str) -> None:
-    programs = [d for kind, shape in KINDS_OF_PROGRAMS for d in drawn(kind, 150, 0, api, shape)]
+    programs = [d for kind, shape in KINDS_OF_PROGRAMS for d in drawn(kind, 250, 0, api, shape)]
     seen = {(name, repr(value)) for program in programs for name, value in features(program)}
     others = set.union(*(names for front_end, names in OF_ONE.items() if front_end != api))
     switches = {name: (True, False) for name, value in vars(Description()).items() if isinstance(value, bool)}

@@ -428,7 +428,7 @@ class _Calls:
 
     def load(self) -> None:
         if not self.saved:
-            self.save()
+            return
         index = self.draw(st.integers(0, len(self.saved) - 1))
         # Sometimes loads another form than the saved one. Such a load is strict, because a non-strict one would read
         # nothing.
