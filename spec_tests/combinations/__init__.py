@@ -12,7 +12,7 @@ between two steps. For example, three options with two values each need these ro
     yes      no     yes
     yes      yes    no             four rows for twelve pairs, instead of eight rows
 
-A row is a training run of ``spec_tests/properties``. The model is always the same; each of its units has a small
+A row is a training loop of ``spec_tests/random_programs``. The model is always the same; each of its units has a small
 difficulty. It is trained for two steps and compared after each half step with one process that computes all batches: on
 two ranks mostly bitwise, otherwise with a stated tolerance. Between the steps, model and optimizer are saved in the
 row's form and loaded into others, which also run the second step and must end with bitwise equal values.

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from spec_tests.combinations.covering import Row, Values, covering, meetings
-from spec_tests.properties.build import PRECISIONS
-from spec_tests.properties.description import Description, Node, forms_of
-from spec_tests.properties.hunt import replay_line
+from spec_tests.random_programs.description import Description, Node, forms_of
+from spec_tests.random_programs.judge import replay_line
 
 __all__ = ["OPTIONS", "REFUSALS", "Refusal", "description_of", "is_allowed", "line_of", "plain", "table", "wanted"]
 
@@ -17,7 +16,7 @@ HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 
 _COMMON = {
     "ranks": ("2", "4"),
-    "precision": tuple(PRECISIONS),
+    "precision": ("full", "low", "low_summed_full", "full_summed_low"),
     "offload": ("no", "yes"),
     "frozen": ("nothing", "a unit", "half a unit"),
     "tied": ("no", "yes"),

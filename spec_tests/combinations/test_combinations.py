@@ -11,8 +11,9 @@ import torch.distributed as dist
 from spec_tests.combinations.covering import Row, covering, meetings
 from spec_tests.combinations.table import OPTIONS, REFUSALS, description_of, is_allowed, line_of, plain, table, wanted
 from spec_tests.harness import ranks
-from spec_tests.properties.build import Groups, plain_model, sharded
-from spec_tests.properties.hunt import BATCH, findings_of
+from spec_tests.random_programs.front_ends import sharded
+from spec_tests.random_programs.judge import judged
+from spec_tests.random_programs.modules import plain_model
 
 apis = pytest.mark.parametrize("api", OPTIONS)
 
@@ -24,12 +25,10 @@ apis = pytest.mark.parametrize("api", OPTIONS)
 def test_any_options_together_train_and_resume_like_one_process(api: str, num_ranks: str) -> None:
     # On two ranks the comparison is bitwise, and a row costs a quarter.
     rows = table(api, triples=num_ranks == "2", ranks=num_ranks)
-    for start in range(0, len(rows), BATCH):
-        batch = rows[start : start + BATCH]
-        findings = findings_of([description_of(row, api) for row in batch])
-        failures = [(line_of(row, api), text) for row, text in zip(batch, findings, strict=True) if text]
-        if failures:
-            pytest.fail("\n".join([*(line for line, _ in failures), failures[0][1]]), pytrace=False)
+    verdicts = judged([description_of(row, api) for row in rows])
+    failures = [(line_of(row, api), v.found) for row, v in zip(rows, verdicts, strict=True) if v.found]
+    if failures:
+        pytest.fail("\n".join([*(line for line, _ in failures), failures[0][1]]), pytrace=False)
 
 
 @pytest.mark.spec("PAR-09", "HOOK-10", "ORIG-12")
@@ -39,7 +38,6 @@ def test_exclusive_options_are_refused_in_any_combination(story: str) -> None:
     refusal = REFUSALS[story]
     others = [other for name, other in REFUSALS.items() if name != story]
     options = {**OPTIONS["fsdp1"], **refusal.values, "ranks": ("4",)}
-    groups: Groups = {}
 
     def is_refused_once(row: Mapping[str, str]) -> bool:
         return not any(other.concerns(row) for other in others)
@@ -47,7 +45,7 @@ def test_exclusive_options_are_refused_in_any_combination(story: str) -> None:
     for row in covering(options, meetings(options, 2, is_refused_once), is_refused_once):
         description = description_of(row, "fsdp1")
         with pytest.raises(refusal.error) as refused:
-            sharded(description, plain_model(description), groups)
+            sharded(description, plain_model(description))
         for word in (f"rank {dist.get_rank()}", *refusal.words):
             assert word in str(refused.value), row
 

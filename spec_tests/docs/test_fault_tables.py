@@ -13,7 +13,7 @@ from spec_tests.faults import __main__ as matrix
 from spec_tests.faults import restarts
 from spec_tests.faults.cells import Cell, Outcome
 from spec_tests.fuzz import __main__ as fuzz
-from spec_tests.fuzz.judge import summary
+from spec_tests.fuzz.__main__ import summary
 from spec_tests.soak import __main__ as soak
 from spec_tests.soak.watch import Sample
 from spec_tests.tutorials import kills

@@ -1,4 +1,4 @@
-"""Several hundred randomly generated training runs; see ``spec_tests/properties``.
+"""Several hundred randomly generated training runs; see ``spec_tests/random_programs``.
 
 To run more examples, or others::
 
@@ -13,9 +13,9 @@ import os
 
 import pytest
 
-from spec_tests.properties.description import from_json
-from spec_tests.properties.draw import drawn
-from spec_tests.properties.hunt import failure_of, hunt
+from spec_tests.random_programs.description import from_json
+from spec_tests.random_programs.draw import drawn
+from spec_tests.random_programs.judge import hunt
 
 EXAMPLES = int(os.environ.get("MINIFSDP_PROPERTY_EXAMPLES", "300"))
 SEED = int(os.environ.get("MINIFSDP_PROPERTY_SEED", "0"))
@@ -29,7 +29,7 @@ PARTS = {1: 0.15, 2: 0.55, 3: 0.1, 4: 0.2}
 @pytest.mark.parametrize("num_ranks", PARTS)
 def test_any_training_run_equals_one_process(num_ranks: int) -> None:
     num = max(1, round(EXAMPLES * PARTS[num_ranks]))
-    failure = hunt(drawn(num, SEED, num_ranks, "fsdp1"))
+    failure = hunt(drawn("loops", num, SEED, "fsdp1", str(num_ranks)))
     if failure is not None:
         pytest.fail(failure, pytrace=False)
 
@@ -72,6 +72,6 @@ NOT_SIMULATED = {"FWD-08": [pytest.mark.not_simulated("list operators do not cha
 )
 def test_earlier_property_findings_are_fixed(story: str) -> None:
     _, line = FOUND[story]
-    failure = failure_of(from_json(line))
+    failure = hunt([from_json(line)])
     if failure is not None:
         pytest.fail(failure, pytrace=False)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import pytest
 
 from spec_tests.fsdp1.test_properties import EXAMPLES, PARTS, SEED
-from spec_tests.properties.draw import drawn
-from spec_tests.properties.hunt import hunt
+from spec_tests.random_programs.draw import drawn
+from spec_tests.random_programs.judge import hunt
 
 
 @pytest.mark.ranks
@@ -20,6 +20,6 @@ from spec_tests.properties.hunt import hunt
 @pytest.mark.parametrize("num_ranks", PARTS)
 def test_any_training_run_equals_one_process(num_ranks: int) -> None:
     num = max(1, round(EXAMPLES / 2 * PARTS[num_ranks]))
-    failure = hunt(drawn(num, SEED, num_ranks, "fully_shard"))
+    failure = hunt(drawn("loops", num, SEED, "fully_shard", str(num_ranks)))
     if failure is not None:
         pytest.fail(failure, pytrace=False)

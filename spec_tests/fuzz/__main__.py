@@ -12,10 +12,16 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from spec_tests.random_programs.judge import Verdict
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 RECORD = Path(__file__).resolve().parents[2] / "docs" / "data" / "fuzz.json"
+# By name: the front end.
+APIS = {"wrapped": "fsdp1", "composed": "fully_shard"}
 # API, whether some calls are made by one rank only, number of programs.
 RECORDED = [("wrapped", False, 750), ("composed", False, 750), ("wrapped", True, 300), ("composed", True, 300)]
 
@@ -24,10 +30,10 @@ def main(arguments: list[str]) -> int:
     """Runs the command. Returns 1 if anything was found."""
     # Imported late: the ranks also import this module, as the main module of their parent.
     from spec_tests.benchmarks.page import circumstances
-    from spec_tests.fuzz.case import APIS, from_json
-    from spec_tests.fuzz.judge import counted, judged, kind_of, replay_line, simplest, summary
-    from spec_tests.fuzz.machine import drawn
     from spec_tests.harness import pool
+    from spec_tests.random_programs.description import to_json
+    from spec_tests.random_programs.draw import drawn
+    from spec_tests.random_programs.judge import counted, judged, kind_of, replay_line, simplest
 
     parser = argparse.ArgumentParser(prog="python -m spec_tests.fuzz")
     parser.add_argument("--number", type=int, default=2000, help="programs, half of them with each API")
@@ -38,28 +44,17 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--minutes", type=float, default=60.0, help="end earlier than after all programs")
     parser.add_argument("--output", type=Path, help="a file for what was found, as JSON")
     parser.add_argument("--smaller", type=int, default=3, help="how many findings to make smaller")
-    parser.add_argument("--replay", metavar="JSON", help="run this program again")
-    parser.add_argument("--shrink", metavar="JSON", help="make this program smaller")
     chosen = parser.parse_args(arguments)
-    if chosen.replay:
-        (verdict,) = judged([from_json(chosen.replay)])
-        pool.close_all()
-        print(*verdict.log, verdict.found or "nothing is found", sep="\n")
-        return int(verdict.found is not None)
-    if chosen.shrink:
-        print(replay_line(simplest(from_json(chosen.shrink))))
-        pool.close_all()
-        return 0
     apis = chosen.api or list(APIS)
     runs = RECORDED if chosen.record else [(api, chosen.apart, chosen.number // len(apis)) for api in apis]
     begun = time.monotonic()
     verdicts, reported = [], []
     for api, is_apart, number in runs:
         of_run = []
-        for verdict in judged(drawn(number, api, chosen.seed, is_apart=is_apart)):
+        for verdict in judged(drawn("apart" if is_apart else "calls", number, chosen.seed, APIS[api])):
             of_run.append(verdict)
             if verdict.found:
-                print(verdict.found[:1500], replay_line(verdict.case), sep="\n", flush=True)
+                print(verdict.found[:1500], replay_line(verdict.program), sep="\n", flush=True)
             if time.monotonic() > begun + 60 * chosen.minutes:
                 break
         reported.append({"api": api, "apart": is_apart, "seed": chosen.seed, **summary(of_run)})
@@ -70,8 +65,8 @@ def main(arguments: list[str]) -> int:
     print(f"{len(verdicts)} programs, {len(found)} findings", *kinds.most_common(), sep="\n")
     print(*counted(verdicts).most_common(), sep="\n")
     for kind in list(kinds)[: chosen.smaller]:
-        case = next(verdict.case for verdict in found if kind_of(verdict.found or "") == kind)
-        print(kind, replay_line(simplest(case)), sep="\n", flush=True)
+        program = next(verdict.program for verdict in found if kind_of(verdict.found or "") == kind)
+        print(kind, replay_line(simplest(program)), sep="\n", flush=True)
     pool.close_all()
     if chosen.record:
         lines = ",\n  ".join(map(json.dumps, reported))
@@ -79,9 +74,24 @@ def main(arguments: list[str]) -> int:
         RECORD.write_text(f'{head},\n "runs": [\n  {lines}\n ]\n}}\n')
     if chosen.output:
         chosen.output.parent.mkdir(parents=True, exist_ok=True)
-        text = [{"case": vars(verdict.case), "found": verdict.found} for verdict in found]
+        text = [{"case": json.loads(to_json(verdict.program)), "found": verdict.found} for verdict in found]
         chosen.output.write_text(json.dumps({"number": len(verdicts), "found": text}, indent=1) + "\n")
     return int(bool(found))
+
+
+def summary(verdicts: list[Verdict]) -> dict[str, int]:
+    """For a record: the number of programs, findings, calls and refused calls."""
+    said = Counter(result.partition(": ")[2] for verdict in verdicts for result in verdict.log)
+    programs = [verdict.program for verdict in verdicts]
+    return {
+        "programs": len(verdicts),
+        "findings": sum(verdict.found is not None for verdict in verdicts),
+        "calls": sum(said.values()),
+        "refused": sum(said.values()) - said["ok"],
+        "ended early": sum(verdict.ended for verdict in verdicts),
+        "hybrid": sum(program.is_hybrid for program in programs),
+        "mixed precision": sum(program.precision != "full" for program in programs),
+    }
 
 
 if __name__ == "__main__":

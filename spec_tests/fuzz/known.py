@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from spec_tests.fuzz.case import Call, Case
+from typing import Any
+
+from spec_tests.random_programs.description import Call, Description
+from spec_tests.random_programs.draw import of_blocks
 
 __all__ = ["KNOWN"]
 
@@ -20,7 +23,7 @@ LEAVE: Call = {"do": "leave"}
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 
 
-def _edit(how: str, *, of_model: bool) -> Call:
+def _edit(how: str | None, *, of_model: bool) -> Call:
     return {"do": "edit", "how": how, "of_model": of_model}
 
 
@@ -28,22 +31,23 @@ def _convert(how: str) -> Call:
     return {"do": "convert", "dtype": "double", "how": how}
 
 
-def _wrapped(*calls: Call, **options: object) -> Case:
-    return Case("wrapped", {"api": "wrapped", **options}, list(calls))
+def _wrapped(*calls: Call, **options: Any) -> Description:
+    return of_blocks(calls=calls, **options)
 
 
-def _composed(*calls: Call, **options: object) -> Case:
-    return Case("composed", {"api": "composed", **options}, list(calls))
+def _composed(*calls: Call, **options: Any) -> Description:
+    # Not a strategy of this API: the root stays unsharded after forward, which is the default.
+    return of_blocks(calls=calls, **{"api": "fully_shard", "strategy": "NO_SHARD", **options})
 
 
-SHARED = {"kinds": ["mlp", "add", "view"]}
-FULL_IN_EVAL = {"mixed": True, "full_in_eval": True}
-BY_ADAM = {"optimizer": "adam"}
+SHARED = {"kinds": ("mlp", "add", "view")}
+FULL_IN_EVAL = {"precision": "single", "full_in_eval": True}
+BY_ADAM = {"adam": True}
 
-KNOWN: dict[str, list[Case]] = {
+KNOWN: dict[str, list[Description]] = {
     "a gradient that shares memory with the input's": [
         *(_wrapped(FORWARD, BACKWARD, strategy="NO_SHARD", originals=each, **SHARED) for each in (False, True)),
-        *(_wrapped(FORWARD, BACKWARD, strategy=each, hook=True, **SHARED) for each in STRATEGIES),
+        *(_wrapped(FORWARD, BACKWARD, strategy=each, hook="in_place", **SHARED) for each in STRATEGIES),
         _composed(FORWARD, BACKWARD, **SHARED),
     ],
     "an accumulated gradient that shares memory with the input's": [
@@ -60,7 +64,7 @@ KNOWN: dict[str, list[Case]] = {
         *(
             make(FORWARD, BACKWARD, EVALUATE, _edit(how, of_model=True), EVALUATE)
             for make in (_composed, _wrapped)
-            for how in ("", "data", "foreach")
+            for how in (None, "data", "foreach")
         ),
     ],
     "gradients that are dropped before their reduction": [
@@ -69,14 +73,14 @@ KNOWN: dict[str, list[Case]] = {
     ],
     "a unit of several dtypes": [
         *(
-            _composed(*TRAIN, kinds=["mlp", kind, "mlp"], frees=each)
+            _composed(*TRAIN, kinds=("mlp", kind, "mlp"), strategy=each)
             for kind in ("both", "dtypes")
-            for each in (True, False)
+            for each in ("FULL_SHARD", "SHARD_GRAD_OP")
         ),
     ],
     "a model of another dtype after a forward": [
-        *(_composed(FORWARD, _convert(how), FORWARD, BACKWARD, begins="float") for how in ("method", "assign")),
-        *(_composed(*TRAIN, _convert(how), FORWARD, BACKWARD, begins="float") for how in ("method", "assign")),
+        *(_composed(FORWARD, _convert(how), FORWARD, BACKWARD, dtype="float") for how in ("method", "assign")),
+        *(_composed(*TRAIN, _convert(how), FORWARD, BACKWARD, dtype="float") for how in ("method", "assign")),
     ],
     "a step that no version counter shows": [
         *(
@@ -98,7 +102,14 @@ KNOWN: dict[str, list[Case]] = {
     ],
     "parameters of NO_SHARD that are edited through their data": [
         *(
-            _wrapped(FORWARD, _edit("data", of_model=False), EVALUATE, strategy="NO_SHARD", mixed=True, originals=each)
+            _wrapped(
+                FORWARD,
+                _edit("data", of_model=False),
+                EVALUATE,
+                strategy="NO_SHARD",
+                precision="single",
+                originals=each,
+            )
             for each in (False, True)
         ),
     ],

@@ -15,25 +15,23 @@ from torch import nn
 from minifsdp import FullStateDictConfig, StateDictType, fully_shard
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.wrap import ModuleWrapPolicy
-from spec_tests.fuzz import judge
-from spec_tests.fuzz.__main__ import RECORD, RECORDED
-from spec_tests.fuzz.case import APIS, Case
-from spec_tests.fuzz.judge import Verdict, counted, judged, replay_line, simplest, summary
+from spec_tests.fuzz.__main__ import APIS, RECORD, RECORDED, summary
 from spec_tests.fuzz.known import KNOWN
-from spec_tests.fuzz.machine import FLAT_KINDS, drawn
-from spec_tests.fuzz.net import KINDS
-from spec_tests.fuzz.wrong import WRONG_COMPOSED, WRONG_WRAPPED
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import WIDTH, Block, seeded
 from spec_tests.models.sharding import sharded, wrapped
+from spec_tests.random_programs.description import Description, Node, walk
+from spec_tests.random_programs.draw import FLAT_KINDS, KINDS, drawn, of_blocks
+from spec_tests.random_programs.judge import Verdict, counted, judged, kind_of, replay_line, simplest
+from spec_tests.random_programs.wrong import WRONG_COMPOSED, WRONG_WRAPPED
 
 SEEDS = range(5)
 
 
-def report(cases: list[Case]) -> Iterator[str]:
+def report(cases: list[Description]) -> Iterator[str]:
     for verdict in judged(cases):
         if verdict.found:
-            yield f"{verdict.found}\n{replay_line(simplest(verdict.case))}"
+            yield f"{verdict.found}\n{replay_line(simplest(verdict.program))}"
 
 
 @pytest.mark.ranks
@@ -42,9 +40,9 @@ def report(cases: list[Case]) -> Iterator[str]:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("api", APIS)
 def test_random_programs_equal_one_process_or_raise_an_error_of_minifsdp(api: str, seed: int) -> None:
-    cases = drawn(30, api, seed)
+    cases = drawn("calls", 30, seed, APIS[api])
     verdicts = list(judged(cases))
-    assert list(report([verdict.case for verdict in verdicts if verdict.found])) == []
+    assert list(report([verdict.program for verdict in verdicts if verdict.found])) == []
     # A test in which most calls are refused would check little.
     said = counted(verdicts)
     assert said["ok"] > 10 * len(cases)
@@ -58,7 +56,7 @@ def test_random_programs_equal_one_process_or_raise_an_error_of_minifsdp(api: st
 @pytest.mark.spec("FUZZ-02")
 @pytest.mark.parametrize(("api", "names"), [("wrapped", list(WRONG_WRAPPED)), ("composed", list(WRONG_COMPOSED))])
 def test_each_wrong_call_is_refused_and_training_continues(api: str, names: list[str]) -> None:
-    cases = [Case(api, {"api": api}, [{"do": "wrong", "name": name}]) for name in names]
+    cases = [of_blocks(api=APIS[api], calls=({"do": "wrong", "name": name},)) for name in names]
     assert list(report(cases)) == []
 
 
@@ -67,7 +65,7 @@ def test_each_wrong_call_is_refused_and_training_continues(api: str, names: list
 @pytest.mark.spec("FUZZ-03")
 @pytest.mark.parametrize("api", APIS)
 def test_divergent_programs_raise_on_each_rank_without_hang(api: str) -> None:
-    cases = [case for case in drawn(12, api, seed=8, is_apart=True) if case.is_apart]
+    cases = [case for case in drawn("apart", 12, 8, APIS[api]) if case.is_apart]
     assert list(report(cases)) == []
 
 
@@ -75,17 +73,17 @@ def test_divergent_programs_raise_on_each_rank_without_hang(api: str) -> None:
 @pytest.mark.cpu
 @pytest.mark.spec("FUZZ-08")
 def test_hunt_finds_shrinks_and_replays_an_error() -> None:
-    """The reference model does not divide by the number of ranks, so every training step is a finding."""
-    noise = [{"do": "mode", "train": True}, {"do": "evaluate", "batch": 1}, {"do": "copy"}]
+    """The careless front end halves the gradient of an embedding that is used twice, so each step is a finding."""
+    noise = ({"do": "mode", "train": True}, {"do": "evaluate", "batch": 1}, {"do": "copy"})
     wrong = {"do": "zero_grad", "to_none": True, "of_model": False}
-    case = Case("wrapped", {"api": "wrapped", "broken": True, "nested": True}, [*noise, wrong, *noise])
+    case = of_blocks(api="careless", nested=True, calls=(*noise, wrong, *noise), uses=2, kinds=("embedding",) * 3)
     small = simplest(case)
-    assert small.calls == []
-    assert small.options == {"api": "wrapped", "broken": True}
+    assert small.calls == ()
+    assert small.model == Node("chain", children=(Node("embedding", unit=True, times=2),))
+    assert (small.api, small.steps) == ("careless", 0)
     (again,) = judged([small])
     assert again.found is not None
-    assert "differs" in again.found
-    assert judge.kind_of(again.found) == "differs"
+    assert kind_of(again.found) == "differs"
 
 
 @pytest.mark.spec("FUZZ-01", "FUZZ-03")
@@ -104,7 +102,7 @@ def test_2000_recorded_fuzz_programs_have_no_findings() -> None:
 
 @pytest.mark.spec("FUZZ-08")
 def test_fuzz_record_counts_programs_findings_and_options() -> None:
-    case = Case("wrapped", {"mixed": True, "replicas": 2}, [])
+    case = of_blocks(precision="single", strategy="HYBRID_SHARD")
     reported = summary([Verdict(case, "differs", ("forward: ok", "step: E-step-while-summoned")), Verdict(case, None)])
     assert (reported["programs"], reported["findings"], reported["calls"], reported["refused"]) == (2, 1, 2, 1)
     assert (reported["hybrid"], reported["mixed precision"], reported["ended early"]) == (2, 2, 0)
@@ -121,23 +119,23 @@ def test_short_program_of_each_kind_equals_one_process(kind: str) -> None:
 @pytest.mark.spec("FUZZ-12")
 @pytest.mark.parametrize("api", APIS)
 def test_drawn_programs_contain_every_ingredient(api: str) -> None:
-    cases = [case for seed in SEEDS for case in drawn(30, api, seed)]
+    cases = [case for seed in SEEDS for case in drawn("calls", 30, seed, APIS[api])]
 
     def count(name: str, value: object = None) -> int:
         """The number of programs with this option, or with this argument of a call."""
-        given = [[case.options.get(name), *(call.get(name) for call in case.calls)] for case in cases]
+        given = [[getattr(case, name, None), *(call.get(name) for call in case.calls)] for case in cases]
         return sum(any(each == value if value is not None else bool(each) for each in all_of) for all_of in given)
 
     wanted: list[tuple[str, object]] = [("steps_by", "foreach"), ("steps_by", "fused"), ("of_model", True)]
     wanted += [("how", "data"), ("how", "foreach"), ("do", "new_optimizer"), ("do", "evaluate"), ("do", "zero_grad")]
     if api == "composed":
-        wanted += [("do", "generate"), ("do", "convert"), ("how", "assign"), ("begins", "float")]
+        wanted += [("do", "generate"), ("do", "convert"), ("how", "assign"), ("dtype", "float")]
     else:
-        wanted += [("full_in_eval", True), ("hook", True), ("inner", True)]
+        wanted += [("full_in_eval", True), ("hook", "in_place"), ("inner", True)]
     few = {(name, value): count(name, value) for name, value in wanted if count(name, value) < 5}
     assert few == {}
-    kinds = Counter(kind for case in cases for kind in case.options.get("kinds") or [])
-    assert set(kinds) == set(FLAT_KINDS if api == "wrapped" else KINDS)
+    kinds = Counter(node.kind for case in cases for node, _ in walk(case.model))
+    assert set(kinds) & set(KINDS) == set(FLAT_KINDS if api == "wrapped" else KINDS)
     # An evaluation between a backward and a step, before a forward, and between forward and backward.
     pairs = Counter(pair for case in cases for pair in pairwise([call["do"] for call in case.calls]))
     for pair in (("backward", "evaluate"), ("evaluate", "step"), ("evaluate", "forward"), ("forward", "evaluate")):

@@ -16,7 +16,7 @@ from spec_tests.harness.programs import run_module
 from spec_tests.harness_tests.test_session import ROOT, is_running
 from spec_tests.hunt.__main__ import hunt, main
 from spec_tests.hunt.generators import GENERATORS, Generator
-from spec_tests.properties.description import from_json, to_json
+from spec_tests.random_programs.description import from_json, to_json
 from spec_tests.test_properties import CARELESS
 from spec_tests.waiting import comes_true
 

@@ -7,10 +7,10 @@ first run. The hunt starts with a different seed each time::
     python -m spec_tests.hunt --minutes 30 --seed 17        the same cases in the same order
     python -m spec_tests.hunt --replay build/findings/runs-fsdp1-2916.json
 
-It cycles through all case generators for both front ends: training runs, training runs that are saved and resumed,
-combinations of options, and scenarios on the simulated accelerator. A failing case is written to a file immediately,
-then reduced until no part can be removed, and written again. At the end the hunt prints the number of cases it tried.
-Its exit status is 1 if it found anything.
+It cycles through all kinds of random programs for both front ends: training runs, training runs that are saved and
+resumed, combinations of options, calls in any order, and scenarios on the simulated accelerator. A failing case is
+written to a file immediately, then reduced until no part can be removed, and written again. At the end the hunt prints
+the number of cases it tried. Its exit status is 1 if it found anything.
 
 * ``generators.py``: the functions that draw, try and reduce cases. All of them use JSON.
 * ``scenarios.py``: runs scenarios in a process with a simulated accelerator.

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 from spec_tests.combinations.table import description_of, table
 from spec_tests.hunt import scenarios
-from spec_tests.properties.description import Description, from_json, to_json
-from spec_tests.properties.draw import drawn, resuming
-from spec_tests.properties.hunt import findings_of, first_failure, simplest
-from spec_tests.streams import scenario
+from spec_tests.random_programs.description import Description, from_json, to_json
+from spec_tests.random_programs.draw import SHAPES, drawn
+from spec_tests.random_programs.judge import first_failure, judged, simplest
 
 __all__ = ["GENERATORS", "Generator"]
 
@@ -40,36 +39,29 @@ class Generator:
     simplest: Callable[[str], str]
 
 
-def _runs(api: str, seed: int) -> list[str]:
-    return [to_json(d) for d in drawn(BATCH, seed, _num_ranks(seed), api)]
+def _programs(kind: str, api: str, seed: int) -> list[str]:
+    # Two ranks are most likely, because the comparison is bitwise there.
+    shape = random.Random(seed).choice(["1", "2", "2", "2", "3", "4"])
+    return [to_json(d) for d in drawn(kind, BATCH, seed, api, shape)]
 
 
-def _resuming(api: str, seed: int) -> list[str]:
-    return [to_json(d) for d in resuming(BATCH, seed, _num_ranks(seed), api)]
-
-
-def _combinations(api: str, seed: int) -> list[str]:
+def _combinations(kind: str, api: str, seed: int) -> list[str]:
     return [to_json(description_of(row, api, seed)) for row in table(api, seed)]
 
 
-def _scenarios(api: str, seed: int) -> list[str]:
-    shape = random.Random(seed).choice(list(scenario.SHAPES))
-    return [scenario.to_json(s) for s in scenario.drawn(SMALL_BATCH, seed, shape, api)]
-
-
-def _num_ranks(seed: int) -> int:
-    # Two ranks are most likely, because the comparison is bitwise there.
-    return random.Random(seed).choice([1, 2, 2, 2, 3, 4])
+def _races(kind: str, api: str, seed: int) -> list[str]:
+    shape = random.Random(seed).choice(list(SHAPES))
+    return [to_json(d) for d in drawn(kind, SMALL_BATCH, seed, api, shape)]
 
 
 def _try(texts: list[str]) -> list[str | None]:
-    """Trains the descriptions; those with the same number of ranks run together."""
-    descriptions = [from_json(text) for text in texts]
-    found: dict[Description, str | None] = {}
-    for num_ranks in sorted({d.num_ranks for d in descriptions}):
-        together = [d for d in descriptions if d.num_ranks == num_ranks]
-        found.update(zip(together, findings_of(together), strict=True))
-    return [found[d] for d in descriptions]
+    """Runs the programs; those with the same number of ranks, and with equal calls on all ranks, run together."""
+    programs = [from_json(text) for text in texts]
+    found: dict[str, str | None] = {}
+    for kind in sorted({(d.num_ranks, d.is_apart) for d in programs}):
+        together = [d for d in programs if (d.num_ranks, d.is_apart) == kind]
+        found.update({to_json(verdict.program): verdict.found for verdict in judged(together)})
+    return [found[to_json(d)] for d in programs]
 
 
 def _simplest(text: str) -> str:
@@ -82,12 +74,14 @@ def _simplest(text: str) -> str:
 
 
 GENERATORS = {
-    f"{name}-{api}": Generator(functools.partial(draw, api), findings, smaller)
-    for name, draw, findings, smaller in (
-        ("runs", _runs, _try, _simplest),
-        ("resumed", _resuming, _try, _simplest),
-        ("combinations", _combinations, _try, _simplest),
-        ("scenarios", _scenarios, scenarios.findings_of, scenarios.simplest_of),
+    f"{name}-{api}": Generator(functools.partial(draw, kind, api), findings, smaller)
+    for name, kind, draw, findings, smaller in (
+        ("runs", "loops", _programs, _try, _simplest),
+        ("resumed", "resumed", _programs, _try, _simplest),
+        ("combinations", "", _combinations, _try, _simplest),
+        ("calls", "calls", _programs, _try, _simplest),
+        ("apart", "apart", _programs, _try, _simplest),
+        ("scenarios", "races", _races, scenarios.findings_of, scenarios.simplest_of),
     )
     for api in ("fsdp1", "fully_shard")
 }

@@ -13,7 +13,7 @@ from typing import Any
 
 from spec_tests.harness.pool import Failure, RankPool
 from spec_tests.harness.worker import Task
-from spec_tests.streams.scenario import from_json, to_json
+from spec_tests.random_programs.description import from_json, to_json
 from spec_tests.streams.scenarios import play, simplest
 
 __all__ = ["findings_of", "simplest_of"]

@@ -29,6 +29,7 @@ from spec_tests.harness import device
 from spec_tests.models import ModelInfo
 from spec_tests.oracles.gathering import clean_name, flat_chunks, gather_chunks, split_by_name, units_of, wrap_units
 from spec_tests.oracles.recipe import USUAL, Recipe, Record, forward_backward
+from spec_tests.oracles.single import SingleProcess, copy_all
 
 __all__ = [
     "shard_fsdp1",
@@ -62,57 +63,26 @@ def train_single(info: ModelInfo, world_size: int, recipe: Recipe = USUAL, *, fl
         The record; its buffers are those of rank 0.
     """
     model = info.build().to(device())
-    units = units_of(model, info.unit_classes) if flat_units else {}
+    single = SingleProcess(model, world_size, units_of(model, info.unit_classes))
     optimizer = recipe.optimizer(model.parameters())
-    # Each rank has its own running statistics.
-    buffers = [[buffer.clone() for buffer in model.buffers()] for _ in range(world_size)]
     losses: list[Tensor] = []
     together = [list(range(recipe.accumulate))] if recipe.no_sync else [[i] for i in range(recipe.accumulate)]
-    gradients: dict[nn.Parameter, Tensor] = {}
+    gradients: Named = {}
     for step in range(recipe.steps):
         optimizer.zero_grad()
-        gradients = {}
         for micro_batches in together:
-            total: dict[nn.Parameter, Tensor] = {}
             of_ranks = []
             for rank in range(world_size):
-                _copy(buffers[rank], model.buffers())
-                of_ranks.append([forward_backward(model, info, recipe, rank, step, i) for i in micro_batches])
-                _copy(model.buffers(), buffers[rank])
-                _add(total, _taken_gradients(model))
+                with single.as_rank(rank) as here:
+                    of_ranks.append([forward_backward(here, info, recipe, rank, step, i) for i in micro_batches])
             losses.extend(torch.stack(row) for row in zip(*of_ranks, strict=True))
-            _add(gradients, {parameter: gradient / world_size for parameter, gradient in total.items()})
-        for parameter in model.parameters():
-            parameter.grad = gradients.get(parameter)
-        _fill_units(model, units)
+            single.reduce()
+        if flat_units:
+            single.fill_up()
+        gradients = _plain(model)[1]
         optimizer.step()
-    _copy(buffers[0], model.buffers())
-    return _record(model, torch.stack(losses), *_plain(model))
-
-
-def _copy(source: Any, target: Any) -> None:
-    for from_here, to_there in zip(source, target, strict=True):
-        to_there.copy_(from_here)
-
-
-def _taken_gradients(model: nn.Module) -> dict[nn.Parameter, Tensor]:
-    taken = {parameter: parameter.grad for parameter in model.parameters() if parameter.grad is not None}
-    model.zero_grad()
-    return taken
-
-
-def _add(total: dict[nn.Parameter, Tensor], more: dict[nn.Parameter, Tensor]) -> None:
-    for parameter, gradient in more.items():
-        total[parameter] = total[parameter] + gradient if parameter in total else gradient
-
-
-def _fill_units(model: nn.Module, units: dict[str, dict[str, torch.Size]]) -> None:
-    by_name = {clean_name(name): parameter for name, parameter in model.named_parameters()}
-    for shapes in units.values():
-        members = [by_name[name] for name in shapes]
-        if any(member.grad is not None for member in members):
-            for member in members:
-                member.grad = torch.zeros_like(member) if member.grad is None else member.grad
+    copy_all(single.buffers[0], model.buffers())
+    return _record(model, torch.stack(losses), _plain(model)[0], gradients)
 
 
 # --- several processes ---

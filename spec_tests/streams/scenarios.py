@@ -1,22 +1,22 @@
-"""Runs a scenario on the simulated device, and checks the run.
+"""Runs a random program on the simulated device, and checks it for races (``races`` of ``spec_tests/random_programs``).
 
-`play` trains as rank ``scenario.rank``, with fake ranks as the others, and logs all operators. Then it makes two
-checks: no accesses race, and the results (parameters, gradients, losses, state dicts and all other tensors that the
-user reads) are equal bit by bit in other orders that the streams allow. The user in a scenario only stops the CPU if
-necessary. A stop orders all later operations after it, so it could hide a missing wait.
+`play` trains as rank ``program.rank``, with fake ranks as the others, and logs all operators. Then it makes two checks:
+no accesses race, and the results (parameters, gradients, losses, state dicts and all other tensors that the user reads)
+are equal bit by bit in other orders that the streams allow. No reference is needed. So such a program can also unshard
+and reshard manually, replace ``p.data``, set any switch of `FSDPModule`, or run the optimizer inside backward. The user
+only stops the CPU if necessary. A stop orders all later operations after it, so it could hide a missing wait.
 
-The `Outcome` has the finding of a scenario. `simplest` removes everything from a failing scenario that can be removed.
+The `Outcome` has the finding of a program. `simplest` removes everything from a failing program that can be removed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,21 +25,11 @@ from torch import Tensor
 
 import minifsdp
 from spec_tests.harness import device, simulated, worker
-from spec_tests.properties.build import (
-    PRECISIONS,
-    Bang,
-    Groups,
-    Piece,
-    is_per_parameter,
-    output_of,
-    plain_model,
-    sharded,
-)
-from spec_tests.properties.build import batch_on_cpu as batch
-from spec_tests.properties.oracle import loss_of
-from spec_tests.properties.run import EVALUATION, MEANINGLESS
-from spec_tests.streams.scenario import Scenario, simpler, to_json
-from spec_tests.streams.user import HOOKS, edit, optimizer_for, set_switches, state_of
+from spec_tests.random_programs import judge
+from spec_tests.random_programs.description import Call, Description, calls_of, is_per_parameter, to_json
+from spec_tests.random_programs.front_ends import PRECISIONS
+from spec_tests.random_programs.modules import Kept, Piece, batch_on_cpu, loss_of, optimizer_for
+from spec_tests.random_programs.sides import MEANINGLESS, ByFunction, ByWrapper, Sharded, whole_of
 
 __all__ = ["Outcome", "play", "report", "simplest"]
 
@@ -49,7 +39,7 @@ OTHER_DEVICE = 1
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a scenario.
+    """The outcome of a program.
 
     Attributes:
         finding: the error that was found; ``None`` if there is none.
@@ -64,20 +54,20 @@ class Outcome:
     seconds: float
 
 
-def play(scenario: Scenario, num_schedules: int, seed: int = 0) -> Outcome:
-    """Runs a scenario on the simulated device of this process, and checks it."""
+def play(program: Description, num_schedules: int, seed: int = 0) -> Outcome:
+    """Runs a program on the simulated device of this process, and checks it."""
     begin = time.monotonic()
-    _become(scenario.run.num_ranks, scenario.rank)
+    _become(program.num_ranks, program.rank)
     WORLD.begin()
     log = simulated.Log()
     finding, num_done = None, 0
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            run = _Run(scenario)
-            WORLD.current_index = OTHER_DEVICE if scenario.elsewhere else 0
+            run = (_ByFunction if is_per_parameter(program) else _ByWrapper)(program)
+            WORLD.current_index = OTHER_DEVICE if program.elsewhere else 0
             with log:
-                run.train()
+                _make_calls(run)
         # The user reads the results at the end, after a stop.
         verdict = log.judge([*run.parameters(), *run.seen], num_schedules, seed)
         num_done = verdict.num_schedules
@@ -103,59 +93,43 @@ def _become(num_ranks: int, rank: int) -> None:
     dist.init_process_group("simulated", rank=rank, world_size=num_ranks, store=simulated.INVENTED_STORE)
 
 
-class _Run:
-    """One training run.
+def _make_calls(run: _Racing) -> None:
+    """Makes all calls, or as many as are possible for the model."""
+    try:
+        for call in calls_of(run.d):
+            getattr(run, call["do"])(call)
+            if run.is_over:
+                break
+    except RuntimeError as error:
+        if MEANINGLESS not in str(error):
+            raise
+
+
+class _Racing(Sharded):
+    """The sharded model of a user who does other things at the same time.
 
     Attributes:
         seen: copies of the tensors that the user has read.
-        batches: inputs and tokens on the device, by step and number.
+        batches: inputs and tokens on the device, by number.
     """
 
-    def __init__(self, scenario: Scenario) -> None:
-        self.s, self.d = scenario, scenario.run
+    def __init__(self, d: Description) -> None:
+        super().__init__(d)
         self.seen: list[Tensor] = []
-        groups: Groups = {}
-        plain = plain_model(self.d)
-        self.clock = plain.clock
-        self.model: Any = sharded(self.d, plain, groups, **self._options())
-        self.units: list[Any] = [m for m in self.model.modules() if isinstance(m, minifsdp.FSDPModule)]
-        self._name_neighbours()
-        self._use_hook()
-        self.optimizer = optimizer_for(scenario, self.model)
-        kind = torch.amp.GradScaler if is_per_parameter(self.d) else minifsdp.ShardedGradScaler
-        self.scaler: Any = kind(device().type, init_scale=2.0**8, enabled=scenario.scales)
+        # Lists of tensors do not change the versions of simulated tensors.
+        self.optimizer = optimizer_for(replace(d, seed=1), self.model)
+        kind = torch.amp.GradScaler if is_per_parameter(d) else minifsdp.ShardedGradScaler
+        self.scaler: Any = kind(device().type, init_scale=2.0**8, enabled=d.scales)
+        if d.stepping == "in_backward":
+            for parameter in self.model.parameters():
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(_stepper(parameter))
         # Copied before training begins, because copies from memory that is not pinned stop the CPU.
         self.batches = {
-            (step, index): tuple(tensor.to(device()) for tensor in batch(self.d, step, index, scenario.rank))
-            for step in range(self.d.steps)
-            for index in (*range(len(self.d.micro_batches) * self.d.forwards), EVALUATION)
+            call["batch"]: tuple(tensor.to(device()) for tensor in batch_on_cpu(d, call["batch"], d.rank))
+            for call in calls_of(d)
+            if "batch" in call
         }
-
-    def _options(self) -> dict[str, Any]:
-        if not is_per_parameter(self.d):
-            return {}
-        options: dict[str, Any] = {}
-        if self.d.offload:
-            options["offload_policy"] = minifsdp.CPUOffloadPolicy(pin_memory=self.s.pins)
-        if self.s.among:
-            options["reshard_after_forward"] = self.s.among
-        return options
-
-    def _name_neighbours(self) -> None:
-        for number, unit in enumerate(self.units if self.s.ahead else []):
-            unit.set_modules_to_forward_prefetch(self.units[number + 1 :][: self.s.ahead])
-            unit.set_modules_to_backward_prefetch(self.units[:number][::-1][: self.s.ahead])
-
-    def _use_hook(self) -> None:
-        if not self.s.hook:
-            return
-        if not is_per_parameter(self.d):
-            self.model.register_comm_hook(None, HOOKS[self.s.hook])
-            return
-        stream = torch.get_device_module(device()).Stream(device())
-        for unit in self.units:
-            own = stream if self.s.hook == "async" and not self.d.is_hybrid else None
-            unit.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5), stream=own)
 
     def parameters(self) -> Iterable[Tensor]:
         """The local shards of the optimizer's parameters."""
@@ -165,149 +139,144 @@ class _Run:
         """The user copies tensors immediately, on their own device."""
         self.seen.extend(tensor.detach().clone() for tensor in tensors)
 
-    # --- training ---
-
-    def train(self) -> None:
-        """Runs all steps, or as many as are possible for the model."""
-        try:
-            for step in range(self.d.steps):
-                self.clock.step = step
-                if not self._step(step):
-                    break
-        except RuntimeError as error:
-            if MEANINGLESS not in str(error):
-                raise
-
-    def _step(self, step: int) -> bool:
-        s, d = self.s, self.d
-        if step == int(s.late):
-            set_switches(s, self.model, self.units)
-        if d.apart >= 0:
-            self._evaluate(step, d.apart)
-        if d.bomb:
-            self._break_off(step)
-        if self.optimizer is not None:
-            self.optimizer.zero_grad(set_to_none=d.clears)
-        for number in range(len(d.micro_batches)):
-            self._by_hand()
-            if not self._micro_batch(step, number):
-                # No backward follows, so strategies that keep units unsharded for it still do so.
-                return False
-        self.see(*(_local(p.grad) for p in self.model.parameters() if p.grad is not None))
-        if d.evaluates == "forgotten":
-            self._evaluate(step, is_recorded=True)
-        self._optimize()
-        if d.evaluates == "after":
-            self._evaluate(step)
-        edit(s, self.model, self.units, self.see)
-        if s.state:
-            self.see(*state_of(s, self.model))
-        if s.optimizer == "event" and self.units:
-            self.model.set_post_optim_event(torch.get_device_module(device()).current_stream(device()).record_event())
-        return True
-
-    def _by_hand(self) -> None:
-        if not self.s.by_hand or self.s.by_hand == "between":
-            return
-        chosen = self.units[self.d.seed % len(self.units)]
-        handles = [
-            unit.unshard(async_op=self.s.by_hand != "unshard")
-            for unit in (self.units if self.s.by_hand == "all" else [chosen])
-        ]
-        if self.s.by_hand == "async_and_wait":
-            handles[0].wait()
-        if self.s.by_hand == "in_vain":
-            chosen.reshard()
-
-    def _micro_batch(self, step: int, number: int) -> bool:
-        s, d = self.s, self.d
-        with contextlib.nullcontext() if d.micro_batches[number] else self._without_sync():
-            outputs = [self._forward(step, number * d.forwards + i) for i in range(d.forwards)]
-            if s.by_hand == "between":
-                self.units[d.seed % len(self.units)].reshard()
-            if d.evaluates == "between":
-                self._evaluate(step)
-            losses = [loss_of([output]) for output in outputs] if s.apart else [loss_of(outputs)]
-            for loss in losses:
-                if not loss.requires_grad:
-                    return False
-                if s.reads:
-                    loss.item()
-                self.see(loss)
-                self.scaler.scale(loss).backward()
-        return True
-
-    def _forward(self, step: int, index: int) -> Tensor:
-        if self.s.batches == "device":
-            x, tokens = self.batches[step, index]
+    def inputs(self, call: Call, kept: Kept | None = None) -> tuple[Tensor, Tensor]:
+        is_trained = call["do"] in ("forward", "break_off")
+        if self.d.batches == "device" or not is_trained:
+            x, tokens = self.batches[call["batch"]]
         else:
-            x, tokens = batch(self.d, step, index, self.s.rank)
-            if self.s.batches == "pinned":
+            x, tokens = batch_on_cpu(self.d, call["batch"], self.d.rank)
+            if self.d.batches == "pinned":
                 x, tokens = x.pin_memory(), tokens.pin_memory()
-        if self.d.tracks_input:
+        if self.d.tracks_input and is_trained:
             x = x.detach().requires_grad_()
-        output = output_of(self.d.model, self.model, (x, tokens))
-        if self.s.batches != "device":
+        # Only the outermost unit casts its inputs.
+        low = PRECISIONS[self.d.precision].get("param_dtype") if "part" in call else None
+        self.given = (x if low is None else x.to(low)), tokens
+        return self.given
+
+    def forward(self, call: Call) -> Tensor:
+        output = self._output(call)
+        self.pending.append(loss_of([output]))
+        if self.d.batches != "device":
             # The next batch is read into the same memory.
-            x.data.zero_()
-            tokens.zero_()
+            for tensor in self.given:
+                tensor.data.zero_()
         return output
 
-    @contextlib.contextmanager
-    def _without_sync(self) -> Any:
-        if not is_per_parameter(self.d):
-            with self.model.no_sync():
-                yield
-            return
-        switch = self.model.set_requires_all_reduce if self.s.sums_late else self.model.set_requires_gradient_sync
-        switch(False)
-        self.model.set_is_last_backward(not self.s.goes_on)
-        try:
-            yield
-        finally:
-            switch(True)
-            self.model.set_is_last_backward(True)
+    def differentiate(self, loss: Tensor) -> None:
+        if self.d.reads:
+            loss.item()
+        self.see(loss)
+        self.scaler.scale(loss).backward()
 
-    def _break_off(self, step: int) -> None:
-        self.clock.bomb = (self.d.bomb, self.d.bomb_at)
-        with contextlib.suppress(Bang), contextlib.nullcontext() if self.d.micro_batches[0] else self._without_sync():
-            loss = loss_of([self._forward(step, EVALUATION)])
-            if loss.requires_grad:
-                loss.backward()
-        self.clock.bomb = None
-        if self.s.resets:
-            self.model.reset_iter_state()
+    def read_gradients(self, call: Call) -> None:
+        self.see(*(_local(p.grad) for p in self.model.parameters() if p.grad is not None))
 
-    def _evaluate(self, step: int, part: int | None = None, *, is_recorded: bool = False) -> None:
-        d, model, node = self.d, self.model, self.d.model
-        x, tokens = self.batches[step, EVALUATION]
-        if part is not None:
-            root = next(m for m in model.modules() if isinstance(m, Piece))
-            model, node = root.parts[part], node.children[part]
-            # Only the outermost unit casts its inputs.
-            x = x.to(PRECISIONS[d.precision].get("param_dtype", x.dtype))
-        self.model.eval()
-        with torch.set_grad_enabled(is_recorded):
-            output = output_of(node, model, (x, tokens))
+    def breaks_off_in_sync(self) -> bool:
+        return self.d.micro_batches[0]
+
+    def evaluate(self, call: Call) -> Tensor:
+        output = super().evaluate(call)
         self.see(output)
-        if is_recorded and d.offload:
+        if call.get("is_recorded") and self.d.offload:
             # A backward could follow, so copies of the pinned shards can still be running. The user must read the
             # output before writing to the shards, as an optimizer does. The same holds in torch.
             output.sum().item()
-        self.model.train()
+        return output
 
-    def _optimize(self) -> None:
-        if self.optimizer is None:
-            return
-        if self.s.scales and all(p.grad is None for group in self.optimizer.param_groups for p in group["params"]):
-            return  # The scaler raises an error if a step has no gradients.
-        if self.d.clips:
-            self.scaler.unscale_(self.optimizer)
-            clip: Callable[..., Tensor] = self.model.clip_grad_norm_
-            self.see(clip(0.1))
-        if self.s.optimizer != "in_backward":
+    def _has_gradients(self) -> bool:
+        """Whether there is anything to step on. The scaler raises an error if a step has no gradients."""
+        return self.optimizer is not None and (
+            not self.d.scales
+            or any(p.grad is not None for group in self.optimizer.param_groups for p in group["params"])
+        )
+
+    def clip(self, call: Call) -> Tensor | None:
+        if not self._has_gradients():
+            return None
+        self.scaler.unscale_(self.optimizer)
+        self.see(norm := super().clip(call))
+        return norm
+
+    def step(self, call: Call) -> None:
+        if self._has_gradients() and self.d.stepping != "in_backward":
             self.scaler.step(self.optimizer)
             self.scaler.update()
+        self.changed()
+
+    def save(self, call: Call) -> None:
+        raise NotImplementedError
+
+
+def _stepper(parameter: Tensor) -> Any:
+    optimizer = torch.optim.SGD([parameter], lr=1 / 32)
+
+    def step(_: Tensor) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+class _ByWrapper(_Racing, ByWrapper):
+    def save(self, call: Call) -> None:
+        values = self.state(call["form"]).values()
+        shards = [value.local_shards() if hasattr(value, "local_shards") else [value] for value in values]
+        self.see(*(shard.tensor if hasattr(shard, "tensor") else shard for row in shards for shard in row))
+
+
+class _ByFunction(_Racing, ByFunction):
+    def __init__(self, d: Description) -> None:
+        super().__init__(d)
+        for number, unit in enumerate(self.modules if d.ahead else []):
+            unit.set_modules_to_forward_prefetch(self.modules[number + 1 :][: d.ahead])
+            unit.set_modules_to_backward_prefetch(self.modules[:number][::-1][: d.ahead])
+
+    def begin_step(self, call: Call) -> None:
+        if self.d.stepping == "event" and call["step"] > 0:
+            event = torch.get_device_module(device()).current_stream(device()).record_event()
+            self.model.set_post_optim_event(event)
+        super().begin_step(call)
+        if call["step"] == int(self.d.late):
+            self._set_switches()
+
+    def _set_switches(self) -> None:
+        switches = self.d.switches
+        if "keep_after_backward" in switches:
+            self.model.set_reshard_after_backward(False)
+        if "keep_after_forward" in switches:
+            self.model.set_reshard_after_forward(False)
+        if "free_after_forward" in switches:
+            self.model.set_reshard_after_forward(True)
+        if "unused" in switches:
+            self.model.set_reduce_scatter_unused_params(True)
+        for unit in self.modules:
+            if "divide" in switches:
+                unit.set_gradient_divide_factor(3.0)
+            if "no_gather" in switches and isinstance(unit, Piece) and unit.node.kind == "embedding":
+                # The backward of an embedding needs the indices of the rows, but not their values.
+                unit.set_unshard_in_backward(False)
+
+    def unshard_by_hand(self, call: Call) -> None:
+        chosen = self.modules[self.d.seed % len(self.modules)]
+        if self.d.by_hand == "between":
+            chosen.reshard()
+            return
+        units = self.modules if self.d.by_hand == "all" else [chosen]
+        handles = [unit.unshard(async_op=self.d.by_hand != "unshard") for unit in units]
+        if self.d.by_hand == "async_and_wait":
+            handles[0].wait()
+        if self.d.by_hand == "in_vain":
+            chosen.reshard()
+
+    def sync(self, call: Call) -> None:
+        switch = self.model.set_requires_all_reduce if self.d.sums_late else self.model.set_requires_gradient_sync
+        switch(call["value"])
+        self.model.set_is_last_backward(call["value"] or not self.d.goes_on)
+
+    def save(self, call: Call) -> None:
+        values = self.model.state_dict().values()
+        self.see(*(whole_of(value) if call["form"] == "full" else value.to_local() for value in values))
 
 
 def _local(tensor: Any) -> Tensor:
@@ -318,21 +287,17 @@ def _local(tensor: Any) -> Tensor:
 # --- findings ---
 
 
-def simplest(scenario: Scenario, num_schedules: int, seconds: float = 60.0) -> Scenario:
-    """Simplifies a failing scenario until no simpler one fails, or until the time is over."""
+def simplest(program: Description, num_schedules: int, seconds: float = 60.0) -> Description:
+    """Simplifies a failing program until no simpler one fails, or until the time is over."""
     end = time.monotonic() + seconds
-    while True:
-        for candidate in simpler(scenario):
-            if time.monotonic() > end:
-                return scenario
-            if play(candidate, num_schedules).finding is not None:
-                scenario = candidate
-                break
-        else:
-            return scenario
+
+    def failing(candidates: list[Description]) -> Description | None:
+        return next((d for d in candidates if time.monotonic() < end and play(d, num_schedules).finding), None)
+
+    return judge.simplest(program, failing)
 
 
-def report(scenario: Scenario, num_schedules: int) -> str:
-    """The report of a failing scenario: the finding, and the command that reproduces it."""
-    finding = play(scenario, num_schedules).finding
-    return f"{finding}\nTo see it again:\npython -m spec_tests.streams.hunt --replay '{to_json(scenario)}'"
+def report(program: Description, num_schedules: int) -> str:
+    """The report of a failing program: the finding, and the command that reproduces it."""
+    finding = play(program, num_schedules).finding
+    return f"{finding}\nTo see it again:\npython -m spec_tests.random_programs --races '{to_json(program)}'"

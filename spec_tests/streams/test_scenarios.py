@@ -1,6 +1,6 @@
 """Hundreds of random scenarios: no races, and results that are equal bit by bit in every sampled schedule.
 
-To run more or other scenarios: ``python -m spec_tests.streams.hunt --number 3000 --seed 17``.
+To run others: ``python -m spec_tests.hunt --only scenarios-fsdp1 --only scenarios-fully_shard --minutes 30``.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import pytest
 
 from spec_tests.harness import rank_among_invented
-from spec_tests.streams.scenario import SHAPES, drawn, from_json
+from spec_tests.random_programs.description import from_json
+from spec_tests.random_programs.draw import drawn
 from spec_tests.streams.scenarios import play, report, simplest
 
 NUM_SCHEDULES = 3
@@ -17,11 +18,11 @@ NUM_SCENARIOS = {"1": 15, "2": 40, "4": 25, "2x2": 30}
 
 # Each scenario creates a process group of its own size.
 @pytest.mark.spec("SIM-06")
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", NUM_SCENARIOS)
 @pytest.mark.parametrize("api", ["fsdp1", "fully_shard"])
 @rank_among_invented(1, timeout=300.0)
 def test_any_scenario_ends_without_a_collision_and_with_equal_bits_in_other_schedules(api: str, shape: str) -> None:
-    for scenario in drawn(NUM_SCENARIOS[shape], 0, shape, api):
+    for scenario in drawn("races", NUM_SCENARIOS[shape], 0, api, shape):
         if play(scenario, NUM_SCHEDULES).finding is not None:
             pytest.fail(report(simplest(scenario, NUM_SCHEDULES), NUM_SCHEDULES), pytrace=False)
 
@@ -29,29 +30,29 @@ def test_any_scenario_ends_without_a_collision_and_with_equal_bits_in_other_sche
 # Findings of earlier searches, simplified; the keys describe the error.
 FOUND = {
     "the CPU unscales offloaded gradients before it has been told the scale": (
-        '{"run":{"model":{"kind":"chain","children":[{"unit":true}]},"offload":true},"scales":true}'
+        '{"model":{"kind":"chain","children":[{"unit":true}]},"offload":true,"scales":true}'
     ),
     "after an error in backward the CPU zeroes gradients that are still on their way to it": (
-        '{"run":{"model":{"kind":"chain","children":[{"kind":"own"},{"kind":"own","unit":true},{"unit":true}]},'
-        '"offload":true,"clears":false,"bomb":"backward"},"batches":"plain","hook":"plain","state":"full"}'
+        '{"model":{"kind":"chain","children":[{"kind":"own"},{"kind":"own","unit":true},{"unit":true}]},'
+        '"offload":true,"clears":false,"bomb":"backward","batches":"plain","hook":"plain","saves":"full"}'
     ),
     "where no gradient was reduced the CPU writes to shards that are still copied to the device": (
-        '{"run":{"model":{"kind":"chain","children":[{"kind":"embedding","frozen":true}]},"originals":true,'
-        '"offload":true,"tracks_input":true},"edits":"data"}'
+        '{"model":{"kind":"chain","children":[{"kind":"embedding","frozen":true}]},"originals":true,'
+        '"offload":true,"tracks_input":true,"edits":"new_data"}'
     ),
     "an optimizer in backward writes to a shard that a prefetched gather still reads": (
-        '{"run":{"model":{"kind":"chain","children":[{"kind":"chain","times":2,"checkpoint":"reentrant","children":'
+        '{"model":{"kind":"chain","children":[{"kind":"chain","times":2,"checkpoint":"reentrant","children":'
         '[{"kind":"norm","unit":true},{"kind":"norm","unit":true}]}]},"originals":true,"backward_prefetch":'
-        '"BACKWARD_POST","micro_batches":[true,true,true],"samples":1,"clears":false,"tracks_input":true,"seed":2},'
-        '"reads":true,"optimizer":"in_backward","edits":"read","late":true}'
+        '"BACKWARD_POST","micro_batches":[true,true,true],"samples":1,"clears":false,"tracks_input":true,"seed":2,'
+        '"reads":true,"stepping":"in_backward","edits":"read"}'
     ),
     "after a forward without a backward the optimizer writes to a shard that was prefetched in vain": (
-        '{"run":{"model":{"kind":"chain","children":[{"kind":"own","unit":true,"every":2},{"kind":"unused"}]},'
-        '"forward_prefetch":true,"clears":false,"evaluates":"forgotten","tracks_input":true}}'
+        '{"model":{"kind":"chain","children":[{"kind":"own","unit":true,"every":2},{"kind":"unused"}]},'
+        '"forward_prefetch":true,"clears":false,"evaluates":"forgotten","tracks_input":true}'
     ),
     "the CPU writes to a shard that was prefetched in vain": (
-        '{"run":{"model":{"kind":"chain","children":[{"unit":true,"checkpoint":"reentrant"},{"unit":true}]},'
-        '"api":"fully_shard","originals":true,"backward_prefetch":"","offload":true},"edits":"write","pins":true,'
+        '{"model":{"kind":"chain","children":[{"unit":true,"checkpoint":"reentrant"},{"unit":true}]},'
+        '"api":"fully_shard","originals":true,"backward_prefetch":"","offload":true,"edits":"write","pins":true,'
         '"ahead":2}'
     ),
 }

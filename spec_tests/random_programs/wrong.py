@@ -93,9 +93,9 @@ WRONG_WRAPPED: dict[str, Wrong] = {
         mixed_precision=MixedPrecision(param_dtype="bf16"),  # type: ignore[arg-type]
     )(torch.zeros(1, 2)),
     "fully_shard a wrapper": lambda side: fully_shard(side.model),
-    "fully_shard a part": lambda side: fully_shard(side.net.blocks[0]),
-    "no_sync of a part": _entering(lambda side: side.net.blocks[0].no_sync()),
-    "clip a part": lambda side: side.net.blocks[0].clip_grad_norm_(1.0),
+    "fully_shard a part": lambda side: fully_shard(side.inner_unit),
+    "no_sync of a part": _entering(lambda side: side.inner_unit.no_sync()),
+    "clip a part": lambda side: side.inner_unit.clip_grad_norm_(1.0),
     "clip by a word": lambda side: side.model.clip_grad_norm_("much"),
     "clip by None": lambda side: side.model.clip_grad_norm_(None),
     "clip with a wrong norm": lambda side: side.model.clip_grad_norm_(1.0, "two"),
@@ -143,12 +143,12 @@ WRONG_WRAPPED: dict[str, Wrong] = {
     "rekey without model": lambda side: FSDP.rekey_optim_state_dict({}, minifsdp.OptimStateKeyType.PARAM_NAME, 3),
     "rekey to a word": lambda side: FSDP.rekey_optim_state_dict({}, "name", side.model, optim=side.optimizer),
     "a hook that is none": lambda side: side.model.register_comm_hook(None, 3),
-    "a hook on a part": lambda side: side.net.blocks[0].register_comm_hook(None, print),
+    "a hook on a part": lambda side: side.inner_unit.register_comm_hook(None, print),
     "apply a number": lambda side: side.model.apply(3),
     "fsdp_modules of a number": lambda side: FSDP.fsdp_modules(3),
     # If only rank 0 has full parameters, it can compute with them.
     "call a part that is no unit": lambda side: (
-        side.hides_from_some or side.net.enter(torch.zeros(1, 3, dtype=torch.float64))
+        side.hides_from_some or side.part_without_unit(torch.zeros(1, 4, dtype=torch.float64), None)
     ),
 }
 
@@ -159,10 +159,10 @@ WRONG_COMPOSED: dict[str, Wrong] = {
     "shard a class": lambda side: fully_shard(nn.Linear),  # type: ignore[type-var]
     "shard a ModuleList": lambda side: fully_shard(nn.ModuleList([small()])),
     "shard again": lambda side: fully_shard(side.model),
-    "shard a part again": lambda side: fully_shard(side.net.blocks[0]),
-    "shard a part after the whole": lambda side: fully_shard(side.net.enter),
+    "shard a part again": lambda side: fully_shard(side.inner_unit),
+    "shard a part after the whole": lambda side: fully_shard(side.part_without_unit),
     "wrap it": lambda side: FSDP(side.model, process_group=side.group),
-    "wrap a part": lambda side: FSDP(side.net.blocks[0], process_group=side.group),
+    "wrap a part": lambda side: FSDP(side.inner_unit, process_group=side.group),
     **{
         f"{name}={value!r}": _sharding(name, value)
         for name, value in (
@@ -188,7 +188,7 @@ WRONG_COMPOSED: dict[str, Wrong] = {
     "prefetch a number": lambda side: side.model.set_modules_to_forward_prefetch(3),
     "prefetch a list of numbers": lambda side: side.model.set_modules_to_forward_prefetch([3]),
     "prefetch a plain module": lambda side: side.model.set_modules_to_backward_prefetch([small()]),
-    "prefetch one module": lambda side: side.model.set_modules_to_backward_prefetch(side.net.blocks[0]),
+    "prefetch one module": lambda side: side.model.set_modules_to_backward_prefetch(side.inner_unit),
     "prefetch None": lambda side: side.model.set_modules_to_backward_prefetch(None),
     "set_reshard_after_forward('yes')": lambda side: side.model.set_reshard_after_forward("yes"),
     "set_reshard_after_forward(2)": lambda side: side.model.set_reshard_after_forward(2),
@@ -208,7 +208,7 @@ WRONG_COMPOSED: dict[str, Wrong] = {
     "register on a number": lambda side: minifsdp.register_fsdp_forward_method(3, "forward"),
     "share of a number": lambda side: minifsdp.share_comm_ctx([3]),
     "share a number": lambda side: minifsdp.share_comm_ctx(3),
-    "forget a part's iteration": lambda side: side.net.blocks[0].reset_iter_state(),
+    "forget a part's iteration": lambda side: side.inner_unit.reset_iter_state(),
     "a custom gather": lambda side: side.model.set_custom_all_gather(None),
     "load a number": lambda side: side.model.load_state_dict(3),
     "load None": lambda side: side.model.load_state_dict(None),
@@ -217,5 +217,5 @@ WRONG_COMPOSED: dict[str, Wrong] = {
     "load whole tensors": lambda side: side.model.load_state_dict(
         {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in side.model.state_dict().items()}
     ),
-    "call a part that is no unit": lambda side: side.net.enter(torch.zeros(1, 3, dtype=torch.float64)),
+    "call a part that is no unit": lambda side: side.part_without_unit(torch.zeros(1, 4, dtype=torch.float64), None),
 }

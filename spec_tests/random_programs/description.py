@@ -1,10 +1,15 @@
-"""One training run as plain data.
+"""One random program as plain data.
 
-A description is complete: two runs with equal descriptions do the same operations on the same numbers. It is a tree of
-frozen dataclasses that contain numbers, strings and tuples, so it can be compared, sent to a rank and printed. The JSON
-form omits fields that have their default, so a minimal failure fits on one line::
+A description is complete: two programs with equal descriptions do the same operations on the same numbers. It is a tree
+of frozen dataclasses that contain numbers, strings, tuples and calls, so it can be compared, sent to a rank and
+printed. The JSON form omits fields that have their default, so a minimal failure fits on one line::
 
     {"model":{"kind":"chain","children":[{"kind":"linear","unit":true}]},"num_ranks":2}
+
+A program is a list of calls. A call is a dictionary: ``do`` is a method of the players in ``sides.py`` and
+``reference.py``, the other entries are its arguments. ``on`` is the only rank that makes the call; without it, all
+ranks do. Most programs are ordinary training loops, so the fields from ``steps`` to ``resumes`` stand for calls.
+`calls_of` returns them, followed by the field ``calls``.
 
 Not every combination is meaningful: a parameter cannot be tied across two units, and a flat parameter is trained
 either completely or not at all. `legal` replaces a combination by the nearest meaningful one. Functions that draw or
@@ -21,22 +26,37 @@ from typing import Any
 
 __all__ = [
     "CONTAINERS",
+    "EVALUATION",
     "LEAVES",
     "OWN_SHAPES",
+    "SHARED_LEAVES",
+    "Call",
     "Description",
     "Node",
+    "calls_of",
     "forms_of",
+    "is_per_parameter",
     "from_json",
     "legal",
     "num_uses",
+    "step_of",
     "to_json",
     "walk",
 ]
 
 CONTAINERS = ("chain", "sum", "detach", "blind")
-LEAVES = ("linear", "mlp", "embedding", "norm", "own", "idle", "unused", "one_sided")
+# Their parameters share the gradient's memory with their input, or have another layout or dtype.
+SHARED_LEAVES = ("add", "view", "expand", "complex", "both", "dtypes")
+LEAVES = ("linear", "mlp", "embedding", "norm", "own", "idle", "unused", "one_sided", "counter", *SHARED_LEAVES)
 # Shapes of parameters that modules register themselves, by number: a scalar, one element, an odd row, a matrix, empty.
 OWN_SHAPES: tuple[tuple[int, ...], ...] = ((), (1,), (3,), (2, 5), (0,), (7, 1, 3))
+
+
+# The number of the batch of an evaluation in each step, which is larger than those of the micro-batches.
+EVALUATION = 50
+COMMUNICATION_HOOKS = ("communication", "in_place", "plain", "async", "low")
+
+Call = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -44,7 +64,7 @@ class Node:
     """One module, which maps ``(x, tokens)`` to a tensor like ``x``.
 
     Attributes:
-        kind: one of `LEAVES` or `CONTAINERS`; ``build.py`` describes their computations.
+        kind: one of `LEAVES` or `CONTAINERS`; ``modules.py`` describes their computations.
         size: hidden features, rows of an embedding, or a number in `OWN_SHAPES`.
         unit: whether it is a unit.
         frozen: whether its own parameters are frozen.
@@ -74,44 +94,71 @@ class Node:
 
 @dataclass(frozen=True)
 class Description:
-    """A training run.
+    """A random program.
 
     Attributes:
         model: the outermost module, always a unit.
         num_ranks: total number of ranks.
-        api: the front end that shards; see ``build.py``.
+        api: the front end that shards; see ``front_ends.py``.
         width: number of features of inputs and outputs.
         strategy: name of a sharding strategy.
         num_replicas: with a hybrid strategy, the number of replicas; must divide ``num_ranks``.
+        frees: with a hybrid strategy, whether the root is resharded after forward, too (``fully_shard``).
+        by_mesh: with a hybrid strategy, whether the wrapper gets a device mesh instead of two process groups.
         originals: ``use_orig_params``.
-        precision: a name in ``build.PRECISIONS``.
+        precision: a name in ``front_ends.PRECISIONS``.
+        dtype: of the model: ``"float"``, ``"double"``, or ``""`` for the dtype that the comparison needs.
+        full_in_eval: with ``precision``, whether evaluations are in full precision (``FSDP_USE_FULL_PREC_IN_EVAL``).
         backward_prefetch: ``"BACKWARD_PRE"``, ``"BACKWARD_POST"`` or ``""``.
         forward_prefetch: whether forward prefetches the next unit.
         limits: ``limit_all_gathers``.
         offload: whether shards are on the CPU.
-        by_policy: whether an auto-wrap policy selects the units, instead of one call per unit.
+        pins: whether offloaded shards are pinned (``fully_shard``).
+        among: if not 0, the value of ``reshard_after_forward`` (``fully_shard``).
+        ahead: number of neighbors that every unit prefetches in forward and in backward (``fully_shard``).
+        by_policy: the auto-wrap policy that selects the units, ``"custom"`` or ``"class"``; or one call per unit.
         ties: pairs of leaves, by number, that share their first parameter.
-        steps: number of optimizer steps.
+        hook: a user hook. ``"communication"``, ``"accumulated"`` (on each parameter of the optimizer) and
+            ``"backward"`` (on inputs of each leaf) halve gradients. ``"in_place"`` modifies the gradient that it
+            reduces. ``"plain"``, ``"async"`` and ``"low"`` only reduce. Or ``""``.
+        steps: number of optimizer steps of the training loop.
         micro_batches: for each micro-batch of a step, whether its backward synchronizes; the last one does.
         forwards: number of forwards before each backward.
+        separate: whether each of these forwards has a backward of its own, after all of them.
         samples: number of samples of a rank in each forward.
         momentum: whether the optimizer has momentum.
+        adam: whether the optimizer is Adam instead of SGD.
+        steps_by: ``"foreach"``, ``"fused"``, or ``""``: with lists of tensors if ``seed`` is even.
+        stepping: ``"in_backward"``, or ``"event"``, which sets the event that the next iteration waits for
+            (`set_post_optim_event`); or ``""``.
+        scales: whether a gradient scaler is used.
         clears: ``set_to_none`` of ``zero_grad()``.
         evaluates: an evaluation without grad: ``"between"`` forward and backward, or ``"after"`` each step. Or, right
             before the optimizer step, a forward *with* grad and without a backward: ``"forgotten"``. Or ``""``.
         clips: whether to call ``clip_grad_norm_``, with a limit that is never reached.
         bomb: if not ``""``, a micro-batch before each step raises an error in ``"forward"`` or ``"backward"``.
         bomb_at: number of the leaf that raises it.
-        edits: whether the user halves all parameters between steps.
-        saves: whether the state dict is compared at the end.
+        resets: whether the iteration is reset manually after that error (``fully_shard``).
+        edits: what the user does with the parameters between steps: ``"write"`` halves the full ones (with
+            ``fully_shard`` the shards), ``"in_place"`` and ``"data"`` halve the shards, ``"read"``, ``"read_on_cpu"``
+            and ``"gradients"`` read the full ones; or ``""``.
+        saves: the state dict that is taken after each step: ``"full"``, ``"sharded"`` or ``""``.
         tracks_input: whether the batch requires a gradient.
-        adam: whether the optimizer is Adam instead of SGD.
-        hook: a user hook that halves gradients: ``"communication"``, instead of the reduction or after it;
-            ``"accumulated"``, on each parameter of the optimizer; ``"backward"``, on inputs of each leaf; or ``""``.
-        resumes: the form in which model and optimizer are saved at the end and loaded into others (see ``saving.py``);
+        resumes: the form in which model and optimizer are saved at the end and loaded into others (see `forms_of`);
             both then run another step and are compared. Or ``""``.
         apart: index of a unit among the root's parts that runs alone, without grad, before each step; or -1.
         seed: seed of initial values and batches.
+        rank: for the simulated device, the rank of this process; the others are fake ranks.
+        batches: location of the batches: ``"device"``, or CPU memory, ``"plain"`` or ``"pinned"``, which the user
+            overwrites as soon as forward has returned.
+        reads: whether the CPU reads each loss.
+        elsewhere: whether the current device of the process is not the device of the model.
+        by_hand: a manual unshard or reshard before each micro-batch, or ``""`` (``fully_shard``).
+        switches: names of switches that are set (``fully_shard``).
+        late: whether the switches are set after the first step.
+        sums_late: whether unsynchronized micro-batches are reduced, but not over the replicas (``fully_shard``).
+        goes_on: whether their backwards are marked as not the last of the iteration (``fully_shard``).
+        calls: calls after the training loop.
     """
 
     model: Node = field(default_factory=lambda: Node("chain"))
@@ -120,37 +167,123 @@ class Description:
     width: int = 3
     strategy: str = "FULL_SHARD"
     num_replicas: int = 1
+    frees: bool = False
+    by_mesh: bool = False
     originals: bool = False
     precision: str = "full"
+    dtype: str = ""
+    full_in_eval: bool = False
     backward_prefetch: str = "BACKWARD_PRE"
     forward_prefetch: bool = False
     limits: bool = True
     offload: bool = False
-    by_policy: bool = False
+    pins: bool = False
+    among: int = 0
+    ahead: int = 0
+    by_policy: str = ""
     ties: tuple[tuple[int, int], ...] = ()
+    hook: str = ""
     steps: int = 2
     micro_batches: tuple[bool, ...] = (True,)
     forwards: int = 1
+    separate: bool = False
     samples: int = 2
     momentum: bool = False
+    adam: bool = False
+    steps_by: str = ""
+    stepping: str = ""
+    scales: bool = False
     clears: bool = True
     evaluates: str = ""
     clips: bool = False
     bomb: str = ""
     bomb_at: int = 0
-    edits: bool = False
-    saves: bool = False
+    resets: bool = False
+    edits: str = ""
+    saves: str = ""
     tracks_input: bool = False
-    apart: int = -1
-    adam: bool = False
-    hook: str = ""
     resumes: str = ""
+    apart: int = -1
     seed: int = 0
+    rank: int = 0
+    batches: str = "device"
+    reads: bool = False
+    elsewhere: bool = False
+    by_hand: str = ""
+    switches: tuple[str, ...] = ()
+    late: bool = False
+    sums_late: bool = False
+    goes_on: bool = False
+    calls: tuple[Call, ...] = ()
 
     @property
     def is_hybrid(self) -> bool:
         """Whether shards are replicated."""
         return "HYBRID" in self.strategy
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the ranks make different calls."""
+        return any("on" in call or _skips_differ(call.get("skip")) for call in self.calls)
+
+
+def _skips_differ(skip: Any) -> bool:
+    return isinstance(skip, list) and skip[0] != skip[1]
+
+
+def is_per_parameter(description: Description) -> bool:
+    """Whether the front end shards each parameter separately."""
+    return "fully_shard" in description.api
+
+
+# --- calls ---
+
+
+def calls_of(d: Description) -> Iterator[Call]:
+    """All calls of the program."""
+    for step in range(d.steps):
+        yield from step_of(d, step)
+    if d.resumes:
+        yield {"do": "resume", "step": d.steps}
+    yield from d.calls
+
+
+def step_of(d: Description, step: int) -> Iterator[Call]:
+    """The calls of a step of the training loop."""
+    evaluation = {"do": "evaluate", "batch": 100 * step + EVALUATION, "in_mode": True}
+    yield {"do": "begin_step", "step": step}
+    if d.apart >= 0:
+        yield {**evaluation, "part": d.apart}
+    if d.bomb:
+        yield {"do": "break_off", "bomb": (d.bomb, d.bomb_at), "batch": 100 * step + EVALUATION}
+    yield {"do": "zero_grad", "to_none": d.clears, "of_model": False}
+    for number, is_reduced in enumerate(d.micro_batches):
+        if d.by_hand and d.by_hand != "between":
+            yield {"do": "unshard_by_hand"}
+        if not is_reduced:
+            yield {"do": "sync", "value": False}
+        for index in range(number * d.forwards, (number + 1) * d.forwards):
+            yield {"do": "forward", "batch": 100 * step + index}
+        if d.by_hand == "between":
+            yield {"do": "unshard_by_hand"}
+        if d.evaluates == "between":
+            yield evaluation
+        for _ in range(d.forwards if d.separate else 1):
+            yield {"do": "backward", "which": "first" if d.separate else "all"}
+        if not is_reduced:
+            yield {"do": "sync", "value": True}
+    yield {"do": "read_gradients"}
+    if d.evaluates == "forgotten":
+        yield {**evaluation, "is_recorded": True}
+    if d.clips:
+        yield {"do": "clip", "most": 1e9, "norm": 2.0}
+    yield {"do": "step"}
+    if d.evaluates == "after":
+        yield evaluation
+    if d.edits:
+        yield {"do": "edit", "how": d.edits}
+    if d.saves:
+        yield {"do": "save", "form": d.saves}
 
 
 # --- JSON ---
@@ -218,24 +351,41 @@ def legal(description: Description) -> Description:
 
 
 def _legal_options(d: Description) -> Description:
-    changes: dict[str, Any] = {"micro_batches": (*d.micro_batches[:-1], True)}
+    changes: dict[str, Any] = {"micro_batches": (*d.micro_batches[:-1], True), "rank": min(d.rank, d.num_ranks - 1)}
     if not d.bomb:
-        changes["bomb_at"] = 0
+        changes.update(bomb_at=0, resets=False)
     if d.is_hybrid:
         if d.num_ranks % d.num_replicas:
             changes["num_replicas"] = 1
     else:
-        changes["num_replicas"] = 1
+        changes.update(num_replicas=1, by_mesh=False)
     if "fully_shard" in d.api:
         # Options that this front end does not have. Original parameters are always visible.
-        changes.update(originals=True, by_policy=False, limits=True, forward_prefetch=False, backward_prefetch="")
-        changes.update(clips=False, apart=-1)
+        changes.update(
+            originals=True, by_policy="", by_mesh=False, limits=True, forward_prefetch=False, backward_prefetch=""
+        )
+        changes.update(clips=False, apart=-1, full_in_eval=False, **_legal_for_each_parameter(d))
+    else:
+        changes.update(frees=False, pins=False, among=0, ahead=0, by_hand="", switches=(), late=False)
+        changes.update(sums_late=False, goes_on=False, resets=False)
+        if d.edits in ("data", "gradients") and not d.originals:
+            changes["edits"] = "write"
+        if d.by_policy == "class" and any(node.strategy for node, _ in walk(d.model)):
+            changes["by_policy"] = "custom"
+    if d.stepping == "in_backward":
+        # Unsynchronized gradients must not be used for a step, and neither must gradients of an interrupted backward.
+        d = replace(d, micro_batches=(True,) * len(d.micro_batches), bomb="", scales=False)
+        changes.update(micro_batches=d.micro_batches, bomb_at=0, resets=False, clips=False)
+        if not (d.originals or "fully_shard" in d.api):
+            changes["stepping"] = ""
+    if d.forwards == 1:
+        changes["separate"] = False
     if any(node.every > 1 for node, _ in walk(d.model)):
         # With momentum, zeros in a flat gradient differ from the missing gradients of the single process.
         changes.update(momentum=False, adam=False)
     if d.resumes:
         # An edit would not reach the loaded model, and when it trains, the oracle is already one step ahead.
-        changes["edits"] = False
+        changes["edits"] = ""
         if d.evaluates == "between":
             changes["evaluates"] = "after"
         if d.resumes not in forms_of(d.api):
@@ -243,13 +393,48 @@ def _legal_options(d: Description) -> Description:
         if "fully_shard" in d.api and any(node.same_as >= 0 for node, _ in walk(d.model)):
             # torch.distributed.checkpoint does not send full values to a module that occurs twice.
             changes["resumes"] = "own"
+    if d.strategy != "HYBRID_SHARD":
+        changes["frees"] = False
     if not _may_hook(d):
         changes["hook"] = ""
     return replace(d, **changes)
 
 
+def _legal_for_each_parameter(d: Description) -> dict[str, Any]:
+    changes: dict[str, Any] = {}
+    if d.among and (d.num_ranks // (d.num_replicas if d.is_hybrid else 1)) % d.among:
+        changes["among"] = 0
+    if not d.offload:
+        changes["pins"] = False
+    elif d.scales:
+        # Torch's scaler all-reduces on the device of the gradients, and NCCL does not support CPU tensors.
+        changes["scales"] = False
+    if d.edits == "gradients":
+        changes["edits"] = "read"
+    if all(d.micro_batches):
+        changes.update(sums_late=False, goes_on=False)
+    if not d.is_hybrid or any(node.checkpoint == "reentrant" for node, _ in walk(d.model)):
+        # A nested backward reduces on its own, and partial sums would belong to other parameters: this is an error.
+        changes["sums_late"] = False
+    if not d.switches:
+        changes["late"] = False
+    return changes
+
+
 def forms_of(api: str) -> tuple[str, ...]:
-    """The forms in which this front end can save a state; see ``saving.py``."""
+    """The forms in which this front end can save a state.
+
+    ===========  ==================================================  ===================================================
+    form         the wrapper                                         `fully_shard`, by torch's functions for state dicts
+    ===========  ==================================================  ===================================================
+    ``full``     full values on each rank                            the same
+    ``rank0``    full values on the CPU of rank 0, else nothing      the same; loaded by a broadcast
+    ``sharded``  ``ShardedTensor``                                   ``DTensor``
+    ``dtensor``  ``DTensor``
+    ``local``    this rank's shard, and the optimizer's own dict
+    ``own``                                                          a copy of both objects' ``state_dict()``
+    ===========  ==================================================  ===================================================
+    """
     if "fully_shard" in api:
         return ("full", "rank0", "sharded", "own")
     return ("full", "rank0", "sharded", "dtensor", "local")
@@ -257,7 +442,7 @@ def forms_of(api: str) -> tuple[str, ...]:
 
 def _may_hook(d: Description) -> bool:
     nodes = [node for node, _ in walk(d.model)]
-    if d.hook == "communication":
+    if d.hook in COMMUNICATION_HOOKS:
         return "fully_shard" in d.api or not d.is_hybrid
     if d.hook == "accumulated":
         # A hook that runs after several reductions halves earlier results again; the oracle does not model this.
