@@ -12,9 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minifsdp import FullStateDictConfig, StateDictType, fully_shard
-from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.fuzz.__main__ import APIS, RECORD, RECORDED, summary
 from spec_tests.fuzz.known import KNOWN
 from spec_tests.harness import device, ranks
@@ -24,6 +21,8 @@ from spec_tests.random_programs.description import Description, Node, walk
 from spec_tests.random_programs.draw import FLAT_KINDS, KINDS, drawn, of_blocks
 from spec_tests.random_programs.judge import Verdict, counted, judged, kind_of, replay_line, simplest
 from spec_tests.random_programs.wrong import WRONG_COMPOSED, WRONG_WRAPPED
+from spec_tests.subject import FullStateDictConfig, ModuleWrapPolicy, StateDictType, fully_shard
+from spec_tests.subject import FullyShardedDataParallel as FSDP
 
 SEEDS = range(5)
 

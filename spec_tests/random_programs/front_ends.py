@@ -114,10 +114,9 @@ def _fully_shard(library: Any, d: Description, model: Piece, group: Group, **oth
 
 
 def _ours(d: Description, model: Piece, group: Group, **others: Any) -> nn.Module:
-    import minifsdp
-    import minifsdp.wrap
+    from spec_tests import subject
 
-    return _fsdp1(minifsdp, minifsdp.wrap, d, model, group, **others)
+    return _fsdp1(subject, subject.wrap, d, model, group, **others)
 
 
 def _torchs(d: Description, model: Piece, group: Group) -> nn.Module:
@@ -139,9 +138,9 @@ def _careless(d: Description, model: Piece, group: Group) -> nn.Module:
 
 
 def _our_function(d: Description, model: Piece, group: Group, **others: Any) -> nn.Module:
-    import minifsdp
+    from spec_tests import subject
 
-    return _fully_shard(minifsdp, d, model, group, **others)
+    return _fully_shard(subject, d, model, group, **others)
 
 
 def _torchs_function(d: Description, model: Piece, group: Group) -> nn.Module:

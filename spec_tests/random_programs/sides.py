@@ -18,9 +18,8 @@ from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-import minifsdp
-from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.engine.messages import message
+from spec_tests import subject
 from spec_tests.random_programs.description import Call, Description, Node, is_per_parameter
 from spec_tests.random_programs.front_ends import PRECISIONS, RESHARDS, Group, parameters_here, sharded
 from spec_tests.random_programs.modules import (
@@ -38,6 +37,7 @@ from spec_tests.random_programs.modules import (
 )
 from spec_tests.random_programs.reference import DTYPES, READS, chosen, damaged, to_be_loaded
 from spec_tests.random_programs.wrong import WRONG_COMPOSED, WRONG_WRAPPED
+from spec_tests.subject import FullyShardedDataParallel as FSDP
 
 __all__ = ["MEANINGLESS", "Sharded", "side_of"]
 
@@ -413,9 +413,9 @@ class ByWrapper(Sharded):
         }[form]
         return FSDP.state_dict_type(
             self.model,
-            minifsdp.StateDictType[f"{kind.upper()}_STATE_DICT"],
-            getattr(minifsdp, f"{kind}StateDictConfig")(**options),
-            getattr(minifsdp, f"{kind}OptimStateDictConfig")(**options),
+            subject.StateDictType[f"{kind.upper()}_STATE_DICT"],
+            getattr(subject, f"{kind}StateDictConfig")(**options),
+            getattr(subject, f"{kind}OptimStateDictConfig")(**options),
         )
 
     def state(self, form: str) -> dict[str, Any]:
@@ -484,9 +484,9 @@ class ByFunction(Sharded):
         super().__init__(d, group)
         self.handles: list[Any] = []
         self.keeps_evaluated = RESHARDS.get(d.strategy) is False
-        self.modules = [module for module in self.model.modules() if isinstance(module, minifsdp.FSDPModule)]
+        self.modules = [module for module in self.model.modules() if isinstance(module, subject.FSDPModule)]
         if self.modules:
-            minifsdp.register_fsdp_forward_method(self.model, "generate")
+            subject.register_fsdp_forward_method(self.model, "generate")
 
     def expected(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
         sharers = self.sharers(self.d.model)

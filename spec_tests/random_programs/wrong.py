@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-import minifsdp
-from minifsdp import CPUOffload, FullStateDictConfig, MixedPrecision, StateDictType, fully_shard
-from minifsdp import FullyShardedDataParallel as FSDP
+from spec_tests import subject
+from spec_tests.subject import CPUOffload, FullStateDictConfig, MixedPrecision, StateDictType, fully_shard
+from spec_tests.subject import FullyShardedDataParallel as FSDP
 
 __all__ = ["WRONG_COMPOSED", "WRONG_WRAPPED"]
 
@@ -140,7 +140,7 @@ WRONG_WRAPPED: dict[str, Wrong] = {
         side.model, side.optimizer, {"state": 3, "param_groups": []}
     ),
     "full_optim_state_dict of a number": lambda side: FSDP.full_optim_state_dict(3, side.optimizer),
-    "rekey without model": lambda side: FSDP.rekey_optim_state_dict({}, minifsdp.OptimStateKeyType.PARAM_NAME, 3),
+    "rekey without model": lambda side: FSDP.rekey_optim_state_dict({}, subject.OptimStateKeyType.PARAM_NAME, 3),
     "rekey to a word": lambda side: FSDP.rekey_optim_state_dict({}, "name", side.model, optim=side.optimizer),
     "a hook that is none": lambda side: side.model.register_comm_hook(None, 3),
     "a hook on a part": lambda side: side.inner_unit.register_comm_hook(None, print),
@@ -203,11 +203,11 @@ WRONG_COMPOSED: dict[str, Wrong] = {
     "set_gradient_divide_factor(0)": lambda side: side.model.set_gradient_divide_factor(0),
     "set_all_reduce_hook(3)": lambda side: side.model.set_all_reduce_hook(3),
     "set_post_optim_event(3)": lambda side: side.model.set_post_optim_event(3),
-    "register a method that is none": lambda side: minifsdp.register_fsdp_forward_method(side.model, "nothing"),
-    "register a number": lambda side: minifsdp.register_fsdp_forward_method(side.model, 3),
-    "register on a number": lambda side: minifsdp.register_fsdp_forward_method(3, "forward"),
-    "share of a number": lambda side: minifsdp.share_comm_ctx([3]),
-    "share a number": lambda side: minifsdp.share_comm_ctx(3),
+    "register a method that is none": lambda side: subject.register_fsdp_forward_method(side.model, "nothing"),
+    "register a number": lambda side: subject.register_fsdp_forward_method(side.model, 3),
+    "register on a number": lambda side: subject.register_fsdp_forward_method(3, "forward"),
+    "share of a number": lambda side: subject.share_comm_ctx([3]),
+    "share a number": lambda side: subject.share_comm_ctx(3),
     "forget a part's iteration": lambda side: side.inner_unit.reset_iter_state(),
     "a custom gather": lambda side: side.model.set_custom_all_gather(None),
     "load a number": lambda side: side.model.load_state_dict(3),

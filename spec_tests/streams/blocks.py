@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import minifsdp
+from spec_tests import subject
 from spec_tests.harness import device, simulated
 from spec_tests.harness.simulated import WORLD, Operation
 from spec_tests.streams.steps import compares
@@ -42,9 +42,9 @@ def model(num_blocks: int = 4, width: int = WIDTH) -> nn.Sequential:
 
 def flat(num_blocks: int = 4, width: int = WIDTH, **options: Any) -> Any:
     """Each block is a unit of the wrapper; the root has no parameters of its own."""
-    policy = minifsdp.wrap.ModuleWrapPolicy({Block})
+    policy = subject.wrap.ModuleWrapPolicy({Block})
     options = {"device_id": device(), "auto_wrap_policy": policy, **options}
-    return minifsdp.FullyShardedDataParallel(model(num_blocks, width), **options)
+    return subject.FullyShardedDataParallel(model(num_blocks, width), **options)
 
 
 def per_parameter(num_blocks: int = 4, width: int = WIDTH, shape: tuple[int, ...] | None = None, **options: Any) -> Any:
@@ -52,9 +52,9 @@ def per_parameter(num_blocks: int = 4, width: int = WIDTH, shape: tuple[int, ...
     blocks = model(num_blocks, width)
     mesh = init_device_mesh("sim", shape or (torch.distributed.get_world_size(),))
     for block in blocks:
-        minifsdp.fully_shard(block, mesh=mesh, **options)
+        subject.fully_shard(block, mesh=mesh, **options)
     root = {name: value for name, value in options.items() if name != "reshard_after_forward"}
-    return minifsdp.fully_shard(blocks, mesh=mesh, **root)
+    return subject.fully_shard(blocks, mesh=mesh, **root)
 
 
 class Log:

@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from minifsdp import BackwardPrefetch
 from spec_tests.harness import device, pool
 from spec_tests.harness.accounting import ROOT
 from spec_tests.streams import blocks, order, timelines
 from spec_tests.streams.steps import Step, recorded
+from spec_tests.subject import BackwardPrefetch
 
 __all__ = ["FOLDER", "NUM_RANKS", "drawn"]
 

@@ -23,23 +23,22 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
-from minifsdp import (
+from minifsdp import token_weighted, while_all_have_data
+from minifsdp.checkpoint import agreement
+from spec_tests.fsdp2.int8_shards import Int8Shards, extended
+from spec_tests.harness.simulated.nccl import SimulatedNccl
+from spec_tests.models.modules import MLP
+from spec_tests.subject import (
     BackwardPrefetch,
     CPUOffload,
     CPUOffloadPolicy,
     MixedPrecision,
     MixedPrecisionPolicy,
+    ModuleWrapPolicy,
     ShardingStrategy,
     fully_shard,
-    token_weighted,
-    while_all_have_data,
 )
-from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp.checkpoint import agreement
-from minifsdp.wrap import ModuleWrapPolicy
-from spec_tests.fsdp2.int8_shards import Int8Shards, extended
-from spec_tests.harness.simulated.nccl import SimulatedNccl
-from spec_tests.models.modules import MLP
+from spec_tests.subject import FullyShardedDataParallel as FSDP
 
 __all__ = ["PROGRAMS", "Program"]
 

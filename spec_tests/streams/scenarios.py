@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import minifsdp
+from spec_tests import subject
 from spec_tests.harness import device, simulated, worker
 from spec_tests.random_programs import judge
 from spec_tests.random_programs.description import Call, Description, calls_of, is_per_parameter, to_json
@@ -118,7 +118,7 @@ class _Racing(Sharded):
         self.seen: list[Tensor] = []
         # Lists of tensors do not change the versions of simulated tensors.
         self.optimizer = optimizer_for(replace(d, seed=1), self.model)
-        kind = torch.amp.GradScaler if is_per_parameter(d) else minifsdp.ShardedGradScaler
+        kind = torch.amp.GradScaler if is_per_parameter(d) else subject.ShardedGradScaler
         self.scaler: Any = kind(device().type, init_scale=2.0**8, enabled=d.scales)
         if d.stepping == "in_backward":
             for parameter in self.model.parameters():

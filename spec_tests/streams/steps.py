@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from minifsdp import trace
 from spec_tests.harness import simulated
 from spec_tests.harness.simulated import WORLD, Operation
 from spec_tests.harness.simulated.clocks import Clock
+from spec_tests.subject import trace
 
 __all__ = ["ROWS", "Moment", "Step", "recorded"]
 

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-import minifsdp
-from minifsdp import BackwardPrefetch
 from minifsdp.engine import lifetime
+from spec_tests import subject
 from spec_tests.harness import device, rank_among_invented, ranks, simulated
 from spec_tests.harness.simulated import WORLD
 from spec_tests.streams.blocks import Log, flat, logged, per_parameter
+from spec_tests.subject import BackwardPrefetch
 
 APIS: dict[str, Callable[..., Any]] = {"wrapper": flat, "function": per_parameter}
 either_api = pytest.mark.parametrize("api", APIS)
@@ -164,7 +164,7 @@ def test_first_all_gather_waits_only_for_given_event(given: bool) -> None:
 def test_roots_that_share_their_communication_context_share_its_streams(shared: bool) -> None:
     first, second = per_parameter(), per_parameter()
     if shared:
-        minifsdp.share_comm_ctx([first, second])
+        subject.share_comm_ctx([first, second])
     x = torch.randn(3, 8, device=device())
     second(first(x)).sum().backward()
     with simulated.Log() as log:
@@ -211,9 +211,9 @@ def test_offload_stops_the_cpu_once_for_all_gradients_of_any_number_of_units(api
     stops = []
     for num_blocks in (2, 6):
         if api == "wrapper":
-            sharded = flat(num_blocks, cpu_offload=minifsdp.CPUOffload(offload_params=True), limit_all_gathers=False)
+            sharded = flat(num_blocks, cpu_offload=subject.CPUOffload(offload_params=True), limit_all_gathers=False)
         else:
-            sharded = per_parameter(num_blocks, offload_policy=minifsdp.CPUOffloadPolicy())
+            sharded = per_parameter(num_blocks, offload_policy=subject.CPUOffloadPolicy())
         log = logged(sharded)
         stops.append(sum(WORLD.stops.values()))
         copies = [o for o in log.operations if "between devices" in o.name]
@@ -227,9 +227,9 @@ def test_offload_stops_the_cpu_once_for_all_gradients_of_any_number_of_units(api
 @rank_among_invented(2)
 def test_offloaded_shards_may_be_written_when_an_evaluation_has_returned(api: str) -> None:
     if api == "wrapper":
-        sharded = flat(cpu_offload=minifsdp.CPUOffload(offload_params=True), limit_all_gathers=False)
+        sharded = flat(cpu_offload=subject.CPUOffload(offload_params=True), limit_all_gathers=False)
     else:
-        sharded = per_parameter(offload_policy=minifsdp.CPUOffloadPolicy())
+        sharded = per_parameter(offload_policy=subject.CPUOffloadPolicy())
     with torch.no_grad():
         sharded(torch.randn(3, 8, device=device()))
         for parameter in sharded.parameters():
@@ -254,7 +254,7 @@ def test_a_batch_may_be_overwritten_when_forward_has_begun(pinned: bool) -> None
 def test_clipping_offloaded_gradients_stops_the_cpu_as_often_for_many_as_for_few() -> None:
     stops = []
     for num_blocks in (2, 6):
-        sharded = flat(num_blocks, cpu_offload=minifsdp.CPUOffload(offload_params=True), use_orig_params=True)
+        sharded = flat(num_blocks, cpu_offload=subject.CPUOffload(offload_params=True), use_orig_params=True)
         sharded(torch.randn(3, 8, device=device())).sum().backward()
         WORLD.stops.clear()
         sharded.clip_grad_norm_(0.1)
@@ -356,6 +356,6 @@ def test_unsharded_params_are_aligned_to_16_bytes() -> None:
     found = []
     for part in model:
         part.register_forward_hook(lambda module, *_: found.extend(p.data_ptr() % 16 for p in module.parameters()))
-    minifsdp.fully_shard(model, mesh=init_device_mesh(device().type, (2,)))
+    subject.fully_shard(model, mesh=init_device_mesh(device().type, (2,)))
     model(torch.ones(2, 3, device=device())).sum().backward()
     assert found == [0] * 6
