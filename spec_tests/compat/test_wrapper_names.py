@@ -312,20 +312,23 @@ class OutOfMemoryError(RuntimeError):
 
 
 @ranks(2)
-def check_retry(use_orig_params: bool) -> None:
+def check_retry(use_orig_params: bool, clears_first: bool) -> None:
     model, oracle = (wrapped(seeded(), use_orig_params=use_orig_params) for _ in range(2))
     for either in (model, oracle):
         optimizer = torch.optim.Adam(either.parameters(), lr=1e-2)
         trained_once(either, optimizer)
         if either is model:
-            fail_in_backward(model)
+            fail_in_backward(model, clears_first)
             assert all(parameter.grad is None for parameter in model.parameters())
         trained_once(either, optimizer, 1)
     assert_same(full_values(model), full_values(oracle), bitwise=True)
 
 
-def fail_in_backward(model: Any) -> None:
-    """Runs a backward that raises on all ranks, and then the steps that Composer takes after an error."""
+def fail_in_backward(model: Any, clears_first: bool) -> None:
+    """Runs a backward that raises on all ranks, and then the steps that Composer takes after an error.
+
+    With ``clears_first``, ``zero_grad()`` is the first of them. It also resets the units.
+    """
 
     def fail(*_: Any) -> None:
         raise OutOfMemoryError("CUDA out of memory")
@@ -335,14 +338,17 @@ def fail_in_backward(model: Any) -> None:
     with pytest.raises(OutOfMemoryError):
         iterate(model, 7)
     handle.remove()
-    model.zero_grad(set_to_none=True)
+    if clears_first:
+        model.zero_grad(set_to_none=True)
     for wrapper in FullyShardedDataParallel.fsdp_modules(model):
         if wrapper.check_is_root():
             _post_backward_final_callback(wrapper, wrapper)
     assert all(unit.state is State.SHARDED for unit in model._root_state.units)
+    model.zero_grad(set_to_none=True)
 
 
+@pytest.mark.parametrize("clears_first", [True, False])
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.spec("START-09")
-def test_final_callback_of_torch_ends_a_failed_backward(use_orig_params: bool) -> None:
-    check_retry(use_orig_params=use_orig_params)
+def test_final_callback_of_torch_ends_a_failed_backward(use_orig_params: bool, clears_first: bool) -> None:
+    check_retry(use_orig_params=use_orig_params, clears_first=clears_first)

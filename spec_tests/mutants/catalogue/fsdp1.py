@@ -225,6 +225,12 @@ MUTANTS = [
     ),
     # --- fully_sharded_data_parallel.py ---
     Mutant(
+        "the-final-callback-does-nothing",
+        "START-09",
+        "Torch's final callback leaves units unsharded after a backward that has failed.",
+        replace("FullyShardedDataParallel._exec_order_data", "self._current_root_state().recover_after_error", "dict"),
+    ),
+    Mutant(
         "passed-dict-is-ignored",
         "OSD-02",
         "optim_state_dict ignores the dict that is passed to it.",
