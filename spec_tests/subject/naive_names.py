@@ -6,7 +6,7 @@ those of torch, because the tests build options while they are collected.
 """
 
 # A test finds these names as attributes of this module.
-# ruff: noqa: F401
+# ruff: noqa: F401, F403
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, StateDictType
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, wrap
+from torch.distributed.fsdp.api import *
+from torch.distributed.fsdp.api import ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
 
 from minifsdp import trace
