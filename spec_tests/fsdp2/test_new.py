@@ -531,8 +531,8 @@ def test_the_names_are_those_of_torch() -> None:
         "register_fsdp_forward_method",
         "share_comm_ctx",
     ):
-        assert getattr(subject.library, name).__name__ == getattr(torch_fsdp, name).__name__ == name
-        assert name in subject.library.__all__
+        assert getattr(subject.engine, name).__name__ == getattr(torch_fsdp, name).__name__ == name
+        assert name in subject.engine.__all__
 
 
 @pytest.mark.spec("NEW-17")

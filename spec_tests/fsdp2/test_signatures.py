@@ -56,7 +56,7 @@ def described(function: Any) -> list[tuple[str, Any, str]]:
 @pytest.mark.pure
 @pytest.mark.parametrize("name", NAMES)
 def test_a_public_name_takes_the_same_arguments(name: str) -> None:
-    ours, theirs = described(getattr(subject.library, name)), described(getattr(torch_fsdp, name))
+    ours, theirs = described(getattr(subject.engine, name)), described(getattr(torch_fsdp, name))
     too_new = SINCE_2_11 - {argument for argument, _, _ in theirs}
     assert [one for one in ours if one[0] not in too_new] == theirs
 
@@ -65,7 +65,7 @@ def test_a_public_name_takes_the_same_arguments(name: str) -> None:
 @pytest.mark.pure
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_takes_the_same_arguments(name: str) -> None:
-    ours, theirs = (described(getattr(module.FSDPModule, name)) for module in (subject.library, torch_fsdp))
+    ours, theirs = (described(getattr(module.FSDPModule, name)) for module in (subject.engine, torch_fsdp))
     if name in MEANT:
         assert ours != theirs, "no longer different: take it out of the table"
     else:
@@ -81,7 +81,7 @@ def test_unshard_handle_wait_has_signature_of_torch() -> None:
 @pytest.mark.spec("NEW-17", "NEW-18")
 @pytest.mark.pure
 def test_only_listed_names_of_torch_are_missing() -> None:
-    missing = {name for name in torch_fsdp.__all__ if not hasattr(subject.library, name)}
+    missing = {name for name in torch_fsdp.__all__ if not hasattr(subject.engine, name)}
     assert missing <= set(MISSING)
 
 

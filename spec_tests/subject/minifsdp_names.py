@@ -4,7 +4,7 @@
 # ruff: noqa: F401, F403
 
 from minifsdp import *
-from minifsdp import trace, wrap
+from minifsdp import __all__, trace, wrap
 from minifsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
