@@ -183,7 +183,8 @@ def leave_out(
 ) -> None:
     """Deselects tests and reports them at the end of the session, so that they do not count as passed."""
     left_out = [item for item in items if concerned(item)]
-    items[:] = [item for item in items if item not in left_out]
+    gone = set(left_out)
+    items[:] = [item for item in items if item not in gone]
     config.stash[ACCOUNTING].not_run([item.nodeid for item in left_out], why, in_need=in_need)
     config.hook.pytest_deselected(items=left_out)
 
