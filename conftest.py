@@ -13,6 +13,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 
+# The hooks of the suite, for all folders with tests.
+pytest_plugins = ["spec_tests.harness.session"]
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the options that choose requirements, the device, and the number of tests."""

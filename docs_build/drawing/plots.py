@@ -1,7 +1,7 @@
 """The benchmarks as pictures, and the cost of an FSDP as the work grows.
 
-``python -m spec_tests.benchmarks --record`` writes the record of the benchmarks, and ``python -m
-spec_tests.benchmarks.growth --record`` that of growing work. Pictures without data in a record are left out. This
+``python -m spec_tools.benchmarks --record`` writes the record of the benchmarks, and ``python -m
+spec_tools.benchmarks.growth --record`` that of growing work. Pictures without data in a record are left out. This
 module computes the positions, and ``plots.svg.jinja`` defines the appearance. The colours are those of the timelines,
 one for each kind of FSDP. minifsdp's lines are solid, torch's are pale or dashed.
 """

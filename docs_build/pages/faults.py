@@ -1,11 +1,11 @@
 """Attempts to break a training, as tables. Each table is made from a record while the site is built.
 
 =================================================  ======================================
-``python -m spec_tests.faults --record``           every fault at every stage
-``python -m spec_tests.faults.restarts --record``  under a real torchrun
-``python -m spec_tests.tutorials.kills --record``  kill -9 in a save
-``python -m spec_tests.fuzz --record``             random programs
-``python -m spec_tests.soak --record``             2,000 steps
+``python -m spec_tools.faults --record``           every fault at every stage
+``python -m spec_tools.faults.restarts --record``  under a real torchrun
+``python -m spec_tools.kills --record``  kill -9 in a save
+``python -m spec_tools.fuzz --record``             random programs
+``python -m spec_tools.soak --record``             2,000 steps
 =================================================  ======================================
 """
 

@@ -1,6 +1,6 @@
 """Tables about the run on a GPU, from ``docs/data/gpu.json``.
 
-The record was made from the reports and logs of three runs of the kit (``spec_tests/gpu``) on one GPU.
+The record was made from the reports and logs of three runs of the kit (``spec_tools/gpu``) on one GPU.
 """
 
 from docs_build.reading.text import table

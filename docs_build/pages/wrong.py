@@ -1,11 +1,11 @@
-"""The page "Where torch is wrong": programs of ``spec_tests/torch_is_wrong``, and the output of each.
+"""The page "Where torch is wrong": programs of ``spec_tools/torch_is_wrong``, and the output of each.
 
 The site build runs none of them. Their docstrings contain their output, and tests compare it.
 """
 
 from docs_build.reading.markup import highlight_lines, to_markdown
 from docs_build.templates import PAGES
-from spec_tests.torch_is_wrong import Case, cases
+from spec_tools.torch_is_wrong import Case, cases
 
 
 def find(name: str) -> Case:
@@ -34,5 +34,5 @@ def prose(case: Case) -> str:
 def program(case: Case) -> str:
     """The program as a folded block of HTML."""
     ranks = "" if case.num_ranks == 2 else f", on {case.num_ranks} ranks"
-    file = f"spec_tests/torch_is_wrong/{case.name}.py"
+    file = f"spec_tools/torch_is_wrong/{case.name}.py"
     return PAGES.program(f"The program{ranks}", file, highlight_lines(case.code))

@@ -1,4 +1,4 @@
-"""The tests that fail when a line is broken, from the record of ``spec_tests/mutants``.
+"""The tests that fail when a line is broken, from the record of ``spec_tools/mutants``.
 
 For each *mutant* (an edit of the package that removes a behaviour) the record has the requirements whose tests failed,
 and the tests. The catalogue has the edit. This module combines the two: a break belongs to the first line that it
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 
 from docs_build.reading.order import PACKAGE, ROOT
-from spec_tests.mutants.catalogue import MUTANTS
-from spec_tests.mutants.mutant import Mutant, broken
+from spec_tools.mutants.catalogue import MUTANTS
+from spec_tools.mutants.mutant import Mutant, broken
 
 RECORD = ROOT / "docs" / "data" / "mutants.json"
 

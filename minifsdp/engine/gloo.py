@@ -72,7 +72,7 @@ from minifsdp.engine.comm_streams import Handle
 _REDUCE_TAG, _QUESTION_TAG, _SIZES_TAG = 0x6D696E6A, 0x6D697100, 0x6D697200
 _UNSENT_TAG = 0x6D696E6B  # the tag of a message that is never sent
 _GATHER_TAGS = 0x20000000  # and as many numbers after it
-# 5. In bytes, chosen by measurement: `spec_tests.benchmarks` measures smaller and larger sizes.
+# 5. In bytes, chosen by measurement: `spec_tools.benchmarks` measures smaller and larger sizes.
 _WORTH_A_MESSAGE = 2**18
 _POLL_SECONDS = 0.0005  # seconds, chosen by measurement with `tiny`
 _ALL_TO_ALL = AllToAllOptions()

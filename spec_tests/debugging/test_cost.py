@@ -8,9 +8,9 @@ import pytest
 from torch import nn
 
 from minifsdp.debugging import switch
-from spec_tests.benchmarks import debug_cost
-from spec_tests.benchmarks.workloads import WORKLOADS
 from spec_tests.harness import ranks
+from spec_tools.benchmarks import debug_cost
+from spec_tools.benchmarks.workloads import WORKLOADS
 
 
 @pytest.mark.spec("DEBUG-12")

@@ -11,8 +11,8 @@ import pytest
 
 from minifsdp.debugging import switch
 from minifsdp.engine.collectives import Collective
-from spec_tests.benchmarks import debug_cost
 from spec_tests.harness import ranks
+from spec_tools.benchmarks import debug_cost
 
 
 @pytest.mark.spec("DEBUG-12")

@@ -1,6 +1,6 @@
 """Costs that must not grow with the model or the number of ranks, and costs that are allowed to grow.
 
-``count_growth.py`` counts them in separate processes. ``spec_tests/benchmarks/growth`` measures them in milliseconds.
+``count_growth.py`` counts them in separate processes. ``spec_tools/benchmarks/growth`` measures them in milliseconds.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from spec_tests.benchmarks.growth.llama import Decoder
 from spec_tests.engine.count_growth import OURS, PARAMETERS, SHAPE
 from spec_tests.harness.programs import run_module
+from spec_tools.benchmarks.growth.llama import Decoder
 
 pytestmark = pytest.mark.pure
 

@@ -32,13 +32,13 @@ from minifsdp.ledger import written
 from minifsdp.watchdog import process, report
 from minifsdp.watchdog.report import Findings, StoreChannel, lines_of_this_rank, state_of_this_rank
 from minifsdp.watchdog.watchdog import LIMIT, PATIENCE
-from spec_tests.benchmarks.without_ledger import without_ledger
 from spec_tests.engine.small import draw, shard_each, square_loss, train_once, units_of
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import MLP, chain
 from spec_tests.subject import FullyShardedDataParallel as FSDP
 from spec_tests.subject import ShardedGradScaler, StateDictType
 from spec_tests.waiting import comes_true
+from spec_tools.benchmarks.without_ledger import without_ledger
 
 
 def entries() -> list[Entry]:

@@ -40,13 +40,31 @@ from typing import Any
 
 import pytest
 
-__all__ = ["BACKENDS", "KINDS", "Accounting", "read_rows", "rows_of_accelerators", "section_of", "verdict"]
+__all__ = [
+    "BACKENDS",
+    "KINDS",
+    "TEST_FOLDERS",
+    "Accounting",
+    "read_rows",
+    "rows_of_accelerators",
+    "section_of",
+    "test_files",
+    "verdict",
+]
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+# The specification, the tests of the tools, and the tests of the documentation.
+TEST_FOLDERS = ("spec_tests", "spec_tools", "docs_build/tests")
 ROW = re.compile(r"^\| ((?:[A-Z0-9]+-)+\d+) \| (.*)")
 # Kinds of evidence, best first.
 KINDS = ("behaviour", "order only", "arithmetic", "text")
 BACKENDS = {"cpu": "cpu-gloo", "simulated": "simulated", "cuda": "cuda-nccl"}
+
+
+def test_files() -> list[pathlib.Path]:
+    """All test files of the repository, without the benchmarks."""
+    found = [path for folder in TEST_FOLDERS for path in (ROOT / folder).rglob("test_*.py")]
+    return sorted(path for path in found if "benchmarks" not in path.parts)
 
 
 def read_rows(path: pathlib.Path = ROOT / "docs" / "spec.md") -> dict[str, str]:

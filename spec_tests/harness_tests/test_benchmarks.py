@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from spec_tests.benchmarks import closed_form, figures, page, report
-from spec_tests.benchmarks.contenders import CONTENDERS
-from spec_tests.benchmarks.race import Entrant, Lap, Outcome, Times
-from spec_tests.benchmarks.workloads import WORKLOADS
 from spec_tests.harness import ranks
+from spec_tools.benchmarks import closed_form, figures, page, report
+from spec_tools.benchmarks.contenders import CONTENDERS
+from spec_tools.benchmarks.race import Entrant, Lap, Outcome, Times
+from spec_tools.benchmarks.workloads import WORKLOADS
 
 MIB = 2**20
 

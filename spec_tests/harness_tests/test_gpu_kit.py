@@ -18,18 +18,18 @@ import pytest
 import torch
 from torch import nn
 
-from spec_tests.benchmarks.report import Quartiles
-from spec_tests.gpu import __main__ as kit
-from spec_tests.gpu import chunks, collectives, races, report, smoke, stages, steps
-from spec_tests.gpu.__main__ import Kit, main
-from spec_tests.gpu.chunks import ROOT, Chunk, Outcome, run_chunk
-from spec_tests.gpu.platforms import CPU, CUDA, SIMULATED, Platform
-from spec_tests.gpu.progress import InUse, Progress
-from spec_tests.gpu.stages import Settings, Stage
 from spec_tests.harness import device, pool, ranks
 from spec_tests.harness.programs import run_module
 from spec_tests.harness_tests.test_session import is_running
 from spec_tests.waiting import comes_true
+from spec_tools.benchmarks.report import Quartiles
+from spec_tools.gpu import __main__ as kit
+from spec_tools.gpu import chunks, collectives, races, report, smoke, stages, steps
+from spec_tools.gpu.__main__ import Kit, main
+from spec_tools.gpu.chunks import ROOT, Chunk, Outcome, run_chunk
+from spec_tools.gpu.platforms import CPU, CUDA, SIMULATED, Platform
+from spec_tools.gpu.progress import InUse, Progress
+from spec_tools.gpu.stages import Settings, Stage
 
 
 def python(name: str, program: str, limit: float = 60.0) -> Chunk:
@@ -242,8 +242,6 @@ def test_crash_record_names_the_crashed_test_and_keeps_earlier_results(run: Kit,
     options = [
         "-p",
         "conftest",
-        "-p",
-        "spec_tests.conftest",
         "-c",
         str(ROOT / "pyproject.toml"),
         "--rootdir",
@@ -279,7 +277,7 @@ if name == "b":
 
 
 def run_in_a_session_of_its_own(folder: Path) -> None:
-    """Runs ``python -m spec_tests.gpu --device cpu`` with three chunks; its output goes to a file."""
+    """Runs ``python -m spec_tools.gpu --device cpu`` with three chunks; its output goes to a file."""
     os.setsid()
     output = os.open(folder / "said", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
     os.dup2(output, 1)

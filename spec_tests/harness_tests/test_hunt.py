@@ -14,17 +14,17 @@ import pytest
 
 from spec_tests.harness.programs import run_module
 from spec_tests.harness_tests.test_session import ROOT, is_running
-from spec_tests.hunt.__main__ import hunt, main
-from spec_tests.hunt.generators import GENERATORS, Generator
 from spec_tests.random_programs.description import from_json, to_json
 from spec_tests.test_properties import CARELESS
 from spec_tests.waiting import comes_true
+from spec_tools.hunt.__main__ import hunt, main
+from spec_tools.hunt.generators import GENERATORS, Generator
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "spec_tests.hunt", *arguments]
+    return [sys.executable, "-m", "spec_tools.hunt", *arguments]
 
 
 @pytest.mark.ranks
@@ -44,7 +44,7 @@ def test_hunt_finds_and_shrinks_an_error_and_replays_its_file(
         "api": "careless",
     }
     # The last test of this file starts the real command.
-    again = run_module("spec_tests.hunt", "--replay", str(file), folder=ROOT, environment=ENVIRONMENT)
+    again = run_module("spec_tools.hunt", "--replay", str(file), folder=ROOT, environment=ENVIRONMENT)
     assert again.returncode == 1, again.stderr
     assert again.stdout.strip() == about["found"].strip()
 

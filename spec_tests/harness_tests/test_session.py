@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import torch
 
-from spec_tests.conftest import choose_rows
-from spec_tests.harness.accounting import ROOT, Accounting, kind_of_proof, read_rows, section_of, verdict
+from spec_tests.harness.accounting import ROOT, TEST_FOLDERS, Accounting, kind_of_proof, read_rows, section_of, verdict
 from spec_tests.harness.programs import run_module, start_module
+from spec_tests.harness.session import choose_rows
 from spec_tests.waiting import comes_true
 
 HANGING = """
@@ -65,7 +65,7 @@ def test_in_need(): pass
 def options(folder: pathlib.Path, test: str, *arguments: str) -> list[str]:
     (folder / "test_it.py").write_text(test)
     return [
-        *("-p", "conftest", "-p", "spec_tests.conftest", "-p", "no:cacheprovider"),
+        *("-p", "conftest", "-p", "no:cacheprovider"),
         *("-c", str(ROOT / "pyproject.toml"), "--rootdir", str(folder), "test_it.py", *arguments),
     ]
 
@@ -295,7 +295,7 @@ def test_every_test_module_imports_with_the_test_extra_alone(tmp_path: pathlib.P
         "no:cacheprovider",
         "-c",
         str(ROOT / "pyproject.toml"),
-        str(ROOT / "spec_tests"),
+        *(str(ROOT / folder) for folder in TEST_FOLDERS),
     )
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *arguments],

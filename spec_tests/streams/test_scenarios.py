@@ -1,6 +1,6 @@
 """Hundreds of random scenarios: no races, and results that are equal bit by bit in every sampled schedule.
 
-To run others: ``python -m spec_tests.hunt --only scenarios-fsdp1 --only scenarios-fully_shard --minutes 30``.
+To run others: ``python -m spec_tools.hunt --only scenarios-fsdp1 --only scenarios-fully_shard --minutes 30``.
 """
 
 from __future__ import annotations

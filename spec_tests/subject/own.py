@@ -35,7 +35,7 @@ class Use:
 def use_of(item: pytest.Item) -> Use:
     """The names that a test uses, in its body, its arguments and the functions that it calls."""
     use, seen = Use(), set()
-    test, homes = item.function, ("spec_tests", item.module.__name__)
+    test, homes = item.function, ("spec_tests", "spec_tools", item.module.__name__)
     arguments = getattr(item, "callspec", None)
     waiting: list[Any] = [getattr(test, "body_on_a_rank", test), arguments and arguments.params]
     while waiting:
@@ -85,7 +85,7 @@ def values_of(code: types.CodeType, names: dict[str, Any]) -> Iterator[Any]:
     for name in code.co_names:
         value = names.get(name)
         yield value
-        if isinstance(value, types.ModuleType) and value.__name__.startswith("spec_tests"):
+        if isinstance(value, types.ModuleType) and value.__name__.startswith(("spec_tests", "spec_tools")):
             yield from (vars(value).get(attribute) for attribute in code.co_names)
 
 

@@ -1,0 +1,73 @@
+"""Fixtures that build the site and open it in a browser. Tests marked ``docs`` run only on request:
+
+``python -m pytest docs_build/tests -m docs``
+
+The site is built once per session, and one browser opens it.
+"""
+
+from __future__ import annotations
+
+import http.server
+import os
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from docs_build.tests import offline
+from docs_build.tests.browser import Tab, chromium, find_chromium
+from spec_tests.harness.session import leave_out
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "docs: builds the documentation or opens it in a browser; needs -m docs")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "docs" not in (config.option.markexpr or ""):
+        leave_out(config, items, "docs tests not run (no -m docs)", lambda item: item.get_closest_marker("docs"))
+
+
+def build(folder: Path, environment: Mapping[str, str], *before: str) -> Path:
+    """Builds the site; fails if the build has a warning. ``before`` is put in front of the Python command."""
+    reported = {**environment, "NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true", "OMP_NUM_THREADS": "1"}
+    command = [*before, sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)]
+    done = offline.run(command, ROOT, reported)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site."""
+    return build(tmp_path_factory.mktemp("docs") / "site", os.environ)
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        return None
+
+
+@pytest.fixture(scope="session")
+def address(site: Path) -> Iterator[str]:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(site)))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.fixture(scope="session")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+    command = find_chromium()
+    if command is None:
+        pytest.skip("no chromium is installed (Debian: apt-get install chromium)")
+    with chromium(command, str(tmp_path_factory.mktemp("profile"))) as tab:
+        yield tab

@@ -1,0 +1,60 @@
+"""The section "Break it" of the learning pages: the lines to change exist, and the named tests detect the change."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "learn" / "index.md").read_text(encoding="utf-8").partition("## Break it")[2]
+SHARD = "spec_tests/fsdp1/test_shard.py"
+EXAMPLE = (
+    "engine/hooks.py",
+    "if self._frees_after_forward(unit):",
+    "if False:",
+    SHARD,
+    "test_full_shard_all_gathers_twice_and_reduces_once",
+)
+
+
+def broken() -> list[tuple[str, str, str, str, str]]:
+    """Module, line, replacement, test file and test: the worked example first, then the rows of the table."""
+    row = re.compile(r"^\| `(.+)` \| `(.+)` \| `(.+)` \| `(.+)`, `(.+)` \|$", re.MULTILINE)
+    return [EXAMPLE, *(found.groups() for found in row.finditer(PAGE))]  # type: ignore[list-item]
+
+
+def test_page_contains_the_worked_example_and_the_table() -> None:
+    assert all(words in PAGE for words in EXAMPLE)
+    assert len(broken()) == 4
+
+
+@pytest.mark.parametrize(("module", "line", "instead", "file", "test"), broken())
+def test_exercise_finds_its_line_and_test_once(module: str, line: str, instead: str, file: str, test: str) -> None:
+    assert (ROOT / "minifsdp" / module).read_text(encoding="utf-8").count(line) == 1
+    assert (ROOT / file).read_text(encoding="utf-8").count(f"def {test}(") == 1
+    assert instead != line
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize(("module", "line", "instead", "file", "test"), broken())
+def test_named_test_fails_after_the_change_of_the_line(
+    tmp_path: Path, module: str, line: str, instead: str, file: str, test: str
+) -> None:
+    for name in ("minifsdp", "spec_tests", "spec_tools", "docs"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("conftest.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    source = tmp_path / "minifsdp" / module
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", f"{file}::{test}"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    source.write_text(source.read_text(encoding="utf-8").replace(line, instead), encoding="utf-8")
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert f"FAILED {file}::{test}" in done.stdout
+    assert "1 failed" in done.stdout

@@ -1,0 +1,33 @@
+"""The page "What minifsdp relies on" lists exactly the private names of torch that the code uses."""
+
+import ast
+
+import pytest
+
+from docs_build.tests import private_names
+from spec_tests.harness.accounting import ROOT
+
+pytestmark = [pytest.mark.pure, pytest.mark.spec("START-10"), pytest.mark.proof("text")]
+
+PAGE = ROOT / "docs" / "relies.md"
+# The number may only become smaller.
+MOST = 44
+
+
+def test_the_page_lists_the_private_names_of_the_code() -> None:
+    assert PAGE.read_text(encoding="utf-8").partition("| name |")[1:] != ("", "")
+    assert "| name |" + PAGE.read_text(encoding="utf-8").partition("| name |")[2].rstrip("\n") == private_names.table()
+
+
+def test_the_number_of_private_names_does_not_grow() -> None:
+    assert len(private_names.private_names()) <= MOST
+
+
+@pytest.mark.parametrize(("name", "expected"), [("torch._C.x", True), ("torch.nn", False), ("a.__doc__", False)])
+def test_a_name_with_one_underscore_is_private(name: str, expected: bool) -> None:
+    assert private_names.is_private(name) is expected
+
+
+def test_names_of_the_package_are_not_counted() -> None:
+    tree = ast.parse("class A:\n    def _own(self):\n        self._mine = 1")
+    assert {"A", "_own", "_mine"} <= private_names.own_names([tree])

@@ -1,0 +1,230 @@
+"""Selects the tests for each device, closes the pools, and reports results to the accounting of requirements."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Generator
+
+import pytest
+import torch
+
+from spec_tests.harness import pool, worker
+from spec_tests.harness.accounting import Accounting, read_rows, rows_of_accelerators, section_of
+
+pytest.register_assert_rewrite(*worker.REWRITTEN)
+
+ACCOUNTING = pytest.StashKey[Accounting]()
+
+# Assertions are rewritten here once, and not again by each rank and program. So bytecode is always written.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# Folders whose tests start processes that would compute on the CPU.
+STARTS_PROGRAMS = ("spec_tests/tutorials", "spec_tools/kills", "docs_build/tests", "spec_tests/harness_tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    device, engine = config.getoption("--device"), config.getoption("--engine")
+    # Test modules import `spec_tests.subject` during the collection, here and on the ranks.
+    os.environ["MINIFSDP_SPEC_ENGINE"] = engine
+    pool.use_device(device)
+    pool.use_limit(config.getoption("--limit"))
+    config.addinivalue_line("markers", "needs(package): imports a package that is not installed with the test extra")
+    config.stash[ACCOUNTING] = Accounting(device, config.rootpath, engine)
+
+
+# Before other hooks deselect tests: the requirement IDs of a test that does not run must be valid, too.
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
+    whole_files = not any("::" in argument for argument in config.args) and not config.getoption("lf", False)
+    accounting = config.stash[ACCOUNTING]
+    accounting.collect(items, whole_files)
+    for item in items:
+        if not item.get_closest_marker("ranks"):
+            item.add_marker("pure")
+    choose_rows(config, items)
+    yield
+    leave_out_by_device(config, items)
+    if config.getoption("--engine") != "minifsdp":
+        leave_out_by_engine(config, items)
+    if most := config.getoption("--variants"):
+        chosen = first_variants(items, most)
+        leave_out(config, items, f"variants of tests not run (--variants {most})", lambda item: item not in chosen)
+    if config.getoption("--quick"):
+        chosen = quick_form(items)
+        leave_out(config, items, "tests not in the quick form not run (--quick)", lambda item: item not in chosen)
+    for package in sorted({package for item in items for package in needs_of(item)}):
+        if importlib.util.find_spec(package) is None:
+            why = f"tests not run ({package} is not installed)"
+            leave_out(config, items, why, lambda item: package in needs_of(item), in_need=True)
+    if not config.option.collectonly and any(item.get_closest_marker("ranks") for item in items):
+        pool.start_early()
+
+
+def choose_rows(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """``--spec PREF-03``: only the tests of this requirement."""
+    chosen = set(config.getoption("--spec") or [])
+    if not chosen:
+        return
+    if unknown := sorted(chosen - read_rows().keys()):
+        raise pytest.UsageError(f"--spec: docs/spec.md has no row {', '.join(unknown)}")
+    others = [item for item in items if not chosen & set(rows_proven_by(item))]
+    items[:] = [item for item in items if chosen & set(rows_proven_by(item))]
+    config.hook.pytest_deselected(items=others)
+
+
+def leave_out_by_device(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects tests that a device cannot run, or need not run again."""
+    device = config.getoption("--device")
+    here = f"--device {device}"
+    if device == "cpu":
+        leave_out(
+            config,
+            items,
+            "tests of an accelerator not run (--device simulated or cuda)",
+            lambda item: item.get_closest_marker("accelerator"),
+        )
+    else:
+        leave_out(config, items, f"tests about the CPU not run ({here})", lambda item: item.get_closest_marker("cpu"))
+    if device != "cuda":
+        leave_out(config, items, f"tests of real GPUs not run ({here})", lambda item: item.get_closest_marker("gpu"))
+    else:
+        num_gpus = torch.cuda.device_count()
+        what = f"tests that need one GPU for each rank not run ({here} with {num_gpus})"
+        leave_out(config, items, what, lambda item: num_own_gpus(item) > num_gpus)
+    if device != "simulated":
+        what = "tests of the simulation not run (--device simulated)"
+        leave_out(config, items, what, lambda item: item.get_closest_marker("simulated"))
+    else:
+        for why in sorted({marker.args[0] for item in items for marker in item.iter_markers("not_simulated")}):
+            leave_out(config, items, f"tests not run ({here}: {why})", lambda item: why in reasons_of(item))
+        what = f"tests that start programs of their own not run ({here})"
+        leave_out(config, items, what, starts_programs)
+        leave_out(
+            config,
+            items,
+            f"tests without ranks not run again ({here})",
+            lambda item: not (item.get_closest_marker("ranks") or item.get_closest_marker("accelerator")),
+        )
+        if not config.getoption("--every-row"):
+            rows = rows_of_accelerators()
+            what = f"tests of rows that a CPU shows as well not run ({here}, without --every-row)"
+            leave_out(config, items, what, lambda item: not (is_marked(item) or rows & set(rows_proven_by(item))))
+
+
+def leave_out_by_engine(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects tests that only minifsdp can pass, and adds the warning filters of the engine's adapter."""
+    from spec_tests import subject
+    from spec_tests.subject.own import use_of
+
+    here = f"--engine {subject.ENGINE}"
+    uses = {item: use_of(item) for item in items}
+    what = f"tests of minifsdp's own code and of features that only it has not run ({here})"
+    leave_out(config, items, what, lambda item: uses[item].own)
+    leave_out(config, items, f"tests that use no FSDP not run ({here})", lambda item: not uses[item].public)
+    for filter_ in getattr(subject.engine, "FILTERS", ()):
+        config.addinivalue_line("filterwarnings", filter_)
+
+
+def quick_form(items: list[pytest.Item]) -> set[pytest.Item]:
+    """For each section of the spec and each folder, the first test on two ranks. Tests that start programs are slow."""
+    chosen: dict[tuple[str, str], pytest.Item] = {}
+    for item in items:
+        marker = item.get_closest_marker("ranks")
+        if marker is not None and marker.args == (2,) and not starts_programs(item):
+            for row in rows_proven_by(item):
+                chosen.setdefault((section_of(row), item.path.parent.name), item)
+    return set(chosen.values())
+
+
+def first_variants(items: list[pytest.Item], most: int) -> set[pytest.Item]:
+    """The first variants of each test, at most ``most`` of each."""
+    by_test: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return {item for variants in by_test.values() for item in variants[:most]}
+
+
+def starts_programs(item: pytest.Item) -> bool:
+    """Whether the tests of the item's folder start processes that would compute on the CPU."""
+    return item.nodeid.startswith(STARTS_PROGRAMS)
+
+
+def is_marked(item: pytest.Item) -> bool:
+    """Whether a test was written for an accelerator."""
+    return bool(item.get_closest_marker("accelerator") or item.get_closest_marker("simulated"))
+
+
+def rows_proven_by(item: pytest.Item) -> list[str]:
+    """The requirements that a test checks."""
+    return [row for marker in item.iter_markers("spec") for row in marker.args]
+
+
+def reasons_of(item: pytest.Item) -> list[str]:
+    """The reasons why a test does not run on the simulated device; empty if it runs."""
+    return [marker.args[0] for marker in item.iter_markers("not_simulated")]
+
+
+def num_own_gpus(item: pytest.Item) -> int:
+    """The number of GPUs that a test needs because its ranks cannot share one; 0 if they can."""
+    marker = item.get_closest_marker("ranks")
+    return int(marker.args[0]) if marker is not None and item.get_closest_marker("own_gpus") else 0
+
+
+def needs_of(item: pytest.Item) -> list[str]:
+    """The packages that a test needs."""
+    return [marker.args[0] for marker in item.iter_markers("needs")]
+
+
+def leave_out(
+    config: pytest.Config,
+    items: list[pytest.Item],
+    why: str,
+    concerned: Callable[[pytest.Item], object],
+    *,
+    in_need: bool = False,
+) -> None:
+    """Deselects tests and reports them at the end of the session, so that they do not count as passed."""
+    left_out = [item for item in items if concerned(item)]
+    gone = set(left_out)
+    items[:] = [item for item in items if item not in gone]
+    config.stash[ACCOUNTING].not_run([item.nodeid for item in left_out], why, in_need=in_need)
+    config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    marks = reversed(list(item.iter_markers("filterwarnings")))
+    pool.use_filters(
+        [
+            *item.config.getini("filterwarnings"),
+            *(item.config.getoption("pythonwarnings", None) or []),
+            *(text for mark in marks for text in mark.args),
+        ]
+    )
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    item.config.stash[ACCOUNTING].note(report)
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    accounting = config.stash[ACCOUNTING]
+    if accounting.outcomes:
+        accounting.write()
+        terminalreporter.section("spec")
+        for line in accounting.summary():
+            terminalreporter.write_line(line)
+
+
+# Runs as late as possible, even after Ctrl-C or an error in the collection.
+def pytest_unconfigure() -> None:
+    pool.close_all()

@@ -1,0 +1,189 @@
+"""The contenders. Each line of `CONTENDERS` is one of them, and the tables keep their order.
+
+``single`` is the lower bound: the plain model on this rank's batch, without communication. No contender can be faster,
+and the difference is the cost of distributed training. The *peer* of a contender is torch's implementation of the same
+features, with which it is compared.
+
+``DDP + ZeRO`` is torch's other way to save memory of the optimizer state. It is DDP in which each rank stores a part of
+the state, updates the parameters of this part, and broadcasts them. DeepSpeed takes part if it is installed, see
+``zero3.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from spec_tests.oracles.gathering import wrap_units
+from spec_tools.benchmarks import zero3
+from spec_tools.benchmarks.workloads import NODES, Workload, adamw
+
+__all__ = ["CONTENDERS", "Contender", "Trained"]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model that a contender has prepared for training.
+
+    Attributes:
+        model: the callable model.
+        no_sync: context in which backward does not reduce gradients.
+        autocasts: whether autocast provides the low precision.
+        optimizer: creates the optimizer, or an object with the same methods.
+        backward: runs backward from a loss.
+    """
+
+    model: nn.Module
+    no_sync: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    autocasts: bool = False
+    optimizer: Callable[[nn.Module], Any] = adamw
+    backward: Callable[[Tensor], Any] = Tensor.backward
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to train a workload.
+
+    Attributes:
+        name: name in the table.
+        take: prepares the plain model for training.
+        peer: for a contender of minifsdp, the name of the torch contender that it replaces.
+        shards: whether it is an FSDP of torch or minifsdp.
+        never: strategies that it does not support.
+        can: whether it supports the workload in all other respects.
+    """
+
+    name: str
+    take: Callable[[nn.Module, Workload], Trained]
+    peer: str | None = None
+    shards: bool = True
+    never: tuple[str, ...] = ()
+    can: Callable[[Workload], bool] = lambda workload: True
+
+    def runs(self, workload: Workload) -> bool:
+        """Whether it can train the workload."""
+        return workload.strategy not in self.never and self.can(workload)
+
+
+def _single(model: nn.Module, workload: Workload) -> Trained:
+    return Trained(model, autocasts=workload.bf16)
+
+
+def _ddp(model: nn.Module, workload: Workload) -> Trained:
+    ddp = DistributedDataParallel(model)
+    return Trained(ddp, ddp.no_sync, autocasts=workload.bf16)
+
+
+def _ddp_zero(model: nn.Module, workload: Workload) -> Trained:
+    # torch warns when this is imported, and in the process of the tests a warning is an error.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def optimizer(ddp: nn.Module) -> ZeroRedundancyOptimizer:
+        return ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3, foreach=True)
+
+    ddp = DistributedDataParallel(model)
+    return Trained(ddp, ddp.no_sync, autocasts=workload.bf16, optimizer=optimizer)
+
+
+def _deepspeed(model: nn.Module, workload: Workload) -> Trained:
+    engine = zero3.engine_of(model, workload)
+    return Trained(engine, optimizer=lambda engine: engine, backward=engine.backward)
+
+
+@functools.cache
+def _nodes(num_ranks: int) -> DeviceMesh:
+    """The mesh that all contenders share, because each mesh creates process groups with threads and sockets."""
+    return init_device_mesh("cpu", (NODES, num_ranks // NODES), mesh_dim_names=("replicate", "shard"))
+
+
+def _wrapper(library: str, *, original: bool) -> Callable[[nn.Module, Workload], Trained]:
+    """FSDP1 of the module ``library``."""
+
+    def take(model: nn.Module, workload: Workload) -> Trained:
+        words: Any = importlib.import_module(library)
+        options: dict[str, Any] = {
+            "sharding_strategy": words.ShardingStrategy[workload.strategy],
+            "device_id": torch.device("cpu"),
+            "use_orig_params": original,
+            "forward_prefetch": workload.prefetch,
+            "backward_prefetch": words.BackwardPrefetch.BACKWARD_PRE if workload.backward_prefetch else None,
+        }
+        if workload.is_hybrid:
+            options["device_mesh"] = _nodes(workload.num_ranks)
+        if workload.bf16:
+            # The angles that the GPT passes to its blocks are float32. FSDP2 casts such inputs by default.
+            options["mixed_precision"] = words.MixedPrecision(param_dtype=torch.bfloat16, cast_forward_inputs=True)
+        with warnings.catch_warnings():
+            # torch warns about NO_SHARD and about FSDP1 in general, which does not matter here.
+            warnings.simplefilter("ignore")
+            wrapped = wrap_units(
+                model, (workload.unit_class,), lambda module: words.FullyShardedDataParallel(module, **options)
+            )
+        return Trained(wrapped, wrapped.no_sync)
+
+    return take
+
+
+def _function(library: str) -> Callable[[nn.Module, Workload], Trained]:
+    """FSDP2 of the module ``library``."""
+
+    def take(model: nn.Module, workload: Workload) -> Trained:
+        words: Any = importlib.import_module(library)
+        options: dict[str, Any] = {"reshard_after_forward": workload.strategy in ("FULL_SHARD", "HYBRID_SHARD")}
+        if workload.is_hybrid:
+            options["mesh"] = _nodes(workload.num_ranks)
+        if workload.bf16:
+            options["mp_policy"] = words.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        wrapped = wrap_units(model, (workload.unit_class,), lambda module: words.fully_shard(module, **options))
+        if workload.prefetch:
+            for module, following in itertools.pairwise([wrapped, *workload.units_of(wrapped)]):
+                module.set_modules_to_forward_prefetch([following])
+
+        @contextlib.contextmanager
+        def no_sync() -> Iterator[None]:
+            wrapped.set_requires_gradient_sync(False)
+            yield
+            wrapped.set_requires_gradient_sync(True)
+
+        return Trained(wrapped, no_sync)
+
+    return take
+
+
+TORCH, OURS = "torch.distributed.fsdp", "minifsdp"
+# With these strategies, DDP does the same as with FULL_SHARD.
+AS_WITH_FULL_SHARD = ("SHARD_GRAD_OP", "NO_SHARD")
+
+
+def _prefetches_by_default(workload: Workload) -> bool:
+    return workload.backward_prefetch and not workload.prefetch
+
+
+def _prefetches_in_backward(workload: Workload) -> bool:
+    return workload.backward_prefetch
+
+
+CONTENDERS = (
+    Contender("single", _single, shards=False),
+    Contender("DDP", _ddp, shards=False),
+    Contender("DDP + ZeRO", _ddp_zero, shards=False, never=AS_WITH_FULL_SHARD, can=_prefetches_by_default),
+    Contender("DeepSpeed ZeRO-3", _deepspeed, shards=False, can=zero3.can),
+    Contender("torch FSDP1 flat", _wrapper(TORCH, original=False)),
+    Contender("torch FSDP1 orig", _wrapper(TORCH, original=True)),
+    Contender("torch FSDP2", _function(TORCH), never=("NO_SHARD",), can=_prefetches_in_backward),
+    Contender("minifsdp flat", _wrapper(OURS, original=False), peer="torch FSDP1 flat"),
+    Contender("minifsdp orig", _wrapper(OURS, original=True), peer="torch FSDP1 orig"),
+    Contender("minifsdp FSDP2", _function(OURS), peer="torch FSDP2", never=("NO_SHARD",), can=_prefetches_in_backward),
+)

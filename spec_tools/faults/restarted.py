@@ -1,0 +1,90 @@
+"""The tutorial's training. In its first life one rank has a fault, in its fourth step or in the save after it.
+
+    torchrun --nproc-per-node 2 --max-restarts 1 spec_tools/faults/restarted.py FAULT VICTIM MOMENT FOLDER OPTIONS ...
+
+Checkpoints are saved every second step. At the end rank 0 writes three values to ``FOLDER/told``: the losses of all
+steps, the number of starts of the job, and the number of complete steps at the last start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tutorials"), str(ROOT)]
+STEPS, EVERY, STRUCK_IN = 6, 2, 4
+TIMEOUT = 20.0  # seconds, of all groups; torch's half an hour is too long for a test
+
+
+def strike(fault: str) -> None:
+    if fault == "raises":
+        raise ValueError("a bad batch")
+    if fault == "exits":
+        sys.exit(0)
+    if fault == "is slow":
+        time.sleep(3 * TIMEOUT)
+    os.kill(os.getpid(), signal.SIGSTOP if fault == "is stopped" else signal.SIGKILL)
+
+
+def striking(owner: Any, name: str, nth: int, fault: str) -> None:
+    """Triggers the fault after the ``nth`` call of a function."""
+    original: Callable[..., Any] = getattr(owner, name)
+    number = 0
+
+    def strikes(*arguments: Any, **options: Any) -> Any:
+        nonlocal number
+        number += 1
+        given = original(*arguments, **options)
+        if number == nth:
+            strike(fault)
+        return given
+
+    setattr(owner, name, strikes)
+
+
+def main() -> None:
+    import train_gpt
+
+    from spec_tools.kills.moments import TINY, corpus
+
+    torch.set_num_threads(1)
+    fault, victim, moment, folder, *options = sys.argv[1:]
+    life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    dist.distributed_c10d._get_default_timeout = lambda backend: timedelta(seconds=TIMEOUT)
+    if life == 0 and os.environ["RANK"] == victim:
+        if moment == "in a step":
+            striking(torch.optim.AdamW, "step", STRUCK_IN, fault)
+        else:
+            # The files of this rank are written, but the other ranks have not received its message yet.
+            striking(dcp.FileSystemWriter, "write_data", STRUCK_IN // EVERY, fault)
+    begun_at = []
+    resume = train_gpt.resume
+
+    def resumed(checkpoint: Any, *arguments: Any, **options: Any) -> Any:
+        begun_at.append(checkpoint.step)
+        return resume(checkpoint, *arguments, **options)
+
+    train_gpt.resume = resumed
+    runs = str(Path(folder) / "runs")
+    how = [f"--steps={STEPS}", f"--save-every={EVERY}", f"--save={runs}", f"--resume={runs}"]
+    with train_gpt.joined_ranks("cpu") as place:
+        losses = train_gpt.train(train_gpt.parse([*TINY, *how, *options]), corpus(train_gpt), place)
+    if os.environ["RANK"] == "0":
+        reported = {"losses": losses, "lives": life + 1, "begun at": begun_at}
+        (Path(folder) / "told").write_text(json.dumps(reported))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,292 @@
+"""Some hundreds of drawn programs, each wrong call by itself, and tests of the errors that the programs have found."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from spec_tests.harness import device, ranks
+from spec_tests.models.modules import WIDTH, Block, seeded
+from spec_tests.models.sharding import sharded, wrapped
+from spec_tests.random_programs.description import Description, Node, walk
+from spec_tests.random_programs.draw import FLAT_KINDS, KINDS, drawn, of_blocks
+from spec_tests.random_programs.judge import Verdict, counted, judged, kind_of, replay_line, simplest
+from spec_tests.random_programs.wrong import WRONG_COMPOSED, WRONG_WRAPPED
+from spec_tests.subject import FullStateDictConfig, ModuleWrapPolicy, StateDictType, fully_shard
+from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tools.fuzz.__main__ import APIS, RECORD, RECORDED, summary
+from spec_tools.fuzz.known import KNOWN
+
+SEEDS = range(5)
+
+
+def report(cases: list[Description]) -> Iterator[str]:
+    for verdict in judged(cases):
+        if verdict.found:
+            yield f"{verdict.found}\n{replay_line(simplest(verdict.program))}"
+
+
+@pytest.mark.ranks
+@pytest.mark.cpu
+@pytest.mark.spec("FUZZ-01")
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("api", APIS)
+def test_random_programs_equal_one_process_or_raise_an_error_of_minifsdp(api: str, seed: int) -> None:
+    cases = drawn("calls", 30, seed, APIS[api])
+    verdicts = list(judged(cases))
+    assert list(report([verdict.program for verdict in verdicts if verdict.found])) == []
+    # A test in which most calls are refused would check little.
+    said = counted(verdicts)
+    assert said["ok"] > 10 * len(cases)
+    # Refused calls must be drawn as well. Hypothesis also draws constants of the modules that are imported, so their
+    # number differs between a run of all tests and a run of this file.
+    assert sum(said.values()) - said["ok"] > len(cases) // 2
+
+
+@pytest.mark.ranks
+@pytest.mark.cpu
+@pytest.mark.spec("FUZZ-02")
+@pytest.mark.parametrize(("api", "names"), [("wrapped", list(WRONG_WRAPPED)), ("composed", list(WRONG_COMPOSED))])
+def test_each_wrong_call_is_refused_and_training_continues(api: str, names: list[str]) -> None:
+    cases = [of_blocks(api=APIS[api], calls=({"do": "wrong", "name": name},)) for name in names]
+    assert list(report(cases)) == []
+
+
+@pytest.mark.ranks
+@pytest.mark.cpu
+@pytest.mark.spec("FUZZ-03")
+@pytest.mark.parametrize("api", APIS)
+def test_divergent_programs_raise_on_each_rank_without_hang(api: str) -> None:
+    cases = [case for case in drawn("apart", 12, 8, APIS[api]) if case.is_apart]
+    assert list(report(cases)) == []
+
+
+@pytest.mark.ranks
+@pytest.mark.cpu
+@pytest.mark.spec("FUZZ-08")
+def test_hunt_finds_shrinks_and_replays_an_error() -> None:
+    """The careless front end halves the gradient of an embedding that is used twice, so each step is a finding."""
+    noise = ({"do": "mode", "train": True}, {"do": "evaluate", "batch": 1}, {"do": "copy"})
+    wrong = {"do": "zero_grad", "to_none": True, "of_model": False}
+    case = of_blocks(api="careless", nested=True, calls=(*noise, wrong, *noise), uses=2, kinds=("embedding",) * 3)
+    small = simplest(case)
+    assert small.calls == ()
+    assert small.model == Node("chain", children=(Node("embedding", unit=True, times=2),))
+    assert (small.api, small.steps) == ("careless", 0)
+    (again,) = judged([small])
+    assert again.found is not None
+    assert kind_of(again.found) == "differs"
+
+
+@pytest.mark.spec("FUZZ-01", "FUZZ-03")
+def test_2000_recorded_fuzz_programs_have_no_findings() -> None:
+    runs = json.loads(RECORD.read_text())["runs"]
+    assert [(run["api"], run["apart"], run["programs"]) for run in runs] == RECORDED
+    assert sum(run["programs"] for run in runs) >= 2000
+    assert [run["findings"] for run in runs] == [0] * len(runs)
+    for run in runs:
+        assert run["calls"] > 10 * run["programs"]
+        assert run["refused"] > run["programs"]
+        assert min(run["hybrid"], run["mixed precision"]) > run["programs"] / 5
+        # Otherwise little would be checked in programs whose ranks make different calls.
+        assert run["ended early"] < (0.8 if run["apart"] else 0.001) * run["programs"]
+
+
+@pytest.mark.spec("FUZZ-08")
+def test_fuzz_record_counts_programs_findings_and_options() -> None:
+    case = of_blocks(precision="single", strategy="HYBRID_SHARD")
+    reported = summary([Verdict(case, "differs", ("forward: ok", "step: E-step-while-summoned")), Verdict(case, None)])
+    assert (reported["programs"], reported["findings"], reported["calls"], reported["refused"]) == (2, 1, 2, 1)
+    assert (reported["hybrid"], reported["mixed precision"], reported["ended early"]) == (2, 2, 0)
+
+
+@pytest.mark.ranks
+@pytest.mark.cpu
+@pytest.mark.spec("FUZZ-12")
+@pytest.mark.parametrize("kind", list(KNOWN))
+def test_short_program_of_each_kind_equals_one_process(kind: str) -> None:
+    assert list(report(KNOWN[kind])) == []
+
+
+@pytest.mark.spec("FUZZ-12")
+@pytest.mark.parametrize("api", APIS)
+def test_drawn_programs_contain_every_ingredient(api: str) -> None:
+    cases = [case for seed in SEEDS for case in drawn("calls", 30, seed, APIS[api])]
+
+    def count(name: str, value: object = None) -> int:
+        """The number of programs with this option, or with this argument of a call."""
+        given = [[getattr(case, name, None), *(call.get(name) for call in case.calls)] for case in cases]
+        return sum(any(each == value if value is not None else bool(each) for each in all_of) for all_of in given)
+
+    wanted: list[tuple[str, object]] = [("steps_by", "foreach"), ("steps_by", "fused"), ("of_model", True)]
+    wanted += [("how", "data"), ("how", "foreach"), ("do", "new_optimizer"), ("do", "evaluate"), ("do", "zero_grad")]
+    if api == "composed":
+        wanted += [("do", "generate"), ("do", "convert"), ("how", "assign"), ("dtype", "float")]
+    else:
+        wanted += [("full_in_eval", True), ("hook", "in_place"), ("inner", True)]
+    few = {(name, value): count(name, value) for name, value in wanted if count(name, value) < 5}
+    assert few == {}
+    kinds = Counter(node.kind for case in cases for node, _ in walk(case.model))
+    assert set(kinds) & set(KINDS) == set(FLAT_KINDS if api == "wrapped" else KINDS)
+    # An evaluation between a backward and a step, before a forward, and between forward and backward.
+    pairs = Counter(pair for case in cases for pair in pairwise([call["do"] for call in case.calls]))
+    for pair in (("backward", "evaluate"), ("evaluate", "step"), ("evaluate", "forward"), ("forward", "evaluate")):
+        assert pairs[pair] >= 5, pair
+
+
+# --- the errors that were found ---
+
+
+@pytest.mark.spec("FUZZ-04")
+@ranks(2)
+def test_module_zero_grad_drops_gradients_of_unsharded_params() -> None:
+    model = sharded()
+    owned = list(model.parameters())
+    x = torch.ones(2, WIDTH)
+    for to_none in (True, False):
+        model(x).sum().backward()
+        # The root stays unsharded after a forward that autograd records.
+        model(x)
+        assert not all(one is other for one, other in zip(owned, model.parameters(), strict=True))
+        model.zero_grad(set_to_none=to_none)
+        left = [parameter.grad for parameter in owned if parameter.grad is not None]
+        assert bool(left) is not to_none
+        assert all(float(gradient.to_local().abs().sum()) == 0 for gradient in left)
+
+
+@pytest.mark.spec("FUZZ-05")
+@ranks(2)
+def test_rank_without_full_parameters_neither_saves_nor_loads() -> None:
+    model = wrapped()
+    state = model.state_dict()
+    with FSDP.summon_full_params(model, rank0_only=True, writeback=False):
+        if dist.get_rank() == 0:
+            # Rank 0 can save alone.
+            assert model.state_dict().keys() == state.keys()
+        else:
+            with pytest.raises(
+                RuntimeError, match=r"rank 1: state_dict.. was called while .* only the first rank has them"
+            ):
+                model.state_dict()
+        with pytest.raises(
+            RuntimeError, match=r"rank 1: unit .* expected load_state_dict.. outside of summon_full_params"
+        ):
+            model.load_state_dict(state)
+    model.load_state_dict(state)
+
+
+@pytest.mark.spec("FUZZ-06")
+@pytest.mark.parametrize("originals", [False, True])
+@ranks(2)
+def test_clipping_and_step_raise_inside_summon(originals: bool) -> None:
+    model = wrapped(use_orig_params=originals)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, WIDTH)).sum().backward()
+    with FSDP.summon_full_params(model):
+        with pytest.raises(RuntimeError, match=r"rank .: clip_grad_norm_.. was called while full parameters are summ"):
+            model.clip_grad_norm_(1.0)
+        with pytest.raises(RuntimeError, match=r"rank .: SGD.step.. was called while full parameters are summoned"):
+            optimizer.step()
+        # The optimizer of another model can step.
+        other = nn.Linear(2, 2)
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+    model.clip_grad_norm_(1.0)
+    optimizer.step()
+
+
+@pytest.mark.spec("FUZZ-07")
+@pytest.mark.parametrize("when", ["forward", "backward"])
+@ranks(2)
+def test_prefetch_list_skips_units_outside_tree(when: str) -> None:
+    model, plain = sharded(), seeded()
+    block = model.blocks[1]
+    getattr(block, f"set_modules_to_{when}_prefetch")([model, model.blocks[2]])
+    x = torch.ones(2, WIDTH)
+    y = block(x)
+    torch.testing.assert_close(y, plain.blocks[1](x))
+    y.sum().backward()
+    model.zero_grad()
+    torch.testing.assert_close(model(x), plain(x))
+
+
+@pytest.mark.spec("FUZZ-09")
+@ranks(2)
+def test_a_full_state_dict_that_only_some_ranks_have_is_refused() -> None:
+    model = FSDP(seeded(), auto_wrap_policy=ModuleWrapPolicy({Block}))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)):
+        state = {key: value + 1 for key, value in model.state_dict().items()}
+        with pytest.raises(RuntimeError, match=r"rank 1: .*expected a shard, as on other ranks, found none"):
+            model.load_state_dict(state, strict=False)
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.spec("FUZZ-10")
+@ranks(2)
+def test_ranks_all_gather_alike_after_one_rank_refused_dict() -> None:
+    model, plain = sharded(), seeded()
+    model.blocks[1].unshard(async_op=True)
+    # Full tensors are refused at once. For an empty dict, only the end of the load raises the error that all keys are
+    # missing.
+    state = plain.state_dict() if dist.get_rank() == 0 else {}
+    with pytest.raises(RuntimeError, match="whole tensors" if dist.get_rank() == 0 else "Missing key"):
+        model.load_state_dict(state)
+    x = torch.ones(2, WIDTH)
+    torch.testing.assert_close(model(x), plain(x))
+
+
+@pytest.mark.spec("FUZZ-11")
+@ranks(2)
+def test_summoned_unit_stays_unsharded_during_other_calls() -> None:
+    model, x = wrapped(), torch.ones(2, WIDTH)
+    first, second, *_ = model.module.blocks
+    with torch.no_grad():
+        # `first` is the root of its own tree until the model is called.
+        first(x)
+    with FSDP.summon_full_params(first):
+        for called, plain in ((model, seeded()), (first, seeded().blocks[0])):
+            torch.testing.assert_close(called(x), plain(x))
+        second(x).sum().backward()
+        torch.testing.assert_close(first(x), seeded().blocks[0](x))
+    model.zero_grad()
+    torch.testing.assert_close(model(x), seeded()(x))
+
+
+@pytest.mark.spec("FUZZ-02")
+@ranks(2)
+def test_a_model_or_optimizer_in_the_wrong_position_is_refused() -> None:
+    model = FSDP(nn.Linear(2, 2, device=device()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"rank .: optim_state_dict\(\): optim_state_dict should be a dict"):
+        FSDP.optim_state_dict(model, optimizer, optimizer)
+    with pytest.raises(TypeError, match=r"rank .: optim_state_dict_to_load\(\): optim should be an optimizer"):
+        FSDP.optim_state_dict_to_load(model, model, {})
+    with pytest.raises(TypeError, match=r"rank .: scatter_full_optim_state_dict\(\): model should be a torch.nn.Mod"):
+        FSDP.scatter_full_optim_state_dict(None, optimizer, optim=model)
+
+
+@pytest.mark.spec("FUZZ-02")
+@ranks(2)
+def test_offload_policy_of_torch_is_refused() -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    with pytest.raises(
+        TypeError, match=r"rank .: fully_shard\(\): offload_policy should be an OffloadPolicy of minifsdp"
+    ):
+        fully_shard(nn.Linear(2, 2), offload_policy=CPUOffloadPolicy())
+
+
+@pytest.mark.spec("FUZZ-02", "FS2-23")
+@ranks(2)
+def test_an_iterator_of_ignored_parameters_is_refused() -> None:
+    """Defect: a check consumes the iterator, and no parameter is ignored."""
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"rank .: fully_shard\(\): ignored_params should be a set of parameters"):
+        fully_shard(model, ignored_params=iter(model.parameters()))

@@ -1,0 +1,39 @@
+"""The kit for a machine with GPUs: one command that runs all checks there, and one report with the results.
+
+    python -m spec_tools.gpu
+
+This package was written without a GPU. A user with a GPU may have only ten minutes and does not want to learn how the
+tests work. So the kit runs the cheap checks first, needs no attention, survives crashes of CUDA processes, and writes a
+file that can be attached to an issue.
+
+================  ===================================================================================================
+stage             what it checks
+================  ===================================================================================================
+``hardware``      which GPUs, how much free memory, which versions of Python, torch, CUDA, NCCL and the driver
+``collectives``   do all-gather, reduce-scatter and all-reduce work by themselves, without this package
+``smoke``         do ``FullyShardedDataParallel`` and ``fully_shard`` train, and agree with a single process
+``suite``         the whole test suite with ``--device cuda``
+``benchmarks``    ``python -m spec_tools.benchmarks``, which always runs on the CPU
+``races``         do results stay equal bit by bit when streams are delayed at random
+================  ===================================================================================================
+
+The first three stages take about a minute. If one of them fails, the kit does not start the others, because they would
+report the same failure.
+
+A stage is a list of *chunks*. A chunk is a process and its child processes: one test file, or one configuration of the
+race hunt. After an illegal memory access, a process cannot use the GPU any more, so the next chunk is a new process. If
+a chunk exceeds its limit, the kit records the stacks of all its processes and ends them. After each chunk, the kit
+writes the outcome to the disk, so that after an interruption the same command continues with the next chunk::
+
+    smoke/1 passed, smoke/2 passed, suite/fsdp1/test_clip.py passed, ... Ctrl-C
+    the same command again: begins with the chunk after the last one that is on the disk
+
+A `Platform` defines which device to use and how to delay a stream. ``--device cpu`` runs all stages with gloo and with
+delays that do nothing. This tests the kit but no GPU, and the report begins with this warning.
+
+Reading order: ``platforms`` -> ``chunks`` (a process and how it ends) -> ``progress`` (the outcomes on the disk) ->
+``stages`` (the chunks of each stage) -> ``piece`` and ``on_ranks`` (chunks that do not run pytest) -> ``hardware``,
+``collectives``, ``smoke``, ``races`` -> ``note`` (findings of a pytest chunk) -> ``report`` -> ``__main__``.
+
+Spec: KIT-01 to KIT-08.
+"""

@@ -1,0 +1,50 @@
+"""A pytest plugin that writes a finding before each test begins, and another one as soon as the test is over.
+
+A crash therefore does not lose earlier findings, and the last finding names the test that crashed. The finding of a
+test contains its requirements. The finding of a benchmark also contains the measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+from spec_tools.gpu.piece import leave_finding
+
+__all__: list[str] = []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool | None, bool | None]:
+    leave_finding({"started": item.nodeid})
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    # A failure of the setup or teardown counts as a failure of the test.
+    if report.when == "call" or not report.passed:
+        leave_finding(
+            {
+                "test": item.nodeid,
+                "outcome": report.outcome,
+                "rows": [row for marker in item.iter_markers("spec") for row in marker.args],
+                "measured": _measured(item),
+                "text": report.longreprtext if report.failed else "",
+            }
+        )
+    return report
+
+
+def _measured(item: pytest.Item) -> dict[str, Any]:
+    """The measurements of a benchmark in addition to its time."""
+    benchmark = getattr(item, "funcargs", {}).get("benchmark")
+    if benchmark is None or not benchmark.extra_info:
+        return {}
+    names = ("contender", "best_torch", "ratio_to_best_torch")
+    return {"workload": benchmark.group} | {name: benchmark.extra_info[name] for name in names}

@@ -1,0 +1,132 @@
+"""The stages and their chunks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spec_tools.gpu.chunks import ROOT, Chunk
+from spec_tools.gpu.platforms import Platform
+
+__all__ = ["STAGES", "Settings", "Stage", "pytest_chunk"]
+
+# Folders whose tests do not use a device: those of the harness, of the site, and the benchmarks, which are a stage.
+NOT_FOR_A_DEVICE = ("harness_tests",)
+QUICK_FILES = ("engine/test_collectives.py", "checkpoint/test_agreement.py", "fsdp2/test_counts.py")
+FIRST_LIMIT = 180.0  # seconds for a chunk of one of the first three stages
+BENCHMARKS_LIMIT = 3600.0
+NUM_SEEDS, NUM_QUICK_SEEDS = 12, 3
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The user's options.
+
+    Attributes:
+        platform: the platform of the run.
+        folder: the folder for all files of this run.
+        limit: seconds for one test file, or for one configuration of the race hunt.
+        quick: whether to run fewer checks.
+    """
+
+    platform: Platform
+    folder: Path
+    limit: float = 900.0
+    quick: bool = False
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A name, what it checks, its chunks, and whether a failure ends the run."""
+
+    name: str
+    question: str
+    chunks: Callable[[Settings], list[Chunk]]
+    is_vital: bool = False
+
+
+def _piece(name: str, settings: Settings, limit: float, **arguments: Any) -> Chunk:
+    module = name.split("/")[0]
+    words = [module, settings.platform.name, json.dumps(arguments)]
+    return Chunk(name, [sys.executable, "-m", "spec_tools.gpu.piece", *words], limit)
+
+
+def _hardware(settings: Settings) -> list[Chunk]:
+    return [_piece("hardware/all", settings, FIRST_LIMIT)]
+
+
+def _collectives(settings: Settings) -> list[Chunk]:
+    return [
+        _piece(f"collectives/{size}-ranks", settings, FIRST_LIMIT, num_ranks=size)
+        for size in settings.platform.world_sizes()
+    ]
+
+
+def _smoke(settings: Settings) -> list[Chunk]:
+    return [
+        _piece(f"smoke/{size}-ranks", settings, FIRST_LIMIT, num_ranks=size)
+        for size in (1, *settings.platform.world_sizes())
+    ]
+
+
+def _steps(settings: Settings) -> list[Chunk]:
+    # One rank has no communication, so it shows what the host does. More ranks only where each has a device.
+    sizes = [1, *(size for size in settings.platform.world_sizes() if size <= settings.platform.num_devices())]
+    models = settings.platform.sizes[:1] if settings.quick else settings.platform.sizes
+    arguments = {"hang_limit": settings.limit / 2}
+    return [
+        _piece(f"steps/{size}-ranks/{model}", settings, settings.limit, num_ranks=size, size=model, **arguments)
+        for size in sizes
+        for model in models
+    ]
+
+
+def pytest_chunk(name: str, path: Path, settings: Settings, *options: str) -> Chunk:
+    """A chunk that runs one test file."""
+    words = [str(path), "--device", settings.platform.name, "-p", "spec_tools.gpu.note", "-q", "--tb=short", "-ra"]
+    return Chunk(name, [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words, *options], settings.limit)
+
+
+def _suite(settings: Settings) -> list[Chunk]:
+    tests = ROOT / "spec_tests"
+    files = [path.relative_to(tests) for path in sorted(tests.rglob("test_*.py"))]
+    names = [str(file) for file in files if file.parts[0] not in NOT_FOR_A_DEVICE]
+    chosen = [name for name in names if name in QUICK_FILES] if settings.quick else names
+    return [pytest_chunk(f"suite/{name}", tests / name, settings) for name in chosen]
+
+
+def _benchmarks(settings: Settings) -> list[Chunk]:
+    options = ["-p", "spec_tools.gpu.note", *(["--quick"] if settings.quick else [])]
+    return [Chunk("benchmarks/all", [sys.executable, "-m", "spec_tools.benchmarks", *options], BENCHMARKS_LIMIT)]
+
+
+def _races(settings: Settings) -> list[Chunk]:
+    from spec_tools.gpu.races import CONFIGURATIONS  # here, because it imports the package
+
+    num_seeds = NUM_QUICK_SEEDS if settings.quick else NUM_SEEDS
+    sizes = settings.platform.world_sizes()
+    pairs = [(size, name) for size in sizes for name in CONFIGURATIONS]
+    # Two replicas of two shards: four ranks, even if they share a device.
+    pairs += [(4, name) for name in CONFIGURATIONS if "hybrid" in name.lower() and 4 not in sizes]
+    return [_race(settings, size, name, num_seeds) for size, name in pairs]
+
+
+def _race(settings: Settings, size: int, configuration: str, num_seeds: int) -> Chunk:
+    # The limit for hanging ranks is shorter than that of the chunk, because the stacks of all ranks are more useful.
+    arguments = {"configuration": configuration, "num_seeds": num_seeds, "hang_limit": settings.limit / 2}
+    return _piece(f"races/{size}-ranks/{configuration}", settings, settings.limit, num_ranks=size, **arguments)
+
+
+STAGES = (
+    Stage("hardware", "what is there", _hardware, is_vital=True),
+    Stage("collectives", "do collectives work by themselves", _collectives, is_vital=True),
+    Stage("smoke", "do both front apis train, and agree with a single process", _smoke, is_vital=True),
+    Stage("steps", "do losses agree with torch's, and how long does a step take", _steps),
+    Stage("suite", "the tests of the spec", _suite),
+    Stage("benchmarks", "beside torch's own FSDPs", _benchmarks),
+    Stage("races", "do the bits stay the same when streams are delayed", _races),
+)

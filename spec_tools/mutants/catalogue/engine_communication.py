@@ -1,0 +1,218 @@
+"""Mutants of collectives, process groups, reductions, and checks between ranks."""
+
+from __future__ import annotations
+
+from spec_tests.harness.edit import always, never, remove, replace
+from spec_tools.mutants.mutant import Mutant
+
+__all__ = ["MUTANTS"]
+
+MUTANTS = [
+    # --- engine/collective_log.py ---
+    Mutant(
+        "log-without-entries",
+        "LEDGER-01",
+        "The collective log records nothing.",
+        replace("CollectiveLog.record", "self.entries.append", "len"),
+    ),
+    Mutant(
+        "a-sequence-keeps-its-group",
+        "HEALTHY-06",
+        "Process groups are never freed.",
+        replace("CollectiveSequence.__init__", "weakref.ref($process_group)", "lambda: $process_group"),
+    ),
+    Mutant(
+        "order-of-construction-is-not-compared",
+        "AGREE-01",
+        "Two models of one class run in another order with each other's weights.",
+        replace("CollectiveSequence.agree", "$question and (len($numbers) == 1 or len($totals) > 1)", "$question"),
+    ),
+    Mutant(
+        "names-of-wrappers-count",
+        "HEALTHY-04",
+        "Ranks that wrap their modules differently count as issuing different collectives.",
+        replace("clean_path", "$part.isdigit() or $part in _OF_WRAPPERS", "$part.isdigit()"),
+    ),
+    # --- engine/collectives.py ---
+    Mutant(
+        "sum-instead-of-mean",
+        "SHARD-06 HYB-05",
+        "Gradients are the sum over the ranks, not the mean.",
+        remove("Scaling.complete", "$local_shard.div_(self.after)"),
+    ),
+    Mutant(
+        "float16-mean-is-divided-after-the-sum",
+        "SHARD-06",
+        "A float16 mean is divided after the sum has overflowed.",
+        never("Scaling.of", "$divisor % $before == 0 and $divisor / $before > $before"),
+    ),
+    Mutant(
+        "broadcast-from-the-last",
+        "SYNC-02 SYNC-05",
+        "Initial values are broadcast from the last rank.",
+        replace("broadcast", "$options.rootRank = $source", "$options.rootRank = group.size - 1"),
+    ),
+    Mutant(
+        "last-collective-keeps-its-tensors",
+        "LEDGER-01",
+        "The handle of a complete collective keeps its tensors alive.",
+        remove("Collective.wait", "self._work = None"),
+    ),
+    # --- engine/comm_streams.py ---
+    Mutant(
+        "event-is-not-waited-for",
+        "STREAM-03",
+        "The compute stream does not wait for the work on a communication stream.",
+        remove("_EventHandle.wait", "current_stream(self._device).wait_event(self._event)"),
+    ),
+    Mutant(
+        "offloading-gathers-are-not-waited-for",
+        "STREAM-16",
+        "An optimizer on the CPU writes to shards that an all-gather still reads.",
+        remove("CommStream.synchronize", "self.stream.synchronize()"),
+    ),
+    # --- engine/gloo.py ---
+    Mutant(
+        "own-part-is-not-summed",
+        "WIRE-01",
+        "A reduce-scatter omits this rank's own gradient.",
+        replace("Transport.reduce_scatter_single", "list($own)", "[torch.zeros_like(part) for part in $own]"),
+    ),
+    Mutant(
+        "waits-where-it-issues",
+        "WIRE-05",
+        "An all-gather blocks the CPU until it is complete.",
+        replace(
+            "Transport._send_to_all",
+            "return _Exchange($messages, $queue)",
+            "_Exchange($messages, $queue).wait()\nreturn _Exchange([], $queue)",
+        ),
+    ),
+    Mutant(
+        "messages-are-kept-for-good",
+        "WIRE-09",
+        "The memory of completed messages is never released.",
+        never("_Exchange.wait", "any(($messages is self._messages for $messages in self._queue))"),
+    ),
+    Mutant(
+        "failed-messages-pass",
+        "WIRE-08",
+        "After the death of a rank, the other ranks continue with invalid data.",
+        replace("_Exchange.wait", "$message.wait()", "try:\n    $message.wait()\nexcept RuntimeError:\n    pass"),
+    ),
+    Mutant(
+        "sizes-asked-about-once",
+        "ORDER-10",
+        "A size that was compared once at a position is never compared again.",
+        replace("Transport.check_size", "self._known.get($order) == $shape", "$order in self._known"),
+    ),
+    # --- engine/mesh.py ---
+    Mutant(
+        "nodes-replicate-inside",
+        "HYB-03",
+        "Ranks of one node replicate, and each shard group spans several nodes.",
+        replace(
+            "node_groups", "_node_groups[$key] = ($shard, $replicate)", "_node_groups[$key] = ($replicate, $shard)"
+        ),
+    ),
+    Mutant(
+        "replicas-are-not-reduced",
+        "SHARD-11 SHARD-12",
+        "NO_SHARD does not reduce gradients, so each rank trains on its own.",
+        replace("MeshGroups.replicated", "$group if $group.size > 1 else None", "None"),
+    ),
+    Mutant(
+        "rank-of-the-world-for-place-in-the-group",
+        "CTOR-06 HYB-02",
+        "A rank uses its global rank instead of its rank in the group.",
+        replace("Group.of", "$process_group.rank", "dist.get_rank"),
+    ),
+    Mutant(
+        "covered-by-row-and-column-alone",
+        "MYTH-28",
+        "A 2 x 2 mesh counts as smaller than the world.",
+        replace(
+            "MeshGroups.covers",
+            "self.num_ranks == dist.get_world_size() or $known.issuperset($ranks)",
+            "$known.issuperset($ranks)",
+        ),
+    ),
+    # --- engine/messages.py ---
+    Mutant(
+        "a-folder-called-minifsdp-is-the-package",
+        "START-01",
+        "A warning searches for the package's name in file paths.",
+        replace(
+            "warn",
+            "$frame.f_globals.get('__name__', '').partition('.')[0] in NOT_THE_PROGRAM",
+            "'minifsdp' in $frame.f_code.co_filename",
+        ),
+    ),
+    # --- engine/rank_checks.py ---
+    Mutant(
+        "order-is-not-checked",
+        "NEW-19",
+        "Ranks that all-gather different units receive each other's weights.",
+        always("_read", "$sequence.agree($answers.tolist())"),
+    ),
+    Mutant(
+        "a-frozen-backward-asks",
+        "ORDER-08 HEALTHY-02",
+        "A backward through frozen parameters, which issues no collective, is compared.",
+        always("RankChecks.compare", "$sequence in self._root_id.used"),
+    ),
+    Mutant(
+        "uneven-steps-without-a-warning",
+        "ORDER-13",
+        "no_sync() on one rank of a model that stays unsharded causes no warning.",
+        never("RankChecks._warn_of_uneven_steps", "len(set($have_stepped)) > 1"),
+    ),
+    # --- engine/reduce.py ---
+    Mutant(
+        "hybrid-divides-by-the-shards-only",
+        "HYB-05 SHARD-12",
+        "The mean divides by the size of the shard group only and omits the replicas.",
+        replace("ReducePlan.mean", "$mesh.num_ranks", "$mesh.num_shards"),
+    ),
+    Mutant(
+        "hybrid-forgets-the-all-reduce",
+        "HYB-04 HYB-09",
+        "Under hybrid strategies the all-reduce is omitted, so each replica trains on its own.",
+        replace("_end", "$plan.mesh.shard is not None or not $item.all_reduces", "not $item.all_reduces"),
+    ),
+    Mutant(
+        "last-reduction-stays-away",
+        "SHARD-06",
+        "The last reduction of a backward never reaches the optimizer.",
+        remove("Reducer.finish", "self._complete($last)"),
+    ),
+    Mutant(
+        "cpu-goes-on-too-early",
+        "STREAM-10",
+        "The CPU reads offloaded gradients before they have arrived.",
+        remove("Reducer._stop_cpu", "current_stream(self._comm_streams.device).synchronize()"),
+    ),
+    Mutant(
+        "gather-does-not-follow-the-hooks",
+        "STREAM-16",
+        "An all-gather after an optimizer step in backward reads the values from before the step.",
+        remove("Reducer._complete", "$all_gather.wait_compute()"),
+    ),
+    Mutant(
+        "packed-gradients-are-kept",
+        "STREAM-17",
+        "Two packed gradients are in memory at the same time.",
+        replace(
+            "Reducer.before_concat",
+            "$last.scattered, $last.whole = (COMPLETED, $last.local_shard)",
+            "$last.scattered = COMPLETED",
+        ),
+        "simulated",
+    ),
+    Mutant(
+        "partial-sums-are-dropped",
+        "NEW-08",
+        "A partial sum that waits for its all-reduce is dropped.",
+        remove("_add_partial", "$item.local_shard.add_($item.partial)"),
+    ),
+]

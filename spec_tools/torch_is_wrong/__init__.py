@@ -1,0 +1,109 @@
+"""Small programs that show errors of torch's own FSDP. They do not need minifsdp.
+
+The suite uses torch as its reference, and in a few cases the reference is wrong. Each case is a program in this folder
+that needs only torch and two ranks::
+
+    torchrun --nproc-per-node 2 spec_tools/torch_is_wrong/optimizer_moments.py
+
+The docstring describes the error and the correct behavior. It quotes two outputs of the program: with the versions of
+torch that have the error, and with minifsdp instead of torch. The page ``docs/torch-is-wrong.md`` is generated from
+these docstrings, and ``test_torch_is_wrong.py`` checks both outputs. To check another version of torch, run::
+
+    python -m spec_tools.torch_is_wrong
+
+It runs all programs with the installed torch and prints which of them have the same output.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["OURS", "TORCH", "Case", "cases", "is_said", "said_by_torchrun"]
+
+TORCH, OURS = "torch.distributed.fsdp", "minifsdp"
+FOLDER = Path(__file__).parent
+SAYS = re.compile(r"^With (?P<who>.+)::\n\n(?P<text>(?:    .+\n)+)", re.MULTILINE)
+FACTS = re.compile(r"^Spec: (?P<rows>[A-Z0-9, -]+)\.(?: Ranks: (?P<num>\d)\.)?$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program and the facts from its docstring."""
+
+    name: str
+    title: str
+    prose: str
+    # Versions of torch that have the error.
+    versions: tuple[str, ...]
+    in_torch: str
+    in_minifsdp: str
+    rows: tuple[str, ...]
+    num_ranks: int
+    # The program without its docstring.
+    code: str
+
+    @property
+    def is_fatal(self) -> bool:
+        """Whether torch crashes the process."""
+        return self.in_torch.startswith("Signal")
+
+    def text_for(self, library: str) -> str:
+        """The program with imports from ``library`` instead of torch."""
+        text = (FOLDER / f"{self.name}.py").read_text(encoding="utf-8")
+        return re.sub(r"^from torch\.distributed\.fsdp\b", f"from {library}", text, flags=re.MULTILINE)
+
+
+def cases() -> list[Case]:
+    """All programs of this folder, by name."""
+    others = ("__init__", "__main__")
+    names = sorted(path.stem for path in FOLDER.glob("*.py"))
+    return [_read(name) for name in names if name not in others and not name.startswith("test_")]
+
+
+def _read(name: str) -> Case:
+    text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    docstring = ast.get_docstring(tree) or ""
+    title, prose = docstring.split("\n\n", 1)
+    (torch, in_torch), (_, in_minifsdp) = SAYS.findall(docstring + "\n")
+    facts = FACTS.search(docstring)
+    assert facts, f"{name}: the docstring ends with the rows of the spec"
+    return Case(
+        name=name,
+        title=title.rstrip("."),
+        prose=prose[: prose.index("With torch ")].strip(),
+        versions=tuple(torch.removeprefix("torch ").split(" and ")),
+        in_torch=_undented(in_torch),
+        in_minifsdp=_undented(in_minifsdp),
+        rows=tuple(facts["rows"].split(", ")),
+        num_ranks=int(facts["num"] or 2),
+        code="\n".join(text.splitlines()[tree.body[0].end_lineno :]).strip(),
+    )
+
+
+def _undented(text: str) -> str:
+    return "\n".join(line[4:] for line in text.splitlines())
+
+
+def is_said(expected: str, found: str) -> bool:
+    """Whether the output is the expected one. If the expected text ends in "...", only the text before it is
+    compared."""
+    return found.startswith(expected[:-3]) if expected.endswith("...") else found == expected
+
+
+def said_by_torchrun(case: Case) -> str:
+    """Starts the program with torchrun; returns the output of rank 0, or the exception or signal that ended it."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-ranks-filter", "0"]
+    command = [*launch, "--nproc-per-node", str(case.num_ranks), str(FOLDER / f"{case.name}.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode == 0:
+        return done.stdout.strip().removeprefix("rank 0: ")
+    errors = re.findall(r"^\[rank0\]: (\w+: .*)", done.stderr, re.MULTILINE)
+    # torchrun ends the remaining processes with signals of its own, and names the first cause last.
+    signals = re.findall(r"Signal \d+ \(\w+\)", done.stderr)
+    return (errors or signals or [done.stderr])[-1]

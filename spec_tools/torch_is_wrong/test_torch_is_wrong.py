@@ -1,0 +1,83 @@
+"""Runs each program on both sides: torch still has the error, and minifsdp gives the correct result."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from spec_tests.harness import ranks
+from spec_tools.torch_is_wrong import OURS, TORCH, Case, cases, is_said, said_by_torchrun
+
+pytestmark = pytest.mark.cpu
+
+HERE = torch.__version__.partition("+")[0]
+CASES = {case.name: case for case in cases()}
+
+
+def of(num_ranks: int, *, claimed: bool = False) -> Any:
+    """The programs for ``num_ranks``. If claimed, only those with output for this torch that do not crash it."""
+    chosen = [
+        pytest.param(case.name, marks=[] if claimed else pytest.mark.spec(*case.rows))
+        for case in CASES.values()
+        if case.num_ranks == num_ranks and not (claimed and (HERE not in case.versions or case.is_fatal))
+    ]
+    return pytest.mark.parametrize("name", chosen)
+
+
+def assert_says(case: Case, expected: str, found: str) -> None:
+    assert is_said(expected, found), f"{case.name} should say\n{expected}\nbut says\n{found}"
+
+
+def run(name: str, library: str, expected: str) -> None:
+    case = CASES[name]
+    namespace: dict[str, Any] = {"__name__": name}
+    exec(compile(case.text_for(library), f"{name}.py", "exec"), namespace)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            found = namespace["main"]()
+        except Exception as error:
+            found = f"{type(error).__name__}: {error}".splitlines()[0]
+    if dist.get_rank() == 0:
+        assert_says(case, expected, found)
+
+
+@of(2, claimed=True)
+@ranks(2)
+def test_torch_has_the_documented_error(name: str) -> None:
+    run(name, TORCH, CASES[name].in_torch)
+
+
+@of(4, claimed=True)
+@ranks(4)
+def test_torch_has_the_documented_error_on_four_ranks(name: str) -> None:
+    run(name, TORCH, CASES[name].in_torch)
+
+
+@of(2)
+@ranks(2)
+def test_minifsdp_gives_the_correct_result(name: str) -> None:
+    run(name, OURS, CASES[name].in_minifsdp)
+
+
+@of(4)
+@ranks(4)
+def test_minifsdp_gives_the_correct_result_on_four_ranks(name: str) -> None:
+    run(name, OURS, CASES[name].in_minifsdp)
+
+
+# Runs in torchrun, because a crash would also end the ranks of the pool.
+@pytest.mark.parametrize("name", [case.name for case in CASES.values() if case.is_fatal and HERE in case.versions])
+def test_torch_crashes_the_process(name: str) -> None:
+    assert_says(CASES[name], CASES[name].in_torch, said_by_torchrun(CASES[name]))
+
+
+def test_each_program_is_on_the_page_once() -> None:
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "torch-is-wrong.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^\{\{ wrong (\w+) \}\}$", page, re.MULTILINE)) == sorted(CASES)
