@@ -35,10 +35,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--limit", type=float, metavar="SECONDS", help="a test on ranks that takes longer fails as hanging"
     )
-    parser.addoption("--variants", type=int, metavar="NUMBER", help="at most this number of variants of each test")
+    parser.addoption(
+        "--variants",
+        type=variants,
+        metavar="each|all|others|NUMBER",
+        help="the variants of each parametrized test: 'each' parameter value occurs once (default for folders), 'all' "
+        "(default for a file, a test, -k and --spec), the 'others', which 'each' leaves out, or at most a NUMBER",
+    )
     parser.addoption("--quick", action="store_true", help="one test of each section of docs/spec.md: about two minutes")
     parser.addoption(
         "--every-row",
         action="store_true",
         help="with --device simulated: also the tests that a CPU proves as well (an hour on two cores)",
     )
+
+
+def variants(text: str) -> str | int:
+    """Parses the option ``--variants``."""
+    if text in ("each", "all", "others"):
+        return text
+    return int(text)

@@ -153,18 +153,20 @@ class Accounting:
         if whole_files:
             self.complete_files = {_file_of(item.nodeid) for item in items}
 
-    def not_run(self, tests: list[str], what: str, *, in_need: bool = False) -> None:
-        """Records tests that cannot run on this machine.
+    def not_run(self, tests: list[str], what: str, *, in_need: bool = False, counts: bool = True) -> None:
+        """Records tests that do not run.
 
         Args:
             tests: their names.
             what: a description with the reason, for the end of the table.
             in_need: whether they need a missing package. If so, the table lists the requirements that they would test.
+            counts: whether a requirement stays unproven because of them. Other variants of a test can prove it.
         """
         if in_need:
             self.in_need.update(tests)
         self.num_not_run[what] = self.num_not_run.get(what, 0) + len(tests)
-        self.outcomes |= dict.fromkeys((test for test in tests if test in self.carried), "not run")
+        if counts:
+            self.outcomes |= dict.fromkeys((test for test in tests if test in self.carried), "not run")
 
     def note(self, report: pytest.TestReport) -> None:
         """Records the result of one test: the worst of its set-up, call and tear-down."""

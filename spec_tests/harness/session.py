@@ -49,9 +49,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     leave_out_by_device(config, items)
     if config.getoption("--engine") != "minifsdp":
         leave_out_by_engine(config, items)
-    if most := config.getoption("--variants"):
-        chosen = first_variants(items, most)
-        leave_out(config, items, f"variants of tests not run (--variants {most})", lambda item: item not in chosen)
+    choose_variants(config, items)
     if config.getoption("--quick"):
         chosen = quick_form(items)
         leave_out(config, items, "tests not in the quick form not run (--quick)", lambda item: item not in chosen)
@@ -139,12 +137,54 @@ def quick_form(items: list[pytest.Item]) -> set[pytest.Item]:
     return set(chosen.values())
 
 
-def first_variants(items: list[pytest.Item], most: int) -> set[pytest.Item]:
-    """The first variants of each test, at most ``most`` of each."""
+def choose_variants(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """``--variants``: deselects variants of parametrized tests."""
+    which = config.getoption("--variants") or ("each" if runs_folders(config) else "all")
+    if which == "all":
+        return
     by_test: dict[str, list[pytest.Item]] = {}
     for item in items:
         by_test.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    return {item for variants in by_test.values() for item in variants[:most]}
+    if isinstance(which, int):
+        chosen = {item for variants in by_test.values() for item in variants[:which]}
+    else:
+        chosen = {item for variants in by_test.values() for item in each_choice(variants)}
+    if which == "others":
+        chosen = set(items) - chosen
+    why = f"variants of tests not run (--variants {which}; all: --variants all)"
+    leave_out(config, items, why, lambda item: item not in chosen, counts=False)
+
+
+def runs_folders(config: pytest.Config) -> bool:
+    """Whether the command names folders only, and no file, test, keyword or requirement."""
+    chosen = config.getoption("--spec") or config.getoption("keyword", "") or config.getoption("lf", False)
+    return not chosen and all((config.invocation_params.dir / argument).is_dir() for argument in config.args)
+
+
+def each_choice(variants: list[pytest.Item]) -> list[pytest.Item]:
+    """The fewest variants, chosen greedily, in which each value of each parameter occurs."""
+    values = {item: parameter_values(item) for item in variants}
+    missing = set().union(*values.values())
+    chosen = []
+    while missing:
+        best = max(variants, key=lambda item: len(values[item] & missing))
+        chosen.append(best)
+        missing -= values[best]
+    return chosen or variants
+
+
+def parameter_values(item: pytest.Item) -> set[tuple[str, str]]:
+    """The values of a variant: for each ``parametrize`` and parametrized fixture, its arguments and their values."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    together = [names_of(mark) for mark in item.iter_markers("parametrize")]
+    of_fixtures = [[name] for name in parameters if not any(name in names for names in together)]
+    return {(str(names), repr([parameters.get(name) for name in names])) for names in [*together, *of_fixtures]}
+
+
+def names_of(mark: pytest.Mark) -> list[str]:
+    """The arguments that a ``parametrize`` gives values to."""
+    names = mark.args[0]
+    return [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
 
 
 def starts_programs(item: pytest.Item) -> bool:
@@ -185,12 +225,16 @@ def leave_out(
     concerned: Callable[[pytest.Item], object],
     *,
     in_need: bool = False,
+    counts: bool = True,
 ) -> None:
-    """Deselects tests and reports them at the end of the session, so that they do not count as passed."""
+    """Deselects tests and reports them at the end of the session, so that they do not count as passed.
+
+    Without ``counts``, a requirement can be proven although these tests do not run.
+    """
     left_out = [item for item in items if concerned(item)]
     gone = set(left_out)
     items[:] = [item for item in items if item not in gone]
-    config.stash[ACCOUNTING].not_run([item.nodeid for item in left_out], why, in_need=in_need)
+    config.stash[ACCOUNTING].not_run([item.nodeid for item in left_out], why, in_need=in_need, counts=counts)
     config.hook.pytest_deselected(items=left_out)
 
 

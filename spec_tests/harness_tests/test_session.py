@@ -162,6 +162,53 @@ def test_quick_form_runs_one_test_of_each_section_on_two_ranks(tmp_path: pathlib
     assert "3 tests not in the quick form not run (--quick)" in session.stdout
 
 
+VARIANTS = """
+import pytest
+
+@pytest.mark.spec("CTOR-01")
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(("kind", "is_even"), [("a", True), ("a", False)])
+def test_it(kind, is_even, size): pass
+
+def test_other(): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "left_out", "num_run"),
+    [
+        ([], 0, 7),
+        (["--variants", "each"], 3, 4),
+        (["--variants", "others"], 4, 3),
+        (["--variants", "2"], 4, 3),
+        (["--variants", "all"], 0, 7),
+    ],
+)
+def test_chosen_variants_run(tmp_path: pathlib.Path, arguments: list[str], left_out: int, num_run: int) -> None:
+    session = run_session(tmp_path, VARIANTS, "-v", *arguments)
+    passed = re.findall(r"::(\w+)(?:\[([^]]+)\])? PASSED", session.stdout)
+    assert len(passed) == num_run
+    assert (f"{left_out} variants of tests not run" in session.stdout) == bool(left_out)
+    if arguments[-1:] == ["each"]:
+        # Each size, and each pair of the two arguments that are parametrized together.
+        variants = [variant.split("-") for name, variant in passed if name == "test_it"]
+        assert {variant[-1] for variant in variants} == {"1", "2", "3"}
+        assert {tuple(variant[:-1]) for variant in variants} == {("a", "True"), ("a", "False")}
+    if arguments[-1:] != ["others"]:
+        assert re.search(r"^all +1 / ", session.stdout, re.MULTILINE)
+
+
+def test_a_folder_runs_each_value_and_a_file_runs_all_variants(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "test_it.py").write_text(VARIANTS)
+    arguments = [*options(tmp_path, VARIANTS), "--collect-only", "-q"]
+    counts = []
+    for what in ("test_it.py", "."):
+        arguments[arguments.index("test_it.py") if "test_it.py" in arguments else arguments.index(".")] = what
+        session = run_module("pytest", *arguments, folder=tmp_path, environment=ENVIRONMENT)
+        counts.append(session.stdout.count("test_it.py::"))
+    assert counts == [7, 4]
+
+
 def test_tests_run_on_the_cpu_unless_another_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     defaults: dict[str, Any] = {}
