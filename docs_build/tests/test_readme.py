@@ -8,7 +8,7 @@ import pytest
 
 from docs_build.reading.order import ROOT
 from docs_build.recording.lessons import recorded
-from spec_tests.test_house_rules import MODULES, num_code_lines
+from spec_tools.tests.test_house_rules import MODULES, num_code_lines
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 

@@ -15,7 +15,6 @@ from spec_tools.gpu.platforms import Platform
 __all__ = ["STAGES", "Settings", "Stage", "pytest_chunk"]
 
 # Folders whose tests do not use a device: those of the harness, of the site, and the benchmarks, which are a stage.
-NOT_FOR_A_DEVICE = ("harness_tests",)
 QUICK_FILES = ("engine/test_collectives.py", "checkpoint/test_agreement.py", "fsdp2/test_counts.py")
 FIRST_LIMIT = 180.0  # seconds for a chunk of one of the first three stages
 BENCHMARKS_LIMIT = 3600.0
@@ -93,8 +92,7 @@ def pytest_chunk(name: str, path: Path, settings: Settings, *options: str) -> Ch
 
 def _suite(settings: Settings) -> list[Chunk]:
     tests = ROOT / "spec_tests"
-    files = [path.relative_to(tests) for path in sorted(tests.rglob("test_*.py"))]
-    names = [str(file) for file in files if file.parts[0] not in NOT_FOR_A_DEVICE]
+    names = [str(path.relative_to(tests)) for path in sorted(tests.rglob("test_*.py"))]
     chosen = [name for name in names if name in QUICK_FILES] if settings.quick else names
     return [pytest_chunk(f"suite/{name}", tests / name, settings) for name in chosen]
 

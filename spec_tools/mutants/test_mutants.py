@@ -11,11 +11,11 @@ import pytest
 
 from spec_tests.harness.accounting import read_rows, section_of
 from spec_tests.harness.edit import never, remove
-from spec_tests.test_house_rules import MODULES, num_code_lines
 from spec_tools.mutants import record
 from spec_tools.mutants.catalogue import EVERY, MUTANTS
 from spec_tools.mutants.mutant import PACKAGE, Mutant, broken
 from spec_tools.mutants.runner import Result, files_of
+from spec_tools.tests.test_house_rules import MODULES, num_code_lines
 
 # Sections that are not about the package's code: recipes, their checkpoints after the failure of a rank, the kit for
 # GPUs, and the simulation, which has broken engines of its own in spec_tests/streams.

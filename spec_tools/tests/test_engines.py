@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from spec_tests.harness_tests.test_session import run_session
+from spec_tools.tests.test_session import run_session
 
 TESTS = """
 import pytest, torch

@@ -20,7 +20,6 @@ from torch import nn
 
 from spec_tests.harness import device, pool, ranks
 from spec_tests.harness.programs import run_module
-from spec_tests.harness_tests.test_session import is_running
 from spec_tests.waiting import comes_true
 from spec_tools.benchmarks.report import Quartiles
 from spec_tools.gpu import __main__ as kit
@@ -30,6 +29,7 @@ from spec_tools.gpu.chunks import ROOT, Chunk, Outcome, run_chunk
 from spec_tools.gpu.platforms import CPU, CUDA, SIMULATED, Platform
 from spec_tools.gpu.progress import InUse, Progress
 from spec_tools.gpu.stages import Settings, Stage
+from spec_tools.tests.test_session import is_running
 
 
 def python(name: str, program: str, limit: float = 60.0) -> Chunk:
