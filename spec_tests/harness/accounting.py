@@ -232,6 +232,11 @@ class Accounting:
         if failed:
             lines.append(f"not proven, because a test failed: {', '.join(failed)}")
         lines += [f"{number} {what}" for what, number in self.num_not_run.items() if number]
+        elsewhere = set(self.rows) - {row for rows in self.carried.values() for row in rows}
+        # A run of a few files has no tests of most rows, and needs no list of them.
+        if 0 < len(elsewhere) < len(self.rows) / 2:
+            sections = ", ".join(dict.fromkeys(section_of(row) for row in self.rows if row in elsewhere))
+            lines.append(f"{len(elsewhere)} rows have their tests in other files or folders: {sections}")
         lines += [f"so not proven here: {', '.join(rows)}" for rows in [self._only_in_need(verdicts)] if rows]
         return lines
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Generator
 
 import pytest
@@ -162,13 +163,17 @@ def runs_folders(config: pytest.Config) -> bool:
 
 
 def each_choice(variants: list[pytest.Item]) -> list[pytest.Item]:
-    """The fewest variants, chosen greedily, in which each value of each parameter occurs."""
+    """Few variants in which each value of each parameter occurs. Of equally good ones, the one with rarer values."""
     values = {item: parameter_values(item) for item in variants}
     missing = set().union(*values.values())
+    uses: Counter[tuple[str, str]] = Counter()
     chosen = []
     while missing:
-        best = max(variants, key=lambda item: len(values[item] & missing))
+        best = max(
+            variants, key=lambda item: (len(values[item] & missing), -sum(uses[value] for value in values[item]))
+        )
         chosen.append(best)
+        uses.update(values[best])
         missing -= values[best]
     return chosen or variants
 

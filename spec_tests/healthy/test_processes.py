@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -61,24 +62,29 @@ TOGETHER = {
     "HEALTHY-13": [("slow_store", "plain"), ("store_behind_a_slow_network", "plain")],
 }
 NUM_PROCESSES = {"host_of_the_store_leaves": 3, "spawned_with_results": 1}
-LAUNCHES = [
-    pytest.param(
-        Launch(program, api, launcher, NUM_PROCESSES.get(program, 2)),
-        marks=[pytest.mark.spec(requirement), *([pytest.mark.needs("IPython")] if program == "ipython" else [])],
-        id=f"{program}-{api}-{launcher}",
-    )
-    for table, apis in ((BOTH, APIS), (ONE, ("fully_shard",)), (TOGETHER, ("both",)))
-    for requirement, programs in table.items()
-    for program, launcher in programs
-    for api in apis
-]
+
+
+def params(table: dict[str, list[tuple[str, str]]], *api: str) -> list[Any]:
+    """A parameter for each program and launcher: its name, its launcher, and the API if one is given."""
+    return [
+        pytest.param(
+            *(program, launcher, *api),
+            marks=[pytest.mark.spec(requirement), *([pytest.mark.needs("IPython")] if program == "ipython" else [])],
+        )
+        for requirement, programs in table.items()
+        for program, launcher in programs
+    ]
+
+
+def launch_of(program: str, launcher: str, api: str) -> Launch:
+    return Launch(program, api, launcher, NUM_PROCESSES.get(program, 2))
 
 
 @pytest.fixture(scope="module")
 def problems(request: pytest.FixtureRequest) -> Iterator[dict[Launch, Future[str]]]:
     """The problems of all selected launches, in their order."""
     items = [item for item in request.session.items if item.path == request.path]
-    chosen = [item.callspec.params["launch"] for item in items]  # type: ignore[attr-defined]
+    chosen = [launch_of(**item.callspec.params) for item in items]  # type: ignore[attr-defined]
     with ThreadPoolExecutor(3) as threads:
         futures = {launch: threads.submit(problem, launch) for launch in chosen}
         yield futures
@@ -86,6 +92,16 @@ def problems(request: pytest.FixtureRequest) -> Iterator[dict[Launch, Future[str
             future.cancel()
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
-def test_programs_in_separate_processes_run_without_errors(launch: Launch, problems: dict[Launch, Future[str]]) -> None:
-    assert problems[launch].result() == ""
+@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize(("program", "launcher"), params(BOTH))
+def test_programs_with_each_api_run_without_errors(
+    program: str, launcher: str, api: str, problems: dict[Launch, Future[str]]
+) -> None:
+    assert problems[launch_of(program, launcher, api)].result() == ""
+
+
+@pytest.mark.parametrize(("program", "launcher", "api"), [*params(ONE, "fully_shard"), *params(TOGETHER, "both")])
+def test_programs_with_one_api_or_both_run_without_errors(
+    program: str, launcher: str, api: str, problems: dict[Launch, Future[str]]
+) -> None:
+    assert problems[launch_of(program, launcher, api)].result() == ""

@@ -194,6 +194,7 @@ def test_chosen_variants_run(tmp_path: pathlib.Path, arguments: list[str], left_
         variants = [variant.split("-") for name, variant in passed if name == "test_it"]
         assert {variant[-1] for variant in variants} == {"1", "2", "3"}
         assert {tuple(variant[:-1]) for variant in variants} == {("a", "True"), ("a", "False")}
+    assert "rows have their tests in other files" not in session.stdout
     if arguments[-1:] != ["others"]:
         assert re.search(r"^all +1 / ", session.stdout, re.MULTILINE)
 
