@@ -8,7 +8,7 @@ import pytest
 
 from docs_build.reading.order import ROOT
 from docs_build.recording.results import all_rows
-from spec_tests.tutorials.test_failure_lab import LAB, SAYS, SCRIPTS
+from spec_tools.tutorials.test_failure_lab import LAB, SAYS, SCRIPTS
 
 pytestmark = [pytest.mark.needs("mkdocs"), pytest.mark.spec("LAB-06")]
 

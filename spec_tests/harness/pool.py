@@ -28,10 +28,8 @@ import multiprocessing.connection
 import os
 import pathlib
 import pickle
-import random
 import shutil
 import signal
-import socket
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
@@ -42,6 +40,7 @@ import torch
 
 from spec_tests.harness import simulated, worker
 from spec_tests.harness.worker import Answer, Seat, Task, serve
+from spec_tests.ports import free_port
 
 __all__ = [
     "Failure",
@@ -272,18 +271,6 @@ def _pickled(arguments: Mapping[str, Any]) -> bytes:
             "Pass a name and look it up in the body, or define it at the top of the module; fixtures that reach into "
             "the pytest process (monkeypatch, capsys) do not work there, pytest.MonkeyPatch.context() in the body does."
         ) from error
-
-
-def free_port() -> int:
-    """A free port of this machine, below the range from which the system takes ports for outgoing connections.
-
-    A port of that range can be taken by any other process before a test listens on it.
-    """
-    for port in random.SystemRandom().sample(range(10_000, 32_000), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise RuntimeError("none of 100 ports between 10000 and 32000 is free")
 
 
 def _reason(exitcode: int | None) -> str:

@@ -30,6 +30,7 @@ from unittest import mock
 import torch
 
 from spec_tests.harness import pool
+from spec_tests.ports import free_port
 
 __all__ = ["outcome_of_ranks", "output_of_ranks", "run_module", "start_module"]
 
@@ -79,7 +80,7 @@ def _run_ranks(
 ) -> list[int | None]:
     """Runs ``len(outputs)`` ranks and returns their exit statuses."""
     context = pool.fork_server()
-    port = pool.free_port()
+    port = free_port()
     ranks = []
     for rank, output in enumerate(outputs):
         output.touch()

@@ -64,9 +64,13 @@ from spec_tests.harness import simulated
 __all__ = ["REWRITTEN", "Answer", "Seat", "Task", "kept", "leftover_groups", "serve"]
 
 # Modules that are not test files, but whose assertions must also show values.
-REWRITTEN = tuple(
-    f"spec_tests.{name}"
-    for name in ("checkpoint", "compat", "engine", "fsdp1", "fsdp2", "healthy", "models", "oracles", "tutorials")
+REWRITTEN = (
+    *(
+        f"spec_tests.{name}"
+        for name in ("checkpoint", "compat", "engine", "fsdp1", "fsdp2", "healthy", "models", "oracles")
+    ),
+    "spec_tools.kills",
+    "spec_tools.tutorials",
 )
 
 T = TypeVar("T")

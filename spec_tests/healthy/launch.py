@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spec_tests.harness.pool import free_port
 from spec_tests.healthy.quiet import accusations
+from spec_tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 150.0  # seconds for a program

@@ -30,6 +30,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from minifsdp.watchdog.report import GONE, LOST, SILENT
 from spec_tests.harness import pool
 from spec_tests.harness.programs import start_module
+from spec_tests.ports import free_port
 from spec_tests.waiting import comes_true
 from spec_tools.faults.job import APIS, FAULTS, SHARDINGS, STAGES, STEPS, TIMEOUT, TO_MEET
 
@@ -215,7 +216,7 @@ def start_ranks(
         folder: for the outputs, and for the files of the collective log.
         port_of_store: of a store outside the ranks, like that of torchrun; by default rank 0 hosts the store.
     """
-    processes, port = [], port_of_store or pool.free_port()
+    processes, port = [], port_of_store or free_port()
     for rank in range(num_ranks):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "MINIFSDP_LEDGER_DIR": folder}

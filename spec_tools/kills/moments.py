@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from spec_tests.harness import pool
+from spec_tests.ports import free_port
 
 TUTORIALS = Path(__file__).resolve().parents[2] / "tutorials"
 STEPS, EVERY = 6, 2
@@ -112,7 +113,7 @@ def run(
     if save is not None:
         arguments += [f"--save={save}", f"--resume={save}", f"--save-every={EVERY}", *(["--full"] if full else [])]
     mine, its = context.Pipe(duplex=False)
-    port = pool.free_port()
+    port = free_port()
     processes = []
     for rank in range(num_ranks):
         killed_here = moment if moment is not None and moment.victim == rank else None

@@ -27,7 +27,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, Dataset
 
-from spec_tests.harness.pool import free_port
+from spec_tests.ports import free_port
 
 SECONDS = 3.0  # longer than the watchdog waits before it queries the other ranks
 PLACE = Path(os.environ.get("HEALTHY_FOLDER", "."))

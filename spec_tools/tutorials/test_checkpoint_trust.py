@@ -17,8 +17,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from spec_tests.harness import ranks
-from spec_tests.tutorials.test_save_resume import FIXED, NOTED, assert_equal, fresh, same_step_everywhere, whole
 from spec_tests.waiting import comes_true
+from spec_tools.tutorials.test_save_resume import FIXED, NOTED, assert_equal, fresh, same_step_everywhere, whole
 
 # isort: split
 from gpt import manifest

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spec_tests.harness import ranks
-from spec_tests.harness.pool import free_port
 from spec_tests.harness.programs import output_of_ranks
+from spec_tests.ports import free_port
 from spec_tests.waiting import comes_true
 from tutorials.gpt import options
 from tutorials.gpt import ranks as starting
