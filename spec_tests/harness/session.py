@@ -163,7 +163,7 @@ def runs_folders(config: pytest.Config) -> bool:
 
 
 def each_choice(variants: list[pytest.Item]) -> list[pytest.Item]:
-    """Few variants in which each value of each parameter occurs. Of equally good ones, the one with rarer values."""
+    """Few variants in which each value of each parameter occurs, chosen so that values occur about equally often."""
     values = {item: parameter_values(item) for item in variants}
     missing = set().union(*values.values())
     uses: Counter[tuple[str, str]] = Counter()

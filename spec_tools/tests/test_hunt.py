@@ -14,10 +14,10 @@ import pytest
 
 from spec_tests.harness.programs import run_module
 from spec_tests.random_programs.description import from_json, to_json
-from spec_tests.test_properties import CARELESS
 from spec_tests.waiting import comes_true
 from spec_tools.hunt.__main__ import hunt, main
 from spec_tools.hunt.generators import GENERATORS, Generator
+from spec_tools.tests.test_random_programs import CARELESS
 from spec_tools.tests.test_session import ROOT, is_running
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

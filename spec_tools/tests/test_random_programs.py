@@ -46,7 +46,7 @@ from spec_tests.random_programs.judge import first_failure, hunt, judged, neighb
 from spec_tests.random_programs.modules import batch, loss_of, output_of, plain_model
 from spec_tests.random_programs.reference import Reference
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 quick = settings(max_examples=30, deadline=None, derandomize=True, database=None)
 
 
