@@ -185,11 +185,11 @@ def test_only_local_shards_are_stored_between_iterations(strategy: ShardingStrat
     assert watch.alive() == []
 
 
-@pytest.mark.spec("SHARD-01", "SHARD-16", "SHARD-18")
+@pytest.mark.spec("SHARD-01", "SHARD-16", "CTOR-09")
 @pytest.mark.parametrize("strategy", [*FLAT_STRATEGIES, None])
 @ranks(2)
 def test_nothing_is_sent_except_the_recorded_collectives(strategy: ShardingStrategy | None) -> None:
-    # A warning would be an error. ``test_timelines.py`` compares the recorded events.
+    # ``test_timelines.py`` compares the recorded events.
     model = wrapped(sharding_strategy=strategy)
     units = FullyShardedDataParallel.fsdp_modules(model)
     assert {unit.sharding_strategy for unit in units} == {strategy or FULL_SHARD}
@@ -243,9 +243,10 @@ def test_parameters_kept_by_no_sync_are_not_used_after_an_optimizer_step() -> No
     assert not torch.equal(before, after)
 
 
-@pytest.mark.spec("SHARD-11")
+@pytest.mark.spec("SHARD-11", "SHARD-18")
 @ranks(2)
 def test_no_shard_replicates_parameters_gradients_and_optimizer_state() -> None:
+    # A warning would be an error.
     plain = seeded()
     model = wrapped(sharding_strategy=NO_SHARD)
     optimizer = torch.optim.Adam(model.parameters())
