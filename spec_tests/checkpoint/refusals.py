@@ -20,10 +20,10 @@ __all__ = ["caught_warnings", "refused"]
 
 
 @contextmanager
-def refused(kind: type[Exception], *parts: str) -> Iterator[None]:
+def refused(kind: type[Exception], *parts: str) -> Iterator[pytest.ExceptionInfo[Exception]]:
     """Checks that the block raises ``kind`` with the rank and all ``parts`` in its message and starts no collective."""
     with Wire() as wire, pytest.raises(kind) as caught:
-        yield
+        yield caught
     message = str(caught.value)
     for part in (f"rank {dist.get_rank()}", *parts):
         assert part in message, f"{part!r} is not in: {message}"

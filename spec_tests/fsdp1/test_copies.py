@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from spec_tests.harness import ranks
-from spec_tests.models.modules import Stack, seeded
+from spec_tests.models.modules import seeded
 from spec_tests.models.running import batch, iterate, loss_of
 from spec_tests.models.sharding import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, sharded, wrapped
 from spec_tests.models.values import assert_same, full_values, named
@@ -120,37 +120,6 @@ def test_optimizer_after_a_step_or_an_evaluation_trains(strategy: ShardingStrate
         results.append(full_values(model))
     for other in results[1:]:
         assert_same(other, results[0], bitwise=True)
-
-
-@pytest.mark.spec("PROG-06")
-@ranks(2)
-def test_weight_of_unsharded_flat_unit_can_be_read_between_iterations() -> None:
-    model, plain = wrapped(sharding_strategy=NO_SHARD), seeded()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        inner: Stack = model.module
-        for layer in (inner.enter, inner.blocks[1].module.linear):
-            assert layer.weight.norm().isfinite()
-            assert layer.weight.requires_grad
-        full = full_values(model)
-        assert torch.equal(inner.enter.weight, full["enter.weight"])
-        assert torch.equal(inner.blocks[1].module.linear.weight, full["blocks.1.linear.weight"])
-        assert torch.equal(inner.enter.weight * 2, 2 * inner.enter.weight.detach())
-        iterate(model, step, optimizer)
-        optimizer.zero_grad()
-    assert not torch.equal(full_values(model)["enter.weight"], plain.enter.weight)
-
-
-@pytest.mark.spec("PROG-06")
-@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
-@ranks(2)
-def test_weight_of_sharded_flat_unit_raises_by_name(strategy: ShardingStrategy) -> None:
-    model = wrapped(sharding_strategy=strategy)
-    for _ in range(2):
-        assert model.module.enter.weight.shape == seeded().enter.weight.shape
-        with pytest.raises(RuntimeError, match=r"rank \d: parameter 'enter\.weight'.*is sharded.*summon_full_params"):
-            model.module.enter.weight.norm()
-        iterate(model)
 
 
 @pytest.mark.spec("PROG-07")

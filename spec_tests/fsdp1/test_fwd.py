@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spec_tests.checkpoint.checkpoints import is_plain
 from spec_tests.checkpoint.refusals import refused
+from spec_tests.fsdp1.whole import assert_a_step_uses_the_mean_gradient_alone, assert_step_moves_by, memory_of
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import UNITS, WIDTH, Block, Scale, seeded
 from spec_tests.models.running import batch, iterate, loss_of
-from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, as_torch, wrapped
+from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, wrapped
 from spec_tests.models.values import (
     assert_same,
     chunked,
     flat_gradients,
     flat_parameters,
     full_values,
-    local_gradients,
     mean_gradients,
     named,
+    own_names,
 )
 from spec_tests.subject import FullyShardedDataParallel, ModuleWrapPolicy, ShardingStrategy, trace
 
@@ -37,38 +38,30 @@ flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "
 # --- a submodule that is not a unit ---
 
 
-def nothing_yet(model: FSDP) -> None:
-    pass
-
-
-def a_forward(model: FSDP) -> None:
-    model(batch())
-
-
-def an_evaluation(model: FSDP) -> None:
+def evaluate(model: nn.Module) -> None:
     with torch.no_grad():
-        model(batch())
+        model(batch(7))
 
 
-def an_iteration(model: FSDP) -> None:
-    iterate(model)
-
-
-MOMENTS = {moment.__name__: moment for moment in (nothing_yet, a_forward, an_evaluation, an_iteration)}
-after = pytest.mark.parametrize("after", list(MOMENTS))
+BEFORE: dict[str, Callable[[FSDP], object]] = {
+    "nothing": lambda model: None,
+    "a forward": lambda model: model(batch()),
+    "an evaluation": evaluate,
+    "an iteration": iterate,
+}
 
 
 @pytest.mark.spec("FWD-01", "NAMES-10")
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
-@after
+@pytest.mark.parametrize("before", list(BEFORE))
 @flat_or_original
 @ranks(2)
-def test_direct_call_of_unwrapped_part_raises_with_remedy(keep: bool, after: str, strategy: ShardingStrategy) -> None:
-    if keep and strategy is SHARD_GRAD_OP and after == "a_forward":
+def test_direct_call_of_unwrapped_part_raises_with_remedy(keep: bool, before: str, strategy: ShardingStrategy) -> None:
+    if keep and strategy is SHARD_GRAD_OP and before == "a forward":
         # Unsharded until backward, and registered on the module (ORIG-09). The test below covers this case.
         return
     model = wrapped(sharding_strategy=strategy, use_orig_params=keep)
-    MOMENTS[after](model)
+    BEFORE[before](model)
     with refused(RuntimeError, "parameter 'enter.", "wrap that part as a unit of its own"):
         model.module.enter(batch())
     with refused(RuntimeError, "parameter 'linear.", "wrap that part as a unit of its own"):
@@ -76,16 +69,7 @@ def test_direct_call_of_unwrapped_part_raises_with_remedy(keep: bool, after: str
     with refused(RuntimeError, "wrap"):
         model.module(batch())
     model.zero_grad()
-    iterate(model)
-    plain = seeded()
-    expected = mean_gradients(plain)
-    if not keep:
-        assert_same(flat_gradients(model), chunked(plain, expected, 2, dist.get_rank()))
-        return
-    with FSDP.summon_full_params(model, with_grads=True):
-        for name, parameter in model.named_parameters():
-            assert parameter.grad is not None
-            torch.testing.assert_close(parameter.grad, expected[name])
+    assert_a_step_uses_the_mean_gradient_alone(model, seeded())
 
 
 @pytest.mark.spec("FWD-01")
@@ -107,10 +91,7 @@ def test_original_parameters_kept_for_backward_may_be_used_outside_the_wrapper_f
     for rank in range(2):
         x = batch(0, rank)
         ((plain(x).sum() + plain.enter(x).sum()) / 2).backward()
-    with FSDP.summon_full_params(model, with_grads=True):
-        gradient = model.module.enter.weight.grad
-        assert gradient is not None
-        torch.testing.assert_close(gradient, plain.enter.weight.grad)
+    assert_step_moves_by(model, plain, {name: parameter.grad for name, parameter in plain.named_parameters()})
 
 
 # --- a submodule that is a unit ---
@@ -121,38 +102,28 @@ def pair() -> nn.Module:
     return nn.Sequential(OrderedDict(encoder=nn.Sequential(Block(), Block()), decoder=nn.Linear(WIDTH, 2)))
 
 
-def wrapped_pair(keep: bool = False, strategy: ShardingStrategy = FULL_SHARD) -> tuple[nn.Module, FSDP]:
-    plain = seeded(pair)
-    model = copy.deepcopy(plain)
-    options: dict[str, Any] = {"sharding_strategy": strategy, "use_orig_params": keep}
-    model.encoder = FSDP(model.encoder, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
-    return plain, FSDP(model, **options)
-
-
-@pytest.mark.spec("FWD-02")
-@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
-@flat_or_original
-@ranks(2)
-def test_a_part_that_is_a_unit_can_run_alone(keep: bool, strategy: ShardingStrategy) -> None:
-    plain, model = wrapped_pair(keep, strategy)
-    assert torch.equal(model(batch()), plain(batch()))
-    with trace.record() as recorder, torch.no_grad():
-        assert torch.equal(model.encoder(batch(1)), plain.encoder(batch(1)))
-    assert {event.unit for event in recorder.events} == {"encoder.0", "encoder.1"}, "the decoder was left alone"
-
-
 @pytest.mark.spec("FWD-02")
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @flat_or_original
 @ranks(2)
 def test_inner_unit_trains_alone_between_steps_of_root(keep: bool, strategy: ShardingStrategy) -> None:
-    plain, model = wrapped_pair(keep, strategy)
+    plain, model = seeded(pair), seeded(pair)
+    options: dict[str, Any] = {"sharding_strategy": strategy, "use_orig_params": keep}
+    model.encoder = FSDP(model.encoder, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+    model = FSDP(model, **options)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
     for step in range(4):
         alone = step % 2 == 1
-        loss_of((model.encoder if alone else model)(batch(step))).backward()
+        with trace.record() as recorder:
+            output = (model.encoder if alone else model)(batch(step))
+        units = {event.unit for event in recorder.events}
+        assert units == ({"encoder.0", "encoder.1"} if alone else {"", "encoder.0", "encoder.1"})
+        loss_of(output).backward()
         for rank in range(2):
-            (loss_of((plain.encoder if alone else plain)(batch(step, rank))) / 2).backward()
+            expected = (plain.encoder if alone else plain)(batch(step, rank))
+            if rank == dist.get_rank():
+                torch.testing.assert_close(output, expected)
+            (loss_of(expected) / 2).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -187,22 +158,10 @@ def test_parameter_in_a_list_of_its_module_has_current_values_and_gets_a_gradien
     assert flat.grad is not None and flat.grad.any()
 
 
-@pytest.mark.spec("FWD-03")
-@ranks(2)
-def test_weight_used_by_its_name_gets_a_gradient() -> None:
-    plain = seeded(Keeps)
-    plain.forward = lambda x: x @ plain.layer.weight.T  # type: ignore[method-assign]
-    model = FSDP(plain)
-    loss_of(model(batch())).backward()
-    (flat,) = model.parameters()
-    assert flat.grad is not None
-    assert (flat.grad != 0).any()
-
-
 # --- the parameters that a module has in forward ---
 
 
-@pytest.mark.spec("FWD-04")
+@pytest.mark.spec("FWD-04", "ORIG-04")
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @flat_or_original
 @pytest.mark.not_simulated("it marks parameters, and the package keeps marks on views")
@@ -237,6 +196,9 @@ def test_in_forward_and_backward_parameters_are_plain_views_of_one_flat_tensor(
     model = wrapped(plain, sharding_strategy=strategy, use_orig_params=keep)
     loss_of(model(batch())).backward()
     assert seen == [*(f"forward {index}" for index in range(4)), *(f"backward {index}" for index in (3, 2, 1, 0))]
+    with FSDP.summon_full_params(model):
+        for names in own_names(seeded()).values():
+            assert len({memory_of(model.get_parameter(name)) for name in names}) == 1
 
 
 # --- changes in between ---
@@ -248,117 +210,39 @@ def double(layer: nn.Module) -> None:
 
 
 @pytest.mark.spec("FWD-05")
-@flat_or_original
-@ranks(2)
-def test_full_shard_drops_param_change_before_backward(keep: bool) -> None:
-    plain = seeded()
-    model = copy.deepcopy(plain)
-    model.blocks[1].linear.register_forward_hook(lambda module, args, output: double(module))
-    model = wrapped(model, use_orig_params=keep)
-    loss_of(model(batch())).backward()
-    assert_same(full_values(model), named(plain), bitwise=True)
-    # Backward all-gathers again, so all gradients use the unchanged weight, also those below the changed block.
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    mean = mean_gradients(plain)
-    assert_same(full_values(model), {name: value - mean[name] for name, value in named(plain).items()})
-
-
-@pytest.mark.spec("FWD-05")
-@flat_or_original
-@ranks(2)
-def test_shard_grad_op_drops_param_change_after_backward(keep: bool) -> None:
-    plain = seeded()
-    model = copy.deepcopy(plain)
-    model.blocks[1].linear.register_forward_hook(lambda module, args, output: double(module))
-    model = wrapped(model, use_orig_params=keep, sharding_strategy=SHARD_GRAD_OP)
-    loss_of(model(batch())).backward()
-    assert_same(full_values(model), named(plain), bitwise=True)
-
-
-@pytest.mark.spec("FWD-05")
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
+@flat_or_original
 @ranks(2)
-def test_parameter_change_by_name_after_forward_is_refused(strategy: ShardingStrategy) -> None:
-    plain = seeded()
-    model = wrapped(sharding_strategy=strategy)
-    loss = loss_of(model(batch()))
-    for layer in (model.enter, model.blocks[1].linear):
-        with refused(RuntimeError, "summon_full_params"), torch.no_grad():
-            layer.weight.mul_(2.0)
-        with refused(RuntimeError, "summon_full_params"):
-            layer.weight.data.mul_(2.0)
-    loss.backward()
-    assert_same(flat_gradients(model), chunked(plain, mean_gradients(plain), 2, dist.get_rank()))
-
-
-@pytest.mark.spec("FWD-05")
-@ranks(2)
-def test_change_inside_summon_persists() -> None:
-    plain = seeded()
-    model = wrapped()
-    iterate(model)
-    model.zero_grad()
-    for each in (model, plain):
-        with FSDP.summon_full_params(each), torch.no_grad():
-            each.blocks[1].linear.weight.mul_(2.0)
-    iterate(model)
-    assert_same(flat_gradients(model), chunked(plain, mean_gradients(plain), 2, dist.get_rank()))
+def test_parameter_change_in_forward_is_lost(keep: bool, strategy: ShardingStrategy) -> None:
+    plain, model = seeded(), seeded()
+    model.blocks[1].linear.register_forward_hook(lambda module, args, output: double(module))
+    model = wrapped(model, use_orig_params=keep, sharding_strategy=strategy)
+    loss_of(model(batch())).backward()
+    assert_same(full_values(model), named(plain), bitwise=True)
+    if strategy is FULL_SHARD:
+        # Backward all-gathers again, so all gradients use the unchanged weight, also those below the changed block.
+        assert_step_moves_by(model, plain, mean_gradients(plain))
 
 
 # --- several forwards, several backwards ---
 
 
-def sum_of_losses(model: nn.Module, steps: tuple[int, ...], rank: int | None = None) -> Tensor:
-    return torch.stack([loss_of(model(batch(step, rank))) for step in steps]).sum()
-
-
 @pytest.mark.spec("FWD-06")
+@pytest.mark.parametrize("evaluates", [False, True])
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
-@pytest.mark.parametrize("steps", [(0, 1), (0, 1, 2)])
 @ranks(2)
-def test_several_forwards_before_one_backward_match_the_reference(
-    strategy: ShardingStrategy, steps: tuple[int, ...]
-) -> None:
+def test_several_forwards_before_one_backward_match_the_reference(strategy: ShardingStrategy, evaluates: bool) -> None:
     plain = seeded()
     for model in (wrapped(sharding_strategy=strategy), FSDP(seeded(), sharding_strategy=strategy)):
-        loss = sum_of_losses(model, steps)
-        assert torch.equal(loss, sum_of_losses(plain, steps))
-        loss.backward()
-        expected: dict[str, Tensor] = {name: torch.zeros_like(p) for name, p in plain.named_parameters()}
-        for rank in range(2):
-            plain.zero_grad()
-            sum_of_losses(plain, steps, rank).backward()
-            expected = {name: expected[name] + p.grad for name, p in plain.named_parameters()}
-        mean = {name: gradient / 2 for name, gradient in expected.items()}
-        before = full_values(model)
-        torch.optim.SGD(model.parameters(), lr=1.0).step()
-        assert_same(full_values(model), {name: before[name] - mean[name] for name in mean}, bitwise=True)
-
-
-@pytest.mark.spec("FWD-06")
-@ranks(2)
-def test_several_forwards_before_one_backward_are_bit_by_bit_those_of_torch() -> None:
-    ours, theirs = wrapped(), as_torch(seeded())
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, theirs)]
-    for step in range(2):
-        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-            optimizer.zero_grad()
-            sum_of_losses(model, (step, step + 5)).backward()
-        assert_same(flat_gradients(ours), flat_gradients(theirs), bitwise=True)
-        for optimizer in optimizers:
-            optimizer.step()
-
-
-@pytest.mark.spec("FWD-06")
-@ranks(2)
-def test_an_evaluation_between_the_forwards_changes_nothing() -> None:
-    plain = seeded()
-    model = wrapped()
-    first = loss_of(model(batch(0)))
-    with torch.no_grad():
-        model(batch(7))
-    (first + loss_of(model(batch(1)))).backward()
-    assert_same(flat_gradients(model), chunked(plain, mean_gradients(plain, [0, 1]), 2, dist.get_rank()))
+        losses = []
+        for step in range(3):
+            losses.append(loss_of(model(batch(step))))
+            assert torch.equal(losses[-1], loss_of(plain(batch(step))))
+            if evaluates:
+                evaluate(model)
+        torch.stack(losses).sum().backward()
+        # Backward reaches the last forward first.
+        assert_step_moves_by(model, plain, mean_gradients(plain, (2, 1, 0)))
 
 
 class Recomputes(Block):
@@ -387,13 +271,9 @@ def test_evaluation_before_a_backward_with_recomputation_changes_nothing(
     plain = seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), kind(), kind()))
     model = wrapped(copy.deepcopy(plain), sharding_strategy=strategy, use_orig_params=keep)
     loss = loss_of(model(batch()))
-    with torch.no_grad():
-        model(batch(7))
+    evaluate(model)
     loss.backward()
-    mean = mean_gradients(plain)
-    before = full_values(model)
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    assert_same(full_values(model), {name: before[name] - mean[name] for name in before})
+    assert_step_moves_by(model, plain, mean_gradients(plain))
 
 
 @pytest.mark.spec("FWD-07")
@@ -416,16 +296,6 @@ def test_accumulation_outside_no_sync_reduces_in_each_backward_and_adds_up_shard
             assert parameter.grad.shape == parameter.shape
 
 
-@pytest.mark.spec("FWD-07")
-@ranks(2)
-def test_accumulation_outside_no_sync_is_bit_by_bit_that_of_torch() -> None:
-    ours, theirs = wrapped(), as_torch(seeded(), sharding_strategy=torch_fsdp.ShardingStrategy.FULL_SHARD)
-    for step in range(3):
-        for model in (ours, theirs):
-            iterate(model, step)
-        assert_same(flat_gradients(ours), flat_gradients(theirs), bitwise=True)
-
-
 @pytest.mark.spec("FWD-08")
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @flat_or_original
@@ -441,73 +311,50 @@ def test_zero_grad_clears_the_gradients_of_every_unit(keep: bool, strategy: Shar
         assert [parameter.grad for parameter in model.parameters()] == [None] * len(list(model.parameters()))
     optimizer.step()
     assert_same(full_values(model), named(plain), bitwise=True)
-    # No other gradients remain: the next gradient is that of the next batch alone.
-    iterate(model)
-    optimizer.step()
-    mean = mean_gradients(plain)
-    assert_same(full_values(model), {name: value - mean[name] for name, value in named(plain).items()})
+    assert_a_step_uses_the_mean_gradient_alone(model, plain)
 
 
-@pytest.mark.spec("FWD-08")
-@ranks(2)
-def test_zero_grad_clears_unreduced_gradients_of_no_sync() -> None:
-    plain = seeded()
-    model = wrapped()
-    with model.no_sync():
-        iterate(model, 5)
-    model.zero_grad(set_to_none=True)
-    assert flat_gradients(model) == {}
-    iterate(model)
-    assert_same(flat_gradients(model), chunked(plain, mean_gradients(plain), 2, dist.get_rank()))
-    model.zero_grad(set_to_none=False)
-    assert all(not gradient.any() for gradient in flat_gradients(model).values())
-    assert local_gradients(plain, [0], 0), "while a plain model has some"
-
-
-@pytest.mark.spec("FWD-08")
-@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.spec("FWD-08", "ORIG-08", "ORIG-09")
+@pytest.mark.parametrize(("caller", "set_to_none"), [("model", False), ("optimizer", True), ("model", True)])
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @flat_or_original
 @ranks(2)
 def test_zero_grad_before_backward_reaches_unsharded_units(
-    keep: bool, strategy: ShardingStrategy, set_to_none: bool
+    keep: bool, strategy: ShardingStrategy, caller: str, set_to_none: bool
 ) -> None:
     """At this time, modules have unsharded parameters, and the optimizer's parameters have the gradients."""
     plain = seeded()
     model = wrapped(sharding_strategy=strategy, use_orig_params=keep)
     owned = list(model.parameters())
+    optimizer = torch.optim.SGD(owned, lr=1.0)
     iterate(model, 5)
     loss = loss_of(model(batch()))
-    model.zero_grad(set_to_none=set_to_none)
+    (optimizer if caller == "optimizer" else model).zero_grad(set_to_none=set_to_none)
     assert not any(parameter.grad is not None and parameter.grad.any() for parameter in owned)
     loss.backward()
-    torch.optim.SGD(owned, lr=1.0).step()
-    mean = mean_gradients(plain)
-    assert_same(full_values(model), {name: value - mean[name] for name, value in named(plain).items()})
+    assert_step_moves_by(model, plain, mean_gradients(plain))
 
 
 @pytest.mark.spec("FWD-08", "NOSYNC-10")
-@pytest.mark.parametrize("by_optimizer", [False, True])
+@pytest.mark.parametrize(("caller", "set_to_none"), [("model", False), ("optimizer", False), ("model", True)])
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @flat_or_original
 @ranks(2)
-def test_zero_grad_with_set_to_none_false_also_clears_the_stored_reduced_gradient(
-    keep: bool, strategy: ShardingStrategy, by_optimizer: bool
+def test_zero_grad_after_no_sync_also_clears_the_stored_reduced_gradient(
+    keep: bool, strategy: ShardingStrategy, caller: str, set_to_none: bool
 ) -> None:
-    """While ``.grad`` has an unreduced gradient, the unit stores the reduced one, which must become 0 as well."""
+    """While ``.grad`` has an unreduced gradient, the unit stores the reduced one, which must be cleared as well."""
     plain = seeded()
     model = wrapped(sharding_strategy=strategy, use_orig_params=keep)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     iterate(model, 5)
     with model.no_sync():
         iterate(model, 6)
-    (optimizer if by_optimizer else model).zero_grad(set_to_none=False)
+    (optimizer if caller == "optimizer" else model).zero_grad(set_to_none=set_to_none)
     shown = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    assert shown and not any(gradient.any() for gradient in shown)
-    iterate(model)
-    optimizer.step()
-    mean = mean_gradients(plain)
-    assert_same(full_values(model), {name: value - mean[name] for name, value in named(plain).items()})
+    assert bool(shown) is not set_to_none
+    assert not any(gradient.any() for gradient in shown)
+    assert_a_step_uses_the_mean_gradient_alone(model, plain)
     # Check again when all gradients are in `.grad`.
     optimizer.zero_grad(set_to_none=False)
     before = full_values(model)

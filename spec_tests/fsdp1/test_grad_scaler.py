@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.amp import GradScaler
 from torch.distributed.fsdp import sharded_grad_scaler as torch_scaler
 
 from spec_tests import subject
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import seeded
-from spec_tests.models.running import batch, loss_of
+from spec_tests.models.running import batch, iterate, loss_of
 from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, wrapped
 from spec_tests.models.values import assert_same, full_values, named
 from spec_tests.subject import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardedGradScaler, ShardingStrategy
@@ -30,6 +29,14 @@ def scaler(**options: Any) -> ShardedGradScaler:
 
 def backward(model: FullyShardedDataParallel, its_scaler: GradScaler, step: int = 0) -> None:
     its_scaler.scale(loss_of(model(batch(step)))).backward()
+
+
+def step_and_update(its_scaler: GradScaler, optimizer: torch.optim.Optimizer) -> float:
+    """Ends a training step: steps the optimizer, clears its gradients, and returns the updated scale."""
+    its_scaler.step(optimizer)
+    its_scaler.update()
+    optimizer.zero_grad()
+    return its_scaler.get_scale()
 
 
 def plant(model: FullyShardedDataParallel, rank: int, value: float = float("inf")) -> None:
@@ -72,25 +79,9 @@ def test_non_finite_shard_makes_all_ranks_skip_step(
         its_scaler = scaler()
         backward(model, its_scaler)
         plant(model, planted_on, value)
-        its_scaler.step(optimizer)
-        its_scaler.update()
+        scale = step_and_update(its_scaler, optimizer)
         assert_same(full_values(model), named(seeded()), bitwise=True)
-        assert seen_by_all(its_scaler.get_scale()) == [4.0, 4.0]
-
-
-@pytest.mark.spec("MP-29")
-@ranks(2)
-def test_torch_grad_scaler_lets_ranks_diverge() -> None:
-    model = wrapped()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    stock = GradScaler(device().type, init_scale=8.0)
-    backward(model, stock)
-    plant(model, 1)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    stock.step(optimizer)
-    stock.update()
-    moved = any(not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
-    assert seen_by_all((moved, stock.get_scale())) == [(True, 8.0), (False, 4.0)]
+        assert seen_by_all(scale) == [4.0, 4.0]
 
 
 @pytest.mark.spec("MP-29")
@@ -104,14 +95,11 @@ def test_without_an_infinity_all_ranks_step_as_without_a_scaler(
         model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
-            optimizer.zero_grad()
             if its_scaler is None:
-                loss_of(model(batch(step))).backward()
-                optimizer.step()
+                iterate(model, step, optimizer)
             else:
                 backward(model, its_scaler, step)
-                its_scaler.step(optimizer)
-                its_scaler.update()
+                step_and_update(its_scaler, optimizer)
         trained.append(full_values(model))
     # Scaling by a power of two only changes the exponent, so the results are bitwise equal.
     assert_same(trained[0], trained[2], bitwise=True)
@@ -121,43 +109,21 @@ def test_without_an_infinity_all_ranks_step_as_without_a_scaler(
 @pytest.mark.spec("MP-29")
 @pytest.mark.parametrize("strategy", [FULL_SHARD, HYBRID_SHARD])
 @ranks(4)
-def test_skipped_step_on_four_ranks_keeps_training(strategy: ShardingStrategy) -> None:
+def test_all_ranks_skip_the_same_steps_and_have_the_same_scale(strategy: ShardingStrategy) -> None:
     model = wrapped(sharding_strategy=strategy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    its_scaler = scaler()
-    scales = []
-    for step in range(4):
-        before = full_values(model)
-        optimizer.zero_grad()
-        backward(model, its_scaler, step)
-        if step in (1, 2):
-            plant(model, step)
-        its_scaler.step(optimizer)
-        its_scaler.update()
-        moved = not torch.equal(full_values(model)["enter.weight"], before["enter.weight"])
-        assert seen_by_all(moved) == [step not in (1, 2)] * 4
-        scales.append(its_scaler.get_scale())
-    assert scales == [8.0, 4.0, 2.0, 2.0]
-    assert seen_by_all(scales) == [scales] * 4
-
-
-@pytest.mark.spec("MP-29")
-@ranks(2)
-def test_the_scale_grows_on_all_ranks_together() -> None:
-    model = wrapped()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     its_scaler = scaler(growth_interval=2, growth_factor=4.0, backoff_factor=0.25)
     scales = []
-    for step in range(5):
-        optimizer.zero_grad()
+    for step in range(6):
+        before = full_values(model)
         backward(model, its_scaler, step)
         if step == 3:
-            plant(model, 0)
-        its_scaler.step(optimizer)
-        its_scaler.update()
-        scales.append(its_scaler.get_scale())
-    assert scales == [8.0, 32.0, 32.0, 8.0, 8.0]
-    assert seen_by_all(scales) == [scales] * 2
+            plant(model, step)
+        scales.append(step_and_update(its_scaler, optimizer))
+        moved = not torch.equal(full_values(model)["enter.weight"], before["enter.weight"])
+        assert seen_by_all(moved) == [step != 3] * 4
+    assert scales == [8.0, 32.0, 32.0, 8.0, 8.0, 32.0]
+    assert seen_by_all(scales) == [scales] * 4
 
 
 @pytest.mark.spec("MP-29")
@@ -193,9 +159,7 @@ def test_only_ranks_of_the_scaler_group_agree_on_the_scale() -> None:
     its_scaler = scaler(process_group=group)
     backward(model, its_scaler)
     plant(model, 3)
-    its_scaler.step(optimizer)
-    its_scaler.update()
-    assert seen_by_all(its_scaler.get_scale()) == [8.0, 8.0, 4.0, 4.0]
+    assert seen_by_all(step_and_update(its_scaler, optimizer)) == [8.0, 8.0, 4.0, 4.0]
 
 
 @pytest.mark.spec("MP-29")
@@ -210,10 +174,8 @@ def test_overflowing_scale_backs_off_until_training_continues(strategy: Sharding
     moved = []
     for _ in range(6):
         before = full_values(model)
-        optimizer.zero_grad()
         its_scaler.scale(loss_of(model(batch()).float())).backward()
-        its_scaler.step(optimizer)
-        its_scaler.update()
+        step_and_update(its_scaler, optimizer)
         after = full_values(model)
         assert all(value.isfinite().all() for value in after.values())
         moved.append(not torch.equal(after["enter.weight"], before["enter.weight"]))
@@ -231,14 +193,11 @@ def test_rank_without_gradients_takes_part_in_the_scaler_update() -> None:
     its_scaler = scaler()
     scales = []
     for planted in (False, True):
-        optimizer.zero_grad()
         its_scaler.scale(model(torch.ones(1, 1, device=device())).sum()).backward()
         assert [parameter.grad is None for parameter in model.parameters()] == [dist.get_rank() == 1]
         if planted:
             plant(model, 0)
-        its_scaler.step(optimizer)
-        its_scaler.update()
-        scales.append(its_scaler.get_scale())
+        scales.append(step_and_update(its_scaler, optimizer))
     assert seen_by_all(scales) == [[8.0, 4.0]] * 2
 
 
@@ -248,13 +207,10 @@ def test_offloaded_gradients_are_scaled_as_well() -> None:
     model = wrapped(cpu_offload=CPUOffload(offload_params=True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     its_scaler = scaler()
-    scales: list[float | Tensor] = []
+    scales = []
     for planted in (False, True):
-        optimizer.zero_grad()
         backward(model, its_scaler)
         if planted:
             plant(model, 1)
-        its_scaler.step(optimizer)
-        its_scaler.update()
-        scales.append(its_scaler.get_scale())
+        scales.append(step_and_update(its_scaler, optimizer))
     assert seen_by_all(scales) == [[8.0, 4.0]] * 2

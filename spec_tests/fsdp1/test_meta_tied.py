@@ -52,14 +52,15 @@ def remembering() -> Callable[[nn.Module], None]:
     return fill
 
 
-def trained(model: nn.Module) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.arange(3, device=device())).square().mean().backward()
-    optimizer.step()
-
-
+@pytest.mark.spec("PROG-66")
+@pytest.mark.parametrize("has_units", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
+@pytest.mark.parametrize("start", ["real on rank 0", "reset", "remembering"])
 @ranks(2)
-def check_tied(start: str, keep: bool, bias: bool, has_units: bool) -> None:
+def test_a_shared_parameter_on_the_meta_device_is_still_shared(
+    start: str, keep: bool, bias: bool, has_units: bool
+) -> None:
     is_real = start == "real on rank 0" and dist.get_rank() == 0
     functions = {"real on rank 0": None if is_real else empty, "reset": None, "remembering": remembering()}
     model: Any = tied(bias, on_meta=not is_real)
@@ -72,59 +73,35 @@ def check_tied(start: str, keep: bool, bias: bool, has_units: bool) -> None:
         assert_same(full_values(model), dict(oracle.named_parameters()), bitwise=True)
     oracle.load_state_dict(model.state_dict())
     assert torch.equal(oracle.embedding.weight, model.state_dict()["head.weight"])
-    trained(model)
-    trained(oracle)
+    for each in (model, oracle):
+        each(torch.arange(3, device=device())).square().mean().backward()
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
     assert_same(full_values(model), dict(oracle.named_parameters()))
 
 
-@pytest.mark.parametrize("has_units", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
-@pytest.mark.parametrize("start", ["real on rank 0", "reset", "remembering"])
 @pytest.mark.spec("PROG-66")
-def test_a_shared_parameter_on_the_meta_device_is_still_shared(
-    start: str, keep: bool, bias: bool, has_units: bool
-) -> None:
-    check_tied(start=start, keep=keep, bias=bias, has_units=has_units)
-
-
+@pytest.mark.parametrize("on_meta", [False, True])
+@pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
 @ranks(2)
-def check_in_two_units(keep: bool, on_meta: bool) -> None:
+def test_a_shared_parameter_in_two_units_is_refused(keep: bool, on_meta: bool) -> None:
     model: Any = tied(bias=False, on_meta=on_meta)
     model.embedding = FSDP(model.embedding, use_orig_params=keep, device_id=device())
     with pytest.raises(ValueError, match=rf"rank {dist.get_rank()}: .*weight"):
         FSDP(model, use_orig_params=keep, device_id=device())
 
 
-@pytest.mark.parametrize("on_meta", [False, True])
+@pytest.mark.spec("PROG-67")
+@pytest.mark.parametrize("start", ["reset", "remembering"])
 @pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
-@pytest.mark.spec("PROG-66")
-def test_a_shared_parameter_in_two_units_is_refused(keep: bool, on_meta: bool) -> None:
-    check_in_two_units(keep=keep, on_meta=on_meta)
-
-
 @ranks(2)
-def check_ignored(keep: bool, start: str) -> None:
+def test_an_ignored_parameter_on_the_meta_device_stays_ignored(keep: bool, start: str) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
     fill = remembering() if start == "remembering" else None
-    wrapper: Any = FSDP(
-        model,
-        ignored_states=[model[0].bias],
-        param_init_fn=fill,
-        use_orig_params=keep,
-        sync_module_states=False,
-        device_id=device(),
-    )
+    options: Any = {"ignored_states": [model[0].bias], "param_init_fn": fill, "use_orig_params": keep}
+    wrapper: Any = FSDP(model, device_id=device(), **options)
     assert wrapper.module[0].bias.shape == (5,)
     assert any(wrapper.module[0].bias is parameter for parameter in wrapper.parameters())
     assert wrapper._unit.layout.sharding.padded_numel == 15 + 10 + 2 + 1
     wrapper(torch.ones(2, 3, device=device())).sum().backward()
     assert wrapper.module[0].bias.grad.shape == (5,)
-
-
-@pytest.mark.parametrize("start", ["reset", "remembering"])
-@pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
-@pytest.mark.spec("PROG-67")
-def test_an_ignored_parameter_on_the_meta_device_stays_ignored(keep: bool, start: str) -> None:
-    check_ignored(keep=keep, start=start)

@@ -108,23 +108,27 @@ def test_indexing_goes_to_the_wrapped_module() -> None:
 # --- names of parameters and buffers ---
 
 
-@pytest.mark.spec("NAMES-02")
+@pytest.mark.spec("NAMES-02", "NAMES-03")
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @flat_or_original
 @ranks(2)
-def test_inside_summon_parameters_are_named_as_in_the_plain_module(strategy: ShardingStrategy, keep: bool) -> None:
+def test_inside_summon_names_are_those_of_the_plain_module(strategy: ShardingStrategy, keep: bool) -> None:
     plain, model = both(sharding_strategy=strategy, use_orig_params=keep)
     for has_run in (False, True):
         with FSDP.summon_full_params(model):
-            pairs = list(model.named_parameters())
+            pairs, buffers = list(model.named_parameters()), list(model.named_buffers())
             assert [name for name, _ in pairs] == [name for name, _ in plain.named_parameters()]
             assert all(isinstance(parameter, nn.Parameter) for _, parameter in pairs)
             assert_same(dict(pairs), named(plain), bitwise=True)
             inner = [name for name, _ in model.blocks[0].named_parameters()]
             assert inner == [name for name, _ in plain.blocks[0].named_parameters()]
+            assert [name for name, _ in buffers] == [name for name, _ in plain.named_buffers()]
+            assert not any(isinstance(buffer, nn.Parameter) for _, buffer in buffers)
+            assert_same(dict(buffers), dict(plain.named_buffers()), bitwise=True)
         assert all(name.startswith(PREFIX) for name, _ in model.named_parameters()), "and afterwards as before"
         if not has_run:
-            model(batch())
+            for each in (plain.eval(), model.eval()):
+                each(batch())
 
 
 @pytest.mark.spec("NAMES-02")
@@ -140,19 +144,6 @@ def test_names_are_still_plain_after_an_inner_summon(keep: bool) -> None:
             assert [name for name, _ in model.named_parameters()] == ["0.weight", "0.bias", "1.weight", "1.bias"]
         assert [name for name, _ in model.named_parameters()] == outer
         assert not any(name.startswith(PREFIX) for name in outer)
-
-
-@pytest.mark.spec("NAMES-03")
-@flat_or_original
-@ranks(2)
-def test_inside_summon_buffers_are_named_as_in_the_plain_module(keep: bool) -> None:
-    plain, model = both(use_orig_params=keep)
-    with FSDP.summon_full_params(model):
-        pairs = list(model.named_buffers())
-        assert [name for name, _ in pairs] == [name for name, _ in plain.named_buffers()]
-        assert len(pairs) == 7, "three of each batch norm, and the table"
-        assert all(isinstance(buffer, Tensor) and not isinstance(buffer, nn.Parameter) for _, buffer in pairs)
-        assert_same(dict(pairs), dict(plain.named_buffers()), bitwise=True)
 
 
 @pytest.mark.spec("NAMES-04")
@@ -172,38 +163,38 @@ def test_names_outside_summon_have_the_prefix_as_in_torch(strategy: ShardingStra
     assert f"{PREFIX}blocks.1.{PREFIX}norm.running_mean" in buffers
 
 
-ARGUMENTS: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] = (
-    (("here",), {}),
-    (("here", False), {}),
-    (("here", True, False), {}),
-    ((), {"prefix": "here"}),
-    ((), {"recurse": False}),
-    ((), {"remove_duplicate": False}),
-    ((), {"prefix": "here", "recurse": True, "remove_duplicate": False}),
-)
-
-
 @pytest.mark.spec("NAMES-05")
-@pytest.mark.parametrize("index", range(len(ARGUMENTS)))
 @flat_or_original
 @ranks(2)
-def test_arguments_of_named_parameters_and_named_buffers_keep_working(index: int, keep: bool) -> None:
-    args, kwargs = ARGUMENTS[index]
+def test_arguments_of_named_parameters_and_named_buffers_keep_working(keep: bool) -> None:
     plain, model = both(use_orig_params=keep)
     theirs = as_torch(copy.deepcopy(plain), use_orig_params=keep)
+    arguments: list[tuple[Any, ...] | dict[str, Any]] = [
+        ("here",),
+        ("here", False),
+        ("here", True, False),
+        {"prefix": "here"},
+        {"recurse": False},
+        {"remove_duplicate": False},
+        {"prefix": "here", "recurse": True, "remove_duplicate": False},
+    ]
+
+    def names(module: nn.Module, listing: str, given: Any) -> list[str]:
+        function = getattr(module, listing)
+        return [name for name, _ in (function(**given) if isinstance(given, dict) else function(*given))]
+
     for listing in ("named_parameters", "named_buffers"):
-
-        def names(module: nn.Module, listing: str = listing) -> list[str]:
-            return [name for name, _ in getattr(module, listing)(*args, **kwargs)]
-
-        # Sorted, because torch lists the second name of a tied parameter at the end.
-        assert sorted(names(model)) == sorted(names(theirs)), "outside"
-        with FSDP.summon_full_params(model), torch_fsdp.FullyShardedDataParallel.summon_full_params(theirs):
-            assert sorted(names(model)) == sorted(names(theirs)), "inside"
-            # The wrapper has no parameters of its own; its wrapped module has them.
-            assert sorted(names(model.module)) == sorted(names(theirs.module))
-            goes_down = kwargs.get("recurse", not args[1:2] or args[1])
-            assert names(model) == (names(plain) if goes_down else [])
+        for given in arguments:
+            # Sorted, because torch lists the second name of a tied parameter at the end.
+            assert sorted(names(model, listing, given)) == sorted(names(theirs, listing, given)), "outside"
+            with FSDP.summon_full_params(model), torch_fsdp.FullyShardedDataParallel.summon_full_params(theirs):
+                inside = names(model, listing, given)
+                assert sorted(inside) == sorted(names(theirs, listing, given)), "inside"
+                # The wrapper has no parameters of its own; its wrapped module has them.
+                of_modules = [sorted(names(each.module, listing, given)) for each in (model, theirs)]
+                assert of_modules[0] == of_modules[1]
+                goes_down = given not in (("here", False), {"recurse": False})
+                assert inside == (names(plain, listing, given) if goes_down else [])
 
 
 # --- finding wrappers ---
@@ -225,7 +216,7 @@ def test_fsdp_modules_lists_every_wrapper_below() -> None:
     assert FSDP.fsdp_modules(model) == [model, *blocks]
 
 
-@pytest.mark.spec("NAMES-07")
+@pytest.mark.spec("NAMES-07", "CTOR-10")
 @pytest.mark.parametrize("has_run", [False, True])
 @ranks(2)
 def test_root_only_lists_the_roots_and_two_trees_have_two(has_run: bool) -> None:
@@ -238,17 +229,9 @@ def test_root_only_lists_the_roots_and_two_trees_have_two(has_run: bool) -> None
     assert FSDP.fsdp_modules(pair, True) == trees
     assert len(FSDP.fsdp_modules(pair)) == 10
     assert FSDP.fsdp_modules(nn.Linear(2, 2), root_only=True) == []
-
-
-@pytest.mark.spec("NAMES-07", "CTOR-10")
-@ranks(2)
-def test_root_only_excludes_inner_instance_as_argument() -> None:
-    ours, theirs = wrapped(), as_torch(seeded())
-    for model in (ours, theirs):
-        iterate(model)
-        kind = type(model)
-        assert kind.fsdp_modules(model.blocks[1], root_only=True) == []
-        assert kind.fsdp_modules(model.module, root_only=True) == []
+    if has_run:
+        assert FSDP.fsdp_modules(trees[0].blocks[1], root_only=True) == []
+        assert FSDP.fsdp_modules(trees[0].module, root_only=True) == []
 
 
 # --- access to the wrapped module ---

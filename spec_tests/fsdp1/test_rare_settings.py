@@ -192,18 +192,3 @@ def test_a_buffer_that_an_init_function_leaves_on_the_meta_device_is_refused_by_
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
     with pytest.raises(RuntimeError, match=r"'running_mean'.*module '1' \(BatchNorm1d\)"):
         FSDP(model, param_init_fn=fill_parameters_only, use_orig_params=keep)
-
-
-@pytest.mark.spec("NOSYNC-02", "FWD-07")
-@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
-@ranks(2)
-def test_zeroing_gradients_in_place_clears_reduced_and_unreduced_ones(strategy: ShardingStrategy) -> None:
-    model, expected = wrapped(sharding_strategy=strategy), wrapped(sharding_strategy=strategy)
-    iterate(model, 0)
-    with model.no_sync():
-        iterate(model, 1)
-    model.zero_grad(set_to_none=False)
-    iterate(model, 2)
-    iterate(expected, 2)
-    ours, theirs = ({n: p.grad for n, p in each.named_parameters()} for each in (model, expected))
-    assert_same(ours, theirs, bitwise=False)

@@ -8,18 +8,18 @@ from __future__ import annotations
 import copy
 import gc
 import math
-import warnings
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 
 from spec_tests import subject
+from spec_tests.fsdp1.whole import odd
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import UNITS, Stack, seeded
 from spec_tests.models.running import Watch, Wire, batch, iterate, loss_of, of_unit
@@ -30,7 +30,6 @@ from spec_tests.models.sharding import (
     NO_SHARD,
     SHARD_GRAD_OP,
     all_connected,
-    as_torch,
     wrapped,
 )
 from spec_tests.models.values import (
@@ -43,7 +42,7 @@ from spec_tests.models.values import (
     mean_gradients,
     named,
 )
-from spec_tests.subject import FullyShardedDataParallel, ModuleWrapPolicy, ShardingStrategy, trace
+from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy, trace
 from spec_tests.waiting import comes_true
 
 SHARDING = (FULL_SHARD, SHARD_GRAD_OP)
@@ -59,72 +58,19 @@ def test_the_strategies_are_these_five() -> None:
     assert [member.name for member in subject.ShardingStrategy] == names
 
 
-@pytest.mark.spec("SHARD-01")
-@ranks(2)
-def test_no_strategy_means_full_shard() -> None:
-    for model in (FullyShardedDataParallel(nn.Linear(2, 2, device=device())), wrapped(sharding_strategy=None)):
-        for unit in FullyShardedDataParallel.fsdp_modules(model):
-            assert unit.sharding_strategy is FULL_SHARD
-    # Check the behavior, not only the attribute.
-    with trace.record() as recorder:
-        iterate(model)
-    assert of_unit(recorder, "blocks.1") == ["AG", "F", "FREE", "AG", "B", "FREE", "RS"]
-
-
-@pytest.mark.spec("SHARD-18")
-@ranks(2)
-def test_no_shard_is_used_without_any_warning() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        iterate(wrapped(sharding_strategy=NO_SHARD))
-
-
 # --- layout of parameters ---
 
 
-@pytest.mark.spec("SHARD-02")
+@pytest.mark.spec("SHARD-02", "SHARD-03")
 @pytest.mark.parametrize("strategy", SHARDING)
 @ranks(4)
 def test_each_rank_stores_one_shard_of_each_unit(strategy: ShardingStrategy) -> None:
-    plain = seeded()
-    model = wrapped(sharding_strategy=strategy)
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    assert_same(flat_parameters(model), chunked(plain, named(plain), num_ranks, rank), bitwise=True)
-    for unit, row in flattened(plain, named(plain)).items():
-        mine = flat_parameters(model)[unit].detach()
-        assert mine.dim() == 1
-        assert mine.numel() == math.ceil(row.numel() / num_ranks)
-        everybody = [torch.empty_like(mine) for _ in range(num_ranks)]
-        dist.all_gather(everybody, mine)
-        assert torch.equal(torch.cat(everybody)[: row.numel()], row), "the chunks of all ranks are the unit again"
+    plain = seeded(odd)
+    model = wrapped(seeded(odd), sharding_strategy=strategy)
+    assert_same(flat_parameters(model), chunked(plain, named(plain), 4, dist.get_rank()), bitwise=True)
 
 
-@pytest.mark.spec("SHARD-02")
-@ranks(2)
-def test_every_layer_is_sharded_over_all_ranks() -> None:
-    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(4, 4)).to(device())
-    sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
-    model = FullyShardedDataParallel(layers, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-    kept = [parameter.numel() for parameter in model.parameters()]
-    assert kept == [size // 2 for size in sizes], "not one layer here and the next one there"
-
-
-@pytest.mark.spec("SHARD-02", "SHARD-03")
-@ranks(2)
-def test_flat_shards_equal_those_of_torch() -> None:
-    ours, theirs = flat_parameters(wrapped(odd())), flat_parameters(as_torch(odd()))
-    assert_same(ours, {unit: parameter.detach() for unit, parameter in theirs.items()}, bitwise=True)
-
-
-def odd() -> Stack:
-    """Units of 71, 34, 47 and 60 elements and a root of 56: on two, three or four ranks, some unit needs padding."""
-    model = seeded(lambda: Stack(hidden=(5, 2, 3, 4)))
-    model.blocks[0].down.bias = None
-    model.blocks[1].up.bias = None
-    return model
-
-
-@pytest.mark.spec("SHARD-03")
+@pytest.mark.spec("SHARD-03", "SHARD-06", "SHARD-08")
 @pytest.mark.parametrize("num", [2, 3, 4])
 @pytest.mark.parametrize("strategy", SHARDING)
 @ranks(4)
@@ -133,9 +79,9 @@ def test_odd_sizes_train_as_in_one_process(num: int, strategy: ShardingStrategy)
     all_connected()
     if dist.get_rank() >= num:
         return
-    plain = odd()
+    plain = seeded(odd)
     assert any(row.numel() % num for row in flattened(plain, named(plain)).values())
-    model = wrapped(odd(), process_group=group, sharding_strategy=strategy)
+    model = wrapped(seeded(odd), process_group=group, sharding_strategy=strategy)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (plain, model)]
     for step in range(3):
         expected = mean_gradients(plain, [step], num)
@@ -155,33 +101,20 @@ def test_odd_sizes_train_as_in_one_process(num: int, strategy: ShardingStrategy)
 @pytest.mark.parametrize("strategy", SHARDING)
 @ranks(4)
 def test_values_written_to_padding_have_no_effect(strategy: ShardingStrategy) -> None:
-    plain = odd()
-    model = wrapped(odd(), sharding_strategy=strategy)
-    sizes = {unit: row.numel() for unit, row in flattened(plain, named(plain)).items()}
-    poison_padding(model, sizes)
+    plain = seeded(odd)
+    model = wrapped(seeded(odd), sharding_strategy=strategy)
+    num_padding = 0
+    for unit, row in flattened(plain, named(plain)).items():
+        local_shard = flat_parameters(model)[unit]
+        first_padding = max(0, row.numel() - dist.get_rank() * local_shard.numel())
+        num_padding += local_shard[first_padding:].numel()
+        with torch.no_grad():
+            local_shard[first_padding:] = math.nan
+    assert num_padding > 0 or dist.get_rank() < 3
+    assert_same(model.state_dict(), plain.state_dict(), bitwise=True)
     iterate(model)
     assert_same(flat_gradients(model), chunked(plain, mean_gradients(plain), 4, dist.get_rank()))
     assert_same(full_values(model), named(plain), bitwise=True)
-
-
-def poison_padding(model: FullyShardedDataParallel, sizes: dict[str, int]) -> None:
-    num_poisoned = 0
-    for unit, parameter in flat_parameters(model).items():
-        first_padding = max(0, sizes[unit] - dist.get_rank() * parameter.numel())
-        with torch.no_grad():
-            parameter[first_padding:] = math.nan
-        num_poisoned += parameter[first_padding:].numel()
-    assert num_poisoned > 0 or dist.get_rank() < 3
-
-
-@pytest.mark.spec("SHARD-03")
-@pytest.mark.parametrize("strategy", SHARDING)
-@ranks(4)
-def test_padding_never_reaches_a_checkpoint(strategy: ShardingStrategy) -> None:
-    plain = odd()
-    model = wrapped(odd(), sharding_strategy=strategy)
-    poison_padding(model, {unit: row.numel() for unit, row in flattened(plain, named(plain)).items()})
-    assert_same(model.state_dict(), plain.state_dict(), bitwise=True)
 
 
 @pytest.mark.spec("SHARD-02", "SHARD-03")
@@ -201,29 +134,6 @@ def test_a_unit_with_fewer_elements_than_ranks_trains_as_in_one_process() -> Non
 # --- gradients and optimizer state ---
 
 
-@pytest.mark.spec("SHARD-06", "SHARD-08")
-@pytest.mark.parametrize("strategy", SHARDING)
-@ranks(2)
-def test_gradient_is_the_local_shard_of_the_mean(strategy: ShardingStrategy) -> None:
-    plain = seeded()
-    model = wrapped(sharding_strategy=strategy)
-    iterate(model)
-    assert_same(flat_gradients(model), chunked(plain, mean_gradients(plain), 2, dist.get_rank()), bitwise=True)
-    for parameter in flat_parameters(model).values():
-        assert parameter.grad.shape == parameter.shape
-        assert parameter.grad.dtype is parameter.dtype
-
-
-@pytest.mark.spec("SHARD-06", "SHARD-08")
-@pytest.mark.parametrize("strategy", SHARDING)
-@ranks(4)
-def test_gradient_on_four_ranks_is_the_shard_of_the_mean(strategy: ShardingStrategy) -> None:
-    plain = seeded()
-    model = wrapped(sharding_strategy=strategy)
-    iterate(model)
-    assert_same(flat_gradients(model), chunked(plain, mean_gradients(plain), 4, dist.get_rank()))
-
-
 @pytest.mark.spec("SHARD-06")
 @ranks(2)
 def test_a_float64_model_has_float64_gradients() -> None:
@@ -231,29 +141,6 @@ def test_a_float64_model_has_float64_gradients() -> None:
     model(torch.ones(1, 3, dtype=torch.float64, device=device())).sum().backward()
     (parameter,) = model.parameters()
     assert parameter.grad.dtype is parameter.dtype is torch.float64
-    assert parameter.grad.shape == parameter.shape == (4,)
-
-
-@pytest.mark.spec("SHARD-06", "SHARD-08", "SHARD-12")
-@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
-@ranks(2)
-def test_gradients_and_parameters_are_bit_by_bit_those_of_torch(strategy: ShardingStrategy) -> None:
-    ours = wrapped(sharding_strategy=strategy)
-    theirs = as_torch(seeded(), sharding_strategy=torch_fsdp.ShardingStrategy[strategy.name])
-    optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (ours, theirs)]
-    for step in range(3):
-        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-            optimizer.zero_grad()
-            iterate(model, step)
-        assert_same(row_by_row(flat_gradients(ours)), row_by_row(flat_gradients(theirs)), bitwise=True)
-        for optimizer in optimizers:
-            optimizer.step()
-        assert_same(row_by_row(flat_parameters(ours)), row_by_row(flat_parameters(theirs)), bitwise=True)
-
-
-def row_by_row(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Flattens the tensors. torch's NO_SHARD parameters may or may not be 1-D, and only the values matter."""
-    return {unit: tensor.detach().reshape(-1) for unit, tensor in tensors.items()}
 
 
 @pytest.mark.spec("SHARD-07", "SHARD-08")
@@ -276,6 +163,45 @@ def test_optimizer_state_has_the_size_of_the_shards_and_a_step_sends_nothing(str
 # --- all-gathers, resharding and reductions ---
 
 
+@pytest.mark.spec("SHARD-05", "SHARD-09")
+@pytest.mark.parametrize("strategy", SHARDING)
+@ranks(2)
+def test_only_local_shards_are_stored_between_iterations(strategy: ShardingStrategy) -> None:
+    plain = seeded()
+    watch = Watch(plain)
+    model = wrapped(plain, sharding_strategy=strategy)
+    optimizer = torch.optim.Adam(model.parameters())
+    for parameter in model.parameters():
+        assert parameter.untyped_storage().nbytes() == 4 * parameter.numel()
+    for step in range(2):
+        assert watch.alive() == [], "before forward"
+        loss = loss_of(model(batch(step)))
+        unsharded = [""] if strategy is FULL_SHARD else list(UNITS)
+        assert watch.alive() == unsharded, "between forward and backward"
+        loss.backward()
+        assert watch.alive() == [], "after backward"
+        optimizer.step()
+        optimizer.zero_grad()
+    assert watch.alive() == []
+
+
+@pytest.mark.spec("SHARD-01", "SHARD-16", "CTOR-09")
+@pytest.mark.parametrize("strategy", [*FLAT_STRATEGIES, None])
+@ranks(2)
+def test_nothing_is_sent_except_the_recorded_collectives(strategy: ShardingStrategy | None) -> None:
+    # ``test_timelines.py`` compares the recorded events.
+    model = wrapped(sharding_strategy=strategy)
+    units = FullyShardedDataParallel.fsdp_modules(model)
+    assert {unit.sharding_strategy for unit in units} == {strategy or FULL_SHARD}
+    counts = {FULL_SHARD: {"AG": 9, "RS": 5}, SHARD_GRAD_OP: {"AG": 5, "RS": 5}, NO_SHARD: {"AR": 5}}
+    for step in range(3):
+        with trace.record() as recorder, Wire() as wire:
+            iterate(model, step)
+        assert Counter(wire.kinds()) == counts[strategy or FULL_SHARD]
+        assert wire.kinds() == [event.kind for event in recorder.events if event.ranks]
+        assert step == 0 or wire.sent == wire.values
+
+
 @pytest.mark.spec("SHARD-04")
 @ranks(2)
 def test_full_shard_all_gathers_twice_and_reduces_once() -> None:
@@ -287,69 +213,17 @@ def test_full_shard_all_gathers_twice_and_reduces_once() -> None:
             assert of_unit(recorder, unit) == ["AG", "F", "FREE", "AG", "B", "FREE", "RS"]
 
 
-@pytest.mark.spec("SHARD-05")
-@ranks(2)
-def test_root_is_unsharded_between_forward_and_backward() -> None:
-    plain = seeded()
-    watch = Watch(plain)
-    model = wrapped(plain)
-    with trace.record() as recorder:
-        loss = loss_of(model(batch()))
-        assert watch.alive() == [""]
-        loss.backward()
-    assert watch.alive() == []
-    assert of_unit(recorder, "") == ["AG", "F", "B", "FREE", "RS"]
-
-
-@pytest.mark.spec("SHARD-08")
-@ranks(2)
-def test_shard_grad_op_all_gathers_once_per_step() -> None:
-    model = wrapped(sharding_strategy=SHARD_GRAD_OP)
-    for step in range(2):
-        with trace.record() as recorder:
-            iterate(model, step)
-        for unit in UNITS:
-            assert of_unit(recorder, unit) == ["AG", "F", "B", "FREE", "RS"]
-
-
-@pytest.mark.spec("SHARD-09")
-@ranks(2)
-def test_shard_grad_op_stores_only_shards_between_iterations() -> None:
-    plain = seeded()
-    watch = Watch(plain)
-    model = wrapped(plain, sharding_strategy=SHARD_GRAD_OP)
-    optimizer = torch.optim.Adam(model.parameters())
-    assert memory_of(model) == {unit: 4 * p.numel() for unit, p in flat_parameters(model).items()}
-    for step in range(2):
-        assert watch.alive() == [], "before forward"
-        loss = loss_of(model(batch(step)))
-        assert watch.alive() == list(UNITS), "between forward and backward"
-        loss.backward()
-        assert watch.alive() == [], "after backward"
-        optimizer.step()
-        optimizer.zero_grad()
-    assert watch.alive() == []
-
-
-def memory_of(model: FullyShardedDataParallel) -> dict[str, int]:
-    """For each unit, the storage size of the flat parameter in bytes, which can be larger than the parameter itself."""
-    return {unit: parameter.untyped_storage().nbytes() for unit, parameter in flat_parameters(model).items()}
-
-
 @pytest.mark.spec("SHARD-10")
 @ranks(2)
-def test_shard_grad_op_all_gathers_once_for_three_batches() -> None:
+def test_shard_grad_op_keeps_parameters_inside_no_sync() -> None:
     plain = seeded()
     watch = Watch(plain)
     model = wrapped(plain, sharding_strategy=SHARD_GRAD_OP)
-    with trace.record() as recorder:
-        with model.no_sync():
-            for step in range(2):
-                iterate(model, step)
-                assert watch.alive() == list(UNITS), "not freed by a backward inside no_sync"
-        iterate(model, 2)
-    for unit in UNITS:
-        assert of_unit(recorder, unit, "AG", "FREE", "RS") == ["AG", "FREE", "RS"]
+    with model.no_sync():
+        for step in range(2):
+            iterate(model, step)
+            assert watch.alive() == list(UNITS), "not freed by a backward inside no_sync"
+    iterate(model, 2)
     assert watch.alive() == []
     expected = mean_gradients(seeded(), [0, 1, 2])
     assert_same(flat_gradients(model), chunked(seeded(), expected, 2, dist.get_rank()), bitwise=False)
@@ -369,22 +243,18 @@ def test_parameters_kept_by_no_sync_are_not_used_after_an_optimizer_step() -> No
     assert not torch.equal(before, after)
 
 
-@pytest.mark.spec("SHARD-11")
+@pytest.mark.spec("SHARD-11", "SHARD-18")
 @ranks(2)
-def test_no_shard_replicates_everything_and_only_all_reduces() -> None:
+def test_no_shard_replicates_parameters_gradients_and_optimizer_state() -> None:
+    # A warning would be an error.
     plain = seeded()
     model = wrapped(sharding_strategy=NO_SHARD)
     optimizer = torch.optim.Adam(model.parameters())
-    with trace.record() as recorder, Wire() as wire:
-        iterate(model)
-    assert {event.kind for event in recorder.events} == {"F", "B", "AR"}
-    assert wire.kinds() == ["AR"] * len(UNITS)
+    iterate(model)
     assert_same(flat_gradients(model), flattened(plain, mean_gradients(plain)), bitwise=True)
     optimizer.step()
-    for unit, row in flattened(plain, named(plain)).items():
-        parameter = flat_parameters(model)[unit]
-        assert parameter.numel() == parameter.grad.numel() == row.numel()
-        assert optimizer.state[parameter]["exp_avg"].numel() == row.numel()
+    for parameter in model.parameters():
+        assert optimizer.state[parameter]["exp_avg"].shape == parameter.shape
 
 
 @pytest.mark.spec("SHARD-12")
@@ -395,9 +265,7 @@ def test_no_shard_trains_like_distributed_data_parallel() -> None:
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, parallel)]
     for step in range(4):
         for each, optimizer in zip((model, parallel), optimizers, strict=True):
-            optimizer.zero_grad()
-            iterate(each, step)
-            optimizer.step()
+            iterate(each, step, optimizer)
     assert_same(full_values(model), named(parallel.module), bitwise=True)
 
 
@@ -461,21 +329,15 @@ def test_evaluation_all_gathers_and_never_reduces(
     strategy: ShardingStrategy, without_gradients: Callable[[], torch.no_grad]
 ) -> None:
     plain = seeded()
-    expected = seeded()(batch())
     watch = Watch(plain)
     model = wrapped(plain, sharding_strategy=strategy).eval()
     for number in range(3):
-        with trace.record() as recorder, without_gradients():
-            output = model(batch())
-        assert torch.equal(output, expected)
-        if strategy is ShardingStrategy.SHARD_GRAD_OP:
-            # The strategy keeps the parameters unsharded for the next evaluation.
-            expects = ["AG", "F"] if number == 0 else ["F"]
-        else:
-            assert watch.alive() == []
-            expects = ["AG", "F", "FREE"]
-        for unit in UNITS:
-            assert of_unit(recorder, unit) == expects
+        with Wire() as wire, without_gradients():
+            assert torch.equal(model(batch()), seeded()(batch()))
+        # SHARD_GRAD_OP keeps the parameters unsharded for the next evaluation.
+        keeps = strategy is SHARD_GRAD_OP
+        assert watch.alive() == (list(UNITS) if keeps else [])
+        assert wire.kinds() == ([] if keeps and number > 0 else ["AG"] * len(UNITS))
 
 
 @pytest.mark.spec("SHARD-14")
@@ -485,12 +347,10 @@ def test_a_forward_in_eval_mode_without_a_backward_frees_the_blocks_and_reduces_
     watch = Watch(plain)
     model = wrapped(plain).eval()
     for _ in range(3):
-        with trace.record() as recorder, Wire() as wire:
+        with Wire() as wire:
             model(batch())
         assert watch.alive_blocks() == []
         assert set(wire.kinds()) == {"AG"}
-        for unit in UNITS[1:]:
-            assert of_unit(recorder, unit) == ["AG", "F", "FREE"]
 
 
 @pytest.mark.spec("SHARD-14")
@@ -529,9 +389,7 @@ def test_an_evaluation_between_two_steps_changes_nothing(strategy: ShardingStrat
         model = wrapped(sharding_strategy=strategy)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
-            iterate(model, step)
-            optimizer.step()
-            optimizer.zero_grad()
+            iterate(model, step, optimizer)
             if evaluates:
                 with torch.no_grad():
                     model.eval()(batch(100 + step))
@@ -543,62 +401,27 @@ def test_an_evaluation_between_two_steps_changes_nothing(strategy: ShardingStrat
 # --- results and counts ---
 
 
-@pytest.mark.spec("SHARD-15")
-@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
-@ranks(2)
-def test_the_loss_curve_is_that_of_one_process(strategy: ShardingStrategy) -> None:
-    compare_loss_curves(strategy)
-
-
-@pytest.mark.spec("SHARD-15")
+@pytest.mark.spec("SHARD-15", "CTOR-04")
 @pytest.mark.parametrize("strategy", [*FLAT_STRATEGIES, *HYBRID_STRATEGIES])
 @ranks(4)
-def test_on_four_ranks_the_loss_curve_is_that_of_one_process(strategy: ShardingStrategy) -> None:
-    compare_loss_curves(strategy)
-
-
-def compare_loss_curves(strategy: ShardingStrategy) -> None:
-    """Compares five steps with the unwrapped model on the concatenated batch."""
-    num_ranks = dist.get_world_size()
+def test_loss_curve_is_that_of_one_process_with_the_concatenated_batch(strategy: ShardingStrategy) -> None:
     plain, model = seeded(), wrapped(sharding_strategy=strategy)
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.05) for each in (plain, model)]
     curve, expected = [], []
     for step in range(5):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        loss = loss_of(plain(torch.cat([batch(step, rank) for rank in range(num_ranks)])))
+        loss = loss_of(plain(torch.cat([batch(step, rank) for rank in range(4)])))
         loss.backward()
         expected.append(float(loss.detach()))
         mine = torch.tensor(iterate(model, step), device=device())
         dist.all_reduce(mine)
-        curve.append(float(mine) / num_ranks)
+        curve.append(float(mine) / 4)
         for optimizer in optimizers:
             optimizer.step()
     assert curve == pytest.approx(expected, rel=1e-4)
-    assert expected[4] < 0.9 * expected[0], "a curve that goes somewhere"
+    assert expected[4] < 0.9 * expected[0], "the loss decreases"
     torch.testing.assert_close(full_values(model), named(plain), rtol=1e-4, atol=1e-4)
-
-
-COUNTS = {
-    FULL_SHARD: (["AG", "AG", "RS"], ["AG", "RS"]),
-    SHARD_GRAD_OP: (["AG", "RS"], ["AG", "RS"]),
-    NO_SHARD: (["AR"], ["AR"]),
-}
-
-
-@pytest.mark.spec("SHARD-16")
-@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
-@ranks(2)
-def test_each_unit_issues_this_many_collectives(strategy: ShardingStrategy) -> None:
-    model = wrapped(sharding_strategy=strategy)
-    of_block, of_root = COUNTS[strategy]
-    for step in range(3):
-        with trace.record() as recorder, Wire() as wire:
-            iterate(model, step)
-        for unit in UNITS:
-            assert of_unit(recorder, unit, "AG", "RS", "AR") == (of_block if unit else of_root)
-        assert sorted(wire.kinds()) == sorted(4 * of_block + of_root), "and no collective but the recorded ones"
-        assert step == 0 or wire.sent == wire.values
 
 
 @pytest.mark.spec("SHARD-13", "FWD-04")

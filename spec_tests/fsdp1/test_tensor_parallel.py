@@ -20,8 +20,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from spec_tests.harness import device, kept, ranks
 from spec_tests.models.modules import seeded
+from spec_tests.models.running import loss_of
 from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD, HYBRID_SHARD, SHARD_GRAD_OP
-from spec_tests.models.values import assert_same
+from spec_tests.models.values import assert_same, full
 from spec_tests.subject import FullyShardedDataParallel as FSDP
 from spec_tests.subject import MixedPrecision, ModuleWrapPolicy, ShardingStrategy, StateDictType
 
@@ -76,10 +77,6 @@ def mine(step: int) -> Tensor:
     return batch(step, dist.get_rank() // 2)
 
 
-def loss_of(output: Tensor) -> Tensor:
-    return output.square().mean()
-
-
 def train(model: nn.Module, batches: Any, num_steps: int = 3) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     for step in range(num_steps):
@@ -96,14 +93,10 @@ def alone(num_steps: int = 3) -> nn.Module:
     return model
 
 
-def whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
 def full_values(model: FSDP) -> dict[str, Tensor]:
     with FSDP.summon_full_params(model, writeback=False):
         return {
-            name.replace("_checkpoint_wrapped_module.", ""): whole(parameter.detach()).clone()
+            name.replace("_checkpoint_wrapped_module.", ""): full(parameter.detach()).clone()
             for name, parameter in model.named_parameters()
         }
 
@@ -181,7 +174,7 @@ def test_gradients_accumulate_and_can_be_summoned(strategy: ShardingStrategy) ->
         for copy in range(2):
             (loss_of(plain(batch(step, copy))) / 2).backward()
     with FSDP.summon_full_params(model, with_grads=True):
-        seen = {name: whole(parameter.grad).clone() for name, parameter in model.named_parameters()}
+        seen = {name: full(parameter.grad).clone() for name, parameter in model.named_parameters()}
     assert_same(seen, {name: parameter.grad for name, parameter in plain.named_parameters()})
 
 
@@ -259,24 +252,19 @@ def zeroed(**options: Any) -> FSDP:
     return model
 
 
-@pytest.mark.spec("NEW-01", "SD-FULL-01")
+@pytest.mark.spec("NEW-01", "SD-FULL-01", "SD-FULL-08")
 @either
 @ranks(4)
-def test_a_full_dict_has_the_parameters_that_tensor_parallelism_made(use_orig_params: bool) -> None:
-    state = built(use_orig_params=use_orig_params).state_dict()
-    plain = seeded(Tower)
+def test_a_full_dict_has_the_parameters_of_tensor_parallelism_and_that_of_the_plain_model_can_be_loaded(
+    use_orig_params: bool,
+) -> None:
+    state, plain = built(use_orig_params=use_orig_params).state_dict(), seeded(Tower)
     assert list(state) == list(plain.state_dict())
-    assert_same({name: whole(value) for name, value in state.items()}, plain.state_dict(), bitwise=True)
+    assert_same({name: full(value) for name, value in state.items()}, plain.state_dict(), bitwise=True)
     assert isinstance(state["layers.0.up.weight"], DTensor)
-
-
-@pytest.mark.spec("NEW-01", "SD-FULL-08")
-@either
-@ranks(4)
-def test_tensor_parallel_model_loads_the_state_dict_of_the_plain_model(use_orig_params: bool) -> None:
     model = zeroed(use_orig_params=use_orig_params)
-    model.load_state_dict(seeded(Tower).state_dict())
-    expect(model, seeded(Tower))
+    model.load_state_dict(plain.state_dict())
+    expect(model, plain)
 
 
 @pytest.mark.spec("NEW-01", "SD-SHARD-01", "SD-SHARD-03")
@@ -289,7 +277,7 @@ def test_sharded_state_dict_has_both_meshes_and_loads_again(use_orig_params: boo
     assert state["layers.0.up.weight"].device_mesh.mesh_dim_names == ("shard", "cut")
     assert state["layers.0.up.weight"].to_local().shape == (HIDDEN // 4, WIDTH)
     assert state["layers.0.norm.weight"].to_local().shape == (WIDTH // 2,)
-    assert_same({name: whole(value) for name, value in state.items()}, seeded(Tower).state_dict(), bitwise=True)
+    assert_same({name: full(value) for name, value in state.items()}, seeded(Tower).state_dict(), bitwise=True)
     with FSDP.state_dict_type(other, StateDictType.SHARDED_STATE_DICT):
         other.load_state_dict(state)
     expect(other, seeded(Tower))

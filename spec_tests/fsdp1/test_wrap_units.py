@@ -19,19 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from spec_tests.checkpoint.refusals import caught_warnings
+from spec_tests.fsdp1.whole import assert_a_step_uses_the_mean_gradient_alone
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import WIDTH, Block, Stack, seeded
-from spec_tests.models.running import batch, iterate, loss_of, recorded_iteration
-from spec_tests.models.sharding import HYBRID_SHARD, SHARD_GRAD_OP, grid, wrapped
-from spec_tests.models.values import (
-    assert_same,
-    chunked,
-    flat_gradients,
-    flat_parameters,
-    full_values,
-    mean_gradients,
-    named,
-)
+from spec_tests.models.running import batch, iterate, loss_of
+from spec_tests.models.sharding import HYBRID_SHARD, grid, wrapped
+from spec_tests.models.values import assert_same, flat_parameters, full_values, mean_gradients, named
 from spec_tests.subject import (
     BackwardPrefetch,
     CPUOffload,
@@ -51,16 +44,11 @@ flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "
 
 @pytest.mark.spec("WRAP-01")
 @ranks(2)
-def test_no_policy_makes_one_unit() -> None:
+def test_no_policy_makes_one_unit_and_keeps_manually_wrapped_children() -> None:
     for model in (FSDP(seeded()), FSDP(seeded(), auto_wrap_policy=None)):
         assert FSDP.fsdp_modules(model) == [model]
         (flat,) = model.parameters()
         assert flat.numel() * 2 == sum(parameter.numel() for parameter in seeded().parameters())
-
-
-@pytest.mark.spec("WRAP-01")
-@ranks(2)
-def test_model_without_a_policy_has_further_units_only_for_manually_wrapped_children() -> None:
     plain = seeded()
     for index in (1, 3):
         plain.blocks[index] = FSDP(plain.blocks[index])
@@ -76,40 +64,23 @@ def wrap_nothing(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> boo
 @pytest.mark.spec("WRAP-10")
 # Wrapping every module also wraps the list of blocks, and wrapping a list warns, as in torch (WRAP-19).
 @pytest.mark.filterwarnings("ignore:.*containers that do not implement forward:UserWarning")
-@pytest.mark.parametrize("kind", ["nothing", "blocks", "everything"])
+@pytest.mark.parametrize(
+    ("policy", "num_units", "num_own"),
+    [(wrap_nothing, 1, 56 + 4 * 42), (ModuleWrapPolicy({Block, Stack}), 5, 56), (always_wrap_policy, 12, 0)],
+    ids=["nothing", "blocks", "everything"],
+)
 @ranks(2)
-def test_passed_module_is_the_outermost_unit_and_keeps_the_remaining_parameters(kind: str) -> None:
-    policies: dict[str, Any] = {
-        "nothing": wrap_nothing,
-        "blocks": ModuleWrapPolicy({Block, Stack}),
-        "everything": always_wrap_policy,
-    }
+def test_passed_module_is_the_outermost_unit_and_keeps_the_remaining_parameters(
+    policy: Any, num_units: int, num_own: int
+) -> None:
     plain = seeded()
-    asked: list[nn.Module] = []
-
-    def recording(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-        if not recurse:
-            asked.append(module)
-        return bool(policies[kind](module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel))
-
-    inside = list(plain.modules())[1:]
-    model = FSDP(plain, auto_wrap_policy=recording)
-    assert isinstance(model, FSDP)
-    assert model.module is plain, "wrapped once, and not inside of itself once more"
-    assert plain not in asked
-    assert set(asked) <= set(inside)
-    total = {"": 42 + 14 + 4 * 42, "blocks": 42 + 14}
-    rest = {"nothing": total[""], "blocks": total["blocks"], "everything": 0}[kind]
+    model = FSDP(plain, auto_wrap_policy=policy)
+    assert model.module is plain, "it is wrapped once"
+    assert len(FSDP.fsdp_modules(model)) == num_units
     with FSDP.summon_full_params(model, recurse=False):
         own = [p for name, p in plain.named_parameters() if not name.endswith("_flat_param")]
-        assert sum(parameter.numel() for parameter in own) == rest
-    assert len(FSDP.fsdp_modules(model)) == {"nothing": 1, "blocks": 5, "everything": 1 + len(inside)}[kind]
-    plain = seeded()
-    before = full_values(model)
-    iterate(model)
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    after, mean = full_values(model), mean_gradients(plain)
-    assert_same(after, {name: before[name] - mean[name] for name in before})
+        assert sum(parameter.numel() for parameter in own) == num_own
+    assert_a_step_uses_the_mean_gradient_alone(model, seeded())
 
 
 # --- one embedding for an encoder and a decoder ---
@@ -117,54 +88,18 @@ def test_passed_module_is_the_outermost_unit_and_keeps_the_remaining_parameters(
 VOCABULARY = 11
 
 
-class EncoderLayer(nn.Module):
-    """Combines each position with the mean of all positions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.norm = nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH), nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x + self.down(torch.tanh(self.up(x + x.mean(1, keepdim=True)))))
-
-
-class DecoderLayer(nn.Module):
-    """Also uses the encoder's output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.cross = EncoderLayer(), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
-        return self.layer(x) + self.cross(memory.mean(1, keepdim=True))
-
-
-class Half(nn.Module):
-    """An encoder or a decoder: the shared embedding, under its own name, and layers."""
-
-    def __init__(self, embedding: nn.Embedding, layer: type[nn.Module]) -> None:
-        super().__init__()
-        self.embed_tokens, self.layers = embedding, nn.ModuleList(layer() for _ in range(2))
-
-    def forward(self, tokens: Tensor, *memory: Tensor) -> Tensor:
-        x = self.embed_tokens(tokens)
-        for layer in self.layers:
-            x = layer(x, *memory)
-        return x
-
-
 class SmallT5(nn.Module):
-    """The embedding is registered in three places and is also the output matrix."""
+    """One embedding for an encoder and a decoder, which is also the output matrix."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.shared = nn.Embedding(VOCABULARY, WIDTH)
-        self.encoder, self.decoder = Half(self.shared, EncoderLayer), Half(self.shared, DecoderLayer)
+        self.shared = self.embed_source = self.embed_target = nn.Embedding(VOCABULARY, WIDTH)
+        self.transformer = nn.Transformer(WIDTH, 2, 2, 2, dim_feedforward=9, dropout=0.0, batch_first=True)
         self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.lm_head.weight = self.shared.weight
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        hidden = self.decoder(target, self.encoder(source))
+        hidden = self.transformer(self.embed_source(source), self.embed_target(target))
         return F.cross_entropy(self.lm_head(hidden).flatten(0, 1), target.flatten())
 
 
@@ -174,36 +109,25 @@ def sentences(step: int, rank: int) -> tuple[Tensor, Tensor]:
     return source, target
 
 
-LAYERS = {EncoderLayer, DecoderLayer}
-
-
 @pytest.mark.spec("WRAP-11")
 @flat_or_original
 @ranks(2)
 def test_shared_embedding_belongs_to_the_outer_unit_and_both_halves_train_it(keep: bool) -> None:
     plain = seeded(SmallT5)
-    policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=LAYERS)
+    layers = {nn.TransformerEncoderLayer, nn.TransformerDecoderLayer}
+    policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=layers)
     model = FSDP(copy.deepcopy(plain), auto_wrap_policy=policy, use_orig_params=keep)
     kinds = [type(unit.module) for unit in FSDP.fsdp_modules(model)]
-    # A decoder layer contains an encoder layer, which is also a unit.
-    assert kinds == [SmallT5, *[EncoderLayer] * 2, *[DecoderLayer, EncoderLayer] * 2]
+    assert kinds == [SmallT5, *[nn.TransformerEncoderLayer] * 2, *[nn.TransformerDecoderLayer] * 2]
     with FSDP.summon_full_params(model, recurse=False):
         own = [name for name, p in model.named_parameters() if p.shape == (VOCABULARY, WIDTH)]
         assert own == ["shared.weight"]
-        assert model.encoder.embed_tokens.weight is model.decoder.embed_tokens.weight is model.lm_head.weight
-    assert_trains_like(model, plain, sentences, lambda loss: loss)
-
-
-def assert_trains_like(
-    model: FSDP, plain: nn.Module, inputs: Callable[[int, int], tuple[Tensor, ...]], loss: Callable[[Any], Tensor]
-) -> None:
-    """Trains for three steps. The unwrapped model uses the batches of all ranks."""
-    num_ranks = dist.get_world_size()
+        assert model.embed_source.weight is model.embed_target.weight is model.lm_head.weight
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, plain)]
     for step in range(3):
-        loss(model(*inputs(step, dist.get_rank()))).backward()
-        for rank in range(num_ranks):
-            (loss(plain(*inputs(step, rank))) / num_ranks).backward()
+        model(*sentences(step, dist.get_rank())).backward()
+        for rank in range(2):
+            (plain(*sentences(step, rank)) / 2).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -231,7 +155,6 @@ def test_units_made_by_a_policy_inherit_the_arguments_of_the_outer_call() -> Non
         use_orig_params=True,
     )
     for unit in FSDP.fsdp_modules(model):
-        assert (unit.mesh.shard.process_group, unit.mesh.replicate.process_group) == groups
         assert unit.process_group is groups[0]
         assert unit.sharding_strategy is HYBRID_SHARD
         assert unit.cpu_offload == CPUOffload(offload_params=True)
@@ -251,17 +174,6 @@ def test_units_made_by_a_policy_inherit_the_arguments_of_the_outer_call() -> Non
         assert {(e.dtype, e.ranks) for e in events if e.kind == "RS"} == {(torch.float32, row)}
         assert {(e.dtype, e.ranks) for e in events if e.kind == "AR"} == {(torch.float32, column)}
         assert {"H2D", "D2H"} <= {event.kind for event in events}
-
-
-@pytest.mark.spec("WRAP-14")
-@ranks(2)
-def test_units_inherit_omitted_arguments_of_the_outer_call() -> None:
-    model = wrapped(process_group=dist.group.WORLD, sharding_strategy=SHARD_GRAD_OP)
-    for unit in FSDP.fsdp_modules(model)[1:]:
-        for name in ("backward_prefetch", "cpu_offload", "mixed_precision", "forward_prefetch", "limit_all_gathers"):
-            assert getattr(unit, name) == getattr(model, name)
-        assert unit.process_group is dist.group.WORLD
-        assert unit.sharding_strategy is SHARD_GRAD_OP
 
 
 # --- a submodule that is in no unit ---
@@ -288,48 +200,7 @@ def test_unwrapped_part_is_neither_sharded_nor_synchronized() -> None:
         assert torch.equal(block.module._flat_param.grad, row.chunk(2)[dist.get_rank()])
 
 
-@pytest.mark.spec("WRAP-15")
-@ranks(2)
-def test_wrapping_full_model_synchronizes_it() -> None:
-    reference = seeded()
-    plain = copy.deepcopy(reference)
-    for index, block in enumerate(plain.blocks):
-        plain.blocks[index] = FSDP(block)
-    model = FSDP(plain)
-    iterate(model)
-    assert_same(flat_gradients(model), chunked(reference, mean_gradients(reference), 2, dist.get_rank()))
-
-
 # --- the effect of units ---
-
-
-@pytest.mark.spec("WRAP-17")
-@ranks(2)
-def test_single_unit_sends_nothing_between_its_computations() -> None:
-    one = FSDP(seeded())
-    assert recorded_iteration(one) == "AGR keepR | FREER RSR"
-    with trace.record() as recorder:
-        iterate(one)
-    kinds = [event.kind for event in recorder.events]
-    assert kinds == ["AG", "F", "B", "FREE", "RS"], "all of it waits for the gather, the reduction waits for all of it"
-
-
-@pytest.mark.spec("WRAP-17")
-@ranks(2)
-def test_units_for_each_block_communicate_between_computations() -> None:
-    forward, backward = recorded_iteration(wrapped()).split(" | ")
-    for this, following in (("0", "1"), ("1", "2"), ("2", "3")):
-        assert in_order(forward, f"F{this}", f"AG{following}", f"F{following}")
-    for this, following in (("3", "2"), ("2", "1"), ("1", "0")):
-        # The next unit's all-gather overlaps with this computation, and this unit's reduction with the next one.
-        assert in_order(backward, f"AG{following}", f"B{following}")
-        assert in_order(backward, f"B{this}", f"RS{this}", f"B{following}")
-    assert in_order(backward, "AG2", "FREE3"), "prefetched: there is something to prefetch"
-
-
-def in_order(words: str, *expected: str) -> bool:
-    places = [words.split().index(word) for word in expected]
-    return places == sorted(places)
 
 
 # --- batch norms, which do not compute in low precision ---
@@ -483,29 +354,23 @@ def test_separately_wrapped_batch_norms_train_like_torch() -> None:
 
 
 @pytest.mark.spec("MP-20")
+@pytest.mark.parametrize("ignored", [None, (), (nn.LayerNorm,)])
 @ranks(2)
-def test_no_policy_means_no_separate_batch_norm() -> None:
+def test_without_a_policy_there_is_no_separate_norm(ignored: tuple[type[nn.Module], ...] | None) -> None:
+    def one_unit(kind: type[nn.Module], model: nn.Module) -> nn.Module:
+        options = {} if ignored is None else {"_module_classes_to_ignore": ignored}
+        return kind(model, device_id=device(), mixed_precision=low_with_buffers(kind, **options))
+
     plain = seeded(normed)
     dtypes = Dtypes(plain)
-    with caught_warnings() as caught:
-        model = FSDP(plain, mixed_precision=low_with_buffers(FSDP))
-    assert caught == []
+    # A warning would be an error.
+    model = one_unit(FSDP, plain)
     assert FSDP.fsdp_modules(model) == [model]
     iterate(model)
     assert dtypes.of("batch_norm") == dtypes.of("layer_norm") == dtypes.of("linear") == {LOW}
-    assert (model.module[1].batch_norm.running_mean != 0).any(), "the batch norm did its work"
-
-
-@pytest.mark.spec("MP-20")
-@pytest.mark.parametrize("ignored", [(), (nn.LayerNorm,)])
-@ranks(2)
-def test_without_a_policy_the_classes_to_ignore_do_not_matter(ignored: tuple[type[nn.Module], ...]) -> None:
-    def one_unit(kind: type[nn.Module], model: nn.Module, **options: Any) -> nn.Module:
-        return kind(model, device_id=device(), mixed_precision=low_with_buffers(kind, **options))
-
-    listed = functools.partial(one_unit, _module_classes_to_ignore=ignored)
-    ours, theirs = both_trained(listed)
-    assert ours == theirs == losses(one_unit(FSDP, seeded(normed)))
+    assert (model.module[1].batch_norm.running_mean != 0).any(), "the batch norm has statistics of the batch"
+    ours, theirs = both_trained(one_unit)
+    assert ours == theirs
 
 
 @pytest.mark.spec("MP-21")

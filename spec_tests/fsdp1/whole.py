@@ -1,8 +1,8 @@
-"""Unsharded parameters and gradients by their original names, collected without the library under test.
+"""Unsharded parameters and gradients by their original names, and comparisons with an unwrapped model.
 
-``spec_tests/oracles/gathering.py`` has the rules for splitting and joining. This module applies them to one wrapped
-model, at any time between two computations. If the library under test joined its own shards, a mistake in the split
-and the same mistake in the join could cancel out.
+`whole` collects them without the library under test, at any time between two computations. If the library joined its
+own shards, a mistake in the split and the same mistake in the join could cancel out.
+``spec_tests/oracles/gathering.py`` has the rules for splitting and joining.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from torch import Tensor, nn
 
 from spec_tests.harness import device
 from spec_tests.models.modules import MLP, Block, Stack, seeded
+from spec_tests.models.running import iterate
+from spec_tests.models.values import assert_same, full_values, mean_gradients, named
 from spec_tests.oracles.gathering import clean_name, flat_chunks, gather_chunks, split_by_name, units_of
+from spec_tests.subject import FullyShardedDataParallel
 
 Named = dict[str, Tensor]
 UnitClasses = tuple[type[nn.Module], ...]
@@ -48,6 +51,14 @@ def group_of(strategy: Any) -> str | None:
     return "nobody" if strategy.name == "NO_SHARD" else None
 
 
+def odd() -> Stack:
+    """Units of 71, 34, 47 and 60 elements and a root of 56: on two, three or four ranks, some unit needs padding."""
+    model = Stack(hidden=(5, 2, 3, 4))
+    model.blocks[0].down.bias = None
+    model.blocks[1].up.bias = None
+    return model
+
+
 def by_name(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of a minifsdp or torch model, by their names before wrapping."""
     return {clean_name(name): parameter for name, parameter in model.named_parameters()}
@@ -58,9 +69,30 @@ def memory_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, run: Callable[[nn.Module, int], Any]) -> None:
-    """A standard training loop of ``steps`` steps."""
-    for step in range(steps):
-        optimizer.zero_grad()
-        run(model, step)
-        optimizer.step()
+def gathered_values(model: FullyShardedDataParallel) -> dict[str, Tensor]:
+    """Unsharded parameters and buffers by their original names."""
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        return {**named(model), **buffers}
+
+
+def plain_values(model: nn.Module) -> dict[str, Tensor]:
+    return {**named(model), **dict(model.named_buffers())}
+
+
+def assert_a_step_uses_the_mean_gradient_alone(model: FullyShardedDataParallel, plain: nn.Module) -> None:
+    """Runs one iteration and one step, and compares the parameters with those of the unwrapped model."""
+    iterate(model)
+    assert_step_moves_by(model, plain, mean_gradients(plain))
+
+
+def assert_step_moves_by(model: FullyShardedDataParallel, plain: nn.Module, gradients: dict[str, Tensor]) -> None:
+    """Checks the gradients of the model, whose parameters equal those of ``plain``, by a step of SGD."""
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert_same(full_values(model), {name: value - gradients[name] for name, value in named(plain).items()})
+
+
+def set_mean_gradients(plain: nn.Module, step: int) -> None:
+    """Gives the unwrapped model the gradients of a step, averaged over the batches of all ranks."""
+    for name, gradient in mean_gradients(plain, [step]).items():
+        plain.get_parameter(name).grad = gradient
