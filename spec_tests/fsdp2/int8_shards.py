@@ -26,8 +26,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["FromHalf", "Int8Shards", "Plain", "extended"]
-
 
 class Holds(Tensor):
     """A tensor that wraps another one. Torch operations run on the inner tensor, and their result is wrapped."""
@@ -141,3 +139,18 @@ def extended(model: nn.Module, kind: type[Holds]) -> nn.Module:
             if parameter.ndim == 2:
                 setattr(module, name, nn.Parameter(kind(parameter.detach().clone())))
     return model
+
+
+def local(tensor: Any) -> Tensor:
+    """The tensor that the shard of a `DTensor` wraps, or the shard itself."""
+    mine = tensor.to_local()
+    return mine.inner if isinstance(mine, Holds) else mine
+
+
+def step_by_hand(*models: nn.Module) -> None:
+    """A step of gradient descent on the inner tensors. Removes the gradients."""
+    with torch.no_grad():
+        for model in models:
+            for parameter in model.parameters():
+                local(parameter).sub_(local(parameter.grad), alpha=0.1)
+            model.zero_grad()

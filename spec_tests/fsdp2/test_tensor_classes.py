@@ -197,7 +197,7 @@ def expected_weight(kind: type[Small], rows: int) -> Tensor:
     return values.sign() * values.abs().mean(1, keepdim=True) if kind is SendsSigns else values
 
 
-@pytest.mark.spec("PROG-83")
+@pytest.mark.spec("PROG-83", "FS2-EXT-02")
 @pytest.mark.parametrize("kind", KINDS)
 @ranks(2)
 def test_a_module_computes_with_the_tensor_that_was_returned(kind: type[Small]) -> None:
