@@ -104,17 +104,13 @@ class Notes(Plain):
 
     given: list[Any] = []
 
-    def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], Any]:
-        Notes.given.append(("before", mesh, outer_size, outer_stride, module, mp_policy))
+    def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
+        Notes.given.append(("before", mesh, size, stride, module, policy))
         return (self.inner,), "metadata"
 
-    def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        Notes.given.append(("after", [t.shape for t in gathered], metadata, param_dtype, out is None))
-        return super().fsdp_post_all_gather(gathered, metadata, param_dtype, out=out)
+    def fsdp_post_all_gather(self, gathered: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
+        Notes.given.append(("after", [t.shape for t in gathered], metadata, dtype, out is None))
+        return super().fsdp_post_all_gather(gathered, metadata, dtype, out=out)
 
 
 @pytest.mark.spec("FS2-EXT-02")

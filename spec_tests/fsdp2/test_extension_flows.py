@@ -60,14 +60,10 @@ def test_inner_tensor_of_extended_param_is_freed() -> None:
 class Striding(Plain):
     """Sends the tensor in column-major order, and computes with a tensor in that order."""
 
-    def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], Any]:
+    def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
         return (self.inner.t().contiguous().t(),), None
 
-    def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+    def fsdp_post_all_gather(self, gathered: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
         (whole,) = gathered
         if out is None:
             columns = whole.t().contiguous()
@@ -96,24 +92,18 @@ def test_tensors_with_any_strides_are_sent_and_used_in_forward(rows: int) -> Non
 class Half(Plain):
     """Is all-gathered in bfloat16 and cast to the dtype of the unit for compute."""
 
-    def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], Any]:
+    def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
         return (self.inner.to(NARROW),), None
 
-    def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        return widened(gathered, metadata, param_dtype, out=out)
+    def fsdp_post_all_gather(self, gathered: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
+        return widened(gathered, metadata, dtype, out=out)
 
 
-def widened(
-    gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+def widened(gathered: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
     (narrow,) = gathered
     assert narrow.dtype is NARROW
     if out is None:
-        whole = narrow.to(param_dtype)
+        whole = narrow.to(dtype)
         return whole, (narrow, whole)
     with torch.no_grad(), _unsafe_preserve_version_counter(out):
         out.copy_(narrow[: len(out)])
@@ -123,11 +113,9 @@ def widened(
 class CountsAsChange(Half):
     """Fills the unsharded parameter like any other tensor, so PyTorch increases its version."""
 
-    def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+    def fsdp_post_all_gather(self, gathered: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
         if out is None:
-            return widened(gathered, metadata, param_dtype)
+            return widened(gathered, metadata, dtype)
         with torch.no_grad():
             out.copy_(gathered[0])
         return None
@@ -201,9 +189,7 @@ def patched(model: nn.Module) -> nn.Module:
     return model
 
 
-def narrowed(
-    mine: Tensor, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
-) -> tuple[tuple[Tensor, ...], Any]:
+def narrowed(mine: Tensor, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
     return (mine.to(NARROW),), None
 
 

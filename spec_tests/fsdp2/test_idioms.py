@@ -156,27 +156,22 @@ def test_group_trains_if_some_of_its_modules_are_not_called(reshard_after_forwar
 
 
 @pytest.mark.spec("FS2-09")
+@pytest.mark.parametrize("replicates_root", [False, True])
 @ranks(2)
-def test_replicated_module_stays_replicated() -> None:
+def test_replicated_modules_stay_replicated_and_sharded_ones_sharded(replicates_root: bool) -> None:
     model, plain = seeded(), seeded()
-    replicate(model.blocks[0])
-    for block in model.blocks[1:]:
-        fully_shard(block)
-    fully_shard(model)
+    if replicates_root:
+        for block in model.blocks:
+            fully_shard(block)
+        replicate(model)
+    else:
+        replicate(model.blocks[0])
+        for module in (*model.blocks[1:], model):
+            fully_shard(module)
+    replicated = ("enter.", "leave.") if replicates_root else "blocks.0."
     assert_mean_gradients(model, plain, bitwise=False)
-    replicated = {name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)}
-    assert replicated == {f"blocks.0.{name}" for name, _ in plain.blocks[0].named_parameters()}
-
-
-@pytest.mark.spec("FS2-09")
-@ranks(2)
-def test_replicate_does_not_change_sharded_blocks() -> None:
-    model, plain = seeded(), seeded()
-    for block in model.blocks:
-        fully_shard(block)
-    replicate(model)
-    assert_mean_gradients(model, plain, bitwise=False)
-    assert all(isinstance(parameter, DTensor) for parameter in model.blocks.parameters())
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor) is not name.startswith(replicated)
 
 
 @pytest.mark.spec("FS2-11")

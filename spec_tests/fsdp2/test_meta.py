@@ -111,41 +111,26 @@ ON_CPU = pytest.mark.filterwarnings("ignore:DTensor random operators may not hav
 DRAWS = pytest.mark.not_simulated("its random generator has no offset, which DTensor changes on a GPU")
 
 
-@pytest.mark.spec("FS2-META-02")
+@pytest.mark.spec("FS2-META-02", "FS2-META-04")
 @ON_CPU
 @DRAWS
 @ranks(2)
-def test_layers_of_torch_initialize_their_shards() -> None:
+def test_layers_of_torch_initialize_their_shards_and_a_container_does_not() -> None:
     with torch.device("meta"):
-        layer = nn.Linear(8, 6)
-    fully_shard(layer)
-    layer.to_empty(device=device())
-    if device().type == "cpu":
-        torch.manual_seed(dist.get_rank())
-    layer.reset_parameters()
-    weight = layer.weight.full_tensor()
-    bound = 1 / 8**0.5
-    assert weight.abs().max() <= bound
-    assert weight.unique().numel() == weight.numel(), "no rank has drawn what another one drew"
-    layer(torch.ones(2, 8, device=device())).sum().backward()
-
-
-@pytest.mark.spec("FS2-META-04")
-@ON_CPU
-@DRAWS
-@ranks(2)
-def test_a_container_offers_no_reset_parameters_of_its_own() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
+        model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 8))
+    for module in (*model, model):
+        fully_shard(module)
     model.to_empty(device=device())
     with pytest.raises(AttributeError, match="reset_parameters"):
         model.reset_parameters()
+    if device().type == "cpu":
+        torch.manual_seed(dist.get_rank())
     for layer in model:
         layer.reset_parameters()
-    loss_of(model(torch.ones(3, 4, device=device()))).backward()
+    weight = model[0].weight.full_tensor()
+    assert weight.abs().max() <= 1 / 8**0.5
+    assert weight.unique().numel() == weight.numel(), "no rank has drawn what another one drew"
+    loss_of(model(torch.ones(2, 8, device=device()))).backward()
 
 
 @pytest.mark.spec("FS2-META-01", "FS2-META-02")
