@@ -12,26 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from spec_tests.harness import device
 from spec_tests.models.modules import Uneven, seeded
 from spec_tests.models.running import batch, loss_of
-from spec_tests.subject import FullyShardedDataParallel, ModuleWrapPolicy, StateDictType
-
-__all__ = [
-    "FULL",
-    "LOCAL",
-    "SHARDED",
-    "assert_same_state",
-    "flat_or_original",
-    "gathered",
-    "is_plain",
-    "make",
-    "quiet",
-    "step",
-    "wrapped",
-]
+from spec_tests.subject import FullyShardedDataParallel, ModuleWrapPolicy, StateDictType, fully_shard
 
 FULL, SHARDED, LOCAL = (
     StateDictType.FULL_STATE_DICT,
@@ -39,6 +26,15 @@ FULL, SHARDED, LOCAL = (
     StateDictType.LOCAL_STATE_DICT,
 )
 flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
+full_or_sharded = pytest.mark.parametrize("form", [FULL, SHARDED], ids=["full", "sharded"])
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    "adamw-amsgrad": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, amsgrad=True),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+    "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.01),
+}
 
 
 def make(seed: int = 0) -> Uneven:
@@ -50,6 +46,13 @@ def wrapped(model: nn.Module, **options: Any) -> FullyShardedDataParallel:
     """Wraps ``first``, ``second`` and the rest as three units."""
     options.setdefault("auto_wrap_policy", ModuleWrapPolicy({nn.Sequential}))
     return FullyShardedDataParallel(model, **options)
+
+
+def fully_sharded(model: Uneven, mesh: DeviceMesh | None = None) -> Any:
+    """Shards the same three units with ``fully_shard``."""
+    for part in (model.first, model.second, model):
+        fully_shard(part, mesh=mesh)
+    return model
 
 
 @contextmanager
@@ -78,6 +81,35 @@ def step(
     loss.backward()
     optimizer.step()
     return float(loss.detach())
+
+
+def train_alike(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: Iterable[int]) -> None:
+    """Training steps with the same batch on all ranks, so that the number of ranks does not change the mean."""
+    for number in numbers:
+        optimizer.zero_grad()
+        loss_of(model(batch(number, 0, width=3))).backward()
+        optimizer.step()
+
+
+def trained(
+    kind: str = "adam", steps: int = 2, seed: int = 0, **options: Any
+) -> tuple[FullyShardedDataParallel, torch.optim.Optimizer]:
+    """A wrapped model and its optimizer after some training steps."""
+    model = wrapped(make(seed), **options)
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    for number in range(steps):
+        step(model, optimizer, number)
+    return model, optimizer
+
+
+def single_process(kind: str = "adam", steps: int = 2) -> dict[str, dict[str, Any]]:
+    """Optimizer states of the plain model by name, trained on the batches of all ranks."""
+    model = make()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    for number in range(steps):
+        step(model, optimizer, number, everybody=True)
+    names = [name for name, _ in model.named_parameters()]
+    return {names[key]: entries for key, entries in optimizer.state_dict()["state"].items()}
 
 
 def is_plain(value: Any) -> bool:

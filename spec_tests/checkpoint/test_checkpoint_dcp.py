@@ -10,31 +10,32 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as torch_fsdp
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.fsdp import fully_shard
 
+from spec_tests.checkpoint import checkpoints
 from spec_tests.checkpoint.checkpoints import (
     FULL,
     SHARDED,
     assert_same_state,
     flat_or_original,
-    gathered,
+    full_or_sharded,
     make,
     quiet,
     step,
+    train_alike,
     wrapped,
 )
-from spec_tests.harness import device, ranks
-from spec_tests.models.running import Wire, batch
-from spec_tests.models.sharding import grid
+from spec_tests.harness import ranks
+from spec_tests.models.running import Wire
+from spec_tests.models.sharding import HYBRID_SHARD, grid
 from spec_tests.subject import FullyShardedDataParallel as FSDP
-from spec_tests.subject import ShardedOptimStateDictConfig, ShardedStateDictConfig, ShardingStrategy
+from spec_tests.subject import ShardedOptimStateDictConfig, ShardedStateDictConfig
 
 kinds = pytest.mark.parametrize("use_dtensor", [False, True], ids=["sharded-tensor", "dtensor"])
 
@@ -52,10 +53,7 @@ def trained(group: dist.ProcessGroup | None, use_dtensor: bool = False, seed: in
     configs = ShardedStateDictConfig(_use_dtensor=use_dtensor), ShardedOptimStateDictConfig(_use_dtensor=use_dtensor)
     FSDP.set_state_dict_type(model, SHARDED, *configs)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    for number in range(2):
-        optimizer.zero_grad()
-        model(batch(number + 10 * seed, 0, width=3)).square().mean().backward()
-        optimizer.step()
+    train_alike(model, optimizer, range(10 * seed, 10 * seed + 2))
     return model, optimizer
 
 
@@ -83,6 +81,14 @@ def load(model: FSDP, optimizer: torch.optim.Optimizer, where: Path, group: dist
     FSDP.optim_state_dict_to_load(model, optimizer, checkpoint["optim"], load_directly=True)
 
 
+def assert_restored(model: FSDP, optimizer: torch.optim.Optimizer, weights: Any, states: Any) -> None:
+    found_weights, found_states = full_of(model, optimizer)
+    assert found_weights.keys() == weights.keys()
+    assert all(torch.equal(found_weights[name], weights[name]) for name in weights)
+    assert_same_state(found_states, states)
+    dist.barrier()
+
+
 @pytest.mark.spec("SD-SHARD-04", "OSD-LOAD-08", "OSD-06", "OSD-10")
 @pytest.mark.parametrize(
     ("written", "read", "keep"), [(4, 2, False), (4, 1, True), (2, 4, True), (1, 4, False), (4, 4, True)]
@@ -100,50 +106,7 @@ def test_checkpoint_is_read_by_other_number_of_ranks(
     dist.barrier()
     again, restored = trained(readers, use_dtensor, seed=1, use_orig_params=keep)
     load(again, restored, tmp_path / "0", readers)
-    found_weights, found_states = full_of(again, restored)
-    assert found_weights.keys() == weights.keys()
-    assert all(torch.equal(found_weights[name], weights[name]) for name in weights)
-    assert_same_state(found_states, states)
-    dist.barrier()
-
-
-@pytest.mark.spec("SD-SHARD-04", "OSD-LOAD-03")
-@flat_or_original
-@ranks(2)
-def test_restored_fresh_optimizer_continues_bitwise(keep: bool, tmp_path: Path) -> None:
-    model, optimizer = trained(None, use_orig_params=keep)
-    save(model, optimizer, tmp_path, None)
-    again = wrapped(make(7), use_orig_params=keep)
-    restored = torch.optim.Adam(again.parameters(), lr=0.01)
-    FSDP.set_state_dict_type(again, SHARDED)
-    weights = again.state_dict()
-    with quiet():
-        dcp.load({"model": weights}, checkpoint_id=tmp_path)
-        again.load_state_dict(weights)
-        reader = dcp.FileSystemReader(tmp_path)
-        states = load_sharded_optimizer_state_dict(weights, "optim", reader)["optim"]
-    FSDP.optim_state_dict_to_load(again, restored, states, load_directly=True)
-    for number in (5, 6):
-        assert step(again, restored, number) == step(model, optimizer, number)
-
-
-@pytest.mark.spec("OSD-LOAD-03")
-@flat_or_original
-@ranks(2)
-def test_fresh_optimizer_loads_no_states_before_first_step(keep: bool, tmp_path: Path) -> None:
-    model, optimizer = trained(None, use_orig_params=keep)
-    save(model, optimizer, tmp_path, None)
-    again = wrapped(make(7), use_orig_params=keep)
-    FSDP.set_state_dict_type(again, SHARDED)
-    restored = torch.optim.Adam(again.parameters(), lr=0.01)
-    load(again, restored, tmp_path, None)
-    assert not restored.state, "as libraries resume that load in this way, see docs/troubleshoot.md"
-    for parameter in again.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    restored.step()
-    load(again, restored, tmp_path, None)
-    for number in (5, 6):
-        assert step(again, restored, number) == step(model, optimizer, number)
+    assert_restored(again, restored, weights, states)
 
 
 @pytest.mark.spec("SD-SHARD-04", "HYB-10")
@@ -152,16 +115,39 @@ def test_fresh_optimizer_loads_no_states_before_first_step(keep: bool, tmp_path:
 def test_a_hybrid_model_is_written_and_read(use_dtensor: bool, tmp_path: Path) -> None:
     groups = grid()
     dist.barrier()
-    hybrid = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}
-    model, optimizer = trained(groups, use_dtensor, **hybrid)  # type: ignore[arg-type]
+    model, optimizer = trained(groups, use_dtensor, sharding_strategy=HYBRID_SHARD)
     save(model, optimizer, tmp_path, None)
-    weights, states = full_of(model, optimizer)
-    again, restored = trained(groups, use_dtensor, seed=1, **hybrid)  # type: ignore[arg-type]
+    again, restored = trained(groups, use_dtensor, seed=1, sharding_strategy=HYBRID_SHARD)
     load(again, restored, tmp_path, None)
-    found_weights, found_states = full_of(again, restored)
-    assert all(torch.equal(found_weights[name], weights[name]) for name in weights)
-    assert_same_state(found_states, states)
-    dist.barrier()
+    assert_restored(again, restored, *full_of(model, optimizer))
+
+
+@pytest.mark.spec("SD-SHARD-04", "OSD-LOAD-03")
+@pytest.mark.parametrize("reads_states_apart", [False, True])
+@flat_or_original
+@ranks(2)
+def test_fresh_optimizer_continues_bitwise(keep: bool, reads_states_apart: bool, tmp_path: Path) -> None:
+    """A fresh optimizer has no states to load into before its first step, so its states are read apart."""
+    model, optimizer = trained(None, use_orig_params=keep)
+    save(model, optimizer, tmp_path, None)
+    again, restored = checkpoints.trained(steps=0, seed=7, use_orig_params=keep)
+    FSDP.set_state_dict_type(again, SHARDED)
+    if reads_states_apart:
+        weights = again.state_dict()
+        with quiet():
+            dcp.load({"model": weights}, checkpoint_id=tmp_path)
+            again.load_state_dict(weights)
+            states = load_sharded_optimizer_state_dict(weights, "optim", dcp.FileSystemReader(tmp_path))["optim"]
+        FSDP.optim_state_dict_to_load(again, restored, states, load_directly=True)
+    else:
+        load(again, restored, tmp_path, None)
+        assert not restored.state, "as libraries resume that load in this way, see docs/troubleshoot.md"
+        for parameter in again.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        restored.step()
+        load(again, restored, tmp_path, None)
+    for number in (5, 6):
+        assert step(again, restored, number) == step(model, optimizer, number)
 
 
 @pytest.mark.spec("SD-SHARD-05")
@@ -178,11 +164,10 @@ def test_torch_save_on_one_rank_writes_only_its_shards() -> None:
     dist.all_gather_object(counts, mine)
     assert sum(counts) == whole
     assert mine < whole
-    assert all(torch.equal(gathered(value), gathered(value)) for value in state.values())
 
 
 @pytest.mark.spec("SD-FULL-08", "SD-SHARD-03")
-@pytest.mark.parametrize("form", [FULL, SHARDED], ids=["full", "sharded"])
+@full_or_sharded
 @flat_or_original
 @ranks(2)
 def test_helpers_of_torch_read_and_write_the_model_state_in_the_chosen_type(keep: bool, form: Any) -> None:
@@ -197,26 +182,13 @@ def test_helpers_of_torch_read_and_write_the_model_state_in_the_chosen_type(keep
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.spec("SD-FULL-08")
-@flat_or_original
-@ranks(2)
-def test_helpers_of_torch_load_a_full_dict_with_added_slices(keep: bool) -> None:
-    again = wrapped(make(1), use_orig_params=keep)
-    expected = make().state_dict()
-    with quiet():
-        set_model_state_dict(again, make().state_dict(), options=StateDictOptions(full_state_dict=True))
-    found = again.state_dict()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert next(again.parameters()).device == device()
-
-
 @pytest.mark.spec("SD-SHARD-04", "OSD-LOAD-03")
 @flat_or_original
 @ranks(2)
 def test_checkpoint_of_torch_fully_shard_is_read_from_disk(keep: bool, tmp_path: Path) -> None:
     theirs = make()
     for part in (theirs.first, theirs.second, theirs):
-        fully_shard(part)
+        torch_fsdp.fully_shard(part)
     optimizer = torch.optim.Adam(theirs.parameters(), lr=0.01)
     step(theirs, optimizer, 0)
     with quiet():

@@ -63,33 +63,29 @@ def assert_same(state: dict[str, Any], expected: dict[str, Any]) -> None:
         assert is_plain(value) and torch.equal(value, expected[key]), key
 
 
-@pytest.mark.spec("SD-FULL-01", "SD-FULL-07", "SD-FULL-08")
+@pytest.mark.spec("SD-FULL-01", "SD-FULL-07", "SD-FULL-08", "SD-SHARD-01", "SD-SHARD-03")
+@pytest.mark.parametrize("assign", [False, True])
 @flat_or_original
 @ranks(2)
-def test_custom_state_code_of_a_module_uses_full_values(keep: bool) -> None:
+def test_custom_state_code_of_a_module_uses_full_values(keep: bool, assign: bool) -> None:
     expected = plain_model(Upright).state_dict()
     model = sharded(plain_model(Upright), keep)
+    with FSDP.state_dict_type(model, SHARDED, ShardedStateDictConfig(_use_dtensor=True)):
+        rows = model.state_dict()
+    assert torch.equal(rows["0.weight"].full_tensor(), expected["0.weight"])
+    assert rows["0.weight"].to_local().shape == ((2, 5), (1, 5))[dist.get_rank()]
+    assert torch.equal(rows["0.norm"], expected["0.norm"])
     state = model.state_dict()
     assert_same(state, expected)
     other = sharded(plain_model(Upright, 1), keep)
-    other.load_state_dict(state)
+    other.load_state_dict(state, assign=assign)
     assert_same(other.state_dict(), expected)
+    x = torch.ones(2, 3, device=device())
+    assert torch.equal(other.eval()(x), model.eval()(x))
     # The values in the dict do not share memory with the unit.
     for parameter in model.parameters():
         parameter.data.zero_()
     assert_same(state, expected)
-
-
-@pytest.mark.spec("SD-SHARD-01", "SD-SHARD-03")
-@ranks(2)
-def test_sharded_dict_has_row_shards_of_custom_state() -> None:
-    model = sharded(plain_model(Upright), keep=False)
-    expected = plain_model(Upright).state_dict()
-    with FSDP.state_dict_type(model, SHARDED, ShardedStateDictConfig(_use_dtensor=True)):
-        state = model.state_dict()
-    assert torch.equal(state["0.weight"].full_tensor(), expected["0.weight"])
-    assert state["0.weight"].to_local().shape == ((2, 5), (1, 5))[dist.get_rank()]
-    assert torch.equal(state["0.norm"], expected["0.norm"])
 
 
 @pytest.mark.spec("SD-FULL-13", "SD-FULL-09")
@@ -135,9 +131,8 @@ def test_a_hook_may_rename_keys_of_an_older_version(keep: bool, where: str) -> N
         for key in [key for key in state if "old_" in key]:
             state[key.replace("old_", "")] = state.pop(key)
 
-    {"the unit": plain[1][0], "a unit further out": plain, "the wrapper": model}[
-        where
-    ]._register_load_state_dict_pre_hook(rename)
+    places = {"the unit": plain[1][0], "a unit further out": plain, "the wrapper": model}
+    places[where]._register_load_state_dict_pre_hook(rename)
     new = plain_model(nn.Linear).state_dict()
     old = {key.replace("1.0.", "1.0.old_"): value for key, value in new.items()}
     assert model.load_state_dict(old) == ([], [])
@@ -158,19 +153,6 @@ def test_value_that_an_outer_load_hook_resized_is_refused() -> None:
     plain._register_load_state_dict_pre_hook(spoil)
     with pytest.raises(RuntimeError, match="size mismatch"):
         model.load_state_dict(state)
-
-
-@pytest.mark.spec("SD-FULL-08")
-@flat_or_original
-@ranks(2)
-def test_assign_to_module_with_custom_loading_keeps_unit_intact(keep: bool) -> None:
-    model = sharded(plain_model(Upright), keep)
-    state = model.state_dict()
-    other = sharded(plain_model(Upright, 1), keep)
-    other.load_state_dict(state, assign=True)
-    assert_same(other.state_dict(), state)
-    x = torch.ones(2, 3, device=device())
-    assert torch.equal(other(x), model(x))
 
 
 @pytest.mark.spec("SD-FULL-01")
@@ -203,43 +185,16 @@ def test_a_hook_on_one_rank_only_does_not_make_the_others_wait(keep: bool) -> No
     model = sharded(plain, keep)
     seen: list[torch.Size] = []
     if dist.get_rank() == 1:
-        plain.register_state_dict_post_hook(lambda m, state, prefix, _: seen.append(state[prefix + "0.weight"].shape))
-        plain._register_load_state_dict_pre_hook(
-            lambda state, prefix, *_: seen.append(state[prefix + "0.weight"].shape)
-        )
+        note = lambda state, prefix, *_: seen.append(state[prefix + "0.weight"].shape)  # noqa: E731
+        plain.register_state_dict_post_hook(lambda _, *arguments: note(*arguments))
+        plain._register_load_state_dict_pre_hook(note)
     state = model.state_dict()
     model.load_state_dict(state)
     assert seen == ([] if dist.get_rank() == 0 else [(5, 3)] * 2)
     assert_same(model.state_dict(), plain_model(nn.Linear).state_dict())
 
 
-@pytest.mark.spec("SD-FULL-06")
-@ranks(2)
-def test_modules_without_custom_state_unshard_one_at_a_time() -> None:
-    model = sharded(plain_model(nn.Linear), keep=False)
-    with trace.record() as r:
-        model.state_dict()
-    assert r.order("AG", "FREE") == ["AG Sequential", "FREE Sequential"] * 2
-
-
 # ---- inside summon_full_params --------------------------------------------------------------------------------------
-
-
-@pytest.mark.spec("SUMMON-02", "SD-FULL-01", "SD-FULL-07")
-@flat_or_original
-@ranks(2)
-def test_state_dict_of_summoned_model_has_its_current_values(keep: bool) -> None:
-    model = sharded(plain_model(nn.Linear), keep)
-    with FSDP.summon_full_params(model):
-        for parameter in model.parameters():
-            parameter.data.fill_(2.0)
-        state, inner = model.state_dict(), model.module.state_dict()
-    assert state["0.weight"].tolist() == [[2.0] * 3] * 5
-    assert_same(inner, state)
-    assert_same(model.state_dict(), state)
-    for parameter in model.parameters():
-        parameter.data.zero_()
-    assert state["1.0.weight"].tolist() == [[2.0] * 5] * 5
 
 
 @pytest.mark.spec("SUMMON-02", "SD-FULL-03")
@@ -248,10 +203,7 @@ def test_state_dict_of_summoned_model_has_its_current_values(keep: bool) -> None
 @ranks(2)
 def test_a_summoned_model_can_be_written_by_one_rank_alone(keep: bool, rank0_only: bool) -> None:
     model = sharded(plain_model(nn.Linear), keep)
-    with (
-        FSDP.summon_full_params(model, writeback=False, rank0_only=rank0_only),
-        trace.record() as r,
-    ):
+    with FSDP.summon_full_params(model, writeback=False, rank0_only=rank0_only), trace.record() as r:
         if dist.get_rank() == 0:
             assert_same(model.state_dict(), plain_model(nn.Linear).state_dict())
     assert r.count("AG") == 0

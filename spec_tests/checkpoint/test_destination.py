@@ -1,4 +1,4 @@
-"""``state_dict(destination=..., prefix=...)``: entries of other models, and the versions of modules."""
+"""``state_dict(destination=..., prefix=...)``: entries of other models, versions of modules, and parts of units."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spec_tests.checkpoint.checkpoints import FULL, LOCAL, SHARDED, flat_or_original
+from spec_tests.checkpoint import checkpoints
+from spec_tests.checkpoint.checkpoints import FULL, LOCAL, SHARDED, flat_or_original, make
 from spec_tests.harness import device, ranks
-from spec_tests.subject import FullStateDictConfig, ShardedStateDictConfig
+from spec_tests.models.running import batch
+from spec_tests.models.sharding import FLAT_STRATEGIES, NO_SHARD
+from spec_tests.models.values import assert_same, full_values
+from spec_tests.subject import FullStateDictConfig, ShardingStrategy
 from spec_tests.subject import FullyShardedDataParallel as FSDP
 
 FIRST_ONLY = FullStateDictConfig(rank0_only=True)
@@ -57,28 +61,16 @@ def test_model_does_not_keep_the_entries_of_another_model(keep: bool) -> None:
     assert entry() is None
 
 
-@pytest.mark.spec("SD-FULL-13")
-@flat_or_original
-@ranks(2)
-def test_plain_module_around_a_wrapper_chooses_strict_after_a_strict_load(keep: bool) -> None:
-    model = FSDP(nn.Linear(3, 4), use_orig_params=keep, device_id=device())
-    model.load_state_dict(model.state_dict())
-    found = nn.Sequential(model).load_state_dict({"0.bias": torch.ones(4)}, strict=False)
-    assert found.missing_keys == ["0.weight"]
-    with FSDP.summon_full_params(model):
-        assert torch.equal(model.module.bias.cpu(), torch.ones(4))
-
-
 @pytest.mark.spec("SAVE-02")
 @ranks(2)
 def test_rank0_only_keeps_shards_of_inner_unit_on_every_rank() -> None:
     model = FSDP(nn.Sequential(FSDP(nn.Linear(3, 4), device_id=device()), nn.Linear(4, 2)), device_id=device())
     FSDP.set_state_dict_type(model, FULL, FIRST_ONLY)
-    FSDP.set_state_dict_type(model.module[0], SHARDED, ShardedStateDictConfig(_use_dtensor=True))
+    FSDP.set_state_dict_type(model.module[0], SHARDED)
     rows = ["0.weight", "0.bias"]
     saved = model.state_dict()
     assert list(saved) == [*rows, *(["1.weight", "1.bias"] if dist.get_rank() == 0 else [])]
-    assert saved["0.weight"].full_tensor().shape == (4, 3)
+    assert checkpoints.gathered(saved["0.weight"]).shape == (4, 3)
 
 
 @pytest.mark.spec("SAVE-01", "SAVE-02")
@@ -188,3 +180,39 @@ def test_prefix_of_a_state_dict_is_kept_in_the_paths_of_its_versions() -> None:
     state = wrapped(keep=True).state_dict(prefix="model.")
     expected = plain().state_dict(prefix="model.")
     assert all(state._metadata[path] == version for path, version in expected._metadata.items())
+
+
+PARTS = ("first.0", "second.0", "head", "")
+
+
+@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
+@flat_or_original
+@pytest.mark.spec("PROG-68")
+@ranks(2)
+def test_a_part_of_a_unit_has_no_state_dict_of_its_own(keep: bool, strategy: ShardingStrategy) -> None:
+    model = checkpoints.wrapped(make(), use_orig_params=keep, sharding_strategy=strategy)
+    plain: Any = make()
+    rank, paths = dist.get_rank(), {path.replace("_fsdp_wrapped_module.", ""): m for path, m in model.named_modules()}
+    parts = [(paths[name] if name else model.module, plain.get_submodule(name)) for name in PARTS]
+    for evaluates in (False, True):
+        if evaluates:
+            with torch.no_grad():
+                model(batch(width=3))
+        for part, same in parts:
+            expected = same.state_dict()
+            if keep and strategy is NO_SHARD:
+                found = part.state_dict()
+                assert all(torch.equal(found[name], value) for name, value in expected.items())
+                part.load_state_dict(expected)
+                continue
+            for call in (part.state_dict, lambda part=part, expected=expected: part.load_state_dict(expected)):
+                with pytest.raises(RuntimeError, match=rf"rank {rank}: .*inside of unit.*summon_full_params"):
+                    call()
+    assert_same(full_values(model), dict(plain.named_parameters()), bitwise=True)
+    with FSDP.summon_full_params(model):
+        for part, same in parts[:-1]:
+            changed = {name: value + 1 for name, value in same.state_dict().items()}
+            part.load_state_dict(changed)
+            same.load_state_dict(changed)
+            assert all(torch.equal(part.state_dict()[name], value) for name, value in changed.items())
+    assert_same(full_values(model), dict(plain.named_parameters()), bitwise=True)

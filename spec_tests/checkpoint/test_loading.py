@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from spec_tests import subject
 from spec_tests.harness import device, plain_tensor, ranks
 from spec_tests.models.modules import WIDTH, Block, Stack, seeded
-from spec_tests.models.running import detailed_debugging, iterate
+from spec_tests.models.running import Wire, batch, detailed_debugging, iterate, loss_of
 from spec_tests.models.sharding import grid_mesh, sharded
 from spec_tests.models.values import assert_same, full_values, named
 from spec_tests.oracles import count_collectives
@@ -72,19 +72,22 @@ def on_meta() -> Any:
 # --- the dictionary itself ---
 
 
-@pytest.mark.spec("FS2-SD-01")
+@pytest.mark.spec("FS2-SD-01", "FS2-SD-12")
 @ranks(2)
-def test_state_dict_has_dtensors_under_plain_names_and_sends_nothing() -> None:
-    model = sharded()
-    iterate(model)
+def test_state_dict_has_dtensors_under_plain_names_and_is_loaded_without_communication() -> None:
+    model, target = sharded(), other()
+    train(model, adam(model), range(2))
     with count_collectives() as counts:
         state = model.state_dict()
+        assert not target.load_state_dict(state).missing_keys
     assert counts.order == []
     assert list(state) == list(seeded().state_dict())
     for name, parameter in model.named_parameters():
         assert isinstance(state[name], DTensor)
         assert state[name].placements == parameter.placements
         assert state[name].to_local().data_ptr() == parameter.to_local().data_ptr()
+    assert_same(full_values(target), full_values(model))
+    assert iterate(target, 5) == iterate(model, 5)
 
 
 @pytest.mark.spec("FS2-SD-01")
@@ -108,18 +111,6 @@ def test_state_dict_contains_buffers_as_plain_tensors() -> None:
     state = model.state_dict()
     assert type(state["1.running_mean"]) is plain_tensor()
     assert isinstance(state["1.weight"], DTensor)
-
-
-@pytest.mark.spec("FS2-SD-01", "FS2-SD-12")
-@ranks(2)
-def test_a_sharded_state_dict_loads_back_without_communication() -> None:
-    source, target = sharded(), other()
-    train(source, adam(source), range(2))
-    with count_collectives() as counts:
-        assert not target.load_state_dict(source.state_dict()).missing_keys
-    assert counts.order == []
-    assert_same(full_values(target), full_values(source))
-    assert iterate(target, 5) == iterate(source, 5)
 
 
 # --- manually ---
@@ -220,45 +211,36 @@ def test_dtensors_over_other_ranks_are_refused_before_anything_is_copied(assign:
     whole = {name: value.full_tensor() for name, value in state.items()}
     # The last tensor, so that all others would be copied before the error.
     last = list(state)[-1]
-    otherwise: dict[str, tuple[DeviceMesh, list[Placement]]] = {
-        "turned": (turned, [Shard(0)]),
-        "copies": (mesh, [Replicate()]),
-    }
-    for kind, (ranks_of_it, placements) in otherwise.items():
+    otherwise: list[tuple[DeviceMesh, list[Placement]]] = [(turned, [Shard(0)])]
+    if assign:
+        otherwise.append((mesh, [Replicate()]))
+    for ranks_of_it, placements in otherwise:
         state[last] = distribute_tensor(whole[last], ranks_of_it, placements, src_data_rank=None)
-        if kind == "copies" and not assign:
-            continue
         with pytest.raises(RuntimeError) as caught:
             model.load_state_dict(state, assign=assign)
+        shape = tuple(whole[last].shape)
         for part in (
-            f"rank {dist.get_rank()}: load_state_dict expected {last!r} of shape {tuple(whole[last].shape)}",
+            f"rank {dist.get_rank()}: load_state_dict expected {last!r} of shape {shape}",
             "on ranks [0, 1] with placements (Shard(dim=0),)",
-            f"found shape {tuple(whole[last].shape)} on ranks {ranks_of_it.mesh.tolist()} with placements",
+            f"found shape {shape} on ranks {ranks_of_it.mesh.tolist()} with placements",
             "torch.distributed.checkpoint",
         ):
             assert part in str(caught.value)
         assert_same(full_values(model), before, bitwise=True)
     if not assign:
+        state[last] = distribute_tensor(whole[last], mesh, [Replicate()], src_data_rank=None)
         model.load_state_dict(state)
         assert_same(full_values(model), whole, bitwise=True)
 
 
 @pytest.mark.spec("NEW-21")
+@pytest.mark.parametrize("is_on_meta", [False, True])
 @ranks(2)
-def test_while_debugging_plain_tensors_are_sharded_instead() -> None:
-    model = other()
+def test_while_debugging_plain_tensors_are_sharded_instead(is_on_meta: bool) -> None:
+    model = on_meta() if is_on_meta else other()
     with detailed_debugging():
-        model.load_state_dict(seeded().state_dict())
+        model.load_state_dict(seeded().state_dict(), assign=is_on_meta)
     assert {type(p.data) for p in model.parameters()} == {DTensor}
-    assert_same(full_values(model), named(seeded()))
-
-
-@pytest.mark.spec("NEW-21")
-@ranks(2)
-def test_while_debugging_plain_tensors_replace_parameters_on_the_meta_device() -> None:
-    model = on_meta()
-    with detailed_debugging():
-        model.load_state_dict(seeded().state_dict(), assign=True)
     assert_same(full_values(model), named(seeded()))
 
 
@@ -278,14 +260,6 @@ def test_only_rank_0_needs_the_dictionary() -> None:
         iterate(target)
 
 
-@pytest.mark.spec("FS2-SD-06")
-@ranks(2)
-def test_a_full_dictionary_on_every_rank_needs_no_broadcast() -> None:
-    target = other()
-    set_model_state_dict(target, seeded().state_dict(), options=StateDictOptions(full_state_dict=True))
-    assert_same(full_values(target), named(seeded()))
-
-
 @pytest.mark.spec("FS2-SD-07")
 @ranks(2)
 def test_broadcast_accepts_only_full_dictionaries() -> None:
@@ -295,7 +269,7 @@ def test_broadcast_accepts_only_full_dictionaries() -> None:
 
 @pytest.mark.spec("FS2-SD-08", "FS2-SD-09")
 @ranks(2)
-def test_full_state_dict_on_the_cpu_is_empty_on_ranks_other_than_0() -> None:
+def test_full_state_dict_is_on_all_ranks_or_on_the_cpu_of_rank_0() -> None:
     model = sharded()
     train(model, adam(model), range(1))
     state = get_model_state_dict(model, options=FULL)
@@ -305,37 +279,33 @@ def test_full_state_dict_on_the_cpu_is_empty_on_ranks_other_than_0() -> None:
         assert_same(state, {name: value.cpu() for name, value in expected.items()})
     else:
         assert state == {}
+    on_all_ranks = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert {type(value) for value in on_all_ranks.values()} == {plain_tensor()}
+    assert_same(on_all_ranks, expected)
 
 
-@pytest.mark.spec("FS2-SD-08")
+def two_places() -> nn.Sequential:
+    block = Block()
+    return nn.Sequential(block, nn.Linear(6, 6), block)
+
+
+@pytest.mark.spec("PROG-08")
+@pytest.mark.parametrize("is_unit", [True, False])
 @ranks(2)
-def test_full_state_dict_without_cpu_offload_is_on_all_ranks() -> None:
-    model = sharded()
-    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    assert {type(value) for value in state.values()} == {plain_tensor()}
-    assert_same(state, named(seeded()))
-
-
-@pytest.mark.spec("FS2-SD-10")
-@ranks(2)
-def test_optimizer_state_is_saved_and_loaded_manually() -> None:
-    source = sharded()
-    optimizer = adam(source)
-    train(source, optimizer, range(3))
-    model_state = get_model_state_dict(source, options=FULL)
-    # A copy, as from a file: on the CPU, the step counts in the dict are not copies.
-    optimizer_state = copy.deepcopy(get_optimizer_state_dict(source, optimizer, options=FULL))
-    assert (optimizer_state == {}) == (dist.get_rank() != 0)
-    target = other()
-    fresh = adam(target)
-    set_model_state_dict(target, model_state, options=FROM_RANK_0)
-    set_optimizer_state_dict(target, fresh, optimizer_state, options=FROM_RANK_0)
-    for (name, mine), parameter in zip(target.named_parameters(), source.parameters(), strict=True):
-        for key in ("exp_avg", "exp_avg_sq"):
-            assert isinstance(fresh.state[mine][key], DTensor)
-            assert torch.equal(fresh.state[mine][key].to_local(), optimizer.state[parameter][key].to_local()), name
-        assert fresh.state[mine]["step"].item() == 3
-    assert train(target, fresh, range(3, 6)) == train(source, optimizer, range(3, 6))
+def test_full_state_dict_of_module_in_two_places_loads(is_unit: bool) -> None:
+    plain, model = seeded(two_places, 1), seeded(two_places, 2)
+    if is_unit:
+        fully_shard(model[0])
+    fully_shard(model)
+    options = StateDictOptions(full_state_dict=True)
+    assert list(get_model_state_dict(model, options=options)) == list(plain.state_dict())
+    set_model_state_dict(model, plain.state_dict(), options=options)
+    for name, value in get_model_state_dict(model, options=options).items():
+        assert torch.equal(value, plain.state_dict()[name])
+    assert torch.equal(model(batch()), plain(batch()))
+    loss_of(model(batch())).backward()
+    with pytest.raises(RuntimeError, match="whole tensors"):
+        model.load_state_dict(plain.state_dict())
 
 
 # --- interrupted and resumed ---
@@ -374,48 +344,36 @@ def load_dcp(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> None
 WAYS = {"DTensor": (save_dtensor, load_dtensor), "DCP": (save_dcp, load_dcp)}
 
 
-@pytest.mark.spec("FS2-SD-11")
+@pytest.mark.spec("FS2-SD-10", "FS2-SD-11")
 @pytest.mark.parametrize("way", WAYS)
 @ranks(2)
 def test_second_run_resumes_from_the_checkpoint_of_the_first(way: str, tmp_path: Path) -> None:
     save, load = WAYS[way]
-    first = sharded()
-    optimizer = adam(first)
+    first, second = sharded(), other()
+    optimizer, fresh = adam(first), adam(second)
     train(first, optimizer, range(3))
     save(tmp_path, first, optimizer)
-    uninterrupted = train(first, optimizer, range(3, 6))
-    second = other()
-    fresh = adam(second)
     load(tmp_path, second, fresh)
-    assert train(second, fresh, range(3, 6)) == uninterrupted
+    for (name, mine), parameter in zip(second.named_parameters(), first.parameters(), strict=True):
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert isinstance(fresh.state[mine][key], DTensor)
+            assert torch.equal(fresh.state[mine][key].to_local(), optimizer.state[parameter][key].to_local()), name
+        assert fresh.state[mine]["step"].item() == 3
+    assert train(second, fresh, range(3, 6)) == train(first, optimizer, range(3, 6))
     assert_same(full_values(second), full_values(first))
 
 
 @pytest.mark.spec("FS2-SD-12")
-@ranks(2)
-def test_distributed_checkpoint_all_gathers_no_parameter(tmp_path: Path) -> None:
-    model = sharded()
-    train(model, adam(model), range(1))
-    with count_collectives() as counts:
-        dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=tmp_path)
-    target = other()
-    with count_collectives() as more:
+@ranks(4)
+def test_distributed_checkpoint_is_loaded_under_another_mesh_without_sending_values(tmp_path: Path) -> None:
+    source, target = sharded(), sharded(mesh=grid_mesh())
+    train(source, adam(source), range(1))
+    with Wire() as wire:
+        dcp.save({"model": get_model_state_dict(source)}, checkpoint_id=tmp_path)
         state = {"model": get_model_state_dict(target)}
         dcp.load(state, checkpoint_id=tmp_path)
         set_model_state_dict(target, state["model"])
-    assert counts.calls["reduce_scatter"] == more.calls["reduce_scatter"] == 0
-    assert_same(full_values(target), full_values(model))
-
-
-@pytest.mark.spec("FS2-SD-12")
-@ranks(4)
-def test_distributed_checkpoint_is_loaded_under_another_mesh(tmp_path: Path) -> None:
-    source, target = sharded(), sharded(mesh=grid_mesh())
-    train(source, adam(source), range(1))
-    dcp.save({"model": get_model_state_dict(source)}, checkpoint_id=tmp_path)
-    state = {"model": get_model_state_dict(target)}
-    dcp.load(state, checkpoint_id=tmp_path)
-    set_model_state_dict(target, state["model"])
+    assert wire.values == []
     assert_same(full_values(target), full_values(source))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +14,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from spec_tests import subject
-from spec_tests.checkpoint.checkpoints import make, quiet, wrapped
+from spec_tests.checkpoint.checkpoints import fully_sharded, make, quiet, train_alike, wrapped
 from spec_tests.harness import device, ranks
-from spec_tests.models.running import batch
 from spec_tests.models.sharding import grid
 from spec_tests.models.values import assert_same, full_values
 from spec_tests.subject import ShardingStrategy
@@ -24,12 +23,7 @@ from spec_tests.subject import ShardingStrategy
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 APIS = ("flat", "original", "fully_shard")
 SIZES = (4, 2, 3, 4)
-
-
-def directory() -> str:
-    box = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box)
-    return str(box[0])
+CHANGING_SIZE, WITH_REPLICAS = pytest.mark.spec("PROG-90"), pytest.mark.spec("PROG-91")
 
 
 def sharded(api: str, group: dist.ProcessGroup, hybrid: str, seed: int) -> nn.Module:
@@ -39,9 +33,7 @@ def sharded(api: str, group: dist.ProcessGroup, hybrid: str, seed: int) -> nn.Mo
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=names) if hybrid == "mesh" else None
     if api == "fully_shard":
         mesh = DeviceMesh.from_group(group, device().type) if mesh is None else mesh
-        for part in (model.first, model.second, model):
-            subject.fully_shard(part, mesh=mesh)
-        return model
+        return fully_sharded(model, mesh)
     options: dict[str, Any] = {"process_group": group}
     if hybrid:
         options = {"device_mesh": mesh} if hybrid == "mesh" else {"process_group": grid()}
@@ -49,15 +41,7 @@ def sharded(api: str, group: dist.ProcessGroup, hybrid: str, seed: int) -> nn.Mo
     return wrapped(model, use_orig_params=api == "original", **options)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int) -> None:
-    for number in range(first, first + 2):
-        optimizer.zero_grad()
-        # All ranks have the same batch, so the number of ranks does not change the mean.
-        model(batch(number, 0, width=3)).square().mean().backward()
-        optimizer.step()
-
-
-def move(model: nn.Module, optimizer: Any, form: str, path: str, group: dist.ProcessGroup, *, loads: bool) -> None:
+def move(model: nn.Module, optimizer: Any, form: str, path: Path, group: dist.ProcessGroup, *, loads: bool) -> None:
     """Saves to or loads from ``path``."""
     with quiet():
         if form == "distributed":
@@ -83,42 +67,35 @@ def move(model: nn.Module, optimizer: Any, form: str, path: str, group: dist.Pro
         )
 
 
+@pytest.mark.parametrize(
+    ("api", "form", "hybrid"),
+    [
+        *(pytest.param(api, form, "", marks=CHANGING_SIZE) for api in APIS for form in ("full", "distributed")),
+        *(pytest.param(api, "distributed", "mesh", marks=WITH_REPLICAS) for api in APIS),
+        pytest.param("flat", "full", "groups", marks=WITH_REPLICAS),
+    ],
+)
 @ranks(4)
-def check_chain(api: str, form: str, hybrid: str) -> None:
+def test_checkpoints_go_from_four_ranks_to_two_to_three_and_back(
+    api: str, form: str, hybrid: str, tmp_path: Path
+) -> None:
     plain = make().to(device())
     oracle = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    path = directory()
     # With replicas, four ranks have two copies, and fewer ranks have one.
     for turn, size in enumerate(SIZES):
         group = dist.new_group(list(range(size)))
-        with_replicas = hybrid if size == 4 else ""
+        with_replicas, steps = hybrid if size == 4 else "", range(2 * turn, 2 * turn + 2)
         if with_replicas == "groups":
             grid()
         if dist.get_rank() < size:
             model = sharded(api, group, with_replicas, seed=turn)
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 if turn == 0 else 1.0)
             if turn:
-                move(model, optimizer, form, f"{path}/{turn - 1}", group, loads=True)
+                move(model, optimizer, form, tmp_path / str(turn - 1), group, loads=True)
                 assert_same(full_values(model), dict(plain.named_parameters()))
-            train(model, optimizer, 2 * turn)
-        train(plain, oracle, 2 * turn)
+            train_alike(model, optimizer, steps)
+        train_alike(plain, oracle, steps)
         if dist.get_rank() < size:
             assert_same(full_values(model), dict(plain.named_parameters()))
-            move(model, optimizer, form, f"{path}/{turn}", group, loads=False)
+            move(model, optimizer, form, tmp_path / str(turn), group, loads=False)
         dist.barrier()
-
-
-@pytest.mark.parametrize("form", ["full", "distributed"])
-@pytest.mark.parametrize("api", APIS)
-@pytest.mark.spec("PROG-90")
-def test_checkpoints_go_from_four_ranks_to_two_to_three_and_back(api: str, form: str) -> None:
-    check_chain(api=api, form=form, hybrid="")
-
-
-@pytest.mark.parametrize(
-    ("api", "hybrid", "form"),
-    [*((api, "mesh", "distributed") for api in APIS), ("flat", "groups", "full")],
-)
-@pytest.mark.spec("PROG-91")
-def test_checkpoints_go_from_replicas_to_one_copy_and_back(api: str, hybrid: str, form: str) -> None:
-    check_chain(api=api, form=form, hybrid=hybrid)

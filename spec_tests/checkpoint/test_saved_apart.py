@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from minifsdp.checkpoint.tensors import memory_of
 from spec_tests.checkpoint.checkpoints import FULL, LOCAL, SHARDED, flat_or_original
 from spec_tests.harness import device, ranks
+from spec_tests.models.sharding import FLAT_STRATEGIES
 from spec_tests.subject import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -35,8 +36,7 @@ from spec_tests.subject import (
 )
 from spec_tests.subject import FullyShardedDataParallel as FSDP
 
-STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
-every_strategy = pytest.mark.parametrize("strategy", STRATEGIES, ids=[strategy.name for strategy in STRATEGIES])
+every_strategy = pytest.mark.parametrize("strategy", FLAT_STRATEGIES, ids=lambda strategy: strategy.name)
 FORMS = {
     "full": (FULL, FullStateDictConfig()),
     "full-offloaded": (FULL, FullStateDictConfig(offload_to_cpu=True)),
@@ -111,19 +111,33 @@ def assert_no_views(saved: Any) -> None:
     assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors(saved))
 
 
-@pytest.mark.spec("SD-FULL-07", "SD-SHARD-02", "SD-LOCAL-03")
+NOT_OF_A_UNIT = ("plain.weight", "inner.1.running_mean", "steps")
+
+
+def places(model: nn.Module) -> list[int]:
+    plain = model.module
+    return [t.untyped_storage().data_ptr() for t in (plain.plain.weight, plain.inner[1].running_mean, plain.steps)]
+
+
+@pytest.mark.spec("SD-FULL-07", "SD-SHARD-02", "SD-LOCAL-03", "SAVE-01")
 @pytest.mark.parametrize("form", FORMS)
 @every_strategy
 @flat_or_original
 @ranks(2)
-def test_state_dict_of_each_type_is_a_copy(keep: bool, strategy: ShardingStrategy, form: str) -> None:
+def test_state_dict_of_each_type_is_a_copy_and_does_not_change_the_model(
+    keep: bool, strategy: ShardingStrategy, form: str
+) -> None:
     model, optimizer = wrapped(made(), strategy, keep)
+    then = places(model)
     step(model, optimizer)
     with FSDP.state_dict_type(model, *FORMS[form]):
         saved = model.state_dict()
         before = picture(saved)
         assert_no_views(saved)
+        assert {len(wrapper._forward_pre_hooks) for wrapper in FSDP.fsdp_modules(model)} == {0}
         step(model, optimizer)
+        assert places(model) == then
+        assert not {saved[name].untyped_storage().data_ptr() for name in NOT_OF_A_UNIT} & set(then)
         assert_unchanged(saved, before)
         after = model.state_dict()
     is_same = [key for key in saved if all(map(torch.equal, tensors(after[key]), tensors(saved[key])))]
@@ -208,45 +222,28 @@ def test_values_written_by_custom_state_code_stay_unchanged(keep: bool, strategy
     assert_unchanged(saved, before)
 
 
-@pytest.mark.spec("SD-FULL-07", "SUMMON-02")
+@pytest.mark.spec("SD-FULL-01", "SD-FULL-07", "SUMMON-02")
 @every_strategy
 @flat_or_original
 @ranks(2)
-def test_state_dict_of_summoned_model_is_a_copy(keep: bool, strategy: ShardingStrategy) -> None:
+def test_state_dict_of_summoned_model_is_a_copy_of_its_current_values(keep: bool, strategy: ShardingStrategy) -> None:
     model, optimizer = wrapped(made(Outspoken), strategy, keep)
     with FSDP.summon_full_params(model):
-        saved = model.state_dict()
-        before = picture(saved)
-        with torch.no_grad():
-            for tensor in [*model.parameters(), *model.buffers()]:
-                tensor.add_(1)
-    assert_unchanged(saved, before)
-    step(model, optimizer)
-    assert_unchanged(saved, before)
-
-
-NOT_OF_A_UNIT = ("plain.weight", "inner.1.running_mean", "steps")
-
-
-def places(model: nn.Module) -> list[int]:
-    plain = model.module
-    return [t.untyped_storage().data_ptr() for t in (plain.plain.weight, plain.inner[1].running_mean, plain.steps)]
-
-
-@pytest.mark.spec("SD-FULL-07", "SAVE-01")
-@pytest.mark.parametrize("form", FORMS)
-@ranks(2)
-def test_saving_does_not_change_memory_and_hooks_of_the_model(form: str) -> None:
-    model, optimizer = wrapped(made(), ShardingStrategy.FULL_SHARD, keep=False)
-    then = places(model)
-    with FSDP.state_dict_type(model, *FORMS[form]):
-        saved = model.state_dict()
+        for parameter in model.parameters():
+            parameter.data.fill_(2.0)
+        saved, inner = model.state_dict(), model.module.state_dict()
+    assert list(inner) == list(saved)
+    assert all(map(torch.equal, tensors(inner), tensors(saved)))
+    assert all(map(torch.equal, tensors(model.state_dict()), tensors(saved)))
+    assert saved["inner.0.weight"].tolist() == [[2.0] * 3] * 5
     before = picture(saved)
-    assert {len(wrapper._forward_pre_hooks) for wrapper in FSDP.fsdp_modules(model)} == {0}
+    with FSDP.summon_full_params(model), torch.no_grad():
+        saved_again = model.state_dict()
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.add_(1)
+    assert_unchanged(saved_again, before)
     step(model, optimizer)
-    assert places(model) == then
-    assert not {saved[name].untyped_storage().data_ptr() for name in NOT_OF_A_UNIT} & set(then)
-    assert_unchanged(saved, before)
+    assert_unchanged([saved, saved_again], before + before)
 
 
 def shared_names(saved: dict[str, Tensor], model: nn.Module) -> list[str]:
@@ -325,6 +322,9 @@ def test_views_and_shared_tensors_share_memory_after_a_save(form: str) -> None:
     with FSDP.state_dict_type(model, *FORMS[form]):
         saved = model.state_dict()
         before = picture(saved)
+        assert saved["stats"].data_ptr() == saved["again"].data_ptr()
+        # One copy for both names, and only the elements that an expanded buffer or a view has.
+        assert saved["wide"].untyped_storage().nbytes() == saved["first"].untyped_storage().nbytes() == 2 * 4
         for _ in range(2):
             model(torch.ones(4)).backward()
         assert plain.stats.tolist() == [2, 2, 4, 4]
@@ -335,17 +335,6 @@ def test_views_and_shared_tensors_share_memory_after_a_save(form: str) -> None:
         # torch cannot copy into an expanded buffer.
         model.load_state_dict({key: value for key, value in saved.items() if key != "wide"}, strict=False)
     assert plain.rest.tolist() == [0, 0]
-
-
-@pytest.mark.spec("SAVE-01")
-@pytest.mark.cpu  # shared memory
-@ranks(2)
-def test_copies_in_a_dict_take_no_more_memory_than_the_buffers() -> None:
-    plain = Views()
-    saved = FSDP(plain, ignored_states=[plain.table], device_id=torch.device("cpu")).state_dict()
-    assert saved["stats"].data_ptr() == saved["again"].data_ptr()
-    assert saved["wide"].untyped_storage().nbytes() == 2 * 4
-    assert saved["first"].untyped_storage().nbytes() == 2 * 4
 
 
 @pytest.mark.spec("SAVE-01")
@@ -361,27 +350,19 @@ def test_optimizer_hook_added_after_a_save_is_called_in_the_next_step() -> None:
     assert saved
 
 
-@pytest.mark.spec("SD-FULL-07")
+@pytest.mark.spec("SD-FULL-07", "SAVE-01")
 @ranks(2)
-def test_a_sparse_buffer_is_copied_too() -> None:
+def test_sparse_buffers_and_buffers_computed_by_autograd_are_copied_without_a_warning() -> None:
     plain = made()
     plain.register_buffer("sparse", torch.eye(2).to_sparse().to(device()))
-    model, _ = wrapped(plain, ShardingStrategy.FULL_SHARD, keep=False)
-    saved = model.state_dict()["sparse"]
-    plain.sparse.mul_(3)
-    assert torch.equal(saved.to_dense().cpu(), torch.eye(2))
-
-
-@pytest.mark.spec("SAVE-01")
-@ranks(2)
-def test_a_buffer_that_autograd_has_computed_is_copied_without_a_warning() -> None:
-    plain = made()
     plain.register_buffer("computed", torch.ones(2, requires_grad=True, device=device()) * 3)
     model, _ = wrapped(plain, ShardingStrategy.FULL_SHARD, keep=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        saved = model.state_dict()["computed"]
-    assert memory_of(saved) != memory_of(model.module.computed)
+        saved = model.state_dict()
+    assert memory_of(saved["computed"]) != memory_of(plain.computed)
+    plain.sparse.mul_(3)
+    assert torch.equal(saved["sparse"].to_dense().cpu(), torch.eye(2))
 
 
 @pytest.mark.spec("SD-FULL-07")

@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.distributed.device_mesh import init_device_mesh
 
 from spec_tests import subject
-from spec_tests.checkpoint.checkpoints import flat_or_original, make, quiet, wrapped
+from spec_tests.checkpoint.checkpoints import flat_or_original, fully_sharded, make, quiet, train_alike, wrapped
 from spec_tests.harness import device, ranks
-from spec_tests.models.modules import seeded
+from spec_tests.models.modules import Block, Tied, seeded
 from spec_tests.models.running import batch
+from spec_tests.models.sharding import HYBRID_SHARD, grid_mesh
 from spec_tests.models.values import assert_same, full_values
 from spec_tests.subject import FullyShardedDataParallel as FSDP
-from spec_tests.subject import ModuleWrapPolicy, OptimStateKeyType, ShardedGradScaler, ShardingStrategy
+from spec_tests.subject import ModuleWrapPolicy, OptimStateKeyType, ShardedGradScaler
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 SCHEDULES: dict[str, Any] = {
@@ -32,12 +32,9 @@ class Run:
     """A model and everything that a resumed training needs."""
 
     def __init__(self, api: str, schedule: str, seed: int) -> None:
-        self.model: Any = make(seed)
-        if api == "fully_shard":
-            for part in (self.model.first, self.model.second, self.model):
-                subject.fully_shard(part)
-        else:
-            self.model = wrapped(self.model, use_orig_params=api == "original")
+        plain = make(seed)
+        is_wrapped = api != "fully_shard"
+        self.model = wrapped(plain, use_orig_params=api == "original") if is_wrapped else fully_sharded(plain)
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.schedule = SCHEDULES[schedule](self.optimizer)
         self.scaler = ShardedGradScaler(device().type, init_scale=64.0, growth_interval=2)
@@ -70,17 +67,6 @@ class Run:
         self.scaler.load_state_dict(scaler)
 
 
-@ranks(2)
-def check_resumed(api: str, schedule: str, full: bool) -> None:
-    options = StateDictOptions(full_state_dict=full)
-    with quiet():
-        run, resumed = Run(api, schedule, 0), Run(api, schedule, 1)
-        run.steps(0, 4)
-        resumed.load(run.saved(options), options)
-        assert resumed.steps(4, 8) == run.steps(4, 8)
-    assert_same(full_values(resumed.model), full_values(run.model), bitwise=True)
-
-
 @pytest.mark.parametrize(
     ("api", "schedule", "full"),
     [
@@ -91,52 +77,43 @@ def check_resumed(api: str, schedule: str, full: bool) -> None:
     ],
 )
 @pytest.mark.spec("PROG-96")
+@ranks(2)
 def test_a_run_resumes_with_its_scheduler_and_scaler(api: str, schedule: str, full: bool) -> None:
-    check_resumed(api=api, schedule=schedule, full=full)
-
-
-class Tied(nn.Module):
-    """The unit of ``middle``, and a weight that two modules of the root share."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.into, self.out = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.middle = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
-        self.out.weight = self.into.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.out(self.middle(self.into(x)))
-        return out
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, *numbers: int) -> None:
-    for number in numbers:
-        optimizer.zero_grad()
-        model(batch(number, 0, width=3)).square().mean().backward()
-        optimizer.step()
+    options = StateDictOptions(full_state_dict=full)
+    with quiet():
+        run, resumed = Run(api, schedule, 0), Run(api, schedule, 1)
+        run.steps(0, 4)
+        resumed.load(run.saved(options), options)
+        assert resumed.steps(4, 8) == run.steps(4, 8)
+    assert_same(full_values(resumed.model), full_values(run.model), bitwise=True)
 
 
 def tied(keep: bool, hybrid: bool, seed: int) -> Any:
-    options: dict[str, Any] = {}
-    if hybrid:
-        options["device_mesh"] = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
-        options["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
-    return wrapped(seeded(Tied, seed), use_orig_params=keep, **options)
+    options: dict[str, Any] = {"device_mesh": grid_mesh(), "sharding_strategy": HYBRID_SHARD} if hybrid else {}
+    policy = ModuleWrapPolicy({Block})
+    return wrapped(seeded(plain_tied, seed), auto_wrap_policy=policy, use_orig_params=keep, **options)
 
 
+def plain_tied() -> nn.Module:
+    return Tied(3)
+
+
+@pytest.mark.parametrize("hybrid", [False, True], ids=["sharded", "hybrid"])
+@flat_or_original
+@pytest.mark.spec("PROG-94")
 @ranks(4)
-def check_older(keep: bool, hybrid: bool) -> None:
-    plain = seeded(Tied, 0).to(device())
+def test_older_functions_agree_with_a_plain_optimizer(keep: bool, hybrid: bool) -> None:
+    plain = seeded(plain_tied, 0)
     oracle = torch.optim.Adam(plain.parameters(), lr=0.01)
     model = tied(keep, hybrid, 0)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    train(plain, oracle, 0, 1)
-    train(model, optimizer, 0, 1)
+    train_alike(plain, oracle, (0, 1))
+    train_alike(model, optimizer, (0, 1))
     weights, own = model.state_dict(), copy.deepcopy(oracle.state_dict())
-    train(plain, oracle, 2, 3)
+    train_alike(plain, oracle, (2, 3))
     mine = FSDP.full_optim_state_dict(model, optimizer)
     of_all = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
-    named = FSDP.rekey_optim_state_dict(own, OptimStateKeyType.PARAM_NAME, seeded(Tied, 0))
+    named = FSDP.rekey_optim_state_dict(own, OptimStateKeyType.PARAM_NAME, seeded(plain_tied, 0))
     ways: list[Any] = [
         lambda other, fresh: FSDP.shard_full_optim_state_dict(of_all, other, optim=fresh),
         lambda other, fresh: FSDP.scatter_full_optim_state_dict(mine or None, other, optim=fresh),
@@ -151,21 +128,14 @@ def check_older(keep: bool, hybrid: bool) -> None:
         fresh = torch.optim.Adam(other.parameters(), lr=1.0)
         other.load_state_dict(weights)
         fresh.load_state_dict(way(other, fresh))
-        train(other, fresh, 2, 3)
+        train_alike(other, fresh, (2, 3))
         assert_same(full_values(other), dict(plain.named_parameters()))
-    unwrapped = seeded(Tied, 1).to(device())
+    unwrapped = seeded(plain_tied, 1)
     unwrapped.load_state_dict(weights)
     fresh = torch.optim.Adam(unwrapped.parameters(), lr=1.0)
     fresh.load_state_dict(FSDP.rekey_optim_state_dict(of_all, OptimStateKeyType.PARAM_ID, unwrapped))
-    train(unwrapped, fresh, 2, 3)
+    train_alike(unwrapped, fresh, (2, 3))
     assert_same(dict(unwrapped.named_parameters()), dict(plain.named_parameters()))
-
-
-@pytest.mark.parametrize("hybrid", [False, True], ids=["sharded", "hybrid"])
-@flat_or_original
-@pytest.mark.spec("PROG-94")
-def test_older_functions_agree_with_a_plain_optimizer(keep: bool, hybrid: bool) -> None:
-    check_older(keep=keep, hybrid=hybrid)
 
 
 class Renaming(nn.Module):
@@ -200,24 +170,20 @@ def renaming() -> nn.Module:
     return nn.Sequential(Renaming(), nn.Linear(3, 2))
 
 
+@pytest.mark.parametrize(("units", "full"), [(True, True), (True, False), (False, True), (False, False)])
+@flat_or_original
+@pytest.mark.spec("PROG-95")
 @ranks(2)
-def check_renamed(keep: bool, units: bool, full: bool) -> None:
+def test_a_module_may_rename_its_keys(keep: bool, units: bool, full: bool) -> None:
     options: dict[str, Any] = {"auto_wrap_policy": ModuleWrapPolicy({Renaming}) if units else None}
     model, other = (wrapped(seeded(renaming, seed), use_orig_params=keep, **options) for seed in (0, 1))
     optimizer, fresh = (torch.optim.Adam(m.parameters(), lr=0.01) for m in (model, other))
-    train(model, optimizer, 0)
+    train_alike(model, optimizer, (0,))
     form = StateDictOptions(full_state_dict=full)
     with quiet():
         weights, states = subject.get_state_dict(model, optimizer, options=form)
         assert sorted(weights) == sorted(renaming().state_dict())
         subject.set_state_dict(other, fresh, model_state_dict=weights, optim_state_dict=states, options=form)
-    train(model, optimizer, 1, 2)
-    train(other, fresh, 1, 2)
+    train_alike(model, optimizer, (1, 2))
+    train_alike(other, fresh, (1, 2))
     assert_same(full_values(other), full_values(model), bitwise=True)
-
-
-@pytest.mark.parametrize(("units", "full"), [(True, True), (True, False), (False, True), (False, False)])
-@flat_or_original
-@pytest.mark.spec("PROG-95")
-def test_a_module_may_rename_its_keys(keep: bool, units: bool, full: bool) -> None:
-    check_renamed(keep=keep, units=units, full=full)

@@ -78,53 +78,17 @@ def test_model_can_be_loaded_after_a_forward_that_keeps_its_parameters(keep: boo
     assert torch.equal(model(x), other.eval()(x))
 
 
-@pytest.mark.spec("SD-FULL-05", "SD-FULL-03")
+@pytest.mark.spec("SD-FULL-03", "SD-FULL-05", "SD-FULL-06")
+@pytest.mark.parametrize("rank0_only", [False, True])
 @ranks(2)
-def test_rank0_only_all_gathers_on_all_and_returns_on_rank_0() -> None:
+def test_state_dict_unshards_one_unit_at_a_time_on_all_ranks(rank0_only: bool) -> None:
     model = sharded(plain_model())
-    with (
-        FSDP.state_dict_type(model, FULL, FullStateDictConfig(rank0_only=True, offload_to_cpu=True)),
-        trace.record() as r,
-    ):
+    config = FullStateDictConfig(rank0_only=rank0_only, offload_to_cpu=rank0_only)
+    with FSDP.state_dict_type(model, FULL, config), trace.record() as r:
         state = model.state_dict()
-    assert r.count("AG") == 2
-    assert len(state) == (len(plain_model().state_dict()) if dist.get_rank() == 0 else 0)
-
-
-@pytest.mark.spec("SD-FULL-06")
-@ranks(2)
-def test_state_dict_unshards_one_unit_at_a_time() -> None:
-    model = sharded(plain_model())
-    with trace.record() as r:
-        model.state_dict()
     assert [word.split()[0] for word in r.order()] == ["AG", "FREE", "AG", "FREE"]
-
-
-@pytest.mark.spec("SD-FULL-07")
-@flat_or_original
-@ranks(2)
-def test_returned_state_dict_stays_unchanged_by_training(keep: bool) -> None:
-    model = sharded(plain_model(), use_orig_params=keep)
-    state = {key: value for key, value in model.state_dict().items() if "running" not in key and "num" not in key}
-    before = {key: value.clone() for key, value in state.items()}
-    model(torch.ones(2, 3, device=device())).sum().backward()
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    assert all(torch.equal(state[key], before[key]) for key in state)
-
-
-@pytest.mark.spec("SD-FULL-08", "SD-FULL-09", "LEGACY-11")
-@flat_or_original
-@ranks(2)
-def test_full_dict_loads_without_all_gather(keep: bool) -> None:
-    model = sharded(plain_model(), use_orig_params=keep)
-    wanted = plain_model(7).state_dict()
-    with trace.record() as r:
-        model.load_state_dict(wanted)
-    assert r.events == []
-    state = model.state_dict()
-    assert all(torch.equal(state[key], wanted[key]) for key in wanted)
-    with pytest.raises(RuntimeError, match="Missing key"):
-        model.load_state_dict({})
+    has_entries = dist.get_rank() == 0 or not rank0_only
+    assert list(state) == (list(plain_model().state_dict()) if has_entries else [])
 
 
 class ReadLate:
@@ -141,30 +105,23 @@ class ReadLate:
         return function(*(arg._value if isinstance(arg, cls) else arg for arg in args), **(kwargs or {}))
 
 
-@pytest.mark.spec("SD-FULL-08", "SD-FULL-09")
+@pytest.mark.spec("SD-FULL-08", "SD-FULL-09", "LEGACY-11")
+@pytest.mark.parametrize("lazily", [False, True])
 @flat_or_original
 @ranks(2)
-def test_lazily_read_values_are_loaded(keep: bool) -> None:
+def test_full_dict_loads_without_all_gather(keep: bool, lazily: bool) -> None:
+    read: Any = ReadLate if lazily else torch.clone
     model = sharded(plain_model(), use_orig_params=keep)
     wanted = plain_model(7).state_dict()
-    model.load_state_dict({key: ReadLate(value) for key, value in wanted.items()})
+    with trace.record() as r:
+        model.load_state_dict({key: read(value) for key, value in wanted.items()})
+    assert r.events == []
     state = model.state_dict()
     assert all(torch.equal(state[key], wanted[key]) for key in wanted)
     with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
-        model.load_state_dict({**wanted, "0.weight": ReadLate(torch.ones(2, 2))})
-
-
-@pytest.mark.spec("SD-FULL-13")
-@flat_or_original
-@ranks(2)
-def test_missing_and_unexpected_keys_are_reported_by_their_plain_names(keep: bool) -> None:
-    model = sharded(plain_model(), use_orig_params=keep)
-    state = plain_model(7).state_dict()
-    state["nobody"] = state.pop("1.bias")
-    result = model.load_state_dict(state, strict=False)
-    assert (result.missing_keys, result.unexpected_keys) == (["1.bias"], ["nobody"])
-    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
-        model.load_state_dict({**plain_model().state_dict(), "0.weight": torch.ones(2, 2)})
+        model.load_state_dict({**wanted, "0.weight": read(torch.ones(2, 2))})
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict({})
 
 
 @pytest.mark.spec("SD-SHARD-01", "SD-SHARD-02", "SD-SHARD-03", "SD-SHARD-06", "SD-CFG-18")
@@ -191,14 +148,6 @@ def test_sharded_dict_has_rows_and_loads_again(keep: bool, use_dtensor: bool) ->
     assert all(torch.equal(again[key], expected[key]) for key in expected if "running" not in key)
 
 
-@pytest.mark.spec("SD-SHARD-07")
-@ranks(2)
-def test_units_that_are_not_sharded_give_plain_tensors() -> None:
-    model = sharded(plain_model(), sharding_strategy=ShardingStrategy.NO_SHARD)
-    with FSDP.state_dict_type(model, SHARDED):
-        assert all(is_plain(value) for value in model.state_dict().values())
-
-
 @pytest.mark.spec("SD-LOCAL-01", "SD-LOCAL-02", "SD-LOCAL-03", "SD-LOCAL-04")
 @flat_or_original
 @ranks(2)
@@ -217,6 +166,19 @@ def test_local_dict_has_one_shard_per_unit_without_all_gather(keep: bool) -> Non
             model.load_state_dict({**state, "flat_param": torch.ones(2)})
     after = model.state_dict()
     assert all(torch.equal(after[key], before[key]) for key in before if "running" not in key)
+
+
+@pytest.mark.spec("SD-SHARD-07")
+@ranks(2)
+def test_units_that_are_not_sharded_give_plain_tensors_on_one_rank_alone() -> None:
+    model = sharded(plain_model(), sharding_strategy=ShardingStrategy.NO_SHARD)
+    for form in (FULL, SHARDED):
+        FSDP.set_state_dict_type(model, form)
+        if dist.get_rank() == 0:
+            state = model.state_dict()
+            assert list(state) == list(plain_model().state_dict())
+            assert all(is_plain(value) for value in state.values())
+    dist.barrier()
 
 
 @pytest.mark.spec("SD-LOCAL-06")
@@ -240,32 +202,27 @@ def test_local_state_dict_with_a_device_mesh_equals_that_with_a_group(keep: bool
         other.load_state_dict(plain_model(7).state_dict())
 
 
-@pytest.mark.spec("MP-04", "MP-10")
+@pytest.mark.spec("MP-04", "MP-10", "SD-LOCAL-05")
 @ranks(2)
-def test_checkpoints_are_in_full_precision_for_any_compute_dtype() -> None:
+def test_checkpoints_are_in_full_precision_except_buffers_of_local_ones() -> None:
     precision = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16, _module_classes_to_ignore=())
     model = FSDP(plain_model(), mixed_precision=precision)
-    model.eval()
-    model(torch.ones(2, 3, device=device()))
-    assert model.module[1].running_mean.dtype is torch.bfloat16
-    for form, dtype in [(FULL, torch.float32), (SHARDED, torch.float32), (LOCAL, torch.bfloat16)]:
-        with FSDP.state_dict_type(model, form):
-            state = model.state_dict()
-        assert state["1.running_mean"].dtype is dtype
-        key = "flat_param" if form is LOCAL else "0.weight"
-        assert state[key].dtype is torch.float32
-
-
-@pytest.mark.spec("MP-10")
-@ranks(2)
-def test_buffers_are_saved_in_their_own_dtype_after_a_conversion() -> None:
-    """Defect: the next forward stores the dtype of mixed precision as the dtype that the user gave the buffer."""
-    precision = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16, _module_classes_to_ignore=())
-    model = FSDP(plain_model(), mixed_precision=precision)
+    norm = model.module[1]
+    # Defect: after a conversion, the next forward stored the dtype of mixed precision as that of the user's buffer.
     for _ in range(2):
         model(torch.ones(4, 3, device=device()))
-        assert model.module[1].running_mean.dtype is torch.bfloat16
-        assert model.state_dict()["1.running_mean"].dtype is torch.float32
+        assert norm.running_mean.dtype is torch.bfloat16
+        for form, dtype in [(FULL, torch.float32), (SHARDED, torch.float32), (LOCAL, torch.bfloat16)]:
+            with FSDP.state_dict_type(model, form):
+                state = model.state_dict()
+            assert state["1.running_mean"].dtype is dtype
+            assert state["1.num_batches_tracked"].dtype is torch.int64
+            assert state["flat_param" if form is LOCAL else "0.weight"].dtype is torch.float32
+        expected = state["1.running_mean"].clone()
+        norm.running_mean.zero_()
+        with FSDP.state_dict_type(model, LOCAL):
+            model.load_state_dict({**state, "1.running_mean": expected})
+        assert torch.equal(norm.running_mean, expected)
         model.to(device())
 
 
@@ -289,45 +246,66 @@ def test_a_buffer_with_two_names_is_offloaded_under_both() -> None:
     assert {key: value.device.type for key, value in state.items()} == dict.fromkeys(state, "cpu")
 
 
-@pytest.mark.spec("SD-CFG-02", "SD-CFG-03", "SD-CFG-05", "SD-CFG-07", "SD-CFG-08", "SD-CFG-09", "SD-CFG-10")
+@pytest.mark.spec("SD-CFG-02", "SD-CFG-03", "SD-CFG-05", "SD-CFG-07", "SD-CFG-09", "SD-CFG-10")
 @ranks(2)
-def test_state_dict_type_is_set_for_tree_and_restored() -> None:
+def test_state_dict_type_is_set_for_tree() -> None:
     model = sharded(plain_model())
     before = FSDP.set_state_dict_type(model, SHARDED)
     assert before.state_dict_type is FULL
     assert isinstance(FSDP.get_state_dict_type(model).state_dict_config, ShardedStateDictConfig)
-    with pytest.raises(ZeroDivisionError), FSDP.state_dict_type(model, LOCAL):
-        assert FSDP.get_state_dict_type(model.module[1]).state_dict_type is LOCAL
-        _ = 1 / 0
-    assert FSDP.get_state_dict_type(model).state_dict_type is SHARDED
+    assert FSDP.get_state_dict_type(model.module[1]).state_dict_type is SHARDED
     with pytest.raises(RuntimeError, match=r"FullStateDictConfig.*LocalStateDictConfig"):
         FSDP.set_state_dict_type(model, FULL, LocalStateDictConfig())
     FSDP.set_state_dict_type(model.module[1], FULL)
     with pytest.raises(AssertionError, match="same state dict settings"):
         FSDP.get_state_dict_type(model)
+    with pytest.raises(AssertionError, match="same state dict settings"):
+        FSDP.set_state_dict_type(model, SHARDED)
 
 
-@pytest.mark.spec("SD-CFG-06", "SD-CFG-19", "FS2-SD-13")
+@pytest.mark.spec("SD-CFG-08")
 @ranks(2)
+def test_context_restores_the_state_dict_type_also_after_an_exception() -> None:
+    model = sharded(plain_model())
+    FSDP.set_state_dict_type(model, SHARDED)
+    with pytest.raises(ZeroDivisionError), FSDP.state_dict_type(model, LOCAL):
+        assert FSDP.get_state_dict_type(model.module[1]).state_dict_type is LOCAL
+        _ = 1 / 0
+    assert FSDP.get_state_dict_type(model).state_dict_type is SHARDED
+
+
+@pytest.mark.spec("SD-CFG-06", "FS2-SD-13")
 def test_module_without_units_has_no_settings_and_is_not_changed_by_the_context() -> None:
     with FSDP.state_dict_type(nn.Linear(2, 2), SHARDED):
         assert FSDP.get_state_dict_type(nn.Linear(2, 2)).state_dict_type is None
+
+
+@pytest.mark.spec("SD-CFG-19")
+@ranks(2)
+def test_state_dict_takes_no_type() -> None:
     with pytest.raises(TypeError):
         sharded(plain_model()).state_dict(state_dict_type=FULL)
 
 
 @pytest.mark.spec("SD-CFG-11", "IGN-08")
+@pytest.mark.parametrize("form", [FULL, SHARDED, LOCAL])
+@flat_or_original
 @ranks(2)
-def test_unit_in_a_plain_module_and_an_ignored_module_are_saved_under_plain_names() -> None:
+def test_a_plain_module_and_ignored_parameters_are_saved_under_plain_names(keep: bool, form: StateDictType) -> None:
     plain = nn.Sequential(nn.Linear(3, 5), nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 2))).to(device())
     expected = copy.deepcopy(plain).state_dict()
-    plain[1] = FSDP(plain[1], ignored_states=[plain[1][1]])
-    for form in (FULL, SHARDED):
-        with FSDP.state_dict_type(plain, form):
-            state = plain.state_dict()
+    plain[1] = FSDP(plain[1], ignored_states=list(plain[1][1].parameters()), use_orig_params=keep)
+    FSDP.set_state_dict_type(plain, form)
+    state = plain.state_dict()
+    if form is not LOCAL:
         assert list(state) == list(expected)
-        assert is_plain(state["1.1.weight"])
-        assert torch.equal(state["1.1.weight"], expected["1.1.weight"])
+    for name in ("0.weight", "1.1.weight"):
+        assert is_plain(state[name])
+        assert torch.equal(state[name], expected[name])
+        state[name] = expected[name] + 1
+    plain.load_state_dict(state)
+    assert torch.equal(plain[0].weight, expected["0.weight"] + 1)
+    assert torch.equal(plain[1].module[1].weight, expected["1.1.weight"] + 1)
 
 
 @pytest.mark.spec("HYB-10")
@@ -392,20 +370,6 @@ def fields_of(config: Any) -> dict[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(config) if not field.name.startswith("_")}
 
 
-@pytest.mark.spec("SD-CFG-18")
-@pytest.mark.parametrize("name", ["use_dtensor", "_use_dtensor"])
-@ranks(2)
-def test_both_names_of_the_flag_give_dtensors(name: str) -> None:
-    model = sharded(plain_model())
-    configs = ShardedStateDictConfig(**{name: True}), ShardedOptimStateDictConfig(**{name: True})
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(2, 3, device=device())).sum().backward()
-    optimizer.step()
-    with FSDP.state_dict_type(model, SHARDED, *configs):
-        assert isinstance(model.state_dict()["0.weight"], DTensor)
-        assert isinstance(FSDP.optim_state_dict(model, optimizer)["state"]["0.weight"]["exp_avg"], DTensor)
-
-
 @pytest.mark.spec("SD-CFG-12")
 @ranks(1)
 def test_set_state_dict_type_refuses_base_class_of_config() -> None:
@@ -425,12 +389,16 @@ def test_settings_are_a_plain_record() -> None:
     assert (settings.state_dict_type, settings.state_dict_config) == (SHARDED, ShardedStateDictConfig())
 
 
-@pytest.mark.spec("SD-CFG-17", "SD-SHARD-08")
+@pytest.mark.spec("SD-CFG-17")
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize(
     ("form", "kind"),
-    [(FULL, {}), (SHARDED, {}), (SHARDED, {"use_dtensor": True}), (LOCAL, {})],
-    ids=["full", "sharded", "dtensor", "local"],
+    [
+        pytest.param(FULL, {}, id="full"),
+        pytest.param(SHARDED, {}, id="sharded", marks=pytest.mark.spec("SD-SHARD-08")),
+        pytest.param(SHARDED, {"use_dtensor": True}, id="dtensor", marks=pytest.mark.spec("SD-CFG-18")),
+        pytest.param(LOCAL, {}, id="local"),
+    ],
 )
 @flat_or_original
 @ranks(2)
@@ -448,12 +416,14 @@ def test_state_dict_values_are_on_the_cpu_only_on_request(
     for name, value in found.items():
         assert local_part(value).device == where, name
         assert torch.equal(local_part(value).cpu(), expected[name])
+        assert isinstance(value, DTensor) is bool(kind) or is_plain(value)
     if form is not LOCAL:
         optimizer = torch.optim.Adam(model.parameters())
         model(torch.ones(4, 3, device=device())).sum().backward()
         optimizer.step()
         for entries in FSDP.optim_state_dict(model, optimizer)["state"].values():
             assert local_part(entries["exp_avg"]).device == where
+            assert isinstance(entries["exp_avg"], DTensor) is bool(kind)
 
 
 def written(model: FSDP, form: StateDictType) -> dict[str, Any]:
@@ -465,36 +435,3 @@ def local_part(value: Any) -> torch.Tensor:
     if isinstance(value, DTensor):
         return value.to_local()
     return value.local_shards()[0].tensor if isinstance(value, ShardedTensor) else value
-
-
-@pytest.mark.spec("SD-LOCAL-05", "MP-10")
-@ranks(2)
-def test_local_state_dict_has_buffers_in_buffer_dtype() -> None:
-    precision = MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16, _module_classes_to_ignore=())
-    model = FSDP(plain_model(), mixed_precision=precision)
-    model(torch.ones(4, 3, device=device()))
-    state = written(model, LOCAL)
-    assert state["1.running_mean"].dtype is torch.bfloat16
-    assert state["1.num_batches_tracked"].dtype is torch.int64
-    FSDP.set_state_dict_type(model, LOCAL)
-    expected = state["1.running_mean"].clone()
-    model.module[1].running_mean.zero_()
-    model.load_state_dict({**state, "1.running_mean": expected})
-    assert torch.equal(model.module[1].running_mean, expected)
-
-
-@pytest.mark.spec("IGN-08")
-@pytest.mark.parametrize("form", [FULL, SHARDED, LOCAL])
-@flat_or_original
-@ranks(2)
-def test_ignored_parameters_are_plain_in_every_state_dict_type_and_load_again(keep: bool, form: StateDictType) -> None:
-    plain = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5)).to(device())
-    expected = plain[1].weight.detach().clone()
-    model = FSDP(plain, ignored_states=[plain[1].weight, plain[1].bias], use_orig_params=keep)
-    FSDP.set_state_dict_type(model, form)
-    state = model.state_dict()
-    assert is_plain(state["1.weight"])
-    assert torch.equal(state["1.weight"], expected)
-    state["1.weight"] = expected + 1
-    model.load_state_dict(state)
-    assert torch.equal(model.module[1].weight, expected + 1)

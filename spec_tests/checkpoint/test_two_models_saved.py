@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from spec_tests import subject
-from spec_tests.checkpoint.checkpoints import FULL, SHARDED, flat_or_original, make, quiet, step, wrapped
+from spec_tests.checkpoint.checkpoints import SHARDED, flat_or_original, fully_sharded, make, quiet, step, wrapped
 from spec_tests.harness import ranks
 from spec_tests.models.values import assert_same, full_values
 from spec_tests.subject import FullyShardedDataParallel as FSDP
@@ -23,14 +23,9 @@ ALL = StateDictOptions(full_state_dict=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
-def sharded(model: Any) -> nn.Module:
-    for part in (model.first, model.second, model):
-        subject.fully_shard(part)
-    return model
-
-
 def trained(api: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = sharded(make(seed)) if api == "fully_shard" else wrapped(make(seed), use_orig_params=api == "original")
+    plain = make(seed)
+    model = fully_sharded(plain) if api == "fully_shard" else wrapped(plain, use_orig_params=api == "original")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     step(model, optimizer, 0)
     return model, optimizer
@@ -73,8 +68,18 @@ CALLS: dict[str, Callable[[Any, Any, Any], Any]] = {
 OF_WRAPPERS = ("state_dict", "optim_state_dict", "load_state_dict", "optim_state_dict_to_load")
 
 
+@pytest.mark.parametrize(
+    ("api", "name"),
+    [
+        *(("fully_shard", name) for name in CALLS if name not in OF_WRAPPERS),
+        *(("original", name) for name in OF_WRAPPERS),
+        ("flat", "optim_state_dict"),
+        ("flat", "set_model_state_dict"),
+    ],
+)
+@pytest.mark.spec("PROG-93")
 @ranks(2)
-def check_order(api: str, name: str) -> None:
+def test_ranks_save_and_load_two_equal_models_in_one_order(api: str, name: str) -> None:
     # The loads send values only if the dict is sharded.
     both = [trained(api, seed) for seed in (0, 1)]
     if name in OF_WRAPPERS:
@@ -88,33 +93,10 @@ def check_order(api: str, name: str) -> None:
             CALLS[name](*both[mine], saved[mine])
         for (model, optimizer), values in zip(both, saved, strict=True):
             CALLS[name](model, optimizer, values)
-    for (model, optimizer), expected in zip(both, before, strict=True):
-        assert_same(full_values(model), expected, bitwise=True)
-        step(model, optimizer, 1)
+    assert_unchanged_and_usable(both, before)
 
 
-@pytest.mark.parametrize(
-    ("api", "name"),
-    [
-        *(("fully_shard", name) for name in CALLS if name not in OF_WRAPPERS),
-        *(("original", name) for name in OF_WRAPPERS),
-        ("flat", "optim_state_dict"),
-        ("flat", "set_model_state_dict"),
-    ],
-)
-@pytest.mark.spec("PROG-93")
-def test_ranks_save_and_load_two_equal_models_in_one_order(api: str, name: str) -> None:
-    check_order(api=api, name=name)
-
-
-@ranks(2)
-def check_own_dicts(api: str) -> None:
-    both = [trained(api, seed) for seed in (0, 1)]
-    saved = [values_of(*each) for each in both]
-    before = [full_values(model) for model, _ in both]
-    for number in (0, 1) if dist.get_rank() else (1, 0):
-        load_rows(*both[number], saved[number])
-        load_states(*both[number], saved[number])
+def assert_unchanged_and_usable(both: Any, before: list[dict[str, torch.Tensor]]) -> None:
     for (model, optimizer), expected in zip(both, before, strict=True):
         assert_same(full_values(model), expected, bitwise=True)
         step(model, optimizer, 1)
@@ -122,12 +104,21 @@ def check_own_dicts(api: str) -> None:
 
 @flat_or_original
 @pytest.mark.spec("PROG-93")
-def test_each_rank_loads_its_own_full_dicts_in_any_order(keep: bool) -> None:
-    check_own_dicts(api="original" if keep else "flat")
-
-
 @ranks(2)
-def check_from_rank_0(keep: bool) -> None:
+def test_each_rank_loads_its_own_full_dicts_in_any_order(keep: bool) -> None:
+    both = [trained("original" if keep else "flat", seed) for seed in (0, 1)]
+    saved = [values_of(*each) for each in both]
+    before = [full_values(model) for model, _ in both]
+    for number in (0, 1) if dist.get_rank() else (1, 0):
+        load_rows(*both[number], saved[number])
+        load_states(*both[number], saved[number])
+    assert_unchanged_and_usable(both, before)
+
+
+@flat_or_original
+@pytest.mark.spec("PROG-92")
+@ranks(2)
+def test_rank_0_gives_the_weights_to_all_ranks(keep: bool) -> None:
     model, whole = wrapped(make(1), use_orig_params=keep), make().state_dict()
     result = subject.set_model_state_dict(model, given(dict(whole)), options=FROM_RANK_0)
     assert (result.missing_keys, result.unexpected_keys) == ([], [])
@@ -146,11 +137,4 @@ def check_from_rank_0(keep: bool) -> None:
     )
     subject.set_state_dict(other, fresh, model_state_dict=weights, optim_state_dict=states, options=FROM_RANK_0)
     assert step(other, fresh, 1) == step(model, optimizer, 1)
-    with FSDP.state_dict_type(other, FULL):
-        assert_same(full_values(other), full_values(model), bitwise=True)
-
-
-@flat_or_original
-@pytest.mark.spec("PROG-92")
-def test_rank_0_gives_the_weights_to_all_ranks(keep: bool) -> None:
-    check_from_rank_0(keep=keep)
+    assert_same(full_values(other), full_values(model), bitwise=True)

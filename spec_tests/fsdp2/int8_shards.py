@@ -26,8 +26,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["FromHalf", "Int8Shards", "Plain", "extended"]
-
 
 class Holds(Tensor):
     """A tensor that wraps another one. Torch operations run on the inner tensor, and their result is wrapped."""
@@ -109,14 +107,10 @@ class Int8Shards(Holds):
 class Plain(Holds):
     """An extension that all-gathers the tensor unchanged."""
 
-    def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], Any]:
+    def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
         return (self.inner,), None
 
-    def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+    def fsdp_post_all_gather(self, gathered: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
         (whole,) = gathered
         if out is None:
             return whole, (whole,)
@@ -128,9 +122,7 @@ class Plain(Holds):
 class FromHalf(Holds):
     """Defines only the first of the two methods, by mistake."""
 
-    def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], Any]:
+    def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
         return (self.inner,), None
 
 
@@ -141,3 +133,18 @@ def extended(model: nn.Module, kind: type[Holds]) -> nn.Module:
             if parameter.ndim == 2:
                 setattr(module, name, nn.Parameter(kind(parameter.detach().clone())))
     return model
+
+
+def local(tensor: Any) -> Tensor:
+    """The tensor that the shard of a `DTensor` wraps, or the shard itself."""
+    mine = tensor.to_local()
+    return mine.inner if isinstance(mine, Holds) else mine
+
+
+def step_by_hand(*models: nn.Module) -> None:
+    """A step of gradient descent on the inner tensors. Removes the gradients."""
+    with torch.no_grad():
+        for model in models:
+            for parameter in model.parameters():
+                local(parameter).sub_(local(parameter.grad), alpha=0.1)
+            model.zero_grad()

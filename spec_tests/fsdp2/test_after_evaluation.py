@@ -13,20 +13,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 from spec_tests.harness import device, ranks
-from spec_tests.models.running import Wire
-from spec_tests.models.sharding import grid
+from spec_tests.models.sharding import sharded
 from spec_tests.subject import (
-    FSDPModule,
     FullyShardedDataParallel,
-    MixedPrecision,
     ShardingStrategy,
-    fully_shard,
     register_fsdp_forward_method,
 )
 
@@ -56,12 +51,7 @@ class Tiny(nn.Module):
 
 
 def in_place(**options: Any) -> Callable[[Tiny], Any]:
-    def shard(model: Tiny) -> Any:
-        for block in model.blocks:
-            fully_shard(block, **options)
-        return fully_shard(model, **options)
-
-    return shard
+    return lambda model: sharded(model, blocks=range(2), **options)
 
 
 def around(strategy: str, *, keeps_originals: bool, **options: Any) -> Callable[[Tiny], Any]:
@@ -209,93 +199,67 @@ def test_a_loss_that_is_not_in_the_output_still_has_its_backward() -> None:
 # --- common operations after an evaluation ---
 
 
-def new_optimizer(model: nn.Module, optimizer: Optimizer) -> Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.2)
+Edit = Callable[[nn.Module], Optimizer | None]
 
 
-def scaled(model: nn.Module, optimizer: Optimizer) -> Optimizer:
-    with torch.no_grad():
+def each_parameter(change: Callable[[nn.Parameter], object]) -> Edit:
+    def edit(model: nn.Module) -> None:
         for parameter in model.parameters():
-            parameter.mul_(0.5)
-    return optimizer
+            change(parameter)
+
+    return edit
 
 
-def scaled_by_data(model: nn.Module, optimizer: Optimizer) -> Optimizer:
-    for parameter in model.parameters():
-        parameter.data.mul_(0.5)
-    return optimizer
+def scale_in_place(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.mul_(0.5)
 
 
-def scaled_by_a_list_operator(model: nn.Module, optimizer: Optimizer) -> Optimizer:
+def scale_gradient(parameter: nn.Parameter) -> None:
+    if parameter.grad is not None:
+        parameter.grad.mul_(0.25)
+
+
+def scale_by_a_list_operator(model: nn.Module) -> None:
     with torch.no_grad():
         torch._foreach_mul_(list(model.parameters()), 0.5)
-    return optimizer
 
 
-def clamped(model: nn.Module, optimizer: Optimizer) -> Optimizer:
-    for parameter in model.parameters():
-        parameter.data.clamp_(-0.01, 0.01)
-    return optimizer
-
-
-def initialized(model: nn.Module, optimizer: Optimizer) -> Optimizer:
-    for parameter in model.parameters():
-        nn.init.constant_(parameter, 0.1)
-    return optimizer
-
-
-def gradients_scaled(model: nn.Module, optimizer: Optimizer) -> Optimizer:
-    for parameter in model.parameters():
-        if parameter.grad is not None:
-            parameter.grad.mul_(0.25)
-    return optimizer
-
-
-def gradients_dropped(model: nn.Module, optimizer: Optimizer) -> Optimizer:
-    for parameter in model.parameters():
-        parameter.grad = None
-    return optimizer
-
-
-def frozen_and_thawed(model: nn.Module, optimizer: Optimizer) -> Optimizer:
+def freeze_and_thaw(model: nn.Module) -> Optimizer:
     model.requires_grad_(False)
     evaluate(model)
     model.requires_grad_(True)
     return sgd(model)
 
 
-def averaged(model: nn.Module, optimizer: Optimizer) -> Optimizer:
+def evaluate_average(model: nn.Module) -> None:
     """Evaluates with other weights, as for an exponential moving average, and then restores the previous ones."""
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter * 0.5)
+    each_parameter(scale_in_place)(model)
     evaluated.append(evaluate(model))
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), before, strict=True):
             parameter.copy_(value)
     evaluated.append(evaluate(model))
-    return optimizer
 
 
 evaluated: list[Tensor] = []
-EDITS = [
-    new_optimizer,
-    scaled,
-    scaled_by_data,
-    scaled_by_a_list_operator,
-    clamped,
-    initialized,
-    gradients_scaled,
-    gradients_dropped,
-    frozen_and_thawed,
-    averaged,
-]
-WITHOUT_A_TRACE = [scaled_by_data, scaled_by_a_list_operator, clamped]
+# An edit may return a new optimizer.
+EDITS: dict[str, Edit] = {
+    "new optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.2),
+    "scaled": each_parameter(scale_in_place),
+    "scaled by data": each_parameter(lambda parameter: parameter.data.mul_(0.5)),
+    "scaled by a list operator": scale_by_a_list_operator,
+    "gradients scaled": each_parameter(scale_gradient),
+    "gradients dropped": each_parameter(lambda parameter: setattr(parameter, "grad", None)),
+    "frozen and thawed": freeze_and_thaw,
+    "averaged": evaluate_average,
+}
+WITHOUT_A_TRACE = ["scaled by data", "scaled by a list operator"]
 PLACES = ["before the first step", "between backward and step", "between micro-batches", "after the step", "logged"]
 
 
-def run(model: nn.Module, place: str, edit: Callable[[nn.Module, Optimizer], Optimizer]) -> list[Tensor]:
+def run(model: nn.Module, place: str, edit: Edit) -> list[Tensor]:
     evaluated.clear()
     optimizer = sgd(model)
 
@@ -303,7 +267,7 @@ def run(model: nn.Module, place: str, edit: Callable[[nn.Module, Optimizer], Opt
         nonlocal optimizer
         if here == place:
             evaluated.append(evaluate(model))
-            optimizer = edit(model, optimizer)
+            optimizer = edit(model) or optimizer
 
     for _ in range(2):
         visit("before the first step")
@@ -328,29 +292,27 @@ def run(model: nn.Module, place: str, edit: Callable[[nn.Module, Optimizer], Opt
 @every_kind
 @ranks(2)
 def test_changes_of_params_after_evaluation_persist(kind: str, place: str) -> None:
-    for edit in EDITS:
-        if place == "logged" and kind in KEEPS and edit in WITHOUT_A_TRACE:
+    for name, edit in EDITS.items():
+        if place == "logged" and kind in KEEPS and name in WITHOUT_A_TRACE:
             # Parameters that stay unsharded for a backward are not all-gathered again. torch does the same.
             continue
         plain = Tiny().to(device())
         model = ALL[kind](copy.deepcopy(plain))
         for got, expected in zip(run(model, place, edit), run(plain, place, edit), strict=True):
-            assert torch.allclose(got, expected, atol=1e-5), edit.__name__
+            assert torch.allclose(got, expected, atol=1e-5), name
 
 
 @pytest.mark.spec("FRESH-02")
-@pytest.mark.parametrize("edit", [scaled_by_data, scaled_by_a_list_operator, clamped, initialized])
+@pytest.mark.parametrize("name", ["scaled", *WITHOUT_A_TRACE])
 @pytest.mark.parametrize("kind", FREES)
 @ranks(2)
-def test_evaluation_after_an_evaluation_uses_every_kind_of_change(
-    kind: str, edit: Callable[[nn.Module, Optimizer], Optimizer]
-) -> None:
+def test_evaluation_after_an_evaluation_uses_every_kind_of_change(kind: str, name: str) -> None:
     plain = Tiny().to(device())
     model = FREES[kind](copy.deepcopy(plain))
     for _ in range(2):
         for one in (model, plain):
             evaluate(one)
-            edit(one, sgd(one))
+            EDITS[name](one)
         assert torch.allclose(evaluate(model), evaluate(plain), atol=1e-6)
 
 
@@ -394,9 +356,8 @@ def test_optimizer_state_is_saved_and_loaded_after_an_evaluation(kind: str) -> N
     other = torch.optim.Adam(model.parameters())
     set_optimizer_state_dict(model, other, saved)
     for parameter in model.parameters():
-        assert torch.equal(
-            other.state[parameter]["exp_avg"].to_local(), optimizer.state[parameter]["exp_avg"].to_local()
-        )
+        mine, expected = (either.state[parameter]["exp_avg"].to_local() for either in (other, optimizer))
+        assert torch.equal(mine, expected)
 
 
 @pytest.mark.spec("FRESH-02")
@@ -413,92 +374,3 @@ def test_an_optimizer_in_backward_that_is_attached_after_an_evaluation_steps(kin
         for _ in range(2):
             backward(one)
     assert torch.allclose(evaluate(model), evaluate(plain), atol=1e-5)
-
-
-# --- all-gathers and memory of an evaluation ---
-
-
-def gathers(action: Callable[[], object]) -> int:
-    with Wire() as wire:
-        action()
-    return wire.calls().count("AG")
-
-
-@pytest.mark.spec("FRESH-03")
-@pytest.mark.parametrize("kind", KEEPS)
-@ranks(2)
-def test_ranks_may_evaluate_different_numbers_of_batches_where_parameters_are_kept(kind: str) -> None:
-    model = KEEPS[kind](Tiny())
-    optimizer = sgd(model)
-    for _ in range(2):
-        backward(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert gathers(lambda: evaluate(model)) == 3
-        for _ in range(4 if dist.get_rank() == 0 else 1):
-            assert gathers(lambda: evaluate(model)) == 0
-        # A forward recorded by autograd all-gathers again, because a change through `.data` cannot be detected.
-        assert gathers(lambda: backward(model)) == 3
-
-
-@pytest.mark.spec("FRESH-03")
-@pytest.mark.parametrize("originals", [False, True])
-@ranks(4)
-def test_replicas_with_kept_parameters_may_evaluate_different_numbers_of_batches(originals: bool) -> None:
-    options = {"process_group": grid()}
-    model = around("_HYBRID_SHARD_ZERO2", keeps_originals=originals, **options)(Tiny())
-    optimizer = sgd(model)
-    for _ in range(2):
-        backward(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        for number in range(2 + dist.get_rank()):
-            assert gathers(lambda: evaluate(model)) == (3 if number == 0 else 0)
-
-
-@pytest.mark.spec("FRESH-03")
-@pytest.mark.parametrize("kind", ["fully_shard", "fully_shard True", "FULL_SHARD", "FULL_SHARD originals"])
-@ranks(2)
-def test_each_evaluation_all_gathers_each_resharded_unit_once(kind: str) -> None:
-    model = FREES[kind](Tiny())
-    for _ in range(3):
-        assert gathers(lambda: evaluate(model)) == 3
-
-
-@pytest.mark.spec("FRESH-03")
-@ranks(2)
-def test_parameters_that_were_unsharded_manually_are_used_and_sharded_after_the_evaluation() -> None:
-    model = in_place()(Tiny())
-    owned = list(model.parameters())
-    assert isinstance(model, FSDPModule)
-    model.unshard()
-    assert gathers(lambda: evaluate(model)) == 2
-    assert_shows_shards(model, owned)
-
-
-@pytest.mark.spec("FRESH-03")
-@ranks(2)
-def test_no_sync_keeps_its_parameters_across_an_evaluation() -> None:
-    model = KEEPS["SHARD_GRAD_OP"](Tiny())
-    with model.no_sync():
-        backward(model)
-        assert gathers(lambda: evaluate(model)) == 0
-        assert gathers(lambda: backward(model)) == 0
-
-
-@pytest.mark.spec("FRESH-05")
-@pytest.mark.parametrize("originals", [False, True])
-@pytest.mark.parametrize("records", [False, True])
-@ranks(2)
-def test_no_shard_unit_casts_its_parameters_again_for_each_forward(originals: bool, records: bool) -> None:
-    mixed = MixedPrecision(param_dtype=torch.bfloat16)
-    plain = Tiny().to(device())
-    models: list[Any] = [around("NO_SHARD", keeps_originals=originals, mixed_precision=mixed)(copy.deepcopy(plain))]
-    for _ in range(2):
-        for one in (*models, plain):
-            with torch.set_grad_enabled(records):
-                one(batch())
-            for parameter in one.parameters():
-                parameter.data.mul_(0.5)
-        for model in models:
-            assert torch.allclose(evaluate(model).float(), evaluate(plain), atol=2e-2)

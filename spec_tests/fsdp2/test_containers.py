@@ -10,7 +10,7 @@ import collections
 import copy
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -114,6 +114,13 @@ class Attributes:
         return self.second if index else self.first
 
 
+class Pair(NamedTuple):
+    """A tuple with field names."""
+
+    first: Tensor
+    second: Tensor
+
+
 Make = Callable[[Tensor, Tensor], Any]
 CONTAINERS: dict[str, Make] = {
     "registered": Registered,
@@ -125,6 +132,8 @@ CONTAINERS: dict[str, Make] = {
     "UserDict": lambda first, second: collections.UserDict({0: first, 1: second}),
     "list subclass": own_list,
     "tuple subclass": lambda first, second: OwnTuple([first, second]),
+    "named tuple": Pair,
+    "nested, with a set": lambda first, second: [{"x": first}, {"x": second, "rest": [({"nothing"}, None)]}],
     "dataclass": fields,
     "dataclass with its own constructor": lambda first, second: OwnInit((first, second)),
 }
@@ -169,10 +178,10 @@ class Net(nn.Module):
         return result
 
 
-def in_place(model: Net) -> Any:
+def in_place(model: Net, **options: Any) -> Any:
     for module in (model.start, model.gives, model.takes):
-        fully_shard(module)
-    return fully_shard(model)
+        fully_shard(module, **options)
+    return fully_shard(model, **options)
 
 
 def around(strategy: str, *, keeps_originals: bool) -> Callable[[Net], Any]:
@@ -215,7 +224,7 @@ def learns_as(plain: nn.Module, model: Any, loss: Callable[[Any], Tensor]) -> No
             optimizer.zero_grad()
 
 
-@pytest.mark.spec("PROG-80")
+@pytest.mark.spec("PROG-80", "FS2-13")
 @pytest.mark.parametrize("api", APIS)
 @ranks(2)
 def test_outputs_and_inputs_in_any_container_train_as_the_plain_model(api: str) -> None:
@@ -223,6 +232,15 @@ def test_outputs_and_inputs_in_any_container_train_as_the_plain_model(api: str) 
         plain = Net(make).to(device())
         model = APIS[api](copy.deepcopy(plain))
         learns_as(plain, model, lambda net: net(batch()).square().mean())
+
+
+@pytest.mark.spec("FS2-13")
+@ranks(2)
+def test_units_without_detected_inputs_and_outputs_are_reduced() -> None:
+    plain = Net(Attributes).to(device())
+    # There is no output gradient whose hook could trigger the all-gather in backward.
+    model = in_place(copy.deepcopy(plain), reshard_after_forward=False)
+    learns_as(plain, model, lambda net: net(batch()).square().mean())
 
 
 @pytest.mark.spec("PROG-80")
@@ -236,37 +254,34 @@ def test_the_loss_may_use_one_tensor_of_the_container(index: int) -> None:
             learns_as(plain.gives, model.gives, lambda net: get(net(batch()), index).square().mean())
 
 
-@pytest.mark.spec("PROG-81")
-@ranks(2)
-def test_mixed_precision_casts_tensors_in_any_container() -> None:
-    for name, make in CONTAINERS.items():
-        seen: list[torch.dtype] = []
-        model = Net(make).to(device())
-        model.takes.register_forward_pre_hook(
-            lambda _, args: seen.extend((get(args[0], 0).dtype, get(args[0], 1).dtype))
-        )
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-        fully_shard(model.gives, mp_policy=policy)
-        fully_shard(model.takes, mp_policy=policy)
-        container = model.gives(batch())
-        assert [get(container, index).dtype for index in (0, 1)] == [torch.float32] * 2, name
-        assert getattr(container, "label", "kept") == "kept"
-        assert getattr(container, "maxlen", 2) == 2
-        model.takes(container, batch()).sum().backward()
-        assert seen == [torch.bfloat16] * 2, name
+def dtypes_seen_by(takes: nn.Module) -> list[torch.dtype]:
+    """The dtypes of the tensors in the container, in the forward of ``takes``."""
+    seen: list[torch.dtype] = []
+    takes.register_forward_pre_hook(lambda _, args: seen.extend((get(args[0], 0).dtype, get(args[0], 1).dtype)))
+    return seen
 
 
 @pytest.mark.spec("PROG-81")
+@pytest.mark.parametrize("name", CONTAINERS)
 @ranks(2)
-def test_the_wrapper_casts_inputs_in_any_container() -> None:
-    for name, make in CONTAINERS.items():
-        seen: list[torch.dtype] = []
-        takes = Takes().to(device())
-        takes.register_forward_pre_hook(lambda _, args: seen.extend((get(args[0], 0).dtype, get(args[0], 1).dtype)))
-        precision = MixedPrecision(param_dtype=torch.bfloat16)
-        model = FullyShardedDataParallel(takes, mixed_precision=precision, device_id=device())
-        model(make(batch(), batch()), batch()).sum().backward()
-        assert seen == [torch.bfloat16] * 2, name
+def test_mixed_precision_casts_tensors_in_any_container(name: str) -> None:
+    model = Net(CONTAINERS[name]).to(device())
+    seen = dtypes_seen_by(model.takes)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    fully_shard(model.gives, mp_policy=policy)
+    fully_shard(model.takes, mp_policy=policy)
+    container = model.gives(batch())
+    assert [get(container, index).dtype for index in (0, 1)] == [torch.float32] * 2
+    assert getattr(container, "label", "kept") == "kept"
+    assert getattr(container, "maxlen", 2) == 2
+    model.takes(container, batch()).sum().backward()
+    assert seen == [torch.bfloat16] * 2
+    # The same with the wrapper.
+    takes = Takes().to(device())
+    seen = dtypes_seen_by(takes)
+    wrapper = FullyShardedDataParallel(takes, mixed_precision=MixedPrecision(torch.bfloat16), device_id=device())
+    wrapper(CONTAINERS[name](batch(), batch()), batch()).sum().backward()
+    assert seen == [torch.bfloat16] * 2
 
 
 class Remembers(nn.Module):

@@ -1,24 +1,22 @@
-"""Special cases: unusual inputs and outputs, several backwards, hooks, frozen towers, and a second parallelism.
+"""Special cases: several backwards, hooks, frozen towers, complex numbers, and a second parallelism.
 
 No single requirement covers these cases, but existing training loops depend on them.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import weakref
-from collections import OrderedDict, namedtuple
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from spec_tests.fsdp2.gradients import assert_mean_gradients, mean_gradients_of, step_with
 from spec_tests.fsdp2.test_counts import WHOLE
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import MLP, WIDTH, Block, seeded
@@ -27,88 +25,6 @@ from spec_tests.models.sharding import all_connected, sharded
 from spec_tests.models.values import assert_same, full_gradients, full_values, mean_gradients, named
 from spec_tests.subject import fully_shard, trace
 from spec_tests.waiting import comes_true
-
-# --- inputs and outputs ---
-
-
-@dataclasses.dataclass
-class Parcel:
-    """Tensors in a user-defined class."""
-
-    x: Tensor
-    count: int = 1
-
-
-Pair = namedtuple("Pair", ["first", "second"])
-
-PACKED: dict[str, Any] = {
-    "dataclass": (lambda x: Parcel(x), lambda packed: packed.x),
-    "named tuple": (lambda x: Pair(None, x), lambda packed: packed.second),
-    "ordered dictionary": (lambda x: OrderedDict(x=[x]), lambda packed: packed["x"][0]),
-    "set in a list": (lambda x: [{"deep": (x, {"nothing"})}], lambda packed: packed[0]["deep"][0]),
-}
-
-
-class Packs(nn.Module):
-    """Takes a packed tensor and returns one."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.block = Block()
-        self.pack, self.unpack = PACKED[kind]
-
-    def forward(self, packed: Any) -> Any:
-        return self.pack(self.block(self.unpack(packed)))
-
-
-class Chain(nn.Module):
-    """Units that pass packed tensors to each other."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.first, self.last = Packs(kind), Packs(kind)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last.unpack(self.last(self.first(self.first.pack(x))))
-
-
-@pytest.mark.spec("FS2-13")
-@pytest.mark.parametrize("kind", PACKED)
-@ranks(2)
-def test_tensors_in_any_container_are_found(kind: str) -> None:
-    model, plain = seeded(lambda: Chain(kind)), seeded(lambda: Chain(kind))
-    for part in (model.first, model.last, model):
-        fully_shard(part)
-    for step in range(2):
-        with trace.record() as recorder:
-            iterate(model, step)
-        assert sorted(recorder.order("RS")) == ["RS first", "RS last"]
-        assert_same(full_gradients(model), mean_gradients(plain, (step,)))
-        model.zero_grad()
-
-
-class Box:
-    """A class whose contents FSDP cannot find."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.x = x
-
-
-@pytest.mark.spec("FS2-13")
-@ranks(2)
-def test_units_without_detected_inputs_and_outputs_are_reduced() -> None:
-    model, plain = seeded(lambda: Chain("dataclass")), seeded(lambda: Chain("dataclass"))
-    for part in (model.first, model.last, plain.first, plain.last):
-        part.pack, part.unpack = Box, lambda box: box.x
-    for part in (model.first, model.last):
-        # There is no output gradient whose hook could trigger the all-gather in backward.
-        fully_shard(part, reshard_after_forward=False)
-    fully_shard(model)
-    for step in range(2):
-        iterate(model, step)
-        assert_same(full_gradients(model), mean_gradients(plain, (step,)))
-        model.zero_grad()
-
 
 # --- backward ---
 
@@ -145,35 +61,29 @@ def test_input_gradient_is_correct_and_its_computation_alone_reduces_nothing() -
     assert_same(full_gradients(model), mean_gradients(seeded()))
 
 
+class Towers(nn.Module):
+    """A part that is not trained, and runs without a graph, and a trained part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.trained = Block(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.frozen(x)
+        return self.trained(x)
+
+
 @pytest.mark.spec("FS2-13", "FS2-21")
 @ranks(2)
 def test_tower_without_grad_runs_inside_a_recorded_forward() -> None:
-    class Towers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.frozen, self.trained = Block(), Block()
-
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                x = self.frozen(x)
-            return self.trained(x)
-
     model, plain = seeded(Towers), seeded(Towers)
     for part in (model.frozen, model.trained, model):
         fully_shard(part)
     for step in range(2):
         with trace.record() as recorder:
-            iterate(model, step)
+            assert_mean_gradients(model, plain, [step])
         assert recorder.order("AG") == ["AG frozen", "AG trained", "AG trained"]
-        plain.zero_grad()
-        expected: dict[str, Tensor] = {}
-        for rank in range(2):
-            plain.zero_grad()
-            loss_of(plain(batch(step, rank))).backward()
-            for name, parameter in plain.trained.named_parameters():
-                expected[f"trained.{name}"] = expected.get(f"trained.{name}", 0) + parameter.grad / 2
-        assert_same(full_gradients(model), expected)
-        model.zero_grad()
 
 
 @pytest.mark.spec("FS2-17", "FS2-21")
@@ -183,33 +93,22 @@ def test_inference_mode_and_training_may_alternate() -> None:
     for step in range(2):
         with torch.inference_mode():
             assert torch.equal(model(batch(step)), plain(batch(step)))
-        iterate(model, step)
-        assert_same(full_gradients(model), mean_gradients(plain, (step,)))
-        model.zero_grad()
+        assert_mean_gradients(model, plain, [step])
 
 
 @pytest.mark.spec("FS2-13", "FS2-PREF-08")
 @ranks(2)
 def test_losses_on_inner_outputs_give_gradients_to_their_units() -> None:
-    model, plain = sharded(), seeded()
-
-    def loss(each: nn.Module, x: Tensor) -> Tensor:
-        kept: list[Tensor] = []
-        lain = [each.blocks[i].register_forward_hook(lambda _, __, out: kept.append(out)) for i in (0, 2)]
-        total = loss_of(each(x))
-        for hook in lain:
+    def loss(model: Any, x: Tensor) -> Tensor:
+        outputs: list[Tensor] = []
+        hooks = [model.blocks[i].register_forward_hook(lambda _, __, out: outputs.append(out)) for i in (0, 2)]
+        outputs.append(model(x))
+        for hook in hooks:
             hook.remove()
-        return total + sum(loss_of(output) for output in kept)
+        return sum(loss_of(output) for output in outputs)
 
-    loss(model, batch()).backward()
-    expected: dict[str, Tensor] = {}
-    for rank in range(2):
-        plain.zero_grad()
-        loss(plain, batch(0, rank)).backward()
-        for name, parameter in plain.named_parameters():
-            expected[name] = expected.get(name, 0) + parameter.grad / 2
     # Autograd adds the gradients of several paths into one tensor in the order in which they arrive.
-    assert_same(full_gradients(model), expected, bitwise=False)
+    assert_mean_gradients(sharded(), seeded(), [0], loss=loss, bitwise=False)
 
 
 # --- calls of single modules ---
@@ -218,17 +117,13 @@ def test_losses_on_inner_outputs_give_gradients_to_their_units() -> None:
 @pytest.mark.spec("FS2-09", "FS2-13")
 @ranks(2)
 def test_units_work_independently_if_their_root_is_never_called() -> None:
-    model, plain = sharded(), seeded()
+    def loss(model: Any, x: Tensor) -> Tensor:
+        return loss_of(model.blocks[1](torch.tanh(model.blocks[0](x))))
+
+    model = sharded()
     for step in range(2):
-        for each in (model.blocks, plain.blocks):
-            loss_of(each[1](torch.tanh(each[0](batch(step))))).backward()
+        assert_mean_gradients(model, seeded(), [step], loss=loss)
         assert {type(p.data) for p in model.parameters()} == {DTensor}
-        for mine, other in ((model.blocks[i].linear, plain.blocks[i].linear) for i in (0, 1)):
-            gradient = other.weight.grad.clone()
-            dist.all_reduce(gradient)
-            assert torch.equal(mine.weight.grad.full_tensor(), gradient / 2)
-        model.zero_grad()
-        plain.zero_grad()
 
 
 @pytest.mark.spec("FS2-09", "FS2-21")
@@ -238,9 +133,7 @@ def test_inner_unit_runs_alone_between_iterations_of_root() -> None:
     for step in range(3):
         with torch.no_grad():
             assert torch.equal(model.blocks[2](batch(step)), plain.blocks[2](batch(step)))
-        iterate(model, step)
-        assert_same(full_gradients(model), mean_gradients(plain, (step,)))
-        model.zero_grad()
+        assert_mean_gradients(model, plain, [step])
 
 
 # --- hooks and values of parameters ---
@@ -261,12 +154,9 @@ def test_an_optimizer_may_step_inside_of_backward() -> None:
         parameter.register_post_accumulate_grad_hook(step_at_once)
     oracle = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     for step in range(3):
-        for name, gradient in mean_gradients(plain, (step,)).items():
-            plain.get_parameter(name).grad = gradient
         iterate(model, step)
         assert all(p.grad is None for p in model.parameters())
-        oracle.step()
-        oracle.zero_grad()
+        step_with(mean_gradients(plain, (step,)), plain, oracle)
     assert_same(full_values(model), named(plain))
 
 
@@ -285,50 +175,43 @@ def test_model_loaded_while_unsharded_uses_loaded_values() -> None:
             assert torch.equal(model(batch()), plain(batch()))
 
 
-@pytest.mark.spec("FS2-04")
+@pytest.mark.spec("FS2-04", "FS2-13")
+@pytest.mark.parametrize("has_run", [False, True])
 @ranks(2)
-def test_change_of_dtype_between_iterations_takes_effect() -> None:
-    model = sharded()
-    iterate(model)
-    model.zero_grad()
+def test_conversion_of_the_sharded_model_takes_effect(has_run: bool) -> None:
+    model, plain = sharded(), seeded().double()
+    if has_run:
+        assert_mean_gradients(model, seeded(), [0])
     model.to(torch.float64)
     loss_of(model(batch().double())).backward()
     assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float64}
-    expected = mean_over_double(seeded().double())
+    expected = mean_gradients_of(lambda net, x: loss_of(net(x.double())), plain)
     for name, gradient in full_gradients(model).items():
         torch.testing.assert_close(gradient, expected[name])
+    for name, value in full_values(model).items():
+        torch.testing.assert_close(value, named(plain)[name])
 
 
-def mean_over_double(plain: nn.Module) -> dict[str, Tensor]:
-    total: dict[str, Tensor] = {}
-    for rank in range(dist.get_world_size()):
-        plain.zero_grad()
-        loss_of(plain(batch(0, rank).double())).backward()
-        for name, parameter in plain.named_parameters():
-            total[name] = total.get(name, 0) + parameter.grad / dist.get_world_size()
-    return total
+class Listed(nn.Module):
+    """Has its parameters in a list and a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([torch.ones(WIDTH), torch.full((WIDTH,), 2.0)])
+        self.named = nn.ParameterDict({"shift": torch.zeros(WIDTH)})
+        self.scales[0].is_special = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scales[0] * self.scales[1] + self.named["shift"]
 
 
-@pytest.mark.spec("FS2-09")
+@pytest.mark.spec("FS2-04", "FS2-09")
 @ranks(2)
 def test_parameter_lists_and_attributes_of_parameters_are_kept() -> None:
-    class Listed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scales = nn.ParameterList([torch.ones(WIDTH), torch.full((WIDTH,), 2.0)])
-            self.named = nn.ParameterDict({"shift": torch.zeros(WIDTH)})
-            self.scales[0].is_special = True
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.scales[0] * self.scales[1] + self.named["shift"]
-
-    model, plain = fully_shard(seeded(Listed)), seeded(Listed)
-    assert model.scales[0].is_special
+    model = fully_shard(seeded(Listed))
+    assert [getattr(scale, "is_special", False) for scale in model.scales] == [True, False]
     assert {type(p.data) for p in model.parameters()} == {DTensor}
-    for step in range(2):
-        iterate(model, step)
-        assert_same(full_gradients(model), mean_gradients(plain, (step,)))
-        model.zero_grad()
+    assert_mean_gradients(model, seeded(Listed))
 
 
 @pytest.mark.spec("FS2-01")
@@ -361,15 +244,11 @@ class Waves(nn.Module):
 @pytest.mark.spec("FS2-16")
 @ranks(2)
 def test_unit_of_complex_parameters_trains_like_an_unsharded_one() -> None:
-    plain = seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Waves()))
-    model = seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Waves()))
+    plain, model = (seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Waves())) for _ in range(2))
     for part in (*model, model):
         fully_shard(part)
-    loss_of(model(batch(0, dist.get_rank()))).backward()
-    expected = mean_gradients(plain, [0])
-    assert expected["1.filter"].is_complex()
-    for name, gradient in full_gradients(model).items():
-        torch.testing.assert_close(gradient, expected[name])
+    assert_mean_gradients(model, plain, [0], bitwise=False)
+    assert model[1].filter.is_complex()
 
 
 # --- together with tensor parallelism ---
@@ -380,29 +259,18 @@ def test_unit_of_complex_parameters_trains_like_an_unsharded_one() -> None:
 def test_data_parallel_and_tensor_parallel_use_different_mesh_dimensions() -> None:
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("data", "tensor"))
     all_connected()
-    model = seeded(lambda: nn.Sequential(MLP(WIDTH, 4 * WIDTH), MLP(WIDTH, 4 * WIDTH)))
-    plain = seeded(lambda: nn.Sequential(MLP(WIDTH, 4 * WIDTH), MLP(WIDTH, 4 * WIDTH)))
+    plain, model = (seeded(lambda: nn.Sequential(MLP(WIDTH, 24), MLP(WIDTH, 24))) for _ in range(2))
     for layers in model:
         parallelize_module(layers, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(layers, mesh=mesh["data"])
     fully_shard(model, mesh=mesh["data"])
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    optimizer, oracle = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
     for step in range(3):
         # Ranks of one tensor-parallel group use the same batch.
-        loss = loss_of(model(batch(step, mesh["data"].get_local_rank())))
-        loss.backward()
-        expected: dict[str, Tensor] = {}
-        for rank in range(2):
-            plain.zero_grad()
-            loss_of(plain(batch(step, rank))).backward()
-            for name, parameter in plain.named_parameters():
-                expected[name] = expected.get(name, 0) + parameter.grad / 2
-        for name, gradient in full_gradients(model).items():
-            torch.testing.assert_close(gradient, expected[name])
-        for name, parameter in plain.named_parameters():
-            parameter.grad = expected[name]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for name, value in full_values(model).items():
-        torch.testing.assert_close(value, plain.get_parameter(name).detach())
+        loss_of(model(batch(step, mesh["data"].get_local_rank()))).backward()
+        expected = mean_gradients(plain, [step], num_ranks=2)
+        assert_same(full_gradients(model), expected)
+        optimizer.step()
+        optimizer.zero_grad()
+        step_with(expected, plain, oracle)
+    assert_same(full_values(model), named(plain))

@@ -10,18 +10,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from spec_tests.fsdp2.int8_shards import FromHalf, Holds, Int8Shards, Plain, extended
+from spec_tests.fsdp2.int8_shards import FromHalf, Holds, Int8Shards, Plain, extended, local, step_by_hand
 from spec_tests.harness import device, plain_tensor, ranks
 from spec_tests.models.modules import WIDTH, seeded
 from spec_tests.models.running import batch, iterate
-from spec_tests.models.sharding import sharded
+from spec_tests.models.sharding import grid_mesh, sharded
 from spec_tests.models.values import full_gradients
 from spec_tests.oracles import count_collectives
 from spec_tests.subject import MixedPrecisionPolicy, fully_shard
 
 
-def layer_of(kind: type[Holds], rows: int = 4) -> Any:
-    return fully_shard(extended(seeded(lambda: nn.Linear(WIDTH, rows, bias=False)), kind))
+def bare(rows: int = 4) -> nn.Module:
+    return seeded(lambda: nn.Linear(WIDTH, rows, bias=False))
+
+
+def layer_of(kind: type[Holds], **options: Any) -> Any:
+    return fully_shard(extended(bare(), kind), **options)
 
 
 def quantised(values: Tensor) -> Tensor:
@@ -34,26 +38,20 @@ def quantised(values: Tensor) -> Tensor:
 
 @pytest.mark.spec("FS2-EXT-01")
 @ranks(2)
-def test_the_shard_keeps_its_class_and_its_full_precision() -> None:
-    layer = layer_of(Int8Shards)
-    plain = seeded(lambda: nn.Linear(WIDTH, 4, bias=False))
-    assert isinstance(layer.weight, DTensor)
-    assert isinstance(layer.weight.to_local(), Int8Shards)
-    assert torch.equal(layer.weight.to_local().inner, plain.weight.chunk(2)[dist.get_rank()])
-
-
-@pytest.mark.spec("FS2-EXT-01")
-@ranks(2)
-def test_layer_computes_with_weights_rebuilt_from_int8() -> None:
-    layer = layer_of(Int8Shards)
-    plain = seeded(lambda: nn.Linear(WIDTH, 4, bias=False))
+def test_layer_computes_with_weights_rebuilt_from_int8_and_the_shard_keeps_its_precision() -> None:
+    layer, plain = layer_of(Int8Shards), bare()
+    shards = plain.weight.detach().clone().chunk(2)
     with torch.no_grad():
-        plain.weight.copy_(torch.cat([quantised(local_shard) for local_shard in plain.weight.chunk(2)]))
+        plain.weight.copy_(torch.cat([quantised(shard) for shard in shards]))
     for step in range(2):
         torch.testing.assert_close(layer(batch(step)), plain(batch(step)))
     layer.unshard()
     assert type(layer.weight.data) is plain_tensor()
     torch.testing.assert_close(layer.weight.detach(), plain.weight.detach())
+    layer.reshard()
+    assert isinstance(layer.weight, DTensor)
+    assert isinstance(layer.weight.to_local(), Int8Shards)
+    assert torch.equal(layer.weight.to_local().inner, shards[dist.get_rank()])
 
 
 @pytest.mark.spec("FS2-EXT-01")
@@ -76,13 +74,10 @@ def test_a_quarter_of_the_bytes_is_sent() -> None:
 @ranks(2)
 def test_the_gradient_is_that_of_the_rebuilt_weight() -> None:
     layer = layer_of(Int8Shards)
-    x = batch()
-    layer(x).sum().backward()
+    layer(batch()).sum().backward()
     assert isinstance(layer.weight.grad, DTensor)
-    gradient = layer.weight.grad.to_local()
     expected = sum(batch(0, rank).sum(0) for rank in range(2)) / 2
-    expected = expected.expand(4, WIDTH).chunk(2)[dist.get_rank()]
-    torch.testing.assert_close(gradient.inner if isinstance(gradient, Holds) else gradient, expected)
+    torch.testing.assert_close(local(layer.weight.grad), expected.expand(4, WIDTH).chunk(2)[dist.get_rank()])
 
 
 @pytest.mark.spec("FS2-EXT-01", "FS2-EXT-02")
@@ -95,19 +90,10 @@ def test_eight_bits_learn_almost_like_thirty_two() -> None:
         losses[kind] = []
         for step in range(8):
             losses[kind].append(iterate(model, step % 2))
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    mine, gradient = (local(t) for t in (parameter, parameter.grad))
-                    mine.sub_(gradient, alpha=0.1)
-            model.zero_grad()
+            step_by_hand(model)
     assert losses[Int8Shards] != losses[None], "it does make a difference"
     torch.testing.assert_close(losses[Int8Shards], losses[None], rtol=0.1, atol=0.01)
     assert losses[Int8Shards][-1] < losses[Int8Shards][1]
-
-
-def local(tensor: Any) -> Tensor:
-    mine = tensor.to_local()
-    return mine.inner if isinstance(mine, Holds) else mine
 
 
 # --- the two methods ---
@@ -118,17 +104,13 @@ class Notes(Plain):
 
     given: list[Any] = []
 
-    def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], Any]:
-        Notes.given.append(("before", mesh, outer_size, outer_stride, module, mp_policy))
+    def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
+        Notes.given.append(("before", mesh, size, stride, module, policy))
         return (self.inner,), "metadata"
 
-    def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        Notes.given.append(("after", [t.shape for t in gathered], metadata, param_dtype, out is None))
-        return super().fsdp_post_all_gather(gathered, metadata, param_dtype, out=out)
+    def fsdp_post_all_gather(self, gathered: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
+        Notes.given.append(("after", [t.shape for t in gathered], metadata, dtype, out is None))
+        return super().fsdp_post_all_gather(gathered, metadata, dtype, out=out)
 
 
 @pytest.mark.spec("FS2-EXT-02")
@@ -136,19 +118,27 @@ class Notes(Plain):
 def test_extension_methods_get_full_shape_module_and_policy() -> None:
     Notes.given.clear()
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    layer = fully_shard(extended(seeded(lambda: nn.Linear(WIDTH, 4, bias=False)), Notes), mp_policy=policy)
+    layer = layer_of(Notes, mp_policy=policy)
     layer(batch())
     layer.reshard()
     layer(batch())
-    first, second, third, fourth = Notes.given
-    word, mesh, size, stride, module, given_policy = first
-    assert (word, size, stride) == ("before", (4, WIDTH), (WIDTH, 1))
-    assert module is layer
-    assert given_policy == policy
-    assert mesh.size() == 2
+    (word, mesh, *arguments), second, third, fourth = Notes.given
+    assert (word, mesh.size()) == ("before", 2)
+    assert arguments == [(4, WIDTH), (WIDTH, 1), layer, policy]
     assert second == ("after", [(4, WIDTH)], "metadata", torch.float32, True)
     assert third[0] == "before"
     assert fourth == ("after", [(4, WIDTH)], "metadata", torch.float32, False), "the second time there is a tensor"
+
+
+@pytest.mark.spec("FS2-EXT-02")
+@ranks(4)
+def test_extension_methods_with_replicas_get_only_the_shard_mesh() -> None:
+    Notes.given.clear()
+    mesh = grid_mesh()
+    layer_of(Notes, mesh=mesh)(batch())
+    (_, given, *_), _ = Notes.given
+    assert given == mesh["shard"]
+    assert (given.ndim, given.get_group()) == (1, mesh.get_group("shard"))
 
 
 @pytest.mark.spec("FS2-EXT-02")
@@ -185,9 +175,6 @@ def test_an_extension_that_changes_nothing_changes_no_bit(reshard_after_forward:
         assert iterate(model, step) == iterate(usual, step)
         for (name, mine), other in zip(model.named_parameters(), usual.parameters(), strict=True):
             assert torch.equal(local(mine.grad), local(other.grad)), name
-        with torch.no_grad():
-            for parameter in (*model.parameters(), *usual.parameters()):
-                local(parameter).sub_(local(parameter.grad), alpha=0.1)
-                parameter.grad = None
+        step_by_hand(model, usual)
     assert {p.device.type for p in model.parameters()} == {device().type}
     assert full_gradients(usual) == {}

@@ -1,4 +1,4 @@
-"""Tensors with their own all-gather in complete programs: built on meta, with patched methods, on a 2-D mesh."""
+"""Tensors with their own all-gather in complete programs: built on meta, and with patched methods."""
 
 from __future__ import annotations
 
@@ -14,42 +14,15 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from spec_tests.fsdp2.int8_shards import Holds, Plain, extended
+from spec_tests.fsdp2.int8_shards import Plain, extended, local, step_by_hand
+from spec_tests.fsdp2.test_extension import bare
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import WIDTH, Stack, seeded
 from spec_tests.models.running import batch, iterate
-from spec_tests.models.sharding import grid_mesh
 from spec_tests.oracles import count_collectives
 from spec_tests.subject import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 NARROW = torch.bfloat16
-
-
-# --- arguments of the methods on a 2-D mesh ---
-
-
-class NotesMesh(Plain):
-    """Records the mesh over which it is all-gathered."""
-
-    meshes: list[Any] = []
-
-    def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], Any]:
-        NotesMesh.meshes.append(mesh)
-        return (self.inner,), None
-
-
-@pytest.mark.spec("FS2-EXT-02")
-@ranks(4)
-def test_extension_methods_with_replicas_get_only_the_shard_mesh() -> None:
-    NotesMesh.meshes.clear()
-    mesh = grid_mesh()
-    layer = fully_shard(extended(seeded(lambda: nn.Linear(WIDTH, 4, bias=False)), NotesMesh), mesh=mesh)
-    layer(batch())
-    (given,) = NotesMesh.meshes
-    assert given == mesh["shard"]
-    assert (given.ndim, given.get_group()) == (1, mesh.get_group("shard"))
 
 
 # --- values that change inside the tensor ---
@@ -59,8 +32,7 @@ def test_extension_methods_with_replicas_get_only_the_shard_mesh() -> None:
 @ranks(2)
 def test_unit_that_stays_unsharded_computes_with_changed_inner_tensor() -> None:
     """Defect: PyTorch's version counters do not change, so the unit uses the values all-gathered before."""
-    layer, plain = seeded(lambda: nn.Linear(WIDTH, 4, bias=False)), seeded(lambda: nn.Linear(WIDTH, 4, bias=False))
-    fully_shard(extended(layer, Plain), reshard_after_forward=False)
+    plain, layer = bare(), fully_shard(extended(bare(), Plain), reshard_after_forward=False)
     shard = layer.weight._local_tensor
     layer(batch())
     with torch.no_grad():
@@ -73,7 +45,7 @@ def test_unit_that_stays_unsharded_computes_with_changed_inner_tensor() -> None:
 @ranks(2)
 def test_inner_tensor_of_extended_param_is_freed() -> None:
     """Defect: the DTensor keeps the parameter's attributes, and one of them is the unsharded value."""
-    layer = extended(seeded(lambda: nn.Linear(WIDTH, 4, bias=False)), Plain)
+    layer = extended(bare(), Plain)
     whole = weakref.ref(layer.weight.inner)
     layer.weight.note = "a user's"
     fully_shard(layer)
@@ -88,14 +60,10 @@ def test_inner_tensor_of_extended_param_is_freed() -> None:
 class Striding(Plain):
     """Sends the tensor in column-major order, and computes with a tensor in that order."""
 
-    def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], Any]:
+    def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
         return (self.inner.t().contiguous().t(),), None
 
-    def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+    def fsdp_post_all_gather(self, gathered: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
         (whole,) = gathered
         if out is None:
             columns = whole.t().contiguous()
@@ -106,27 +74,16 @@ class Striding(Plain):
         return None
 
 
+@pytest.mark.parametrize("rows", [4, 3])
+@pytest.mark.spec("FS2-EXT-02")
 @ranks(2)
-def check_strides(rows: int) -> None:
-    layer, usual = (seeded(lambda: nn.Linear(WIDTH, rows, bias=False)) for _ in range(2))
-    fully_shard(extended(layer, Striding))
-    fully_shard(usual)
+def test_tensors_with_any_strides_are_sent_and_used_in_forward(rows: int) -> None:
+    layer, usual = fully_shard(extended(bare(rows), Striding)), fully_shard(bare(rows))
     for step in range(2):
         torch.testing.assert_close(layer(batch(step)), usual(batch(step)))
         for either in (layer, usual):
             either(batch(step)).square().sum().backward()
         torch.testing.assert_close(local(layer.weight.grad), local(usual.weight.grad))
-
-
-@pytest.mark.parametrize("rows", [4, 3])
-@pytest.mark.spec("FS2-EXT-02")
-def test_tensors_with_any_strides_are_sent_and_used_in_forward(rows: int) -> None:
-    check_strides(rows=rows)
-
-
-def local(tensor: Any) -> Tensor:
-    mine = tensor.to_local()
-    return mine.inner if isinstance(mine, Holds) else mine
 
 
 # --- models built on the meta device ---
@@ -135,24 +92,18 @@ def local(tensor: Any) -> Tensor:
 class Half(Plain):
     """Is all-gathered in bfloat16 and cast to the dtype of the unit for compute."""
 
-    def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], Any]:
+    def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
         return (self.inner.to(NARROW),), None
 
-    def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        return widened(gathered, metadata, param_dtype, out=out)
+    def fsdp_post_all_gather(self, gathered: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
+        return widened(gathered, metadata, dtype, out=out)
 
 
-def widened(
-    gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+def widened(gathered: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
     (narrow,) = gathered
     assert narrow.dtype is NARROW
     if out is None:
-        whole = narrow.to(param_dtype)
+        whole = narrow.to(dtype)
         return whole, (narrow, whole)
     with torch.no_grad(), _unsafe_preserve_version_counter(out):
         out.copy_(narrow[: len(out)])
@@ -162,11 +113,9 @@ def widened(
 class CountsAsChange(Half):
     """Fills the unsharded parameter like any other tensor, so PyTorch increases its version."""
 
-    def fsdp_post_all_gather(
-        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
-    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+    def fsdp_post_all_gather(self, gathered: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
         if out is None:
-            return widened(gathered, metadata, param_dtype)
+            return widened(gathered, metadata, dtype)
         with torch.no_grad():
             out.copy_(gathered[0])
         return None
@@ -175,7 +124,7 @@ class CountsAsChange(Half):
 @pytest.mark.spec("FS2-EXT-01", "PROG-43")
 @ranks(2)
 def test_an_all_gather_in_low_precision_does_not_round_the_shard() -> None:
-    layer = seeded(lambda: nn.Linear(WIDTH, 4, bias=False))
+    layer = bare()
     expected = layer.weight.detach().chunk(2)[dist.get_rank()].clone()
     assert not torch.equal(expected, expected.to(NARROW).to(expected.dtype))
     fully_shard(extended(layer, CountsAsChange))
@@ -196,35 +145,20 @@ def filled(model: nn.Module) -> nn.Module:
     return model
 
 
-def trained(model: nn.Module, num_steps: int = 3) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+def trained(model: nn.Module) -> list[float]:
     losses = []
-    for step in range(num_steps):
+    for step in range(3):
         losses.append(iterate(model, step))
-        with torch.no_grad():
-            for parameter in model.parameters():
-                local(parameter).sub_(local(parameter.grad), alpha=0.1)
-        optimizer.zero_grad()
+        step_by_hand(model)
     return losses
 
 
-def on_meta(kind: type[Holds] | None, shard: Any, policy: Any) -> nn.Module:
+def on_meta(shard: Any, policy: Any) -> nn.Module:
     with torch.device("meta"):
-        model = Stack()
-    model = extended(model, kind) if kind is not None else model
-    for block in model.blocks:
-        shard(block, mp_policy=policy)
-    return shard(model, mp_policy=policy)
-
-
-@ranks(2)
-def check_from_meta(policy: dict[str, Any]) -> None:
-    ours = filled(on_meta(Half, fully_shard, MixedPrecisionPolicy(**policy)))
-    theirs = filled(on_meta(Half, torch_fsdp.fully_shard, torch_fsdp.MixedPrecisionPolicy(**policy)))
-    assert trained(ours) == trained(theirs)
-    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert type(mine.to_local()) is type(other.to_local())
-        assert torch.equal(local(mine), local(other))
+        model = extended(Stack(), Half)
+    for module in (*model.blocks, model):
+        shard(module, mp_policy=policy)
+    return filled(model)
 
 
 POLICIES = {"plain": {}, "narrow": {"param_dtype": NARROW, "reduce_dtype": torch.float32}}
@@ -232,8 +166,14 @@ POLICIES = {"plain": {}, "narrow": {"param_dtype": NARROW, "reduce_dtype": torch
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 @pytest.mark.spec("FS2-EXT-05")
+@ranks(2)
 def test_model_from_the_meta_device_trains_like_in_torch(policy: dict[str, Any]) -> None:
-    check_from_meta(policy=policy)
+    ours = on_meta(fully_shard, MixedPrecisionPolicy(**policy))
+    theirs = on_meta(torch_fsdp.fully_shard, torch_fsdp.MixedPrecisionPolicy(**policy))
+    assert trained(ours) == trained(theirs)
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert type(mine.to_local()) is type(other.to_local())
+        assert torch.equal(local(mine), local(other))
 
 
 # --- methods that are set on a tensor instance ---
@@ -249,37 +189,30 @@ def patched(model: nn.Module) -> nn.Module:
     return model
 
 
-def narrowed(
-    mine: Tensor, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: nn.Module, mp_policy: Any
-) -> tuple[tuple[Tensor, ...], Any]:
+def narrowed(mine: Tensor, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
     return (mine.to(NARROW),), None
 
 
-def made_whole(shard: Any, *, from_meta: bool) -> nn.Module:
+def sharded_by(shard: Any, *, from_meta: bool) -> nn.Module:
     with torch.device("meta" if from_meta else device()):
         model = Stack() if from_meta else seeded()
-    for block in model.blocks:
-        shard(block)
-    shard(model)
+    for module in (*model.blocks, model):
+        shard(module)
     return filled(model) if from_meta else model
 
 
+@pytest.mark.parametrize("from_meta", [False, True])
+@pytest.mark.spec("FS2-EXT-06")
 @ranks(2)
-def check_patched(from_meta: bool) -> None:
-    ours = patched(made_whole(fully_shard, from_meta=from_meta))
-    theirs = patched(made_whole(torch_fsdp.fully_shard, from_meta=from_meta))
-    plain = made_whole(fully_shard, from_meta=from_meta)
+def test_extension_methods_set_on_a_local_tensor_work_like_those_of_its_class(from_meta: bool) -> None:
+    ours = patched(sharded_by(fully_shard, from_meta=from_meta))
+    theirs = patched(sharded_by(torch_fsdp.fully_shard, from_meta=from_meta))
+    plain = sharded_by(fully_shard, from_meta=from_meta)
     losses = trained(ours)
     assert losses == trained(theirs)
     assert losses != trained(plain), "it does make a difference"
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(local(mine), local(other))
-
-
-@pytest.mark.parametrize("from_meta", [False, True])
-@pytest.mark.spec("FS2-EXT-06")
-def test_extension_methods_set_on_a_local_tensor_work_like_those_of_its_class(from_meta: bool) -> None:
-    check_patched(from_meta=from_meta)
 
 
 @pytest.mark.spec("FS2-EXT-06")

@@ -12,19 +12,20 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from spec_tests.fsdp2.gradients import assert_mean_gradients, mean_gradients_of, step_with
 from spec_tests.harness import device, plain_tensor, ranks
 from spec_tests.models.modules import seeded, wide
 from spec_tests.models.running import batch, iterate, loss_of, recorded_iteration, said
 from spec_tests.models.sharding import column_mesh, sharded
-from spec_tests.models.values import assert_same, full_gradients, full_values, mean_gradients
+from spec_tests.models.values import assert_same, full_gradients, full_values, named
 from spec_tests.subject import FSDPModule, MixedPrecisionPolicy, fully_shard, trace
 
 # --- several modules, one group ---
 
 
-def with_ends_together(model: nn.Module | None = None, **options: Any) -> Any:
+def with_ends_together(**options: Any) -> Any:
     """Each block is a unit, and the first and last layer together form another; the root has no other parameters."""
-    model = seeded() if model is None else model
+    model = seeded()
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard([model.enter, model.leave], **options)
@@ -66,12 +67,8 @@ def test_group_is_unsharded_from_first_to_last_module() -> None:
 @pytest.mark.spec("NEW-04")
 @ranks(2)
 def test_a_group_over_several_modules_trains_like_each_on_its_own() -> None:
-    for options in ({}, {"reshard_after_forward": True}, {"reshard_after_forward": False}):
-        model = with_ends_together(**options)
-        for step in range(2):
-            iterate(model, step)
-            assert_same(full_gradients(model), mean_gradients(seeded(), (step,)))
-            model.zero_grad()
+    for choice in (None, True, False):
+        assert_mean_gradients(with_ends_together(reshard_after_forward=choice), seeded())
 
 
 @pytest.mark.spec("NEW-04", "FS2-24")
@@ -89,10 +86,8 @@ def test_a_parameter_may_be_tied_across_the_modules_of_a_list() -> None:
     fully_shard(model)
     assert model.enter.weight is model.blocks[3].linear.weight
     for step in range(2):
-        iterate(model, step)
+        assert_mean_gradients(model, tied(), [step])
         assert model.enter.weight is model.blocks[3].linear.weight
-        assert_same(full_gradients(model), mean_gradients(tied(), (step,)))
-        model.zero_grad()
 
 
 @pytest.mark.spec("NEW-04")
@@ -138,22 +133,10 @@ class Head(nn.Module):
 @pytest.mark.spec("NEW-04")
 @ranks(2)
 def test_forward_runs_some_modules_before_the_others() -> None:
-    plain, model = seeded(Head), seeded(Head)
-    fully_shard(model.body)
-    fully_shard([model.norm, model.head])
-    fully_shard(model)
-    for step in range(2):
-        expected: dict[str, Tensor] = {}
-        for rank in range(2):
-            plain.zero_grad()
-            local_shards = plain(batch(step, rank)).split(1)
-            sum(loss_of(plain.head(local_shard)) for local_shard in local_shards).backward()
-            for name, parameter in plain.named_parameters():
-                expected[name] = expected.get(name, 0) + parameter.grad / 2
-        model.zero_grad()
-        local_shards = model(batch(step)).split(1)
-        sum(loss_of(model.head(local_shard)) for local_shard in local_shards).backward()
-        assert_same(full_gradients(model), expected, bitwise=False)
+    def loss(model: Any, x: Tensor) -> Tensor:
+        return sum(loss_of(model.head(sample)) for sample in model(x).split(1))
+
+    assert_mean_gradients(with_head_together(), seeded(Head), loss=loss, bitwise=False)
 
 
 @pytest.mark.spec("NEW-04")
@@ -177,12 +160,9 @@ def with_head_together(shard: Any = fully_shard, model: nn.Module | None = None)
     return shard(model)
 
 
-def headed_step(model: Any, step: int = 0) -> Tensor:
-    """Runs backward on a loss of all parameters, each module in its own dtype. Returns the loss."""
-    x = batch(step).to(model.body.weight.dtype)
-    loss = loss_of(model.head(model(x).to(model.head.weight.dtype)))
-    loss.backward()
-    return loss.detach()
+def headed_loss(model: Any, x: Tensor) -> Tensor:
+    """A loss of all parameters, with each module in its own dtype."""
+    return loss_of(model.head(model(x.to(model.body.weight.dtype)).to(model.head.weight.dtype)))
 
 
 @pytest.mark.spec("FS2-28", "FS2-META-02", "NEW-04")
@@ -196,10 +176,7 @@ def test_a_group_from_the_meta_device_is_given_memory_module_by_module() -> None
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(distribute_tensor(values[name], parameter.device_mesh, parameter.placements))
-    ready = with_head_together()
-    for step in range(2):
-        assert torch.equal(headed_step(model, step), headed_step(ready, step))
-        assert_same(full_gradients(model), full_gradients(ready), bitwise=True)
+    assert_mean_gradients(model, seeded(Head), loss=headed_loss)
 
 
 @pytest.mark.spec("FS2-28", "NEW-04")
@@ -213,7 +190,9 @@ def test_converted_group_trains_like_torch(has_run: bool) -> None:
             # After this forward, torch's all-gathers would fail.
             model(batch())
         model.to(torch.bfloat16)
-        found.append((headed_step(model), full_gradients(model), full_values(model)))
+        loss = headed_loss(model, batch())
+        loss.backward()
+        found.append((loss, full_gradients(model), full_values(model)))
     (loss, gradients, values), (expected, *others) = found
     assert loss.dtype == torch.bfloat16
     assert torch.equal(loss, expected)
@@ -228,7 +207,7 @@ def test_converted_group_trains_like_torch(has_run: bool) -> None:
 def test_one_module_of_a_group_may_be_converted_alone(has_run: bool) -> None:
     plain, model = seeded(Head), with_head_together()
     if has_run:
-        headed_step(model)
+        headed_loss(model, batch()).backward()
         model.zero_grad()
     for either in (plain, model):
         either.head.to(torch.bfloat16)
@@ -237,27 +216,18 @@ def test_one_module_of_a_group_may_be_converted_alone(has_run: bool) -> None:
         assert (model.norm.weight.dtype, model.head.weight.dtype) == (torch.float32, torch.bfloat16)
         assert torch.equal(model.head.weight, plain.head.weight)
         model.norm.reshard()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    optimizer, reference = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
     for step in range(2):
-        expected: dict[str, Tensor] = {}
-        for rank in range(2):
-            plain.zero_grad()
-            loss_of(plain.head(plain(batch(step, rank)).to(torch.bfloat16))).backward()
-            for name, parameter in plain.named_parameters():
-                expected[name] = expected.get(name, 0) + parameter.grad / 2
-        optimizer.zero_grad()
-        headed_step(model, step)
-        found = full_gradients(model)
+        headed_loss(model, batch(step)).backward()
+        found, expected = full_gradients(model), mean_gradients_of(headed_loss, plain, step)
         assert found["norm.weight"].dtype == torch.float32
         assert found["head.weight"].dtype == torch.bfloat16
         for name, gradient in found.items():
             torch.testing.assert_close(gradient, expected[name], rtol=0.02, atol=1e-3)
-        for name, parameter in plain.named_parameters():
-            parameter.grad = found[name]
         optimizer.step()
-        reference.step()
-        assert_same(full_values(model), {n: p.detach() for n, p in plain.named_parameters()}, bitwise=True)
+        optimizer.zero_grad()
+        step_with(found, plain, reference)
+        assert_same(full_values(model), named(plain), bitwise=True)
 
 
 @pytest.mark.spec("FS2-28", "FS2-META-03")
@@ -283,6 +253,7 @@ def test_half_a_group_on_the_meta_device_is_refused_when_it_is_used() -> None:
 @ranks(4)
 def test_backward_all_gathers_among_local_peers() -> None:
     model = sharded(reshard_after_forward=2)
+    shapes = [p.to_local().shape for p in model.parameters()]
     rank = dist.get_rank()
     everybody, neighbours = (0, 1, 2, 3), ((0, 1), (2, 3))[rank // 2]
     for step in range(3):
@@ -294,6 +265,9 @@ def test_backward_all_gathers_among_local_peers() -> None:
         assert {event.ranks for event in backward.events if event.kind == "AG"} == {neighbours}
         assert forward.count("AG") == backward.count("AG") == 5
         assert {event.ranks for event in backward.events if event.kind == "RS"} == {everybody}
+        # After backward, each rank has its own shards again.
+        assert [p.to_local().shape for p in model.parameters()] == shapes
+        assert [p.grad.to_local().shape for p in model.parameters()] == shapes
 
 
 @pytest.mark.spec("NEW-05")
@@ -328,16 +302,6 @@ def test_a_parameter_that_only_the_smaller_mesh_sends_on_its_own_is_all_gathered
 
 @pytest.mark.spec("NEW-05")
 @ranks(4)
-def test_after_backward_each_rank_has_its_own_shard_again() -> None:
-    model = sharded(reshard_after_forward=2)
-    shapes = [p.to_local().shape for p in model.parameters()]
-    iterate(model)
-    assert [p.to_local().shape for p in model.parameters()] == shapes
-    assert [p.grad.to_local().shape for p in model.parameters()] == shapes
-
-
-@pytest.mark.spec("NEW-05")
-@ranks(4)
 def test_manual_reshard_returns_to_full_group() -> None:
     model = sharded(reshard_after_forward=2)
     loss = loss_of(model(batch()))
@@ -348,19 +312,6 @@ def test_manual_reshard_returns_to_full_group() -> None:
     members = {event.unit: event.ranks for event in recorder.events if event.kind == "AG"}
     assert members["blocks.2"] == members["blocks.3"] == (0, 1, 2, 3)
     assert members["blocks.1"] == ((0, 1), (2, 3))[dist.get_rank() // 2]
-
-
-@pytest.mark.spec("NEW-05", "NEW-06")
-@ranks(4)
-def test_switched_reshard_after_forward_selects_all_gather_ranks() -> None:
-    model = sharded(reshard_after_forward=2)
-    iterate(model)
-    for choice, gathered in ((True, {(0, 1, 2, 3)}), (False, set())):
-        model.set_reshard_after_forward(choice)
-        loss = loss_of(model(batch()))
-        with trace.record() as backward:
-            loss.backward()
-        assert {event.ranks for event in backward.events if event.kind == "AG"} == gathered
 
 
 @pytest.mark.spec("NEW-05")
@@ -389,45 +340,38 @@ def test_modules_show_local_peer_shards_after_forward(rows: int, dim: int) -> No
 
 
 @pytest.mark.spec("NEW-05")
+@pytest.mark.parametrize("records", [False, True])
 @ranks(4)
-def test_unit_on_smaller_mesh_is_not_used_after_change() -> None:
+def test_smaller_mesh_unit_computes_correctly_after_a_change_of_values(records: bool) -> None:
     model, plain = sharded(reshard_after_forward=2), seeded()
     owned = list(model.parameters())
-    model(batch())
-    with torch.no_grad():
-        for parameter in (*owned, *plain.parameters()):
-            parameter.mul_(2)
-    torch.testing.assert_close(model(batch()), plain(batch()))
-
-
-@pytest.mark.spec("NEW-05")
-@ranks(4)
-def test_smaller_mesh_unit_computes_correctly_without_grad_and_after_a_change_of_values() -> None:
-    model = sharded(reshard_after_forward=2)
-    plain = seeded()
     for factor in (1.0, 2.0):
-        with torch.no_grad():
-            for parameter in (*model.parameters(), *plain.parameters()):
-                parameter.mul_(factor)
+        with torch.set_grad_enabled(records):
             model(batch())
+        with torch.no_grad():
+            for parameter in (*owned, *plain.parameters()):
+                parameter.mul_(factor)
+        with torch.set_grad_enabled(records):
             torch.testing.assert_close(model(batch()), plain(batch()))
-        iterate(model)
-        assert_same(full_gradients(model), mean_gradients(plain))
-        model.zero_grad()
+        assert_mean_gradients(model, plain, [0])
 
 
 @pytest.mark.spec("NEW-05", "NEW-06")
-@pytest.mark.parametrize("choice", [True, False])
+@pytest.mark.parametrize(("choice", "members"), [(True, {(0, 1, 2, 3)}), (False, set())])
 @ranks(4)
-def test_switched_reshard_after_forward_keeps_results(choice: bool) -> None:
+def test_switched_reshard_after_forward_selects_all_gather_ranks_and_keeps_results(choice: bool, members: Any) -> None:
     model, usual = sharded(reshard_after_forward=2), sharded()
     for step in range(3):
         losses = [loss_of(each(batch(step))) for each in (model, usual)]
         if step == 0:
             # Between forward and backward, while units are resharded over fewer ranks.
             model.set_reshard_after_forward(choice)
-        for each, loss in zip((model, usual), losses, strict=True):
-            loss.backward()
+        with trace.record() as backward:
+            losses[0].backward()
+        losses[1].backward()
+        gathers = {event.ranks for event in backward.events if event.kind == "AG"}
+        assert step == 0 or gathers == members
+        for each in (model, usual):
             torch.optim.SGD(each.parameters(), lr=0.1).step()
             each.zero_grad()
     assert_same(full_values(model), full_values(usual), bitwise=True)
@@ -465,17 +409,12 @@ def test_a_number_that_does_not_divide_the_ranks_is_refused(number: int) -> None
 def test_unsharded_mesh_accepts_only_reshard_to_one(number: int) -> None:
     with pytest.raises(ValueError, match=rf"reshard_after_forward={number} is not a factor of 1\b"):
         fully_shard(seeded(), mesh=column_mesh(), reshard_after_forward=number)
-    with pytest.raises(ValueError, match="factor"):
-        torch_fully_shard(seeded(), mesh=column_mesh(), reshard_after_forward=number)
     iterate(fully_shard(seeded(), mesh=column_mesh(), reshard_after_forward=1))
 
 
 @pytest.mark.spec("NEW-05")
+@pytest.mark.parametrize(("number", "choice"), [(1, False), (2, True)])
 @ranks(2)
-def test_reshard_to_one_keeps_and_to_all_reshards() -> None:
-    assert recorded_iteration(sharded(reshard_after_forward=1)) == recorded_iteration(
-        sharded(reshard_after_forward=False)
-    )
-    assert recorded_iteration(sharded(reshard_after_forward=2)) == recorded_iteration(
-        sharded(reshard_after_forward=True)
-    )
+def test_reshard_to_one_keeps_and_to_all_reshards(number: int, choice: bool) -> None:
+    ours, expected = (sharded(reshard_after_forward=value) for value in (number, choice))
+    assert recorded_iteration(ours) == recorded_iteration(expected)

@@ -18,12 +18,13 @@ from torch.distributed._composable import replicate
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from spec_tests.fsdp2.gradients import assert_mean_gradients
 from spec_tests.harness import ranks
 from spec_tests.models.modules import WIDTH, Block, seeded
 from spec_tests.models.running import Wire, batch, iterate, loss_of
 from spec_tests.models.sharding import line_mesh, sharded
-from spec_tests.models.values import assert_same, full_gradients, full_values, mean_gradients
-from spec_tests.subject import FSDPModule, fully_shard, register_fsdp_forward_method, trace
+from spec_tests.models.values import full_values
+from spec_tests.subject import FSDPModule, fully_shard, register_fsdp_forward_method
 
 # --- shards as tensors ---
 
@@ -35,14 +36,16 @@ def local(tensor: Tensor) -> Tensor:
 
 @pytest.mark.spec("FS2-SD-01")
 @ranks(2)
-def test_each_rank_can_save_its_shards_with_torch_save() -> None:
+def test_each_rank_can_save_its_shards_with_torch_save_after_the_model_is_deleted() -> None:
     model = sharded()
     iterate(model)
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
+    expected, state, file = full_values(model), model.state_dict(), io.BytesIO()
+    del model
+    torch.save(state, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
-    for name, value in model.state_dict().items():
+    for name, value in state.items():
+        assert torch.equal(value.full_tensor(), expected[name])
         assert torch.equal(local(loaded[name]), local(value)), name
 
 
@@ -61,32 +64,7 @@ def test_a_shard_can_be_copied_alone_and_a_copy_is_not_larger_than_the_shard(row
         assert not torch.equal(twin.full_tensor(), parameter.full_tensor())
 
 
-@pytest.mark.spec("FS2-SD-01")
-@ranks(2)
-def test_shard_stays_valid_after_its_model_is_deleted() -> None:
-    model = sharded()
-    expected = full_values(model)
-    state = model.state_dict()
-    del model
-    assert_same({name: value.full_tensor() for name, value in state.items()}, expected, bitwise=True)
-
-
-@pytest.mark.spec("FS2-13")
-@ranks(2)
-def test_changed_local_tensor_is_all_gathered() -> None:
-    model, plain = sharded(reshard_after_forward=False), seeded()
-    with torch.no_grad():
-        # After this forward, all parameters are unsharded, and the changes below make those values stale.
-        model(batch())
-        model.reshard()
-        for parameter, whole in zip(model.parameters(), plain.parameters(), strict=True):
-            if isinstance(parameter, DTensor):
-                parameter._local_tensor.mul_(2)
-                whole.mul_(2)
-        assert torch.equal(model(batch()), plain(batch()))
-
-
-# --- counting collectives, unsharding manually ---
+# --- counting collectives ---
 
 
 @pytest.mark.spec("NEW-19", "FS2-PREF-06")
@@ -102,38 +80,6 @@ def test_first_iteration_has_as_many_collectives_as_later_iterations() -> None:
         seen.append((len(forward.sent), len(backward.sent)))
     # Five units: backward reduces all of them, and all-gathers all except the root.
     assert seen == [(5, 4 + 5)] * 2
-
-
-@pytest.mark.spec("FS2-19", "CTOR-11")
-@pytest.mark.parametrize("is_async", [True, False])
-@ranks(2)
-def test_units_unsharded_before_root_are_not_all_gathered_again(is_async: bool) -> None:
-    model = sharded()
-    with trace.record() as recorder:
-        handles = [block.unshard(async_op=is_async) for block in model.blocks]
-        model.unshard()
-        for handle in handles:
-            if handle is not None:
-                handle.wait()
-        assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
-        output = model(batch())
-    assert len(recorder.order("AG")) == 5
-    assert torch.equal(output, seeded()(batch()))
-
-
-@pytest.mark.spec("FS2-19")
-@ranks(2)
-def test_changed_unsharded_units_are_all_gathered_again() -> None:
-    model, plain = sharded(), seeded()
-    own = [list(block.parameters()) for block in model.blocks]
-    for block in model.blocks:
-        block.unshard()
-    with torch.no_grad():
-        for shards, block in zip(own, plain.blocks, strict=True):
-            for shard, whole in zip(shards, block.parameters(), strict=True):
-                shard.mul_(2)
-                whole.mul_(2)
-    assert torch.equal(model(batch()), plain(batch()))
 
 
 # --- the modules that fully_shard accepts ---
@@ -157,11 +103,8 @@ def test_registered_method_all_gathers_module_without_forward() -> None:
     model, plain = fully_shard(seeded(Encoder)), seeded(Encoder)
     register_fsdp_forward_method(model, "encode")
     assert torch.equal(model.encode(batch()), plain.encode(batch()))
-    assert (model.encode.__name__, model.encode.__doc__, model.encode.__self__) == (
-        "encode",
-        plain.encode.__doc__,
-        model,
-    )
+    method = model.encode
+    assert (method.__name__, method.__doc__, method.__self__) == ("encode", plain.encode.__doc__, model)
 
 
 class Chain(nn.ModuleList):
@@ -179,9 +122,7 @@ def test_list_of_modules_with_a_forward_is_accepted() -> None:
     def make() -> Chain:
         return Chain([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
 
-    model, plain = fully_shard(seeded(make)), seeded(make)
-    loss_of(model(batch())).backward()
-    assert_same(full_gradients(model), mean_gradients(plain), bitwise=False)
+    assert_mean_gradients(fully_shard(seeded(make)), seeded(make), bitwise=False)
 
 
 class TwoHeads(nn.Module):
@@ -207,40 +148,30 @@ def test_group_trains_if_some_of_its_modules_are_not_called(reshard_after_forwar
     fully_shard(model.body, **options)
     fully_shard([model.norm, model.heads, model.last], **options)
     fully_shard(model, **options)
-    for step in range(2):
-        model.zero_grad()
-        loss_of(model(batch(step))).backward()
-        assert_same(full_gradients(model), mean_gradients(plain, [step]), bitwise=False)
-        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    assert_mean_gradients(model, plain, bitwise=False)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 # --- in combination with other parallelisms ---
 
 
 @pytest.mark.spec("FS2-09")
+@pytest.mark.parametrize("replicates_root", [False, True])
 @ranks(2)
-def test_replicated_module_stays_replicated() -> None:
+def test_replicated_modules_stay_replicated_and_sharded_ones_sharded(replicates_root: bool) -> None:
     model, plain = seeded(), seeded()
-    replicate(model.blocks[0])
-    for block in model.blocks[1:]:
-        fully_shard(block)
-    fully_shard(model)
-    loss_of(model(batch())).backward()
-    replicated = {name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)}
-    assert replicated == {f"blocks.0.{name}" for name, _ in plain.blocks[0].named_parameters()}
-    assert_same(full_gradients(model), mean_gradients(plain), bitwise=False)
-
-
-@pytest.mark.spec("FS2-09")
-@ranks(2)
-def test_replicate_does_not_change_sharded_blocks() -> None:
-    model, plain = seeded(), seeded()
-    for block in model.blocks:
-        fully_shard(block)
-    replicate(model)
-    loss_of(model(batch())).backward()
-    assert all(isinstance(parameter, DTensor) for parameter in model.blocks.parameters())
-    assert_same(full_gradients(model), mean_gradients(plain), bitwise=False)
+    if replicates_root:
+        for block in model.blocks:
+            fully_shard(block)
+        replicate(model)
+    else:
+        replicate(model.blocks[0])
+        for module in (*model.blocks[1:], model):
+            fully_shard(module)
+    replicated = ("enter.", "leave.") if replicates_root else "blocks.0."
+    assert_mean_gradients(model, plain, bitwise=False)
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor) is not name.startswith(replicated)
 
 
 @pytest.mark.spec("FS2-11")
@@ -280,22 +211,15 @@ def test_a_module_may_call_itself(is_root: bool, method: str, reshard_after_forw
     model, plain = seeded(Descends), seeded(Descends)
     fully_shard(model.block)
     fully_shard(model, reshard_after_forward=reshard_after_forward)
-    if method == "generate":
-        register_fsdp_forward_method(model, method)
+    register_fsdp_forward_method(model, "generate")
     outer = model if is_root else fully_shard(nn.Sequential(model))
-    name = "forward" if method == "forward" else "generate"
+
+    def loss(net: Any, x: Tensor) -> Tensor:
+        called = outer if net is model else net
+        return loss_of(called(x) if method == "forward" else net.generate(x))
+
     for step in range(2):
-        outer.zero_grad()
-        plain.zero_grad()
-        output = outer(batch(step)) if name == "forward" else model.generate(batch(step))
-        loss_of(output).backward()
-        mean: dict[str, Tensor] = {}
-        for rank in range(2):
-            plain.zero_grad()
-            loss_of(getattr(plain, name)(batch(step, rank))).backward()
-            for key, parameter in plain.named_parameters():
-                mean[key] = mean.get(key, 0) + parameter.grad / 2
-        assert_same(full_gradients(model), mean, bitwise=False)
+        assert_mean_gradients(model, plain, [step], loss=loss, bitwise=False)
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
@@ -317,10 +241,7 @@ def test_call_after_an_exception_in_a_recursive_call_is_an_outer_call(error: typ
     with pytest.raises(error):
         model(batch()) if method == "forward" else model.generate(batch())
     hook.remove()
-    for _ in range(2):
-        model.zero_grad()
-        loss_of(model(batch())).backward()
-        assert_same(full_gradients(model), mean_gradients(plain), bitwise=False)
+    assert_mean_gradients(model, plain, bitwise=False)
 
 
 class Retries(nn.Module):
@@ -346,7 +267,4 @@ def test_a_module_may_handle_an_exception_of_its_recursive_call(reshard_after_fo
     model, plain = seeded(Retries), seeded(Retries)
     fully_shard(model.block)
     fully_shard(model, reshard_after_forward=reshard_after_forward)
-    for _ in range(2):
-        model.zero_grad()
-        loss_of(model(batch())).backward()
-        assert_same(full_gradients(model), mean_gradients(plain), bitwise=False)
+    assert_mean_gradients(model, plain, bitwise=False)

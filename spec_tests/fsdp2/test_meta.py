@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from spec_tests.harness import device, ranks
 from spec_tests.models.running import loss_of
-from spec_tests.models.values import assert_same, full_values
+from spec_tests.models.values import assert_same, full_values, named
 from spec_tests.subject import fully_shard
 
 
@@ -79,22 +79,24 @@ def test_parameters_are_meta_dtensors_and_buffers_stay_on_meta() -> None:
     assert local.shape == ((3, 4), (2, 4))[dist.get_rank()]
 
 
-@pytest.mark.spec("FS2-META-02", "MIG-18")
+@pytest.mark.spec("FS2-META-02", "FS2-META-03", "MIG-18")
+@pytest.mark.parametrize("was_called", [False, True])
 @ranks(2)
-def test_memory_comes_with_to_empty_and_values_with_reset_parameters() -> None:
-    model = on_meta()
-    before = list(model.parameters())
-    assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+def test_memory_comes_with_to_empty_and_values_with_reset_parameters(was_called: bool) -> None:
+    model, x = on_meta(), torch.ones(3, 4, device=device())
+    before = [p.placements for p in model.parameters()]
+    if was_called:
+        with pytest.raises(RuntimeError, match=r"parts\.0\.weight"):
+            model(x)
     model.to_empty(device=device())
     model.reset_parameters()
     assert {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]} == {device().type}
     assert {type(parameter.data) for parameter in model.parameters()} == {DTensor}
     plain = Whole().to(device())
-    assert_same(full_values(model), {name: p.detach() for name, p in plain.named_parameters()})
-    x = torch.ones(3, 4, device=device())
+    assert_same(full_values(model), named(plain))
     assert torch.equal(model(x), plain(x))
     loss_of(model(x)).backward()
-    assert [p.grad.placements for p in model.parameters()] == [p.placements for p in before]
+    assert [p.grad.placements for p in model.parameters()] == before
 
 
 @pytest.mark.spec("FS2-META-02")
@@ -109,62 +111,26 @@ ON_CPU = pytest.mark.filterwarnings("ignore:DTensor random operators may not hav
 DRAWS = pytest.mark.not_simulated("its random generator has no offset, which DTensor changes on a GPU")
 
 
-@pytest.mark.spec("FS2-META-02")
+@pytest.mark.spec("FS2-META-02", "FS2-META-04")
 @ON_CPU
 @DRAWS
 @ranks(2)
-def test_layers_of_torch_initialize_their_shards() -> None:
+def test_layers_of_torch_initialize_their_shards_and_a_container_does_not() -> None:
     with torch.device("meta"):
-        layer = nn.Linear(8, 6)
-    fully_shard(layer)
-    layer.to_empty(device=device())
-    if device().type == "cpu":
-        torch.manual_seed(dist.get_rank())
-    layer.reset_parameters()
-    weight = layer.weight.full_tensor()
-    bound = 1 / 8**0.5
-    assert weight.abs().max() <= bound
-    assert weight.unique().numel() == weight.numel(), "no rank has drawn what another one drew"
-    layer(torch.ones(2, 8, device=device())).sum().backward()
-
-
-@pytest.mark.spec("FS2-META-03")
-@ranks(2)
-def test_forward_on_the_meta_device_raises_with_the_parameter_name() -> None:
-    model = on_meta()
-    with pytest.raises(RuntimeError, match=r"parts\.0\.weight"):
-        model(torch.ones(3, 4, device=device()))
-
-
-@pytest.mark.spec("FS2-META-03")
-@ranks(2)
-def test_meta_model_can_be_initialized_and_trained_after_the_error() -> None:
-    model = on_meta()
-    x = torch.ones(3, 4, device=device())
-    with pytest.raises(RuntimeError, match="meta"):
-        model(x)
-    model.to_empty(device=device())
-    model.reset_parameters()
-    loss_of(model(x)).backward()
-    assert all(p.grad is not None for p in model.parameters())
-
-
-@pytest.mark.spec("FS2-META-04")
-@ON_CPU
-@DRAWS
-@ranks(2)
-def test_a_container_offers_no_reset_parameters_of_its_own() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
+        model = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 8))
+    for module in (*model, model):
+        fully_shard(module)
     model.to_empty(device=device())
     with pytest.raises(AttributeError, match="reset_parameters"):
         model.reset_parameters()
+    if device().type == "cpu":
+        torch.manual_seed(dist.get_rank())
     for layer in model:
         layer.reset_parameters()
-    loss_of(model(torch.ones(3, 4, device=device()))).backward()
+    weight = model[0].weight.full_tensor()
+    assert weight.abs().max() <= 1 / 8**0.5
+    assert weight.unique().numel() == weight.numel(), "no rank has drawn what another one drew"
+    loss_of(model(torch.ones(2, 8, device=device()))).backward()
 
 
 @pytest.mark.spec("FS2-META-01", "FS2-META-02")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from spec_tests.fsdp2.gradients import step_with
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import batch, iterate, loss_of
@@ -18,24 +19,47 @@ from spec_tests.models.sharding import grid_mesh, sharded
 from spec_tests.models.values import assert_same, full, full_gradients, full_values, mean_gradients, named
 from spec_tests.oracles import count_collectives
 
-OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+BuildsOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+    """Only matrices have a weight decay."""
+    parameters = list(parameters)
+    matrices = {"params": [p for p in parameters if p.ndim == 2], "weight_decay": 0.5}
+    return [matrices, {"params": [p for p in parameters if p.ndim == 1]}]
+
+
+OPTIMIZERS: dict[str, BuildsOptimizer] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
     "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
     "Adam, one by one": lambda parameters: torch.optim.Adam(parameters, lr=0.01, foreach=False),
     "AdamW, fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1, fused=True),
     "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+    "AdamW with two groups": lambda parameters: torch.optim.AdamW(groups(parameters), lr=0.01, weight_decay=0.0),
 }
 
 
-def oracle_step(plain: nn.Module, optimizer: torch.optim.Optimizer, step: int, max_norm: float | None = None) -> Any:
-    """One optimizer step of the plain model on the batches of all ranks. Returns the norm if ``max_norm`` is given."""
-    expected = mean_gradients(plain, (step,))
+def train_both(
+    model: nn.Module, plain: nn.Module, build: BuildsOptimizer, num_steps: int, max_norm: float | None = None
+) -> None:
+    """Steps of both models, on the batches of all ranks. With ``max_norm``, clips and compares the norms."""
+    optimizer, oracle = (build(each.parameters()) for each in (model, plain))
+    for step in range(num_steps):
+        iterate(model, step)
+        expected = mean_gradients(plain, (step,))
+        if max_norm is not None:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            set_gradients(plain, expected)
+            torch.testing.assert_close(full(norm), nn.utils.clip_grad_norm_(plain.parameters(), max_norm))
+            expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+        step_with(expected, plain, oracle)
+
+
+def set_gradients(plain: nn.Module, gradients: dict[str, Tensor]) -> None:
     for name, parameter in plain.named_parameters():
-        parameter.grad = expected[name]
-    norm = None if max_norm is None else nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
-    optimizer.step()
-    optimizer.zero_grad()
-    return norm
+        parameter.grad = gradients[name]
 
 
 @pytest.mark.spec("FS2-OPT-01")
@@ -91,30 +115,8 @@ def test_gradient_has_the_same_spec_object_as_its_parameter(assign: bool) -> Non
 @ranks(2)
 def test_optimizers_of_torch_step_like_on_the_plain_model(name: str) -> None:
     model, plain = sharded(), seeded()
-    optimizer, oracle = (OPTIMIZERS[name](each.parameters()) for each in (model, plain))
-    for step in range(3):
-        iterate(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
-        oracle_step(plain, oracle, step)
+    train_both(model, plain, OPTIMIZERS[name], 3)
     assert_same(full_values(model), named(plain), bitwise="fused" not in name)
-
-
-@pytest.mark.spec("FS2-OPT-04")
-@ranks(2)
-def test_groups_with_options_of_their_own_work() -> None:
-    def groups(model: nn.Module) -> list[dict[str, Any]]:
-        decay = [p for p in model.parameters() if p.ndim == 2]
-        return [{"params": decay, "weight_decay": 0.5}, {"params": [p for p in model.parameters() if p.ndim == 1]}]
-
-    model, plain = sharded(), seeded()
-    optimizer, oracle = (torch.optim.AdamW(groups(each), lr=0.01, weight_decay=0.0) for each in (model, plain))
-    for step in range(2):
-        iterate(model, step)
-        optimizer.step()
-        optimizer.zero_grad()
-        oracle_step(plain, oracle, step)
-    assert_same(full_values(model), named(plain))
 
 
 @pytest.mark.spec("FS2-OPT-03", "MIG-19")
@@ -122,12 +124,9 @@ def test_groups_with_options_of_their_own_work() -> None:
 @ranks(2)
 def test_clipping_gives_the_norm_of_the_plain_model(norm_type: float) -> None:
     model, plain = sharded(), seeded()
-    expected = mean_gradients(plain)
-    for name, parameter in plain.named_parameters():
-        parameter.grad = expected[name]
+    set_gradients(plain, mean_gradients(plain))
     iterate(model)
-    ours = nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type)
-    theirs = nn.utils.clip_grad_norm_(plain.parameters(), 0.01, norm_type)
+    ours, theirs = (nn.utils.clip_grad_norm_(each.parameters(), 0.01, norm_type) for each in (model, plain))
     assert isinstance(ours, DTensor)
     torch.testing.assert_close(full(ours), theirs)
     assert_same(full_gradients(model), {n: p.grad for n, p in plain.named_parameters()}, bitwise=False)
@@ -136,13 +135,7 @@ def test_clipping_gives_the_norm_of_the_plain_model(norm_type: float) -> None:
 @pytest.mark.spec("FS2-OPT-03")
 @ranks(4)
 def test_clipping_on_two_times_two_counts_no_replica_twice() -> None:
-    model, plain = sharded(mesh=grid_mesh()), seeded()
-    expected = mean_gradients(plain)
-    for name, parameter in plain.named_parameters():
-        parameter.grad = expected[name]
-    iterate(model)
-    ours = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-    torch.testing.assert_close(full(ours), nn.utils.clip_grad_norm_(plain.parameters(), 0.01))
+    train_both(sharded(mesh=grid_mesh()), seeded(), OPTIMIZERS["SGD"], 1, max_norm=0.01)
 
 
 @pytest.mark.spec("FS2-OPT-03")
@@ -165,13 +158,7 @@ def test_clipping_sends_nothing_but_norms() -> None:
 @ranks(2)
 def test_several_steps_of_adam_with_clipping_equal_one_process(reshard_after_forward: bool | None) -> None:
     model, plain = sharded(reshard_after_forward=reshard_after_forward), seeded()
-    optimizer, oracle = (torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, plain))
-    for step in range(4):
-        iterate(model, step)
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        torch.testing.assert_close(full(norm), oracle_step(plain, oracle, step, max_norm=0.05))
-        optimizer.step()
-        optimizer.zero_grad()
+    train_both(model, plain, OPTIMIZERS["Adam"], 4, max_norm=0.05)
     assert_same(full_values(model), named(plain), bitwise=False)
 
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import minifsdp
+from spec_tests.fsdp2.int8_shards import step_by_hand
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import WIDTH, wide
 from spec_tests.models.running import batch, iterate
@@ -24,25 +25,17 @@ from spec_tests.subject import fully_shard
 Place = Callable[[nn.Parameter], Any]
 
 
-def experts_of(model: Any) -> set[nn.Parameter]:
-    """The second layer of each block represents the experts."""
-    return {block.down.weight for block in model.blocks}
-
-
 def placed(experts: set[nn.Parameter], info: Any) -> Place:
     return lambda parameter: ShardPlacementResult(None, info) if parameter in experts else None
 
 
 def made_by(shard: Any, mesh: DeviceMesh, info: Any, **options: Any) -> Any:
     model = wide()
-    place = placed(experts_of(model), info)
+    # The second layer of each block represents the experts.
+    place = placed({block.down.weight for block in model.blocks}, info)
     for block in model.blocks:
         shard(block, mesh=mesh, shard_placement_fn=place, **options)
     return shard(model, mesh=mesh, shard_placement_fn=place, **options)
-
-
-def local(tensor: Any) -> Tensor:
-    return tensor.to_local()
 
 
 def trained(model: nn.Module) -> list[Any]:
@@ -52,11 +45,8 @@ def trained(model: nn.Module) -> list[Any]:
         model.set_requires_gradient_sync(step != 1)
         seen.append(iterate(model, step))
         if step != 1:
-            seen.extend(local(p.grad).clone() for p in model.parameters())
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    local(parameter).sub_(local(parameter.grad), alpha=0.1)
-            model.zero_grad()
+            seen.extend(p.grad.to_local().clone() for p in model.parameters())
+            step_by_hand(model)
     return seen
 
 
@@ -69,25 +59,22 @@ def assert_alike(ours: Any, theirs: Any) -> None:
         torch.testing.assert_close(mine, other)
 
 
+@pytest.mark.parametrize("policy", [False, True])
+@pytest.mark.parametrize("axis", ["shard", "replicate", "both"])
+@pytest.mark.spec("NEW-23")
 @ranks(4)
-def check_own_mesh(axis: str, reshard_after_forward: bool, policy: bool) -> None:
+def test_experts_on_a_separate_mesh_train_like_in_torch(axis: str, policy: bool) -> None:
     grid, line = grid_mesh(), line_mesh()
     info = HSDPMeshInfo(grid, 1, 0) if axis == "both" else FSDPMeshInfo(grid[axis], 0)
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if policy else {}
     models = []
     for library in (minifsdp, torch_fsdp):
-        options = {"mp_policy": library.MixedPrecisionPolicy(**dtypes), "reshard_after_forward": reshard_after_forward}
-        models.append(made_by(library.fully_shard, line, info, **options))
+        mp_policy = library.MixedPrecisionPolicy(**dtypes)
+        reshards = axis != "replicate"
+        models.append(made_by(library.fully_shard, line, info, mp_policy=mp_policy, reshard_after_forward=reshards))
     assert_alike(*models)
     weight = models[0].blocks[0].down.weight
     assert weight.placements == ((Replicate(), Shard(0)) if axis == "both" else (Shard(0),))
-
-
-@pytest.mark.parametrize("policy", [False, True])
-@pytest.mark.parametrize("axis", ["shard", "replicate", "both"])
-@pytest.mark.spec("NEW-23")
-def test_experts_on_a_separate_mesh_train_like_in_torch(axis: str, policy: bool) -> None:
-    check_own_mesh(axis=axis, reshard_after_forward=axis != "replicate", policy=policy)
 
 
 @pytest.mark.spec("NEW-23")

@@ -1,7 +1,9 @@
-"""Groups that are used in part, of several dtypes, or over two meshes, and an all-gather with one argument."""
+"""Groups of which a forward calls only some modules, of several dtypes, or over two meshes."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import DTensor
 
-from spec_tests.fsdp2.int8_shards import Int8Shards, extended
-from spec_tests.harness import ranks
+from spec_tests.fsdp2.gradients import assert_mean_gradients
+from spec_tests.harness import device, ranks
 from spec_tests.models.modules import WIDTH, seeded, wide
 from spec_tests.models.running import batch, iterate, loss_of
 from spec_tests.models.sharding import grid_mesh, line_mesh
-from spec_tests.models.values import assert_same, full_gradients, mean_gradients
+from spec_tests.models.values import assert_same, full_gradients
 from spec_tests.subject import MixedPrecisionPolicy, fully_shard, trace
 
 
@@ -64,33 +66,25 @@ class Adapted(nn.Module):
 def test_a_frozen_base_does_not_choose_the_dtype_of_the_adapters_gradients(
     frozen: torch.dtype, trained: torch.dtype
 ) -> None:
-    model = fully_shard(seeded(lambda: Adapted(frozen, trained)))
-    for step in range(2):
-        with trace.record() as recorder:
-            iterate(model, step)
-        assert [event.dtype for event in recorder.events if event.kind == "RS"] == [trained]
-        expected = mean_gradients(seeded(lambda: Adapted(frozen, trained)), (step,))
-        assert_same(full_gradients(model), expected, bitwise=trained is torch.float32)
-        model.zero_grad()
+    model, plain = fully_shard(seeded(lambda: Adapted(frozen, trained))), seeded(lambda: Adapted(frozen, trained))
+    with trace.record() as recorder:
+        assert_mean_gradients(model, plain, bitwise=trained is torch.float32)
+    assert [event.dtype for event in recorder.events if event.kind == "RS"] == [trained] * 2
 
 
-def on_two_meshes(model: Any) -> Any:
-    """The second layer of each block represents the experts, which are sharded over fewer ranks."""
-    experts = {block.down.weight for block in model.blocks}
+def on_half_the_ranks(experts: set[nn.Parameter]) -> Callable[[nn.Parameter], Any]:
+    """A placement function that shards the experts over fewer ranks."""
     info = FSDPMeshInfo(grid_mesh()["shard"], 0)
-
-    def place(parameter: nn.Parameter) -> Any:
-        return ShardPlacementResult(None, info) if parameter in experts else None
-
-    for block in model.blocks:
-        fully_shard(block, mesh=line_mesh(), shard_placement_fn=place)
-    return fully_shard(model, mesh=line_mesh(), shard_placement_fn=place)
+    return lambda parameter: ShardPlacementResult(None, info) if parameter in experts else None
 
 
 @pytest.mark.spec("GRAD-04", "NEW-23")
 @ranks(4)
 def test_experts_of_a_converted_model_are_reduced_in_the_new_dtype() -> None:
-    model = on_two_meshes(wide().bfloat16())
+    model: Any = wide().bfloat16()
+    place = on_half_the_ranks({block.down.weight for block in model.blocks})
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=line_mesh(), shard_placement_fn=place)
     width = model.enter.in_features
     model(batch(0, width=width).bfloat16())
     model.float()
@@ -99,35 +93,19 @@ def test_experts_of_a_converted_model_are_reduced_in_the_new_dtype() -> None:
     assert {event.dtype for event in recorder.events if event.kind in ("RS", "AR")} == {torch.float32}
 
 
-class Chosen(nn.Module):
-    """Two layers over two meshes in one unit. A step uses one of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.chosen = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)), 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers[self.chosen](x)
-
-
 @pytest.mark.spec("NEW-23")
 @ranks(4)
 def test_a_mesh_without_gradients_in_a_backward_is_not_reduced() -> None:
-    model: Any = seeded(Chosen)
-    experts = set(model.layers[1].parameters())
-    info = FSDPMeshInfo(grid_mesh()["shard"], 0)
-    fully_shard(
-        model, mesh=line_mesh(), shard_placement_fn=lambda p: ShardPlacementResult(None, info) if p in experts else None
-    )
+    plain, model = seeded(Experts), seeded(Experts)
+    fully_shard(model, mesh=line_mesh(), shard_placement_fn=on_half_the_ranks(set(model.experts[1].parameters())))
     for chosen in (0, 1, 0):
-        model.chosen = chosen
-        loss_of(model(batch(0, 0))).backward()
-        plain: Any = seeded(Chosen)
-        plain.chosen = chosen
-        loss_of(plain(batch(0, 0))).backward()
+        for net in (plain, model):
+            net.zero_grad()
+            net.chosen = chosen
+            # All ranks have the same batch, so the gradient is the same mean on both meshes.
+            loss_of(net(batch(0, 0))).backward()
         expected = {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
         assert_same(full_gradients(model), expected, bitwise=False)
-        model.zero_grad()
 
 
 class Quantized(nn.Module):
@@ -159,59 +137,56 @@ def test_integer_parameters_are_not_cast_to_the_param_dtype() -> None:
     assert model.codes.grad is None
 
 
-class OnlyMesh(Int8Shards):
-    """The extension as earlier versions of torch call it: with the mesh alone."""
-
-    def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
-        assert mesh.ndim == 1
-        whole = torch.Size((mesh.size() * self.shape[0], *self.shape[1:]))
-        return super().fsdp_pre_all_gather(mesh, whole, self.stride(), nn.Identity(), None)
-
-
-@pytest.mark.spec("FS2-EXT-02")
-@ranks(2)
-def test_an_extension_may_take_the_mesh_as_its_only_argument() -> None:
-    models = [seeded(lambda: nn.Linear(WIDTH, 4, bias=False)) for _ in range(2)]
-    layers: list[Any] = [
-        fully_shard(extended(model, kind)) for model, kind in zip(models, (OnlyMesh, Int8Shards), strict=True)
-    ]
-    for step in range(2):
-        outputs = [layer(batch(step)) for layer in layers]
-        assert torch.equal(*outputs)
-        for output in outputs:
-            loss_of(output).backward()
-    assert torch.equal(*[full_gradients(layer)["weight"] for layer in layers])
-
-
-class Halves(nn.Module):
-    """Two layers that form one unit. A forward calls only the first one, and may read the weight of the other one."""
+class TwoBranches(nn.Module):
+    """Calls its branches by name. ``read`` uses the weight of the right one without a call."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.called, self.left_out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.reads = False
+        torch.manual_seed(0)
+        self.start, self.end = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
 
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.called(x)
-        return y @ self.left_out.weight if self.reads else y
+    def forward(self, x: Tensor, branches: str) -> Tensor:
+        x = self.start(x)
+        for name in branches.split():
+            x = x @ self.right.weight if name == "read" else torch.tanh(getattr(self, name)(x))
+        result: Tensor = self.end(x)
+        return result
 
 
-@pytest.mark.spec("NEW-04")
-@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.spec("NEW-04", "PROG-87")
+@pytest.mark.parametrize("trains", [True, False])
 @ranks(2)
-def test_a_group_of_which_only_one_module_is_called_is_resharded(reads: bool) -> None:
-    model: Any = seeded(Halves)
-    fully_shard([model.called, model.left_out])
+def test_a_unit_is_resharded_if_only_some_of_its_modules_are_called(trains: bool) -> None:
+    plain = TwoBranches().to(device())
+    model = copy.deepcopy(plain)
+    fully_shard([model.left, model.right])
     fully_shard(model)
-    model.reads = reads
-    for step in range(2):
-        with torch.no_grad():
-            model(batch(step))
-        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-        output = model(batch(step))
-        assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), "also before backward"
-        loss_of(output).backward()
-        plain: Any = seeded(Halves)
-        plain.reads = reads
-        assert_same(full_gradients(model), mean_gradients(plain, (step,)))
-        model.zero_grad()
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (plain, model)]
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).to(device())
+    for branches in ("left", "right", "left right", "left", "left read"):
+        with torch.set_grad_enabled(trains):
+            expected, found = plain(x, branches), model(x, branches)
+        torch.testing.assert_close(found, expected)
+        for module in (model.left, model.right):
+            assert isinstance(module.weight, DTensor), f"unsharded after a forward through {branches}"
+        if trains:
+            for optimizer, result in zip(optimizers, (expected, found), strict=True):
+                result.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters()) or not trains
+
+
+@pytest.mark.spec("PROG-87", "NEW-04")
+@ranks(2)
+def test_a_failed_call_of_one_module_does_not_affect_a_root_that_is_created_later() -> None:
+    plain = TwoBranches().to(device())
+    model = copy.deepcopy(plain)
+    fully_shard([model.left, model.right])
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model.left(torch.ones(4, 7, device=device()))
+    fully_shard(model)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).to(device())
+    for _ in range(2):
+        torch.testing.assert_close(model(x, "left right"), plain(x, "left right"))

@@ -15,16 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from minifsdp.fsdp2 import initial
 from spec_tests.fsdp2.test_new import Generates, fail_in_forward, tokens
-from spec_tests.harness import device, plain_tensor, ranks
+from spec_tests.harness import device, ranks
 from spec_tests.models.modules import WIDTH, seeded
 from spec_tests.models.running import batch, iterate, loss_of, of_unit
 from spec_tests.models.sharding import all_connected, column_mesh, grid_mesh, sharded
-from spec_tests.models.values import assert_same, full_gradients, full_values, mean_gradients, named
+from spec_tests.models.values import assert_same, full_gradients, full_values, mean_gradients
 from spec_tests.subject import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method, trace
 
 # --- replicas without sharding: a mesh of (n, 1) ---
@@ -225,50 +224,3 @@ def test_tensor_parallel_weights_are_compared_per_shard() -> None:
 def debugging() -> Any:
     """Behaves like ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` while the context is open."""
     return mock.patch.object(initial, "get_debug_level", return_value=dist.DebugLevel.DETAIL)
-
-
-# --- unsharding manually ---
-
-
-@pytest.mark.spec("FS2-19")
-@ranks(2)
-def test_unshard_after_a_change_shows_the_new_values() -> None:
-    """Defect: the module uses the values that were all-gathered before the change."""
-    model = sharded()
-    block = model.blocks[1]
-    shards = list(block.parameters())
-    for factor in (1, 2, 4):
-        block.unshard()
-        assert torch.equal(block.linear.weight, factor * named(seeded())["blocks.1.linear.weight"])
-        with torch.no_grad():
-            for shard in shards:
-                shard.mul_(2)
-
-
-@pytest.mark.spec("FS2-19")
-@ranks(2)
-def test_unshard_after_an_assigning_load_shows_the_new_values() -> None:
-    """Defect: tensors that users assigned in place of the shards are detected in forward only, and not in `unshard`."""
-    model = sharded()
-    iterate(model)
-    doubled = {name: (2 * value).detach() for name, value in model.state_dict().items()}
-    model.load_state_dict(doubled, assign=True)
-    model.unshard()
-    assert own(model) == {plain_tensor()}
-    assert torch.equal(model.enter.weight, 2 * named(seeded())["enter.weight"])
-
-
-def own(model: Any) -> set[type]:
-    return {type(parameter.data) for layer in (model.enter, model.leave) for parameter in layer.parameters()}
-
-
-@pytest.mark.spec("FS2-04")
-@ranks(2)
-def test_a_dtensor_of_other_placements_is_refused_in_place_of_a_shard() -> None:
-    """Defect: shape and mesh are compared but placements are not, so an unsharded value is accepted as a shard."""
-    model = sharded()
-    weight = model.blocks[1].linear.weight
-    whole = weight.detach().redistribute(placements=[Replicate()])
-    model.blocks[1].linear.weight = nn.Parameter(whole)
-    with pytest.raises(RuntimeError, match=r"blocks\.1\.linear\.weight.*removed or replaced"):
-        model(batch())

@@ -1,0 +1,52 @@
+"""Gradients and optimizer steps of a sharded model, compared with those of an unsharded one in a single process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from spec_tests.models.running import batch, loss_of
+from spec_tests.models.values import assert_same, full_gradients
+
+Loss = Callable[[Any, Tensor], Tensor]
+
+
+def usual_loss(model: nn.Module, x: Tensor) -> Tensor:
+    return loss_of(model(x))
+
+
+def mean_gradients_of(loss: Loss, plain: nn.Module, step: int = 0, num_ranks: int | None = None) -> dict[str, Tensor]:
+    """The gradients of ``loss(plain, batch)`` by name, averaged over the batches of all ranks."""
+    num_ranks = dist.get_world_size() if num_ranks is None else num_ranks
+    total: dict[str, Tensor] = {}
+    for rank in range(num_ranks):
+        plain.zero_grad()
+        loss(plain, batch(step, rank)).backward()
+        for name, parameter in plain.named_parameters():
+            if parameter.grad is not None:
+                total[name] = total.get(name, 0) + parameter.grad / num_ranks
+    plain.zero_grad()
+    return total
+
+
+def assert_mean_gradients(
+    model: nn.Module, plain: nn.Module, steps: Iterable[int] = range(2), *, loss: Loss = usual_loss, **tolerance: bool
+) -> None:
+    """Runs forward and backward and checks in each step that the gradients are the means over the ranks."""
+    for step in steps:
+        model.zero_grad()
+        loss(model, batch(step)).backward()
+        assert_same(full_gradients(model), mean_gradients_of(loss, plain, step), **tolerance)
+    model.zero_grad()
+
+
+def step_with(gradients: dict[str, Tensor], plain: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """One optimizer step of the unsharded model."""
+    for name, parameter in plain.named_parameters():
+        parameter.grad = gradients.get(name)
+    optimizer.step()
+    optimizer.zero_grad()
