@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from minifsdp.engine.unit import Phase, State, Unit
 from spec_tests.harness import device
-from spec_tests.models.running import batch
+from spec_tests.models.running import Wire, batch
 from spec_tests.oracles.gathering import clean_name
 from spec_tests.subject import FullyShardedDataParallel as FSDP
 
@@ -135,3 +135,26 @@ def assert_gradients(model: FSDP, expected: dict[str, Tensor | None]) -> None:
 def train_once(model: FSDP, loss: Loss = square_loss) -> None:
     """Runs one forward and backward with this rank's part of the batch."""
     loss(model, dist.get_rank()).backward()
+
+
+def assert_trains(
+    model: Any, expected: dict[str, Tensor | None], loss: Loss = square_loss, num_steps: int = 2
+) -> list[str]:
+    """Checks the gradients and the state after each of several equal iterations. All ranks must call it.
+
+    Returns:
+        The collectives of the last iteration.
+    """
+    for _ in range(num_steps):
+        model.zero_grad()
+        with Wire() as wire:
+            train_once(model, loss)
+        assert_gradients(model, expected)
+        assert_at_rest(model)
+    return wire.calls()
+
+
+def halve_all(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)

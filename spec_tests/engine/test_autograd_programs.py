@@ -8,161 +8,38 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
+from spec_tests.engine.autograd_models import (
+    Forces,
+    ForcesWithoutGraph,
+    GivesDict,
+    GivesView,
+    GivesWeight,
+    InPlace,
+    IntoDict,
+    IntoInput,
+    IntoList,
+    Net,
+    OneDict,
+    OneList,
+    ReadsWeights,
+    Recomputed,
+    UsesInputAgain,
+    blocks_of,
+    layouts,
+    units_of,
+)
+from spec_tests.engine.kinds import shard
 from spec_tests.harness import device, ranks
-from spec_tests.subject import FullyShardedDataParallel, ModuleWrapPolicy, ShardingStrategy, fully_shard
-
-
-class Block(nn.Module):
-    """A residual block that keeps an auxiliary loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.router = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)
-        self.kept: Any = None
-
-    def forward(self, x: Tensor) -> Any:
-        y = x + self.second(torch.tanh(self.first(x)))
-        self.kept = [self.router(y).softmax(-1).mean(0).pow(2).sum()]
-        return y
-
-
-class InPlace(Block):
-    def forward(self, x: Tensor) -> Any:
-        x = nn.functional.relu(x, inplace=True)
-        return self.second(torch.tanh(self.first(x))) + self.router(x).sum()
-
-
-class IntoList(Block):
-    def forward(self, x: Any) -> Any:
-        x.append(self.router(x[-1]).sum() + self.second(torch.tanh(self.first(x[-1]))))
-
-
-class IntoDict(Block):
-    def forward(self, x: Any) -> Any:
-        given = x.pop("input")
-        x["output"] = self.router(given).sum() + self.second(torch.tanh(self.first(given)))
-
-
-class IntoInput(Block):
-    def forward(self, x: Any) -> Any:
-        y = 1 * x
-        x += self.router(y).sum() + self.second(torch.tanh(self.first(y)))
-
-
-class GivesView(Block):
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x), self.router.weight.t()
-
-
-class GivesWeight(Block):
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x), self.router.weight
-
-
-class Net(nn.Module):
-    """Two blocks between parameters of the root."""
-
-    def __init__(self, kind: type[Block] = Block) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks, self.head = nn.ModuleList(kind() for _ in range(2)), nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Any:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(torch.tanh(x))
-
-
-class UsesInputAgain(Net):
-    def forward(self, x: Tensor) -> Any:
-        x = self.head.weight * x
-        for block in self.blocks:
-            y = block(x)
-            x = (x if y is None else y + x) * 1
-        return self.head(x)
-
-
-class ReadsWeights(Net):
-    """Computes with weights that its blocks return."""
-
-    def forward(self, x: Tensor) -> Any:
-        for block in self.blocks:
-            x, weight = block(x)
-            x = x + (weight.sum() * x).tanh()
-        return self.head(x)
-
-
-class OneList(Net):
-    def forward(self, x: Tensor) -> Any:
-        passed = [x]
-        for block in self.blocks:
-            block(passed)
-        assert len(passed) == 3
-        return self.head(passed[-1])
-
-
-class GivesDict(Net):
-    def forward(self, x: Tensor) -> Any:
-        return {"result": super().forward(x)}
-
-
-class OneDict(Net):
-    def forward(self, x: Tensor) -> Any:
-        for block in self.blocks:
-            passed = {"input": x}
-            block(passed)
-            assert list(passed) == ["output"], "a key that the block has removed"
-            x = passed["output"]
-        return self.head(x)
-
-
-class Forces(Net):
-    """An energy and its gradient, computed inside the forward."""
-
-    with_graph = True
-
-    def forward(self, x: Tensor) -> Any:
-        h = x = x.clone().requires_grad_()
-        for block in self.blocks:
-            h = block(h)
-        energy = self.head(h).sum()
-        force = torch.autograd.grad(energy, x, create_graph=self.with_graph, retain_graph=True)[0]
-        return energy + self.head(self.blocks[1](x + force)).sum(), force
-
-
-class ForcesWithoutGraph(Forces):
-    with_graph = False
-
-
-class Recomputed(Net):
-    """Computes its last two blocks again in backward, together."""
-
-    def __init__(self, kind: type[Block] = Block) -> None:
-        super().__init__(kind)
-        self.blocks.append(kind())
-
-    def forward(self, x: Tensor) -> Any:
-        first, *others = self.blocks
-        return self.head(torch.tanh(checkpoint(nn.Sequential(*others), first(x), use_reentrant=False)))
-
-
-def original(block: nn.Module) -> Any:
-    return block.module if isinstance(block, FullyShardedDataParallel) else block
-
-
-def blocks_of(model: nn.Module) -> list[Any]:
-    inside: Any = original(model)
-    return [original(block) for block in inside.blocks]
+from spec_tests.models.values import full_values
+from spec_tests.subject import FullyShardedDataParallel
 
 
 def plain(model: nn.Module, x: Tensor) -> None:
@@ -265,34 +142,6 @@ def tangents(model: nn.Module, x: Tensor) -> None:
         tangent.pow(2).mean().backward()
 
 
-def layouts(model: Net) -> Iterator[tuple[str, nn.Module]]:
-    """The model in all layouts and strategies, each with units."""
-    kind = type(model.blocks[0])
-    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
-        for originals in (False, True):
-            wrapped = FullyShardedDataParallel(
-                copy.deepcopy(model),
-                auto_wrap_policy=ModuleWrapPolicy({kind}),
-                sharding_strategy=strategy,
-                use_orig_params=originals,
-                device_id=device(),
-            )
-            yield f"{strategy.name} originals={originals}", wrapped
-    for reshard in (True, False):
-        sharded = copy.deepcopy(model).to(device())
-        for block in sharded.blocks:
-            fully_shard(block, reshard_after_forward=reshard)
-        yield f"fully_shard {reshard}", fully_shard(sharded, reshard_after_forward=reshard)
-
-
-def full_values(model: nn.Module) -> list[Tensor]:
-    if isinstance(model, FullyShardedDataParallel):
-        with FullyShardedDataParallel.summon_full_params(model):
-            return [parameter.detach().clone() for parameter in model.parameters()]
-    parameters = [parameter.detach() for parameter in model.parameters()]
-    return [parameter.full_tensor() if isinstance(parameter, DTensor) else parameter for parameter in parameters]
-
-
 def trained(model: nn.Module, program: Callable[..., None]) -> list[Tensor]:
     torch.manual_seed(1)
     x = torch.randn(4, 8).to(device())
@@ -301,7 +150,7 @@ def trained(model: nn.Module, program: Callable[..., None]) -> list[Tensor]:
         optimizer.zero_grad()
         program(model, x)
         optimizer.step()
-    return full_values(model)
+    return list(full_values(model).values())
 
 
 def check_equal_to_plain(program: Callable[..., None], make: Callable[[], Net]) -> None:
@@ -408,6 +257,17 @@ REFUSED: dict[str, tuple[Callable[..., None], str]] = {
 }
 
 
+def states_of(model: Any) -> set[str]:
+    """The states of all units."""
+    return {unit.state.name for unit in model._root_state.iteration.units}
+
+
+def wrapped(model: Net) -> FullyShardedDataParallel:
+    """Each block is a unit."""
+    sharded: FullyShardedDataParallel = shard("flat FULL_SHARD", model, units_of(model))
+    return sharded
+
+
 def check_refused(program: Callable[..., None], entry: str) -> None:
     x = torch.ones(4, 8).to(device())
     for name, model in layouts(Net()):
@@ -436,7 +296,7 @@ def test_part_of_a_unit_is_refused() -> None:
 @pytest.mark.spec("PROG-26")
 @ranks(2)
 def test_summoned_parameters_without_a_change_are_not_refused() -> None:
-    model = FullyShardedDataParallel(Net(), auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=device())
+    model = wrapped(Net())
     loss = model(torch.ones(4, 8).to(device())).mean()
     with FullyShardedDataParallel.summon_full_params(model):
         pass
@@ -444,49 +304,38 @@ def test_summoned_parameters_without_a_change_are_not_refused() -> None:
 
 
 @pytest.mark.spec("PROG-24")
+@pytest.mark.parametrize("is_used", [True, False])
 @ranks(2)
-def test_units_are_resharded_after_the_gradients_of_parameters() -> None:
-    model = FullyShardedDataParallel(Net(), auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=device())
-    x = torch.ones(4, 8).to(device()).requires_grad_()
-    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    units = model._root_state.iteration.units  # type: ignore[union-attr]
-    assert {unit.state.name for unit in units} == {"UNSHARDED"}
-    gradient.pow(2).sum().backward()
-    assert {unit.state.name for unit in units} == {"SHARDED"}
-
-
-@pytest.mark.spec("PROG-24")
-@ranks(2)
-def test_units_of_an_unused_graph_are_resharded_after_the_next_evaluation_that_follows_a_step() -> None:
-    model = FullyShardedDataParallel(Net(), auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=device())
+def test_units_are_resharded_when_the_graph_of_gradients_is_no_longer_needed(is_used: bool) -> None:
+    model = wrapped(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.ones(4, 8).to(device()).requires_grad_()
-    torch.autograd.grad(model(x).sum(), x, create_graph=True)
-    units = model._root_state.iteration.units  # type: ignore[union-attr]
-    assert {unit.state.name for unit in units} == {"UNSHARDED"}
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    with torch.no_grad():
-        model(x)
-    assert {unit.state.name for unit in units} == {"SHARDED"}
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    assert states_of(model) == {"UNSHARDED"}
+    if is_used:
+        gradient.pow(2).sum().backward()
+    else:
+        # The first evaluation after a step reshards them.
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        with torch.no_grad():
+            model(x)
+    assert states_of(model) == {"SHARDED"}
 
 
 @pytest.mark.not_simulated(NO_VIEWS)
 @pytest.mark.spec("PROG-32")
 @ranks(2)
 def test_unit_that_returns_a_view_warns_once_and_is_resharded_after_its_backward() -> None:
-    model = FullyShardedDataParallel(
-        ReadsWeights(GivesView), auto_wrap_policy=ModuleWrapPolicy({GivesView}), device_id=device()
-    )
+    model = wrapped(ReadsWeights(GivesView))
     x = torch.ones(4, 8).to(device())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             loss = model(x).mean()
-            units = model._root_state.iteration.units  # type: ignore[union-attr]
-            assert {unit.state.name for unit in units} == {"UNSHARDED"}
+            assert states_of(model) == {"UNSHARDED"}
             loss.backward()
-            assert {unit.state.name for unit in units} == {"SHARDED"}
+            assert states_of(model) == {"SHARDED"}
     found = [str(warning.message) for warning in caught if "E-returns-parameters" in str(warning.message)]
     assert [text.split("'")[1] for text in found] == ["blocks.0", "blocks.1"]

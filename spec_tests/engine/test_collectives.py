@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 from minifsdp.engine.collectives import (
     Scaling,
@@ -29,110 +27,31 @@ def row(*values: float) -> torch.Tensor:
 
 # --- scaling ---
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-
 
 @pytest.mark.pure
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_ranks", range(1, 65))
-def test_factors_before_and_after_multiply_to_world_size(num_ranks: int, dtype: torch.dtype) -> None:
-    scaling = Scaling.of(num_ranks, dtype)
-    assert scaling.before * scaling.after == num_ranks
-
-
-@pytest.mark.pure
-@pytest.mark.parametrize("dtype", [d for d in DTYPES if d is not torch.float16], ids=str)
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 64])
-def test_wide_dtype_is_divided_only_after_the_sum(num_ranks: int, dtype: torch.dtype) -> None:
-    assert Scaling.of(num_ranks, dtype) == Scaling(1.0, float(num_ranks))
-
-
-@pytest.mark.pure
-@pytest.mark.parametrize(
-    ("num_ranks", "before", "after"),
-    [(1, 1, 1), (2, 2, 1), (3, 2, 1.5), (4, 2, 2), (6, 4, 1.5), (8, 4, 2), (12, 4, 3), (16, 4, 4), (64, 8, 8)],
-)
-def test_float16_is_divided_in_two_steps_by_powers_of_two_near_the_square_root(
-    num_ranks: int, before: float, after: float
-) -> None:
-    assert Scaling.of(num_ranks, torch.float16) == Scaling(before, after)
-
-
-@pytest.mark.pure
-@given(st.integers(1, 4096))
-def test_float16_divisors_differ_at_most_by_a_factor_of_two_for_a_power_of_two_of_ranks(
-    num_ranks: int,
-) -> None:
-    scaling = Scaling.of(num_ranks, torch.float16)
-    assert scaling.before * scaling.after == num_ranks
-    if num_ranks & (num_ranks - 1) == 0:
-        assert scaling.after <= scaling.before <= 2 * scaling.after
-
-
-@pytest.mark.pure
-def test_the_rule_for_float16_is_that_of_torch() -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 6, 8, 12, 64])
+def test_sum_is_divided_after_it_and_in_float16_also_before_it_as_in_torch(num_ranks: int) -> None:
     from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState
 
-    for num_ranks in range(1, 65):
-        theirs = DefaultState._get_gradient_predivide_factor(num_ranks)
-        assert Scaling.of(num_ranks, torch.float16).before == theirs
-
-
-@pytest.mark.pure
-def test_float16_gradients_whose_sum_would_overflow_are_reduced_correctly() -> None:
-    gradients = [torch.full((3,), 16384.0, dtype=torch.float16) for _ in range(8)]
-    assert torch.isinf(torch.stack(gradients).sum(0)).all()
-    scaling = Scaling.of(8, torch.float16)
-    total = torch.zeros(3, dtype=torch.float16)
-    for gradient in gradients:
-        scaling.prepare(gradient)
-        total += gradient
-    scaling.complete(total)
-    assert torch.equal(total, torch.full((3,), 16384.0, dtype=torch.float16))
-
-
-@pytest.mark.pure
-def test_division_by_one_does_not_change_the_tensor() -> None:
-    tensor = torch.ones(3)
-    version = tensor._version
-    Scaling(1.0, 1.0).prepare(tensor)
-    Scaling(1.0, 1.0).complete(tensor)
-    assert tensor._version == version
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        assert Scaling.of(num_ranks, dtype) == Scaling(1.0, float(num_ranks))
+    before = DefaultState._get_gradient_predivide_factor(num_ranks)
+    assert Scaling.of(num_ranks, torch.float16) == Scaling(before, num_ranks / before)
 
 
 # --- on ranks ---
 
 
 @ranks(2)
-def test_all_gather_concatenates_shards_by_rank() -> None:
+def test_collectives_give_the_results_in_the_docstring() -> None:
     rank = dist.get_rank()
-    output = torch.zeros(4, device=device())
+    output, local_shard, summed = torch.zeros(4, device=device()), row(0, 0), row(2 * rank + 1, 2 * rank + 2)
     all_gather(everybody(), output, row(2 * rank + 1, 2 * rank + 2)).wait()
     assert output.tolist() == [1, 2, 3, 4]
-
-
-@ranks(2)
-def test_a_reduce_scatter_leaves_each_rank_its_part_of_the_sum() -> None:
-    rank = dist.get_rank()
-    local_shard = torch.zeros(2, device=device())
     reduce_scatter(everybody(), local_shard, row(*[4 * rank + i for i in (1, 2, 3, 4)])).wait()
     assert local_shard.tolist() == [[6, 8], [10, 12]][rank]
-
-
-@ranks(2)
-def test_an_all_reduce_is_the_sum_in_place() -> None:
-    rank = dist.get_rank()
-    tensor = row(2 * rank + 1, 2 * rank + 2)
-    all_reduce(everybody(), tensor).wait()
-    assert tensor.tolist() == [4, 6]
-
-
-@pytest.mark.parametrize("source", [0, 1])
-@ranks(2)
-def test_a_broadcast_leaves_the_value_of_the_source_everywhere(source: int) -> None:
-    tensor = row(dist.get_rank(), 7)
-    broadcast(everybody(), tensor, source)
-    assert tensor.tolist() == [source, 7]
+    all_reduce(everybody(), summed).wait()
+    assert summed.tolist() == [4, 6]
 
 
 @ranks(2)
@@ -174,7 +93,7 @@ def _all_reduce_two_ways(num_elements: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 @pytest.mark.spec("PAR-04")
-@pytest.mark.parametrize("num_elements", [2, 64, 10000])
+@pytest.mark.parametrize("num_elements", [2, 10000])
 @ranks(2)
 def test_all_reduce_equals_reduce_scatter_and_all_gather_bitwise(num_elements: int) -> None:
     reduced, put_together = _all_reduce_two_ways(num_elements)
@@ -182,7 +101,7 @@ def test_all_reduce_equals_reduce_scatter_and_all_gather_bitwise(num_elements: i
 
 
 @pytest.mark.spec("PAR-04")
-@pytest.mark.parametrize("num_elements", [4, 64, 10000])
+@pytest.mark.parametrize("num_elements", [4, 10000])
 @ranks(4)
 def test_both_forms_of_all_reduce_on_four_ranks_differ_at_most_by_the_order_of_the_sum(num_elements: int) -> None:
     reduced, put_together = _all_reduce_two_ways(num_elements)

@@ -61,33 +61,25 @@ def check_values(number: int, dtype: torch.dtype, least_bytes: int) -> None:
     assert torch.equal(local_shard, expected), "the parts are summed in the order of the ranks"
 
 
-@ranks(2)
-def check_two(number: int, dtype: torch.dtype, least_bytes: int) -> None:
-    check_values(number, dtype, least_bytes)
-
-
-@ranks(4)
-def check_four(number: int, dtype: torch.dtype, least_bytes: int) -> None:
-    check_values(number, dtype, least_bytes)
-
-
 # 0 selects the transport's messages, and 2**30 selects gloo's thread.
 WAYS = pytest.mark.parametrize("least_bytes", [0, 2**30], ids=["large", "small"])
 
 
 @pytest.mark.spec("WIRE-01", "WIRE-02")
-@pytest.mark.parametrize("number", [0, 1, 5, 70_000])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @WAYS
-def test_two_ranks_all_gather_and_reduce_scatter_correctly(number: int, dtype: torch.dtype, least_bytes: int) -> None:
-    check_two(number=number, dtype=dtype, least_bytes=least_bytes)
+@ranks(2)
+def test_two_ranks_all_gather_and_reduce_scatter_correctly(dtype: torch.dtype, least_bytes: int) -> None:
+    for number in (0, 1, 5, 70_000):
+        check_values(number, dtype, least_bytes)
 
 
 @pytest.mark.spec("WIRE-01", "WIRE-02")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @WAYS
+@ranks(4)
 def test_four_ranks_sum_in_the_order_of_the_ranks(dtype: torch.dtype, least_bytes: int) -> None:
-    check_four(number=1000, dtype=dtype, least_bytes=least_bytes)
+    check_values(1000, dtype, least_bytes)
 
 
 @pytest.mark.spec("WIRE-02")
@@ -132,34 +124,33 @@ class Counted:
         return self._backend.alltoall_base(output, whole, *splits)
 
 
+def check_sent_bytes() -> None:
+    """Each rank sends one shard to each other rank, as messages and in gloo's thread."""
+    group = world()
+    others = [rank for rank in range(group.size) if rank != group.rank]
+    # Shards of fewer bytes are sent in gloo's thread. More than two ranks all-gather them in another way.
+    for least_bytes in (400, 401):
+        backend = Counted(group.process_group._get_backend(torch.device("cpu")))
+        transport = gloo.Transport(backend, least_bytes)
+        if group.size == 2 or least_bytes == 400:
+            transport.all_gather_single(torch.empty(group.size * 100), torch.ones(100), None).wait()
+            assert backend.sent == dict.fromkeys(others, 400)
+        backend.sent.clear()
+        transport.reduce_scatter_single(torch.empty(100), torch.ones(group.size * 100), None).wait()
+        assert backend.sent == dict.fromkeys(others, 400)
+        assert backend.num_in_thread == (0 if least_bytes == 400 else 2 if group.size == 2 else 1)
+
+
+@pytest.mark.spec("WIRE-03")
+@ranks(2)
+def test_two_ranks_send_each_shard_once() -> None:
+    check_sent_bytes()
+
+
 @pytest.mark.spec("WIRE-03")
 @ranks(4)
-def test_each_rank_sends_one_shard_to_each_other_rank() -> None:
-    group = world()
-    backend = Counted(group.process_group._get_backend(torch.device("cpu")))
-    transport, others = gloo.Transport(backend, least_bytes=400), [rank for rank in range(4) if rank != group.rank]
-    transport.all_gather_single(torch.empty(400), torch.ones(100), None).wait()
-    assert backend.sent == dict.fromkeys(others, 400)
-    for number in (100, 99):  # as messages, and in gloo's thread
-        backend.sent.clear()
-        transport.reduce_scatter_single(torch.empty(number), torch.ones(4 * number), None).wait()
-        assert backend.sent == dict.fromkeys(others, 4 * number)
-    assert backend.num_in_thread == 1
-
-
-@pytest.mark.spec("WIRE-03")
-@pytest.mark.parametrize("least_bytes", [400, 401])
-@ranks(2)
-def test_two_ranks_send_small_shards_once(least_bytes: int) -> None:
-    group = world()
-    backend = Counted(group.process_group._get_backend(torch.device("cpu")))
-    transport, other = gloo.Transport(backend, least_bytes), 1 - group.rank
-    transport.all_gather_single(torch.empty(200), torch.ones(100), None).wait()
-    assert backend.sent == {other: 400}
-    backend.sent.clear()
-    transport.reduce_scatter_single(torch.empty(100), torch.ones(200), None).wait()
-    assert backend.sent == {other: 400}
-    assert backend.num_in_thread == (0 if least_bytes == 400 else 2)
+def test_each_of_four_ranks_sends_one_shard_to_each_other_rank() -> None:
+    check_sent_bytes()
 
 
 class Coming:

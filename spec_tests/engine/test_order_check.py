@@ -7,47 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from minifsdp.engine import collectives
 from spec_tests.engine.small import draw, shard_each, train_once
 from spec_tests.harness import device, ranks
-from spec_tests.models.modules import MLP, chain
-from spec_tests.models.running import Wire
+from spec_tests.models.modules import chain
 from spec_tests.subject import FullyShardedDataParallel as FSDP
-
-
-class Tower(nn.Module):
-    """Runs one of two blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = (FSDP(block, device_id=device()) for block in chain(2))
-
-    def forward(self, x: Tensor, left: bool) -> Tensor:
-        return self.left(x) if left else self.right(x)
-
-
-@pytest.mark.spec("NEW-19")
-@ranks(2)
-def test_different_units_raise_on_every_rank_with_both_names() -> None:
-    rank = dist.get_rank()
-    model: Any = FSDP(Tower(), device_id=device())
-    begin = rf"rank {rank}: the ranks are about to all-gather different units"
-    with pytest.raises(RuntimeError, match=begin) as caught:
-        model(draw(rank), rank == 0)
-    assert "rank 0: 'left', rank 1: 'right'" in str(caught.value)
-
-
-@pytest.mark.spec("NEW-19", "NEW-15")
-@ranks(2)
-def test_training_continues_after_an_order_error() -> None:
-    rank = dist.get_rank()
-    model: Any = FSDP(Tower(), device_id=device())
-    with pytest.raises(RuntimeError, match="different units"):
-        model(draw(rank), rank == 0)
-    for left in (True, False):
-        model(draw(rank), left).sum().backward()
 
 
 @pytest.mark.spec("NEW-19")
@@ -64,25 +29,6 @@ def test_each_unit_is_order_checked_once() -> None:
             counts.append(len(issued))
     # Three units in the first iteration. The last check of each iteration compares the collectives of all ranks.
     assert counts == [3 + 1, 1, 1]
-
-
-@pytest.mark.spec("NEW-19")
-@ranks(2)
-def test_collective_count_excludes_order_checks() -> None:
-    model = shard_each(chain())
-    with Wire() as wire:
-        train_once(model)
-    assert wire.calls().count("AG") == 6
-
-
-@ranks(2)
-def test_no_shard_unit_is_not_in_order_check() -> None:
-    from spec_tests.subject import ShardingStrategy
-
-    model = shard_each(nn.Sequential(MLP(3, 4).to(device())), sharding_strategy=ShardingStrategy.NO_SHARD)
-    with Wire() as wire, torch.no_grad():
-        model(draw(0))
-    assert wire.calls() == []
 
 
 @pytest.mark.spec("HEALTHY-02", "ORDER-13")

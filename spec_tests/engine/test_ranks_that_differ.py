@@ -162,20 +162,13 @@ def test_units_that_differ(layout: str, kind: str) -> None:
 
 
 @pytest.mark.spec("AGREE-04")
+@pytest.mark.parametrize("num_steps", [0, 3])
 @ranks(2)
-def test_another_divide_factor() -> None:
+def test_factors_that_differ_after_some_steps_with_equal_factors(num_steps: int) -> None:
     model = shard("fully_shard", Net())
-    if dist.get_rank() == 1:
-        model.blocks[0].set_gradient_divide_factor(4.0)
-    with refused("unit 'blocks.0' differs between the ranks", "divided by 2,", "divided by 4,"):
+    for factor in (2.0, 5.0, 2.0)[:num_steps]:
+        model.blocks[0].set_gradient_divide_factor(factor)
         train(model)
-
-
-@pytest.mark.spec("AGREE-04")
-@ranks(2)
-def test_factors_that_differ_after_a_step() -> None:
-    model = shard("fully_shard", Net())
-    train(model)
     model.blocks[0].set_gradient_divide_factor(3.0 + dist.get_rank())
     with refused("unit 'blocks.0' differs between the ranks", "divided by 3,", "divided by 4,"):
         train(model)
@@ -193,15 +186,6 @@ def test_factors_of_replicas_that_differ_after_a_step() -> None:
         # On an accelerator, the answer is read at the end of the next backward.
         for _ in range(2):
             train(model)
-
-
-@pytest.mark.spec("AGREE-04")
-@ranks(2)
-def test_a_factor_that_changes_on_all_ranks() -> None:
-    model = shard("fully_shard", Net())
-    for factor in (2.0, 4.0, 2.0):
-        model.blocks[0].set_gradient_divide_factor(factor)
-        train(model)
 
 
 # --- the order of all-gathers without a backward ---

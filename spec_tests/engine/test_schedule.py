@@ -36,81 +36,28 @@ def iterate(schedule: Schedule, *order: Any) -> None:
 
 @pytest.mark.pure
 @pytest.mark.spec("PREF-08")
-def test_next_unit_in_backward_is_the_unit_that_ended_its_forward_before() -> None:
-    a, b, c = units(3)
+@pytest.mark.parametrize(
+    ("entered", "left", "prefetched"),
+    [
+        ("abc", "abc", "ba-"),
+        ("cab", "abc", "ba-"),  # The last unit to end its forward is the root, which begins first.
+        ("ca", "ca", "c-"),  # In this iteration, the second unit of the iteration before does not run.
+        ("aba", "aba", "ba-"),
+        ("aabb", "aabb", "aa--"),  # A unit does not prefetch itself.
+    ],
+)
+def test_backward_prefetches_in_the_reverse_order_in_which_forwards_of_this_iteration_ended(
+    entered: str, left: str, prefetched: str
+) -> None:
+    by_name = dict(zip("abc", units(3), strict=True))
     schedule = Schedule()
-    for unit in (a, b, c):
-        schedule.enter(unit)
-        schedule.leave(unit)
-    assert [schedule.next_backward(unit) for unit in (c, b, a)] == [b, a, None]
-
-
-@pytest.mark.pure
-@pytest.mark.spec("PREF-08")
-def test_backward_order_is_the_reverse_of_forward_exit_and_not_of_forward_entry() -> None:
-    a, b, root = units(3)
-    schedule = Schedule()
-    schedule.enter(root)
-    for inner in (a, b):
-        schedule.enter(inner)
-        schedule.leave(inner)
-    schedule.leave(root)
-    assert [schedule.next_backward(unit) for unit in (root, b, a)] == [b, a, None]
-
-
-@pytest.mark.pure
-@pytest.mark.spec("PREF-08")
-def test_prefetch_follows_the_branch_of_the_current_iteration() -> None:
-    a, b, c = units(3)
-    schedule = Schedule()
-    iterate(schedule, a, b, c)
-    for unit in (c, a):
-        schedule.enter(unit)
-        schedule.leave(unit)
-    assert [schedule.next_backward(unit) for unit in (a, c)] == [c, None]
-    assert schedule.next_backward(b) is None, "b did not run today"
-
-
-@pytest.mark.pure
-@pytest.mark.spec("PREF-08")
-def test_unit_that_ran_twice_is_prefetched_for_both_uses_in_reverse_order() -> None:
-    a, b = units(2)
-    schedule = Schedule()
-    for unit in (a, b, a):
-        schedule.enter(unit)
-        schedule.leave(unit)
-    assert schedule.next_backward(a) is b
-    assert schedule.next_backward(b) is a
-    assert schedule.next_backward(a) is None
-
-
-@pytest.mark.pure
-@pytest.mark.spec("PREF-08")
-def test_unit_run_twice_does_not_prefetch_the_same_unit() -> None:
-    a, b = units(2)
-    schedule = Schedule()
-    for unit in (a, a, b, b):
-        schedule.enter(unit)
-        schedule.leave(unit)
-    assert [schedule.next_backward(unit) for unit in (b, b, a, a)] == [a, a, None, None]
-
-
-@pytest.mark.pure
-@pytest.mark.spec("PREF-12")
-def test_first_iteration_only_records_and_the_second_follows_its_order() -> None:
-    a, b, c = units(3)
-    schedule = Schedule()
-    for unit in (a, b, c):
-        schedule.enter(unit)
-        assert schedule.next_forward(unit) is None
-        schedule.leave(unit)
-    schedule.end_iteration()
-    followed = []
-    for unit in (a, b, c):
-        schedule.enter(unit)
-        followed.append(schedule.next_forward(unit))
-        schedule.leave(unit)
-    assert followed == [b, c, None]
+    iterate(schedule, *by_name.values())
+    for name in entered:
+        schedule.enter(by_name[name])
+    for name in left:
+        schedule.leave(by_name[name])
+    found = [schedule.next_backward(by_name[name]) for name in reversed(left)]
+    assert found == [by_name.get(name) for name in prefetched]
 
 
 @pytest.mark.pure
@@ -176,23 +123,14 @@ def test_units_in_another_order_give_one_warning_with_both_names() -> None:
 
 @pytest.mark.pure
 @pytest.mark.spec("PREF-13")
-def test_unit_missing_in_the_first_iteration_gives_a_warning_and_no_prefetch() -> None:
-    a, b, new = units(3)
+@pytest.mark.parametrize("num_recorded", [1, 2])
+def test_unit_missing_in_the_first_iteration_gives_a_warning_and_no_prefetch(num_recorded: int) -> None:
+    *recorded, new = units(num_recorded + 1)
     schedule = Schedule()
-    iterate(schedule, a, b)
-    assert schedule.next_forward(a) is b
-    with pytest.warns(UserWarning, match="'2' runs where '1' was expected"):
-        assert schedule.next_forward(new) is None
-
-
-@pytest.mark.pure
-@pytest.mark.spec("PREF-13")
-def test_new_unit_after_the_last_recorded_unit_gives_a_warning() -> None:
-    a, new = units(2)
-    schedule = Schedule()
-    iterate(schedule, a)
-    assert schedule.next_forward(a) is None
-    with pytest.warns(UserWarning, match="'1' runs where 'none' was expected"):
+    iterate(schedule, *recorded)
+    assert schedule.next_forward(recorded[0]) is (None if num_recorded == 1 else recorded[1])
+    expected = "none" if num_recorded == 1 else "1"
+    with pytest.warns(UserWarning, match=f"'{num_recorded}' runs where '{expected}' was expected"):
         assert schedule.next_forward(new) is None
 
 
@@ -202,7 +140,11 @@ def test_new_unit_after_the_last_recorded_unit_gives_a_warning() -> None:
 def test_a_static_order_is_followed_in_every_iteration_without_a_warning(num: int, num_iterations: int) -> None:
     order = units(num)
     schedule = Schedule()
-    iterate(schedule, *order)
+    for unit in order:
+        schedule.enter(unit)
+        assert schedule.next_forward(unit) is None, "the first iteration only records"
+        schedule.leave(unit)
+    schedule.end_iteration()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(num_iterations):
@@ -214,3 +156,16 @@ def test_a_static_order_is_followed_in_every_iteration_without_a_warning(num: in
             assert followed == [*order[1:], None]
             assert [schedule.next_backward(unit) for unit in reversed(order)] == [*reversed(order[:-1]), None]
             schedule.end_iteration()
+
+
+@pytest.mark.pure
+@pytest.mark.spec("PREF-12", "NEW-15")
+def test_after_a_failed_first_iteration_the_next_one_records_the_order() -> None:
+    a, b, c = units(3)
+    schedule = Schedule()
+    schedule.enter(a)
+    schedule.enter(b)
+    schedule.abandon_iteration()
+    assert schedule.next_forward(a) is None
+    iterate(schedule, a, b, c)
+    assert [schedule.next_forward(unit) for unit in (a, b, c)] == [b, c, None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,10 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
+from spec_tests.engine.kinds import KINDS as ALL_KINDS
+from spec_tests.engine.kinds import shard
 from spec_tests.harness import device, ranks
 from spec_tests.harness.programs import output_of_ranks
 from spec_tests.models.running import Wire
-from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy
 
 Parameters = Iterable[nn.Parameter]
 
@@ -64,35 +67,15 @@ def tiny() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).to(device())
 
 
-def in_place(model: nn.Sequential, **options: Any) -> Any:
-    fully_shard(model[0], **options)
-    return fully_shard(model, **options)
-
-
 def kept_after_backward(model: nn.Sequential) -> Any:
-    in_place(model, reshard_after_forward=False)
+    shard("fully_shard False", model, ["0"])
     model.set_reshard_after_backward(False)  # type: ignore[operator]
     return model
 
 
-def around(strategy: str, originals: bool) -> Callable[[nn.Sequential], Any]:
-    def wrap(model: nn.Sequential) -> Any:
-        options: dict[str, Any] = {"sharding_strategy": ShardingStrategy[strategy], "use_orig_params": originals}
-        model[0] = FullyShardedDataParallel(model[0], device_id=device(), **options)
-        return FullyShardedDataParallel(model, device_id=device(), **options)
-
-    return wrap
-
-
 KINDS: dict[str, Callable[[nn.Sequential], Any]] = {
-    "fully_shard": in_place,
-    "fully_shard False": lambda model: in_place(model, reshard_after_forward=False),
+    **{kind: functools.partial(shard, kind, units=["0"]) for kind in ALL_KINDS},
     "kept after backward": kept_after_backward,
-    **{
-        f"{strategy}{' originals' if originals else ''}": around(strategy, originals)
-        for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
-        for originals in (False, True)
-    },
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -174,7 +157,7 @@ def test_parameters_that_are_set_from_a_vector_are_noticed(kind: str) -> None:
     model = KINDS[kind](tiny())
     model(batch())
     parameters = [parameter for parameter in model.parameters() if parameter.is_leaf and parameter.numel()]
-    if kind == "SHARD_GRAD_OP originals":
+    if kind == "original SHARD_GRAD_OP":
         # With this strategy, modules have unsharded parameters between a forward and its backward.
         evaluate(model)
         parameters = [parameter for parameter in model.parameters() if parameter.numel()]
@@ -202,7 +185,7 @@ def test_rank_with_optimizer_without_empty_params_all_gathers() -> None:
 def test_a_step_after_unshard_is_noticed_by_the_first_forward_of_a_larger_model() -> None:
     results = []
     for shards in (True, False):
-        model = in_place(tiny()) if shards else tiny()
+        model = KINDS["fully_shard True"](tiny()) if shards else tiny()
         optimizer = OPTIMIZERS["AdamW fused"](model[0].parameters())
         backward(model[0])
         if shards:
@@ -254,7 +237,7 @@ def test_optimizer_hook_is_installed_with_the_first_unit_and_removed_with_the_la
 def test_model_that_is_deleted_during_a_step_does_not_disturb_the_step() -> None:
     """PyTorch iterates over the hooks during a step."""
     plain = tiny()
-    models = [in_place(tiny())]
+    models = [KINDS["fully_shard True"](tiny())]
     optimizer = torch.optim.SGD(plain.parameters(), 0.1)
 
     def forget(*_: Any) -> None:
@@ -278,7 +261,7 @@ def test_model_that_is_deleted_during_a_step_does_not_disturb_the_step() -> None
 @ranks(2)
 def test_replicas_take_local_steps_and_the_program_averages_them(originals: bool) -> None:
     plain = tiny()
-    model = around("NO_SHARD", originals)(copy.deepcopy(plain))
+    model = shard(f"{'original' if originals else 'flat'} NO_SHARD", copy.deepcopy(plain), ["0"])
     x = batch() * (1 + dist.get_rank())
     for one in (model, plain):
         optimizer = torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
@@ -314,8 +297,8 @@ def test_replicas_take_local_steps_and_the_program_averages_them(originals: bool
 @ranks(2)
 def test_a_step_counts_for_a_model_that_was_added_to_its_optimizer_later(kind: str) -> None:
     results = []
-    for shard in (KINDS[kind], lambda model: model):
-        first, added = shard(tiny()), shard(tiny())
+    for make in (KINDS[kind], lambda model: model):
+        first, added = make(tiny()), make(tiny())
         optimizer = OPTIMIZERS["AdamW fused"](first.parameters())
         backward(first)
         optimizer.step()

@@ -6,7 +6,6 @@ the forward, and collectives are listed in launch order. So a test can check whi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -77,18 +76,13 @@ class Log:
         return [o.name for o in self.operations if WORLD.name_of(o.stream) == stream]
 
 
-def logged(sharded: nn.Module, step: Callable[[torch.Tensor], Any] | None = None, *, warm_up: int = 1) -> Log:
-    """The log of one step, after ``warm_up`` steps that only record the order of the units."""
-    x = torch.randn(3, next(sharded.parameters()).shape[-1] if step else WIDTH, device=device())
-
-    def train() -> None:
-        sharded(x).sum().backward()
-        for parameter in sharded.parameters():
-            parameter.grad = None
-
-    for _ in range(warm_up):
-        train()
-    WORLD.stops.clear()
-    with simulated.Log() as log:
-        train()
+def logged(sharded: nn.Module) -> Log:
+    """The log of one step, after a step that only records the order of the units."""
+    x = torch.randn(3, WIDTH, device=device())
+    for _ in range(2):
+        WORLD.stops.clear()
+        with simulated.Log() as log:
+            sharded(x).sum().backward()
+            for parameter in sharded.parameters():
+                parameter.grad = None
     return Log(log.operations)

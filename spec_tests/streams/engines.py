@@ -1,6 +1,6 @@
 """Runs a program on an engine, intact or broken, and returns the outcome.
 
-A broken engine is a copy of the package in which one passage is replaced. A process can import only one engine, so each
+A broken engine is a copy of the package with one edit. A process can import only one engine, so each
 run has a process of its own. It is forked from a server that has imported torch but not minifsdp. Copying, forking and
 importing the package take about half a second::
 
@@ -34,7 +34,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from spec_tests.harness import pool, simulated
 from spec_tests.harness.accounting import ROOT
-from spec_tests.harness.passage import exchanged
+from spec_tests.harness.edit import Edit
 
 __all__ = ["PACKAGE", "Break", "Outcome", "broken", "findings", "run"]
 
@@ -51,19 +51,15 @@ class Break:
 
     Attributes:
         name: name of the break.
-        file: path in the package.
-        old: a passage that occurs exactly once in the file.
-        new: its replacement.
         what: one sentence about the broken behavior.
-            program: the program that detects it.
-            by: how the program detects it, a key of `findings`.
+        edit: the change of a function or class.
+        program: the program that detects it.
+        by: how the program detects it, a key of `findings`.
     """
 
     name: str
-    file: str
-    old: str
-    new: str
     what: str
+    edit: Edit
     program: str
     by: str = "collision"
 
@@ -121,12 +117,13 @@ def broken(one: Break) -> Iterator[pathlib.Path]:
     """A folder with a broken copy of the package; it is deleted at the end.
 
     Raises:
-        ValueError: the engine has changed, and the break must be rewritten.
+        ValueError: the edit cannot be applied, because the engine has changed.
     """
-    text = exchanged((PACKAGE / one.file).read_text(), one.old, one.new, f"minifsdp/{one.file} for {one.name!r}")
+    edited = one.edit.apply(PACKAGE)
     with tempfile.TemporaryDirectory(prefix="broken-") as folder:
-        shutil.copytree(PACKAGE, pathlib.Path(folder) / PACKAGE.name)
-        (pathlib.Path(folder) / PACKAGE.name / one.file).write_text(text)
+        copy = pathlib.Path(folder) / PACKAGE.name
+        shutil.copytree(PACKAGE, copy)
+        (copy / edited.path.relative_to(PACKAGE)).write_text(edited.text)
         yield pathlib.Path(folder)
 
 

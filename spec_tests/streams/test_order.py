@@ -26,6 +26,12 @@ APIS: dict[str, Callable[..., Any]] = {"wrapper": flat, "function": per_paramete
 either_api = pytest.mark.parametrize("api", APIS)
 
 
+def offloaded(api: str, num_blocks: int = 4) -> Any:
+    if api == "wrapper":
+        return flat(num_blocks, cpu_offload=subject.CPUOffload(offload_params=True), limit_all_gathers=False)
+    return per_parameter(num_blocks, offload_policy=subject.CPUOffloadPolicy())
+
+
 def backward_of(log: Log, block: int) -> list[Any]:
     """The matrix products of a block's backward; the first block has only one, because its input needs no gradient."""
     of_backward = log.products[4:]
@@ -210,10 +216,7 @@ def test_a_step_of_fully_shard_never_stops_the_cpu_and_never_records_a_stream(op
 def test_offload_stops_the_cpu_once_for_all_gradients_of_any_number_of_units(api: str) -> None:
     stops = []
     for num_blocks in (2, 6):
-        if api == "wrapper":
-            sharded = flat(num_blocks, cpu_offload=subject.CPUOffload(offload_params=True), limit_all_gathers=False)
-        else:
-            sharded = per_parameter(num_blocks, offload_policy=subject.CPUOffloadPolicy())
+        sharded = offloaded(api, num_blocks)
         log = logged(sharded)
         stops.append(sum(WORLD.stops.values()))
         copies = [o for o in log.operations if "between devices" in o.name]
@@ -226,10 +229,7 @@ def test_offload_stops_the_cpu_once_for_all_gradients_of_any_number_of_units(api
 @either_api
 @rank_among_invented(2)
 def test_offloaded_shards_may_be_written_when_an_evaluation_has_returned(api: str) -> None:
-    if api == "wrapper":
-        sharded = flat(cpu_offload=subject.CPUOffload(offload_params=True), limit_all_gathers=False)
-    else:
-        sharded = per_parameter(offload_policy=subject.CPUOffloadPolicy())
+    sharded = offloaded(api)
     with torch.no_grad():
         sharded(torch.randn(3, 8, device=device()))
         for parameter in sharded.parameters():
