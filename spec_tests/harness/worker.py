@@ -66,7 +66,9 @@ __all__ = ["REWRITTEN", "Answer", "Seat", "Task", "kept", "leftover_groups", "se
 # Modules that are not test files, but whose assertions must also show values.
 REWRITTEN = tuple(
     f"spec_tests.{name}"
-    for name in ("checkpoint", "compat", "engine", "fsdp1", "fsdp2", "healthy", "models", "oracles", "tutorials")
+    for name in (
+        *("both_apis", "checkpoint", "compat", "engine", "fsdp1", "fsdp2", "healthy", "models", "oracles", "tutorials"),
+    )
 )
 
 T = TypeVar("T")
