@@ -129,8 +129,15 @@ class Api:
         """A context without reduction of gradients."""
         raise NotImplementedError
 
+    def values(self, model: Any) -> Named:
+        """The unsharded parameters by name, on the device of this rank, between two computations. All ranks call it."""
+        return self.values_and_gradients(model)[0]
+
     def gradients(self, model: Any) -> Named:
-        """The unsharded gradients by name, on the device of this rank. All ranks must call it."""
+        """The same for the gradients that exist."""
+        return self.values_and_gradients(model)[1]
+
+    def values_and_gradients(self, model: Any) -> tuple[Named, Named]:
         raise NotImplementedError
 
     def clip(self, model: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -168,11 +175,12 @@ class Wrapper(Api):
         context: AbstractContextManager[None] = model.no_sync()
         return context
 
-    def gradients(self, model: Any) -> Named:
+    def values_and_gradients(self, model: Any) -> tuple[Named, Named]:
         # Not with the wrapper's own methods: a mistake in the split and the same mistake in the join could cancel out.
         units, group = _layouts[model]
-        _, found = split_by_name(gather_chunks(flat_chunks(model), group), units)
-        return {name: gradient.to(device()) for name, gradient in found.items()}
+        found = split_by_name(gather_chunks(flat_chunks(model), group), units)
+        values, gradients = ({name: tensor.to(device()) for name, tensor in tensors.items()} for tensors in found)
+        return values, gradients
 
     def clip(self, model: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
         norm: Tensor = model.clip_grad_norm_(max_norm, norm_type)
@@ -212,10 +220,16 @@ class Function(Api):
         finally:
             model.set_requires_gradient_sync(True)
 
-    def gradients(self, model: Any) -> Named:
-        # A process group for GPUs only cannot all-gather a gradient on the CPU.
-        found = {clean_name(name): p.grad.to(device()) for name, p in model.named_parameters() if p.grad is not None}
-        return {name: full(gradient).clone() for name, gradient in found.items()}
+    def values_and_gradients(self, model: Any) -> tuple[Named, Named]:
+        parameters = {clean_name(name): parameter for name, parameter in model.named_parameters()}
+        gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+        # A process group for GPUs only cannot all-gather a tensor on the CPU.
+        with torch.no_grad():
+            values, gradients = (
+                {name: full(tensor.to(device())).clone() for name, tensor in tensors.items()}
+                for tensors in (parameters, gradients)
+            )
+        return values, gradients
 
     def clip(self, model: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
         return full(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type))
