@@ -6,7 +6,6 @@ equal. On four ranks the order of a sum affects the last bits. ``compare.py`` de
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -48,13 +47,15 @@ IN_BFLOAT16 = ("mlp", "uneven", "nested", "tied", "called_twice", "frozen", "con
 by_function = pytest.mark.parametrize("name", [name for name in MODELS if name not in NOT_BY_FUNCTION])
 
 
-def on_every_model(*cases: tuple[Any, ...]) -> Iterable[Any]:
+def on_every_model(*cases: tuple[Any, ...]) -> list[Any]:
     """Each case, which begins with an API and a strategy, with each model that the API supports."""
+    found = []
     for name in MODELS:
         for api, strategy, *rest in cases:
             if api != FULLY_SHARD or name not in NOT_BY_FUNCTION:
-                words = [str(api), strategy.name, *(each.__name__ for each in rest)]
-                yield pytest.param(name, api, strategy, *rest, id="-".join([name, *words]))
+                words = [name, str(api), strategy.name, *(each.__name__ for each in rest)]
+                found.append(pytest.param(name, api, strategy, *rest, id="-".join(words)))
+    return found
 
 
 def train(api: Api, name: str, recipe: Recipe, strategy: Any = FULL_SHARD, **options: Any) -> Any:
