@@ -1,4 +1,4 @@
-"""The APIs, and faults that are injected on one rank."""
+"""Faults that are injected on one rank, and the warnings about them."""
 
 from __future__ import annotations
 
@@ -8,23 +8,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spec_tests.models.sharding import sharded, wrapped
-
-FLAT, ORIGINALS, FUNCTION = "flat", "originals", "function"
-APIS = (FLAT, ORIGINALS, FUNCTION)
-each_api = pytest.mark.parametrize("api", APIS)
-
-
-def through(api: str, model: nn.Module | None = None, **options: Any) -> Any:
-    """A `Stack` in which each block is a unit, sharded with one of the APIs."""
-    if api == FUNCTION:
-        return sharded(model, **options)
-    return wrapped(model, use_orig_params=api == ORIGINALS, **options)
+from spec_tests.models.apis import FULLY_SHARD, Api
 
 
 @contextmanager
@@ -65,8 +53,8 @@ class Spoiler:
         return spoiled
 
 
-def local_values(model: Any, api: str, block: int) -> Tensor:
+def local_values(model: Any, api: Api, block: int) -> Tensor:
     """This rank's shard of a block, or of the block's weight. Not a copy."""
-    if api == FUNCTION:
+    if api == FULLY_SHARD:
         return model.blocks[block].linear.weight.to_local().detach()
     return model.module.blocks[block]._unit.layout.local_values()

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 import minifsdp
-from spec_tests.debugging.faults import FUNCTION, ORIGINALS, each_api, said, through
+from spec_tests.debugging.faults import said
 from spec_tests.harness import ranks
+from spec_tests.models.apis import FULLY_SHARD, ORIGINALS, Api, all_apis
 from spec_tests.models.modules import Stack
 from spec_tests.models.running import batch, iterate
 from spec_tests.models.sharding import sharded
@@ -29,12 +30,12 @@ def keeping(model: Stack, kept: list[Tensor]) -> Stack:
 
 
 @pytest.mark.spec("DEBUG-13")
-@each_api
+@all_apis
 @pytest.mark.parametrize("grad", [True, False])
 @ranks(2)
-def test_reading_a_freed_weight_or_a_view_of_it_raises_an_error(api: str, grad: bool) -> None:
+def test_reading_a_freed_weight_or_a_view_of_it_raises_an_error(api: Api, grad: bool) -> None:
     kept: list[Tensor] = []
-    model = through(api, keeping(Stack(), kept))
+    model = api.shard(keeping(Stack(), kept))
     iterate(model)
     kept.clear()
     with minifsdp.debug("memory"):
@@ -66,11 +67,11 @@ def test_kept_weight_can_be_read_while_its_unit_is_unsharded() -> None:
 
 
 @pytest.mark.spec("DEBUG-13")
-@pytest.mark.parametrize("api", [ORIGINALS, FUNCTION])
+@pytest.mark.parametrize("api", [ORIGINALS, FULLY_SHARD], ids=str)
 @pytest.mark.not_simulated("the compiler would trace the simulation itself")
 @ranks(2)
-def test_compiled_model_trains_with_the_memory_check(api: str) -> None:
-    model = through(api)
+def test_compiled_model_trains_with_the_memory_check(api: Api) -> None:
+    model = api.shard()
     compiled = torch.compile(model, backend="eager")
     with minifsdp.debug("memory"):
         compiled(batch()).sum().backward()

@@ -11,13 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import minifsdp
-from spec_tests import subject
-from spec_tests.debugging.faults import FLAT, FUNCTION, ORIGINALS, each_api, on_rank, said, through
+from spec_tests.debugging.faults import on_rank, said
 from spec_tests.harness import device, ranks
+from spec_tests.models.apis import FULLY_SHARD, Api, all_apis, wrapper_apis
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import batch, iterate
 from spec_tests.models.values import assert_same, full_values
-from spec_tests.subject import FullyShardedDataParallel as FSDP
 
 
 class Rotary(nn.Module):
@@ -64,20 +63,16 @@ class Model(nn.Module):
         return x * self.scale
 
 
-def made(api: str, sets_table: bool, **options: Any) -> Any:
+def made(api: Api, sets_table: bool, **options: Any) -> Any:
     """Builds the model on the meta device, shards it, and initializes the parameters and buffers of all modules."""
     with torch.device("meta"):
         model = Model(sets_table)
-    if api == FUNCTION:
-        for layer in model.layers:
-            subject.fully_shard(layer)
-        subject.fully_shard(model)
-        model.to_empty(device=device())
-        reset_all(model)
-        return model
-    for index, layer in enumerate(model.layers):
-        model.layers[index] = FSDP(layer, use_orig_params=api == ORIGINALS, device_id=device(), **options)
-    return FSDP(model, use_orig_params=api == ORIGINALS, device_id=device(), **options)
+    if api != FULLY_SHARD:
+        return api.shard(model, unit_classes=(Rotary,), device_id=device(), **options)
+    api.shard(model, unit_classes=(Rotary,))
+    model.to_empty(device=device())
+    reset_all(model)
+    return model
 
 
 def reset_all(model: nn.Module) -> None:
@@ -109,9 +104,9 @@ def test_new_memory_contains_no_plausible_values_in_debug_mode() -> None:
 
 
 @pytest.mark.spec("DEBUG-08", "DEBUG-09")
-@each_api
+@all_apis
 @ranks(2)
-def test_model_with_complete_reset_parameters_gives_no_warning(api: str) -> None:
+def test_model_with_complete_reset_parameters_gives_no_warning(api: Api) -> None:
     with minifsdp.debug("meta"), said() as texts:
         model = made(api, True)
         iterate(model)
@@ -119,9 +114,9 @@ def test_model_with_complete_reset_parameters_gives_no_warning(api: str) -> None
 
 
 @pytest.mark.spec("DEBUG-08")
-@pytest.mark.parametrize("api", [FLAT, ORIGINALS])
+@wrapper_apis
 @ranks(2)
-def test_wrapper_lists_tensors_that_reset_parameters_did_not_set(api: str) -> None:
+def test_wrapper_lists_tensors_that_reset_parameters_did_not_set(api: Api) -> None:
     with minifsdp.debug("meta"), said() as texts:
         made(api, False)
     assert len(texts) == 1
@@ -130,9 +125,9 @@ def test_wrapper_lists_tensors_that_reset_parameters_did_not_set(api: str) -> No
 
 
 @pytest.mark.spec("DEBUG-08")
-@pytest.mark.parametrize("api", [FLAT, ORIGINALS])
+@wrapper_apis
 @ranks(2)
-def test_wrapper_lists_tensors_that_param_init_fn_did_not_set(api: str) -> None:
+def test_wrapper_lists_tensors_that_param_init_fn_did_not_set(api: Api) -> None:
     def fill(module: nn.Module) -> None:
         module.to_empty(device=device(), recurse=False)
         if isinstance(module, nn.Linear):
@@ -141,16 +136,16 @@ def test_wrapper_lists_tensors_that_param_init_fn_did_not_set(api: str) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     with minifsdp.debug("meta"), said() as texts:
-        FSDP(model, use_orig_params=api == ORIGINALS, device_id=device(), param_init_fn=fill)
+        api.unit(model, device_id=device(), param_init_fn=fill)
     assert len(texts) == 1
     names = "0.bias, 1.weight, 1.bias, 1.running_mean, 1.running_var, 1.num_batches_tracked"
     assert f"the values of {names} in it are not initialized. " in texts[0]
 
 
 @pytest.mark.spec("DEBUG-08", "DEBUG-09")
-@pytest.mark.parametrize("api", [FLAT, ORIGINALS])
+@wrapper_apis
 @ranks(2)
-def test_synced_meta_params_give_no_warning(api: str) -> None:
+def test_synced_meta_params_give_no_warning(api: Api) -> None:
     """The setup in which only one rank needs memory for the unsharded model."""
     model = seeded()
     if dist.get_rank():
@@ -160,16 +155,16 @@ def test_synced_meta_params_give_no_warning(api: str) -> None:
         module.to_empty(device=device(), recurse=False)
 
     with minifsdp.debug("meta"), said() as texts:
-        made = through(api, model, sync_module_states=True, param_init_fn=fill, device_id=device())
+        made = api.shard(model, sync_module_states=True, param_init_fn=fill, device_id=device())
         iterate(made)
     assert texts == []
-    assert_same(full_values(made), full_values(through(api)))
+    assert_same(full_values(made), full_values(api.shard()))
 
 
 @pytest.mark.spec("DEBUG-09")
-@each_api
+@all_apis
 @ranks(2)
-def test_a_buffer_without_values_is_refused_on_every_rank_at_the_first_forward(api: str) -> None:
+def test_a_buffer_without_values_is_refused_on_every_rank_at_the_first_forward(api: Api) -> None:
     with minifsdp.debug("meta"):
         with said():
             model = made(api, False)
@@ -182,24 +177,23 @@ def test_a_buffer_without_values_is_refused_on_every_rank_at_the_first_forward(a
 
 
 @pytest.mark.spec("DEBUG-09")
-@each_api
+@all_apis
 @ranks(2)
-def test_a_parameter_without_values_is_refused_on_every_rank(api: str) -> None:
+def test_a_parameter_without_values_is_refused_on_every_rank(api: Api) -> None:
     """One row of the second layer is not initialized, and only on the rank that stores it."""
     with torch.device("meta"):
-        model = Model(api == FUNCTION)
+        model = Model(api == FULLY_SHARD)
     with minifsdp.debug("meta"):
         with said() as texts:
-            if api == FUNCTION:
-                subject.fully_shard(model)
+            if api == FULLY_SHARD:
+                api.unit(model)
                 model.to_empty(device=device())
                 reset_all(model)
                 weight = model.layers[1].weight
                 on_rank(1, lambda: weight.to_local()[-1].fill_(float("nan")))
             else:
-                options = {"use_orig_params": api == ORIGINALS, "device_id": device()}
-                model = FSDP(model, param_init_fn=all_but_the_last_row, **options)
-        assert len(texts) == (api != FUNCTION)
+                model = api.unit(model, param_init_fn=all_but_the_last_row, device_id=device())
+        assert len(texts) == (api != FULLY_SHARD)
         refused(model, "the values of 'layers.1.weight' (rank 1) are not")
 
 
@@ -218,9 +212,7 @@ def test_uninitialized_buffer_of_a_root_without_parameters_is_reported() -> None
     with torch.device("meta"):
         model: Any = Model(True)
     with minifsdp.debug("meta"):
-        for layer in model.layers:
-            subject.fully_shard(layer)
-        subject.fully_shard(model)
+        FULLY_SHARD.shard(model, unit_classes=(Rotary,))
         model.to_empty(device=device())
         for layer in model.layers:
             reset_all(layer)
@@ -244,13 +236,13 @@ class Clipped(nn.Module):
 
 
 @pytest.mark.spec("DEBUG-08", "DEBUG-09")
-@pytest.mark.parametrize("api", [FLAT, ORIGINALS])
+@wrapper_apis
 @ranks(2)
-def test_single_largest_integer_in_a_buffer_is_a_value(api: str) -> None:
+def test_single_largest_integer_in_a_buffer_is_a_value(api: Api) -> None:
     with torch.device("meta"):
         model = Clipped()
     with minifsdp.debug("meta"), said() as texts:
-        iterate(FSDP(model, use_orig_params=api == ORIGINALS, device_id=device()))
+        iterate(api.unit(model, device_id=device()))
     assert texts == []
 
 

@@ -6,18 +6,18 @@ import pytest
 import torch.distributed as dist
 
 import minifsdp
-from spec_tests.debugging.faults import each_api, through
 from spec_tests.harness import ranks
+from spec_tests.models.apis import Api, all_apis
 from spec_tests.models.running import batch, iterate
 
 ORDERS = ((0, 1, 2, 3), (0, 2, 1, 3))
 
 
 @pytest.mark.spec("DEBUG-07")
-@each_api
+@all_apis
 @ranks(2)
-def test_later_order_difference_is_reported_on_both_ranks(api: str) -> None:
-    model = through(api)
+def test_later_order_difference_is_reported_on_both_ranks(api: Api) -> None:
+    model = api.shard()
     iterate(model)
     iterate(model)
     with minifsdp.debug("order"):

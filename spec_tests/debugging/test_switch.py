@@ -22,10 +22,11 @@ from minifsdp.engine.unit import Unit
 from minifsdp.fsdp1.wrapper import Wrapper
 from minifsdp.fsdp2 import fully_shard
 from minifsdp.fsdp2.fsdp_state import FSDPState
-from spec_tests.debugging.faults import each_api, said, through
+from spec_tests.debugging.faults import said
 from spec_tests.engine.count_calls import calls_by_file
 from spec_tests.harness import ranks
 from spec_tests.harness.checkout import is_of_package
+from spec_tests.models.apis import Api, all_apis
 from spec_tests.models.running import batch, iterate
 from spec_tests.models.values import assert_same, full_values
 
@@ -117,10 +118,10 @@ def everything_of_classes() -> list[dict[str, int]]:
 
 
 @pytest.mark.spec("DEBUG-03")
-@each_api
+@all_apis
 @ranks(2)
-def test_debug_mode_adds_no_calls_to_steps_after_it_ends(api: str) -> None:
-    model = through(api)
+def test_debug_mode_adds_no_calls_to_steps_after_it_ends(api: Api) -> None:
+    model = api.shard()
     iterate(model)
     iterate(model)
 
@@ -140,9 +141,9 @@ def test_debug_mode_adds_no_calls_to_steps_after_it_ends(api: str) -> None:
 
 
 @pytest.mark.spec("DEBUG-11")
-@each_api
+@all_apis
 @ranks(2)
-def test_healthy_model_prints_nothing_and_keeps_its_values(api: str) -> None:
+def test_healthy_model_prints_nothing_and_keeps_its_values(api: Api) -> None:
     plain, looked_at = train(api), None
     with said() as texts, minifsdp.debug():
         looked_at = train(api)
@@ -151,8 +152,8 @@ def test_healthy_model_prints_nothing_and_keeps_its_values(api: str) -> None:
     assert looked_at[0] == plain[0]
 
 
-def train(api: str) -> Any:
-    model = through(api)
+def train(api: Api) -> Any:
+    model = api.shard()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     losses = [iterate(model, step, optimizer) for step in range(3)]
     return losses, full_values(model)
@@ -160,10 +161,10 @@ def train(api: str) -> Any:
 
 @pytest.mark.spec("DEBUG-10")
 @pytest.mark.parametrize("check", ["weights", "meta"])
-@each_api
+@all_apis
 @ranks(2)
-def test_late_debug_check_warns_once(api: str, check: str) -> None:
-    model = through(api)
+def test_late_debug_check_warns_once(api: Api, check: str) -> None:
+    model = api.shard()
     with minifsdp.debug(check):
         with said() as texts:
             iterate(model)
@@ -173,5 +174,5 @@ def test_late_debug_check_warns_once(api: str, check: str) -> None:
         assert "'blocks.3'" in texts[0]
         with said() as texts:
             iterate(model)
-            through(api)(batch())
+            api.shard()(batch())
         assert texts == []

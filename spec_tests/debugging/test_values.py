@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -16,11 +15,12 @@ from minifsdp.engine.root import RootState
 from minifsdp.engine.unit import State
 from minifsdp.fsdp2.fsdp_state import state_of
 from spec_tests import subject
-from spec_tests.debugging.faults import FLAT, FUNCTION, ORIGINALS, Spoiler, each_api, local_values, on_rank, through
+from spec_tests.debugging.faults import Spoiler, local_values, on_rank
 from spec_tests.harness import device, ranks
+from spec_tests.models.apis import FULLY_SHARD, ORIGINALS, Api, all_apis, both_apis
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import batch, iterate, loss_of
-from spec_tests.models.sharding import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, column_mesh, grid_mesh
+from spec_tests.models.sharding import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP
 from spec_tests.models.values import assert_same, full_values
 
 
@@ -35,12 +35,12 @@ def places(action: Callable[[], Any]) -> tuple[str, list[str]]:
 
 
 @pytest.mark.spec("DEBUG-05")
-@each_api
+@all_apis
 @ranks(2)
-def test_non_finite_gradient_is_reported_on_every_rank_before_the_reduction(api: str) -> None:
+def test_non_finite_gradient_is_reported_on_every_rank_before_the_reduction(api: Api) -> None:
     model = seeded()
     Spoiler(model.blocks[1].linear, 1, float("nan"), in_backward=True)
-    model = through(api, model)
+    model = api.shard(model)
     with minifsdp.debug("values"):
         loss = loss_of(model(batch()))
         during, found = places(loss.backward)
@@ -51,12 +51,12 @@ def test_non_finite_gradient_is_reported_on_every_rank_before_the_reduction(api:
 
 
 @pytest.mark.spec("DEBUG-05")
-@each_api
+@all_apis
 @ranks(2)
-def test_an_activation_is_named_on_every_rank(api: str) -> None:
+def test_an_activation_is_named_on_every_rank(api: Api) -> None:
     model = seeded()
     Spoiler(model.blocks[2].linear, 0, float("nan"), in_backward=False)
-    model = through(api, model)
+    model = api.shard(model)
     with minifsdp.debug("values"):
         during, found = places(lambda: model(batch()))
     assert during == "forward"
@@ -64,13 +64,11 @@ def test_an_activation_is_named_on_every_rank(api: str) -> None:
 
 
 @pytest.mark.spec("DEBUG-05")
-@each_api
-@pytest.mark.parametrize(("strategy", "num_nan"), [("FULL_SHARD", 1), ("FULL_SHARD", 0), ("SHARD_GRAD_OP", 1)])
+@all_apis
+@pytest.mark.parametrize(("strategy", "num_nan"), [(FULL_SHARD, 1), (FULL_SHARD, 0), (SHARD_GRAD_OP, 1)])
 @ranks(2)
-def test_every_unsharding_rank_names_bad_parameter(api: str, strategy: str, num_nan: int) -> None:
-    keeps = strategy == "SHARD_GRAD_OP"
-    options: dict[str, Any] = {"sharding_strategy": SHARD_GRAD_OP if keeps else FULL_SHARD}
-    model = through(api, **({"reshard_after_forward": not keeps} if api == FUNCTION else options))
+def test_every_unsharding_rank_names_bad_parameter(api: Api, strategy: Any, num_nan: int) -> None:
+    model = api.shard(strategy=strategy)
     iterate(model)
     bad = torch.tensor([float("inf"), float("nan")][: 1 + num_nan])
     on_rank(1, lambda: local_values(model, api, 3).view(-1)[: len(bad)].copy_(bad))
@@ -82,13 +80,13 @@ def test_every_unsharding_rank_names_bad_parameter(api: str, strategy: str, num_
 
 
 @pytest.mark.spec("DEBUG-05")
-@each_api
+@all_apis
 @ranks(2)
-def test_each_rank_reports_its_own_first_non_finite_activation(api: str) -> None:
+def test_each_rank_reports_its_own_first_non_finite_activation(api: Api) -> None:
     model = seeded()
     Spoiler(model.blocks[3].linear, 0, float("nan"), in_backward=False)
     Spoiler(model.blocks[1].linear, 1, float("nan"), in_backward=False)
-    model = through(api, model)
+    model = api.shard(model)
     with minifsdp.debug("values"):
         _, found = places(lambda: model(batch()))
     assert [re.findall(r"rank (\d): activation that unit '([\w.]*)'", line) for line in found] == [
@@ -98,14 +96,13 @@ def test_each_rank_reports_its_own_first_non_finite_activation(api: str) -> None
 
 
 @pytest.mark.spec("DEBUG-05")
-@pytest.mark.parametrize("api", [FLAT, FUNCTION])
+@both_apis
 @pytest.mark.parametrize("rank", [0, 3])
 @ranks(4)
-def test_all_ranks_of_a_hybrid_mesh_raise(api: str, rank: int) -> None:
+def test_all_ranks_of_a_hybrid_mesh_raise(api: Api, rank: int) -> None:
     model = seeded()
     Spoiler(model.blocks[0].linear, rank, float("inf"), in_backward=True)
-    options: dict[str, Any] = {"mesh": grid_mesh()} if api == FUNCTION else {"sharding_strategy": HYBRID_SHARD}
-    model = through(api, model, **options)
+    model = api.shard(model, strategy=HYBRID_SHARD)
     with minifsdp.debug("values"):
         loss = loss_of(model(batch()))
         _, found = places(loss.backward)
@@ -113,39 +110,29 @@ def test_all_ranks_of_a_hybrid_mesh_raise(api: str, rank: int) -> None:
 
 
 @pytest.mark.spec("DEBUG-05")
-@each_api
+@all_apis
 @ranks(2)
-def test_accumulation_raises_in_the_micro_batch_with_a_non_finite_gradient(api: str) -> None:
+def test_accumulation_raises_in_the_micro_batch_with_a_non_finite_gradient(api: Api) -> None:
     model = seeded()
     spoiler = Spoiler(model.blocks[2].linear, 1, float("nan"), in_backward=True)
     spoiler.is_armed = False
-    model = through(api, model)
+    model = api.shard(model)
     with minifsdp.debug("values"):
-        for step in range(3):
+        for step in range(2):
             spoiler.is_armed = step == 1
-            loss = functools.partial(micro_batch, model, api, step)
-            if step == 1:
-                _, found = places(loss)
+            with api.no_sync(model):
+                if step == 0:
+                    iterate(model, step)
+                    continue
+                _, found = places(lambda: iterate(model))
                 assert "rank 1: gradient of 'blocks.2.linear.weight'" in found[0]
-                break
-            loss()
-
-
-def micro_batch(model: Any, api: str, step: int) -> None:
-    if api == FUNCTION:
-        model.set_requires_gradient_sync(False)
-        iterate(model, step)
-    else:
-        with model.no_sync():
-            iterate(model, step)
 
 
 @pytest.mark.spec("DEBUG-05")
-@pytest.mark.parametrize("api", [FLAT, FUNCTION])
+@both_apis
 @ranks(2)
-def test_evaluation_without_communication_works_on_one_rank(api: str) -> None:
-    options = {"mesh": column_mesh()} if api == FUNCTION else {"sharding_strategy": NO_SHARD}
-    model = through(api, **options)
+def test_evaluation_without_communication_works_on_one_rank(api: Api) -> None:
+    model = api.shard(strategy=NO_SHARD)
     with minifsdp.debug("values"):
         iterate(model)
         if dist.get_rank() == 0:
@@ -155,26 +142,26 @@ def test_evaluation_without_communication_works_on_one_rank(api: str) -> None:
 
 
 @pytest.mark.spec("DEBUG-05")
-@pytest.mark.parametrize("api", [FLAT, FUNCTION])
+@both_apis
 @ranks(2)
-def test_overflowing_sum_of_finite_values_is_not_reported(api: str) -> None:
+def test_overflowing_sum_of_finite_values_is_not_reported(api: Api) -> None:
     model = seeded()
     with torch.no_grad():
         model.enter.weight.fill_(3e38)
         model.enter.weight[3:].neg_()
-    model = through(api, model)
+    model = api.shard(model)
     with minifsdp.debug("values"), torch.no_grad():
         model(torch.zeros(3, 6, device=device()))
 
 
 @pytest.mark.spec("DEBUG-06")
-@each_api
+@all_apis
 @pytest.mark.parametrize("in_backward", [False, True])
 @ranks(2)
-def test_training_continues_after_fault(api: str, in_backward: bool) -> None:
-    model, untouched = seeded(), through(api)
+def test_training_continues_after_fault(api: Api, in_backward: bool) -> None:
+    model, untouched = seeded(), api.shard()
     spoiler = Spoiler(model.blocks[1].linear, 1, float("nan"), in_backward=in_backward)
-    model = through(api, model)
+    model = api.shard(model)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, untouched)]
     with minifsdp.debug("values"):
         places(lambda: iterate(model))
@@ -193,13 +180,13 @@ def tree_of(model: Any) -> RootState:
 
 
 @pytest.mark.spec("DEBUG-06")
-@pytest.mark.parametrize("api", [ORIGINALS, FUNCTION])
+@pytest.mark.parametrize("api", [ORIGINALS, FULLY_SHARD], ids=str)
 @ranks(2)
-def test_interrupted_forward_leaves_no_report_for_later(api: str) -> None:
+def test_interrupted_forward_leaves_no_report_for_later(api: Api) -> None:
     model = seeded()
     spoiler = Spoiler(model.blocks[0].linear, 0, float("nan"), in_backward=False)
     broken = model.blocks[2].register_forward_pre_hook(lambda *_: 1 / 0)
-    model = through(api, model)
+    model = api.shard(model)
     with minifsdp.debug("values"):
         with pytest.raises(ZeroDivisionError):
             model(batch())

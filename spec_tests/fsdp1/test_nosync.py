@@ -22,7 +22,6 @@ from spec_tests.models.sharding import (
     HYBRID_STRATEGIES,
     NO_SHARD,
     SHARD_GRAD_OP,
-    as_torch,
     wrapped,
 )
 from spec_tests.models.values import (
@@ -54,21 +53,32 @@ def chunks_of(model: FullyShardedDataParallel) -> tuple[int, int]:
 # --- inside the context ---
 
 
-@pytest.mark.spec("NOSYNC-01")
+@pytest.mark.spec("NOSYNC-01", "NOSYNC-04", "NOSYNC-05")
 @flat_strategies
 @ranks(2)
-def test_no_sync_reduces_nothing_and_accumulates_local_gradients(strategy: ShardingStrategy) -> None:
+def test_gradients_inside_no_sync_are_unreduced_and_have_the_size_of_the_full_unit(strategy: ShardingStrategy) -> None:
+    compare_unreduced(strategy)
+
+
+@pytest.mark.spec("NOSYNC-01", "NOSYNC-09")
+@hybrid_strategies
+@ranks(4)
+def test_gradients_of_a_hybrid_inside_no_sync_are_unreduced(strategy: ShardingStrategy) -> None:
+    compare_unreduced(strategy)
+
+
+def compare_unreduced(strategy: ShardingStrategy) -> None:
     plain = seeded()
     model = wrapped(sharding_strategy=strategy)
-    with trace.record() as recorder, Wire() as wire, model.no_sync():
-        for step in range(3):
-            iterate(model, step)
-    assert not {"RS", "AR"} & {event.kind for event in recorder.events}
-    assert not {"RS", "AR"} & set(wire.kinds())
-    mine = local_gradients(plain, range(3), dist.get_rank())
-    others = local_gradients(plain, range(3), 1 - dist.get_rank())
-    assert_same(flat_gradients(model), flattened(plain, mine), bitwise=True)
-    assert not torch.equal(flat_gradients(model)[""], flattened(plain, others)[""]), "ranks differ"
+    for steps in (range(3), range(3, 5)):
+        with model.no_sync():
+            for step in steps:
+                iterate(model, step)
+        assert_same(flat_gradients(model), flattened(plain, local_gradients(plain, steps, dist.get_rank())))
+        model.zero_grad()
+    iterate(model)
+    for parameter in flat_parameters(model).values():
+        assert parameter.grad.shape == parameter.shape
 
 
 @pytest.mark.spec("NOSYNC-05")
@@ -94,21 +104,6 @@ def test_no_sync_shows_unreduced_gradients_of_original_parameters_also_with_kept
     assert_same(seen, mean_gradients(plain, (1, 2)))
 
 
-@pytest.mark.spec("NOSYNC-05")
-@flat_strategies
-@ranks(2)
-def test_no_sync_gradient_has_size_of_full_unit(strategy: ShardingStrategy) -> None:
-    plain = seeded()
-    model = wrapped(sharding_strategy=strategy)
-    with model.no_sync():
-        iterate(model)
-        for unit, row in flattened(plain, named(plain)).items():
-            assert flat_parameters(model)[unit].grad.numel() == row.numel()
-    iterate(model, 1)
-    for parameter in flat_parameters(model).values():
-        assert parameter.grad.shape == parameter.shape
-
-
 @pytest.mark.spec("NOSYNC-08")
 @pytest.mark.parametrize(
     ("strategy", "block", "root"),
@@ -132,81 +127,13 @@ def test_no_sync_with_full_shard_reshards_in_every_micro_batch_unlike_shard_grad
         assert of_unit(recorder, unit) == (block if unit else root)
 
 
-@pytest.mark.spec("NOSYNC-09")
-@hybrid_strategies
-@ranks(4)
-def test_no_sync_also_skips_the_all_reduce_of_a_hybrid(strategy: ShardingStrategy) -> None:
-    plain = seeded()
-    model = wrapped(sharding_strategy=strategy)
-    with trace.record() as recorder, Wire() as wire, model.no_sync():
-        for step in range(2):
-            iterate(model, step)
-    assert {event.kind for event in recorder.events if event.ranks} == {"AG"}
-    assert set(wire.kinds()) == {"AG"}
-    assert_same(flat_gradients(model), flattened(plain, local_gradients(plain, range(2), dist.get_rank())))
-    with trace.record() as recorder:
-        iterate(model, 2)
-    for unit in UNITS:
-        assert of_unit(recorder, unit, "RS", "AR") == ["RS", "AR"]
-    expected = mean_gradients(plain, range(3))
-    assert_same(flat_gradients(model), chunked(plain, expected, *chunks_of(model)))
-
-
 # --- leaving the context ---
-
-
-@pytest.mark.spec("NOSYNC-02")
-@flat_strategies
-@ranks(2)
-def test_first_backward_after_no_sync_reduces_the_sum_once(strategy: ShardingStrategy) -> None:
-    plain = seeded()
-    model = wrapped(sharding_strategy=strategy)
-    with model.no_sync():
-        iterate(model, 0)
-        iterate(model, 1)
-    with trace.record() as recorder:
-        iterate(model, 2)
-    reduction = "AR" if strategy is NO_SHARD else "RS"
-    for unit in UNITS:
-        assert of_unit(recorder, unit, "RS", "AR") == [reduction]
-    expected = mean_gradients(plain, range(3))
-    assert_same(flat_gradients(model), chunked(plain, expected, *chunks_of(model)))
-
-
-@pytest.mark.spec("NOSYNC-02")
-@ranks(2)
-def test_an_accumulated_gradient_is_bit_by_bit_that_of_torch() -> None:
-    ours, theirs = wrapped(), as_torch(seeded())
-    for model in (ours, theirs):
-        iterate(model, 0)
-        with model.no_sync():
-            iterate(model, 1)
-            iterate(model, 2)
-        iterate(model, 3)
-    assert_same(flat_gradients(ours), flat_gradients(theirs), bitwise=True)
-
-
-@pytest.mark.spec("NOSYNC-02")
-@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
-@ranks(2)
-def test_no_sync_keeps_earlier_reduced_gradients(strategy: ShardingStrategy) -> None:
-    plain = seeded()
-    model = wrapped(sharding_strategy=strategy)
-    iterate(model, 0)
-    with model.no_sync():
-        iterate(model, 1)
-    iterate(model, 2)
-    iterate(model, 3)
-    expected = mean_gradients(plain, range(4))
-    assert_same(flat_gradients(model), chunked(plain, expected, *chunks_of(model)), bitwise=False)
 
 
 @pytest.mark.spec("NOSYNC-02")
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @ranks(2)
-def test_no_shard_uses_gradient_replaced_inside_no_sync(
-    use_orig_params: bool,
-) -> None:
+def test_no_shard_uses_gradient_replaced_inside_no_sync(use_orig_params: bool) -> None:
     plain, model = seeded(), wrapped(sharding_strategy=NO_SHARD, use_orig_params=use_orig_params)
     with model.no_sync():
         iterate(model, 0)
@@ -217,42 +144,6 @@ def test_no_shard_uses_gradient_replaced_inside_no_sync(
     expected = {name: halved[name] / 2 + last[name] for name in last}
     found = flat_gradients(model)
     assert_same(found, expected if use_orig_params else flattened(plain, expected), bitwise=False)
-
-
-@pytest.mark.spec("NOSYNC-03")
-@pytest.mark.parametrize("num_micro_batches", [2, 4])
-@flat_strategies
-@ranks(2)
-def test_micro_batches_equal_one_big_batch(strategy: ShardingStrategy, num_micro_batches: int) -> None:
-    compare_with_one_big_batch(strategy, num_micro_batches)
-
-
-@pytest.mark.spec("NOSYNC-03")
-@hybrid_strategies
-@ranks(4)
-def test_micro_batches_of_a_hybrid_equal_one_big_batch(strategy: ShardingStrategy) -> None:
-    compare_with_one_big_batch(strategy, 3)
-
-
-def compare_with_one_big_batch(strategy: ShardingStrategy, num: int) -> None:
-    """Compares two optimizer steps with a single process that uses the batches of all ranks."""
-    plain, model = seeded(), wrapped(sharding_strategy=strategy)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (plain, model)]
-    for first in (0, num):
-        steps = range(first, first + num)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        big = torch.cat([batch(step, rank) for step in steps for rank in range(dist.get_world_size())])
-        loss_of(plain(big)).backward()
-        with model.no_sync():
-            for step in steps[:-1]:
-                (loss_of(model(batch(step))) / num).backward()
-        (loss_of(model(batch(steps[-1]))) / num).backward()
-        reduced = {name: parameter.grad for name, parameter in plain.named_parameters()}
-        assert_same(flat_gradients(model), chunked(plain, reduced, *chunks_of(model)), bitwise=False)
-        for optimizer in optimizers:
-            optimizer.step()
-    assert_same(full_values(model), named(plain), bitwise=False)
 
 
 # --- allowed calls ---
@@ -274,33 +165,16 @@ def test_inner_unit_refuses_no_sync_and_keeps_working(has_run: bool) -> None:
 
 
 @pytest.mark.spec("NOSYNC-04")
-@pytest.mark.parametrize("has_run", [False, True])
-@ranks(2)
-def test_no_sync_of_the_root_applies_to_all_units(has_run: bool) -> None:
-    model = wrapped()
-    if has_run:
-        iterate(model)
-        model.zero_grad()
-    with trace.record() as recorder, model.no_sync():
-        iterate(model, 1)
-    assert recorder.count("RS") == 0
-    assert_same(flat_gradients(model), flattened(seeded(), local_gradients(seeded(), [1], dist.get_rank())))
-
-
-@pytest.mark.spec("NOSYNC-04")
 @ranks(2)
 def test_no_sync_applies_to_units_below_a_root_without_parameters() -> None:
-    model = FullyShardedDataParallel(nn.Sequential(*(sharded_layer() for _ in range(2))))
+    layers = [FullyShardedDataParallel(nn.Linear(4, 4).to(device())) for _ in range(2)]
+    model = FullyShardedDataParallel(nn.Sequential(*layers))
     with trace.record() as recorder:
         with model.no_sync():
             model(torch.ones(1, 4, device=device())).sum().backward()
         assert recorder.count("RS") == 0
         model(torch.ones(1, 4, device=device())).sum().backward()
         assert recorder.count("RS") == 2
-
-
-def sharded_layer() -> FullyShardedDataParallel:
-    return FullyShardedDataParallel(nn.Linear(4, 4).to(device()))
 
 
 # --- entering and leaving ---
@@ -332,23 +206,20 @@ def test_nested_contexts_end_with_the_outermost() -> None:
 
 
 @pytest.mark.spec("NOSYNC-06")
-@pytest.mark.parametrize("depth", [1, 2])
 @ranks(2)
-def test_exception_inside_no_sync_restores_gradient_sync(depth: int) -> None:
+def test_exception_inside_no_sync_restores_gradient_sync() -> None:
     model = wrapped()
 
-    def fail(levels: int) -> None:
-        with model.no_sync():
-            if levels > 1:
-                fail(levels - 1)
+    def fail() -> None:
+        with model.no_sync(), model.no_sync():
             raise KeyError("inside")
 
     with pytest.raises(KeyError, match="inside"):
-        fail(depth)
+        fail()
     assert reduces(model, 0)
     with model.no_sync():
         with pytest.raises(KeyError, match="inside"):
-            fail(depth)
+            fail()
         assert not reduces(model, 1), "the outer one is still on"
     assert reduces(model, 2)
 
@@ -387,56 +258,41 @@ def test_forward_outside_no_sync_with_backward_inside_is_not_reduced(strategy: S
 # --- leaving without a reduction ---
 
 
-def step_of(model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.step()
-
-
-def clip_of(model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer) -> None:
-    model.clip_grad_norm_(1.0)
-
-
 @pytest.mark.spec("NOSYNC-10")
-@pytest.mark.parametrize("act", [step_of, clip_of])
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
 @ranks(2)
-def test_a_step_and_clipping_refuse_gradients_that_were_never_reduced(
-    strategy: ShardingStrategy, act: Callable[[FullyShardedDataParallel, torch.optim.Optimizer], None]
-) -> None:
-    compare_refusal(strategy, act)
+def test_a_step_and_clipping_refuse_gradients_that_were_never_reduced(strategy: ShardingStrategy) -> None:
+    compare_refusal(strategy)
 
 
 @pytest.mark.spec("NOSYNC-10")
-@pytest.mark.parametrize("act", [step_of, clip_of])
 @hybrid_strategies
 @ranks(4)
-def test_step_and_clipping_of_a_hybrid_refuse_unreduced_gradients(
-    strategy: ShardingStrategy, act: Callable[[FullyShardedDataParallel, torch.optim.Optimizer], None]
-) -> None:
-    compare_refusal(strategy, act)
+def test_step_and_clipping_of_a_hybrid_refuse_unreduced_gradients(strategy: ShardingStrategy) -> None:
+    compare_refusal(strategy)
 
 
-def compare_refusal(
-    strategy: ShardingStrategy, act: Callable[[FullyShardedDataParallel, torch.optim.Optimizer], None]
-) -> None:
-    """``act`` raises and leaves gradients and parameters unchanged. After a reducing backward it works."""
+def compare_refusal(strategy: ShardingStrategy) -> None:
+    """Both raise and leave gradients and parameters unchanged. After a reducing backward they work."""
     plain = seeded()
     model = wrapped(sharding_strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    acts: tuple[Callable[[], object], ...] = (optimizer.step, lambda: model.clip_grad_norm_(1.0))
     with model.no_sync():
         iterate(model)
     unreduced = flattened(plain, local_gradients(plain, [0], dist.get_rank()))
-    assert_same(flat_gradients(model), unreduced, bitwise=True)
     before = {unit: parameter.detach().clone() for unit, parameter in flat_parameters(model).items()}
-    for _ in range(2):
+    for act in 2 * acts:
         message = rf"rank {dist.get_rank()}: .* found gradients that were never reduced.*zero_grad\(\)"
         with Wire() as wire, pytest.raises(RuntimeError, match=message):
-            act(model, optimizer)
+            act()
         assert wire.sent == [], "before any collective"
-    assert_same(flat_gradients(model), unreduced, bitwise=True)
-    assert_same(flat_parameters(model), before, bitwise=True)
+        assert_same(flat_gradients(model), unreduced, bitwise=True)
+        assert_same(flat_parameters(model), before, bitwise=True)
     iterate(model, 1)
     assert_same(flat_gradients(model), chunked(plain, mean_gradients(plain, [0, 1]), *chunks_of(model)), bitwise=False)
-    act(model, optimizer)
+    for act in acts:
+        act()
 
 
 @pytest.mark.spec("NOSYNC-10")

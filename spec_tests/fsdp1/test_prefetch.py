@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -19,43 +16,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minifsdp.engine import collectives
-from minifsdp.engine.comm_streams import CommStream
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import Stack, seeded
-from spec_tests.models.running import Watch, Wire, batch, iterate, loss_of, said
+from spec_tests.models.running import Watch, Wire, backward_words, batch, iterate, loss_of, said
 from spec_tests.models.sharding import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, wrapped
-from spec_tests.models.values import assert_same, chunked, flat_gradients, mean_gradients
+from spec_tests.models.values import accumulated_gradients, assert_same, chunked, flat_gradients, mean_gradients
 from spec_tests.subject import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy, trace
 
 PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
 SETTINGS = (PRE, POST, None)
 
 
-def computing(**options: Any) -> tuple[FullyShardedDataParallel, Watch]:
-    """A model whose units record a ``GRAD`` event in the middle of their backward."""
+def words_with_gradients(**options: Any) -> list[str]:
+    """The events of a backward as words, with a ``GRAD`` in the middle of the backward of each unit."""
     plain = seeded()
     watch = Watch(plain)
     watch.in_backward = lambda unit: trace.recorder.begin("GRAD", unit) and None
-    return wrapped(plain, **options), watch
-
-
-def backward_words(model: nn.Module, step: int = 0, **arguments: Any) -> list[str]:
-    loss = loss_of(model(batch(step), **arguments))
-    with trace.record() as recorder:
-        loss.backward()
-    return said(recorder.events).split()
+    return backward_words(wrapped(plain, **options))
 
 
 # --- the option ---
 
 
-@pytest.mark.spec("PREF-01")
+@pytest.mark.spec("PREF-01", "PREF-11")
 @ranks(2)
 def test_backward_prefetch_accepts_only_its_two_members_or_none() -> None:
     assert [member.name for member in BackwardPrefetch] == ["BACKWARD_PRE", "BACKWARD_POST"]
     assert inspect.signature(FullyShardedDataParallel).parameters["backward_prefetch"].default is PRE
-    assert wrapped().backward_prefetch is PRE
+    assert inspect.signature(FullyShardedDataParallel).parameters["forward_prefetch"].default is False
+    assert (wrapped().backward_prefetch, wrapped().forward_prefetch) == (PRE, False)
     for setting in SETTINGS:
         model = wrapped(backward_prefetch=setting)
         assert {unit.backward_prefetch for unit in FullyShardedDataParallel.fsdp_modules(model)} == {setting}
@@ -67,22 +56,10 @@ def test_backward_prefetch_accepts_only_its_two_members_or_none() -> None:
 # --- backward ---
 
 
-@pytest.mark.spec("PREF-02", "PREF-09")
-@ranks(2)
-def test_pre_prefetch_all_gathers_before_current_gradients() -> None:
-    model, _ = computing(backward_prefetch=PRE)
-    words = backward_words(model)
-    assert words.index("AG3") < words.index("B3"), "asked for by the root"
-    for index in (3, 2, 1):
-        gather_of_next = words.index(f"AG{index - 1}")
-        assert words.index(f"B{index}") < gather_of_next < words.index(f"GRAD{index}")
-
-
 @pytest.mark.spec("PREF-04", "PREF-09")
 @ranks(2)
 def test_post_prefetch_all_gathers_after_reshard_of_current_unit() -> None:
-    model, _ = computing(backward_prefetch=POST)
-    words = backward_words(model)
+    words = words_with_gradients(backward_prefetch=POST)
     for index in (3, 2, 1):
         gather_of_next = words.index(f"AG{index - 1}")
         assert words.index(f"GRAD{index}") < words.index(f"FREE{index}") < gather_of_next
@@ -93,8 +70,7 @@ def test_post_prefetch_all_gathers_after_reshard_of_current_unit() -> None:
 @pytest.mark.spec("PREF-06", "PREF-09")
 @ranks(2)
 def test_no_prefetch_all_gathers_at_own_backward() -> None:
-    model, _ = computing(backward_prefetch=None)
-    words = backward_words(model)
+    words = words_with_gradients(backward_prefetch=None)
     for index in (3, 2, 1, 0):
         begins = words.index(f"B{index}")
         assert words[begins : begins + 3] == [f"B{index}", f"AG{index}", f"GRAD{index}"]
@@ -126,22 +102,6 @@ def test_backward_unshards_expected_number_of_blocks(setting: BackwardPrefetch |
         alive.clear()
         iterate(model, step)
         assert alive == ALIVE[setting]
-
-
-@pytest.mark.spec("PREF-03", "PREF-05")
-@pytest.mark.parametrize(("setting", "most"), [(PRE, 2), (POST, 1), (None, 1)])
-@ranks(2)
-def test_backward_never_has_more_blocks_unsharded(setting: BackwardPrefetch | None, most: int) -> None:
-    model = wrapped(backward_prefetch=setting)
-    loss = loss_of(model(batch()))
-    with trace.record() as recorder:
-        loss.backward()
-    alive, peak = 0, 0
-    for event in recorder.events:
-        if event.unit:
-            alive += {"AG": 1, "FREE": -1}.get(event.kind, 0)
-            peak = max(peak, alive)
-    assert peak == most
 
 
 @pytest.mark.accelerator
@@ -180,33 +140,23 @@ def most_in_backward(setting: BackwardPrefetch) -> int:
     return max(allocated) - before
 
 
-@pytest.mark.spec("PREF-07")
+@pytest.mark.spec("PREF-07", "PREF-12")
 @ranks(2)
 def test_all_settings_give_the_same_gradients_bit_by_bit() -> None:
-    results = []
-    for setting in SETTINGS:
-        model = wrapped(backward_prefetch=setting)
-        for step in range(2):
-            iterate(model, step)
-        results.append({unit: gradient.clone() for unit, gradient in flat_gradients(model).items()})
-    for other in results[1:]:
-        assert_same(other, results[0], bitwise=True)
     plain = seeded()
-    assert_same(results[0], chunked(plain, mean_gradients(plain, [0, 1]), 2, dist.get_rank()), bitwise=False)
-
-
-@pytest.mark.spec("PREF-08")
-@pytest.mark.parametrize("orders", [[(2, 0, 3, 1)], [(0, 1, 2, 3), (3, 1, 0, 2)], [(1, 2), (3, 0, 2)]])
-@ranks(2)
-def test_backward_prefetch_follows_the_reverse_forward_order_of_this_iteration(orders: Sequence[Sequence[int]]) -> None:
-    model = wrapped()
-    for step, order in enumerate(orders):
-        words = backward_words(model, step, order=order)
-        asked_for = [word for word in words if word.startswith(("AG", "B"))]
-        expected = [f"AG{order[-1]}"]
-        for position in reversed(range(len(order))):
-            expected += [f"B{order[position]}"] + ([f"AG{order[position - 1]}"] if position else [])
-        assert asked_for == expected
+    expected = chunked(plain, accumulated_gradients(plain, (0,), (1,)), 2, dist.get_rank())
+    later = []
+    for setting, forward_prefetch in itertools.product(SETTINGS, (False, True)):
+        model = wrapped(backward_prefetch=setting, forward_prefetch=forward_prefetch)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        iterate(model, 0)
+        iterate(model, 1)
+        assert_same(flat_gradients(model), expected)
+        optimizer.step()
+        optimizer.zero_grad()
+        iterate(model, 2)
+        later.append(flat_gradients(model))
+        assert_same(later[-1], later[0], bitwise=True)
 
 
 class Branches(Stack):
@@ -234,20 +184,17 @@ def test_branches_are_all_gathered_in_reverse_forward_order(setting: BackwardPre
 
 
 @pytest.mark.spec("PREF-15")
-@pytest.mark.parametrize("forward_prefetch", [False, True])
-@pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("strategy", [SHARD_GRAD_OP, NO_SHARD])
 @ranks(2)
-def test_kept_unit_is_not_all_gathered_in_backward(
-    strategy: ShardingStrategy, setting: BackwardPrefetch | None, forward_prefetch: bool
-) -> None:
-    model = wrapped(sharding_strategy=strategy, backward_prefetch=setting, forward_prefetch=forward_prefetch)
-    for step in range(3):
-        loss = loss_of(model(batch(step)))
-        with trace.record() as recorder, Wire() as wire:
-            loss.backward()
-        assert recorder.count("AG") == 0
-        assert "AG" not in wire.kinds()
+def test_kept_unit_is_not_all_gathered_in_backward(strategy: ShardingStrategy) -> None:
+    for setting, forward_prefetch in itertools.product(SETTINGS, (False, True)):
+        model = wrapped(sharding_strategy=strategy, backward_prefetch=setting, forward_prefetch=forward_prefetch)
+        for step in range(2):
+            loss = loss_of(model(batch(step)))
+            with trace.record() as recorder, Wire() as wire:
+                loss.backward()
+            assert recorder.count("AG") == 0
+            assert "AG" not in wire.kinds()
 
 
 # --- communication streams ---
@@ -280,47 +227,6 @@ def test_all_gathers_of_all_units_share_one_stream() -> None:
     assert len({*streams, torch.get_device_module(device()).current_stream()}) == 3
 
 
-@contextmanager
-def lanes_of_collectives() -> Iterator[set[tuple[str, str]]]:
-    """Records the stream on which each kind of collective is issued while the context is open."""
-    found: set[tuple[str, str]] = set()
-    inside, enter, leave = ["compute"], CommStream.__enter__, CommStream.__exit__
-
-    def entering(comm_stream: CommStream) -> CommStream:
-        inside.append(comm_stream.name)
-        return enter(comm_stream)
-
-    def leaving(comm_stream: CommStream, *error: Any) -> None:
-        inside.pop()
-        leave(comm_stream, *error)
-
-    def issuing(kind: str, issue: Callable[..., Any], *arguments: Any) -> Any:
-        found.add((kind, inside[-1]))
-        return issue(*arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CommStream, "__enter__", entering)
-        patch.setattr(CommStream, "__exit__", leaving)
-        for kind in ("all_gather", "reduce_scatter"):
-            patch.setattr(collectives, kind, partial(issuing, kind, getattr(collectives, kind)))
-        yield found
-
-
-@pytest.mark.spec("PREF-14")
-@ranks(2)
-def test_wrapper_issues_collectives_on_labelled_comm_streams() -> None:
-    """Checks the actual stream too: a label alone could be right even if everything ran on the compute stream."""
-    model = wrapped()
-    iterate(model)
-    with trace.record() as recorder, lanes_of_collectives() as issued:
-        iterate(model)
-    comm_streams = {
-        kind: {event.stream for event in recorder.events if event.kind == kind} for kind in ("AG", "F", "B", "RS")
-    }
-    assert comm_streams == {"AG": {"gather"}, "F": {"compute"}, "B": {"compute"}, "RS": {"reduce"}}
-    assert issued == {("all_gather", "gather"), ("reduce_scatter", "reduce")}
-
-
 @pytest.mark.spec("PREF-14")
 @ranks(2)
 def test_forward_of_unit_waits_for_its_prefetched_all_gather() -> None:
@@ -338,22 +244,6 @@ def test_forward_of_unit_waits_for_its_prefetched_all_gather() -> None:
 
 
 # --- forward ---
-
-
-@pytest.mark.spec("PREF-11")
-@ranks(2)
-def test_unit_is_all_gathered_at_its_own_forward_by_default() -> None:
-    assert inspect.signature(FullyShardedDataParallel).parameters["forward_prefetch"].default is False
-    model = wrapped()
-    assert model.forward_prefetch is False
-    for step in range(3):
-        with trace.record() as recorder:
-            model(batch(step))
-        words = said(recorder.events).split()
-        for index in range(4):
-            forward = words.index(f"F{index}")
-            assert words[forward - 1] == f"AG{index}"
-            assert index == 0 or words[forward - 2] == f"FREE{index - 1}"
 
 
 @pytest.mark.spec("PREF-12")
@@ -403,28 +293,3 @@ def check_gradients(model: nn.Module, order: Sequence[int], step: int, shifted_b
         for parameter in plain.parameters():
             parameter.add_(shifted_by)
     assert_same(flat_gradients(model), chunked(plain, mean_gradients(plain, [step]), 2, dist.get_rank()))
-
-
-@pytest.mark.spec("PREF-12", "PREF-13")
-@ranks(2)
-def test_forward_prefetch_with_a_constant_order_does_not_warn() -> None:
-    model = wrapped(forward_prefetch=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for step in range(3):
-            iterate(model, step)
-
-
-@pytest.mark.spec("PREF-12")
-@ranks(2)
-def test_forward_prefetch_changes_no_gradient() -> None:
-    results = []
-    for forward_prefetch in (False, True):
-        model = wrapped(forward_prefetch=forward_prefetch)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            optimizer.zero_grad()
-            iterate(model, step)
-            optimizer.step()
-        results.append(flat_gradients(model))
-    assert_same(*results, bitwise=True)

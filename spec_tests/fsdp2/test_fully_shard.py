@@ -1,7 +1,7 @@
 """The effects of ``fully_shard`` on a module: its class, its parameters, and when it is unsharded.
 
 Most tests use two ranks and a `Stack`. Complete event orders are tested in ``test_counts.py``, numerical results in
-``test_parity.py``.
+``both_apis/test_parity.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The dtype of each tensor, and when a tensor is cast.
+"""Mixed precision of `fully_shard`: its policy, outputs, and modules of different precision.
 
-Bitwise comparisons with torch are in ``test_parity.py``; this file checks the dtypes.
+``both_apis/test_precision.py`` tests the dtypes of the parameters, of the computation and of the reduction.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from spec_tests.harness import device, ranks
 from spec_tests.models.modules import WIDTH, seeded
 from spec_tests.models.running import batch, iterate, loss_of
 from spec_tests.models.sharding import sharded
-from spec_tests.oracles import count_collectives
 from spec_tests.subject import MixedPrecisionPolicy, fully_shard
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -90,61 +89,14 @@ def test_buffers_keep_their_dtype() -> None:
 
 @pytest.mark.spec("FS2-MP-02", "FS2-19")
 @ranks(2)
-def test_unsharded_params_are_bfloat16_and_shards_float32() -> None:
+def test_manually_unsharded_params_are_bfloat16_and_shards_float32() -> None:
     model = sharded(mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
-    plain = seeded()
     model.blocks[1].unshard()
     weight = model.blocks[1].linear.weight
     assert weight.dtype == BF16
-    assert torch.equal(weight, plain.blocks[1].linear.weight.bfloat16())
+    assert torch.equal(weight, seeded().blocks[1].linear.weight.bfloat16())
     model.blocks[1].reshard()
     assert {p.dtype for p in model.parameters()} == {FP32}
-    optimizer = torch.optim.Adam(model.parameters())
-    iterate(model)
-    assert {p.grad.dtype for p in model.parameters()} == {FP32}
-    optimizer.step()
-    moments = [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-    assert {moment.dtype for moment in moments} == {FP32}
-    assert {p.dtype for p in model.parameters()} == {FP32}
-
-
-@pytest.mark.spec("FS2-MP-02")
-@ranks(2)
-def test_bfloat16_halves_all_gather_bytes() -> None:
-    counts = {}
-    for dtype in (None, BF16):
-        model = sharded(mp_policy=MixedPrecisionPolicy(dtype, FP32))
-        iterate(model)
-        with count_collectives() as counts[dtype]:
-            iterate(model)
-    assert counts[BF16].num_bytes["all_gather"] * 2 == counts[None].num_bytes["all_gather"]
-    assert counts[BF16].num_bytes["reduce_scatter"] == counts[None].num_bytes["reduce_scatter"]
-
-
-@pytest.mark.spec("FS2-MP-03")
-@pytest.mark.parametrize("reduce_dtype", [BF16, FP32, FP64])
-@ranks(2)
-def test_gradients_are_reduced_in_their_own_dtype_and_arrive_in_that_of_the_shard(reduce_dtype: torch.dtype) -> None:
-    model = sharded(mp_policy=MixedPrecisionPolicy(BF16, reduce_dtype))
-    iterate(model)
-    with count_collectives() as counts:
-        iterate(model)
-    num_elements = sum(p.numel() for p in model.parameters())
-    assert counts.num_bytes["reduce_scatter"] == num_elements * reduce_dtype.itemsize
-    assert {p.grad.dtype for p in model.parameters()} == {FP32}
-
-
-@pytest.mark.spec("FS2-MP-03")
-@ranks(2)
-def test_ranks_sum_gradients_in_reduce_dtype() -> None:
-    """256 + 1 is 256 in bfloat16; on two ranks the mean is 128 or 128.5."""
-    for reduce_dtype, expected in ((BF16, 128.0), (FP32, 128.5)):
-        layer = seeded(lambda: nn.Linear(2, 2, bias=False))
-        fully_shard(layer, mp_policy=MixedPrecisionPolicy(BF16, reduce_dtype))
-        size = (256.0, 1.0)[torch.distributed.get_rank()]
-        layer(torch.full((1, 2), size, device=device())).sum().backward()
-        gradient = layer.weight.grad.full_tensor()
-        assert torch.equal(gradient, torch.full_like(gradient, expected))
 
 
 @pytest.mark.spec("FS2-MP-04")
@@ -164,54 +116,7 @@ def test_layers_may_have_different_precision() -> None:
     assert {p.grad.dtype for p in model.parameters()} == {FP32}
 
 
-@pytest.mark.spec("FS2-MP-02", "FS2-22")
-@ranks(2)
-def test_float16_and_frozen_parameters_are_cast_as_well() -> None:
-    model = seeded()
-    model.blocks[1].requires_grad_(False)
-    seen = seen_dtypes(model)
-    sharded(model, mp_policy=MixedPrecisionPolicy(FP16, FP32))
-    iterate(model)
-    assert set(seen.values()) == {(FP16,) * 3}
-
-
 # --- inputs and outputs ---
-
-
-class Reports(nn.Module):
-    """Records its arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.given: dict[str, Any] = {}
-
-    def forward(self, x: Tensor, more: dict[str, Any], *, scale: Tensor) -> dict[str, Any]:
-        self.given = {"x": x.dtype, "y": more["y"][0].dtype, "index": more["index"].dtype, "scale": scale.dtype}
-        y = self.linear(x.to(self.linear.weight.dtype))
-        return {"out": y, "pair": (y.sum(), more["index"]), "text": "unchanged"}
-
-
-def report(policy: MixedPrecisionPolicy) -> tuple[Reports, dict[str, Any]]:
-    model = fully_shard(seeded(Reports), mp_policy=policy)
-    here = {"device": device()}
-    more = {"y": [torch.ones(2, **here)], "index": torch.ones(2, dtype=torch.int64, **here), "name": "z"}
-    return model, model(batch(), more, scale=torch.ones(1, dtype=FP64, **here))
-
-
-@pytest.mark.spec("FS2-MP-05", "MIG-10")
-@ranks(2)
-def test_floating_inputs_in_any_container_are_cast() -> None:
-    model, _ = report(MixedPrecisionPolicy(BF16, FP32))
-    assert model.given == {"x": BF16, "y": BF16, "index": torch.int64, "scale": BF16}
-
-
-@pytest.mark.spec("FS2-MP-05")
-@ranks(2)
-def test_inputs_are_not_cast_without_the_flag_or_without_a_param_dtype() -> None:
-    untouched = {"x": FP32, "y": FP32, "index": torch.int64, "scale": FP64}
-    for policy in (MixedPrecisionPolicy(BF16, FP32, cast_forward_inputs=False), MixedPrecisionPolicy(None, FP32)):
-        assert report(policy)[0].given == untouched
 
 
 @pytest.mark.spec("FS2-MP-05")
@@ -227,10 +132,23 @@ def test_each_module_with_a_policy_casts_its_own_inputs() -> None:
     assert seen["enter"] == seen["leave"] == (FP32, FP32, FP32)
 
 
+class Nested(nn.Module):
+    """Returns its result in containers, together with other values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, index: Tensor) -> dict[str, Any]:
+        y = self.linear(x)
+        return {"out": y, "pair": (y.sum(), index), "text": "unchanged"}
+
+
 @pytest.mark.spec("FS2-MP-06")
 @ranks(2)
 def test_floating_outputs_in_any_container_are_cast() -> None:
-    _, output = report(MixedPrecisionPolicy(BF16, FP32, output_dtype=FP64))
+    model = fully_shard(seeded(Nested), mp_policy=MixedPrecisionPolicy(BF16, FP32, output_dtype=FP64))
+    output = model(batch(), torch.ones(2, dtype=torch.int64, device=device()))
     assert (output["out"].dtype, output["pair"][0].dtype) == (FP64, FP64)
     assert output["pair"][1].dtype == torch.int64
     assert output["text"] == "unchanged"

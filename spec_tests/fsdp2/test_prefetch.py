@@ -39,50 +39,6 @@ def words_of(model: nn.Module, step: int = 0) -> list[str]:
 # --- implicit ---
 
 
-@pytest.mark.spec("FS2-PREF-01")
-@ranks(2)
-def test_forward_issues_all_gather_right_before_its_layer() -> None:
-    with trace.record() as recorder:
-        iterate(sharded())
-    words = [event.kind + event.unit.removeprefix("blocks.") for event in recorder.events]
-    for index in range(4):
-        assert words[words.index(f"F{index}") - 1] == f"AG{index}"
-
-
-@pytest.mark.spec("FS2-PREF-01")
-@ranks(2)
-def test_all_gathers_and_reductions_have_own_comm_streams() -> None:
-    with trace.record() as recorder:
-        iterate(sharded())
-    comm_streams = {event.kind: event.stream for event in recorder.events}
-    assert (comm_streams["AG"], comm_streams["RS"], comm_streams["F"]) == ("gather", "reduce", "compute")
-
-
-@pytest.mark.spec("FS2-PREF-02")
-@ranks(2)
-def test_backward_all_gathers_next_unit_before_current_gradients() -> None:
-    plain = seeded()
-    watch = Watch(plain)
-    watch.in_backward = lambda unit: trace.recorder and trace.recorder.begin("GRAD", unit) and None
-    words = words_of(sharded(plain))
-    assert words.index("AG3", words.index("|")) < words.index("B3"), "asked for by the root"
-    for index in (3, 2, 1):
-        gather_of_next = words.index(f"AG{index - 1}", words.index("|"))
-        assert words.index(f"B{index}") < gather_of_next < words.index(f"GRAD{index}")
-
-
-@pytest.mark.spec("FS2-PREF-02")
-@ranks(2)
-def test_backward_follows_the_reverse_order_in_which_forwards_ended() -> None:
-    model = sharded()
-    for order in ((0, 1, 2, 3), (3, 1, 0, 2), (0, 2)):
-        loss = loss_of(model(batch(), order=order))
-        with trace.record() as recorder:
-            loss.backward()
-        gathered = [word.removeprefix("AG blocks.") for word in recorder.order("AG")]
-        assert gathered == [str(index) for index in reversed(order)]
-
-
 @pytest.mark.spec("FS2-PREF-02")
 @ranks(2)
 def test_unit_used_twice_is_prefetched_twice_in_that_order() -> None:

@@ -1,4 +1,6 @@
-"""Gradient accumulation: over micro-batches, unreduced, partially reduced, and with parameters kept unsharded.
+"""Switches of gradient accumulation: unreduced, partially reduced, and with parameters kept unsharded.
+
+The switches that have a counterpart in the wrapper are tested in ``both_apis/test_accumulation.py``.
 
 The reference model is the plain model, which uses the batches of all ranks. It sums micro-batches in the same order, so
 on two ranks the results must be bitwise equal.
@@ -18,47 +20,16 @@ from spec_tests.harness import ranks
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import batch, iterate, loss_of, recorded_iteration
 from spec_tests.models.sharding import column_mesh, grid_mesh, sharded
-from spec_tests.models.values import assert_same, full_gradients, full_values, local_gradients, mean_gradients, named
+from spec_tests.models.values import (
+    accumulated_gradients,
+    assert_same,
+    full_gradients,
+    local_gradients,
+    mean_gradients,
+)
 from spec_tests.subject import MixedPrecisionPolicy, fully_shard, trace
 
 # --- set_requires_gradient_sync ---
-
-
-@pytest.mark.spec("FS2-SYNC-01", "MIG-16")
-@ranks(2)
-def test_unreduced_gradients_join_next_reduction() -> None:
-    model = sharded()
-    for steps in ((0, 1), (2, 3, 4), (5,)):
-        for step in steps:
-            model.set_requires_gradient_sync(step == steps[-1])
-            iterate(model, step)
-        assert_same(full_gradients(model), mean_gradients(seeded(), steps))
-        model.zero_grad()
-
-
-@pytest.mark.spec("FS2-SYNC-01")
-@ranks(2)
-def test_gradient_sync_reduces_only_the_final_sum() -> None:
-    model = sharded()
-    counts = []
-    for sync in (False, False, True):
-        model.set_requires_gradient_sync(sync)
-        with trace.record() as recorder:
-            iterate(model)
-        counts.append(recorder.count("RS"))
-    assert counts == [0, 0, 5]
-
-
-@pytest.mark.spec("FS2-SYNC-01")
-@ranks(2)
-def test_accumulating_onto_reduced_gradients_adds_shard_to_shard() -> None:
-    model = sharded()
-    expected: dict[str, torch.Tensor] = {}
-    for step in range(3):
-        iterate(model, step)
-        of_step = mean_gradients(seeded(), (step,))
-        expected = {name: expected[name] + of_step[name] for name in of_step} if expected else of_step
-        assert_same(full_gradients(model), expected)
 
 
 @pytest.mark.spec("FS2-SYNC-01")
@@ -94,56 +65,6 @@ def test_gradient_sync_setting_is_recursive_by_default() -> None:
     with trace.record() as recorder:
         iterate(model, 1)
     assert recorder.order("RS") == ["RS blocks.2"]
-
-
-@pytest.mark.spec("FS2-SYNC-02")
-@ranks(2)
-def test_sharded_parameters_have_no_gradient_without_gradient_sync() -> None:
-    model = sharded()
-    model.set_requires_gradient_sync(False)
-    for step in range(2):
-        iterate(model, step)
-        assert {type(parameter.data) for parameter in model.parameters()} == {DTensor}
-        assert [name for name, parameter in model.named_parameters() if parameter.grad is not None] == []
-    model.set_requires_gradient_sync(True)
-    iterate(model, 2)
-    assert_same(full_gradients(model), mean_gradients(seeded(), (0, 1, 2)))
-
-
-@pytest.mark.spec("FS2-SYNC-01", "FS2-SYNC-02")
-@ranks(2)
-def test_reduced_gradients_do_not_change_without_gradient_sync_and_accumulate_afterwards() -> None:
-    model = sharded()
-    iterate(model, 0)
-    first = full_gradients(model)
-    model.set_requires_gradient_sync(False)
-    iterate(model, 1)
-    assert_same(full_gradients(model), first)
-    model.set_requires_gradient_sync(True)
-    iterate(model, 2)
-    rest = mean_gradients(seeded(), (1, 2))
-    assert_same(full_gradients(model), {name: first[name] + rest[name] for name in rest})
-
-
-@pytest.mark.spec("FS2-SYNC-01", "FS2-17")
-@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
-@ranks(2)
-def test_training_with_accumulation_equals_one_process(reshard_after_forward: bool | None) -> None:
-    model, plain = sharded(reshard_after_forward=reshard_after_forward), seeded()
-    optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, plain)]
-    for step in range(3):
-        micro_batches = (2 * step, 2 * step + 1)
-        for micro_batch in micro_batches:
-            model.set_requires_gradient_sync(micro_batch == micro_batches[-1])
-            iterate(model, micro_batch)
-        expected = mean_gradients(plain, micro_batches)
-        assert_same(full_gradients(model), expected)
-        for name, parameter in plain.named_parameters():
-            parameter.grad = expected[name]
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same(full_values(model), named(plain))
 
 
 @pytest.mark.spec("FS2-SYNC-01", "FS2-MP-03")
@@ -259,11 +180,7 @@ def test_several_backwards_of_one_iteration_give_the_sum() -> None:
         for index, loss in enumerate(losses):
             model.set_is_last_backward(index == len(losses) - 1)
             loss.backward()
-        expected: dict[str, torch.Tensor] = {}
-        for step in range(3):
-            of_step = mean_gradients(seeded(), (step,))
-            expected = {name: expected[name] + of_step[name] for name in of_step} if expected else of_step
-        assert_same(full_gradients(model), expected, bitwise=False)
+        assert_same(full_gradients(model), accumulated_gradients(seeded(), (0,), (1,), (2,)), bitwise=False)
         model.zero_grad()
 
 
@@ -348,16 +265,3 @@ def test_first_micro_batch_all_gathers_once_without_reshard() -> None:
     assert gathers == [5, 0, 0]
     assert_same(full_gradients(model), mean_gradients(seeded(), (0, 1, 2)))
     assert {type(p.data) for p in model.parameters()} == {DTensor}
-
-
-@pytest.mark.spec("FS2-SYNC-02")
-@ranks(2)
-def test_unreduced_sum_contains_only_gradients_of_this_rank() -> None:
-    """A later reduction with a gradient of zero gives the mean of the sums that the ranks kept."""
-    model = sharded()
-    model.set_requires_gradient_sync(False)
-    iterate(model, 0)
-    model.set_requires_gradient_sync(True)
-    (loss_of(model(batch(1))) * 0).backward()
-    expected = [local_gradients(seeded(), (0,), rank) for rank in range(dist.get_world_size())]
-    assert_same(full_gradients(model), {name: sum(e[name] for e in expected) / len(expected) for name in expected[0]})

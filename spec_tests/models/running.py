@@ -76,6 +76,11 @@ def recorded_iteration(model: nn.Module, step: int = 0, **arguments: Any) -> str
     return f"{said(forward.events)}{keeps} | {said(backward.events)}"
 
 
+def backward_words(model: nn.Module, step: int = 0, **arguments: Any) -> list[str]:
+    """The events of a backward, as words."""
+    return recorded_iteration(model, step, **arguments).partition("|")[2].split()
+
+
 def of_unit(recorder: trace.Recorder, unit: str, *kinds: str) -> list[str]:
     """The kinds of one unit's events, in order: only ``kinds``, or all except those of the limiter (see `said`)."""
     kept = [event.kind for event in recorder.events if event.unit == unit]

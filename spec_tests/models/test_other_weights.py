@@ -1,131 +1,42 @@
 """Programs that use parameters in unusual ways: hooks, changes in forward, other weights, and additions after sharding.
 
-Each program runs on a plain model and on the sharded model. Both ranks have the same batch, so the mean of the
-gradients over the ranks equals the gradient of the plain model.
+See ``nets.py`` for the model and for the ways in which it is sharded.
 """
 
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import prune
 
 from spec_tests.harness import device, ranks
-from spec_tests.models.sharding import grid, grid_mesh
+from spec_tests.models.apis import FULLY_SHARD, ORIGINALS, WRAPPED
+from spec_tests.models.nets import (
+    ALL,
+    Net,
+    around,
+    assert_equal_weights,
+    backward,
+    batch,
+    every_kind,
+    named_kinds,
+    step,
+    warnings_of,
+    weights_of,
+)
+from spec_tests.models.sharding import HYBRID_SHARD
 from spec_tests.subject import (
     FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
-    ShardingStrategy,
     fully_shard,
 )
-
-Shard = Callable[[Any], Any]
-
-
-class Net(nn.Module):
-    """Inner units, and parameters of the root's unit before and after them."""
-
-    def __init__(self, *blocks: nn.Module) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(8, 8)
-        self.blocks = nn.ModuleList(blocks or (nn.Linear(8, 8), nn.Linear(8, 8)))
-        for parameter in self.blocks.parameters():
-            nn.init.uniform_(parameter, -0.5, 0.5)
-        self.head = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in (self.first, *self.blocks):
-            x = torch.tanh(block(x))
-        result: Tensor = self.head(x)
-        return result
-
-
-def in_place(*, units: bool = True, **options: Any) -> Shard:
-    def shard(model: Net) -> Any:
-        for block in model.blocks if units else ():
-            fully_shard(block, **options)
-        return fully_shard(model, **options)
-
-    return shard
-
-
-def around(strategy: str, *, original: bool, units: bool = True, **others: Any) -> Shard:
-    def shard(model: Net) -> Any:
-        options: Any = {
-            "sharding_strategy": ShardingStrategy[strategy],
-            "use_orig_params": original,
-            "device_id": device(),
-            **others,
-        }
-        for index, block in enumerate(model.blocks) if units else ():
-            model.blocks[index] = FullyShardedDataParallel(block, **options)
-        return FullyShardedDataParallel(model, **options)
-
-    return shard
-
-
-ALL: dict[str, Shard] = {
-    "fully_shard": in_place(),
-    "fully_shard keeps": in_place(reshard_after_forward=False),
-    "fully_shard one unit": in_place(units=False),
-    "flat": around("FULL_SHARD", original=False),
-    "flat SHARD_GRAD_OP": around("SHARD_GRAD_OP", original=False),
-    "flat NO_SHARD": around("NO_SHARD", original=False),
-    "flat one unit": around("FULL_SHARD", original=False, units=False),
-    "original": around("FULL_SHARD", original=True),
-    "original SHARD_GRAD_OP": around("SHARD_GRAD_OP", original=True),
-    "original NO_SHARD": around("NO_SHARD", original=True),
-    "original one unit": around("FULL_SHARD", original=True, units=False),
-}
-every_kind = pytest.mark.parametrize("kind", ALL)
-named_kinds = pytest.mark.parametrize("kind", [kind for kind in ALL if not kind.startswith("flat")])
-
-
-def batch() -> Tensor:
-    return torch.linspace(-1, 1, 32).view(4, 8).to(device())
-
-
-def backward(model: nn.Module) -> None:
-    model(batch()).square().mean().backward()
-
-
-def step(model: nn.Module) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    backward(model)
-    optimizer.step()
-
-
-def weights_of(model: Any) -> dict[str, Tensor]:
-    found = {
-        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()
-    }
-    return {name: value.detach().clone() for name, value in found.items()}
-
-
-def assert_equal_weights(model: Any, plain: nn.Module) -> None:
-    found, expected = weights_of(model), weights_of(plain)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def warnings_of(action: Callable[[], Any]) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        action()
-    return [str(warning.message) for warning in caught]
-
 
 # --- hooks of parameters ---
 
@@ -298,9 +209,9 @@ def test_changes_that_differ_only_between_replicas_are_refused_on_every_rank(kin
     net = Net(nn.Linear(8, 8), Book(differs=True))
     net.blocks[1].change = dist.get_rank() // 2
     if kind == "fully_shard":
-        model = in_place(mesh=grid_mesh())(net)
+        model = around(FULLY_SHARD, HYBRID_SHARD)(net)
     else:
-        model = around("HYBRID_SHARD", original=kind == "original", process_group=grid())(net)
+        model = around(ORIGINALS if kind == "original" else WRAPPED, HYBRID_SHARD)(net)
     with pytest.raises(RuntimeError, match=r"blocks\.1.*changed in place while they were unsharded.*ignored_"):
         backward(model)
 
@@ -468,147 +379,3 @@ def test_a_place_that_cannot_be_updated_causes_a_warning_with_its_name() -> None
         net.of_a_unit = [net.blocks[0].weight]
         texts = warnings_of(lambda kind=kind, net=net: ALL[kind](net))
         assert ["'kept' of InTuple" in text or "'of_a_unit' of Net" in text for text in texts] == [True, True]
-
-
-# --- optimizers ---
-
-
-@pytest.mark.spec("PROG-50")
-@ranks(2)
-def test_a_step_of_fully_shard_before_the_reduction_warns_with_the_units() -> None:
-    model = ALL["fully_shard"](Net())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model.set_requires_gradient_sync(False)
-    backward(model)
-    before = weights_of(model)
-    (text,) = warnings_of(optimizer.step)
-    assert "SGD.step() was called while gradients of the units" in text
-    assert "blocks.0" in text
-    assert "set_requires_gradient_sync(True)" in text
-    for name, value in weights_of(model).items():
-        assert torch.equal(value, before[name])
-    model.set_requires_gradient_sync(True)
-    backward(model)
-    assert warnings_of(optimizer.step) == []
-
-
-class Lamb(torch.optim.SGD):
-    """Only the name matters."""
-
-
-@pytest.mark.spec("PROG-51")
-@pytest.mark.parametrize("kind", ALL)
-@ranks(2)
-def test_an_optimizer_that_needs_whole_parameters_warns_once_about_flat_shards(kind: str) -> None:
-    model = ALL[kind](Net())
-    for make in (torch.optim.LBFGS, torch.optim.Adafactor, Lamb, torch.optim.SGD):
-        optimizer: Any = make(model.parameters(), lr=0.1)
-        texts = warnings_of(lambda: optimizer.step(lambda: torch.zeros(())))
-        is_sharded = not kind.startswith("fully_shard") and "NO_SHARD" not in kind
-        if is_sharded and make is not torch.optim.SGD:
-            (text,) = [text for text in texts if "1-D shards" in text]
-            assert make.__name__ in text
-            assert "NO_SHARD" in text
-        else:
-            assert not [text for text in texts if "1-D shards" in text]
-        assert not [text for text in warnings_of(lambda: optimizer.step(lambda: torch.zeros(()))) if "1-D" in text]
-
-
-@pytest.mark.spec("PROG-52")
-@ranks(2)
-def test_a_policy_class_and_a_list_of_parameters_are_refused() -> None:
-    classes: Any = MixedPrecisionPolicy, MixedPrecision
-    with pytest.raises(TypeError, match="mp_policy should be a MixedPrecisionPolicy"):
-        fully_shard(Net(), mp_policy=classes[0])
-    with pytest.raises(TypeError, match="mixed_precision should be a MixedPrecision"):
-        FullyShardedDataParallel(Net(), mixed_precision=classes[1], device_id=device())
-    for module in (nn.ParameterList([torch.ones(3)]), nn.ParameterDict({"one": torch.ones(3)})):
-        with pytest.raises(ValueError, match=f"{type(module).__name__}"):
-            fully_shard(module)
-
-
-# --- sparse gradients, and parameters without elements ---
-
-
-class Sparse(nn.Module):
-    def __init__(self, kind: type[nn.Embedding | nn.EmbeddingBag]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList([kind(10, 8, sparse=True), nn.Linear(8, 8)])
-
-    def forward(self, numbers: Tensor) -> Tensor:
-        result: Tensor = self.blocks[1](self.blocks[0](numbers))
-        return result
-
-
-@pytest.mark.spec("PROG-53")
-@every_kind
-@ranks(2)
-def test_sparse_gradients_become_dense(kind: str) -> None:
-    for embedding in (nn.Embedding, nn.EmbeddingBag):
-        plain = Sparse(embedding).to(device())
-        shards: list[Any] = []
-        (text,) = warnings_of(lambda plain=plain, shards=shards: shards.append(ALL[kind](copy.deepcopy(plain))))
-        assert "weight' has sparse gradients" in text
-        (model,) = shards
-        for net in (plain, model):
-            optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
-            for _ in range(2):
-                net(torch.tensor([[1, 2], [1, 4]], device=device())).square().sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        assert_equal_weights(model, plain)
-
-
-@pytest.mark.spec("PROG-54")
-@pytest.mark.parametrize("kind", [kind for kind in ALL if kind.startswith("fully_shard")])
-@ranks(2)
-def test_the_optimizer_has_a_state_for_a_parameter_without_elements_and_loads_it(kind: str) -> None:
-    model = Net()
-    model.blocks[0].register_parameter("empty", nn.Parameter(torch.empty(0, 8)))
-    model.blocks[0].register_forward_hook(lambda block, _, output: output + block.empty.sum())
-    model = ALL[kind](model)
-    optimizer = torch.optim.AdamW(model.parameters())
-    backward(model)
-    optimizer.step()
-    state = get_optimizer_state_dict(model, optimizer)
-    assert state["state"]["blocks.0.empty"]["exp_avg"].shape == (0, 8)
-    set_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()), state)
-
-
-# --- attributes of parameters ---
-
-
-class Scaled(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.weight.scale  # type: ignore[attr-defined]
-
-
-@pytest.mark.spec("PROG-55")
-@every_kind
-@ranks(2)
-def test_a_forward_reads_the_attributes_that_the_user_has_set_on_parameters(kind: str) -> None:
-    plain = Net(Scaled(8, 8), nn.Linear(8, 8))
-    plain.blocks[0].weight.scale = 2.0
-    model = copy.deepcopy(plain)
-    model.blocks[0].weight.scale = 2.0
-    block = model.blocks[0]
-    model = ALL[kind](model)
-    assert block.weight.scale == 2.0
-    for _ in range(2):
-        for net in (plain.to(device()), model):
-            step(net)
-    assert_equal_weights(model, plain)
-
-
-@pytest.mark.spec("PROG-55")
-@ranks(2)
-def test_vmap_over_inputs_computes_what_the_plain_model_computes() -> None:
-    for kind in ("fully_shard", "flat", "original"):
-        plain = Net().to(device())
-        model = ALL[kind](copy.deepcopy(plain))
-        inputs = torch.randn(3, 4, 8, device=device())
-        torch.testing.assert_close(torch.func.vmap(model)(inputs), torch.func.vmap(plain)(inputs))
-        step(plain)
-        step(model)
-        assert_equal_weights(model, plain)

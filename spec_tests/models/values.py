@@ -43,6 +43,15 @@ def mean_gradients(
     return {name: gradient / num_ranks for name, gradient in total.items()}
 
 
+def accumulated_gradients(model: nn.Module, *reductions: Iterable[int]) -> dict[str, Tensor]:
+    """The gradients by name after several reductions without `zero_grad`, each of the sum over some steps."""
+    of_reductions = [mean_gradients(model, steps) for steps in reductions]
+    total = of_reductions[0]
+    for gradients in of_reductions[1:]:
+        total = {name: total[name] + gradients[name] for name in total}
+    return total
+
+
 def local_gradients(model: nn.Module, steps: Iterable[int], rank: int, width: int = WIDTH) -> dict[str, Tensor]:
     """The gradients by name: the sum over ``steps`` for one rank's batches."""
     model.zero_grad()

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 
 import torch
 import torch.distributed as dist
@@ -53,11 +52,8 @@ def micro_batch(step, index, rank, device):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def main():
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+def main(device):
     rank = dist.get_rank()
-    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     torch.manual_seed(0)
 
     bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
@@ -91,9 +87,4 @@ def main():
 
     with FSDP.summon_full_params(model, writeback=False):
         report["weights"] = {name: p.double().abs().sum().item() for name, p in model.named_parameters()}
-    if rank == 0:
-        print(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main()
+    return report

@@ -1,7 +1,5 @@
 """float16 with a gradient scaler, original parameters in two groups, a schedule, and clipping."""
 
-import json
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -41,11 +39,7 @@ def parameter_groups(model):
     return [{"params": decay, "weight_decay": 0.1}, {"params": no_decay, "weight_decay": 0.0}]
 
 
-def main():
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+def main(device):
     torch.manual_seed(0)
 
     model = FSDP(
@@ -62,7 +56,7 @@ def main():
     scaler = ShardedGradScaler(device=device.type, init_scale=2.0**18, growth_interval=2)
 
     report = {"losses": [], "norms": [], "scales": [], "rates": []}
-    dice = torch.Generator().manual_seed(rank)
+    dice = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(STEPS):
         x = torch.randn(6, 5, generator=dice).to(device)
         y = torch.randint(4, (6,), generator=dice).to(device)
@@ -85,9 +79,4 @@ def main():
 
     with FSDP.summon_full_params(model):
         report["weights"] = {name: p.double().abs().sum().item() for name, p in model.named_parameters()}
-    if rank == 0:
-        print(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main()
+    return report

@@ -1,7 +1,6 @@
 """Fine-tuning with low-rank adapters: most parameters are frozen, and each adapter is a unit."""
 
 import functools
-import json
 
 import torch
 import torch.distributed as dist
@@ -48,11 +47,7 @@ def wrapping_policy():
     return functools.partial(_or_policy, policies=[leaves, layers])
 
 
-def main():
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+def main(device):
     torch.manual_seed(0)
 
     model = nn.Sequential(nn.Embedding(9, WIDTH).requires_grad_(False), Layer(), Layer())
@@ -67,7 +62,7 @@ def main():
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
 
     report = {"units": len(FSDP.fsdp_modules(model)), "losses": [], "norms": []}
-    dice = torch.Generator().manual_seed(rank)
+    dice = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(STEPS):
         tokens = torch.randint(9, (4, 5), generator=dice).to(device)
         loss = model(tokens).square().mean()
@@ -81,9 +76,4 @@ def main():
         state = model.state_dict()
     report["adapters"] = {name: value.double().sum().item() for name, value in state.items() if "lora_" in name}
     report["frozen"] = sum(value.double().sum().item() for name, value in state.items() if "lora_" not in name)
-    if rank == 0:
-        print(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main()
+    return report

@@ -1,7 +1,6 @@
 """A training script from spring 2022, when the wrapper was new and some names were different."""
 
 import functools
-import json
 
 import torch
 import torch.distributed as dist
@@ -38,11 +37,7 @@ def train(model, device, report):
         report["losses"].append(mean.item() / world_size)
 
 
-def main():
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+def main(device):
     report = {"losses": [], "with a gradient": []}
 
     by_size = functools.partial(default_auto_wrap_policy, min_num_params=100)
@@ -52,9 +47,4 @@ def main():
         model = FSDP(build().to(device), fsdp_auto_wrap_policy=policy, cpu_offload=CPUOffload(offload_params=True))
         train(model, device, report)
     report["weights"] = {name: value.double().abs().sum().item() for name, value in model.state_dict().items()}
-    if rank == 0:
-        print(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main()
+    return report

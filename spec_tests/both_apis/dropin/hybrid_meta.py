@@ -1,7 +1,6 @@
 """A model built on the meta device, with a hybrid strategy, activation checkpointing and saved checkpoints."""
 
 import functools
-import json
 import os
 
 import torch
@@ -30,8 +29,8 @@ class Block(nn.Module):
         return x + self.scale * self.layers(x)
 
 
-def initialise(module):
-    module.to_empty(device="cuda" if torch.cuda.is_available() else "cpu", recurse=False)
+def initialise(module, device):
+    module.to_empty(device=device, recurse=False)
     if isinstance(module, nn.Linear):
         nn.init.normal_(module.weight, std=0.3)
         nn.init.zeros_(module.bias)
@@ -46,7 +45,7 @@ def build(device):
         model,
         auto_wrap_policy=functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, Block)),
         sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-        param_init_fn=initialise,
+        param_init_fn=functools.partial(initialise, device=device),
         sync_module_states=True,
         device_id=device,
     )
@@ -74,11 +73,8 @@ def train(model, steps, device, report):
         report["losses"].append(mean.item() / world_size)
 
 
-def main():
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+def main(device):
     rank = dist.get_rank()
-    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     folder = os.environ.get("CHECKPOINTS", "checkpoint")
     report = {"losses": [], "norms": []}
 
@@ -100,9 +96,4 @@ def main():
     with FSDP.summon_full_params(model, writeback=False):
         report["weights"] = [p.double().abs().sum().item() for p in model.parameters()]
         report["buffers"] = [b.item() for b in model.buffers()]
-    if rank == 0:
-        print(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main()
+    return report

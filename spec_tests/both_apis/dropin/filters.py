@@ -1,7 +1,5 @@
 """Complex filters in the frequency domain, forward methods other than ``forward``, and an averaged copy of a model."""
 
-import json
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -51,11 +49,7 @@ def whole(model):
     return {name: value.full_tensor() for name, value in model.state_dict().items()}
 
 
-def main():
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+def main(device):
     torch.manual_seed(0)
     model = sharded(device)
     torch.manual_seed(0)
@@ -63,7 +57,7 @@ def main():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     report = {"losses": [], "gradients": [], "average": []}
-    dice = torch.Generator().manual_seed(rank)
+    dice = torch.Generator().manual_seed(dist.get_rank())
     for step in range(STEPS):
         x = torch.randn(4, WIDTH, generator=dice).to(device).requires_grad_()
         # Every other step calls `encode` and `decode` instead of `forward`.
@@ -84,9 +78,4 @@ def main():
         for each in (model, average)
         for name, value in whole(each).items()
     }
-    if rank == 0:
-        print(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main()
+    return report

@@ -1,7 +1,5 @@
 """Trains a tiny language model, evaluates it, and generates text from the wrapped model."""
 
-import json
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -53,11 +51,8 @@ def evaluate(model, device):
     return loss.item()
 
 
-def main():
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+def main(device):
     rank = dist.get_rank()
-    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     report = {}
     for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
         torch.manual_seed(rank)
@@ -79,9 +74,4 @@ def main():
                     written.append(model.module.generate(sentence(1)[:, :3].to(device), 5).tolist())
                 model.train()
         report[strategy.name] = {"losses": losses, "written": written}
-    if rank == 0:
-        print(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main()
+    return report

@@ -1,6 +1,5 @@
 """Adapters for a frozen, column-sharded model, a head that runs outside forward, generation, and an averaged copy."""
 
-import json
 import math
 
 import torch
@@ -66,8 +65,8 @@ def by_columns(parameter):
     return Shard(1) if even and not parameter.requires_grad else None
 
 
-def shard(model, kind):
-    offload = CPUOffloadPolicy(pin_memory=False) if kind == "cpu" else OffloadPolicy()
+def shard(model, device):
+    offload = CPUOffloadPolicy(pin_memory=False) if device.type == "cpu" else OffloadPolicy()
     ignored = {model.temperature}
     for layer in model.layers:
         fully_shard(layer, shard_placement_fn=by_columns, offload_policy=offload, ignored_params=ignored)
@@ -77,18 +76,15 @@ def shard(model, kind):
     return model
 
 
-def batch(step, kind):
+def batch(step, device):
     dice = torch.Generator().manual_seed(13 * step + dist.get_rank())
     x = torch.randn(4, WIDTH, generator=dice)
-    return x.to(kind), torch.randint(CLASSES, (4,), generator=dice).to(kind)
+    return x.to(device), torch.randint(CLASSES, (4,), generator=dice).to(device)
 
 
-def main():
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
+def main(device):
     torch.manual_seed(0)
-    model = shard(Model().to(kind), kind)
+    model = shard(Model().to(device), device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.2, momentum=0.9)
     average = [parameter.detach().clone() for parameter in trained]
@@ -97,7 +93,7 @@ def main():
     for step in range(5):
         handle = model.layers[0].unshard(async_op=True)
         assert isinstance(handle, UnshardHandle)
-        x, target = batch(step, kind)
+        x, target = batch(step, device)
         handle.wait()
         loss = nn.functional.cross_entropy(model(x), target)
         loss.backward()
@@ -113,7 +109,7 @@ def main():
 
     model.eval()
     model.set_reshard_after_forward(False)
-    generated = model.generate(batch(99, kind)[0], 3).tolist()
+    generated = model.generate(batch(99, device)[0], 3).tolist()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -122,12 +118,6 @@ def main():
     moments = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
     set_optimizer_state_dict(model, optimizer, moments, options=StateDictOptions(full_state_dict=True))
     averages = [getattr(mine, "full_tensor", lambda mine=mine: mine)().double().sum().item() for mine in average]
-    if dist.get_rank() == 0:
-        sums = {name: value.double().sum().item() for name, value in state.items()}
-        kept = sorted(moments["state"])
-        results = {"losses": losses, "generated": generated, "sums": sums, "averages": averages, "kept": kept}
-        print(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main()
+    sums = {name: value.double().sum().item() for name, value in state.items()}
+    kept = sorted(moments["state"])
+    return {"losses": losses, "generated": generated, "sums": sums, "averages": averages, "kept": kept}

@@ -1,7 +1,5 @@
 """Trains two models with two optimizers. A closure runs a step's last micro-batch. A third model averages weights."""
 
-import json
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -48,11 +46,7 @@ def full_state(model):
         return {name: value.double().sum().item() for name, value in model.state_dict().items()}
 
 
-def main():
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+def main(device):
     torch.manual_seed(0)
     plain = generator()
     maker, average = wrapped(plain, device), wrapped(generator(), device)
@@ -70,7 +64,7 @@ def main():
         return judge(judging(maker(batch[1])), 1.0)
 
     report = {"judge": [], "maker": [], "average": []}
-    dice = torch.Generator().manual_seed(rank)
+    dice = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(ROUNDS):
         batches = [
             (torch.randn(3, SIZE, generator=dice).to(device), torch.randn(3, NOISE, generator=dice).to(device))
@@ -83,9 +77,4 @@ def main():
                 mean.lerp_(value, 0.3)
             report["average"].append(average(batches[0][1]).sum().item())
     report["states"] = [full_state(model) for model in (maker, average, judging)]
-    if rank == 0:
-        print(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main()
+    return report

@@ -1,8 +1,9 @@
-"""Several hundred randomly generated training runs; see ``spec_tests/random_programs``.
+"""Several hundred randomly generated training runs with each API; see ``spec_tests/random_programs``.
 
 To run more examples, or others::
 
-    MINIFSDP_PROPERTY_EXAMPLES=3000 MINIFSDP_PROPERTY_SEED=17 python -m pytest -s spec_tests/fsdp1/test_properties.py
+    export MINIFSDP_PROPERTY_EXAMPLES=3000 MINIFSDP_PROPERTY_SEED=17
+    python -m pytest -s spec_tests/both_apis/test_properties.py
 
 Each world size runs a fixed fraction of the examples.
 """
@@ -21,15 +22,18 @@ EXAMPLES = int(os.environ.get("MINIFSDP_PROPERTY_EXAMPLES", "300"))
 SEED = int(os.environ.get("MINIFSDP_PROPERTY_SEED", "0"))
 # Most examples run on two ranks, where the comparison is bitwise and runs are fast.
 PARTS = {1: 0.15, 2: 0.55, 3: 0.1, 4: 0.2}
+OF_APIS = {"fsdp1": 1.0, "fully_shard": 0.5}
 
 
 @pytest.mark.ranks
 @pytest.mark.not_simulated("scenarios are drawn for that device, see spec_tests/streams")
-@pytest.mark.spec("SHARD-03", "SHARD-15", "NOSYNC-02", "NOSYNC-03", "OFF-04", "PAR-01", "PAR-06", "PAR-07")
+@pytest.mark.spec("SHARD-03", "SHARD-15", "NOSYNC-02", "NOSYNC-03", "OFF-04", "PAR-01", "PAR-05", "PAR-06", "PAR-07")
+@pytest.mark.spec("FS2-06", "FS2-13", "FS2-22", "FS2-PREF-08", "FS2-SYNC-01")
 @pytest.mark.parametrize("num_ranks", PARTS)
-def test_any_training_run_equals_one_process(num_ranks: int) -> None:
-    num = max(1, round(EXAMPLES * PARTS[num_ranks]))
-    failure = hunt(drawn("loops", num, SEED, "fsdp1", str(num_ranks)))
+@pytest.mark.parametrize("api", OF_APIS)
+def test_any_training_run_equals_one_process(api: str, num_ranks: int) -> None:
+    num = max(1, round(EXAMPLES * OF_APIS[api] * PARTS[num_ranks]))
+    failure = hunt(drawn("loops", num, SEED, api, str(num_ranks)))
     if failure is not None:
         pytest.fail(failure, pytrace=False)
 

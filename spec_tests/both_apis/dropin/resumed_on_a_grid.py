@@ -1,6 +1,5 @@
 """A model is built on the meta device, sharded on a 2-D mesh, saved as a distributed checkpoint, and resumed."""
 
-import json
 import os
 
 import torch
@@ -56,13 +55,13 @@ class Training(Stateful):
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
-def build(mesh, kind):
+def build(mesh, device):
     with torch.device("meta"):
         model = Regressor()
     for block in model.body:
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh)
-    model.to_empty(device=kind)
+    model.to_empty(device=device)
     return model
 
 
@@ -77,11 +76,11 @@ def initialise(model):
     set_model_state_dict(model, values, options=options)
 
 
-def train(model, optimizer, steps, kind):
+def train(model, optimizer, steps, device):
     losses = []
     for step in steps:
         dice = torch.Generator().manual_seed(31 * step + dist.get_rank())
-        x = torch.randn(6, 5, generator=dice).to(kind)
+        x = torch.randn(6, 5, generator=dice).to(device)
         loss = (model(x) - x.sum(1).sin()).square().mean()
         loss.backward()
         optimizer.step()
@@ -92,29 +91,20 @@ def train(model, optimizer, steps, kind):
     return losses
 
 
-def main():
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    kind = "cuda" if torch.cuda.is_available() else "cpu"
-    mesh = init_device_mesh(kind, (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+def main(device):
+    mesh = init_device_mesh(device.type, (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
     folder = os.path.join(os.environ.get("CHECKPOINTS", "."), "regressor")
 
-    model = build(mesh, kind)
+    model = build(mesh, device)
     initialise(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    losses = train(model, optimizer, range(3), kind)
+    losses = train(model, optimizer, range(3), device)
     dcp.save({"training": Training(model, optimizer)}, checkpoint_id=folder)
-    uninterrupted = train(model, optimizer, range(3, 6), kind)
+    uninterrupted = train(model, optimizer, range(3, 6), device)
 
-    again = build(mesh, kind)
+    again = build(mesh, device)
     optimizer = torch.optim.Adam(again.parameters(), lr=1e-2)
     dcp.load({"training": Training(again, optimizer)}, checkpoint_id=folder)
-    resumed = train(again, optimizer, range(3, 6), kind)
+    resumed = train(again, optimizer, range(3, 6), device)
     moments = sum(state["exp_avg_sq"].full_tensor().sum().item() for state in optimizer.state.values())
-    if dist.get_rank() == 0:
-        results = {"losses": losses, "uninterrupted": uninterrupted, "resumed": resumed, "moments": moments}
-        print(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main()
+    return {"losses": losses, "uninterrupted": uninterrupted, "resumed": resumed, "moments": moments}

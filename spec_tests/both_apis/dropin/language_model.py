@@ -1,7 +1,5 @@
 """A small language model in bfloat16 with accumulation, explicit prefetching, clipping, a schedule and evaluation."""
 
-import json
-
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -61,14 +59,12 @@ def batches(rank, step, device):
         yield tokens[:, :-1], tokens[:, 1:]
 
 
-def main():
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    rank, kind = dist.get_rank(), "cuda" if torch.cuda.is_available() else "cpu"
-    mesh = init_device_mesh(kind, (dist.get_world_size(),))
+def main(device):
+    rank = dist.get_rank()
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     torch.manual_seed(0)
 
-    model = Model().to(kind)
+    model = Model().to(device)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -82,7 +78,7 @@ def main():
     losses, norms = [], []
     for step in range(STEPS):
         model.unshard()
-        for i, (inputs, targets) in enumerate(batches(rank, step, kind)):
+        for i, (inputs, targets) in enumerate(batches(rank, step, device)):
             is_last = i == MICRO_BATCHES - 1
             model.set_requires_gradient_sync(is_last)
             model.set_reshard_after_backward(is_last)
@@ -97,15 +93,10 @@ def main():
 
     model.eval()
     with torch.no_grad():
-        inputs, targets = next(batches(rank, 1000, kind))
+        inputs, targets = next(batches(rank, 1000, device))
         evaluated = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).item()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
     sums = {name: parameter.full_tensor().double().sum().item() for name, parameter in model.named_parameters()}
-    if rank == 0:
-        print(json.dumps({"losses": losses, "norms": norms, "evaluated": evaluated, "sums": sums}))
-
-
-if __name__ == "__main__":
-    main()
+    return {"losses": losses, "norms": norms, "evaluated": evaluated, "sums": sums}

@@ -1,7 +1,6 @@
 """Parameters on the CPU, an exponential moving average of the weights, and a checkpoint in the middle."""
 
 import functools
-import json
 import os
 
 import torch
@@ -62,11 +61,7 @@ def train(model, steps, device, report, average):
         report["losses"].append(mean.item() / dist.get_world_size())
 
 
-def main():
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    rank = dist.get_rank()
-    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+def main(device):
     path = os.path.join(os.environ.get("CHECKPOINTS", "."), "model.pt")
     report, average = {"losses": [], "norms": []}, {}
 
@@ -88,9 +83,4 @@ def main():
     with FSDP.summon_full_params(model, writeback=False):
         report["weights"] = {name: p.double().abs().sum().item() for name, p in model.named_parameters()}
     report["averages"] = {name: p.double().abs().sum().item() for name, p in average.items()}
-    if rank == 0:
-        print(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main()
+    return report

@@ -1,7 +1,6 @@
 """A training script from late 2022: positional arguments, older imports, older optimizer checkpoints."""
 
 import functools
-import json
 import os
 
 import torch
@@ -63,11 +62,8 @@ def step_of(model, optimizer, seed, device):
     return [loss.item(), norm.item()]
 
 
-def main():
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+def main(device):
     rank = dist.get_rank()
-    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     path = os.path.join(os.environ.get("CHECKPOINTS", "."), "checkpoint.pt")
     report = {}
 
@@ -94,9 +90,4 @@ def main():
         numbered = FSDP.rekey_optim_state_dict(saved["moments"], OptimStateKeyType.PARAM_ID, plain())
         dist.barrier()
         report[name] = {"first": first, "second": second, "numbers": sorted(numbered["state"])}
-    if rank == 0:
-        print(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main()
+    return report

@@ -1,0 +1,172 @@
+"""``torch.compile`` around a sharded model, inside it, and in cases that are refused.
+
+The backends used here either run the captured graphs unchanged ("eager") or split them into forward and backward first
+("aot_eager"). Both would expose an all-gather that was captured in a graph, or a view that was looked up too early,
+because the numbers must be bitwise equal to those of the uncompiled model. Equal blocks must share one graph.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import tqdm
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from spec_tests.checkpoint.refusals import caught_warnings, refused
+from spec_tests.harness import ranks
+from spec_tests.models.apis import FULLY_SHARD, ORIGINALS, WRAPPED, Api, all_apis
+from spec_tests.models.modules import Block, seeded
+from spec_tests.models.running import batch, iterate, loss_of
+from spec_tests.models.sharding import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, sharded
+from spec_tests.models.values import assert_same, full_values
+from spec_tests.subject import FSDPModule, FullyShardedDataParallel, ModuleWrapPolicy, ShardingStrategy, fully_shard
+
+pytestmark = pytest.mark.not_simulated("the compiler would trace the simulation itself")
+
+
+def fresh() -> None:
+    """Clears the compile caches; torch's progress bars share a lock that would outlive a rank."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    tqdm.tqdm.set_lock(threading.RLock())
+
+
+def num_graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def trained(model: Any, called: Any = None) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and final values of three steps, which call ``called`` instead of the model if it is given."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = [iterate(model if called is None else called, step, optimizer) for step in range(3)]
+    values = full_values(model)
+    for prefix in ("_orig_mod.", "_checkpoint_wrapped_module."):
+        values = {name.replace(prefix, ""): value for name, value in values.items()}
+    return losses, values
+
+
+def assert_same_training(ours: tuple[list[float], Any], expected: tuple[list[float], Any]) -> None:
+    assert ours[0] == expected[0]
+    assert_same(ours[1], expected[1], bitwise=True)
+
+
+AROUND = [
+    (WRAPPED, FULL_SHARD, "eager"),
+    (ORIGINALS, FULL_SHARD, "aot_eager"),
+    (ORIGINALS, SHARD_GRAD_OP, "eager"),
+    (ORIGINALS, NO_SHARD, "eager"),
+    (FULLY_SHARD, FULL_SHARD, "eager"),
+    (FULLY_SHARD, FULL_SHARD, "aot_eager"),
+]
+
+
+@pytest.mark.spec("ORIG-07", "TRAIN-25")
+@pytest.mark.parametrize(("api", "strategy", "backend"), AROUND)
+@ranks(2, timeout=120)
+def test_a_compiled_model_trains_like_an_eager_one(api: Api, strategy: Any, backend: str) -> None:
+    expected = trained(api.shard(strategy=strategy))
+    fresh()
+    model = api.shard(strategy=strategy)
+    with caught_warnings() as caught:
+        found = trained(model, torch.compile(model, backend=backend))
+    texts = [str(warning.message) for warning in caught if "torch.compile" in str(warning.message)]
+    assert ["use_orig_params=True" in text for text in texts] == ([True] if api == WRAPPED else [])
+    assert_same_training(found, expected)
+    assert num_graphs() >= 1
+
+
+def in_place_after_sharding(api: Api, **options: Any) -> Any:
+    model = api.shard(**options)
+    for block in model.blocks:
+        (block if api == FULLY_SHARD else block.module).compile(backend="aot_eager")
+    return model
+
+
+def in_place_before_sharding(api: Api, **options: Any) -> Any:
+    plain = seeded()
+    for block in plain.blocks:
+        block.compile(backend="aot_eager")
+    return api.shard(plain, **options)
+
+
+def before_sharding(api: Api, **options: Any) -> Any:
+    plain = seeded()
+    for index, block in enumerate(plain.blocks):
+        plain.blocks[index] = api.unit(torch.compile(block, backend="aot_eager"), **options)
+    return api.unit(plain, **options)
+
+
+def after_sharding(api: Api, **options: Any) -> Any:
+    plain = seeded()
+    for index, block in enumerate(plain.blocks):
+        plain.blocks[index] = torch.compile(api.unit(block, **options), backend="aot_eager")
+    return api.unit(plain, **options)
+
+
+BUILDS = (in_place_after_sharding, in_place_before_sharding, before_sharding, after_sharding)
+
+
+@pytest.mark.spec("ORIG-07", "TRAIN-25")
+@pytest.mark.parametrize("build", BUILDS)
+@all_apis
+@ranks(2, timeout=120)
+def test_compiled_blocks_train_like_eager_ones(api: Api, build: Callable[..., Any]) -> None:
+    expected = trained(api.shard())
+    fresh()
+    assert_same_training(trained(build(api)), expected)
+    assert num_graphs() >= 1
+
+
+@pytest.mark.spec("TRAIN-25")
+@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
+@ranks(2, timeout=120)
+def test_equal_blocks_that_are_compiled_in_place_share_one_graph(reshard_after_forward: bool | None) -> None:
+    options = {"reshard_after_forward": reshard_after_forward}
+    expected = trained(sharded(**options))
+    fresh()
+    assert_same_training(trained(in_place_before_sharding(FULLY_SHARD, **options)), expected)
+    assert num_graphs() == 1
+
+
+@pytest.mark.spec("TRAIN-25")
+@ranks(2, timeout=120)
+def test_a_compiled_block_may_be_checkpointed() -> None:
+    fresh()
+    expected = trained(sharded())
+    model = seeded()
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = checkpoint_wrapper(block)
+        model.blocks[index].compile(backend="aot_eager")
+    assert_same_training(trained(sharded(model)), expected)
+
+
+@pytest.mark.spec("TRAIN-25")
+@ranks(2, timeout=120)
+def test_fullgraph_compilation_of_a_unit_gives_one_graph() -> None:
+    fresh()
+    plain, model = seeded(Block), seeded(Block)
+    model.compile(backend="aot_eager", fullgraph=True)
+    fully_shard(model)
+    assert isinstance(model, FSDPModule)
+    for step in range(2):
+        output = model(batch(step))
+        assert torch.equal(output, plain(batch(step)))
+        loss_of(output).backward()
+    assert num_graphs() == 1
+
+
+@pytest.mark.spec("ORIG-07", "WRAP-15")
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
+@ranks(2, timeout=120)
+def test_policy_refuses_modules_that_were_compiled_before(strategy: ShardingStrategy) -> None:
+    blocks = [torch.compile(block, backend="eager") for block in seeded().blocks]
+    # The compiled module bypasses the wrapper, so with NO_SHARD the gradients would not be reduced.
+    with refused(ValueError, "Block at '0'", "torch.compile", "module.compile()"):
+        FullyShardedDataParallel(
+            nn.Sequential(*blocks), auto_wrap_policy=ModuleWrapPolicy({Block}), sharding_strategy=strategy
+        )

@@ -1,0 +1,366 @@
+"""CPU offload of shards and gradients.
+
+Without an accelerator there is no second device. The tests then use the tracer to check when a copy would be made, and
+compare values to check that no data is lost. Tests marked ``accelerator`` check the devices of the tensors. torch's
+wrapper cannot offload without an accelerator, so the references are the plain model and the model without offload.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from spec_tests.checkpoint.checkpoints import is_plain
+from spec_tests.harness import device, ranks
+from spec_tests.models.apis import (
+    FULLY_SHARD,
+    ORIGINALS,
+    WRAPPED,
+    Api,
+    both_apis,
+    every_setting,
+    hybrid_settings,
+    settings_of,
+    wrapper_apis,
+    wrapper_settings,
+)
+from spec_tests.models.modules import UNITS, seeded
+from spec_tests.models.running import batch, iterate, loss_of, of_unit
+from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD, HYBRID_STRATEGIES, NO_SHARD, SHARD_GRAD_OP, sharded
+from spec_tests.models.values import accumulated_gradients, assert_same, full_values, mean_gradients
+from spec_tests.subject import (
+    CPUOffload,
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    OffloadPolicy,
+    ShardingStrategy,
+    StateDictType,
+    trace,
+)
+
+# --- the options ---
+
+
+@pytest.mark.spec("OFF-01")
+@pytest.mark.pure
+def test_cpu_offload_has_one_field_with_default_false() -> None:
+    for record in (CPUOffload, torch_fsdp.CPUOffload):
+        assert [(field.name, field.default) for field in dataclasses.fields(record)] == [("offload_params", False)]
+    assert CPUOffload(True).offload_params is True
+    assert CPUOffload(offload_params=True) == CPUOffload(True)
+    for keywords in ({"offload_grads": True}, {"pin_memory": True}, {"offload_params": True, "offload_state": True}):
+        with pytest.raises(TypeError):
+            CPUOffload(**keywords)
+
+
+@pytest.mark.spec("FS2-OFF-01")
+@pytest.mark.pure
+def test_offload_policies_are_separate_dataclasses() -> None:
+    assert CPUOffloadPolicy().pin_memory is True
+    assert isinstance(CPUOffloadPolicy(), OffloadPolicy)
+    assert CPUOffloadPolicy(pin_memory=False) == CPUOffloadPolicy(False)
+    assert not hasattr(OffloadPolicy(), "pin_memory")
+
+
+NO_OFFLOAD: list[tuple[Api, dict[str, Any]]] = [
+    (WRAPPED, {}),
+    (WRAPPED, {"cpu_offload": None}),
+    (WRAPPED, {"cpu_offload": CPUOffload()}),
+    (FULLY_SHARD, {"offload_policy": None}),
+    (FULLY_SHARD, {"offload_policy": OffloadPolicy()}),
+]
+
+
+@pytest.mark.spec("OFF-01", "FS2-OFF-01", "MIG-07")
+@pytest.mark.parametrize(("api", "options"), NO_OFFLOAD)
+@ranks(2)
+def test_none_and_the_default_mean_no_offload(api: Api, options: dict[str, Any]) -> None:
+    model = api.shard(**options)
+    with trace.record() as recorder:
+        iterate(model)
+    assert not {"H2D", "D2H"} & {event.kind for event in recorder.events}
+    assert {parameter.device.type for parameter in model.parameters()} == {device().type}
+
+
+# --- devices and copies ---
+
+KINDS = ("H2D", "AG", "F", "B", "RS", "D2H")
+ORDERS = {
+    FULL_SHARD: ["H2D", "AG", "F", "H2D", "AG", "B", "RS", "D2H"],
+    SHARD_GRAD_OP: ["H2D", "AG", "F", "B", "RS", "D2H"],
+}
+
+
+@pytest.mark.spec("OFF-02", "OFF-03", "FS2-OFF-01")
+@settings_of(
+    (WRAPPED, FULL_SHARD),
+    (ORIGINALS, FULL_SHARD),
+    (ORIGINALS, SHARD_GRAD_OP),
+    (FULLY_SHARD, FULL_SHARD),
+    (FULLY_SHARD, SHARD_GRAD_OP),
+)
+@ranks(2)
+def test_offload_copies_for_each_all_gather_and_reduction(api: Api, strategy: ShardingStrategy) -> None:
+    model = api.shard(strategy=strategy, offload=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        with trace.record() as recorder:
+            iterate(model, step, optimizer)
+        for unit in UNITS[1:]:
+            assert of_unit(recorder, unit, *KINDS) == ORDERS[strategy]
+        assert of_unit(recorder, "", *KINDS) == ORDERS[SHARD_GRAD_OP], "the root stays gathered in between"
+        copies = {(event.kind, event.unit): event.num_bytes for event in recorder.events if "2" in event.kind}
+        assert copies == {(kind, unit): 4 * (21 if unit else 28) for unit in UNITS for kind in ("H2D", "D2H")}
+
+
+@pytest.mark.spec("OFF-02", "FS2-OFF-01")
+@both_apis
+@ranks(2)
+def test_evaluation_copies_shards_to_the_device_and_nothing_back(api: Api) -> None:
+    model = api.shard(offload=True).eval()
+    with trace.record() as recorder, torch.no_grad():
+        model(batch())
+    assert [event.kind for event in recorder.events if event.kind in ("H2D", "AG", "D2H")] == ["H2D", "AG"] * len(UNITS)
+
+
+@pytest.mark.spec("OFF-02", "OFF-03", "FS2-OFF-01", "MIG-07")
+@every_setting
+@ranks(2)
+def test_shards_gradients_and_optimizer_state_are_on_the_cpu(api: Api, strategy: ShardingStrategy) -> None:
+    plain = seeded()
+    seen: list[torch.device] = []
+    for layer in (plain.enter, plain.blocks[1].linear):
+        layer.register_forward_hook(lambda layer, i, o: seen.extend([layer.weight.device, o.device]))
+    options = {} if api == FULLY_SHARD else {"device_id": device()}
+    model = api.shard(plain, strategy=strategy, offload=True, **options)
+    optimizer = torch.optim.Adam(model.parameters())
+    for step in range(2):
+        if api != FULLY_SHARD and device().type != "cpu":
+            assert all(parameter.is_pinned() for parameter in model.parameters() if parameter.numel())
+        iterate(model, step)
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        assert {tensor.device.type for tensor in (*model.parameters(), *gradients)} == {"cpu"}
+        optimizer.step()
+        optimizer.zero_grad()
+    state = [value for of in optimizer.state.values() for key, value in of.items() if key.startswith("exp_")]
+    assert {value.device.type for value in state} == {"cpu"}
+    assert set(seen) == {device()}
+
+
+@pytest.mark.spec("FS2-OFF-01")
+@pytest.mark.accelerator
+@ranks(2)
+def test_pinned_memory_is_the_default_and_can_be_left_out() -> None:
+    for policy, pinned in ((CPUOffloadPolicy(), True), (CPUOffloadPolicy(pin_memory=False), False)):
+        model = sharded(offload_policy=policy)
+        assert {p.to_local().is_pinned() for p in model.parameters()} == {pinned}
+        iterate(model)
+        assert {p.grad.device.type for p in model.parameters()} == {"cpu"}
+
+
+@pytest.mark.spec("FS2-OFF-01", "FS2-19")
+@ranks(2)
+def test_manually_unsharded_params_are_on_compute_device() -> None:
+    model = FULLY_SHARD.shard(offload=True)
+    model.unshard()
+    assert model.enter.weight.device.type == device().type
+    model.reshard()
+    assert model.enter.weight.device.type == "cpu"
+
+
+@pytest.mark.accelerator
+@pytest.mark.spec("OFF-06")
+@ranks(2)
+def test_inside_no_sync_gradients_are_on_the_device() -> None:
+    model = WRAPPED.shard(offload=True, device_id=device())
+    with model.no_sync():
+        iterate(model)
+    assert {parameter.grad.device for parameter in model.parameters()} == {device()}
+    iterate(model, 1)
+    assert {parameter.grad.device.type for parameter in model.parameters()} == {"cpu"}
+
+
+# --- results ---
+
+LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+@pytest.mark.spec("OFF-04", "FS2-OFF-01", "MIG-07")
+@pytest.mark.parametrize("precision", [None, LOW])
+@every_setting
+@ranks(2)
+def test_training_with_offload_is_bit_by_bit_that_without(
+    api: Api, strategy: ShardingStrategy, precision: dict[str, Any] | None
+) -> None:
+    compare_with_no_offload(api, strategy=strategy, precision=precision)
+
+
+# torch's clipping reduces the norms of DTensors on the CPU, and a process group for GPUs only has no backend for that.
+@pytest.mark.cpu
+@pytest.mark.spec("OFF-04", "OFF-07", "FS2-OFF-01", "FS2-SYNC-01", "FS2-OPT-03", "FS2-18")
+@hybrid_settings
+@ranks(4)
+def test_training_on_a_grid_with_offload_and_clipping_is_that_without(api: Api, strategy: ShardingStrategy) -> None:
+    compare_with_no_offload(api, strategy=strategy, clips=True)
+
+
+def compare_with_no_offload(api: Api, *, clips: bool = False, **options: Any) -> None:
+    """Trains both models with two micro-batches in each step."""
+    models = [api.shard(offload=offload, **options) for offload in (True, False)]
+    initial = local_values(models[0].parameters())
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.05) for model in models]
+    for step in range(4):
+        accumulates = step % 2 == 0
+        losses = []
+        for model in models:
+            with api.no_sync(model) if accumulates else contextlib.nullcontext():
+                losses.append(iterate(model, step))
+        assert losses[0] == losses[1] or device().type != "cpu"
+        if accumulates:
+            continue
+        assert_near(*(local_values(p.grad for p in model.parameters()) for model in models))
+        if clips:
+            assert_near(*([api.clip(model, 0.1).cpu()] for model in models))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    found = [local_values(model.parameters()) for model in models]
+    assert_near(*found)
+    assert not all(map(torch.equal, found[0], initial))
+
+
+def local_values(tensors: Any) -> list[Tensor]:
+    """This rank's shards, on the CPU. A missing gradient is an empty one."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    return [torch.empty(0) if tensor is None else tensor.detach().to("cpu", copy=True) for tensor in local]
+
+
+def assert_near(found: list[Tensor], expected: list[Tensor]) -> None:
+    """Bitwise on the CPU. An optimizer on the CPU and one on an accelerator round differently."""
+    tolerance = 0.0 if device().type == "cpu" else 1e-6
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.spec("OFF-04", "STREAM-15", "FS2-OFF-01")
+@every_setting
+@ranks(2)
+def test_forward_uses_cpu_values_changed_by_user(api: Api, strategy: ShardingStrategy) -> None:
+    model = api.shard(strategy=strategy, offload=True)
+    expected = seeded()
+    parameters = list(model.parameters())
+    with torch.no_grad():
+        for _ in range(2):
+            torch.testing.assert_close(model(batch()), expected(batch()))
+            if api == FULLY_SHARD:
+                model.reshard()
+            for parameter in (*parameters, *expected.parameters()):
+                parameter.mul_(2.0)
+    loss_of(model(batch())).backward()
+
+
+# --- accumulation ---
+
+
+@pytest.mark.spec("OFF-05", "OFF-06", "FS2-OFF-01", "FS2-SYNC-01")
+@every_setting
+@ranks(2)
+def test_accumulation_copies_sums_to_the_cpu_in_each_backward_that_reduces(
+    api: Api, strategy: ShardingStrategy
+) -> None:
+    plain = seeded()
+    model = api.shard(strategy=strategy, offload=True)
+    reduction = "AR" if strategy is NO_SHARD else "RS"
+    reduced: list[tuple[int, ...]] = []
+    for steps in ((0,), (1,), (2, 3, 4)):
+        with trace.record() as inside, api.no_sync(model):
+            for step in steps[:-1]:
+                iterate(model, step)
+        assert "D2H" not in {event.kind for event in inside.events}
+        with trace.record() as last:
+            iterate(model, steps[-1])
+        for unit in UNITS:
+            assert of_unit(last, unit, "B", reduction, "D2H") == ["B", reduction, "D2H"]
+        reduced.append(steps)
+        assert_same(api.gradients(model), accumulated_gradients(plain, *reduced), bitwise=True)
+    model.zero_grad()
+    iterate(model, 5)
+    assert_same(api.gradients(model), mean_gradients(plain, [5]), bitwise=True)
+
+
+# --- clipping ---
+
+
+@pytest.mark.spec("OFF-07")
+@wrapper_apis
+@pytest.mark.parametrize("strategy", [*FLAT_STRATEGIES, *HYBRID_STRATEGIES])
+@ranks(4)
+def test_clipping_returns_the_right_norm_on_every_rank(api: Api, strategy: ShardingStrategy) -> None:
+    plain, model = seeded(), api.shard(strategy=strategy, offload=True)
+    for step, norm_type in enumerate((2.0, 1.0, "inf")):
+        model.zero_grad()
+        iterate(model, step)
+        expected = mean_gradients(plain, [step])
+        copies = [copy.deepcopy(parameter) for parameter in plain.parameters()]
+        for one, gradient in zip(copies, expected.values(), strict=True):
+            one.grad = gradient.clone()
+        norm = torch.nn.utils.clip_grad_norm_(copies, 0.3, float(norm_type))
+        returned = model.clip_grad_norm_(0.3, norm_type)
+        everybody = [torch.empty_like(returned) for _ in range(4)]
+        dist.all_gather(everybody, returned)
+        assert all(torch.equal(each, returned) for each in everybody)
+        torch.testing.assert_close(returned.cpu(), norm.cpu())
+        clipped = {name: one.grad for name, one in zip(expected, copies, strict=True)}
+        torch.testing.assert_close(api.gradients(model), clipped, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.accelerator
+@pytest.mark.spec("OFF-07")
+@ranks(2)
+def test_clipping_works_on_gradients_on_the_cpu() -> None:
+    model = WRAPPED.shard(offload=True, device_id=device())
+    iterate(model)
+    before = torch.cat([gradient.reshape(-1) for gradient in mean_gradients(seeded()).values()])
+    returned = model.clip_grad_norm_(0.1)
+    torch.testing.assert_close(returned.cpu(), before.norm().cpu(), rtol=1e-4, atol=1e-5)
+    assert {parameter.grad.device.type for parameter in model.parameters()} == {"cpu"}
+    after = torch.cat([gradient.reshape(-1) for gradient in WRAPPED.gradients(model).values()])
+    torch.testing.assert_close(after.norm().cpu(), torch.tensor(0.1), rtol=1e-4, atol=1e-5)
+
+
+# --- state dicts ---
+
+
+@pytest.mark.spec("OFF-08", "SD-FULL-01", "SD-FULL-08", "SD-SHARD-02", "SD-SHARD-03")
+@pytest.mark.parametrize("kind", [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT])
+@wrapper_settings
+@ranks(2)
+def test_state_dicts_of_offloaded_units_equal_those_of_other_units_and_can_be_loaded(
+    api: Api, strategy: ShardingStrategy, kind: StateDictType
+) -> None:
+    def state_of(model: FullyShardedDataParallel) -> dict[str, Any]:
+        with FullyShardedDataParallel.state_dict_type(model, kind):
+            return model.state_dict()
+
+    model, other, again = (api.shard(strategy=strategy, offload=offload) for offload in (True, False, True))
+    for each in (model, other):
+        iterate(each, 0, torch.optim.SGD(each.parameters(), lr=0.1))
+    state, expected = state_of(model), state_of(other)
+    assert list(state) == list(expected)
+    for name, value in expected.items():
+        assert is_plain(state[name]) if is_plain(value) else type(state[name]) is type(value)
+        assert state[name].shape == value.shape
+    with FullyShardedDataParallel.state_dict_type(again, kind):
+        again.load_state_dict(state)
+    assert_same(full_values(again), full_values(model), bitwise=True)
+    on_device = {name: value.to(device()) for name, value in full_values(again).items()}
+    assert_same(on_device, full_values(other), bitwise=True)
+    assert {parameter.device.type for parameter in again.parameters()} == {"cpu"}

@@ -1,0 +1,70 @@
+"""Ranks that all-gather in different orders or begin with different weights, and copies of a sharded model."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from spec_tests.harness import ranks
+from spec_tests.models.apis import Api, all_apis, both_apis
+from spec_tests.models.modules import seeded
+from spec_tests.models.running import Wire, batch, detailed_debugging, iterate
+from spec_tests.models.sharding import sharded
+from spec_tests.models.values import assert_same, full_values, mean_gradients, named
+
+
+@pytest.mark.spec("NEW-19")
+@pytest.mark.parametrize("later", [False, True])
+@both_apis
+@ranks(2)
+def test_different_all_gather_order_raises_with_names(api: Api, later: bool) -> None:
+    """Ranks compare the orders of the first iteration, and in debug mode also those of later iterations."""
+    rank = dist.get_rank()
+    with detailed_debugging() if later else contextlib.nullcontext():
+        model = api.shard()
+        if later:
+            iterate(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(RuntimeError, match=rf"rank {rank}: .*rank 0: 'blocks.1', rank 1: 'blocks.2'"):
+            model(batch(), order=((0, 1, 2, 3), (0, 2, 1, 3))[rank])
+        # The failed forward leaves no state behind.
+        optimizer.zero_grad()
+        iterate(model)
+    assert_same(api.gradients(model), mean_gradients(seeded()))
+
+
+@pytest.mark.spec("NEW-20")
+@ranks(2)
+def test_while_debugging_initial_weights_that_differ_between_ranks_are_noticed() -> None:
+    def differing() -> nn.Module:
+        model = seeded()
+        with torch.no_grad():
+            model.blocks[2].linear.bias.add_(dist.get_rank())
+        return model
+
+    with detailed_debugging():
+        iterate(sharded())
+        # The test configuration turns warnings into errors.
+        with pytest.raises((RuntimeError, ValueError, UserWarning), match=r"linear\.bias"):
+            iterate(sharded(differing()))
+    iterate(sharded(differing()))
+
+
+@pytest.mark.spec("NEW-22")
+@all_apis
+@ranks(2)
+def test_copy_of_a_sharded_model_raises_with_remedy(api: Api) -> None:
+    model = api.shard()
+    for module in (model, model.blocks[0], nn.ModuleList([model])):
+        with Wire() as wire, pytest.raises((AssertionError, RuntimeError, TypeError)) as caught:
+            copy.deepcopy(module)
+        for part in ("deepcopy", "Copy the plain model before", "state_dict()"):
+            assert part in str(caught.value)
+        assert wire.sent == []
+    assert_same(full_values(model), named(seeded()))
+    iterate(model)

@@ -1,0 +1,175 @@
+"""Optimizers that need whole parameters, sparse gradients, parameters without elements, and attributes of parameters.
+
+See ``nets.py`` for the model and for the ways in which it is sharded.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+from spec_tests.harness import device, ranks
+from spec_tests.models.nets import (
+    ALL,
+    Net,
+    assert_equal_weights,
+    backward,
+    every_kind,
+    step,
+    warnings_of,
+    weights_of,
+)
+from spec_tests.subject import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+
+# --- optimizers ---
+
+
+@pytest.mark.spec("PROG-50")
+@ranks(2)
+def test_a_step_of_fully_shard_before_the_reduction_warns_with_the_units() -> None:
+    model = ALL["fully_shard"](Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.set_requires_gradient_sync(False)
+    backward(model)
+    before = weights_of(model)
+    (text,) = warnings_of(optimizer.step)
+    assert "SGD.step() was called while gradients of the units" in text
+    assert "blocks.0" in text
+    assert "set_requires_gradient_sync(True)" in text
+    for name, value in weights_of(model).items():
+        assert torch.equal(value, before[name])
+    model.set_requires_gradient_sync(True)
+    backward(model)
+    assert warnings_of(optimizer.step) == []
+
+
+class Lamb(torch.optim.SGD):
+    """Only the name matters."""
+
+
+@pytest.mark.spec("PROG-51")
+@pytest.mark.parametrize("kind", ALL)
+@ranks(2)
+def test_an_optimizer_that_needs_whole_parameters_warns_once_about_flat_shards(kind: str) -> None:
+    model = ALL[kind](Net())
+    for make in (torch.optim.LBFGS, torch.optim.Adafactor, Lamb, torch.optim.SGD):
+        optimizer: Any = make(model.parameters(), lr=0.1)
+        texts = warnings_of(lambda: optimizer.step(lambda: torch.zeros(())))
+        is_sharded = not kind.startswith("fully_shard") and "NO_SHARD" not in kind
+        if is_sharded and make is not torch.optim.SGD:
+            (text,) = [text for text in texts if "1-D shards" in text]
+            assert make.__name__ in text
+            assert "NO_SHARD" in text
+        else:
+            assert not [text for text in texts if "1-D shards" in text]
+        assert not [text for text in warnings_of(lambda: optimizer.step(lambda: torch.zeros(()))) if "1-D" in text]
+
+
+@pytest.mark.spec("PROG-52")
+@ranks(2)
+def test_a_policy_class_and_a_list_of_parameters_are_refused() -> None:
+    classes: Any = MixedPrecisionPolicy, MixedPrecision
+    with pytest.raises(TypeError, match="mp_policy should be a MixedPrecisionPolicy"):
+        fully_shard(Net(), mp_policy=classes[0])
+    with pytest.raises(TypeError, match="mixed_precision should be a MixedPrecision"):
+        FullyShardedDataParallel(Net(), mixed_precision=classes[1], device_id=device())
+    for module in (nn.ParameterList([torch.ones(3)]), nn.ParameterDict({"one": torch.ones(3)})):
+        with pytest.raises(ValueError, match=f"{type(module).__name__}"):
+            fully_shard(module)
+
+
+# --- sparse gradients, and parameters without elements ---
+
+
+class Sparse(nn.Module):
+    def __init__(self, kind: type[nn.Embedding | nn.EmbeddingBag]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([kind(10, 8, sparse=True), nn.Linear(8, 8)])
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        result: Tensor = self.blocks[1](self.blocks[0](numbers))
+        return result
+
+
+@pytest.mark.spec("PROG-53")
+@every_kind
+@ranks(2)
+def test_sparse_gradients_become_dense(kind: str) -> None:
+    for embedding in (nn.Embedding, nn.EmbeddingBag):
+        plain = Sparse(embedding).to(device())
+        shards: list[Any] = []
+        (text,) = warnings_of(lambda plain=plain, shards=shards: shards.append(ALL[kind](copy.deepcopy(plain))))
+        assert "weight' has sparse gradients" in text
+        (model,) = shards
+        for net in (plain, model):
+            optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
+            for _ in range(2):
+                net(torch.tensor([[1, 2], [1, 4]], device=device())).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_equal_weights(model, plain)
+
+
+@pytest.mark.spec("PROG-54")
+@pytest.mark.parametrize("kind", [kind for kind in ALL if kind.startswith("fully_shard")])
+@ranks(2)
+def test_the_optimizer_has_a_state_for_a_parameter_without_elements_and_loads_it(kind: str) -> None:
+    model = Net()
+    model.blocks[0].register_parameter("empty", nn.Parameter(torch.empty(0, 8)))
+    model.blocks[0].register_forward_hook(lambda block, _, output: output + block.empty.sum())
+    model = ALL[kind](model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    backward(model)
+    optimizer.step()
+    state = get_optimizer_state_dict(model, optimizer)
+    assert state["state"]["blocks.0.empty"]["exp_avg"].shape == (0, 8)
+    set_optimizer_state_dict(model, torch.optim.AdamW(model.parameters()), state)
+
+
+# --- attributes of parameters ---
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.weight.scale  # type: ignore[attr-defined]
+
+
+@pytest.mark.spec("PROG-55")
+@every_kind
+@ranks(2)
+def test_a_forward_reads_the_attributes_that_the_user_has_set_on_parameters(kind: str) -> None:
+    plain = Net(Scaled(8, 8), nn.Linear(8, 8))
+    plain.blocks[0].weight.scale = 2.0
+    model = copy.deepcopy(plain)
+    model.blocks[0].weight.scale = 2.0
+    block = model.blocks[0]
+    model = ALL[kind](model)
+    assert block.weight.scale == 2.0
+    for _ in range(2):
+        for net in (plain.to(device()), model):
+            step(net)
+    assert_equal_weights(model, plain)
+
+
+@pytest.mark.spec("PROG-55")
+@ranks(2)
+def test_vmap_over_inputs_computes_what_the_plain_model_computes() -> None:
+    for kind in ("fully_shard", "flat", "original"):
+        plain = Net().to(device())
+        model = ALL[kind](copy.deepcopy(plain))
+        inputs = torch.randn(3, 4, 8, device=device())
+        torch.testing.assert_close(torch.func.vmap(model)(inputs), torch.func.vmap(plain)(inputs))
+        step(plain)
+        step(model)
+        assert_equal_weights(model, plain)
