@@ -18,14 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from minifsdp.fsdp2 import initial
-<<<<<<< HEAD
-from spec_tests.fsdp2.test_new import Generates, fail_in_forward, tokens
-from spec_tests.harness import device, ranks
-=======
 from spec_tests.both_apis.faults import fail_in_forward
 from spec_tests.fsdp2.test_new import Generates, tokens
-from spec_tests.harness import device, plain_tensor, ranks
->>>>>>> q37D
+from spec_tests.harness import device, ranks
 from spec_tests.models.modules import WIDTH, seeded
 from spec_tests.models.running import batch, iterate, loss_of, of_unit
 from spec_tests.models.sharding import all_connected, column_mesh, grid_mesh, sharded

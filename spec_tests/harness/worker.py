@@ -64,21 +64,13 @@ from spec_tests.harness import simulated
 __all__ = ["REWRITTEN", "Answer", "Seat", "Task", "kept", "leftover_groups", "serve"]
 
 # Modules that are not test files, but whose assertions must also show values.
-<<<<<<< HEAD
 REWRITTEN = (
     *(
         f"spec_tests.{name}"
-        for name in ("checkpoint", "compat", "engine", "fsdp1", "fsdp2", "healthy", "models", "oracles")
+        for name in ("both_apis", "checkpoint", "compat", "engine", "fsdp1", "fsdp2", "healthy", "models", "oracles")
     ),
     "spec_tools.kills",
     "spec_tools.tutorials",
-=======
-REWRITTEN = tuple(
-    f"spec_tests.{name}"
-    for name in (
-        *("both_apis", "checkpoint", "compat", "engine", "fsdp1", "fsdp2", "healthy", "models", "oracles", "tutorials"),
-    )
->>>>>>> q37D
 )
 
 T = TypeVar("T")
