@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, wrap
 from torch.distributed.fsdp.api import *
-from torch.distributed.fsdp.api import ShardingStrategy
+from torch.distributed.fsdp.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
 
 from minifsdp import trace
@@ -28,6 +28,19 @@ from spec_tests.subject import NotOfferedError
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "tutorials"))
 
 from naive_fsdp import Log, Unit, reduce_and_scatter
+
+# Tests pass the default values of options, too.
+DEFAULTS = {
+    "sharding_strategy": ShardingStrategy.FULL_SHARD,
+    "backward_prefetch": BackwardPrefetch.BACKWARD_PRE,
+    "cpu_offload": CPUOffload(offload_params=False),
+    "mixed_precision": MixedPrecision(),
+    "device_id": torch.device("cpu"),
+    "use_orig_params": False,
+    "sync_module_states": False,
+    "forward_prefetch": False,
+    "limit_all_gathers": True,
+}
 
 
 class RecordedEvents(list[str]):
@@ -45,9 +58,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def __init__(self, module: nn.Module, *, auto_wrap_policy: Any = None, **options: object) -> None:
         super().__init__()
-        options = {
-            name: option for name, option in options.items() if option not in (None, ShardingStrategy.FULL_SHARD)
-        }
+        options = {name: option for name, option in options.items() if option not in (None, DEFAULTS.get(name))}
         if options:
             raise NotOfferedError(f"the naive engine has no option {', '.join(options)}")
         self.module, log = module, Log()
@@ -59,7 +70,8 @@ class FullyShardedDataParallel(nn.Module):
             Unit(name, part, log) for name, part in [*blocks, ("", module)] if any(True for _ in part.parameters())
         ]
         reduce_and_scatter(units)
-        self.shards = nn.ParameterList(unit.shard for unit in units)
+        for unit in units:
+            unit.module.register_parameter("_flat_param", unit.shard)
 
     def forward(self, *arguments: Any, **named: Any) -> torch.Tensor:
         return self.module(*arguments, **named)
