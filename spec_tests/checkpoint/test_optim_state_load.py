@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 from spec_tests.checkpoint.checkpoints import (
@@ -18,6 +17,7 @@ from spec_tests.checkpoint.checkpoints import (
     assert_same_state,
     flat_or_original,
     full_or_sharded,
+    in_torch,
     make,
     quiet,
     step,
@@ -74,11 +74,9 @@ def test_optim_state_dict_to_load_returns_the_dict_of_the_optimizer_as_in_torch(
     model, optimizer = trained(use_orig_params=keep)
     own, states = copy.deepcopy(optimizer.state_dict()), FSDP.optim_state_dict(model, optimizer)
     with quiet():
-        wrapper = torch_fsdp.FullyShardedDataParallel
-        policy = torch_fsdp.wrap.ModuleWrapPolicy({nn.Sequential})
-        other = wrapper(make(), auto_wrap_policy=policy, device_id=device(), use_orig_params=keep)
+        other = in_torch(make(), use_orig_params=keep)
         theirs = OPTIMIZERS["adam"](other.parameters())
-        expected = wrapper.optim_state_dict_to_load(other, theirs, copy.deepcopy(states))
+        expected = other.optim_state_dict_to_load(other, theirs, copy.deepcopy(states))
     step(model, optimizer, 5)
     for load_directly in (False, True):
         found = FSDP.optim_state_dict_to_load(model, optimizer, states, load_directly=load_directly)
