@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -46,6 +47,12 @@ def wrapped(model: nn.Module, **options: Any) -> FullyShardedDataParallel:
     """Wraps ``first``, ``second`` and the rest as three units."""
     options.setdefault("auto_wrap_policy", ModuleWrapPolicy({nn.Sequential}))
     return FullyShardedDataParallel(model, **options)
+
+
+def in_torch(model: nn.Module, **options: Any) -> torch_fsdp.FullyShardedDataParallel:
+    """The same three units in torch's wrapper."""
+    policy = torch_fsdp.wrap.ModuleWrapPolicy({nn.Sequential})
+    return torch_fsdp.FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=device(), **options)
 
 
 def fully_sharded(model: Uneven, mesh: DeviceMesh | None = None) -> Any:

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from spec_tests.checkpoint.checkpoints import FULL, SHARDED, flat_or_original, make, quiet, step, wrapped
-from spec_tests.harness import device, ranks
+from spec_tests.checkpoint.checkpoints import FULL, SHARDED, flat_or_original, in_torch, make, quiet, step, wrapped
+from spec_tests.harness import ranks
 from spec_tests.subject import FullyShardedDataParallel as FSDP
 from spec_tests.subject import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
 
@@ -57,8 +57,7 @@ def torch_wrapper(use_orig_params: bool) -> Library:
     wrapper = torch_fsdp.FullyShardedDataParallel
 
     def build(model: nn.Module) -> nn.Module:
-        policy = torch_fsdp.wrap.ModuleWrapPolicy({nn.Sequential})
-        return wrapper(model, auto_wrap_policy=policy, device_id=device(), use_orig_params=use_orig_params)
+        return in_torch(model, use_orig_params=use_orig_params)
 
     def chosen(model: Any, form: StateDictType) -> Any:
         return wrapper.state_dict_type(model, torch_fsdp.StateDictType[form.name])
@@ -81,10 +80,6 @@ def build_in_place(model: nn.Module) -> nn.Module:
     return model
 
 
-def build_ddp(model: nn.Module) -> nn.Module:
-    return DistributedDataParallel(model)
-
-
 def write_by_helpers(model: Any, optimizer: Any, form: StateDictType) -> tuple[Weights, States]:
     options = StateDictOptions(full_state_dict=form is FULL)
     return get_model_state_dict(model, options=options), get_optimizer_state_dict(model, optimizer, options=options)
@@ -100,7 +95,7 @@ LIBRARIES = {
     "fsdp1-flat": torch_wrapper(use_orig_params=False),
     "fsdp1-original": torch_wrapper(use_orig_params=True),
     "fully_shard": Library(build_in_place, write_by_helpers, read_by_helpers),
-    "ddp": Library(build_ddp, write_by_helpers, read_by_helpers),
+    "ddp": Library(DistributedDataParallel, write_by_helpers, read_by_helpers),
     "plain": Library(lambda model: model, write_by_helpers, read_by_helpers, everybody=True),
 }
 # Full dicts of torch's wrapper with original parameters are omitted: on the CPU all states of a parameter share one
@@ -120,7 +115,7 @@ def mine(keep: bool, seed: int) -> tuple[FSDP, torch.optim.Optimizer]:
 def go_on(ours: Any, theirs: Any, library: Library) -> None:
     for number in (2, 3, 4):
         # A single process only computes the mean loss over all ranks.
-        loss = step(*ours, number, everybody=False)
+        loss = step(*ours, number)
         expected = step(*theirs, number, everybody=library.everybody)
         if not library.everybody:
             assert loss == expected, f"step {number}"

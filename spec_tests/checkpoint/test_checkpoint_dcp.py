@@ -10,13 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.distributed.fsdp as torch_fsdp
 from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-)
 
 from spec_tests.checkpoint import checkpoints
 from spec_tests.checkpoint.checkpoints import (
@@ -24,7 +18,6 @@ from spec_tests.checkpoint.checkpoints import (
     SHARDED,
     assert_same_state,
     flat_or_original,
-    full_or_sharded,
     make,
     quiet,
     step,
@@ -164,37 +157,3 @@ def test_torch_save_on_one_rank_writes_only_its_shards() -> None:
     dist.all_gather_object(counts, mine)
     assert sum(counts) == whole
     assert mine < whole
-
-
-@pytest.mark.spec("SD-FULL-08", "SD-SHARD-03")
-@full_or_sharded
-@flat_or_original
-@ranks(2)
-def test_helpers_of_torch_read_and_write_the_model_state_in_the_chosen_type(keep: bool, form: Any) -> None:
-    model = wrapped(make(), use_orig_params=keep)
-    again = wrapped(make(1), use_orig_params=keep)
-    expected = model.state_dict()
-    with FSDP.state_dict_type(model, form), FSDP.state_dict_type(again, form), quiet():
-        state = get_model_state_dict(model)
-        assert list(state) == list(model.state_dict())
-        set_model_state_dict(again, state)
-    found = again.state_dict()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-@pytest.mark.spec("SD-SHARD-04", "OSD-LOAD-03")
-@flat_or_original
-@ranks(2)
-def test_checkpoint_of_torch_fully_shard_is_read_from_disk(keep: bool, tmp_path: Path) -> None:
-    theirs = make()
-    for part in (theirs.first, theirs.second, theirs):
-        torch_fsdp.fully_shard(part)
-    optimizer = torch.optim.Adam(theirs.parameters(), lr=0.01)
-    step(theirs, optimizer, 0)
-    with quiet():
-        checkpoint = {"model": get_model_state_dict(theirs), "optim": get_optimizer_state_dict(theirs, optimizer)}
-        dcp.save(checkpoint, checkpoint_id=tmp_path)
-    ours, restored = trained(None, use_dtensor=keep, seed=1, use_orig_params=keep)
-    load(ours, restored, tmp_path, None)
-    for number in (5, 6):
-        assert step(ours, restored, number) == step(theirs, optimizer, number)

@@ -221,7 +221,7 @@ def test_dtensor_with_wrong_sharding_is_refused_with_remedy(keep: bool) -> None:
         assert not model.load_state_dict({**state, name: plain[name]}).missing_keys
 
 
-@pytest.mark.spec("SD-CFG-08", "SD-CFG-09")
+@pytest.mark.spec("SD-CFG-08", "SD-FULL-09")
 @flat_or_original
 @ranks(2)
 def test_state_dict_of_another_type_than_the_current_one_is_refused(keep: bool) -> None:

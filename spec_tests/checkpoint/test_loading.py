@@ -397,38 +397,28 @@ def wrapped() -> Any:
     return FSDP1(seeded(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
 
 
-def full_of_wrapper(model: Any, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    with FSDP1.state_dict_type(model, subject.StateDictType.FULL_STATE_DICT):
+def full_state(model: Any, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Weights and optimizer states of either front end, as from a file."""
+    if isinstance(model, FSDP1):
         return model.state_dict(), copy.deepcopy(FSDP1.optim_state_dict(model, optimizer))
+    return copy.deepcopy(get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True)))
+
+
+def load_full_state(model: Any, optimizer: torch.optim.Optimizer, weights: Any, states: Any) -> None:
+    if isinstance(model, FSDP1):
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(FSDP1.optim_state_dict_to_load(model, optimizer, states))
+    else:
+        options = StateDictOptions(full_state_dict=True)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states, options=options)
 
 
 @pytest.mark.spec("MIG-20")
+@pytest.mark.parametrize("from_wrapper", [True, False])
 @ranks(2)
-def test_a_full_checkpoint_of_the_wrapper_loads_here() -> None:
-    source = wrapped()
-    optimizer = adam(source)
+def test_full_checkpoints_move_between_the_wrapper_and_fully_shard(from_wrapper: bool) -> None:
+    source, target = (wrapped(), other()) if from_wrapper else (sharded(), wrapped())
+    optimizer, fresh = adam(source), adam(target)
     train(source, optimizer, range(3))
-    model_state, optimizer_state = full_of_wrapper(source, optimizer)
-    target = other()
-    fresh = adam(target)
-    options = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(target, model_state, options=options)
-    set_optimizer_state_dict(target, fresh, optimizer_state, options=options)
-    assert train(target, fresh, range(3, 6)) == train(source, optimizer, range(3, 6))
-
-
-@pytest.mark.spec("MIG-20")
-@ranks(2)
-def test_a_full_checkpoint_from_here_loads_into_the_wrapper() -> None:
-    source = sharded()
-    optimizer = adam(source)
-    train(source, optimizer, range(3))
-    options = StateDictOptions(full_state_dict=True)
-    model_state = get_model_state_dict(source, options=options)
-    optimizer_state = copy.deepcopy(get_optimizer_state_dict(source, optimizer, options=options))
-    target = wrapped()
-    fresh = adam(target)
-    with FSDP1.state_dict_type(target, subject.StateDictType.FULL_STATE_DICT):
-        target.load_state_dict(model_state)
-        fresh.load_state_dict(FSDP1.optim_state_dict_to_load(target, fresh, optimizer_state))
+    load_full_state(target, fresh, *full_state(source, optimizer))
     assert train(target, fresh, range(3, 6)) == train(source, optimizer, range(3, 6))

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -22,6 +21,7 @@ from spec_tests.checkpoint.checkpoints import (
     assert_same_state,
     flat_or_original,
     gathered,
+    in_torch,
     is_plain,
     make,
     quiet,
@@ -30,7 +30,7 @@ from spec_tests.checkpoint.checkpoints import (
     trained,
     wrapped,
 )
-from spec_tests.harness import device, ranks
+from spec_tests.harness import ranks
 from spec_tests.models.sharding import HYBRID_SHARD, NO_SHARD, grid
 from spec_tests.subject import FullOptimStateDictConfig, ShardedOptimStateDictConfig, ShardedStateDictConfig
 from spec_tests.subject import FullyShardedDataParallel as FSDP
@@ -41,8 +41,7 @@ NAMES = ["first.0.bias", "first.0.weight", "head.bias", "head.weight", "scale", 
 
 def as_torch(kind: str, **options: Any) -> tuple[torch_fsdp.FullyShardedDataParallel, Any]:
     """The model of `trained` in torch's wrapper."""
-    policy = torch_fsdp.wrap.ModuleWrapPolicy({nn.Sequential})
-    model = TORCH(make(), auto_wrap_policy=policy, device_id=device(), **options)
+    model = in_torch(make(), **options)
     optimizer = OPTIMIZERS[kind](model.parameters())
     for number in range(2):
         step(model, optimizer, number)

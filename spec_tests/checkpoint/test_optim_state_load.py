@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 from spec_tests.checkpoint.checkpoints import (
@@ -18,6 +17,7 @@ from spec_tests.checkpoint.checkpoints import (
     assert_same_state,
     flat_or_original,
     full_or_sharded,
+    in_torch,
     make,
     quiet,
     step,
@@ -74,11 +74,9 @@ def test_optim_state_dict_to_load_returns_the_dict_of_the_optimizer_as_in_torch(
     model, optimizer = trained(use_orig_params=keep)
     own, states = copy.deepcopy(optimizer.state_dict()), FSDP.optim_state_dict(model, optimizer)
     with quiet():
-        wrapper = torch_fsdp.FullyShardedDataParallel
-        policy = torch_fsdp.wrap.ModuleWrapPolicy({nn.Sequential})
-        other = wrapper(make(), auto_wrap_policy=policy, device_id=device(), use_orig_params=keep)
+        other = in_torch(make(), use_orig_params=keep)
         theirs = OPTIMIZERS["adam"](other.parameters())
-        expected = wrapper.optim_state_dict_to_load(other, theirs, copy.deepcopy(states))
+        expected = other.optim_state_dict_to_load(other, theirs, copy.deepcopy(states))
     step(model, optimizer, 5)
     for load_directly in (False, True):
         found = FSDP.optim_state_dict_to_load(model, optimizer, states, load_directly=load_directly)
@@ -139,60 +137,37 @@ def test_with_rank0_only_a_unit_of_other_ranks_is_refused(keep: bool) -> None:
         FSDP.optim_state_dict_to_load(model, optimizer, states)
 
 
-class NamedAdam:
-    """An optimizer whose state dict uses the names of the wrapped model's parameters as keys."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.names = {parameter: name for name, parameter in model.named_parameters()}
-        self.inner = torch.optim.Adam(self.names, lr=0.01)
-        self.state, self.param_groups = self.inner.state, self.inner.param_groups
-        self.zero_grad, self.step = self.inner.zero_grad, self.inner.step
-
-    def state_dict(self) -> dict[str, Any]:
-        own, names = self.inner.state_dict(), list(self.names.values())
-        groups = [{**group, "params": [names[key] for key in group["params"]]} for group in own["param_groups"]]
-        return {"state": {names[key]: value for key, value in own["state"].items()}, "param_groups": groups}
-
-
 @pytest.mark.spec("OSD-LOAD-06")
 @flat_or_original
 @ranks(2)
-def test_an_optimizer_that_is_keyed_by_names_gets_names(keep: bool) -> None:
+def test_an_optimizer_that_is_keyed_by_names_saves_and_loads_states(keep: bool) -> None:
     model = wrapped(make(), use_orig_params=keep, sharding_strategy=SHARD_GRAD_OP)
-    optimizer: Any = NamedAdam(model)
-    step(model, optimizer, 0)
-    own, states = optimizer.state_dict(), FSDP.optim_state_dict(model, optimizer)
-    assert sorted(states["state"]) == sorted(dict(make().named_parameters()))
-    for _ in range(2):
-        found = FSDP.optim_state_dict_to_load(model, optimizer, states, is_named_optimizer=True)
-        assert found["param_groups"] == own["param_groups"]
-        # Includes parameters without elements on this rank, because such optimizers require every name.
-        assert found["state"].keys() == (dict(model.named_parameters()) if keep else own["state"]).keys()
-        assert_same_state({name: found["state"][name] for name in own["state"]}, own["state"])
-        # Then the parameters stay unsharded, because no backward follows.
-        model(batch(width=3))
-
-
-@pytest.mark.spec("OSD-LOAD-06")
-@ranks(2)
-def test_named_optimizer_of_torch_saves_and_loads_states() -> None:
     with quiet():
         from torch.distributed.optim import _NamedOptimizer
 
-        model = wrapped(make(), use_orig_params=True)
-        named = _NamedOptimizer(
-            model.named_parameters(), torch.optim.Adam, [{"params": model.parameters()}], model, lr=0.01
-        )
+        groups = [{"params": model.parameters()}]
+        named = _NamedOptimizer(model.named_parameters(), torch.optim.Adam, groups, model, lr=0.01)
 
     def train() -> None:
-        # zero_grad() of that class uses attributes that only other optimizers have.
+        # zero_grad() of that class uses attributes that only other optimizers have. It needs all gradients.
         model.zero_grad()
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         train_once(model, named)
 
     train()
-    states = copy.deepcopy(FSDP.optim_state_dict(model, named))
+    own, states = named.state_dict(), copy.deepcopy(FSDP.optim_state_dict(model, named))
+    assert sorted(states["state"]) == sorted(dict(make().named_parameters()))
+    for _ in range(2):
+        found = FSDP.optim_state_dict_to_load(model, named, states, is_named_optimizer=True)
+        # That class sorts the names.
+        sorted_groups = [{**group, "params": sorted(group["params"])} for group in found["param_groups"]]
+        assert sorted_groups == own["param_groups"]
+        # Includes parameters without elements on this rank, because such optimizers require every name.
+        assert found["state"].keys() == dict(model.named_parameters()).keys()
+        assert_same_state({name: found["state"][name] for name in own["state"]}, own["state"])
+        # Then the parameters stay unsharded, because no backward follows.
+        model(batch(width=3))
     train()
     named.load_state_dict(FSDP.optim_state_dict_to_load(model, named, states, is_named_optimizer=True))
     assert_same_state(FSDP.optim_state_dict(model, named)["state"], states["state"])

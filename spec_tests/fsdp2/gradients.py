@@ -50,3 +50,15 @@ def step_with(gradients: dict[str, Tensor], plain: nn.Module, optimizer: torch.o
         parameter.grad = gradients.get(name)
     optimizer.step()
     optimizer.zero_grad()
+
+
+def assert_learns_alike(plain: nn.Module, model: nn.Module, loss: Callable[[Any], Tensor]) -> None:
+    """Both train for two steps, on the same batch on all ranks. A third loss shows whether all weights are the same."""
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.5) for net in (plain, model)]
+    for _ in range(3):
+        expected, found = loss(plain), loss(model)
+        torch.testing.assert_close(found, expected)
+        for optimizer, value in zip(optimizers, (expected, found), strict=True):
+            value.backward()
+            optimizer.step()
+            optimizer.zero_grad()

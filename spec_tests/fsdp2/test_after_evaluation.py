@@ -256,7 +256,7 @@ EDITS: dict[str, Edit] = {
     "averaged": evaluate_average,
 }
 WITHOUT_A_TRACE = ["scaled by data", "scaled by a list operator"]
-PLACES = ["before the first step", "between backward and step", "between micro-batches", "after the step", "logged"]
+PLACES = ["before the step", "between micro-batches", "between backward and step", "logged"]
 
 
 def run(model: nn.Module, place: str, edit: Edit) -> list[Tensor]:
@@ -270,13 +270,12 @@ def run(model: nn.Module, place: str, edit: Edit) -> list[Tensor]:
             optimizer = edit(model) or optimizer
 
     for _ in range(2):
-        visit("before the first step")
+        visit("before the step")
         backward(model)
         visit("between micro-batches")
         backward(model)
         visit("between backward and step")
         optimizer.step()
-        visit("after the step")
         optimizer.zero_grad()
         if place == "logged":
             # A forward recorded by autograd but without a backward, followed by an evaluation.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from spec_tests.fsdp2.gradients import assert_learns_alike
 from spec_tests.harness import device, ranks
 from spec_tests.subject import (
     FullyShardedDataParallel,
@@ -212,18 +213,6 @@ def batch() -> Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).to(device())
 
 
-def learns_as(plain: nn.Module, model: Any, loss: Callable[[Any], Tensor]) -> None:
-    """Both train for two steps. A third loss shows whether all weights are the same."""
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.5) for net in (plain, model)]
-    for _ in range(3):
-        expected, found = loss(plain), loss(model)
-        torch.testing.assert_close(found, expected)
-        for optimizer, value in zip(optimizers, (expected, found), strict=True):
-            value.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 @pytest.mark.spec("PROG-80", "FS2-13")
 @pytest.mark.parametrize("api", APIS)
 @ranks(2)
@@ -231,7 +220,7 @@ def test_outputs_and_inputs_in_any_container_train_as_the_plain_model(api: str) 
     for make in CONTAINERS.values():
         plain = Net(make).to(device())
         model = APIS[api](copy.deepcopy(plain))
-        learns_as(plain, model, lambda net: net(batch()).square().mean())
+        assert_learns_alike(plain, model, lambda net: net(batch()).square().mean())
 
 
 @pytest.mark.spec("FS2-13")
@@ -240,7 +229,7 @@ def test_units_without_detected_inputs_and_outputs_are_reduced() -> None:
     plain = Net(Attributes).to(device())
     # There is no output gradient whose hook could trigger the all-gather in backward.
     model = in_place(copy.deepcopy(plain), reshard_after_forward=False)
-    learns_as(plain, model, lambda net: net(batch()).square().mean())
+    assert_learns_alike(plain, model, lambda net: net(batch()).square().mean())
 
 
 @pytest.mark.spec("PROG-80")
@@ -251,7 +240,7 @@ def test_the_loss_may_use_one_tensor_of_the_container(index: int) -> None:
         for shard in (APIS["fully_shard"], APIS["FULL_SHARD"]):
             plain = Net(make).to(device())
             model = shard(copy.deepcopy(plain))
-            learns_as(plain.gives, model.gives, lambda net: get(net(batch()), index).square().mean())
+            assert_learns_alike(plain.gives, model.gives, lambda net: get(net(batch()), index).square().mean())
 
 
 def dtypes_seen_by(takes: nn.Module) -> list[torch.dtype]:
@@ -313,6 +302,6 @@ def test_a_module_may_add_to_a_registered_container_of_its_caller(trains: bool) 
         # The cast has nothing to do.
         fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
     if trains:
-        learns_as(plain, model, lambda net: run(net)[1].square().mean())
+        assert_learns_alike(plain, model, lambda net: run(net)[1].square().mean())
     with torch.set_grad_enabled(trains):
         assert len(run(model)[0].tensors) == 3

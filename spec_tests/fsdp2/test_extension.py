@@ -45,6 +45,10 @@ def test_layer_computes_with_weights_rebuilt_from_int8_and_the_shard_keeps_its_p
         plain.weight.copy_(torch.cat([quantised(shard) for shard in shards]))
     for step in range(2):
         torch.testing.assert_close(layer(batch(step)), plain(batch(step)))
+    layer(batch()).sum().backward()
+    assert isinstance(layer.weight.grad, DTensor)
+    expected = sum(batch(0, rank).sum(0) for rank in range(2)) / 2
+    torch.testing.assert_close(local(layer.weight.grad), expected.expand(4, WIDTH).chunk(2)[dist.get_rank()])
     layer.unshard()
     assert type(layer.weight.data) is plain_tensor()
     torch.testing.assert_close(layer.weight.detach(), plain.weight.detach())
@@ -68,16 +72,6 @@ def test_a_quarter_of_the_bytes_is_sent() -> None:
     num_elements = 4 * WIDTH
     assert num_bytes[Plain] == num_elements * 4
     assert num_bytes[Int8Shards] == num_elements * 1 + 2 * 4, "and one scale for each of two ranks"
-
-
-@pytest.mark.spec("FS2-EXT-01")
-@ranks(2)
-def test_the_gradient_is_that_of_the_rebuilt_weight() -> None:
-    layer = layer_of(Int8Shards)
-    layer(batch()).sum().backward()
-    assert isinstance(layer.weight.grad, DTensor)
-    expected = sum(batch(0, rank).sum(0) for rank in range(2)) / 2
-    torch.testing.assert_close(local(layer.weight.grad), expected.expand(4, WIDTH).chunk(2)[dist.get_rank()])
 
 
 @pytest.mark.spec("FS2-EXT-01", "FS2-EXT-02")

@@ -37,13 +37,21 @@ ENDS = "enter, leave"
 
 @pytest.mark.spec("NEW-04")
 @ranks(2)
-def test_fully_shard_of_a_list_returns_a_list_of_fsdp_modules() -> None:
+def test_fully_shard_of_a_list_returns_fsdp_modules_that_are_unsharded_together() -> None:
     model = seeded()
     modules = [model.enter, model.leave]
     assert fully_shard(modules) == modules
     assert [type(module).__name__ for module in modules] == ["FSDPLinear", "FSDPLinear"]
     assert all(isinstance(module, FSDPModule) for module in modules)
-    assert all(isinstance(parameter, DTensor) for module in modules for parameter in module.parameters())
+
+    def types() -> set[type]:
+        return {type(parameter.data) for module in modules for parameter in module.parameters()}
+
+    assert types() == {DTensor}
+    model.enter.unshard()
+    assert types() == {plain_tensor()}
+    model.leave.reshard()
+    assert types() == {DTensor}
 
 
 @pytest.mark.spec("NEW-04")
@@ -88,16 +96,6 @@ def test_a_parameter_may_be_tied_across_the_modules_of_a_list() -> None:
     for step in range(2):
         assert_mean_gradients(model, tied(), [step])
         assert model.enter.weight is model.blocks[3].linear.weight
-
-
-@pytest.mark.spec("NEW-04")
-@ranks(2)
-def test_unshard_and_reshard_of_one_module_act_on_its_group() -> None:
-    model = with_ends_together()
-    model.enter.unshard()
-    assert {type(p.data) for p in (model.enter.weight, model.leave.weight)} == {plain_tensor()}
-    model.leave.reshard()
-    assert {type(p.data) for p in (model.enter.weight, model.leave.weight)} == {DTensor}
 
 
 @pytest.mark.spec("NEW-04", "FS2-MP-05", "FS2-MP-06")
