@@ -193,9 +193,11 @@ def _shape_in_group(value: Any, group: Group | None) -> torch.Size:
     if not isinstance(value, DTensor) or group is None:
         return torch.Size(value.size())
     mesh = value.device_mesh
+    # Two ranks of `group` never hold different parts of tensor parallelism. An axis that contains two is one of FSDP.
+    of_axes = [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in range(mesh.ndim)]
     placements = [
-        Replicate() if dist.get_process_group_ranks(mesh.get_group(axis)) == [*group.ranks] else placement
-        for axis, placement in enumerate(value.placements)
+        Replicate() if ranks == [*group.ranks] or len({*ranks} & {*group.ranks}) > 1 else placement
+        for ranks, placement in zip(of_axes, value.placements, strict=True)
     ]
     return torch.Size(compute_local_shape_and_global_offset(value.shape, mesh, placements)[0])
 
