@@ -10,13 +10,14 @@ The device is the second of its type, so code that does not pass the device woul
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from minifsdp.engine.comm_streams import CommStreams
+from minifsdp.engine.layout import Gradient
 
 DEVICE = torch.device("cuda", 1)
 
@@ -79,6 +80,28 @@ class StandIn:
 
     def comm_streams(self) -> CommStreams:
         return CommStreams(DEVICE)
+
+
+class Kept:
+    """Replaces a layout. Stores the reduced gradients, and notes its operations."""
+
+    name = "unit"
+    offloads = reads_gradient = has_gradient_hooks = False
+
+    def __init__(self, note: Callable[[str], None] = lambda what: None) -> None:
+        self.note = note
+        self.local_shards: list[torch.Tensor] = []
+
+    def pack(self, gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False) -> torch.Tensor:
+        return gradient.parts[0].to(dtype)
+
+    def copy_to_host(self, local_shard: torch.Tensor) -> torch.Tensor:
+        self.note("copy to the host")
+        return local_shard.clone()
+
+    def accept_gradient(self, gradient: Gradient, local_shard: torch.Tensor) -> None:
+        self.note("accept")
+        self.local_shards.append(local_shard.clone())
 
 
 @pytest.fixture

@@ -98,20 +98,6 @@ def test_a_deep_copy_raises_with_the_remedy() -> None:
 # --- in a sharded model ---
 
 
-@pytest.mark.spec("FWD-01", "ORIG-11")
-@pytest.mark.parametrize("moment", ["before the first forward", "after a forward", "after a backward"])
-@ranks(2)
-def test_direct_call_of_sharded_submodule_raises_with_remedy(moment: str) -> None:
-    model = shard_each(chain(2))
-    if moment != "before the first forward":
-        loss = model(draw(0)).sum()
-        if moment == "after a backward":
-            loss.backward()
-    remedies = "call the wrapped module instead, or wrap that part"
-    with pytest.raises(RuntimeError, match=rf"'up\.weight' \(shape \(4, 3\)\) is sharded right now.*{remedies}"):
-        model.module[0].module(draw(0))
-
-
 @pytest.mark.spec("FWD-01")
 @ranks(2)
 def test_direct_call_of_root_part_raises_while_root_is_unsharded() -> None:
@@ -121,14 +107,3 @@ def test_direct_call_of_root_part_raises_while_root_is_unsharded() -> None:
     whole(draw(0))
     with pytest.raises(RuntimeError, match=r"'1\.up\.weight'.*is sharded right now"):
         whole.module[1](draw(0))
-
-
-@pytest.mark.spec("NEW-22")
-@pytest.mark.parametrize("original", [False, True])
-@ranks(2)
-def test_a_sharded_model_cannot_be_copied_deeply(original: bool) -> None:
-    model = shard_each(chain(2), use_orig_params=original)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"copy\.deepcopy.*before wrapping"):
-            copy.deepcopy(model)
-        model(draw(0)).sum().backward()

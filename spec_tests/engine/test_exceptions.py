@@ -112,31 +112,6 @@ def test_the_iteration_after_an_exception_is_right(strategy: ShardingStrategy, m
 
 
 @pytest.mark.spec("NEW-15")
-@pytest.mark.parametrize("original", [False, True])
-@pytest.mark.parametrize("moment", ["forward", "backward"])
-@ranks(2)
-def test_parameters_changed_after_an_exception_are_used_in_the_next_iteration(moment: str, original: bool) -> None:
-    def wrap(module: nn.Module) -> nn.Module:
-        return FSDP(module, device_id=device(), use_orig_params=original)
-
-    model: Any = with_fuses(wrap)
-    plain = with_fuses(lambda module: module)
-    train_once(model, from_input)
-    with breaking(model, moment):
-        train_once(model, from_input)
-    model.zero_grad()
-    train_once(model, from_input)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    optimizer.step()
-    for parameter, gradient in zip(plain.parameters(), mean_gradients(plain, from_input).values(), strict=True):
-        assert gradient is not None
-        parameter.data -= 0.5 * gradient
-    model.zero_grad()
-    train_once(model, from_input)
-    assert_gradients(model, mean_gradients(plain, from_input))
-
-
-@pytest.mark.spec("NEW-15")
 @pytest.mark.parametrize("impl", CheckpointImpl, ids=str)
 @each_strategy
 @ranks(2)

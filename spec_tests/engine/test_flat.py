@@ -1,4 +1,4 @@
-"""The flat layout: one flat tensor, split into shards, all-gathered without a copy and used through views."""
+"""Flat units: of one rank, of one element, with parameters that cannot be one tensor or that the user changes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.layout import owned_parameters
-from minifsdp.engine.mesh import Group, MeshGroups, default_group
+from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.precision import Precision
-from spec_tests.engine.small import draw, shard_each, square_loss, train_once
-from spec_tests.harness import device, plain_tensor, ranks
+from spec_tests.engine.small import assert_gradients, draw, mean_gradients, shard_each, square_loss, train_once
+from spec_tests.harness import device, ranks
 from spec_tests.models.modules import MLP, Scale, chain
+from spec_tests.subject import FullyShardedDataParallel as FSDP
 
 both_kinds = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
 
@@ -26,12 +27,9 @@ def a_block() -> MLP:
     return block
 
 
-def lay_out(
-    module: nn.Module, mesh: MeshGroups | None = None, *, compute: torch.dtype | None = None, **options: Any
-) -> FlatLayout:
+def lay_out(module: nn.Module, compute: torch.dtype | None = None) -> FlatLayout:
     parameters = owned_parameters(module.named_modules(), set())
-    mesh = MeshGroups.sharded(Group.of(default_group())) if mesh is None else mesh
-    return FlatLayout(module, parameters, mesh, device(), Precision(compute=compute), **options)
+    return FlatLayout(module, parameters, MeshGroups(None, None), device(), Precision(compute=compute))
 
 
 def all_gather(layout: FlatLayout) -> None:
@@ -40,59 +38,6 @@ def all_gather(layout: FlatLayout) -> None:
     handle = layout.all_gather(comm_streams)
     if handle is not None:
         handle.wait()
-
-
-def values_of(module: nn.Module) -> list[Tensor]:
-    """The parameters that are registered on the modules, in the order of the layout."""
-    layers = [m for m in module.modules() if isinstance(m, nn.Linear)]
-    return [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
-
-
-# --- stored tensors ---
-
-
-@pytest.mark.spec("SHARD-02", "SHARD-03")
-@both_kinds
-@ranks(4)
-def test_each_rank_stores_an_equal_shard_and_only_the_last_one_has_padding(original: bool) -> None:
-    layout = lay_out(a_block(), use_orig_params=original)
-    row = torch.cat([p.detach().reshape(-1) for p in a_block().parameters()])
-    rank = dist.get_rank()
-    shard = layout.registered.shard.detach()
-    assert shard.numel() == 8
-    assert shard.untyped_storage().size() == 8 * 4, "the memory of the other shards is released"
-    mine = row[8 * rank : 8 * rank + 8]
-    assert torch.equal(shard[: mine.numel()], mine)
-    assert shard[mine.numel() :].tolist() == [0.0] * (1 if rank == 3 else 0)
-
-
-# --- all-gather and reshard ---
-
-
-@pytest.mark.spec("SHARD-13", "FWD-04")
-@both_kinds
-@ranks(2)
-def test_all_gather_shows_full_views_and_reshard_frees_them(original: bool) -> None:
-    block = a_block()
-    expected = [p.detach().clone() for p in block.parameters()]
-    layout = lay_out(block, use_orig_params=original)
-    seen: list[Tensor] = []
-    for _ in range(2):
-        all_gather(layout)
-        layout.use_unsharded_params()
-        shown = values_of(block)
-        assert len({tensor.untyped_storage().data_ptr() for tensor in shown}) == 1, "one flat storage"
-        for tensor, value in zip(shown, expected, strict=True):
-            assert torch.equal(tensor, value)
-            assert type(tensor) is plain_tensor()
-            assert tensor.requires_grad
-        layout.use_sharded_params()
-        event = layout.free()
-        assert event is not None
-        assert all(tensor.untyped_storage().size() == 0 for tensor in shown)
-        seen += shown
-    assert seen[0] is not seen[4], "each forward creates new views"
-    assert seen[0].untyped_storage().size() == 0
 
 
 # --- a unit that is not shared between ranks ---
@@ -119,7 +64,7 @@ def test_one_rank_unit_computes_in_stored_memory() -> None:
 @ranks(1)
 def test_one_rank_cast_unit_frees_its_copy() -> None:
     block = a_block()
-    layout = lay_out(block, compute=torch.bfloat16)
+    layout = lay_out(block, torch.bfloat16)
     all_gather(layout)
     layout.use_unsharded_params()
     view = block.up.weight
@@ -132,30 +77,13 @@ def test_one_rank_cast_unit_frees_its_copy() -> None:
 # --- parameters that can share a unit ---
 
 
-@pytest.mark.spec("ORIG-12")
-@ranks(2)
-def test_frozen_and_trained_parameters_in_one_flat_parameter_raise_with_both_lists_of_names() -> None:
-    block = a_block()
-    block.up.bias.requires_grad_(False)
-    with pytest.raises(ValueError, match="requires_grad") as caught:
-        lay_out(block)
-    message = str(caught.value)
-    assert "requires_grad=True (['up.weight', 'down.weight', 'down.bias'])" in message
-    assert "requires_grad=False (['up.bias'])" in message
-    assert "use_orig_params=True" in message
-    assert f"rank {dist.get_rank()}" in message
-    # The module is unchanged.
-    assert torch.equal(block(draw(0)), a_block()(draw(0)))
-    assert [name for name, _ in block.named_parameters()] == ["up.weight", "up.bias", "down.weight", "down.bias"]
-
-
 @both_kinds
 @ranks(2)
 def test_parameters_of_several_dtypes_in_one_unit_raise_with_the_dtypes(original: bool) -> None:
     block = a_block()
     block.down.to(torch.bfloat16)
     with pytest.raises(ValueError, match=r"MLP has parameters of several dtypes \(torch.bfloat16, torch.float32\)"):
-        lay_out(block, use_orig_params=original)
+        FSDP(block, use_orig_params=original, device_id=device())
 
 
 @pytest.mark.parametrize("original", [False, True])
@@ -164,7 +92,7 @@ def test_integer_only_unit_raises_with_names_and_remedy(original: bool) -> None:
     module = nn.Module()
     module.counts = nn.Parameter(torch.arange(4), requires_grad=False)
     with pytest.raises(ValueError, match=rf"rank {dist.get_rank()}: .*torch.int64: counts.*ignored_states"):
-        lay_out(module, use_orig_params=original)
+        FSDP(module, use_orig_params=original, device_id=device())
 
 
 @ranks(2)
@@ -180,3 +108,54 @@ def test_unit_of_one_element_trains_with_only_padding_on_one_rank() -> None:
             (weight,) = model.parameters()
             assert weight.shape == ()
             torch.testing.assert_close(weight.detach(), 0.5 - expected)
+
+
+@ranks(2)
+@pytest.mark.spec("FWD-04")
+def test_recurrent_unit_trains_with_unsharded_weights() -> None:
+    torch.manual_seed(3)
+    plain = nn.LSTM(3, 2).to(device())
+    sharded = nn.LSTM(3, 2)
+    sharded.load_state_dict(plain.state_dict())
+    model: Any = shard_each(nn.Sequential(sharded))
+    for _ in range(2):
+        output, (hidden, _) = model(draw(0))
+        expected, (expected_hidden, _) = plain(draw(0))
+        torch.testing.assert_close(output, expected)
+        (output.sum() + hidden.sum()).backward()
+        (expected.sum() + expected_hidden.sum()).backward()
+    flat = torch.cat([p.grad.reshape(-1) for p in plain.parameters() if p.grad is not None])
+    local_shard = model[0]._unit.layout.registered.shard.grad
+    index = torch.distributed.get_rank()
+    mine = flat[index * local_shard.numel() : (index + 1) * local_shard.numel()]
+    torch.testing.assert_close(local_shard[: mine.numel()], mine)
+
+
+@pytest.mark.spec("FWD-08")
+@ranks(2)
+def test_zero_grad_of_one_parameter_drops_its_unreduced_gradient_and_zero_grad_of_all_drops_everything() -> None:
+    model, plain = FSDP(a_block(), device_id=device(), use_orig_params=True), a_block()
+    once = mean_gradients(plain, square_loss)
+    with model.no_sync():
+        train_once(model)
+    model.module.up.bias.grad = None
+    train_once(model)
+    twice = mean_gradients(plain, lambda m, rank: 2 * square_loss(m, rank))
+    assert_gradients(model, {**twice, "up.bias": once["up.bias"]})
+    model.zero_grad()
+    with model.no_sync():
+        train_once(model)
+    model.zero_grad()
+    train_once(model)
+    assert_gradients(model, once)
+
+
+@ranks(2)
+def test_a_parameter_that_was_given_another_size_raises_with_its_name() -> None:
+    model = FSDP(a_block(), device_id=device(), use_orig_params=True)
+    bias = model.module.down.bias
+    message = rf"'down.bias' was set to a tensor of 7 elements.*this rank has {bias.numel()}.*summon_full_params"
+    assert bias.numel() == (3 if dist.get_rank() == 1 else 0)
+    bias.data = torch.zeros(7, device=device())
+    with pytest.raises(RuntimeError, match=message):
+        model(draw(0))

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import AllgatherOptions
 from minifsdp.engine import collectives, gloo
 from minifsdp.engine.collectives import Collective
 from minifsdp.engine.mesh import Group
+from spec_tests.engine.counted_backend import Counted
 from spec_tests.harness import ranks
 from spec_tests.harness.programs import output_of_ranks
 from spec_tests.live_bytes import LiveBytes
@@ -95,33 +96,6 @@ def test_a_group_of_some_ranks_sends_between_these_alone() -> None:
         local_shard = torch.empty(2)
         collectives.reduce_scatter(group, local_shard, output * (group.rank + 1)).wait()
         assert local_shard.tolist() == [[3.0, 3.0], [9.0, 9.0]][group.rank]
-
-
-class Counted:
-    """A backend that counts its messages.
-
-    Attributes:
-        sent: bytes that this rank sends, by destination rank.
-        num_in_thread: number of collectives that run in gloo's thread.
-    """
-
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
-        self.sent: dict[int, int] = {}
-        self.num_in_thread = 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
-
-    def send(self, tensors: list[torch.Tensor], target: int, tag: int) -> Any:
-        self.sent[target] = self.sent.get(target, 0) + sum(tensor.nbytes for tensor in tensors)
-        return self._backend.send(tensors, target, tag)
-
-    def alltoall_base(self, output: torch.Tensor, whole: torch.Tensor, *splits: Any) -> Any:
-        self.num_in_thread += 1
-        parts = whole.split(splits[1]) if splits[1] else whole.tensor_split(self.size())
-        self.sent = {rank: part.nbytes for rank, part in enumerate(parts) if rank != self.rank() and part.nbytes}
-        return self._backend.alltoall_base(output, whole, *splits)
 
 
 def check_sent_bytes() -> None:

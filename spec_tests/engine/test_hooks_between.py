@@ -40,8 +40,8 @@ class Net(nn.Module):
 every_named_kind = pytest.mark.parametrize("kind", KINDS[3:])
 
 
-def sharded(kind: str, plain: nn.Module, *, units: bool = True) -> nn.Module:
-    model: nn.Module = shard(kind, copy.deepcopy(plain), ["block"] if units else [])
+def sharded(kind: str, plain: nn.Module) -> nn.Module:
+    model: nn.Module = shard(kind, copy.deepcopy(plain), ["block"])
     return model
 
 
@@ -55,10 +55,10 @@ def full_gradient(parameter: Tensor) -> Tensor | None:
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
-def assert_trains(kind: str, program: Program, plain: nn.Module | None = None, *, units: bool = True) -> None:
+def assert_trains(kind: str, program: Program, plain: nn.Module | None = None) -> None:
     """Compares the weights of the plain model and of the sharded one after two steps of ``program``."""
     plain = (plain or Net()).to(device())
-    model = sharded(kind, plain, units=units)
+    model = sharded(kind, plain)
     for net in (plain, model):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         for _ in range(2):
@@ -78,9 +78,8 @@ def mask(gradient: Tensor) -> Tensor:
 
 @pytest.mark.spec("PROG-100")
 @every_named_kind
-@pytest.mark.parametrize("units", [True, False])
 @ranks(2)
-def test_a_hook_after_the_forward_changes_the_unsharded_gradient(kind: str, units: bool) -> None:
+def test_a_hook_after_the_forward_changes_the_unsharded_gradient(kind: str) -> None:
     def program(net: nn.Module, x: Tensor) -> None:
         output = net(x)
         handles = [parameter.register_hook(mask) for parameter in net.parameters()]
@@ -89,7 +88,7 @@ def test_a_hook_after_the_forward_changes_the_unsharded_gradient(kind: str, unit
             handle.remove()
         net(x).sum().backward()
 
-    assert_trains(kind, program, units=units)
+    assert_trains(kind, program)
 
 
 @pytest.mark.spec("PROG-100")
@@ -258,11 +257,10 @@ def mapped_input(net: nn.Module, x: Tensor) -> None:
 
 @pytest.mark.spec("PROG-103")
 @every_kind
-@pytest.mark.parametrize("units", [True, False])
 @pytest.mark.parametrize("program", [mapped, mapped_twice, mapped_and_not, mapped_input])
 @ranks(2)
-def test_a_model_inside_vmap_trains(kind: str, program: Program, units: bool) -> None:
-    assert_trains(kind, program, units=units)
+def test_a_model_inside_vmap_trains(kind: str, program: Program) -> None:
+    assert_trains(kind, program)
 
 
 class Inside(Net):

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from minifsdp.checkpoint import agreement
 from minifsdp.engine import collectives, gloo
 from minifsdp.engine.mesh import Group
+from spec_tests.engine.counted_backend import Counted
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import Stack, seeded
 from spec_tests.models.running import batch, iterate
@@ -64,20 +65,6 @@ def test_a_saved_shard_has_the_bytes_of_its_own_elements_only() -> None:
         assert file.tell() < value.to_local().nbytes + 4000, name
 
 
-class Counted:
-    """A gloo backend that counts the sends."""
-
-    def __init__(self, backend: Any) -> None:
-        self._backend, self.sends = backend, 0
-
-    def send(self, *arguments: Any) -> Any:
-        self.sends += 1
-        return self._backend.send(*arguments)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
-
-
 @pytest.mark.spec("WIRE-10")
 @pytest.mark.parametrize(("number", "kib", "sends"), [(40, 8, 1), (40, 255, 1), (3, 256, 3)])
 @pytest.mark.cpu  # the transport of gloo
@@ -93,7 +80,7 @@ def test_many_small_parameters_are_sent_together(number: int, kib: int, sends: i
         model.reshard()
     transport._backend = counted = Counted(transport._backend)
     model.unshard()
-    assert counted.sends == sends
+    assert counted.num_sends == sends
     transport._backend = counted._backend
 
 

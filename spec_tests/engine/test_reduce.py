@@ -14,29 +14,11 @@ from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.layout import Gradient
 from minifsdp.engine.mesh import Group, MeshGroups, default_group
 from minifsdp.engine.reduce import ReducePlan, Reducer
+from spec_tests.engine.stand_in import Kept
 from spec_tests.harness import device, ranks
 from spec_tests.subject import trace
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-
-
-class Kept:
-    """Replaces a layout. Receives reduced gradients and stores them."""
-
-    name = "unit"
-    offloads = has_gradient_hooks = False
-
-    def __init__(self) -> None:
-        self.local_shards: list[torch.Tensor] = []
-
-    def pack(self, gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False) -> torch.Tensor:
-        return gradient.parts[0].to(dtype)
-
-    def copy_to_host(self, local_shard: torch.Tensor) -> torch.Tensor:
-        return local_shard
-
-    def accept_gradient(self, gradient: Gradient, local_shard: torch.Tensor) -> None:
-        self.local_shards.append(local_shard.clone())
 
 
 def reducer() -> Reducer:
@@ -88,29 +70,6 @@ def test_hybrid_unit_reduce_scatters_then_all_reduces() -> None:
 
 
 # --- dtypes ---
-
-
-@pytest.mark.spec("MP-05")
-@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
-@ranks(2)
-def test_gradients_are_reduced_and_stored_in_the_dtype_of_the_plan(dtype: torch.dtype) -> None:
-    whole = full(dist.get_rank() + 1, dtype=BF16)
-    with trace.record() as recorder:
-        local_shard = reduced(ReducePlan.mean(MeshGroups.sharded(world()), dtype), whole)
-    (event,) = recorder.events
-    assert (event.dtype, local_shard.dtype) == (dtype, dtype)
-    assert event.num_bytes == 4 * dtype.itemsize
-    assert local_shard.tolist() == [1.5, 1.5]
-
-
-@pytest.mark.spec("MP-07")
-@ranks(2)
-def test_sum_in_float32_is_more_precise_than_a_sum_in_bfloat16() -> None:
-    # bfloat16 cannot represent 256 + 1: the next number after 256 is 258.
-    whole = full(256.0 if dist.get_rank() == 0 else 1.0, dtype=BF16)
-    mesh = MeshGroups.sharded(world())
-    assert reduced(ReducePlan.mean(mesh, F32), whole.clone()).tolist() == [128.5, 128.5]
-    assert reduced(ReducePlan.mean(mesh, BF16), whole.clone()).tolist() == [128.0, 128.0]
 
 
 @pytest.mark.spec("SHARD-06")

@@ -156,16 +156,3 @@ def test_a_static_order_is_followed_in_every_iteration_without_a_warning(num: in
             assert followed == [*order[1:], None]
             assert [schedule.next_backward(unit) for unit in reversed(order)] == [*reversed(order[:-1]), None]
             schedule.end_iteration()
-
-
-@pytest.mark.pure
-@pytest.mark.spec("PREF-12", "NEW-15")
-def test_after_a_failed_first_iteration_the_next_one_records_the_order() -> None:
-    a, b, c = units(3)
-    schedule = Schedule()
-    schedule.enter(a)
-    schedule.enter(b)
-    schedule.abandon_iteration()
-    assert schedule.next_forward(a) is None
-    iterate(schedule, a, b, c)
-    assert [schedule.next_forward(unit) for unit in (a, b, c)] == [b, c, None]

@@ -54,8 +54,6 @@ class NoOptimizer:
 OPTIMIZERS: dict[str, Callable[[Parameters], Any]] = {
     "SGD": lambda ps: torch.optim.SGD(ps, 0.5, foreach=False),
     "SGD foreach": lambda ps: torch.optim.SGD(ps, 0.5, foreach=True),
-    "SGD fused": lambda ps: torch.optim.SGD(ps, 0.5, fused=True),
-    "AdamW foreach": lambda ps: torch.optim.AdamW(ps, 0.1, foreach=True),
     "AdamW fused": lambda ps: torch.optim.AdamW(ps, 0.1, fused=True),
     "own step": lambda ps: OwnStep(ps, 0.5),
     "no optimizer": NoOptimizer,
@@ -116,11 +114,8 @@ def trained(model: nn.Module, optimizer: Any, between: str) -> list[Tensor]:
 
 
 @pytest.mark.spec("FRESH-04")
-@pytest.mark.parametrize(
-    ("kind", "optimizer"),
-    # PyTorch has no fused SGD for DTensor parameters.
-    [(kind, one) for kind in KINDS for one in OPTIMIZERS if one != "SGD fused" or "SHARD" in kind],
-)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@every_kind
 @ranks(2)
 def test_a_forward_after_a_step_uses_the_new_weights(kind: str, optimizer: str) -> None:
     for between in ("nothing", "evaluation", "recorded forward", "closure"):

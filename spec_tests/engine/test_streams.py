@@ -18,7 +18,7 @@ from minifsdp.engine.layout import Gradient
 from minifsdp.engine.mesh import Group, MeshGroups, default_group
 from minifsdp.engine.reduce import ReducePlan, Reducer
 from spec_tests.engine.small import shard_each, train_once
-from spec_tests.engine.stand_in import DEVICE, StandIn, machine
+from spec_tests.engine.stand_in import DEVICE, Kept, StandIn, machine
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import chain
 
@@ -121,26 +121,6 @@ def test_every_stream_comes_from_its_device(machine: StandIn) -> None:
 # --- reductions ---
 
 
-class Kept:
-    """Replaces a layout. Receives reduced gradients and logs them."""
-
-    name = "unit"
-    offloads = reads_gradient = has_gradient_hooks = False
-
-    def __init__(self, machine: StandIn) -> None:
-        self.machine = machine
-
-    def pack(self, gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False) -> Tensor:
-        return gradient.parts[0]
-
-    def copy_to_host(self, local_shard: Tensor) -> Tensor:
-        self.machine.note("copy to the host")
-        return local_shard.clone()
-
-    def accept_gradient(self, gradient: Gradient, local_shard: Tensor) -> None:
-        self.machine.note("accept")
-
-
 class Noted(Scaling):
     """A division that logs the stream on which it runs."""
 
@@ -165,7 +145,7 @@ def plan(machine: StandIn, monkeypatch: pytest.MonkeyPatch) -> Callable[[MeshGro
 
 def reduce_once(machine: StandIn, plan: ReducePlan, **facts: Any) -> list[str]:
     """Runs one reduction, from its issue to the end of backward. Returns the log."""
-    kept = Kept(machine)
+    kept = Kept(machine.note)
     vars(kept).update(facts)
     one, target = Reducer(machine.comm_streams(), kept.offloads), cast(Any, kept)
     one.reduce(target, plan, Gradient([torch.ones(4)]))
@@ -259,7 +239,7 @@ def test_a_hook_with_a_stream_of_its_own_runs_between_the_division_and_the_compu
 def test_partial_sum_stays_in_memory_until_the_compute_stream_waits_for_its_all_reduce(
     machine: StandIn, plan: Callable[[MeshGroups], ReducePlan]
 ) -> None:
-    one, reducer, kept = plan(MeshGroups.hybrid(PAIR, PAIR)), Reducer(machine.comm_streams()), Kept(machine)
+    one, reducer, kept = plan(MeshGroups.hybrid(PAIR, PAIR)), Reducer(machine.comm_streams()), Kept(machine.note)
     target: Any = kept
     one.all_reduces = False
     reducer.reduce(target, one, Gradient([torch.ones(4)]))
@@ -281,7 +261,7 @@ def test_partial_sum_stays_in_memory_until_the_compute_stream_waits_for_its_all_
 def test_gradients_are_copied_to_the_host_on_the_stream_that_reduced_them_with_one_stop_at_the_end(
     machine: StandIn, plan: Callable[[MeshGroups], ReducePlan]
 ) -> None:
-    reducer, kept = Reducer(machine.comm_streams(), offloads=True), Kept(machine)
+    reducer, kept = Reducer(machine.comm_streams(), offloads=True), Kept(machine.note)
     kept.offloads = True
     target: Any = kept
     for mesh in (MeshGroups.sharded(PAIR), MeshGroups.hybrid(PAIR, PAIR), MeshGroups(None, None)):

@@ -31,8 +31,6 @@ ODD = re.compile(rf"\b(?i:{WORDS})\b|{CLAUSE}", re.MULTILINE)
 LEFT: dict[str, int] = {
     "docs/spec.md": 1,
     "minifsdp/messages.toml": 2,
-    # Quotes the description of a break.
-    "spec_tests/streams/breaks.py": 1,
 }
 
 
