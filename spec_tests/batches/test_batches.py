@@ -193,6 +193,16 @@ def test_token_scale_is_zero_without_tokens() -> None:
     assert minifsdp.token_scale(dist.get_rank() * 3).item() == pytest.approx(2 / 3)
 
 
+@pytest.mark.spec("BATCH-06", "BATCH-07")
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float64])
+@ranks(2)
+def test_the_callers_number_of_tokens_does_not_change(dtype: torch.dtype) -> None:
+    num_tokens, loss = torch.tensor(3, dtype=dtype, device=device()), torch.ones((), device=device())
+    minifsdp.token_scale(num_tokens)
+    minifsdp.token_weighted(loss, num_tokens)
+    assert (num_tokens.item(), loss.item()) == (3, 1)
+
+
 @pytest.mark.spec("BATCH-08")
 @ranks(2)
 def test_mean_of_means_has_documented_error() -> None:
