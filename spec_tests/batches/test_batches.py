@@ -90,6 +90,25 @@ def test_all_ranks_may_break_out() -> None:
     assert list(minifsdp.while_all_have_data("xy")) == ["x", "y"]
 
 
+@pytest.mark.spec("BATCH-04")
+@ranks(2)
+def test_a_loop_that_ends_early_waits_for_the_all_reduce_in_flight() -> None:
+    fetch, in_flight = batches._fetch, []
+
+    def recorded(*arguments: Any) -> Any:
+        batch, all_have_one = fetch(*arguments)
+        in_flight.append(all_have_one)
+        return batch, lambda: in_flight.pop(in_flight.index(all_have_one))()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batches, "_fetch", recorded)
+        for batch in minifsdp.while_all_have_data(range(5)):
+            assert len(in_flight) == 1
+            if batch == 2:
+                break
+    assert in_flight == []
+
+
 @pytest.mark.spec("BATCH-05")
 @ranks(2)
 def test_leftover_batches_are_counted_on_request() -> None:
