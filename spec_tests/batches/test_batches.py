@@ -90,6 +90,25 @@ def test_all_ranks_may_break_out() -> None:
     assert list(minifsdp.while_all_have_data("xy")) == ["x", "y"]
 
 
+@pytest.mark.spec("BATCH-04")
+@ranks(2)
+def test_a_loop_that_ends_early_waits_for_the_all_reduce_in_flight() -> None:
+    fetch, in_flight = batches._fetch, []
+
+    def recorded(*arguments: Any) -> Any:
+        batch, all_have_one = fetch(*arguments)
+        in_flight.append(all_have_one)
+        return batch, lambda: in_flight.pop(in_flight.index(all_have_one))()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batches, "_fetch", recorded)
+        for batch in minifsdp.while_all_have_data(range(5)):
+            assert len(in_flight) == 1
+            if batch == 2:
+                break
+    assert in_flight == []
+
+
 @pytest.mark.spec("BATCH-05")
 @ranks(2)
 def test_leftover_batches_are_counted_on_request() -> None:
@@ -191,6 +210,16 @@ def test_token_scale_with_micro_batches_is_that_of_the_step(api: str) -> None:
 def test_token_scale_is_zero_without_tokens() -> None:
     assert minifsdp.token_scale(0).item() == 0.0
     assert minifsdp.token_scale(dist.get_rank() * 3).item() == pytest.approx(2 / 3)
+
+
+@pytest.mark.spec("BATCH-06", "BATCH-07")
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float64])
+@ranks(2)
+def test_the_callers_number_of_tokens_does_not_change(dtype: torch.dtype) -> None:
+    num_tokens, loss = torch.tensor(3, dtype=dtype, device=device()), torch.ones((), device=device())
+    minifsdp.token_scale(num_tokens)
+    minifsdp.token_weighted(loss, num_tokens)
+    assert (num_tokens.item(), loss.item()) == (3, 1)
 
 
 @pytest.mark.spec("BATCH-08")

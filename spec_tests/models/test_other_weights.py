@@ -336,6 +336,15 @@ def test_a_module_that_is_set_on_the_wrapper_instead_of_the_wrapped_module_is_re
     model.loss = nn.CrossEntropyLoss()
 
 
+@pytest.mark.spec("PROG-47")
+@ranks(2)
+def test_a_setting_of_the_program_may_have_the_name_of_a_layer() -> None:
+    model = ALL["original"](Net())
+    layer = model.head
+    model.head = "regression"
+    assert (model.head, model.module.head) == ("regression", layer)
+
+
 # --- parameters in a second place ---
 
 
@@ -368,6 +377,23 @@ def test_parameters_in_a_list_a_dict_or_another_attribute_are_the_unsharded_ones
     for _ in range(2):
         for net in (plain, model):
             step(net)
+    assert_equal_weights(model, plain)
+
+
+@pytest.mark.spec("PROG-48", "PROG-01")
+@pytest.mark.parametrize("kind", [kind for kind in ALL if not kind.startswith("fully_shard")])
+@ranks(2)
+def test_parameters_in_a_second_place_are_the_full_ones_inside_summon_full_params(kind: str) -> None:
+    plain = Net(Twice(), nn.Linear(8, 8)).to(device())
+    model = ALL[kind](copy.deepcopy(plain))
+    for net in (plain, model):
+        step(net)
+    with torch.no_grad(), FullyShardedDataParallel.summon_full_params(model):
+        for parameter in (*plain.parameters(), *model.parameters()):
+            parameter.add_(0.5)
+        torch.testing.assert_close(model(batch()), plain(batch()))
+    for net in (plain, model):
+        step(net)
     assert_equal_weights(model, plain)
 
 

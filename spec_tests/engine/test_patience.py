@@ -1,0 +1,28 @@
+"""How long the watchdog waits for a collective does not depend on the collectives before it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from minifsdp.engine.collective_log import log
+from minifsdp.watchdog.watchdog import PATIENCE, Watchdog
+
+
+@pytest.mark.spec("LEDGER-03")
+@pytest.mark.pure
+def test_after_a_slow_collective_the_next_one_is_examined_as_early_as_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Defect: the longer wait after an examination stays for later collectives, so a later hang is reported late."""
+    this: Any = SimpleNamespace(_stuck_at=None, _stuck_since=0.0, _patience=PATIENCE)
+    for position in range(3):
+        monkeypatch.setattr(log, "waiting", SimpleNamespace(position=position))
+        assert not Watchdog._is_stuck(this)
+        this._stuck_since -= PATIENCE + 0.1
+        assert Watchdog._is_stuck(this)
+        # Each examination of the same collective doubles the time until the next one.
+        this._patience *= 8
+        assert not Watchdog._is_stuck(this)
