@@ -10,7 +10,6 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
-from spec_tests.checkpoint.refusals import refused
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import WIDTH, NormedBlock, seeded
 from spec_tests.models.running import batch, iterate
@@ -108,7 +107,7 @@ def test_indexing_goes_to_the_wrapped_module() -> None:
 # --- names of parameters and buffers ---
 
 
-@pytest.mark.spec("NAMES-02", "NAMES-03")
+@pytest.mark.spec("NAMES-02", "NAMES-03", "SUMMON-02")
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @flat_or_original
 @ranks(2)
@@ -238,16 +237,6 @@ def test_root_only_lists_the_roots_and_two_trees_have_two(has_run: bool) -> None
 
 
 @pytest.mark.spec("NAMES-10")
-@ranks(2)
-def test_forward_is_called_on_the_wrapper_and_not_on_the_module_inside() -> None:
-    plain, model = both()
-    assert torch.equal(model.eval()(batch()), plain.eval()(batch()))
-    assert torch.equal(model.forward(batch()), plain(batch()))
-    with refused(RuntimeError, "wrapped module"):
-        model.module(batch())
-
-
-@pytest.mark.spec("NAMES-10")
 @flat_or_original
 @ranks(2)
 def test_state_dict_and_load_state_dict_are_called_on_the_wrapper(keep: bool) -> None:
@@ -255,6 +244,7 @@ def test_state_dict_and_load_state_dict_are_called_on_the_wrapper(keep: bool) ->
     values = model.state_dict()
     assert list(values) == list(plain.state_dict())
     assert_same(values, plain.state_dict(), bitwise=True)
+    assert torch.equal(model.eval().forward(batch()), plain.eval()(batch()))
     others = {name: value + 1 for name, value in plain.state_dict().items()}
     result = model.load_state_dict(others)
     assert (result.missing_keys, result.unexpected_keys) == ([], [])

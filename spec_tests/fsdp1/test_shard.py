@@ -401,7 +401,7 @@ def test_an_evaluation_between_two_steps_changes_nothing(strategy: ShardingStrat
 # --- results and counts ---
 
 
-@pytest.mark.spec("SHARD-15", "CTOR-04")
+@pytest.mark.spec("SHARD-15", "CTOR-04", "SUMMON-02")
 @pytest.mark.parametrize("strategy", [*FLAT_STRATEGIES, *HYBRID_STRATEGIES])
 @ranks(4)
 def test_loss_curve_is_that_of_one_process_with_the_concatenated_batch(strategy: ShardingStrategy) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import itertools
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spec_tests.fsdp1.whole import by_name, memory_of, set_mean_gradients
+from spec_tests.fsdp1.whole import assert_a_step_uses_the_mean_gradient_alone, by_name, memory_of
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import Stack, seeded
 from spec_tests.models.running import Watch, Wire, batch, iterate
@@ -35,13 +36,9 @@ from spec_tests.models.values import assert_same, full_values, named, own_names
 from spec_tests.subject import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 summon = FullyShardedDataParallel.summon_full_params
-SHARDING = (FULL_SHARD, SHARD_GRAD_OP)
-flat_strategies = pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
-sharding = pytest.mark.parametrize("strategy", SHARDING)
 either = pytest.mark.parametrize("use_orig_params", [False, True])
 # Strategies and parameter forms that behave differently from each other, instead of all combinations.
 PAIRS = [(FULL_SHARD, False), (FULL_SHARD, True), (SHARD_GRAD_OP, True), (NO_SHARD, False), (NO_SHARD, True)]
-three = pytest.mark.parametrize(("strategy", "use_orig_params"), [PAIRS[0], PAIRS[2], PAIRS[4]])
 sharding_pairs = pytest.mark.parametrize(("strategy", "use_orig_params"), PAIRS[:3])
 HYBRID_PAIRS = [(HYBRID_SHARD, False), (HYBRID_SHARD_ZERO2, True)]
 sharding_and_hybrid_pairs = pytest.mark.parametrize(("strategy", "use_orig_params"), [*PAIRS[:3], *HYBRID_PAIRS])
@@ -64,30 +61,6 @@ def test_the_signature_is_that_of_torch() -> None:
     assert shape(summon) == shape(torch_fsdp.FullyShardedDataParallel.summon_full_params)
     assert isinstance(inspect.getattr_static(FullyShardedDataParallel, "summon_full_params"), staticmethod)
     assert isinstance(summon(nn.Linear(1, 1)), contextlib.AbstractContextManager)
-
-
-@pytest.mark.spec("SUMMON-02")
-@either
-@pytest.mark.parametrize("strategy", [*FLAT_STRATEGIES, *HYBRID_STRATEGIES])
-@ranks(4)
-def test_summoned_parameters_have_names_shapes_and_values_on_every_rank(
-    strategy: ShardingStrategy, use_orig_params: bool
-) -> None:
-    plain = seeded()
-    model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
-    for step in range(2):
-        # The first iteration comes before any forward, when there is no root yet.
-        with summon(model):
-            assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
-            assert all(isinstance(parameter, nn.Parameter) for parameter in model.parameters())
-            assert_same(named(model), named(plain), bitwise=step == 0)
-            # Also check the attributes that the model's own code uses.
-            torch.testing.assert_close(model.module.blocks[1].module.linear.weight, plain.blocks[1].linear.weight)
-        set_mean_gradients(plain, step)
-        iterate(model, step)
-        for optimizer in optimizers:
-            optimizer.step()
 
 
 # --- affected units ---
@@ -164,18 +137,23 @@ def test_without_recurse_nested_units_stay_sharded(use_orig_params: bool) -> Non
 # --- leaving the context ---
 
 
-@pytest.mark.spec("SUMMON-06")
+@pytest.mark.spec("SUMMON-06", "SUMMON-19")
 @either
 @pytest.mark.parametrize("strategy", [*FLAT_STRATEGIES, *HYBRID_STRATEGIES])
 @ranks(4)
-def test_summon_restores_the_local_shards_on_exit(strategy: ShardingStrategy, use_orig_params: bool) -> None:
+def test_summon_restores_the_local_shards_on_exit_and_after_an_exception(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
     model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
     before, objects = named(model), list(model.parameters())
-    for writeback in (True, False):
-        with summon(model, writeback=writeback):
-            pass
+    for writeback, fails in itertools.product((True, False), (False, True)):
+        with contextlib.suppress(KeyError), summon(model, writeback=writeback):
+            if fails:
+                raise KeyError("an error of the user")
         assert_same(named(model), before, bitwise=True)
         assert all(now is then for now, then in zip(model.parameters(), objects, strict=True))
+    assert_same(full_values(model), named(seeded()), bitwise=True)
+    assert_a_step_uses_the_mean_gradient_alone(model, seeded())
 
 
 def allocated_bytes(memory: StorageWeakRef) -> int:
