@@ -208,11 +208,18 @@ def test_class_without_reset_parameters_is_named(owns: str) -> None:
         FSDP(model, sync_module_states=True)
 
 
-@pytest.mark.spec("META-05", "META-03")
+@pytest.mark.spec("META-01", "META-03", "META-05")
 @ranks(2)
 def test_an_init_that_leaves_something_on_the_meta_device_is_refused() -> None:
+    def fill_parameters_only(module: nn.Module) -> None:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(torch.ones(parameter.shape, device=device()))
+
     with refused(RuntimeError, "Linear", "weight", "param_init_fn", "to_empty"):
         FSDP(on_meta(lambda: nn.Linear(2, 2)), param_init_fn=lambda module: None, sync_module_states=True)
+    with refused(RuntimeError, "'running_mean'", "module '1' (BatchNorm1d)"):
+        FSDP(on_meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))), param_init_fn=fill_parameters_only)
 
 
 @pytest.mark.spec("META-06")

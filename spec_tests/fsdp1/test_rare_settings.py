@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from spec_tests.checkpoint.refusals import refused
 from spec_tests.fsdp1.test_tensor_parallel import Layer, built, full_values, mine, train
@@ -196,20 +195,3 @@ def test_an_idle_model_is_not_summoned_in_the_backward_of_another_one(keep: bool
     loss_of(output).backward()
     assert moments == ["backward"]
     iterate(teacher)
-    assert not any(isinstance(parameter, DTensor) for parameter in teacher.parameters())
-
-
-def fill_parameters_only(module: nn.Module) -> None:
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            module._parameters[name] = nn.Parameter(torch.ones(parameter.shape))
-
-
-@pytest.mark.spec("META-01", "META-03")
-@flat_or_original
-@ranks(2)
-def test_a_buffer_that_an_init_function_leaves_on_the_meta_device_is_refused_by_name(keep: bool) -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
-    with pytest.raises(RuntimeError, match=r"'running_mean'.*module '1' \(BatchNorm1d\)"):
-        FSDP(model, param_init_fn=fill_parameters_only, use_orig_params=keep)
