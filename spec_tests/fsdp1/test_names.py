@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -182,18 +183,19 @@ def test_arguments_of_named_parameters_and_named_buffers_keep_working(keep: bool
         function = getattr(module, listing)
         return [name for name, _ in (function(**given) if isinstance(given, dict) else function(*given))]
 
-    for listing in ("named_parameters", "named_buffers"):
-        for given in arguments:
-            # Sorted, because torch lists the second name of a tied parameter at the end.
-            assert sorted(names(model, listing, given)) == sorted(names(theirs, listing, given)), "outside"
-            with FSDP.summon_full_params(model), torch_fsdp.FullyShardedDataParallel.summon_full_params(theirs):
-                inside = names(model, listing, given)
-                assert sorted(inside) == sorted(names(theirs, listing, given)), "inside"
-                # The wrapper has no parameters of its own; its wrapped module has them.
-                of_modules = [sorted(names(each.module, listing, given)) for each in (model, theirs)]
-                assert of_modules[0] == of_modules[1]
-                goes_down = given not in (("here", False), {"recurse": False})
-                assert inside == (names(plain, listing, given) if goes_down else [])
+    cases = list(itertools.product(("named_parameters", "named_buffers"), arguments))
+    for case in cases:
+        # Sorted, because torch lists the second name of a tied parameter at the end.
+        assert sorted(names(model, *case)) == sorted(names(theirs, *case)), "outside"
+    with FSDP.summon_full_params(model), torch_fsdp.FullyShardedDataParallel.summon_full_params(theirs):
+        for listing, given in cases:
+            inside = names(model, listing, given)
+            assert sorted(inside) == sorted(names(theirs, listing, given)), "inside"
+            # The wrapper has no parameters of its own; its wrapped module has them.
+            of_modules = [sorted(names(each.module, listing, given)) for each in (model, theirs)]
+            assert of_modules[0] == of_modules[1]
+            goes_down = given not in (("here", False), {"recurse": False})
+            assert inside == (names(plain, listing, given) if goes_down else [])
 
 
 # --- finding wrappers ---
