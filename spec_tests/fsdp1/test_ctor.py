@@ -21,7 +21,7 @@ from spec_tests.checkpoint.refusals import caught_warnings, refused
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import UNITS, WIDTH, Block, Stack, seeded
 from spec_tests.models.running import Wire, batch, iterate, loss_of, recorded_iteration
-from spec_tests.models.sharding import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, wrapped
+from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, wrapped
 from spec_tests.models.values import (
     assert_same,
     chunked,
@@ -264,6 +264,18 @@ def test_an_optimizer_from_before_wrapping_changes_nothing_and_warns_once(was_us
     (message,) = heard
     assert f"rank {dist.get_rank()}: {num_stale} of {num_stale} parameters of this Adam" in message
     assert "build the optimizer after wrapping" in message
+
+
+@pytest.mark.spec("CTOR-05", "ORIG-02")
+@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
+@ranks(2)
+def test_with_original_parameters_an_optimizer_from_before_wrapping_trains(strategy: ShardingStrategy) -> None:
+    plain = seeded()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)
+    model = wrapped(plain, sharding_strategy=strategy, use_orig_params=True)
+    iterate(model, 0, optimizer)
+    mean = mean_gradients(seeded())
+    assert_same(full_values(model), {name: value - mean[name] for name, value in named(seeded()).items()})
 
 
 # --- ranks of the shard group ---

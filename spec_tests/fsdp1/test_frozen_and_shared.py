@@ -271,6 +271,29 @@ def test_a_parameter_shared_between_units_is_refused_with_both_names(
         wrap(seeded(TiedBlocks), use_orig_params=use_orig_params, sharding_strategy=strategy)
 
 
+@pytest.mark.spec("ORIG-16", "CTOR-12")
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@ranks(2)
+def test_units_cannot_be_tied_after_wrapping(use_orig_params: bool) -> None:
+    model = wrapped(use_orig_params=use_orig_params)
+    first, second = (model.blocks[index].module.linear for index in (1, 2))
+    second.weight = first.weight
+    with refused(RuntimeError, "blocks.2.linear.weight", "removed or replaced"):
+        iterate(model)
+
+
+@pytest.mark.spec("ORIG-16", "CTOR-05")
+@ranks(2)
+def test_a_tie_between_a_unit_and_a_module_in_no_unit_is_noticed_at_the_first_step() -> None:
+    plain = seeded()
+    plain.blocks[2].linear.weight = plain.blocks[1].linear.weight
+    plain.blocks[1] = FullyShardedDataParallel(plain.blocks[1])
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    loss_of(plain(batch())).backward()
+    with pytest.warns(UserWarning, match="1 of 11 parameters of this SGD were replaced"):
+        optimizer.step()
+
+
 @pytest.mark.spec("ORIG-16")
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @ranks(2)

@@ -52,13 +52,14 @@ BEFORE: dict[str, Callable[[FSDP], object]] = {
 
 
 @pytest.mark.spec("FWD-01", "NAMES-10")
-@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
+@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @pytest.mark.parametrize("before", list(BEFORE))
 @flat_or_original
 @ranks(2)
 def test_direct_call_of_unwrapped_part_raises_with_remedy(keep: bool, before: str, strategy: ShardingStrategy) -> None:
-    if keep and strategy is SHARD_GRAD_OP and before == "a forward":
-        # Unsharded until backward, and registered on the module (ORIG-09). The test below covers this case.
+    stays_unsharded = strategy is NO_SHARD and not keep and before != "nothing"
+    if stays_unsharded or (keep and strategy is SHARD_GRAD_OP and before == "a forward"):
+        # The parameters can be used. The test below covers this case.
         return
     model = wrapped(sharding_strategy=strategy, use_orig_params=keep)
     BEFORE[before](model)
@@ -84,9 +85,12 @@ def test_original_parameters_with_a_coincidentally_correct_shape_are_refused(str
 
 
 @pytest.mark.spec("FWD-01", "ORIG-09")
+@pytest.mark.parametrize(("strategy", "keep"), [(SHARD_GRAD_OP, True), (NO_SHARD, False)])
 @ranks(2)
-def test_original_parameters_kept_for_backward_may_be_used_outside_the_wrapper_forward() -> None:
-    model, plain = wrapped(sharding_strategy=SHARD_GRAD_OP, use_orig_params=True), seeded()
+def test_parameters_that_stay_unsharded_may_be_used_outside_the_wrapper_forward(
+    strategy: ShardingStrategy, keep: bool
+) -> None:
+    model, plain = wrapped(sharding_strategy=strategy, use_orig_params=keep), seeded()
     (model(batch()).sum() + model.module.enter(batch()).sum()).backward()
     for rank in range(2):
         x = batch(0, rank)

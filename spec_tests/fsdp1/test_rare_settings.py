@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from spec_tests.checkpoint.refusals import refused
 from spec_tests.fsdp1.test_tensor_parallel import Layer, built, full_values, mine, train
 from spec_tests.harness import ranks
 from spec_tests.models import values
@@ -157,38 +157,41 @@ def test_clipping_to_nan_is_refused_and_changes_no_gradient(given: dict[str, flo
     assert_same({name: p.grad for name, p in model.named_parameters()}, before, bitwise=True)
 
 
+@pytest.mark.spec("NOSYNC-10")
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+@flat_or_original
+@ranks(2)
+def test_step_and_clipping_raise_if_gradients_were_never_reduced(strategy: ShardingStrategy, keep: bool) -> None:
+    model = wrapped(sharding_strategy=strategy, use_orig_params=keep)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.no_sync():
+        iterate(model)
+    with refused(RuntimeError, "never reduced", "no_sync"):
+        model.clip_grad_norm_(1.0)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with refused(RuntimeError, "never reduced", "no_sync"):
+        optimizer.step()
+    # The next backward reduces, but it skips a unit.
+    iterate(model, order=[0, 1, 2])
+    with refused(RuntimeError, "never reduced"):
+        optimizer.step()
+
+
 @pytest.mark.spec("SUMMON-16")
 @flat_or_original
 @ranks(2)
 def test_an_idle_model_is_not_summoned_in_the_backward_of_another_one(keep: bool) -> None:
     teacher = wrapped(use_orig_params=keep)
     student = seeded()
-    refused = []
+    moments = []
 
     def look(_: Tensor) -> None:
         with pytest.raises(RuntimeError, match="backward"), FSDP.summon_full_params(teacher):
             pass
-        refused.append(True)
+        moments.append("backward")
 
     output = student(batch())
     output.register_hook(look)
     loss_of(output).backward()
-    assert refused == [True]
+    assert moments == ["backward"]
     iterate(teacher)
-    assert not any(isinstance(parameter, DTensor) for parameter in teacher.parameters())
-
-
-def fill_parameters_only(module: nn.Module) -> None:
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            module._parameters[name] = nn.Parameter(torch.ones(parameter.shape))
-
-
-@pytest.mark.spec("META-01", "META-03")
-@flat_or_original
-@ranks(2)
-def test_a_buffer_that_an_init_function_leaves_on_the_meta_device_is_refused_by_name(keep: bool) -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
-    with pytest.raises(RuntimeError, match=r"'running_mean'.*module '1' \(BatchNorm1d\)"):
-        FSDP(model, param_init_fn=fill_parameters_only, use_orig_params=keep)

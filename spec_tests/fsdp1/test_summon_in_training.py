@@ -270,24 +270,6 @@ def test_different_units_can_be_summoned_one_inside_the_other() -> None:
     assert_same(full_values(model), expected, bitwise=True)
 
 
-@pytest.mark.spec("SUMMON-19")
-@pytest.mark.parametrize("writeback", [True, False])
-@three
-@ranks(2)
-def test_after_an_exception_in_the_body_the_shards_are_restored(
-    strategy: ShardingStrategy, writeback: bool, use_orig_params: bool
-) -> None:
-    model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
-    before, objects = named(model), list(model.parameters())
-    with pytest.raises(KeyError, match="the user's"), summon(model, writeback=writeback):
-        raise KeyError("the user's")
-    assert_same(named(model), before, bitwise=True)
-    assert all(now is then for now, then in zip(model.parameters(), objects, strict=True))
-    with summon(model, writeback=False):
-        assert_same(named(model), named(seeded()), bitwise=True)
-    check_it_still_trains(model, with_root)
-
-
 # --- inspection ---
 
 
