@@ -140,8 +140,7 @@ def test_shards_gradients_and_optimizer_state_are_on_the_cpu(api: Api, strategy:
     seen: list[torch.device] = []
     for layer in (plain.enter, plain.blocks[1].linear):
         layer.register_forward_hook(lambda layer, i, o: seen.extend([layer.weight.device, o.device]))
-    options = {} if api == FULLY_SHARD else {"device_id": device()}
-    model = api.shard(plain, strategy=strategy, offload=True, **options)
+    model = api.shard(plain, strategy=strategy, offload=True)
     optimizer = torch.optim.Adam(model.parameters())
     for step in range(2):
         if api != FULLY_SHARD and device().type != "cpu":
@@ -181,7 +180,7 @@ def test_manually_unsharded_params_are_on_compute_device() -> None:
 @pytest.mark.spec("OFF-06")
 @ranks(2)
 def test_inside_no_sync_gradients_are_on_the_device() -> None:
-    model = WRAPPED.shard(offload=True, device_id=device())
+    model = WRAPPED.shard(offload=True)
     with model.no_sync():
         iterate(model)
     assert {parameter.grad.device for parameter in model.parameters()} == {device()}
@@ -326,7 +325,7 @@ def test_clipping_returns_the_right_norm_on_every_rank(api: Api, strategy: Shard
 @pytest.mark.spec("OFF-07")
 @ranks(2)
 def test_clipping_works_on_gradients_on_the_cpu() -> None:
-    model = WRAPPED.shard(offload=True, device_id=device())
+    model = WRAPPED.shard(offload=True)
     iterate(model)
     before = torch.cat([gradient.reshape(-1) for gradient in mean_gradients(seeded()).values()])
     returned = model.clip_grad_norm_(0.1)

@@ -115,7 +115,7 @@ class Api:
         with warnings.catch_warnings():
             # torch's NO_SHARD is deprecated.
             warnings.filterwarnings("ignore", ".*NO_SHARD.*deprecated", FutureWarning)
-            return self.call(module, **self.options_of(strategy, precision, offload), **options)
+            return self.call(module, **{**self.options_of(strategy, precision, offload), **options})
 
     def call(self, module: nn.Module, **options: Any) -> Any:
         """Calls the API."""
@@ -167,7 +167,9 @@ class Wrapper(Api):
             options["mixed_precision"] = words.MixedPrecision(**precision)
         if offload:
             options["cpu_offload"] = words.CPUOffload(offload_params=True)
-        if self.library.startswith("torch"):
+        # An outer unit can contain inner units whose shards are on the CPU. torch's wrapper does not support the CPU
+        # without this option.
+        if offload or self.library.startswith("torch"):
             options["device_id"] = device()
         return options
 
