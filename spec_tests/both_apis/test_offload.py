@@ -100,7 +100,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.spec("OFF-02", "OFF-03", "FS2-OFF-01")
+@pytest.mark.spec("OFF-02", "OFF-03")
 @settings_of(
     (WRAPPED, FULL_SHARD),
     (ORIGINALS, FULL_SHARD),
@@ -122,7 +122,7 @@ def test_offload_copies_for_each_all_gather_and_reduction(api: Api, strategy: Sh
         assert copies == {(kind, unit): 4 * (21 if unit else 28) for unit in UNITS for kind in ("H2D", "D2H")}
 
 
-@pytest.mark.spec("OFF-02", "FS2-OFF-01")
+@pytest.mark.spec("OFF-02")
 @both_apis
 @ranks(2)
 def test_evaluation_copies_shards_to_the_device_and_nothing_back(api: Api) -> None:
@@ -259,8 +259,7 @@ def test_forward_uses_cpu_values_changed_by_user(api: Api, strategy: ShardingStr
     with torch.no_grad():
         for _ in range(2):
             torch.testing.assert_close(model(batch()), expected(batch()))
-            if api == FULLY_SHARD:
-                model.reshard()
+            api.reshard(model)
             for parameter in (*parameters, *expected.parameters()):
                 parameter.mul_(2.0)
     loss_of(model(batch())).backward()
@@ -269,7 +268,7 @@ def test_forward_uses_cpu_values_changed_by_user(api: Api, strategy: ShardingStr
 # --- accumulation ---
 
 
-@pytest.mark.spec("OFF-05", "OFF-06", "FS2-OFF-01", "FS2-SYNC-01")
+@pytest.mark.spec("OFF-05", "OFF-06")
 @every_setting
 @ranks(2)
 def test_accumulation_copies_sums_to_the_cpu_in_each_backward_that_reduces(

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
+from spec_tests import subject
 from spec_tests.harness import ranks
 from spec_tests.models import MODELS
 from spec_tests.models.apis import FULLY_SHARD, HYBRID_SETTINGS, ORIGINALS, WRAPPED, Api
@@ -64,7 +65,8 @@ def train(api: Api, name: str, recipe: Recipe, strategy: Any = FULL_SHARD, **opt
     options |= {"sharding_strategy": strategy.name, "use_orig_params": api.name == ORIGINALS.name}
     if "HYBRID" in strategy.name:
         options["process_group"] = grid()
-    return train_fsdp1(api.words.FullyShardedDataParallel, MODELS[name], recipe, **options)
+    library = torch_fsdp if api.is_torch else subject
+    return train_fsdp1(library.FullyShardedDataParallel, MODELS[name], recipe, **options)
 
 
 # --- torch ---

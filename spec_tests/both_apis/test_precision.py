@@ -75,8 +75,7 @@ def test_between_computations_everything_is_stored_in_full_precision(api: Api, s
         check()
         with torch.no_grad():
             model(batch(step))
-        if api == FULLY_SHARD:
-            model.reshard()
+        api.reshard(model)
         check()
         loss = loss_of(model(batch(step)))
         if strategy is FULL_SHARD and api != FULLY_SHARD:
@@ -110,8 +109,7 @@ def test_forward_uses_values_changed_by_user_also_in_evaluation(api: Api, strate
             low = seeded()
             low.load_state_dict(expected.state_dict())
             assert torch.equal(model(batch()), low.bfloat16()(batch().bfloat16()))
-            if api == FULLY_SHARD:
-                model.reshard()
+            api.reshard(model)
             for parameter in (*parameters, *expected.parameters()):
                 parameter.add_(0.25)
 
