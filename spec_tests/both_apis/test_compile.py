@@ -65,7 +65,7 @@ AROUND = [
 ]
 
 
-@pytest.mark.spec("ORIG-07", "TRAIN-25")
+@pytest.mark.api_spec(wrapper=["ORIG-07"], fully_shard=["TRAIN-25"])
 @pytest.mark.parametrize(("api", "strategy", "backend"), AROUND)
 @ranks(2, timeout=120)
 def test_a_compiled_model_trains_like_an_eager_one(api: Api, strategy: Any, backend: str) -> None:
@@ -111,7 +111,7 @@ def after_sharding(api: Api, **options: Any) -> Any:
 BUILDS = (in_place_after_sharding, in_place_before_sharding, before_sharding, after_sharding)
 
 
-@pytest.mark.spec("ORIG-07", "TRAIN-25")
+@pytest.mark.api_spec(wrapper=["ORIG-07"], fully_shard=["TRAIN-25"])
 @pytest.mark.parametrize("build", BUILDS)
 @all_apis
 @ranks(2, timeout=120)

@@ -87,7 +87,8 @@ def test_state_is_read_and_loaded_correctly_after_an_exception(api: Api, reader:
     assert_same(read(api, model, optimizer), expected, bitwise=True)
 
 
-@pytest.mark.spec("NEW-15", "FS2-SYNC-01", "NOSYNC-02")
+@pytest.mark.spec("NEW-15")
+@pytest.mark.api_spec(wrapper=["NOSYNC-02"], fully_shard=["FS2-SYNC-01"])
 @every_setting
 @ranks(2)
 def test_an_exception_keeps_unreduced_gradients(api: Api, strategy: Any) -> None:

@@ -80,7 +80,7 @@ NO_OFFLOAD: list[tuple[Api, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.spec("OFF-01", "FS2-OFF-01", "MIG-07")
+@pytest.mark.api_spec(wrapper=["OFF-01"], fully_shard=["FS2-OFF-01", "MIG-07"])
 @pytest.mark.parametrize(("api", "options"), NO_OFFLOAD)
 @ranks(2)
 def test_none_and_the_default_mean_no_offload(api: Api, options: dict[str, Any]) -> None:
@@ -100,7 +100,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.spec("OFF-02", "OFF-03")
+@pytest.mark.api_spec(wrapper=["OFF-02", "OFF-03"])
 @settings_of(
     (WRAPPED, FULL_SHARD),
     (ORIGINALS, FULL_SHARD),
@@ -122,7 +122,7 @@ def test_offload_copies_for_each_all_gather_and_reduction(api: Api, strategy: Sh
         assert copies == {(kind, unit): 4 * (21 if unit else 28) for unit in UNITS for kind in ("H2D", "D2H")}
 
 
-@pytest.mark.spec("OFF-02")
+@pytest.mark.api_spec(wrapper=["OFF-02"])
 @both_apis
 @ranks(2)
 def test_evaluation_copies_shards_to_the_device_and_nothing_back(api: Api) -> None:
@@ -132,7 +132,7 @@ def test_evaluation_copies_shards_to_the_device_and_nothing_back(api: Api) -> No
     assert [event.kind for event in recorder.events if event.kind in ("H2D", "AG", "D2H")] == ["H2D", "AG"] * len(UNITS)
 
 
-@pytest.mark.spec("OFF-02", "OFF-03", "FS2-OFF-01", "MIG-07")
+@pytest.mark.api_spec(wrapper=["OFF-02", "OFF-03"], fully_shard=["FS2-OFF-01", "MIG-07"])
 @every_setting
 @ranks(2)
 def test_shards_gradients_and_optimizer_state_are_on_the_cpu(api: Api, strategy: ShardingStrategy) -> None:
@@ -193,7 +193,7 @@ def test_inside_no_sync_gradients_are_on_the_device() -> None:
 LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
-@pytest.mark.spec("OFF-04", "FS2-OFF-01", "MIG-07")
+@pytest.mark.api_spec(wrapper=["OFF-04"], fully_shard=["FS2-OFF-01", "MIG-07"])
 @pytest.mark.parametrize("precision", [None, LOW])
 @every_setting
 @ranks(2)
@@ -205,7 +205,7 @@ def test_training_with_offload_is_bit_by_bit_that_without(
 
 # torch's clipping reduces the norms of DTensors on the CPU, and a process group for GPUs only has no backend for that.
 @pytest.mark.cpu
-@pytest.mark.spec("OFF-04", "OFF-07", "FS2-OFF-01", "FS2-SYNC-01", "FS2-OPT-03", "FS2-18")
+@pytest.mark.api_spec(wrapper=["OFF-04", "OFF-07"], fully_shard=["FS2-OFF-01", "FS2-SYNC-01", "FS2-OPT-03", "FS2-18"])
 @hybrid_settings
 @ranks(4)
 def test_training_on_a_grid_with_offload_and_clipping_is_that_without(api: Api, strategy: ShardingStrategy) -> None:
@@ -249,7 +249,8 @@ def assert_near(found: list[Tensor], expected: list[Tensor]) -> None:
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.spec("OFF-04", "STREAM-15", "FS2-OFF-01")
+@pytest.mark.spec("STREAM-15")
+@pytest.mark.api_spec(wrapper=["OFF-04"], fully_shard=["FS2-OFF-01"])
 @every_setting
 @ranks(2)
 def test_forward_uses_cpu_values_changed_by_user(api: Api, strategy: ShardingStrategy) -> None:
@@ -268,7 +269,7 @@ def test_forward_uses_cpu_values_changed_by_user(api: Api, strategy: ShardingStr
 # --- accumulation ---
 
 
-@pytest.mark.spec("OFF-05", "OFF-06")
+@pytest.mark.api_spec(wrapper=["OFF-05", "OFF-06"])
 @every_setting
 @ranks(2)
 def test_accumulation_copies_sums_to_the_cpu_in_each_backward_that_reduces(
