@@ -29,6 +29,7 @@ from spec_tests.models.apis import (
     both_apis,
     every_setting,
     hybrid_settings,
+    name_of,
     settings_of,
     wrapper_apis,
     wrapper_settings,
@@ -81,7 +82,7 @@ NO_OFFLOAD: list[tuple[Api, dict[str, Any]]] = [
 
 
 @pytest.mark.api_spec(wrapper=["OFF-01"], fully_shard=["FS2-OFF-01", "MIG-07"])
-@pytest.mark.parametrize(("api", "options"), NO_OFFLOAD)
+@pytest.mark.parametrize(("api", "options"), NO_OFFLOAD, ids=name_of)
 @ranks(2)
 def test_none_and_the_default_mean_no_offload(api: Api, options: dict[str, Any]) -> None:
     model = api.shard(**options)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spec_tests.harness import device, ranks
-from spec_tests.models.apis import FULLY_SHARD, ORIGINALS, WRAPPED, Api, both_apis, every_setting
+from spec_tests.models.apis import FULLY_SHARD, ORIGINALS, WRAPPED, Api, both_apis, every_setting, name_of
 from spec_tests.models.modules import seeded
 from spec_tests.models.probes import Probe, expected_gradients, nested_inputs, ones, probes
 from spec_tests.models.running import batch, loss_of
@@ -44,7 +44,7 @@ ROOTS: list[tuple[Api, dict[str, Any], bool]] = [
 
 
 @pytest.mark.api_spec(wrapper=["MP-14", "MP-15"], fully_shard=["FS2-MP-05", "MIG-10"])
-@pytest.mark.parametrize(("api", "precision", "is_cast"), ROOTS)
+@pytest.mark.parametrize(("api", "precision", "is_cast"), ROOTS, ids=name_of)
 @ranks(2)
 def test_root_casts_its_inputs_by_default_and_with_the_option(
     api: Api, precision: dict[str, Any], is_cast: bool
@@ -120,7 +120,7 @@ INNER: list[tuple[Api, dict[str, Any], bool]] = [
 
 
 @pytest.mark.api_spec(wrapper=["MP-13", "MP-16"], fully_shard=["FS2-MP-05"])
-@pytest.mark.parametrize(("api", "options", "casts"), INNER)
+@pytest.mark.parametrize(("api", "options", "casts"), INNER, ids=name_of)
 @ranks(2)
 def test_inner_unit_casts_inputs_only_with_option(api: Api, options: dict[str, Any], casts: bool) -> None:
     probe = Probe().to(device())

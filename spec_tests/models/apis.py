@@ -265,6 +265,11 @@ SETTINGS = (*WRAPPER_SETTINGS, *((FULLY_SHARD, strategy) for strategy in FLAT_ST
 HYBRID_SETTINGS = tuple((api, strategy) for api in (WRAPPED, FULLY_SHARD) for strategy in HYBRID_STRATEGIES)
 
 
+def name_of(value: Any) -> str | None:
+    """For ``ids=`` of a parametrization: the name of an API, and pytest's own choice for other values."""
+    return str(value) if isinstance(value, Api) else None
+
+
 def settings_of(*settings: tuple[Api, Any]) -> pytest.MarkDecorator:
     """Parametrizes a test over pairs of an API and a strategy."""
     ids = [f"{api}-{strategy.name}" for api, strategy in settings]
