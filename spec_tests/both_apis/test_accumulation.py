@@ -28,14 +28,14 @@ def reductions_of(api: Api, strategy: Any) -> list[str]:
     return ["RS", "AR"] if strategy in HYBRID_STRATEGIES else ["RS"]
 
 
-@pytest.mark.spec("NOSYNC-01", "NOSYNC-02", "FS2-SYNC-01", "FS2-SYNC-02", "MIG-16")
+@pytest.mark.api_spec(wrapper=["NOSYNC-01", "NOSYNC-02"], fully_shard=["FS2-SYNC-01", "FS2-SYNC-02", "MIG-16"])
 @every_setting
 @ranks(2)
 def test_micro_batches_are_reduced_once_as_a_sum(api: Api, strategy: Any) -> None:
     check_reductions(api, strategy)
 
 
-@pytest.mark.spec("NOSYNC-02", "NOSYNC-09", "FS2-SYNC-01", "FS2-18")
+@pytest.mark.api_spec(wrapper=["NOSYNC-02", "NOSYNC-09"], fully_shard=["FS2-SYNC-01", "FS2-18"])
 @hybrid_settings
 @ranks(4)
 def test_micro_batches_on_a_grid_are_reduced_once_as_a_sum(api: Api, strategy: Any) -> None:
@@ -60,7 +60,7 @@ def check_reductions(api: Api, strategy: Any) -> None:
         model.zero_grad()
 
 
-@pytest.mark.spec("NOSYNC-02", "FS2-SYNC-01", "FS2-SYNC-02")
+@pytest.mark.api_spec(wrapper=["NOSYNC-02"], fully_shard=["FS2-SYNC-01", "FS2-SYNC-02"])
 @every_setting
 @ranks(2)
 def test_reduced_gradients_are_kept_and_later_sums_are_added(api: Api, strategy: Any) -> None:
@@ -77,14 +77,14 @@ def test_reduced_gradients_are_kept_and_later_sums_are_added(api: Api, strategy:
     assert_same(api.gradients(model), accumulated_gradients(plain, (0,), (1,), (2, 3), (4,)))
 
 
-@pytest.mark.spec("NOSYNC-03", "FS2-SYNC-01", "FS2-17")
+@pytest.mark.api_spec(wrapper=["NOSYNC-03"], fully_shard=["FS2-SYNC-01", "FS2-17"])
 @every_setting
 @ranks(2)
 def test_micro_batches_train_like_one_big_batch(api: Api, strategy: Any) -> None:
     compare_with_one_big_batch(api, strategy, 4)
 
 
-@pytest.mark.spec("NOSYNC-03", "FS2-SYNC-01", "FS2-18")
+@pytest.mark.api_spec(wrapper=["NOSYNC-03"], fully_shard=["FS2-SYNC-01", "FS2-18"])
 @hybrid_settings
 @ranks(4)
 def test_micro_batches_on_a_grid_train_like_one_big_batch(api: Api, strategy: Any) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from spec_tests.checkpoint.refusals import caught_warnings, refused
 from spec_tests.harness import ranks
-from spec_tests.models.apis import FULLY_SHARD, ORIGINALS, WRAPPED, Api, all_apis
+from spec_tests.models.apis import FULLY_SHARD, ORIGINALS, WRAPPED, Api, all_apis, name_of
 from spec_tests.models.modules import Block, seeded
 from spec_tests.models.running import batch, iterate, loss_of
 from spec_tests.models.sharding import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, sharded
@@ -65,8 +65,8 @@ AROUND = [
 ]
 
 
-@pytest.mark.spec("ORIG-07", "TRAIN-25")
-@pytest.mark.parametrize(("api", "strategy", "backend"), AROUND)
+@pytest.mark.api_spec(wrapper=["ORIG-07"], fully_shard=["TRAIN-25"])
+@pytest.mark.parametrize(("api", "strategy", "backend"), AROUND, ids=name_of)
 @ranks(2, timeout=120)
 def test_a_compiled_model_trains_like_an_eager_one(api: Api, strategy: Any, backend: str) -> None:
     expected = trained(api.shard(strategy=strategy))
@@ -111,7 +111,7 @@ def after_sharding(api: Api, **options: Any) -> Any:
 BUILDS = (in_place_after_sharding, in_place_before_sharding, before_sharding, after_sharding)
 
 
-@pytest.mark.spec("ORIG-07", "TRAIN-25")
+@pytest.mark.api_spec(wrapper=["ORIG-07"], fully_shard=["TRAIN-25"])
 @pytest.mark.parametrize("build", BUILDS)
 @all_apis
 @ranks(2, timeout=120)

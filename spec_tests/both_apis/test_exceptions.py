@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from spec_tests.both_apis.faults import FAULTS, fail_with_unreduced_gradients
 from spec_tests.fsdp2.test_counts import WHOLE
 from spec_tests.harness import ranks
-from spec_tests.models.apis import ALL_APIS, FULLY_SHARD, Api, every_setting
+from spec_tests.models.apis import ALL_APIS, FULLY_SHARD, Api, every_setting, name_of
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import batch, iterate, recorded_iteration
 from spec_tests.models.sharding import sharded
@@ -71,7 +71,7 @@ WITH_READERS = [(api, reader) for api in ALL_APIS for reader in READERS if (api,
 
 
 @pytest.mark.spec("NEW-15")
-@pytest.mark.parametrize(("api", "reader"), WITH_READERS)
+@pytest.mark.parametrize(("api", "reader"), WITH_READERS, ids=name_of)
 @ranks(2)
 def test_state_is_read_and_loaded_correctly_after_an_exception(api: Api, reader: str) -> None:
     model, read = api.shard(), READERS[reader]
@@ -87,7 +87,8 @@ def test_state_is_read_and_loaded_correctly_after_an_exception(api: Api, reader:
     assert_same(read(api, model, optimizer), expected, bitwise=True)
 
 
-@pytest.mark.spec("NEW-15", "FS2-SYNC-01", "NOSYNC-02")
+@pytest.mark.spec("NEW-15")
+@pytest.mark.api_spec(wrapper=["NOSYNC-02"], fully_shard=["FS2-SYNC-01"])
 @every_setting
 @ranks(2)
 def test_an_exception_keeps_unreduced_gradients(api: Api, strategy: Any) -> None:

@@ -29,6 +29,7 @@ from spec_tests.models.apis import (
     both_apis,
     every_setting,
     hybrid_settings,
+    name_of,
     settings_of,
     wrapper_apis,
     wrapper_settings,
@@ -80,8 +81,8 @@ NO_OFFLOAD: list[tuple[Api, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.spec("OFF-01", "FS2-OFF-01", "MIG-07")
-@pytest.mark.parametrize(("api", "options"), NO_OFFLOAD)
+@pytest.mark.api_spec(wrapper=["OFF-01"], fully_shard=["FS2-OFF-01", "MIG-07"])
+@pytest.mark.parametrize(("api", "options"), NO_OFFLOAD, ids=name_of)
 @ranks(2)
 def test_none_and_the_default_mean_no_offload(api: Api, options: dict[str, Any]) -> None:
     model = api.shard(**options)
@@ -100,7 +101,7 @@ ORDERS = {
 }
 
 
-@pytest.mark.spec("OFF-02", "OFF-03", "FS2-OFF-01")
+@pytest.mark.api_spec(wrapper=["OFF-02", "OFF-03"])
 @settings_of(
     (WRAPPED, FULL_SHARD),
     (ORIGINALS, FULL_SHARD),
@@ -122,7 +123,7 @@ def test_offload_copies_for_each_all_gather_and_reduction(api: Api, strategy: Sh
         assert copies == {(kind, unit): 4 * (21 if unit else 28) for unit in UNITS for kind in ("H2D", "D2H")}
 
 
-@pytest.mark.spec("OFF-02", "FS2-OFF-01")
+@pytest.mark.api_spec(wrapper=["OFF-02"])
 @both_apis
 @ranks(2)
 def test_evaluation_copies_shards_to_the_device_and_nothing_back(api: Api) -> None:
@@ -132,7 +133,7 @@ def test_evaluation_copies_shards_to_the_device_and_nothing_back(api: Api) -> No
     assert [event.kind for event in recorder.events if event.kind in ("H2D", "AG", "D2H")] == ["H2D", "AG"] * len(UNITS)
 
 
-@pytest.mark.spec("OFF-02", "OFF-03", "FS2-OFF-01", "MIG-07")
+@pytest.mark.api_spec(wrapper=["OFF-02", "OFF-03"], fully_shard=["FS2-OFF-01", "MIG-07"])
 @every_setting
 @ranks(2)
 def test_shards_gradients_and_optimizer_state_are_on_the_cpu(api: Api, strategy: ShardingStrategy) -> None:
@@ -140,8 +141,7 @@ def test_shards_gradients_and_optimizer_state_are_on_the_cpu(api: Api, strategy:
     seen: list[torch.device] = []
     for layer in (plain.enter, plain.blocks[1].linear):
         layer.register_forward_hook(lambda layer, i, o: seen.extend([layer.weight.device, o.device]))
-    options = {} if api == FULLY_SHARD else {"device_id": device()}
-    model = api.shard(plain, strategy=strategy, offload=True, **options)
+    model = api.shard(plain, strategy=strategy, offload=True)
     optimizer = torch.optim.Adam(model.parameters())
     for step in range(2):
         if api != FULLY_SHARD and device().type != "cpu":
@@ -181,7 +181,7 @@ def test_manually_unsharded_params_are_on_compute_device() -> None:
 @pytest.mark.spec("OFF-06")
 @ranks(2)
 def test_inside_no_sync_gradients_are_on_the_device() -> None:
-    model = WRAPPED.shard(offload=True, device_id=device())
+    model = WRAPPED.shard(offload=True)
     with model.no_sync():
         iterate(model)
     assert {parameter.grad.device for parameter in model.parameters()} == {device()}
@@ -194,7 +194,7 @@ def test_inside_no_sync_gradients_are_on_the_device() -> None:
 LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
-@pytest.mark.spec("OFF-04", "FS2-OFF-01", "MIG-07")
+@pytest.mark.api_spec(wrapper=["OFF-04"], fully_shard=["FS2-OFF-01", "MIG-07"])
 @pytest.mark.parametrize("precision", [None, LOW])
 @every_setting
 @ranks(2)
@@ -206,7 +206,7 @@ def test_training_with_offload_is_bit_by_bit_that_without(
 
 # torch's clipping reduces the norms of DTensors on the CPU, and a process group for GPUs only has no backend for that.
 @pytest.mark.cpu
-@pytest.mark.spec("OFF-04", "OFF-07", "FS2-OFF-01", "FS2-SYNC-01", "FS2-OPT-03", "FS2-18")
+@pytest.mark.api_spec(wrapper=["OFF-04", "OFF-07"], fully_shard=["FS2-OFF-01", "FS2-SYNC-01", "FS2-OPT-03", "FS2-18"])
 @hybrid_settings
 @ranks(4)
 def test_training_on_a_grid_with_offload_and_clipping_is_that_without(api: Api, strategy: ShardingStrategy) -> None:
@@ -250,7 +250,8 @@ def assert_near(found: list[Tensor], expected: list[Tensor]) -> None:
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.spec("OFF-04", "STREAM-15", "FS2-OFF-01")
+@pytest.mark.spec("STREAM-15")
+@pytest.mark.api_spec(wrapper=["OFF-04"], fully_shard=["FS2-OFF-01"])
 @every_setting
 @ranks(2)
 def test_forward_uses_cpu_values_changed_by_user(api: Api, strategy: ShardingStrategy) -> None:
@@ -260,8 +261,7 @@ def test_forward_uses_cpu_values_changed_by_user(api: Api, strategy: ShardingStr
     with torch.no_grad():
         for _ in range(2):
             torch.testing.assert_close(model(batch()), expected(batch()))
-            if api == FULLY_SHARD:
-                model.reshard()
+            api.reshard(model)
             for parameter in (*parameters, *expected.parameters()):
                 parameter.mul_(2.0)
     loss_of(model(batch())).backward()
@@ -270,7 +270,7 @@ def test_forward_uses_cpu_values_changed_by_user(api: Api, strategy: ShardingStr
 # --- accumulation ---
 
 
-@pytest.mark.spec("OFF-05", "OFF-06", "FS2-OFF-01", "FS2-SYNC-01")
+@pytest.mark.api_spec(wrapper=["OFF-05", "OFF-06"])
 @every_setting
 @ranks(2)
 def test_accumulation_copies_sums_to_the_cpu_in_each_backward_that_reduces(
@@ -326,7 +326,7 @@ def test_clipping_returns_the_right_norm_on_every_rank(api: Api, strategy: Shard
 @pytest.mark.spec("OFF-07")
 @ranks(2)
 def test_clipping_works_on_gradients_on_the_cpu() -> None:
-    model = WRAPPED.shard(offload=True, device_id=device())
+    model = WRAPPED.shard(offload=True)
     iterate(model)
     before = torch.cat([gradient.reshape(-1) for gradient in mean_gradients(seeded()).values()])
     returned = model.clip_grad_norm_(0.1)

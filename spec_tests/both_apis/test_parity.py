@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
+from spec_tests import subject
 from spec_tests.harness import ranks
 from spec_tests.models import MODELS
 from spec_tests.models.apis import FULLY_SHARD, HYBRID_SETTINGS, ORIGINALS, WRAPPED, Api
@@ -64,7 +65,8 @@ def train(api: Api, name: str, recipe: Recipe, strategy: Any = FULL_SHARD, **opt
     options |= {"sharding_strategy": strategy.name, "use_orig_params": api.name == ORIGINALS.name}
     if "HYBRID" in strategy.name:
         options["process_group"] = grid()
-    return train_fsdp1(api.words.FullyShardedDataParallel, MODELS[name], recipe, **options)
+    library = torch_fsdp if api.is_torch else subject
+    return train_fsdp1(library.FullyShardedDataParallel, MODELS[name], recipe, **options)
 
 
 # --- torch ---
@@ -73,7 +75,8 @@ WITH_TORCH = [(WRAPPED, strategy) for strategy in FLAT_STRATEGIES]
 WITH_TORCH += [(FULLY_SHARD, FULL_SHARD), (FULLY_SHARD, SHARD_GRAD_OP)]
 
 
-@pytest.mark.spec("PAR-03", "PAR-06", "PREF-07", "FS2-13", "FS2-17")
+@pytest.mark.spec("PAR-03", "PAR-06")
+@pytest.mark.api_spec(wrapper=["PREF-07"], fully_shard=["FS2-13", "FS2-17"])
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")  # torch's NO_SHARD, on a GPU
 @pytest.mark.parametrize(("name", "api", "strategy"), on_every_model(*WITH_TORCH))
 @ranks(2)
@@ -133,7 +136,8 @@ WITH_ONE_PROCESS += [(ORIGINALS, strategy, adamw) for strategy in FLAT_STRATEGIE
 WITH_ONE_PROCESS += [(FULLY_SHARD, strategy, sgd) for strategy in (FULL_SHARD, SHARD_GRAD_OP)]
 
 
-@pytest.mark.spec("PAR-01", "PAR-03", "PAR-06", "SHARD-15", "ORIG-05", "FS2-13", "FS2-OPT-04", "MIG-01")
+@pytest.mark.spec("PAR-01", "PAR-03", "PAR-06")
+@pytest.mark.api_spec(wrapper=["SHARD-15", "ORIG-05"], fully_shard=["FS2-13", "FS2-OPT-04", "MIG-01"])
 @pytest.mark.parametrize(("name", "api", "strategy", "optimizer"), on_every_model(*WITH_ONE_PROCESS))
 @ranks(2)
 def test_two_ranks_are_equal_to_one_process_on_both_batches(name: str, api: Api, strategy: Any, optimizer: Any) -> None:
@@ -145,7 +149,8 @@ def test_two_ranks_are_equal_to_one_process_on_both_batches(name: str, api: Api,
 WITH_DDP = [(WRAPPED, NO_SHARD), (WRAPPED, FULL_SHARD), (FULLY_SHARD, FULL_SHARD)]
 
 
-@pytest.mark.spec("PAR-02", "PAR-05", "SHARD-12", "MIG-01")
+@pytest.mark.spec("PAR-02", "PAR-05")
+@pytest.mark.api_spec(wrapper=["SHARD-12"], fully_shard=["MIG-01"])
 @pytest.mark.parametrize(("name", "api", "strategy"), on_every_model(*WITH_DDP))
 @ranks(2)
 def test_two_ranks_are_equal_to_ddp(name: str, api: Api, strategy: Any) -> None:
@@ -157,7 +162,8 @@ def test_two_ranks_are_equal_to_ddp(name: str, api: Api, strategy: Any) -> None:
 WITH_FOUR_RANKS = [(WRAPPED, FULL_SHARD), (FULLY_SHARD, FULL_SHARD), *HYBRID_SETTINGS]
 
 
-@pytest.mark.spec("PAR-01", "PAR-05", "PAR-06", "FS2-18", "MIG-04", "MIG-05")
+@pytest.mark.spec("PAR-01", "PAR-05", "PAR-06")
+@pytest.mark.api_spec(fully_shard=["FS2-18", "MIG-04", "MIG-05"])
 @pytest.mark.parametrize(("name", "api", "strategy"), on_every_model(*WITH_FOUR_RANKS))
 @ranks(4)
 def test_four_ranks_and_two_by_two_are_equal_up_to_the_order_of_a_sum(name: str, api: Api, strategy: Any) -> None:
@@ -166,7 +172,8 @@ def test_four_ranks_and_two_by_two_are_equal_up_to_the_order_of_a_sum(name: str,
     assert_same_training(ours, train_single(MODELS[name], 4, recipe, flat_units=api != FULLY_SHARD), SAME_MATH)
 
 
-@pytest.mark.spec("PAR-06", "CTOR-14")
+@pytest.mark.spec("PAR-06")
+@pytest.mark.api_spec(wrapper=["CTOR-14"])
 @pytest.mark.parametrize(("name", "api", "strategy"), on_every_model((WRAPPED, FULL_SHARD), (FULLY_SHARD, FULL_SHARD)))
 @ranks(1)
 def test_one_rank_is_equal_to_one_process(name: str, api: Api, strategy: Any) -> None:

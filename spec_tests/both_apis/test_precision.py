@@ -39,7 +39,7 @@ some_settings = settings_of(
 # --- compute and storage ---
 
 
-@pytest.mark.spec("MP-02", "FS2-MP-02", "FS2-22")
+@pytest.mark.api_spec(wrapper=["MP-02"], fully_shard=["FS2-MP-02", "FS2-22"])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @every_setting
 @ranks(2)
@@ -60,7 +60,7 @@ def test_params_are_all_gathered_in_param_dtype(api: Api, strategy: Any, dtype: 
             assert wire.dtypes["AG"] == {dtype}
 
 
-@pytest.mark.spec("MP-03", "FS2-MP-02")
+@pytest.mark.api_spec(wrapper=["MP-03"], fully_shard=["FS2-MP-02"])
 @every_setting
 @ranks(2)
 def test_between_computations_everything_is_stored_in_full_precision(api: Api, strategy: Any) -> None:
@@ -75,8 +75,7 @@ def test_between_computations_everything_is_stored_in_full_precision(api: Api, s
         check()
         with torch.no_grad():
             model(batch(step))
-        if api == FULLY_SHARD:
-            model.reshard()
+        api.reshard(model)
         check()
         loss = loss_of(model(batch(step)))
         if strategy is FULL_SHARD and api != FULLY_SHARD:
@@ -98,7 +97,7 @@ def test_between_computations_everything_is_stored_in_full_precision(api: Api, s
     assert any((value.bfloat16().float() != value).any() for value in values.values())
 
 
-@pytest.mark.spec("MP-03", "MP-28", "FS2-MP-02")
+@pytest.mark.api_spec(wrapper=["MP-03", "MP-28"], fully_shard=["FS2-MP-02"])
 @every_setting
 @ranks(2)
 def test_forward_uses_values_changed_by_user_also_in_evaluation(api: Api, strategy: Any) -> None:
@@ -110,13 +109,12 @@ def test_forward_uses_values_changed_by_user_also_in_evaluation(api: Api, strate
             low = seeded()
             low.load_state_dict(expected.state_dict())
             assert torch.equal(model(batch()), low.bfloat16()(batch().bfloat16()))
-            if api == FULLY_SHARD:
-                model.reshard()
+            api.reshard(model)
             for parameter in (*parameters, *expected.parameters()):
                 parameter.add_(0.25)
 
 
-@pytest.mark.spec("MP-26")
+@pytest.mark.api_spec(wrapper=["MP-26"])
 @every_setting
 @ranks(2)
 def test_mixed_precision_of_float32_equals_no_mixed_precision(api: Api, strategy: Any) -> None:
@@ -147,7 +145,9 @@ REDUCTIONS = [
 ]
 
 
-@pytest.mark.spec("MP-02", "MP-05", "MP-06", "MP-07", "MP-08", "MP-11", "MP-26", "FS2-MP-03")
+@pytest.mark.api_spec(
+    wrapper=["MP-02", "MP-05", "MP-06", "MP-07", "MP-08", "MP-11", "MP-26"], fully_shard=["FS2-MP-03"]
+)
 @pytest.mark.parametrize("dtypes", REDUCTIONS)
 @every_setting
 @ranks(2)
@@ -171,7 +171,7 @@ def test_gradients_are_reduced_in_reduce_dtype_or_without_it_in_param_dtype(
     assert_same(api.gradients(model), expected_gradients(compute, reduce), bitwise=True)
 
 
-@pytest.mark.spec("MP-02", "MP-05", "FS2-MP-03", "FS2-18")
+@pytest.mark.api_spec(wrapper=["MP-02", "MP-05"], fully_shard=["FS2-MP-03", "FS2-18"])
 @hybrid_settings
 @ranks(4)
 def test_on_a_grid_both_reductions_run_in_reduce_dtype(api: Api, strategy: Any) -> None:
@@ -185,7 +185,7 @@ def test_on_a_grid_both_reductions_run_in_reduce_dtype(api: Api, strategy: Any) 
         torch.testing.assert_close(api.gradients(model), expected, rtol=10 * tolerance, atol=tolerance)
 
 
-@pytest.mark.spec("MP-06", "MP-07", "FS2-MP-03")
+@pytest.mark.api_spec(wrapper=["MP-06", "MP-07"], fully_shard=["FS2-MP-03"])
 @every_setting
 @ranks(2)
 def test_low_precision_compute_with_full_precision_reduction_loses_nothing_in_the_sum(api: Api, strategy: Any) -> None:
@@ -211,7 +211,8 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.spec("MP-02", "MP-03", "MP-05", "MP-11", "NOSYNC-02", "PAR-03", "FS2-MP-02", "FS2-MP-03")
+@pytest.mark.spec("PAR-03")
+@pytest.mark.api_spec(wrapper=["MP-02", "MP-03", "MP-05", "MP-11", "NOSYNC-02"], fully_shard=["FS2-MP-02", "FS2-MP-03"])
 @pytest.mark.parametrize("policy", POLICIES)
 @some_settings
 @ranks(2)

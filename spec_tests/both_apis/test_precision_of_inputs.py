@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spec_tests.harness import device, ranks
-from spec_tests.models.apis import FULLY_SHARD, ORIGINALS, WRAPPED, Api, both_apis, every_setting
+from spec_tests.models.apis import FULLY_SHARD, ORIGINALS, WRAPPED, Api, both_apis, every_setting, name_of
 from spec_tests.models.modules import seeded
 from spec_tests.models.probes import Probe, expected_gradients, nested_inputs, ones, probes
 from spec_tests.models.running import batch, loss_of
@@ -43,8 +43,8 @@ ROOTS: list[tuple[Api, dict[str, Any], bool]] = [
 ]
 
 
-@pytest.mark.spec("MP-14", "MP-15", "FS2-MP-05", "MIG-10")
-@pytest.mark.parametrize(("api", "precision", "is_cast"), ROOTS)
+@pytest.mark.api_spec(wrapper=["MP-14", "MP-15"], fully_shard=["FS2-MP-05", "MIG-10"])
+@pytest.mark.parametrize(("api", "precision", "is_cast"), ROOTS, ids=name_of)
 @ranks(2)
 def test_root_casts_its_inputs_by_default_and_with_the_option(
     api: Api, precision: dict[str, Any], is_cast: bool
@@ -59,7 +59,7 @@ def test_root_casts_its_inputs_by_default_and_with_the_option(
     assert args[1][0].dtype is FP64, "the caller's own tensors stay what they are"
 
 
-@pytest.mark.spec("MP-14")
+@pytest.mark.api_spec(wrapper=["MP-14"])
 @both_apis
 @ranks(2)
 def test_a_root_without_parameters_of_its_own_casts_its_inputs_too(api: Api) -> None:
@@ -69,7 +69,7 @@ def test_a_root_without_parameters_of_its_own_casts_its_inputs_too(api: Api) -> 
     assert inner[0].seen["x"] is BF16
 
 
-@pytest.mark.spec("MP-14", "FS2-MP-05")
+@pytest.mark.api_spec(wrapper=["MP-14"], fully_shard=["FS2-MP-05"])
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @every_setting
 @ranks(2)
@@ -82,7 +82,7 @@ def test_a_root_that_is_recomputed_in_backward_casts_its_inputs_again(
     assert_same(api.gradients(model), expected_gradients(BF16, BF16), bitwise=True)
 
 
-@pytest.mark.spec("MP-14", "FS2-MP-05")
+@pytest.mark.api_spec(wrapper=["MP-14"], fully_shard=["FS2-MP-05"])
 @both_apis
 @ranks(2)
 def test_the_gradient_of_a_cast_input_has_the_dtype_of_the_input(api: Api) -> None:
@@ -119,8 +119,8 @@ INNER: list[tuple[Api, dict[str, Any], bool]] = [
 ]
 
 
-@pytest.mark.spec("MP-13", "MP-16", "FS2-MP-05")
-@pytest.mark.parametrize(("api", "options", "casts"), INNER)
+@pytest.mark.api_spec(wrapper=["MP-13", "MP-16"], fully_shard=["FS2-MP-05"])
+@pytest.mark.parametrize(("api", "options", "casts"), INNER, ids=name_of)
 @ranks(2)
 def test_inner_unit_casts_inputs_only_with_option(api: Api, options: dict[str, Any], casts: bool) -> None:
     probe = Probe().to(device())
@@ -153,7 +153,7 @@ def test_inner_unit_of_another_precision_fails_without_input_cast_and_runs_with_
 # --- which inputs ---
 
 
-@pytest.mark.spec("MP-17", "FS2-MP-05")
+@pytest.mark.api_spec(wrapper=["MP-17"], fully_shard=["FS2-MP-05"])
 @pytest.mark.parametrize("is_root", [True, False])
 @both_apis
 @ranks(2)
@@ -171,7 +171,7 @@ def test_only_floating_point_inputs_are_cast(api: Api, is_root: bool) -> None:
     assert probe.seen["kwargs"] == [torch.bool, torch.int64, BF16]
 
 
-@pytest.mark.spec("MP-17", "FS2-MP-05")
+@pytest.mark.api_spec(wrapper=["MP-17"], fully_shard=["FS2-MP-05"])
 @both_apis
 @ranks(2)
 def test_token_ids_are_not_cast_before_an_embedding(api: Api) -> None:

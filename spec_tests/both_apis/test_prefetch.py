@@ -21,7 +21,7 @@ from spec_tests.models.running import Watch, backward_words, batch, iterate, los
 from spec_tests.subject import trace
 
 
-@pytest.mark.spec("PREF-02", "PREF-09", "FS2-PREF-02")
+@pytest.mark.api_spec(wrapper=["PREF-02", "PREF-09"], fully_shard=["FS2-PREF-02"])
 @both_apis
 @ranks(2)
 def test_pre_prefetch_all_gathers_before_current_gradients(api: Api) -> None:
@@ -35,7 +35,7 @@ def test_pre_prefetch_all_gathers_before_current_gradients(api: Api) -> None:
         assert words.index(f"B{index}") < gather_of_next < words.index(f"GRAD{index}")
 
 
-@pytest.mark.spec("PREF-08", "FS2-PREF-02")
+@pytest.mark.api_spec(wrapper=["PREF-08"], fully_shard=["FS2-PREF-02"])
 @pytest.mark.parametrize("orders", [[(2, 0, 3, 1)], [(0, 1, 2, 3), (3, 1, 0, 2)], [(1, 2), (3, 0, 2)]])
 @both_apis
 @ranks(2)
@@ -51,7 +51,7 @@ def test_backward_prefetch_follows_the_reverse_forward_order_of_this_iteration(
         assert [word for word in words if word.startswith(("AG", "B"))] == expected
 
 
-@pytest.mark.spec("PREF-11", "FS2-PREF-01")
+@pytest.mark.api_spec(wrapper=["PREF-11"], fully_shard=["FS2-PREF-01"])
 @both_apis
 @ranks(2)
 def test_unit_is_all_gathered_at_its_own_forward_by_default(api: Api) -> None:
@@ -93,7 +93,7 @@ def lanes_of_collectives() -> Iterator[set[tuple[str, str]]]:
         yield found
 
 
-@pytest.mark.spec("PREF-14", "FS2-PREF-01")
+@pytest.mark.api_spec(wrapper=["PREF-14"], fully_shard=["FS2-PREF-01"])
 @both_apis
 @ranks(2)
 def test_collectives_are_issued_on_labelled_comm_streams(api: Api) -> None:

@@ -27,8 +27,11 @@ OF_APIS = {"fsdp1": 1.0, "fully_shard": 0.5}
 
 @pytest.mark.ranks
 @pytest.mark.not_simulated("scenarios are drawn for that device, see spec_tests/streams")
-@pytest.mark.spec("SHARD-03", "SHARD-15", "NOSYNC-02", "NOSYNC-03", "OFF-04", "PAR-01", "PAR-05", "PAR-06", "PAR-07")
-@pytest.mark.spec("FS2-06", "FS2-13", "FS2-22", "FS2-PREF-08", "FS2-SYNC-01")
+@pytest.mark.spec("PAR-01", "PAR-05", "PAR-06", "PAR-07")
+@pytest.mark.api_spec(
+    wrapper=["SHARD-03", "SHARD-15", "NOSYNC-02", "NOSYNC-03", "OFF-04"],
+    fully_shard=["FS2-06", "FS2-13", "FS2-22", "FS2-PREF-08", "FS2-SYNC-01"],
+)
 @pytest.mark.parametrize("num_ranks", PARTS)
 @pytest.mark.parametrize("api", OF_APIS)
 def test_any_training_run_equals_one_process(api: str, num_ranks: int) -> None:

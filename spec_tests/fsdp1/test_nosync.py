@@ -6,7 +6,9 @@ Inside, a backward keeps this rank's unreduced, unsharded gradient. The first ba
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from spec_tests.harness import device, ranks
+from spec_tests.models.apis import WRAPPED
 from spec_tests.models.modules import UNITS, seeded
 from spec_tests.models.running import Watch, Wire, batch, iterate, loss_of, of_unit
 from spec_tests.models.sharding import (
@@ -26,7 +29,6 @@ from spec_tests.models.sharding import (
 )
 from spec_tests.models.values import (
     assert_same,
-    chunked,
     flat_gradients,
     flat_parameters,
     flattened,
@@ -39,15 +41,6 @@ from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy, trace
 
 flat_strategies = pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 hybrid_strategies = pytest.mark.parametrize("strategy", HYBRID_STRATEGIES)
-
-
-def chunks_of(model: FullyShardedDataParallel) -> tuple[int, int]:
-    """The number of shards of a unit, and the index of this rank's shard."""
-    if model.sharding_strategy is NO_SHARD:
-        return 1, 0
-    if model.sharding_strategy in HYBRID_STRATEGIES:
-        return 2, dist.get_rank() % 2
-    return dist.get_world_size(), dist.get_rank()
 
 
 # --- inside the context ---
@@ -69,7 +62,7 @@ def test_gradients_of_a_hybrid_inside_no_sync_are_unreduced(strategy: ShardingSt
 
 def compare_unreduced(strategy: ShardingStrategy) -> None:
     plain = seeded()
-    model = wrapped(sharding_strategy=strategy)
+    model = WRAPPED.shard(strategy=strategy)
     for steps in (range(3), range(3, 5)):
         with model.no_sync():
             for step in steps:
@@ -118,7 +111,7 @@ def test_no_sync_with_full_shard_reshards_in_every_micro_batch_unlike_shard_grad
 ) -> None:
     plain = seeded()
     watch = Watch(plain)
-    model = wrapped(plain, sharding_strategy=strategy)
+    model = WRAPPED.shard(plain, strategy=strategy)
     with trace.record() as recorder, model.no_sync():
         for step in range(3):
             iterate(model, step)
@@ -150,18 +143,14 @@ def test_no_shard_uses_gradient_replaced_inside_no_sync(use_orig_params: bool) -
 
 
 @pytest.mark.spec("NOSYNC-04")
-@pytest.mark.parametrize("has_run", [False, True])
 @ranks(2)
-def test_inner_unit_refuses_no_sync_and_keeps_working(has_run: bool) -> None:
-    model = wrapped()
-    if has_run:
-        iterate(model)
-    with pytest.raises(RuntimeError, match=f"rank {dist.get_rank()}: no_sync"), model.blocks[1].no_sync():
-        pytest.fail("it was entered")
-    with trace.record() as recorder:
-        iterate(model, 1)
-    for unit in UNITS:
-        assert of_unit(recorder, unit, "RS") == ["RS"]
+def test_inner_unit_refuses_no_sync_and_keeps_working() -> None:
+    model = WRAPPED.shard()
+    # Before the first iteration, and after it.
+    for step in range(2):
+        with pytest.raises(RuntimeError, match=f"rank {dist.get_rank()}: no_sync"), model.blocks[1].no_sync():
+            pytest.fail("it was entered")
+        assert reduces(model, step)
 
 
 @pytest.mark.spec("NOSYNC-04")
@@ -192,7 +181,7 @@ def reduces(model: FullyShardedDataParallel, step: int) -> bool:
 @pytest.mark.spec("NOSYNC-06")
 @ranks(2)
 def test_nested_contexts_end_with_the_outermost() -> None:
-    model = wrapped()
+    model = WRAPPED.shard()
     with model.no_sync():
         with model.no_sync():
             assert not reduces(model, 0)
@@ -202,13 +191,13 @@ def test_nested_contexts_end_with_the_outermost() -> None:
         assert not reduces(model, 2)
     assert reduces(model, 3)
     expected = mean_gradients(seeded(), range(4))
-    assert_same(flat_gradients(model), chunked(seeded(), expected, *chunks_of(model)), bitwise=False)
+    assert_same(WRAPPED.gradients(model), expected, bitwise=False)
 
 
 @pytest.mark.spec("NOSYNC-06")
 @ranks(2)
 def test_exception_inside_no_sync_restores_gradient_sync() -> None:
-    model = wrapped()
+    model = WRAPPED.shard()
 
     def fail() -> None:
         with model.no_sync(), model.no_sync():
@@ -230,13 +219,13 @@ def test_exception_inside_no_sync_restores_gradient_sync() -> None:
 def test_forward_inside_no_sync_with_backward_outside_is_reduced(strategy: ShardingStrategy) -> None:
     plain = seeded()
     watch = Watch(plain)
-    model = wrapped(plain, sharding_strategy=strategy)
+    model = WRAPPED.shard(plain, strategy=strategy)
     with model.no_sync():
         loss = loss_of(model(batch()))
     with trace.record() as recorder:
         loss.backward()
     assert recorder.count("AR" if strategy is NO_SHARD else "RS") == len(UNITS)
-    assert_same(flat_gradients(model), chunked(seeded(), mean_gradients(seeded()), *chunks_of(model)))
+    assert_same(WRAPPED.gradients(model), mean_gradients(seeded()))
     assert strategy is NO_SHARD or watch.alive() == []
 
 
@@ -245,14 +234,14 @@ def test_forward_inside_no_sync_with_backward_outside_is_reduced(strategy: Shard
 @ranks(2)
 def test_forward_outside_no_sync_with_backward_inside_is_not_reduced(strategy: ShardingStrategy) -> None:
     plain = seeded()
-    model = wrapped(sharding_strategy=strategy)
+    model = WRAPPED.shard(strategy=strategy)
     loss = loss_of(model(batch()))
     with trace.record() as recorder, model.no_sync():
         loss.backward()
     assert not {"RS", "AR"} & {event.kind for event in recorder.events}
     assert_same(flat_gradients(model), flattened(plain, local_gradients(plain, [0], dist.get_rank())))
     iterate(model, 1)
-    assert_same(flat_gradients(model), chunked(plain, mean_gradients(plain, [0, 1]), *chunks_of(model)), bitwise=False)
+    assert_same(WRAPPED.gradients(model), mean_gradients(plain, [0, 1]), bitwise=False)
 
 
 # --- leaving without a reduction ---
@@ -275,7 +264,7 @@ def test_step_and_clipping_of_a_hybrid_refuse_unreduced_gradients(strategy: Shar
 def compare_refusal(strategy: ShardingStrategy) -> None:
     """Both raise and leave gradients and parameters unchanged. After a reducing backward they work."""
     plain = seeded()
-    model = wrapped(sharding_strategy=strategy)
+    model = WRAPPED.shard(strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     acts: tuple[Callable[[], object], ...] = (optimizer.step, lambda: model.clip_grad_norm_(1.0))
     with model.no_sync():
@@ -290,7 +279,7 @@ def compare_refusal(strategy: ShardingStrategy) -> None:
         assert_same(flat_gradients(model), unreduced, bitwise=True)
         assert_same(flat_parameters(model), before, bitwise=True)
     iterate(model, 1)
-    assert_same(flat_gradients(model), chunked(plain, mean_gradients(plain, [0, 1]), *chunks_of(model)), bitwise=False)
+    assert_same(WRAPPED.gradients(model), mean_gradients(plain, [0, 1]), bitwise=False)
     for act in acts:
         act()
 
@@ -303,51 +292,49 @@ def test_dropping_unreduced_gradients_makes_a_step_possible_again(
     strategy: ShardingStrategy, set_to_none: bool
 ) -> None:
     plain = seeded()
-    model = wrapped(sharding_strategy=strategy)
+    model = WRAPPED.shard(strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with model.no_sync():
         iterate(model, 0)
     optimizer.zero_grad(set_to_none=set_to_none)
     iterate(model, 1)
     expected = mean_gradients(plain, [1])
-    assert_same(flat_gradients(model), chunked(plain, expected, *chunks_of(model)), bitwise=True)
+    assert_same(WRAPPED.gradients(model), expected, bitwise=True)
     optimizer.step()
-    for name, parameter in plain.named_parameters():
-        parameter.grad = expected[name]
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    assert_same(full_values(model), named(plain), bitwise=True)
+    assert_same(full_values(model), stepped(plain, expected), bitwise=True)
 
 
 @pytest.mark.spec("NOSYNC-10")
-@pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
 @ranks(2)
-def test_step_with_a_closure_checks_gradients_after_the_closure(strategy: ShardingStrategy, by_name: bool) -> None:
-    plain = seeded()
-    model = wrapped(sharding_strategy=strategy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def test_step_with_a_closure_checks_gradients_after_the_closure(strategy: ShardingStrategy) -> None:
+    for by_name in (False, True):
+        plain, model = seeded(), WRAPPED.shard(strategy=strategy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = functools.partial(step_with, optimizer, by_name)
 
-    def step(closure: Callable[[], object]) -> object:
-        return optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+        def accumulate(model: Any = model) -> None:
+            with model.no_sync():
+                iterate(model, 0)
 
-    def accumulate() -> None:
-        with model.no_sync():
-            iterate(model, 0)
+        def last_micro_batch(model: Any = model) -> str:
+            iterate(model, 1)
+            return "the loss"
 
-    before = full_values(model)
-    with pytest.raises(RuntimeError, match=r"SGD\.step\(\) found gradients that were never reduced"):
-        step(accumulate)
-    assert_same(full_values(model), before, bitwise=True)
-    optimizer.zero_grad()
+        before = full_values(model)
+        with pytest.raises(RuntimeError, match=r"SGD\.step\(\) found gradients that were never reduced"):
+            step(accumulate)
+        assert_same(full_values(model), before, bitwise=True)
+        optimizer.zero_grad()
+        accumulate()
+        assert step(last_micro_batch) == "the loss"
+        assert_same(full_values(model), stepped(plain, mean_gradients(plain, [0, 1])), bitwise=False)
 
-    def last_micro_batch() -> str:
-        iterate(model, 1)
-        return "the loss"
 
-    accumulate()
-    assert step(last_micro_batch) == "the loss"
-    expected = mean_gradients(plain, [0, 1])
-    for name, parameter in plain.named_parameters():
-        parameter.grad = expected[name]
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    assert_same(full_values(model), named(plain), bitwise=False)
+def step_with(optimizer: torch.optim.Optimizer, by_name: bool, closure: Callable[[], Any]) -> Any:
+    return optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+
+
+def stepped(plain: nn.Module, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The values after a step of SGD with a learning rate of 0.1."""
+    return {name: value.add(gradients[name], alpha=-0.1) for name, value in named(plain).items()}

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from minifsdp.engine.comm_streams import CommStream
+from minifsdp.fsdp2.fsdp_state import state_of
 from spec_tests import subject
 from spec_tests.fsdp2.test_counts import WHOLE
 from spec_tests.harness import device, ranks
 from spec_tests.models import MODELS
 from spec_tests.models.apis import FULLY_SHARD
-from spec_tests.models.modules import WIDTH, Stack, seeded, wide
+from spec_tests.models.modules import WIDTH, seeded, wide
 from spec_tests.models.running import batch, iterate, loss_of, of_unit, recorded_iteration
 from spec_tests.models.sharding import FULL_SHARD, HYBRID_SHARD, sharded
 from spec_tests.models.values import assert_same, full_gradients, full_values, mean_gradients
@@ -323,25 +324,36 @@ def test_the_names_are_those_of_torch() -> None:
         assert name in subject.engine.__all__
 
 
+def two_stages() -> list[Any]:
+    """Two models whose steps have different units."""
+    return [sharded(seeded()), fully_shard(seeded(Generates))]
+
+
 @pytest.mark.spec("NEW-17")
 @ranks(2)
-def test_several_roots_share_comm_streams() -> None:
-    stages, usual = ([seeded(), seeded(Generates)] for _ in range(2))
-    for stage in (*stages, *usual):
-        sharded(stage) if isinstance(stage, Stack) else fully_shard(stage)
+def test_several_roots_that_share_comm_streams_compute_the_same() -> None:
+    stages, usual = two_stages(), two_stages()
     share_comm_ctx(stages)
     share_comm_ctx([])
     for step in range(2):
         for mine, other in zip(stages, usual, strict=True):
             assert iterate(mine, step) == iterate(other, step)
             assert_same(full_gradients(mine), full_gradients(other))
-    comm_streams, usual_lanes = (
-        [stage._get_fsdp_state().root_state.comm_streams for stage in each] for each in (stages, usual)
-    )
-    assert comm_streams[0] is comm_streams[1]
-    assert usual_lanes[0] is not usual_lanes[1]
     with pytest.raises(ValueError, match="FSDPModule"):
         share_comm_ctx([stages[0], nn.Linear(2, 2)])
+
+
+@pytest.mark.spec("NEW-17")
+@ranks(2)
+def test_roots_have_the_same_comm_streams_only_after_sharing_them() -> None:
+    for is_shared in (True, False):
+        stages = two_stages()
+        if is_shared:
+            share_comm_ctx(stages)
+        for stage in stages:
+            iterate(stage)
+        first, second = (state_of(stage).root_state.comm_streams for stage in stages)
+        assert (first is second) is is_shared
 
 
 SPECIAL: dict[str, Callable[[Any], Any]] = {

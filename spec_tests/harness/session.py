@@ -202,6 +202,15 @@ def is_marked(item: pytest.Item) -> bool:
     return bool(item.get_closest_marker("accelerator") or item.get_closest_marker("simulated"))
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Marks a variant of a test of both APIs with the requirements of its API."""
+    for marker in item.iter_markers("api_spec"):
+        is_function = str(item.callspec.params["api"]) == "fully_shard"  # type: ignore[attr-defined]
+        rows = marker.kwargs.get("fully_shard" if is_function else "wrapper", [])
+        if rows:
+            item.add_marker(pytest.mark.spec(*rows))
+
+
 def rows_proven_by(item: pytest.Item) -> list[str]:
     """The requirements that a test checks."""
     return [row for marker in item.iter_markers("spec") for row in marker.args]

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
@@ -30,8 +29,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
+from spec_tests import subject
 from spec_tests.harness import device
 from spec_tests.models.modules import MLP, Block, seeded
 from spec_tests.models.sharding import (
@@ -60,23 +61,18 @@ class Api:
 
     Attributes:
         name: its name in the names of tests.
-        library: the module with the names of the API.
+        is_torch: whether it is the API of torch, and not of the implementation that is tested.
     """
 
     name: str
-    library: str = "spec_tests.subject"
+    is_torch: bool = False
 
     def __str__(self) -> str:
         return self.name
 
-    @property
-    def words(self) -> Any:
-        """The module with the names of the API."""
-        return importlib.import_module(self.library)
-
     def of_torch(self) -> Any:
         """The same API of torch."""
-        return dataclasses.replace(self, library="torch.distributed.fsdp")
+        return dataclasses.replace(self, is_torch=True)
 
     def shard(
         self,
@@ -115,7 +111,7 @@ class Api:
         with warnings.catch_warnings():
             # torch's NO_SHARD is deprecated.
             warnings.filterwarnings("ignore", ".*NO_SHARD.*deprecated", FutureWarning)
-            return self.call(module, **self.options_of(strategy, precision, offload), **options)
+            return self.call(module, **{**self.options_of(strategy, precision, offload), **options})
 
     def call(self, module: nn.Module, **options: Any) -> Any:
         """Calls the API."""
@@ -140,6 +136,9 @@ class Api:
     def values_and_gradients(self, model: Any) -> tuple[Named, Named]:
         raise NotImplementedError
 
+    def reshard(self, model: Any) -> None:
+        """Reshards the units that a forward without gradients has left unsharded. The wrapper leaves none."""
+
     def clip(self, model: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clips the gradients, and returns their norm."""
         raise NotImplementedError
@@ -156,10 +155,10 @@ class Wrapper(Api):
     use_orig_params: bool = False
 
     def call(self, module: nn.Module, **options: Any) -> Any:
-        return self.words.FullyShardedDataParallel(module, **options)
+        return (torch_fsdp if self.is_torch else subject).FullyShardedDataParallel(module, **options)
 
     def options_of(self, strategy: Any, precision: Mapping[str, Any] | None, offload: bool) -> dict[str, Any]:
-        words = self.words
+        words = torch_fsdp if self.is_torch else subject
         options = {"sharding_strategy": words.ShardingStrategy[strategy.name], "use_orig_params": self.use_orig_params}
         if strategy in HYBRID_STRATEGIES:
             options["process_group"] = grid()
@@ -167,7 +166,9 @@ class Wrapper(Api):
             options["mixed_precision"] = words.MixedPrecision(**precision)
         if offload:
             options["cpu_offload"] = words.CPUOffload(offload_params=True)
-        if self.library.startswith("torch"):
+        # An outer unit can contain inner units whose shards are on the CPU. torch's wrapper does not support the CPU
+        # without this option.
+        if offload or self.is_torch:
             options["device_id"] = device()
         return options
 
@@ -195,10 +196,10 @@ class Function(Api):
     """``fully_shard``."""
 
     def call(self, module: nn.Module, **options: Any) -> Any:
-        return self.words.fully_shard(module, **options)
+        return (torch_fsdp if self.is_torch else subject).fully_shard(module, **options)
 
     def options_of(self, strategy: Any, precision: Mapping[str, Any] | None, offload: bool) -> dict[str, Any]:
-        words = self.words
+        words = torch_fsdp if self.is_torch else subject
         options: dict[str, Any] = {}
         if strategy in HYBRID_STRATEGIES:
             options["mesh"] = grid_mesh()
@@ -231,6 +232,11 @@ class Function(Api):
             )
         return values, gradients
 
+    def reshard(self, model: Any) -> None:
+        for module in model.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()
+
     def clip(self, model: Any, max_norm: float, norm_type: float = 2.0) -> Tensor:
         return full(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type))
 
@@ -257,6 +263,11 @@ WRAPPER_SETTINGS = (
 SETTINGS = (*WRAPPER_SETTINGS, *((FULLY_SHARD, strategy) for strategy in FLAT_STRATEGIES))
 # On four ranks.
 HYBRID_SETTINGS = tuple((api, strategy) for api in (WRAPPED, FULLY_SHARD) for strategy in HYBRID_STRATEGIES)
+
+
+def name_of(value: Any) -> str | None:
+    """For ``ids=`` of a parametrization: the name of an API, and pytest's own choice for other values."""
+    return str(value) if isinstance(value, Api) else None
 
 
 def settings_of(*settings: tuple[Api, Any]) -> pytest.MarkDecorator:

@@ -27,6 +27,7 @@ from minifsdp.tools.explain_records import UnitSummary
 from spec_tests import subject
 from spec_tests.harness import device, ranks
 from spec_tests.models import MODELS
+from spec_tests.models.apis import ALL_APIS, FULLY_SHARD, ORIGINALS, Api, all_apis, both_apis
 from spec_tests.models.modules import UNITS, Block, Nested, NormedBlock, Stack, Tied, chain, seeded
 from spec_tests.models.running import iterate
 from spec_tests.models.sharding import grid_mesh, line_mesh, sharded, wrapped
@@ -38,8 +39,6 @@ from spec_tests.subject import (
     fully_shard,
     trace,
 )
-
-APIS = {"wrapper": wrapped, "wrapper, originals": lambda m=None: wrapped(m, use_orig_params=True), "in place": sharded}
 
 
 def kinds(found: Explanation) -> list[str]:
@@ -53,9 +52,9 @@ def by_label(found: Explanation) -> dict[str, UnitSummary]:
 # ---- no communication, no changes -----------------------------------------------------------------------------------
 
 
-def losses(api: str, *, explains: bool) -> list[float]:
+def losses(api: Api, *, explains: bool) -> list[float]:
     """Losses of two steps. The first rank alone calls `explain` before, between and after them."""
-    model = APIS[api](seeded())
+    model = api.shard()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found, said = [], []
     for step in range(2):
@@ -71,9 +70,9 @@ def losses(api: str, *, explains: bool) -> list[float]:
 
 
 @pytest.mark.spec("EXPLAIN-01")
-@pytest.mark.parametrize("api", APIS)
+@all_apis
 @ranks(2)
-def test_explain_on_one_rank_does_not_change_training(api: str) -> None:
+def test_explain_on_one_rank_does_not_change_training(api: Api) -> None:
     assert losses(api, explains=True) == losses(api, explains=False)
 
 
@@ -137,34 +136,22 @@ def assert_owned_as_told(model: nn.Module, originals: dict[str, int]) -> None:
     assert sum(unit.owned_bytes.get(dist.get_rank(), 0) for unit in found.units) == width * sum(mine)
 
 
+@pytest.mark.spec("EXPLAIN-02")
+@pytest.mark.parametrize("api", [ORIGINALS, FULLY_SHARD], ids=str)
+@pytest.mark.parametrize("name", ["mlp", "uneven", "nested", "conv", "transformer", "lstm", "tied", "batch_norm"])
 @ranks(2)
-def check_owned(name: str, api: str) -> None:
+def test_each_rank_owns_the_explained_elements(name: str, api: Api) -> None:
     info = MODELS[name]
     model = info.build()
     originals = {key: parameter.numel() for key, parameter in model.named_parameters()}
-    if api == "in place":
-        for module in reversed(list(model.modules())):
-            if isinstance(module, info.unit_classes) and module is not model:
-                fully_shard(module)
-        fully_shard(model)
-    else:
-        policy = ModuleWrapPolicy(set(info.unit_classes))
-        model = FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True)
-    assert_owned_as_told(model, originals)
+    assert_owned_as_told(api.shard(model, unit_classes=info.unit_classes), originals)
 
 
 @pytest.mark.spec("EXPLAIN-02")
-@pytest.mark.parametrize("api", ["wrapper", "in place"])
-@pytest.mark.parametrize("name", ["mlp", "uneven", "nested", "conv", "transformer", "lstm", "tied", "batch_norm"])
-def test_each_rank_owns_the_explained_elements(name: str, api: str) -> None:
-    check_owned(name=name, api=api)
-
-
-@pytest.mark.spec("EXPLAIN-02")
-@pytest.mark.parametrize("api", APIS)
+@all_apis
 @ranks(2)
-def test_units_have_their_names_their_sizes_and_their_dtypes(api: str) -> None:
-    found = explain(APIS[api](seeded()))
+def test_units_have_their_names_their_sizes_and_their_dtypes(api: Api) -> None:
+    found = explain(api.shard())
     assert [unit.name for unit in found.units] == list(UNITS)
     assert [unit.numel for unit in found.units] == [56, 42, 42, 42, 42]
     assert [unit.type for unit in found.units] == ["Stack", *["Block"] * 4]
@@ -257,20 +244,14 @@ def test_explain_predicts_units_of_plain_model(kind: str) -> None:
 
 
 @pytest.mark.spec("EXPLAIN-05")
-@pytest.mark.parametrize("api", ["wrapper", "in place"])
+@both_apis
 @ranks(2)
-def test_explain_plans_remaining_params_like_existing_units(api: str) -> None:
-    model = seeded()
+def test_explain_plans_remaining_params_like_existing_units(api: Api) -> None:
+    model, precision = seeded(), {"param_dtype": torch.bfloat16}
     for number, block in enumerate(model.blocks):
-        if api == "wrapper":
-            model.blocks[number] = FullyShardedDataParallel(block, mixed_precision=MixedPrecision(torch.bfloat16))
-        else:
-            fully_shard(block, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+        model.blocks[number] = api.unit(block, precision=precision)
     planned = explain(model)
-    if api == "wrapper":
-        model = FullyShardedDataParallel(model, mixed_precision=MixedPrecision(torch.bfloat16))
-    else:
-        fully_shard(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    model = api.unit(model, precision=precision)
     made = explain(model)
     assert [reported(unit) for unit in planned.units] == [reported(unit) for unit in made.units]
     assert planned.cost == made.cost
@@ -372,17 +353,12 @@ def test_remaining_root_params_may_be_small() -> None:
 
 
 @pytest.mark.spec("EXPLAIN-08")
-@pytest.mark.parametrize("api", [*APIS, "none"])
+@pytest.mark.parametrize("api", [*ALL_APIS, None], ids=str)
 @ranks(2)
-def test_tied_weights_are_warned_of_and_counted_once(api: str) -> None:
+def test_tied_weights_are_warned_of_and_counted_once(api: Api | None) -> None:
     model = Tied().to(device())
     num = sum(p.numel() for p in model.parameters())
-    if api == "in place":
-        fully_shard(model.middle)
-        fully_shard(model)
-    elif api != "none":
-        model = APIS[api](model)
-    found = explain(model)
+    found = explain(model if api is None else api.shard(model))
     (advice,) = [advice for advice in found.warnings if advice.kind == "tied"]
     assert "first.weight is also last.weight" in advice.cause
     assert advice.units == ("(root)",)

@@ -7,9 +7,8 @@ from torch import Tensor, nn
 
 from minifsdp import explain
 from spec_tests.harness import ranks
+from spec_tests.models.apis import ALL_APIS, Api
 from spec_tests.models.modules import WIDTH, seeded
-from spec_tests.models.sharding import wrapped
-from spec_tests.subject import fully_shard
 
 
 class SharedBias(nn.Module):
@@ -26,14 +25,10 @@ class SharedBias(nn.Module):
 
 
 @pytest.mark.spec("EXPLAIN-08")
-@pytest.mark.parametrize("kind", ["wrapper", "originals", "fully_shard", "plain"])
+@pytest.mark.parametrize("api", [*ALL_APIS, None], ids=str)
 @ranks(2)
-def test_the_warning_has_all_names_of_the_parameter(kind: str) -> None:
-    model = seeded(SharedBias)
-    if kind == "fully_shard":
-        fully_shard(model)
-    elif kind != "plain":
-        model = wrapped(model, use_orig_params=kind == "originals")
+def test_the_warning_has_all_names_of_the_parameter(api: Api | None) -> None:
+    model = seeded(SharedBias) if api is None else api.unit(seeded(SharedBias))
     (advice,) = [advice for advice in explain(model).warnings if advice.kind == "tied"]
     for number in range(7):
         assert f"layers.{number}.bias" in advice.cause
