@@ -104,10 +104,10 @@ def test_explain_gives_the_same_result_for_unsharded_parameters() -> None:
 
 @pytest.mark.spec("EXPLAIN-03")
 @pytest.mark.parametrize("chosen", [(), (0,), (0, 1, 2, 3)], ids=["none", "one", "all"])
-@pytest.mark.parametrize("api", APIS)
+@both_apis
 @ranks(2)
-def test_reductions_overlap_in_the_prediction_if_any_unit_overlaps(api: str, chosen: tuple[int, ...]) -> None:
-    model = APIS[api]()
+def test_reductions_overlap_in_the_prediction_if_any_unit_overlaps(api: Api, chosen: tuple[int, ...]) -> None:
+    model = api.shard()
     blocks = getattr(model, "module", model).blocks
     minifsdp.set_reduction_overlap(model, False)
     for index in chosen:
