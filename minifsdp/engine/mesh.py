@@ -29,8 +29,10 @@ Spec: CTOR-06, CTOR-14, SHARD-11, HYB-01 to HYB-08.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -42,6 +44,10 @@ from minifsdp.engine.collective_log import CollectiveSequence, log
 from minifsdp.engine.messages import message
 
 
+# The compute device of the last model over each process group.
+_devices = weakref.WeakKeyDictionary[Any, torch.device]()
+
+
 @dataclass(frozen=True)
 class Group:
     """A shard group or replicate group, seen from this rank.
@@ -51,12 +57,14 @@ class Group:
         size: number of ranks in it.
         rank: this process's position in it, from 0.
         ranks: the global ranks of its members, in order of position.
+        device: the accelerator of this rank, to send Python objects from; ``None`` for the current device.
     """
 
     process_group: dist.ProcessGroup
     size: int
     rank: int
     ranks: tuple[int, ...]
+    device: torch.device | None = field(default=None, compare=False)
 
     @cached_property
     def transport(self) -> Any:
@@ -70,9 +78,20 @@ class Group:
         sequence.transport = self.transport
         return sequence
 
+    def on_device(self) -> Any:
+        """A ``with`` block in which `device` is the current device, because torch sends objects from that one."""
+        if self.device is None or self.device.type in ("cpu", "meta"):
+            return nullcontext()
+        return torch.get_device_module(self.device).device(self.device)
+
     @classmethod
-    def of(cls, process_group: dist.ProcessGroup) -> Group:
+    def of(cls, process_group: dist.ProcessGroup, device: torch.device | None = None) -> Group:
         """Reads the properties of the process group once. Does not communicate.
+
+        Args:
+            process_group: the group.
+            device: the compute device of a model; ``None`` for that of an earlier model over this process group, or for
+                the device that the process group was created for.
 
         Raises:
             ValueError: if this process is not a member.
@@ -92,7 +111,10 @@ class Group:
         from minifsdp.watchdog.process import start
 
         start()
-        return cls(process_group, size, rank, ranks)
+        if device is not None:
+            _devices[process_group] = device
+        bound = getattr(process_group, "bound_device_id", None)
+        return cls(process_group, size, rank, ranks, _devices.get(process_group, bound))
 
 
 @dataclass(frozen=True)
