@@ -43,7 +43,6 @@ from minifsdp.engine import gloo
 from minifsdp.engine.collective_log import CollectiveSequence, log
 from minifsdp.engine.messages import message
 
-
 # The compute device of the last model over each process group.
 _devices = weakref.WeakKeyDictionary[Any, torch.device]()
 
