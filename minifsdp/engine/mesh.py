@@ -186,10 +186,13 @@ def default_group(argument: str = "process_group") -> dist.ProcessGroup:
 
 
 def node_size(device: torch.device) -> int:
-    """Number of ranks on each node: the accelerators of this machine, or on the CPU torchrun's ``LOCAL_WORLD_SIZE``."""
-    if device.type != "cpu":
-        return int(torch.get_device_module(device).device_count())
-    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    """Number of ranks on each node: torchrun's ``LOCAL_WORLD_SIZE``, or else the accelerators that this process sees.
+
+    A process may see only its own accelerator, or more accelerators than there are ranks.
+    """
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return int(os.environ["LOCAL_WORLD_SIZE"])
+    return dist.get_world_size() if device.type == "cpu" else int(torch.get_device_module(device).device_count())
 
 
 def exists(process_group: dist.ProcessGroup) -> bool:
