@@ -21,14 +21,16 @@ The thread continues after an exception in one look at the store, for instance b
 On an accelerator, collectives run after the CPU has continued. The main thread also counts as waiting if an event
 behind the last collective is not complete. The reason is printed immediately, and raised when the main thread issues
 its next collective, because the results on the device are invalid. The group is aborted to free the device. The event
-is only queried after the main thread issued nothing for `PATIENCE` seconds. No GPU has run the
-abort yet.
+is only queried after the main thread issued nothing for `PATIENCE` seconds, and in a mode in which a query does not
+invalidate a capture of a CUDA graph. No GPU has run the abort yet.
 
 *In torch:* NCCL has a watchdog in C++, which signals a time-out over the same store. Gloo has none.
 
 Spec: LEDGER-03, LEDGER-04, LEDGER-06, LEDGER-12 to LEDGER-16, LEDGER-18, LEDGER-21, HEALTHY-01.
 """
 
+import ctypes
+import functools
 import os
 import select
 import signal
@@ -270,4 +272,20 @@ def _is_complete(event: Any) -> bool:
     """Whether an accelerator has reached an event. Sets the device, because this thread has no current device."""
     device = getattr(event, "device", None)
     with nullcontext() if device is None else torch.get_device_module(device).device(device):
+        if (exchange := _exchange_capture_mode()) is not None:
+            exchange(ctypes.byref(ctypes.c_int(_OWN_CAPTURES)))
         return bool(event.query())
+
+
+# `cudaStreamCaptureModeThreadLocal`: a capture of a CUDA graph forbids calls of its own thread only.
+_OWN_CAPTURES = 1
+
+
+@functools.cache
+def _exchange_capture_mode() -> Any:
+    """CUDA's function that sets the capture mode of the calling thread; ``None`` without CUDA.
+
+    In the mode of a new thread, a query would invalidate the captures of all threads. Python modules of torch do not
+    offer the function, but torch loads the library for the whole process.
+    """
+    return getattr(ctypes.CDLL(None), "cudaThreadExchangeStreamCaptureMode", None)

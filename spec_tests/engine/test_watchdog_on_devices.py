@@ -1,0 +1,86 @@
+"""The watchdog's thread and an accelerator: what its queries leave alone, and what a hang of the device causes."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from minifsdp.engine.collective_log import log
+from minifsdp.watchdog import watchdog
+from spec_tests.harness import device, ranks
+from spec_tests.subject import fully_shard
+
+SILENCE = watchdog.PATIENCE + 1.0  # seconds after which the watchdog has queried the last event
+
+
+def step(model: nn.Module) -> None:
+    model(torch.ones(4, 8, device=device())).sum().backward()
+
+
+@pytest.mark.spec("LEDGER-21")
+@pytest.mark.proof("order only")
+@pytest.mark.pure
+def test_event_is_queried_on_its_device_and_apart_from_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    @contextmanager
+    def on(which: Any) -> Any:
+        calls.append(f"on {which}")
+        yield
+        calls.append("off")
+
+    def exchange(mode: Any) -> None:
+        calls.append(ctypes.cast(mode, ctypes.POINTER(ctypes.c_int))[0])
+
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(device=on))
+    monkeypatch.setattr(watchdog, "_exchange_capture_mode", lambda: exchange)
+    event = SimpleNamespace(device="cuda:1", query=lambda: calls.append("query"))
+    assert not watchdog._is_complete(event)
+    assert calls == ["on cuda:1", 1, "query", "off"]
+
+
+@pytest.mark.spec("LEDGER-21")
+@pytest.mark.gpu
+@ranks(2)
+def test_captures_after_a_step_are_valid() -> None:
+    step(fully_shard(nn.Linear(8, 8, device=device())))
+    values = torch.ones(1000, device=device())
+    # Later kernels keep the last event incomplete while the watchdog queries it.
+    for _ in range(3):
+        step(fully_shard(nn.Linear(8, 8, device=device())))
+        log.last_event = _late_event()
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            values.mul(2)
+            time.sleep(SILENCE)
+    torch.cuda.synchronize()
+
+
+def _late_event() -> torch.cuda.Event:
+    """An event that the device reaches after some seconds, on a stream of its own."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10_000_000_000)
+    return stream.record_event()
+
+
+@pytest.mark.spec("LEDGER-21")
+@pytest.mark.gpu
+@pytest.mark.own_gpus
+@ranks(2)
+def test_the_watchdog_creates_no_context_on_another_device() -> None:
+    model = fully_shard(nn.Linear(8, 8, device=device()))
+    for _ in range(3):
+        step(model)
+    time.sleep(SILENCE)
+    assert log.last_event is None
+    others = [index for index in range(torch.cuda.device_count()) if index != device().index]
+    assert [index for index in others if torch._C._cuda_hasPrimaryContext(index)] == []
+    dist.barrier()
