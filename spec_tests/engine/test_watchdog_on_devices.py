@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minifsdp.engine.collective_log import log
+from minifsdp.engine.collective_log import CollectiveLog, log
 from minifsdp.watchdog import watchdog
 from spec_tests.harness import device, ranks
 from spec_tests.subject import fully_shard
@@ -84,3 +84,42 @@ def test_the_watchdog_creates_no_context_on_another_device() -> None:
     others = [index for index in range(torch.cuda.device_count()) if index != device().index]
     assert [index for index in others if torch._C._cuda_hasPrimaryContext(index)] == []
     dist.barrier()
+
+
+@pytest.mark.spec("LEDGER-22")
+@ranks(2)
+def test_after_an_abort_an_optimizer_of_the_model_raises_and_others_step() -> None:
+    model, other = fully_shard(nn.Linear(8, 8).to(device())), nn.Linear(2, 2).to(device())
+    step(model)
+    before = [parameter.to_local().clone() for parameter in model.parameters()]
+    other(torch.ones(1, 2, device=device())).sum().backward()
+    log.fatal_error = "an aborted collective"
+    try:
+        torch.optim.SGD(other.parameters(), lr=1.0).step()
+        with pytest.raises(RuntimeError, match="an aborted collective"):
+            torch.optim.SGD(model.parameters(), lr=1.0).step()
+    finally:
+        log.fatal_error = ""
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter.to_local(), value)
+
+
+@pytest.mark.spec("LEDGER-22")
+@pytest.mark.pure
+@pytest.mark.parametrize("on_device", [False, True], ids=["CPU", "device"])
+def test_report_is_printed_before_the_abort_on_an_accelerator(
+    on_device: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed: list[str] = []
+    position = (SimpleNamespace(ranks=(0, 1), process_group=lambda: "group"), 0, 0)
+    own = CollectiveLog()
+    own.waiting = SimpleNamespace(position=position)
+    monkeypatch.setattr(watchdog, "log", own)
+    monkeypatch.setattr(watchdog, "written", lambda _: "the report")
+    monkeypatch.setattr(watchdog, "close", lambda _: printed.append(capsys.readouterr().err))
+    found = SimpleNamespace(prove_a_hang=lambda *_, **__: True)
+    rank: Any = SimpleNamespace(_patience=1.0, _answered=0, _answered_at=0.0, _find=lambda *_: found)
+    rank._channel = SimpleNamespace(ask=lambda: 1)
+    watchdog.Watchdog._examine(rank, on_device=on_device)
+    assert "the report" in own.fatal_error
+    assert ["the report" in text for text in printed] == [on_device]
