@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import time
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from minifsdp.engine.collective_log import CollectiveLog, log
-from minifsdp.watchdog import watchdog
+from minifsdp.engine.messages import message
+from minifsdp.watchdog import process, watchdog
 from spec_tests.harness import device, ranks
 from spec_tests.subject import fully_shard
 
@@ -123,3 +125,24 @@ def test_report_is_printed_before_the_abort_on_an_accelerator(
     watchdog.Watchdog._examine(rank, on_device=on_device)
     assert "the report" in own.fatal_error
     assert ["the report" in text for text in printed] == [on_device]
+
+
+@pytest.mark.spec("ORDER-12")
+@pytest.mark.pure
+def test_an_error_of_the_device_at_the_end_is_no_difference_between_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = {
+        "the ranks issued different collectives": message("order-differs", when="", report=""),
+        "CUDA error: an illegal memory access was encountered": "CUDA error: an illegal memory access was encountered",
+        "a collective failed": "a collective failed",
+    }
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
+    monkeypatch.setattr(process, "_ExitStatus", lambda: None)
+    ends: list[str] = []
+    for text in errors.values():
+
+        def read_all(text: str = text) -> None:
+            raise RuntimeError(text)
+
+        monkeypatch.setattr(process, "read_all", read_all)
+        process._leave_exit_record(SimpleNamespace(leave=ends.append))  # type: ignore[arg-type]
+    assert ends == [f"by RuntimeError: {what}" for what in errors]
