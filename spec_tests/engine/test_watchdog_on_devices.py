@@ -6,6 +6,7 @@ import ctypes
 import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from minifsdp.engine.collective_log import CollectiveLog, log
 from minifsdp.engine.messages import message
 from minifsdp.watchdog import process, watchdog
 from spec_tests.harness import device, ranks
+from spec_tests.harness.programs import outcome_of_ranks
 from spec_tests.subject import fully_shard
 
 SILENCE = watchdog.PATIENCE + 1.0  # seconds after which the watchdog has queried the last event
@@ -146,3 +148,14 @@ def test_an_error_of_the_device_at_the_end_is_no_difference_between_ranks(monkey
         monkeypatch.setattr(process, "read_all", read_all)
         process._leave_exit_record(SimpleNamespace(leave=ends.append))  # type: ignore[arg-type]
     assert ends == [f"by RuntimeError: {what}" for what in errors]
+
+
+@pytest.mark.spec("LEDGER-22", "LEDGER-03")
+@pytest.mark.gpu
+def test_both_ranks_report_a_unit_that_one_leaves_out() -> None:
+    script, begun = Path(__file__).with_name("leaves_out_a_unit.py"), time.monotonic()
+    ended = outcome_of_ranks(script, "cuda", num_ranks=2, environment={}, limit=60.0)
+    assert time.monotonic() - begun < 45.0
+    for code, output in ended:
+        assert code not in (0, None)
+        assert "a collective between ranks [0, 1] cannot complete" in output
