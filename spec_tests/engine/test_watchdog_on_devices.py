@@ -158,4 +158,4 @@ def test_both_ranks_report_a_unit_that_one_leaves_out() -> None:
     assert time.monotonic() - begun < 45.0
     for code, output in ended:
         assert code not in (0, None)
-        assert "a collective between ranks [0, 1] cannot complete" in output
+        assert "Where every rank is:" in output
