@@ -32,7 +32,7 @@ import os
 import weakref
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -43,7 +43,7 @@ from minifsdp.engine import gloo
 from minifsdp.engine.collective_log import CollectiveSequence, log
 from minifsdp.engine.messages import message
 
-# The compute device of the last model over each process group.
+# The accelerator of the last model over each process group.
 _devices = weakref.WeakKeyDictionary[Any, torch.device]()
 
 
@@ -56,14 +56,12 @@ class Group:
         size: number of ranks in it.
         rank: this process's position in it, from 0.
         ranks: the global ranks of its members, in order of position.
-        device: the accelerator of this rank, to send Python objects from; ``None`` for the current device.
     """
 
     process_group: dist.ProcessGroup
     size: int
     rank: int
     ranks: tuple[int, ...]
-    device: torch.device | None = field(default=None, compare=False)
 
     @cached_property
     def transport(self) -> Any:
@@ -77,11 +75,14 @@ class Group:
         sequence.transport = self.transport
         return sequence
 
+    @property
+    def device(self) -> torch.device | None:
+        """The accelerator of the last model over the process group, or the one that the group was created for."""
+        return _devices.get(self.process_group, getattr(self.process_group, "bound_device_id", None))
+
     def on_device(self) -> Any:
         """A ``with`` block in which `device` is the current device, because torch sends objects from that one."""
-        if self.device is None or self.device.type in ("cpu", "meta"):
-            return nullcontext()
-        return torch.get_device_module(self.device).device(self.device)
+        return nullcontext() if self.device is None else torch.get_device_module(self.device).device(self.device)
 
     @classmethod
     def of(cls, process_group: dist.ProcessGroup, device: torch.device | None = None) -> Group:
@@ -89,8 +90,7 @@ class Group:
 
         Args:
             process_group: the group.
-            device: the compute device of a model; ``None`` for that of an earlier model over this process group, or for
-                the device that the process group was created for.
+            device: the compute device of a model over the process group.
 
         Raises:
             ValueError: if this process is not a member.
@@ -110,10 +110,9 @@ class Group:
         from minifsdp.watchdog.process import start
 
         start()
-        if device is not None:
+        if device is not None and device.type != "cpu":
             _devices[process_group] = device
-        bound = getattr(process_group, "bound_device_id", None)
-        return cls(process_group, size, rank, ranks, _devices.get(process_group, bound))
+        return cls(process_group, size, rank, ranks)
 
 
 @dataclass(frozen=True)

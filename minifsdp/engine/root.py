@@ -55,6 +55,11 @@ def _only_vmap() -> bool:
     return all(level.key() == functorch.TransformType.Vmap for level in functorch.get_interpreter_stack() or [])
 
 
+def _earlier_streams(units: Sequence[tuple[str, Unit]], device: torch.device) -> CommStreams | None:
+    found = (vars(unit).get("comm_streams") for _, unit in units)
+    return next((one for one in found if one is not None and one.device == device), None)
+
+
 class RootState:
     """The state that the units of one root share.
 
@@ -87,9 +92,7 @@ class RootState:
         comm_streams: CommStreams | None = None,
     ) -> None:
         self.device, self.outermost, self._caller = device, outermost, outermost
-        earlier = (vars(unit).get("comm_streams") for _, unit in units)
-        earlier = (streams for streams in earlier if streams is not None and streams.device == device)
-        self.comm_streams = comm_streams or next(earlier, None) or CommStreams(device)
+        self.comm_streams = comm_streams or _earlier_streams(units, device) or CommStreams(device)
         self.limiter = RateLimiter(limit_all_gathers)
         self.units = [unit for _, unit in units]
         self.is_dissolved = False

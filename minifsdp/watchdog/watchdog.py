@@ -31,7 +31,6 @@ Spec: LEDGER-03, LEDGER-04, LEDGER-06, LEDGER-12 to LEDGER-16, LEDGER-18, LEDGER
 """
 
 import ctypes
-import functools
 import os
 import select
 import signal
@@ -277,20 +276,8 @@ def _is_complete(event: Any) -> bool:
     """Whether an accelerator has reached an event. Sets the device, because this thread has no current device."""
     device = getattr(event, "device", None)
     with nullcontext() if device is None else torch.get_device_module(device).device(device):
-        if (exchange := _exchange_capture_mode()) is not None:
-            exchange(ctypes.byref(ctypes.c_int(_OWN_CAPTURES)))
+        # In the mode of a new thread, the query would invalidate a capture of a CUDA graph in any thread. In mode 1,
+        # `cudaStreamCaptureModeThreadLocal`, it does not. torch has loaded the library for the whole process.
+        if exchange := getattr(ctypes.CDLL(None), "cudaThreadExchangeStreamCaptureMode", None):
+            exchange(ctypes.byref(ctypes.c_int(1)))
         return bool(event.query())
-
-
-# `cudaStreamCaptureModeThreadLocal`: a capture of a CUDA graph forbids calls of its own thread only.
-_OWN_CAPTURES = 1
-
-
-@functools.cache
-def _exchange_capture_mode() -> Any:
-    """CUDA's function that sets the capture mode of the calling thread; ``None`` without CUDA.
-
-    In the mode of a new thread, a query would invalidate the captures of all threads. Python modules of torch do not
-    offer the function, but torch loads the library for the whole process.
-    """
-    return getattr(ctypes.CDLL(None), "cudaThreadExchangeStreamCaptureMode", None)

@@ -45,7 +45,8 @@ def test_event_is_queried_on_its_device_and_apart_from_captures(monkeypatch: pyt
         calls.append(ctypes.cast(mode, ctypes.POINTER(ctypes.c_int))[0])
 
     monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(device=on))
-    monkeypatch.setattr(watchdog, "_exchange_capture_mode", lambda: exchange)
+    library = SimpleNamespace(cudaThreadExchangeStreamCaptureMode=exchange)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
     event = SimpleNamespace(device="cuda:1", query=lambda: calls.append("query"))
     assert not watchdog._is_complete(event)
     assert calls == ["on cuda:1", 1, "query", "off"]
