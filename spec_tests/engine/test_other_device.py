@@ -15,13 +15,12 @@ from spec_tests.harness import ranks
 from spec_tests.harness.simulated.nccl import SimulatedNccl
 from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy
 
-OTHER = torch.device("sim", 1)
-
 
 @pytest.mark.spec("STREAM-07")
 @pytest.mark.simulated
 @ranks(2)
 def test_objects_are_sent_from_the_device_of_the_model() -> None:
+    other = torch.device("sim", 1)
     used: set[int] = set()
     run = SimulatedNccl._run
 
@@ -36,9 +35,9 @@ def test_objects_are_sent_from_the_device_of_the_model() -> None:
     from_current = mock.patch.object(distributed_c10d, "_get_object_coll_device", current_device)
     with from_current, mock.patch.object(SimulatedNccl, "_run", noted):
         for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
-            model = FullyShardedDataParallel(nn.Linear(4, 4), sharding_strategy=strategy, device_id=OTHER)
+            model = FullyShardedDataParallel(nn.Linear(4, 4), sharding_strategy=strategy, device_id=other)
             optimizer = torch.optim.Adam(model.parameters())
-            for rows in while_all_have_data([torch.ones(2, 4, device=OTHER)] * 2):
+            for rows in while_all_have_data([torch.ones(2, 4, device=other)] * 2):
                 with torch.no_grad():
                     model(rows)
                 # Autograd knows one simulated device only, so there is no backward.
