@@ -120,7 +120,7 @@ def _device_to_send_from(group: Group, preferred: torch.device) -> torch.device:
     kinds = [part.partition(":")[0] for part in dist.get_backend_config(group.process_group).split(",")]
     if preferred.type in kinds:
         return preferred
-    return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
+    return group.device or torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
 
 
 def token_scale(num_tokens: int | torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:

@@ -257,8 +257,9 @@ def call(function: Callable[..., Any], group: Group, *arguments: Any, about: str
     All ranks must pass the same text ``about``, which describes the values.
     """
     issue = partial(function, *arguments, **options, group=group.process_group)
-    # Objects are sent between CPUs if the group supports CPU tensors.
-    Collective(function.__name__ + about, group, 0, issue, on_cpu=True).wait()
+    # Objects are sent between CPUs if the group supports CPU tensors, and otherwise from the current device.
+    with group.on_device():
+        Collective(function.__name__ + about, group, 0, issue, on_cpu=True).wait()
 
 
 @dataclass(frozen=True)

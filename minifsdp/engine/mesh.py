@@ -29,7 +29,9 @@ Spec: CTOR-06, CTOR-14, SHARD-11, HYB-01 to HYB-08.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -40,6 +42,9 @@ import torch.distributed as dist
 from minifsdp.engine import gloo
 from minifsdp.engine.collective_log import CollectiveSequence, log
 from minifsdp.engine.messages import message
+
+# The accelerator of the last model over each process group.
+_devices = weakref.WeakKeyDictionary[Any, torch.device]()
 
 
 @dataclass(frozen=True)
@@ -70,9 +75,22 @@ class Group:
         sequence.transport = self.transport
         return sequence
 
+    @property
+    def device(self) -> torch.device | None:
+        """The accelerator of the last model over the process group, or the one that the group was created for."""
+        return _devices.get(self.process_group, getattr(self.process_group, "bound_device_id", None))
+
+    def on_device(self) -> Any:
+        """A ``with`` block in which `device` is the current device, because torch sends objects from that one."""
+        return nullcontext() if self.device is None else torch.get_device_module(self.device).device(self.device)
+
     @classmethod
-    def of(cls, process_group: dist.ProcessGroup) -> Group:
+    def of(cls, process_group: dist.ProcessGroup, device: torch.device | None = None) -> Group:
         """Reads the properties of the process group once. Does not communicate.
+
+        Args:
+            process_group: the group.
+            device: the compute device of a model over the process group.
 
         Raises:
             ValueError: if this process is not a member.
@@ -92,6 +110,8 @@ class Group:
         from minifsdp.watchdog.process import start
 
         start()
+        if device is not None and device.type != "cpu":
+            _devices[process_group] = device
         return cls(process_group, size, rank, ranks)
 
 
@@ -165,10 +185,13 @@ def default_group(argument: str = "process_group") -> dist.ProcessGroup:
 
 
 def node_size(device: torch.device) -> int:
-    """Number of ranks on each node: the accelerators of this machine, or on the CPU torchrun's ``LOCAL_WORLD_SIZE``."""
-    if device.type != "cpu":
-        return int(torch.get_device_module(device).device_count())
-    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    """Number of ranks on each node: torchrun's ``LOCAL_WORLD_SIZE``, or else the accelerators that this process sees.
+
+    A process may see only its own accelerator, or more accelerators than there are ranks.
+    """
+    if "LOCAL_WORLD_SIZE" in os.environ:
+        return int(os.environ["LOCAL_WORLD_SIZE"])
+    return dist.get_world_size() if device.type == "cpu" else int(torch.get_device_module(device).device_count())
 
 
 def exists(process_group: dist.ProcessGroup) -> bool:

@@ -7,6 +7,7 @@
   unsharded size, instead of this rank's shard of the mean.
 * *Parameters that were added after sharding.* No unit manages them, so each rank trains its own copy. `note_modules`
   records the parameters of each module when it is sharded. The first step of each optimizer looks for others.
+* *A step after the watchdog has aborted collectives*, on an accelerator. The gradients are invalid.
 * *A step inside* ``summon_full_params()``. Inside the block, the modules do not use the optimizer's parameters. The end
   of the block overwrites these parameters.
 
@@ -143,6 +144,9 @@ class OptimizerWatch:
     def _count_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Counts a step for each root whose parameters ``optimizer`` holds. Returns whether there are any."""
         layouts = self._layouts_of(optimizer)
+        if layouts and log.fatal_error:
+            # The gradients come from collectives that were aborted.
+            raise RuntimeError(log.fatal_error)
         for steps in {layout.steps for layout in layouts}:
             steps.count += 1
         for layout in layouts:

@@ -55,6 +55,11 @@ def _only_vmap() -> bool:
     return all(level.key() == functorch.TransformType.Vmap for level in functorch.get_interpreter_stack() or [])
 
 
+def _earlier_streams(units: Sequence[tuple[str, Unit]], device: torch.device) -> CommStreams | None:
+    found = (vars(unit).get("comm_streams") for _, unit in units)
+    return next((one for one in found if one is not None and one.device == device), None)
+
+
 class RootState:
     """The state that the units of one root share.
 
@@ -66,7 +71,8 @@ class RootState:
         forward_prefetch: whether forward prefetches the next unit.
         limit_all_gathers: whether the rate limiter is enabled.
         keeps_outermost: whether ``outermost`` stays unsharded until its backward, whatever its strategy.
-        comm_streams: streams that are shared with other roots; ``None`` creates new streams.
+        comm_streams: streams that are shared with other roots; ``None`` for those of an earlier root of the units, or
+            new ones. The cache of an allocator belongs to a stream, so new streams would need new memory.
 
     Attributes:
         after_optimizer: an accelerator event, recorded after the optimizer step. The next all-gathers wait for it
@@ -86,7 +92,7 @@ class RootState:
         comm_streams: CommStreams | None = None,
     ) -> None:
         self.device, self.outermost, self._caller = device, outermost, outermost
-        self.comm_streams = comm_streams or CommStreams(device)
+        self.comm_streams = comm_streams or _earlier_streams(units, device) or CommStreams(device)
         self.limiter = RateLimiter(limit_all_gathers)
         self.units = [unit for _, unit in units]
         self.is_dissolved = False

@@ -80,14 +80,14 @@ def choose_mesh(options: Options, strategy: ShardingStrategy, device: torch.devi
     given = options.process_group if options.device_mesh is None else _groups_of_mesh(options, strategy)
     if strategy in HYBRID:
         pair = _hybrid_groups(given, options, strategy, device)
-        return MeshGroups.hybrid(Group.of(pair[0]), Group.of(pair[1])), pair
+        return MeshGroups.hybrid(Group.of(pair[0], device), Group.of(pair[1], device)), pair
     if isinstance(given, (tuple, list)):
         raise ValueError(message("pair-of-groups", strategy=strategy.name))
     group = default_group() if given is None else given
     if not _is_group(group):
         raise TypeError(message("group-type", process_group=group))
     mesh_of = MeshGroups.replicated if strategy is ShardingStrategy.NO_SHARD else MeshGroups.sharded
-    return mesh_of(Group.of(group)), group
+    return mesh_of(Group.of(group, device)), group
 
 
 def _groups_of_mesh(options: Options, strategy: ShardingStrategy) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from minifsdp.engine.mesh import Group, exists
+from minifsdp.engine.mesh import Group, default_group, exists
 from minifsdp.engine.messages import message
 from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.unit import PostForwardMesh, Unit
@@ -70,7 +70,8 @@ def _make(mesh: DeviceMesh, size: int) -> DeviceMesh:
     # Ranks can be in different submeshes of one large mesh. But all ranks of the world must create every group,
     # including groups that they are not in.
     everybody: list[list[list[int]]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everybody, table.tolist())
+    with Group.of(default_group()).on_device():
+        dist.all_gather_object(everybody, table.tolist())
     columns = sorted({tuple(ranks) for copies in everybody for ranks in zip(*copies, strict=True)})
     rows = sorted({tuple(ranks) for copies in everybody for ranks in copies})
     groups = [dist.new_subgroups_by_enumeration([list(ranks) for ranks in every])[0] for every in (columns, rows)]

@@ -107,9 +107,11 @@ def _leave_exit_record(watchdog: Watchdog) -> None:
         watchdog.failed_at = _line_of(error.__traceback__)
     try:
         read_all()
-    except RuntimeError as differs:
-        print(differs, file=sys.stderr, flush=True)
-        ended = "by RuntimeError: the ranks issued different collectives"
+    except RuntimeError as failed:
+        print(failed, file=sys.stderr, flush=True)
+        # The device may also report an earlier error of its own here.
+        what = "the ranks issued different collectives" if "#E-order-differs" in str(failed) else str(failed)
+        ended = f"by {type(failed).__name__}: {what[:_LONGEST]}"
         # The status shows that the results of the program are wrong.
         log.exit_status = _ExitStatus()
     if error is not None and _is_of_backend(error):

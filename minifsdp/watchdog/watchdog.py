@@ -20,15 +20,17 @@ The thread continues after an exception in one look at the store, for instance b
 
 On an accelerator, collectives run after the CPU has continued. The main thread also counts as waiting if an event
 behind the last collective is not complete. The reason is printed immediately, and raised when the main thread issues
-its next collective, because the results on the device are invalid. The group is aborted to free the device. The event
-is only queried after the main thread issued nothing for `PATIENCE` seconds. No GPU has run the
-abort yet.
+its next collective or an optimizer steps, because the results on the device are invalid. The group is aborted to free
+the device. The event
+is only queried after the main thread issued nothing for `PATIENCE` seconds, and in a mode in which a query does not
+invalidate a capture of a CUDA graph. No GPU has run the abort yet.
 
 *In torch:* NCCL has a watchdog in C++, which signals a time-out over the same store. Gloo has none.
 
 Spec: LEDGER-03, LEDGER-04, LEDGER-06, LEDGER-12 to LEDGER-16, LEDGER-18, LEDGER-21, HEALTHY-01.
 """
 
+import ctypes
 import os
 import select
 import signal
@@ -166,7 +168,7 @@ class Watchdog:
                 self._is_found.set()
         self._answer()
         if self._is_stuck():
-            self._examine()
+            self._examine(on_device=log.last_event is not None)
 
     def _answer(self) -> None:
         """1. Answers the questions since the last look. Raises `RuntimeError` if the group was destroyed."""
@@ -224,8 +226,12 @@ class Watchdog:
             return False
         return True
 
-    def _examine(self) -> None:
-        """3. Checks whether the main thread waits for a slow rank, or for a collective that cannot complete."""
+    def _examine(self, *, on_device: bool = False) -> None:
+        """3. Checks whether the main thread waits for a slow rank, or for a collective that cannot complete.
+
+        Args:
+            on_device: whether an accelerator may not have completed the last collective.
+        """
         self._patience *= 2
         position, is_known = log.last_position, log.waiting is not None
         if position is None:
@@ -240,8 +246,8 @@ class Watchdog:
         if found.prove_a_hang(position, on_cpu=is_known) and log.last_position == position:
             sequence = position[0]
             log.fatal_error = message("waits-in-vain", ranks=list(sequence.ranks), report=written(found))
-            if not is_known:
-                # The device waits, but the main thread does not.
+            if on_device or not is_known:
+                # On an accelerator, the main thread may not wait, or the abort may end the process.
                 print(log.fatal_error, file=sys.stderr, flush=True)
             close(sequence.process_group())
 
@@ -270,4 +276,8 @@ def _is_complete(event: Any) -> bool:
     """Whether an accelerator has reached an event. Sets the device, because this thread has no current device."""
     device = getattr(event, "device", None)
     with nullcontext() if device is None else torch.get_device_module(device).device(device):
+        # In the mode of a new thread, the query would invalidate a capture of a CUDA graph in any thread. In mode 1,
+        # `cudaStreamCaptureModeThreadLocal`, it does not. torch has loaded the library for the whole process.
+        if exchange := getattr(ctypes.CDLL(None), "cudaThreadExchangeStreamCaptureMode", None):
+            exchange(ctypes.byref(ctypes.c_int(1)))
         return bool(event.query())

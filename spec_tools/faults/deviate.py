@@ -26,6 +26,8 @@ from spec_tests.subject import ShardingStrategy, StateDictType, fully_shard
 from spec_tools.faults.ends import ends_as_python_does
 
 TIMEOUT = timedelta(minutes=5)
+# Also on a machine with GPUs, where a model on the CPU would be sharded on one.
+CPU = torch.device("cpu")
 
 
 class Pair(nn.Module):
@@ -54,8 +56,10 @@ def sharded(api: str, keeps: bool, are_equal: bool) -> Any:
         strategy = ShardingStrategy._HYBRID_SHARD_ZERO2 if keeps else ShardingStrategy.HYBRID_SHARD
     else:
         strategy = ShardingStrategy.SHARD_GRAD_OP if keeps else ShardingStrategy.FULL_SHARD
-    model.a, model.b = (FSDP(layer, sharding_strategy=strategy, device_mesh=mesh) for layer in (model.a, model.b))
-    return FSDP(model, sharding_strategy=strategy, device_mesh=mesh)
+    model.a, model.b = (
+        FSDP(layer, sharding_strategy=strategy, device_mesh=mesh, device_id=CPU) for layer in (model.a, model.b)
+    )
+    return FSDP(model, sharding_strategy=strategy, device_mesh=mesh, device_id=CPU)
 
 
 def micro_batch(model: Any, api: str, syncs: bool, order: str) -> None:

@@ -129,7 +129,13 @@ class Job:
         if self.api == "function":
             subject.fully_shard(module, mesh=self.mesh)
             return module
-        return FSDP(module, device_mesh=self.mesh, sharding_strategy=strategy, sync_module_states=True)
+        return FSDP(
+            module,
+            device_mesh=self.mesh,
+            device_id=torch.device("cpu"),
+            sharding_strategy=strategy,
+            sync_module_states=True,
+        )
 
     def run(self) -> None:
         """Runs the first life, or without a fault the second."""

@@ -127,12 +127,23 @@ def find(name: str) -> Platform:
     platform = PLATFORMS[name]
     if platform is CUDA and not torch.cuda.is_available():
         raise NotHere(
-            f"There is no GPU here that torch {torch.__version__} can use, so there is nothing to run; "
-            "--device cpu tries the kit itself."
+            f"There is no GPU here that torch {torch.__version__} can use ({why_no_gpu()}), so there is nothing to "
+            "run; --device cpu tries the kit itself."
         )
     if platform is SIMULATED:
         _start_simulation()
     return platform
+
+
+def why_no_gpu() -> str:
+    """Why ``torch.cuda.is_available()`` is False, for example because the driver is too old for this build of torch."""
+    if torch.version.cuda is None:
+        return "this build has no CUDA"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return f"CUDA {torch.version.cuda}: {str(error).partition(chr(10))[0]}"
+    return f"CUDA {torch.version.cuda} finds no device"
 
 
 def _start_simulation() -> None:

@@ -131,13 +131,15 @@ def train(configuration: str, mode: TorchDispatchMode) -> Trained:
     model = CONFIGURATIONS[configuration](build_model().to(device()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     accumulates = configuration.endswith("accumulation")
+    forward_stream = new_stream(device()) if configuration.endswith("side stream") else None
     trained: Trained = []
     with mode:
         for step in range(NUM_STEPS):
             losses = []
             for micro in range(MICRO_BATCHES if accumulates else 1):
                 with _no_sync(model) if accumulates and micro == 0 else contextlib.nullcontext():
-                    loss = model(_batch(step, micro)).square().mean()
+                    with _on(forward_stream):
+                        loss = model(_batch(step, micro)).square().mean()
                     loss.backward()
                 losses.append(loss.detach())
             optimizer.step()
@@ -158,9 +160,35 @@ def _batch(step: int, micro: int) -> Tensor:
     return torch.randn(NUM_ROWS, WIDTH, generator=generator).to(device())
 
 
+def new_stream(here: torch.device) -> Any:
+    """A new stream of a GPU; ``None`` elsewhere. The simulated accelerator runs backward on the default stream."""
+    return None if here.type != "cuda" else torch.get_device_module(here).Stream(device=here)
+
+
+@contextlib.contextmanager
+def _on(stream: Any) -> Iterator[None]:
+    """Runs the block on another stream, between the work before and after it."""
+    if stream is None:
+        yield
+        return
+    module = torch.get_device_module(device())
+    outer = module.current_stream()
+    stream.wait_stream(outer)
+    with module.stream(stream):
+        yield
+    outer.wait_stream(stream)
+
+
 @contextlib.contextmanager
 def _no_sync(model: nn.Module) -> Iterator[None]:
-    if isinstance(model, minifsdp.FullyShardedDataParallel):
+    mesh = getattr(next(model.parameters()), "device_mesh", None)
+    if mesh is not None and mesh.ndim > 1:
+        assert isinstance(model, minifsdp.FSDPModule)
+        # Reduces over the shard group only; the next backward all-reduces the sum over the replicas.
+        model.set_requires_all_reduce(False)
+        yield
+        model.set_requires_all_reduce(True)
+    elif isinstance(model, minifsdp.FullyShardedDataParallel):
         with model.no_sync():
             yield
     else:
@@ -243,6 +271,50 @@ def _function(hybrid: bool = False, **options: Any) -> Build:
     return build
 
 
+def _single_parameters(model: nn.Module) -> nn.Module:
+    """Units of one parameter, whose gradient autograd may also use for another input."""
+    return _wrapper()(nn.Sequential(*(Shift() for _ in range(NUM_BLOCKS)), nn.Linear(WIDTH, 8)).to(device()))
+
+
+class Shift(MLP):
+    """Adds one parameter to the input. It is a unit, because the policy wraps each `MLP`."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.weight = nn.Parameter(torch.randn(NUM_ROWS, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same gradient for both operands."""
+        return (x + self.weight).tanh()
+
+
+def _with_hook(model: nn.Module) -> nn.Module:
+    """A communication hook that divides in place."""
+    wrapped = _wrapper()(model)
+    assert isinstance(wrapped, minifsdp.FullyShardedDataParallel)
+    wrapped.register_comm_hook(dist.get_world_size(), _divide_and_reduce)
+    return wrapped
+
+
+def _divide_and_reduce(num_ranks: int, whole: Tensor, local_shard: Tensor) -> None:
+    whole.div_(num_ranks)
+    dist.reduce_scatter_tensor(local_shard, whole)
+
+
+def _steps_in_backward(model: nn.Module) -> nn.Module:
+    """Each parameter is updated as soon as its gradient is reduced."""
+    sharded = _function()(model)
+    for parameter in sharded.parameters():
+        parameter.register_post_accumulate_grad_hook(_descend)
+    return sharded
+
+
+@torch.no_grad()
+def _descend(parameter: Tensor) -> None:
+    parameter.sub_(parameter.grad, alpha=0.1)
+    parameter.grad = None
+
+
 def _grid() -> Any:
     """A mesh of two replicas, each sharded over half of the ranks."""
     names = ("replicate", "shard")
@@ -250,6 +322,7 @@ def _grid() -> Any:
 
 
 _BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+_FP16 = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)
 _BF16_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 CONFIGURATIONS: dict[str, Build] = {
@@ -260,6 +333,10 @@ CONFIGURATIONS: dict[str, Build] = {
     "wrapper, NO_SHARD": _wrapper(sharding_strategy=ShardingStrategy.NO_SHARD),
     "wrapper, bfloat16": _wrapper(mixed_precision=_BF16),
     "wrapper, bfloat16, original parameters": _wrapper(mixed_precision=_BF16, use_orig_params=True),
+    "wrapper, float16": _wrapper(mixed_precision=_FP16),
+    "wrapper, single parameters": _single_parameters,
+    "wrapper, communication hook": _with_hook,
+    "wrapper, side stream": _wrapper(),
     "wrapper, forward prefetch": _wrapper(forward_prefetch=True),
     "wrapper, no limiter": _wrapper(limit_all_gathers=False),
     "wrapper, offload": _wrapper(cpu_offload=CPUOffload(offload_params=True)),
@@ -271,5 +348,8 @@ CONFIGURATIONS: dict[str, Build] = {
     "function, hybrid, bfloat16": _function(hybrid=True, mp_policy=_BF16_POLICY),
     "function, offload": _function(offload_policy=CPUOffloadPolicy()),
     "function, hybrid, offload": _function(hybrid=True, offload_policy=CPUOffloadPolicy()),
+    "function, optimizer in backward": _steps_in_backward,
+    "function, side stream": _function(),
     "function, accumulation": _function(),
+    "function, hybrid, accumulation": _function(hybrid=True),
 }

@@ -103,14 +103,27 @@ def start_ranks(script: str, num_ranks: int, arguments: list[str]) -> int:
 def choose_device(wish: str, local_rank: int, local_ranks: int) -> tuple[torch.device, str]:
     """The device of a rank, and a remark if it is not the device that the user expects."""
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wish == "cpu" or (wish == "auto" and num_gpus == 0):
+    if wish == "cpu":
         return torch.device("cpu"), ""
+    if wish == "auto" and num_gpus == 0:
+        return torch.device("cpu"), _why_no_gpu()
     if num_gpus >= local_ranks:
         return torch.device("cuda", local_rank), ""
     shortage = f"{local_ranks} ranks need {local_ranks} GPUs, and this machine has {num_gpus}"
     if wish == "auto":
         return torch.device("cpu"), f"{shortage}. This run uses the CPU"
     raise SystemExit(f"--device cuda: {shortage}. Start fewer ranks, or use --device cpu.")
+
+
+def _why_no_gpu() -> str:
+    """The reason if a build of torch for GPUs finds none, for example a driver that is too old; empty for others."""
+    if torch.version.cuda is None:
+        return ""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return f"torch finds no GPU: {str(error).partition(chr(10))[0]}. This run uses the CPU"
+    return ""
 
 
 @contextmanager

@@ -1,0 +1,162 @@
+"""The watchdog's thread and an accelerator: what its queries leave alone, and what a hang of the device causes."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from minifsdp.engine.collective_log import CollectiveLog, log
+from minifsdp.engine.messages import message
+from minifsdp.watchdog import process, watchdog
+from spec_tests.harness import device, ranks
+from spec_tests.harness.programs import outcome_of_ranks
+from spec_tests.subject import fully_shard
+
+SILENCE = watchdog.PATIENCE + 1.0  # seconds after which the watchdog has queried the last event
+
+
+def step(model: nn.Module) -> None:
+    model(torch.ones(4, 8, device=device())).sum().backward()
+
+
+@pytest.mark.spec("LEDGER-21")
+@pytest.mark.proof("order only")
+@pytest.mark.pure
+def test_event_is_queried_on_its_device_and_apart_from_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    @contextmanager
+    def on(which: Any) -> Any:
+        calls.append(f"on {which}")
+        yield
+        calls.append("off")
+
+    def exchange(mode: Any) -> None:
+        calls.append(ctypes.cast(mode, ctypes.POINTER(ctypes.c_int))[0])
+
+    monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(device=on))
+    library = SimpleNamespace(cudaThreadExchangeStreamCaptureMode=exchange)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
+    event = SimpleNamespace(device="cuda:1", query=lambda: calls.append("query"))
+    assert not watchdog._is_complete(event)
+    assert calls == ["on cuda:1", 1, "query", "off"]
+
+
+@pytest.mark.spec("LEDGER-21")
+@pytest.mark.gpu
+@ranks(2)
+def test_captures_after_a_step_are_valid() -> None:
+    step(fully_shard(nn.Linear(8, 8, device=device())))
+    values = torch.ones(1000, device=device())
+    # Later kernels keep the last event incomplete while the watchdog queries it.
+    for _ in range(3):
+        step(fully_shard(nn.Linear(8, 8, device=device())))
+        log.last_event = _late_event()
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            values.mul(2)
+            time.sleep(SILENCE)
+    torch.cuda.synchronize()
+
+
+def _late_event() -> torch.cuda.Event:
+    """An event that the device reaches after some seconds, on a stream of its own."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10_000_000_000)
+    return stream.record_event()
+
+
+@pytest.mark.spec("LEDGER-21")
+@pytest.mark.gpu
+@pytest.mark.own_gpus
+@ranks(2)
+def test_the_watchdog_creates_no_context_on_another_device() -> None:
+    model = fully_shard(nn.Linear(8, 8, device=device()))
+    for _ in range(3):
+        step(model)
+    time.sleep(SILENCE)
+    assert log.last_event is None
+    others = [index for index in range(torch.cuda.device_count()) if index != device().index]
+    assert [index for index in others if torch._C._cuda_hasPrimaryContext(index)] == []
+    dist.barrier()
+
+
+@pytest.mark.spec("LEDGER-22")
+@ranks(2)
+def test_after_an_abort_an_optimizer_of_the_model_raises_and_others_step() -> None:
+    model, other = fully_shard(nn.Linear(8, 8).to(device())), nn.Linear(2, 2).to(device())
+    step(model)
+    before = [parameter.to_local().clone() for parameter in model.parameters()]
+    other(torch.ones(1, 2, device=device())).sum().backward()
+    log.fatal_error = "an aborted collective"
+    try:
+        torch.optim.SGD(other.parameters(), lr=1.0).step()
+        with pytest.raises(RuntimeError, match="an aborted collective"):
+            torch.optim.SGD(model.parameters(), lr=1.0).step()
+    finally:
+        log.fatal_error = ""
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter.to_local(), value)
+
+
+@pytest.mark.spec("LEDGER-22")
+@pytest.mark.pure
+@pytest.mark.parametrize("on_device", [False, True], ids=["CPU", "device"])
+def test_report_is_printed_before_the_abort_on_an_accelerator(
+    on_device: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed: list[str] = []
+    position = (SimpleNamespace(ranks=(0, 1), process_group=lambda: "group"), 0, 0)
+    own = CollectiveLog()
+    own.waiting = SimpleNamespace(position=position)
+    monkeypatch.setattr(watchdog, "log", own)
+    monkeypatch.setattr(watchdog, "written", lambda _: "the report")
+    monkeypatch.setattr(watchdog, "close", lambda _: printed.append(capsys.readouterr().err))
+    found = SimpleNamespace(prove_a_hang=lambda *_, **__: True)
+    rank: Any = SimpleNamespace(_patience=1.0, _answered=0, _answered_at=0.0, _find=lambda *_: found)
+    rank._channel = SimpleNamespace(ask=lambda: 1)
+    watchdog.Watchdog._examine(rank, on_device=on_device)
+    assert "the report" in own.fatal_error
+    assert ["the report" in text for text in printed] == [on_device]
+
+
+@pytest.mark.spec("ORDER-12")
+@pytest.mark.pure
+def test_an_error_of_the_device_at_the_end_is_no_difference_between_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = {
+        "the ranks issued different collectives": message("order-differs", when="", report=""),
+        "CUDA error: an illegal memory access was encountered": "CUDA error: an illegal memory access was encountered",
+        "a collective failed": "a collective failed",
+    }
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
+    monkeypatch.setattr(process, "_ExitStatus", lambda: None)
+    ends: list[str] = []
+    for text in errors.values():
+
+        def read_all(text: str = text) -> None:
+            raise RuntimeError(text)
+
+        monkeypatch.setattr(process, "read_all", read_all)
+        process._leave_exit_record(SimpleNamespace(leave=ends.append))  # type: ignore[arg-type]
+    assert ends == [f"by RuntimeError: {what}" for what in errors]
+
+
+@pytest.mark.spec("LEDGER-22", "LEDGER-03")
+@pytest.mark.gpu
+def test_both_ranks_report_a_unit_that_one_leaves_out() -> None:
+    script, begun = Path(__file__).with_name("leaves_out_a_unit.py"), time.monotonic()
+    ended = outcome_of_ranks(script, "cuda", num_ranks=2, environment={}, limit=60.0)
+    assert time.monotonic() - begun < 45.0
+    for code, output in ended:
+        assert code not in (0, None)
+        assert "Where every rank is:" in output
