@@ -51,6 +51,13 @@ def _show_sharded(this: weakref.ref[Unit], *_: Any) -> None:
         unit.reshard()
 
 
+def reshard_all(module: nn.Module) -> None:
+    """Reshards the units of ``module``, which may still be unsharded after a backward that raised an error."""
+    for _, state in states_in(module):
+        if state.unit is not None:
+            state.unit.reshard()
+
+
 def check_before_load(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *rest: Any) -> None:
     """A hook before ``load_state_dict``. All units of ``module`` are resharded.
 
@@ -61,9 +68,7 @@ def check_before_load(module: nn.Module, state: dict[str, Any], prefix: str, met
             with another sharding.
     """
     shown = {prefix + name: parameter for name, parameter in module.named_parameters(remove_duplicate=False)}
-    for _, one in states_in(module):
-        if one.unit is not None:
-            one.unit.reshard()
+    reshard_all(module)
     now = {key: module.get_parameter(key.removeprefix(prefix)) for key in shown if key in state}
     sharded = {key: parameter for key, parameter in now.items() if isinstance(parameter, DTensor)}
     assigns = metadata.get("assign_to_params_buffers", False)

@@ -41,6 +41,7 @@ from torch.optim import Optimizer
 
 from minifsdp.checkpoint import agreement, optim_state, optim_state_load
 from minifsdp.checkpoint.codec import ParameterNames, parameters_of
+from minifsdp.checkpoint.loading import reshard_all
 from minifsdp.checkpoint.state_dict_options import Form, StateDictType
 from minifsdp.fsdp1.wrapper import Wrapper
 from minifsdp.fsdp2.fsdp_state import states_in
@@ -127,6 +128,7 @@ def get_optimizer_state_dict(
     """The state of all optimizers of a model by original names. Every rank must call it."""
     if not Wrapper.fsdp_modules(model):
         _agree(model, "get_optimizer_state_dict()", sends=options is not None and options.full_state_dict)
+        reshard_all(model)
         return get_without_wrappers(model, optimizers, submodules=submodules, options=options)
     options = options or StateDictOptions()
     merged: dict[str, Any] = {"state": {}, "param_groups": []}
@@ -156,6 +158,7 @@ def set_optimizer_state_dict(
     """
     if not Wrapper.fsdp_modules(model):
         _agree(model, "set_optimizer_state_dict()", sends=options is not None and options.broadcast_from_rank0)
+        reshard_all(model)
         set_without_wrappers(model, optimizers, optim_state_dict, options=options)
         return
     listed, form = _listed(optimizers), _form(options or StateDictOptions())

@@ -21,9 +21,8 @@ The thread continues after an exception in one look at the store, for instance b
 On an accelerator, collectives run after the CPU has continued. The main thread also counts as waiting if an event
 behind the last collective is not complete. The reason is printed immediately, and raised when the main thread issues
 its next collective or an optimizer steps, because the results on the device are invalid. The group is aborted to free
-the device. The event
-is only queried after the main thread issued nothing for `PATIENCE` seconds, and in a mode in which a query does not
-invalidate a capture of a CUDA graph. No GPU has run the abort yet.
+the device. The event is only queried after the main thread issued nothing for `PATIENCE` seconds, and in a mode in
+which a query does not invalidate a capture of a CUDA graph. No GPU has run the abort yet.
 
 *In torch:* NCCL has a watchdog in C++, which signals a time-out over the same store. Gloo has none.
 

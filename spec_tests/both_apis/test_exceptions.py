@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor
 from spec_tests.both_apis.faults import FAULTS, fail_with_unreduced_gradients
 from spec_tests.fsdp2.test_counts import WHOLE
 from spec_tests.harness import ranks
-from spec_tests.models.apis import ALL_APIS, FULLY_SHARD, Api, every_setting, name_of
+from spec_tests.models.apis import FULLY_SHARD, Api, all_apis, every_setting
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import batch, iterate, recorded_iteration
 from spec_tests.models.sharding import sharded
-from spec_tests.models.values import assert_same, full_gradients, full_values, mean_gradients
-from spec_tests.subject import FullyShardedDataParallel, StateDictType
+from spec_tests.models.values import assert_same, full, full_gradients, full_values, mean_gradients
+from spec_tests.subject import FullyShardedDataParallel, StateDictType, get_optimizer_state_dict
 
 
 @pytest.mark.spec("NEW-15")
@@ -45,8 +45,9 @@ def in_shards(api: Api, model: Any, _: Any) -> dict[str, Any]:
 
 
 def of_optimizer(api: Api, model: Any, optimizer: Any) -> dict[str, Any]:
-    states = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
-    return {f"{name}.{key}": value for name, state in states.items() for key, value in state.items()}
+    read = get_optimizer_state_dict if api == FULLY_SHARD else FullyShardedDataParallel.optim_state_dict
+    states = read(model, optimizer)["state"]
+    return {f"{name}.{key}": full(value) for name, state in states.items() for key, value in state.items()}
 
 
 def loaded(api: Api, model: Any, _: Any) -> dict[str, Any]:
@@ -67,11 +68,9 @@ READERS: dict[str, Callable[[Api, Any, Any], dict[str, Tensor]]] = {
 }
 
 
-WITH_READERS = [(api, reader) for api in ALL_APIS for reader in READERS if (api, reader) != (FULLY_SHARD, "optimizer")]
-
-
 @pytest.mark.spec("NEW-15")
-@pytest.mark.parametrize(("api", "reader"), WITH_READERS, ids=name_of)
+@pytest.mark.parametrize("reader", READERS)
+@all_apis
 @ranks(2)
 def test_state_is_read_and_loaded_correctly_after_an_exception(api: Api, reader: str) -> None:
     model, read = api.shard(), READERS[reader]

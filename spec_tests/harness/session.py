@@ -23,7 +23,13 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Folders whose tests start processes that would compute on the CPU.
-STARTS_PROGRAMS = ("spec_tools/tutorials", "spec_tools/kills", "docs_build/tests", "spec_tools/tests")
+STARTS_PROGRAMS = (
+    "spec_tools/tutorials",
+    "spec_tools/kills",
+    "spec_tools/processes",
+    "docs_build/tests",
+    "spec_tools/tests",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,6 +1,5 @@
 """The healthy programs, by kind.
 
 ``support.py`` chooses the implementation and contains shared functions. The functions of ``uneven.py``, ``names.py``
-and ``ordinary.py`` run on the ranks of the harness. Those of ``lives.py`` and ``around.py`` run in their own
-processes.
+and ``ordinary.py`` run on the ranks of the harness.
 """

@@ -1,4 +1,4 @@
-"""``python -m spec_tests.healthy PROGRAM API``: a rank of a program of ``lives.py`` or ``around.py`` in ``programs/``.
+"""``python -m spec_tools.processes PROGRAM API``: a rank of a program of ``lives.py`` or ``around.py``.
 
 Prints ``right`` when the program has finished, unless the program prints it itself at its end. The last exit
 handler prints how long the main thread has slept since then. Time in which a busy machine runs other processes
@@ -31,7 +31,7 @@ def tell() -> None:
 def main() -> None:
     import torch
 
-    from spec_tests.healthy.programs import around, lives
+    from spec_tools.processes import around, lives
 
     name, api = sys.argv[1:]
     torch.set_num_threads(1)

@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from spec_tests.healthy.launch import SECOND_LIFE
-from spec_tests.healthy.programs import lives
-from spec_tests.healthy.programs.lives import PLACE, RANK, SECONDS, WORLD, join, leave, training
 from spec_tests.ports import free_port
+from spec_tools.processes import lives
+from spec_tools.processes.launch import SECOND_LIFE
+from spec_tools.processes.lives import PLACE, RANK, SECONDS, WORLD, join, leave, training
 
 APIS = ("wrapper", "fully_shard")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from spec_tests.healthy.launch import Launch, problem
+from spec_tools.processes.launch import Launch, problem
 
 pytestmark = [pytest.mark.cpu, pytest.mark.pure]
 APIS = ("wrapper", "fully_shard")

@@ -41,7 +41,7 @@ class Launch:
 def problem(launch: Launch) -> str:
     """Describes what is wrong with the end of a program. Empty if nothing is."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "spec_tests.healthy", launch.program, launch.api]
+        command = [sys.executable, "-m", "spec_tools.processes", launch.program, launch.api]
         if launch.launcher == "plain":
             place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": launch.num_ranks}
             ranks = [started(command, folder, **place, RANK=rank, LOCAL_RANK=rank) for rank in range(launch.num_ranks)]
