@@ -20,7 +20,7 @@ from docs_build.recording.records import of_record
 from docs_build.templates import PAGES
 
 PICTURES = ROOT / "docs" / "assets" / "streams"
-FINDINGS = ROOT / "spec_tests" / "streams" / "torch-findings.md"
+FINDINGS = ROOT / "spec_tools" / "torch_streams" / "torch-findings.md"
 NOT_FOUND = "NOT FOUND"
 SOURCE = "Simulated: the order and the waits come from the log of a step. This was not measured on a GPU."
 

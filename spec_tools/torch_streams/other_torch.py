@@ -4,7 +4,7 @@ Use it to find out which versions have a race. No test runs it::
 
     pip download torch==2.12.0 --no-deps
     unzip -q torch-2.12.0-*.whl 'torch/distributed/fsdp/*' -d other
-    python -m spec_tests.streams.other_torch other/torch/distributed
+    python -m spec_tools.torch_streams.other_torch other/torch/distributed
 
 Only ``torch.distributed.fsdp`` comes from the other version. If it does not support a program, the exception is shown.
 """
@@ -44,8 +44,8 @@ def main() -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from spec_tests.harness import simulated
-    from spec_tests.streams.torch_fsdp import PROGRAMS
-    from spec_tests.streams.torch_hazards import HAZARDS
+    from spec_tools.torch_streams.torch_fsdp import PROGRAMS
+    from spec_tools.torch_streams.torch_hazards import HAZARDS
 
     print(torch.distributed.fsdp.__file__)
     device, world, store = simulated.install(), simulated.WORLD, FakeStore()

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import CPUOffload, fully_shard, share_comm_ctx
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from spec_tests.models.modules import MLP
-from spec_tests.streams.torch_fsdp import (
+from spec_tools.torch_streams.torch_fsdp import (
     HALF_REDUCED,
     OFFLOADED,
     Program,

@@ -10,8 +10,8 @@ import os
 import pytest
 
 from spec_tests.harness import rank_among_invented, simulated
-from spec_tests.streams.torch_fsdp import OPTIONS, PROGRAMS, Program, sharded, train
-from spec_tests.streams.torch_hazards import HAZARDS, by_chunks, forgetting, with_head
+from spec_tools.torch_streams.torch_fsdp import OPTIONS, PROGRAMS, Program, sharded, train
+from spec_tools.torch_streams.torch_hazards import HAZARDS, by_chunks, forgetting, with_head
 
 WORLD = simulated.WORLD
 

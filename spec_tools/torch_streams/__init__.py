@@ -1,0 +1,1 @@
+"""Searches for races in the FSDPs of torch on the simulated accelerator."""
