@@ -49,7 +49,7 @@ class Quiet:
         return lambda *args: real(*args).wait() and None
 
 
-def quiet_of(kind: type[Group], process_group: Any) -> Group:
+def quiet_of(kind: type[Group], process_group: Any, device: torch.device | None = None) -> Group:
     group = process_group._group if isinstance(process_group, Quiet) else process_group
     return kind(ANYTHING if group is None else Quiet(group), group.size(), group.rank(), (0, 1))
 
