@@ -70,13 +70,14 @@ def use_of(item: pytest.Item) -> Use:
 
 
 def public_names(code: types.CodeType, names: dict[str, Any]) -> set[str]:
-    """The names of `subject` that code reads: directly, or as its attributes."""
+    """The names in code that are values of `subject`, also under another name such as ``FSDP``, or its attributes."""
+    values = {id(value) for name in subject.NAMES if (value := getattr(subject, name)) is not None}
     through = subject.NAMES if any(names.get(name) is subject for name in code.co_names) else ()
-    read = {name: names.get(name) for name in code.co_names if name in subject.NAMES}
+    read = {name: names.get(name) for name in code.co_names}
     return {
         name
         for name, value in read.items()
-        if name in through or isinstance(value, subject.NotOffered) or (value and value is getattr(subject, name))
+        if name in through or isinstance(value, subject.NotOffered) or id(value) in values
     }
 
 

@@ -20,12 +20,18 @@ from spec_tests.models.running import Wire, batch, loss_of
 from spec_tests.models.sharding import sharded, wrapped
 from spec_tests.subject import FullyShardedDataParallel, fully_shard, share_comm_ctx, trace
 
+FSDP = FullyShardedDataParallel
+
 def helper():
     return shards.shard_of
 
 @pytest.mark.spec("CTOR-01")
 def test_of_the_engine():
     assert ("torch" in FullyShardedDataParallel.__module__) is {is_torch}
+
+@pytest.mark.spec("CTOR-05")
+def test_of_the_engine_under_another_name():
+    assert FSDP
 
 @pytest.mark.spec("CTOR-02")
 def test_of_own_code_through_a_helper():
@@ -40,6 +46,7 @@ def test_of_a_name_that_is_not_always_offered():
     share_comm_ctx([])
 """
 
+ROWS = ("CTOR-01", "CTOR-02", "CTOR-03", "CTOR-04", "CTOR-05")
 ADAPTER = """
 from minifsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard, trace, wrap
 """
@@ -50,14 +57,14 @@ def session(folder: pathlib.Path, engine: str) -> tuple[str, dict[str, str], dic
     output = run_session(folder, TESTS.replace("{is_torch}", str(engine == "torch")), "--engine", engine).stdout
     results = json.loads((folder / "build" / f"spec-results-{engine}.json").read_text())
     errors = json.loads((folder / "build" / f"spec-errors-{engine}.json").read_text())
-    rows = {row: results[row]["results"]["cpu-gloo"] for row in ("CTOR-01", "CTOR-02", "CTOR-03", "CTOR-04")}
+    rows = {row: results[row]["results"]["cpu-gloo"] for row in ROWS}
     return output, rows, errors
 
 
 @pytest.mark.spec("ENGINE-01", "ENGINE-02")
 def test_tests_run_on_the_fsdps_of_torch(tmp_path: pathlib.Path) -> None:
     output, rows, errors = session(tmp_path, "torch")
-    assert rows == {"CTOR-01": "proven", "CTOR-02": "unproven", "CTOR-03": "unproven", "CTOR-04": "proven"}
+    assert [rows[row] for row in ROWS] == ["proven", "unproven", "unproven", "proven", "proven"]
     assert errors == {}
     assert "rows of docs/spec.md proven on cpu-gloo with the engine torch" in output
     assert "1 tests of minifsdp's own code and of features that only it has not run (--engine torch)" in output
