@@ -196,7 +196,7 @@ def _shape_in_group(value: Any, group: Group | None) -> torch.Size:
     # Two ranks of `group` never hold different parts of tensor parallelism. An axis that contains two is one of FSDP.
     of_axes = [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in range(mesh.ndim)]
     placements = [
-        Replicate() if ranks == [*group.ranks] or len({*ranks} & {*group.ranks}) > 1 else placement
+        Replicate() if len({*ranks} & {*group.ranks}) > 1 else placement
         for ranks, placement in zip(of_axes, value.placements, strict=True)
     ]
     return torch.Size(compute_local_shape_and_global_offset(value.shape, mesh, placements)[0])

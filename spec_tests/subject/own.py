@@ -18,6 +18,8 @@ from spec_tests import subject
 
 __all__ = ["Use", "use_of"]
 
+PACKAGES = ("spec_tests", "spec_tools")  # the code of tests
+
 
 @dataclass
 class Use:
@@ -35,7 +37,7 @@ class Use:
 def use_of(item: pytest.Item) -> Use:
     """The names that a test uses, in its body, its arguments and the functions that it calls."""
     use, seen = Use(), set()
-    test, homes = item.function, ("spec_tests", "spec_tools", item.module.__name__)
+    test, homes = item.function, (*PACKAGES, item.module.__name__)
     arguments = getattr(item, "callspec", None)
     waiting: list[Any] = [getattr(test, "body_on_a_rank", test), arguments and arguments.params]
     while waiting:
@@ -86,7 +88,7 @@ def values_of(code: types.CodeType, names: dict[str, Any]) -> Iterator[Any]:
     for name in code.co_names:
         value = names.get(name)
         yield value
-        if isinstance(value, types.ModuleType) and value.__name__.startswith(("spec_tests", "spec_tools")):
+        if isinstance(value, types.ModuleType) and value.__name__.startswith(PACKAGES):
             yield from (vars(value).get(attribute) for attribute in code.co_names)
 
 
