@@ -310,14 +310,12 @@ def modules_of_unit(roots: Iterable[nn.Module], is_apart: Callable[[nn.Module], 
         is_apart: whether a module belongs to another unit, together with all modules inside it.
     """
     found: dict[nn.Module, str] = {}
-
-    def walk(path: str, module: nn.Module) -> None:
+    # A list, because a recursive function inside this one would be a reference cycle (COST-22).
+    left = [("", root) for root in roots][::-1]
+    while left:
+        path, module = left.pop()
         if module in found or is_apart(module):
-            return
+            continue
         found[module] = path
-        for name, child in module.named_children():
-            walk(full_name(path, name), child)
-
-    for root in roots:
-        walk("", root)
+        left += [(full_name(path, name), child) for name, child in module.named_children()][::-1]
     return [(path, module) for module, path in found.items()]

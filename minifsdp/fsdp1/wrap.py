@@ -37,9 +37,10 @@ and applies to one thread or task, but torch has one setting for the whole proce
 Spec: WRAP-03, WRAP-10, WRAP-12, WRAP-13, MP-19, MP-20, MP-21, IGN-10.
 """
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ from torch import nn
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.precision import cast_floating, tensors_in
 from minifsdp.fsdp1.compiling import is_compiled
-from minifsdp.fsdp1.policies import Chosen, Overrides, decision_of, require_classes
+from minifsdp.fsdp1.policies import Chosen, Decision, Overrides, decision_of, require_classes
 
 
 def choose(
@@ -74,35 +75,52 @@ def choose(
     """
     ignored = {inner for module in ignored_modules for inner in module.modules()}
     taken = {*ignored_params, *(p for module in ignored for p in module.parameters())}
-    decided = set(ignored)
-    chosen: Chosen = {}
-    decision = decision_of(policy, root_module, ignored)
+    search = _Search(root_module, decision_of(policy, root_module, ignored), set_apart, taken, decided=set(ignored))
+    search.visit(root_module, calls_policy=True)
+    return search.chosen
 
-    def decide(module: nn.Module, recurse: bool) -> Overrides | None:
-        return decision(module, recurse, sum(p.numel() for p in module.parameters() if p not in taken))
 
-    def visit(module: nn.Module, calls_policy: bool) -> None:
-        if module in decided:
+@dataclass
+class _Search:
+    """One call of `choose`.
+
+    A recursive function inside `choose` would be a reference cycle. It would keep the unsharded parameters in memory
+    until Python's garbage collector runs (COST-22).
+
+    Attributes:
+        taken: parameters that are not counted.
+        decided: modules that are not visited again.
+    """
+
+    root_module: nn.Module
+    decision: Decision
+    set_apart: tuple[type[nn.Module], ...]
+    taken: set[nn.Parameter]
+    decided: set[nn.Module]
+    chosen: Chosen = field(default_factory=dict)
+
+    def decide(self, module: nn.Module, recurse: bool) -> Overrides | None:
+        return self.decision(module, recurse, sum(p.numel() for p in module.parameters() if p not in self.taken))
+
+    def visit(self, module: nn.Module, calls_policy: bool) -> None:
+        if module in self.decided:
             return
         if calls_policy:
-            decided.add(module)
-        descend = calls_policy and decide(module, recurse=True) is not None
-        if descend or set_apart:
+            self.decided.add(module)
+        descend = calls_policy and self.decide(module, recurse=True) is not None
+        if descend or self.set_apart:
             for child in module.children():
-                visit(child, descend)
-        if module is root_module:
+                self.visit(child, descend)
+        if module is self.root_module:
             return
-        overrides = decide(module, recurse=False) if descend else None
-        if isinstance(module, set_apart):
+        overrides = self.decide(module, recurse=False) if descend else None
+        if isinstance(module, self.set_apart):
             overrides = {**(overrides or {}), "mixed_precision": None}
         if overrides is not None:
-            chosen[module] = overrides
-            taken.update(module.parameters())
+            self.chosen[module] = overrides
+            self.taken.update(module.parameters())
             # A descendant can have another place in the tree. This unit has its parameters, so do not visit it again.
-            decided.update(module.modules())
-
-    visit(root_module, calls_policy=True)
-    return chosen
+            self.decided.update(module.modules())
 
 
 def apply(
@@ -148,20 +166,22 @@ def refuse_ties(root_module: nn.Module, chosen: Chosen, ignored_params: set[nn.P
         ValueError: if a parameter is tied between two future units. The message has both names (ORIG-16).
     """
     first_seen: dict[nn.Parameter, tuple[nn.Module, str]] = {}
+    for parameter, full_name, unit in _parameters_and_units(root_module, "", root_module, chosen):
+        owner, other = first_seen.setdefault(parameter, (unit, full_name))
+        if owner is not unit and parameter not in ignored_params:
+            raise ValueError(message("policy-splits-tie", other=other, full_name=full_name))
 
-    def visit(module: nn.Module, path: str, unit: nn.Module) -> None:
-        unit = module if module in chosen else unit
-        for name, parameter in module._parameters.items():
-            if parameter is None or parameter in ignored_params:
-                continue
-            full_name = f"{path}{name}"
-            owner, other = first_seen.setdefault(parameter, (unit, full_name))
-            if owner is not unit:
-                raise ValueError(message("policy-splits-tie", other=other, full_name=full_name))
-        for name, child in module.named_children():
-            visit(child, f"{path}{name}.", unit)
 
-    visit(root_module, "", root_module)
+def _parameters_and_units(
+    module: nn.Module, path: str, unit: nn.Module, chosen: Chosen
+) -> Iterator[tuple[nn.Parameter, str, nn.Module]]:
+    """Yields each parameter at each of its places, with its full name and the module that becomes its unit."""
+    unit = module if module in chosen else unit
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield parameter, f"{path}{name}", unit
+    for name, child in module.named_children():
+        yield from _parameters_and_units(child, f"{path}{name}.", unit, chosen)
 
 
 def refuse_compiled(root_module: nn.Module, chosen: Chosen) -> None:

@@ -139,7 +139,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
 from minifsdp import FullyShardedDataParallel
 
-model = FullyShardedDataParallel(torch.nn.Linear(4, 4))
+model = FullyShardedDataParallel(torch.nn.Linear(4, 4), device_id=torch.device("cpu"))
 assert list(model.state_dict()) == ["weight", "bias"]
 model.load_state_dict({"weight": torch.ones(4, 4), "bias": torch.ones(4)})
 assert torch.equal(next(model.parameters()).detach(), torch.ones(5))

@@ -16,6 +16,7 @@ from spec_tests import subject
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import batch, loss_of
+from spec_tests.models.torch_names import param_groups
 
 POLICIES: list[dict[str, Any]] = [
     {},
@@ -33,7 +34,7 @@ def known_of(model: nn.Module) -> list[tuple[Any, ...] | None]:
 def facts_of(state: Any) -> tuple[Any, ...]:
     group = state._fsdp_param_group
     dtypes = None if group is None else (group._orig_dtype, group._reduce_dtype, group.mp_policy.reduce_dtype)
-    return state._is_root, state._mp_policy.param_dtype, len(state._fsdp_param_groups), dtypes
+    return state._is_root, state._mp_policy.param_dtype, len(param_groups(state)), dtypes
 
 
 def made_by(library: Any, policy: dict[str, Any]) -> nn.Module:

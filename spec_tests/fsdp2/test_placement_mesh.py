@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import minifsdp
@@ -20,6 +20,7 @@ from spec_tests.harness import device, ranks
 from spec_tests.models.modules import WIDTH, wide
 from spec_tests.models.running import batch, iterate
 from spec_tests.models.sharding import grid_mesh, line_mesh
+from spec_tests.models.torch_names import ShardPlacementResult
 from spec_tests.subject import fully_shard
 
 Place = Callable[[nn.Parameter], Any]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import DTensor
 
 from spec_tests.fsdp2.gradients import assert_learns_alike, assert_mean_gradients
@@ -18,6 +18,7 @@ from spec_tests.harness import device, ranks
 from spec_tests.models.modules import WIDTH, seeded, wide
 from spec_tests.models.running import batch, iterate, loss_of
 from spec_tests.models.sharding import grid_mesh, line_mesh
+from spec_tests.models.torch_names import ShardPlacementResult
 from spec_tests.models.values import assert_same, full_gradients
 from spec_tests.subject import MixedPrecisionPolicy, fully_shard, trace
 

@@ -22,6 +22,7 @@ from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from minifsdp import trace
+from spec_tests.models.torch_names import param_groups
 
 Group = group_module.FSDPParamGroup
 
@@ -107,7 +108,7 @@ def freed(was_unsharded: bool, group: Group, *rest: Any) -> None:
 
 def entered(phase_before: str, state: FSDPState, *rest: Any) -> None:
     if phase_before == "IDLE":
-        for group in state._fsdp_param_groups:
+        for group in param_groups(state):
             write("F", group._module_fqn or "")
 
 

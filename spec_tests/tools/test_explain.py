@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import DTensor, Shard
 
 import minifsdp
@@ -31,6 +31,7 @@ from spec_tests.models.apis import ALL_APIS, FULLY_SHARD, ORIGINALS, Api, all_ap
 from spec_tests.models.modules import UNITS, Block, Nested, NormedBlock, Stack, Tied, chain, seeded
 from spec_tests.models.running import iterate
 from spec_tests.models.sharding import grid_mesh, line_mesh, sharded, wrapped
+from spec_tests.models.torch_names import ShardPlacementResult
 from spec_tests.subject import (
     FullyShardedDataParallel,
     MixedPrecision,

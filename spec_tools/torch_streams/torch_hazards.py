@@ -21,6 +21,7 @@ from torch.distributed.fsdp import CPUOffload, fully_shard, share_comm_ctx
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from spec_tests.models.modules import MLP
+from spec_tests.models.torch_names import param_groups
 from spec_tools.torch_streams.torch_fsdp import (
     HALF_REDUCED,
     OFFLOADED,
@@ -186,8 +187,8 @@ def by_chunks(model: Any, *, waits: bool = True, keeps: bool = True) -> None:
     inputs of reduce-scatters alive until the compute stream has waited for them.
     """
     if not waits:
-        state = model.head._get_fsdp_state()
-        state._fsdp_param_groups[0].modules = One(state._fsdp_param_groups[0].modules)
+        group = param_groups(model.head._get_fsdp_state())[0]
+        group.modules = One(group.modules)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         whole = model(batch())

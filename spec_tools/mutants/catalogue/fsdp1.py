@@ -164,13 +164,13 @@ MUTANTS = [
         "wrapped-elements-count-again",
         "WRAP-03",
         "nonwrapped_numel counts parameters that an inner unit already manages.",
-        remove("choose", "$taken.update($module.parameters())"),
+        remove("_Search.visit", "self.taken.update($module.parameters())"),
     ),
     Mutant(
         "policy-may-split-ties",
         "ORIG-16",
         "A policy that splits a tied parameter across two units is accepted.",
-        never("refuse_ties", "$owner is not $unit"),
+        never("refuse_ties", "$owner is not $unit and $_ not in $_"),
     ),
     Mutant(
         "batch-norms-stay-in-their-unit",
