@@ -170,7 +170,7 @@ MUTANTS = [
         "policy-may-split-ties",
         "ORIG-16",
         "A policy that splits a tied parameter across two units is accepted.",
-        never("refuse_ties", "$owner is not $unit and $_ not in $_"),
+        never("refuse_ties", "$owner is not $unit and $parameter not in $ignored"),
     ),
     Mutant(
         "batch-norms-stay-in-their-unit",
