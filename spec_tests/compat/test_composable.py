@@ -28,12 +28,15 @@ POLICIES: list[dict[str, Any]] = [
 
 def known_of(model: nn.Module) -> list[tuple[Any, ...] | None]:
     """The attributes that a library reads, for each module."""
-    return [None if (s := _get_module_state(m)) is None else facts_of(s) for m in model.modules()]
+    return [None if (s := _get_module_state(m)) is None else facts_of(s, m) for m in model.modules()]
 
 
-def facts_of(state: Any) -> tuple[Any, ...]:
+def facts_of(state: Any, module: nn.Module) -> tuple[Any, ...]:
     group = state._fsdp_param_group
     dtypes = None if group is None else (group._orig_dtype, group._reduce_dtype, group.mp_policy.reduce_dtype)
+    # Nothing is reduced in a frozen group. torch has no dtypes for it before 2.14.
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        dtypes = None
     return state._is_root, state._mp_policy.param_dtype, len(param_groups(state)), dtypes
 
 
@@ -69,7 +72,7 @@ def test_a_module_without_parameters_has_a_state_without_a_group() -> None:
     model = subject.fully_shard(nn.Sequential(inner))
     model(torch.ones(1, 2, device=device()))
     assert _get_module_state(model) is subject.fully_shard.state(model)
-    assert facts_of(_get_module_state(model))[0] is True
+    assert facts_of(_get_module_state(model), model)[0] is True
     assert _get_module_state(model)._fsdp_param_group is None
     assert _get_module_state(inner)._is_root is False
 

@@ -63,6 +63,7 @@ def assert_alike(ours: Any, theirs: Any) -> None:
 @pytest.mark.parametrize("policy", [False, True])
 @pytest.mark.parametrize("axis", ["shard", "replicate", "both"])
 @pytest.mark.spec("NEW-23")
+@pytest.mark.needs("torch>=2.12")
 @ranks(4)
 def test_experts_on_a_separate_mesh_train_like_in_torch(axis: str, policy: bool) -> None:
     grid, line = grid_mesh(), line_mesh()

@@ -7,9 +7,11 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Generator
+from importlib import metadata
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 from spec_tests.harness import pool, worker
 from spec_tests.harness.accounting import Accounting, read_rows, rows_of_accelerators, section_of
@@ -38,7 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["MINIFSDP_SPEC_ENGINE"] = engine
     pool.use_device(device)
     pool.use_limit(config.getoption("--limit"))
-    config.addinivalue_line("markers", "needs(package): imports a package that is not installed with the test extra")
+    config.addinivalue_line(
+        "markers", "needs(requirement): a package that the test extra does not install, or a version"
+    )
     config.stash[ACCOUNTING] = Accounting(device, config.rootpath, engine)
 
 
@@ -60,10 +64,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--quick"):
         chosen = quick_form(items)
         leave_out(config, items, "tests not in the quick form not run (--quick)", lambda item: item not in chosen)
-    for package in sorted({package for item in items for package in needs_of(item)}):
-        if importlib.util.find_spec(package) is None:
-            why = f"tests not run ({package} is not installed)"
-            leave_out(config, items, why, lambda item: package in needs_of(item), in_need=True)
+    for requirement in sorted({requirement for item in items for requirement in needs_of(item)}):
+        if not is_installed(requirement):
+            why = f"tests not run ({requirement} is not installed)"
+            leave_out(config, items, why, lambda item: requirement in needs_of(item), in_need=True)
     if not config.option.collectonly and any(item.get_closest_marker("ranks") for item in items):
         pool.start_early()
 
@@ -231,6 +235,14 @@ def num_own_gpus(item: pytest.Item) -> int:
     """The number of GPUs that a test needs because its ranks cannot share one; 0 if they can."""
     marker = item.get_closest_marker("ranks")
     return int(marker.args[0]) if marker is not None and item.get_closest_marker("own_gpus") else 0
+
+
+def is_installed(requirement: str) -> bool:
+    """Whether a package is installed, ``"IPython"``, and in a version that matches, ``"torch>=2.12"``."""
+    needed = Requirement(requirement)
+    if importlib.util.find_spec(needed.name) is None:
+        return False
+    return not needed.specifier or metadata.version(needed.name) in needed.specifier
 
 
 def needs_of(item: pytest.Item) -> list[str]:

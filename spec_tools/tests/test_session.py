@@ -59,6 +59,14 @@ def test_with_text_proof(): pass
 @pytest.mark.needs("no_such_package")
 @pytest.mark.spec("CTOR-06")
 def test_in_need(): pass
+
+@pytest.mark.needs("torch>=99")
+@pytest.mark.spec("CTOR-07")
+def test_in_need_of_a_version(): pass
+
+@pytest.mark.needs("torch>=2.11")
+@pytest.mark.spec("CTOR-08")
+def test_with_this_version(): pass
 """
 
 
@@ -102,6 +110,7 @@ def test_session_writes_proven_requirements_and_counts_gpu_tests_as_not_run(tmp_
     ]
     assert "1 by behaviour, 1 by text" in session.stdout
     assert "1 tests not run (no_such_package is not installed)\nso not proven here: CTOR-06" in session.stdout
+    assert "1 tests not run (torch>=99 is not installed)\nso not proven here: CTOR-07" in session.stdout
     assert results["CTOR-01"]["statement"].startswith("The constructor takes")
 
 
