@@ -133,7 +133,7 @@ def as_csv(findings: Iterable[Finding]) -> str:
 def costs(findings: Sequence[Finding]) -> dict[str, Any]:
     """The time of each collective by bytes, without the work of the host, and the two parameters of `fit`.
 
-    ``rows`` are lists of bytes and seconds. ``shared`` is true if ranks shared a device, so that the times mean nothing.
+    ``rows`` are lists of bytes and seconds. ``shared`` is true if ranks shared a device. Then no time has a meaning.
     """
     groups: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for line in rows(findings):

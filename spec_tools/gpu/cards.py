@@ -1,12 +1,12 @@
-"""What NVIDIA's public datasheets say about cards: the rate of the link between GPUs, and of dense products of matrices.
+"""Peaks of cards from NVIDIA's public datasheets: the rate of the link between GPUs, and of dense matrix products.
 
 The kit prints measured figures next to these. They are peaks that no program reaches, and no check fails because of
 them. A card that is not in the table has no expected figures, and neither has a part of a card (MIG).
 
 * ``link``: 1e9 bytes per second in one direction. For NVLink it is half of the figure in a datasheet, which adds both
   directions. A PCIe card has the figure of its slot, also if a bridge connects some of the cards.
-* ``rates``: 1e12 operations per second by dtype, without sparsity, which doubles many figures in datasheets. ``float32``
-  is the figure without TF32, because torch does not use TF32 for products of matrices unless a program asks for it.
+* ``rates``: 1e12 operations per second by dtype, without sparsity, which doubles many figures in datasheets.
+  ``float32`` is the figure without TF32, because torch uses TF32 for matrix products only if a program asks for it.
 
 Spec: KIT-17.
 """

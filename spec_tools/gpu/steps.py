@@ -82,8 +82,8 @@ PRECISIONS = {
     "bf16": Precision(torch.bfloat16, offload=False, num_groups=3, tolerance=2e-2),
     "bf16, offload": Precision(torch.bfloat16, offload=True, num_groups=1, tolerance=2e-2),
 }
-# For an estimate: seconds until the ranks have started, and of one turn of a contender. On one H200, a turn of 125M took 2
-# seconds and one of 350M 3. The figures for offload assume that the CPU updates 3e8 parameters per second.
+# For an estimate: seconds until the ranks have started, and of one turn of a contender. On one H200, a turn of 125M
+# took 2 seconds and one of 350M 3. The figures for offload assume that the CPU updates 3e8 parameters per second.
 SECONDS_TO_START = 15.0
 SECONDS_OF_A_TURN = {"tiny": 2.0, "125M": 3.0, "350M": 4.0, "1.3B": 8.0}
 PARAMETERS = {"tiny": 0.0, "125M": 85e6, "350M": 302e6, "1.3B": 1208e6}
