@@ -19,7 +19,7 @@ __all__ = ["bandwidth", "steps"]
 
 Finding = Mapping[str, Any]
 
-AREA = Area(64, 84, 640, 260, 24)
+AREA = Area(64, 104, 640, 260, 24)
 LOOKS = {"all-gather": "flat", "reduce-scatter": "orig"}
 WIDTH, LEFT, RIGHT, ROW, GAP = 760, 240, 40, 14, 48
 
@@ -50,11 +50,12 @@ def bandwidth(findings: Sequence[Finding]) -> str:
     texts = [(title, 8, 18, "head")]
     sizes = [1 << power for power in range(64) if first <= 1 << power <= last and power % 2 == 0]
     texts += [(_size(size), AREA.at(*place(size, 0))[0], bottom + 20, "soft mid") for size in sizes]
-    if card:
-        y = AREA.at(0, place(first, card.link)[1])[1]
-        texts.append((f"{card.wire} of {card.name}: {card.link:g}", AREA.left + AREA.width, y - 4, "soft end"))
     levels = [(f"{tick:g}", AREA.at(0, tick / ticks[-1])[1]) for tick in ticks]
     drawn = []
+    if card:
+        label = f"{card.wire} of {card.name}: {card.link:g}"
+        where = AREA.points([place(first, card.link), place(last, card.link)])
+        drawn.append({"name": label, "label": label, "look": "other torch", "x": 8, "y": 80, "points": where})
     for number, ((collective, dtype), curve) in enumerate(curves.items()):
         label = f"{collective}, {dtype}"
         look = LOOKS.get(collective, "other") + (" torch" if dtype != "float32" else "")

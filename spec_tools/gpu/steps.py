@@ -82,6 +82,7 @@ PRECISIONS = {
     "bf16": Precision(torch.bfloat16, offload=False, num_groups=3, tolerance=2e-2),
     "bf16, offload": Precision(torch.bfloat16, offload=True, num_groups=1, tolerance=2e-2),
 }
+OUT_OF_MEMORY = ("out of memory", "outofmemoryerror", "cudaerrormemoryallocation", "can't allocate memory")
 # For an estimate: seconds until the ranks have started, and of one turn of a contender. On one H200, a turn of 125M
 # took 2 seconds and one of 350M 3. The figures for offload assume that the CPU updates 3e8 parameters per second.
 SECONDS_TO_START = 15.0
@@ -148,9 +149,8 @@ def _lost(contender: str, failures: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _is_out_of_memory(failure: str) -> bool:
-    """Whether a message contains the words of torch, of CUDA or of NCCL."""
-    words = failure.lower()
-    return "out of memory" in words or "outofmemoryerror" in words or "cudaerrormemoryallocation" in words
+    """Whether a message contains the words of torch for a GPU or the CPU, of CUDA, or of NCCL."""
+    return any(words in failure.lower() for words in OUT_OF_MEMORY)
 
 
 def joined(turns: Sequence[dict[str, Any]], dtype: torch.dtype, has_own_device: bool) -> dict[str, Any]:
