@@ -1,4 +1,4 @@
-"""The stage ``bandwidth`` of the GPU kit: its sizes, times, checks of values, limits of memory, and expected figures."""
+"""The stage ``bandwidth`` of the GPU kit: sizes, times, checks of values, limits of memory, and expected figures."""
 
 from __future__ import annotations
 
