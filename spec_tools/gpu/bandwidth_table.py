@@ -115,7 +115,7 @@ def _is_shown(line: Mapping[str, Any]) -> bool:
 
 
 def _spread(line: Mapping[str, Any], figure: str) -> str:
-    return f"{line[figure]:g} ({line[figure + ' min']:g} to {line[figure + ' max']:g})" if figure in line else ""
+    return f"{line[figure]} ({line[figure + ' min']} to {line[figure + ' max']})" if figure in line else ""
 
 
 # ---- for programs ---------------------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spec_tests.harness import ranks
-from spec_tools.gpu import bandwidth, bandwidth_table
+from spec_tests.harness import ranks, simulated
+from spec_tools.gpu import bandwidth, bandwidth_table, stages
 from spec_tools.gpu.cards import CARDS, find_card
+from spec_tools.gpu.chunks import run_chunk
 from spec_tools.gpu.platforms import CPU, CUDA, SIMULATED, Platform
 
 NO_NEW_NAMES = "ignore:.*is deprecated. Please use:FutureWarning"  # torch 2.13 has newer names for its collectives
@@ -294,6 +297,19 @@ def test_stage_measures_both_collectives_and_says_that_ranks_share_a_device() ->
     assert "| reduce-scatter | 2 | bfloat16 | 14175744, GPT-2 block | 3543936 | skipped: larger than 4 MiB" in text
 
 
+@pytest.mark.spec("KIT-08", "KIT-16")
+def test_chunk_runs_on_the_simulated_accelerator(tmp_path: Path) -> None:
+    (chunk,) = stages._bandwidth(stages.Settings(CPU, tmp_path, quick=True))
+    command = ["simulated" if word == "cpu" else word for word in chunk.command]
+    outcome = run_chunk(replace(chunk, command=command), tmp_path)
+    if not simulated.is_available():
+        assert "The simulated accelerator cannot be used with torch" in outcome.reason
+        return
+    assert (outcome.word, outcome.reason) == ("passed", "")
+    assert [one["card"] for one in outcome.findings] == ["device type sim"] * 4
+    assert [row["wrong"] for one in outcome.findings for row in one["rows"] if "us" in row] == [0] * 4
+
+
 @pytest.mark.spec("KIT-16")
 def test_failure_of_the_ranks_ends_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> list[Any]:
@@ -326,7 +342,7 @@ def test_bandwidth_is_compared_with_the_link_of_the_card() -> None:
         assert row["of link"] == f"{busbw / 450:.0%}"
     text = "\n".join(bandwidth_table.table([a_finding()]))
     assert "* H100 SXM: NVLink, peak 450 in one direction; PASS from 45% of it, for 128 MiB or more" in text
-    assert "| 2 (1 to 3) | 5 (4 to 6) | 600.0 | 300.0 | 67% | 0 | PASS |" in text
+    assert "| 2.0 (1.0 to 3.0) | 5.0 (4.0 to 6.0) | 600.0 | 300.0 | 67% | 0 | PASS |" in text
 
 
 @pytest.mark.spec("KIT-17")

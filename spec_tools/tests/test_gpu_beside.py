@@ -67,7 +67,7 @@ def test_report_has_both_tables_and_writes_all_files(tmp_path: Path) -> None:
     report.write(composed(BANDWIDTH, STEPS), tmp_path / "it.md")
     text = (tmp_path / "it.md").read_text()
     assert "## Bandwidth\n\n`spec_tools/gpu/bandwidth.py` describes" in text
-    assert "| all-gather | 2 | float32 | 1048576 | 131072 | 30.4858 (29.4858 to 31.4858) |" in text
+    assert "| all-gather | 2 | float32 | 1048576 | 131072 | 30.48576 (29.48576 to 31.48576) |" in text
     assert "| 125M | 2 | bf16 | minifsdp fully_shard | 49.0 |" in text
     assert "| 1.3B | 2 | fp32 | torch fully_shard | out of memory |" in text
     assert files_of(tmp_path) == sorted(NAMES)
@@ -123,7 +123,8 @@ def test_fit_weighs_relative_errors_and_has_no_negative_latency() -> None:
     # Larger sizes take more than their share, so a straight line would have a negative latency.
     steep = bandwidth_table.fit([(1000, 1e-6), (2000, 4e-6)])
     assert steep["latency"] == 0
-    assert steep["error"] == pytest.approx(0.4 + 0.2, abs=0.21)
+    assert steep["rate"] == pytest.approx(1e9 / 1.2)
+    assert steep["error"] == pytest.approx(0.4)
 
 
 @pytest.mark.spec("KIT-18")
