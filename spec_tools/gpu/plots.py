@@ -46,6 +46,8 @@ def bandwidth(findings: Sequence[Finding]) -> str:
         return math.log(size / first) / math.log(max(last / first, 2)), value / ticks[-1]
 
     title = f"busbw by size, {num_ranks} ranks, 1e9 bytes per second"
+    if measured[0]["shared"]:
+        title += "; ranks share a device, so no speed has a meaning"
     bottom = AREA.top + AREA.height
     texts = [(title, 8, 18, "head")]
     sizes = [1 << power for power in range(64) if first <= 1 << power <= last and power % 2 == 0]

@@ -172,6 +172,7 @@ def test_pictures_show_every_curve_and_every_contender() -> None:
     assert "minifsdp fully_shard: 49.00 [48.00-70.00]" in "".join(bars.itertext())
     shared = plots.bandwidth([{**one, "shared": True} for one in BANDWIDTH])
     assert "NVLink" not in shared
+    assert "ranks share a device, so no speed has a meaning" in shared
     assert (plots.bandwidth([]), plots.steps([STEPS[-1]])) == ("", "")
 
 
