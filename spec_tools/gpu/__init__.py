@@ -35,9 +35,9 @@ delays that do nothing. This tests the kit but no GPU, and the report begins wit
 
 Reading order: ``platforms`` -> ``chunks`` (a process and how it ends) -> ``progress`` (the outcomes on the disk) ->
 ``stages`` (the chunks of each stage) -> ``piece`` and ``on_ranks`` (chunks that do not run pytest) -> ``hardware``,
-``collectives``, ``smoke``, ``bandwidth``, ``steps``, ``races`` -> ``cards`` and ``intervals`` (what figures are compared
-with) -> ``note`` (findings of a pytest chunk) -> ``bandwidth_table``, ``steps_table``, ``plots`` -> ``beside`` ->
-``report`` -> ``__main__``.
+``collectives``, ``smoke``, ``bandwidth``, ``steps``, ``races`` -> ``cards`` (peaks) and ``intervals`` -> ``note``
+(findings of a pytest chunk) -> ``bandwidth_table``, ``steps_table``, ``plots`` -> ``beside`` -> ``report`` ->
+``__main__``.
 
 Spec: KIT-01 to KIT-09, KIT-16 to KIT-19.
 """

@@ -97,7 +97,7 @@ def table(findings: Sequence[Finding]) -> Iterator[str]:
 
 
 def _expected(finding: Finding) -> str:
-    """What the figures of a finding are compared with."""
+    """The peak that the figures of a finding are compared with, or why there is none."""
     if "rows" not in finding:
         return f"{finding['ranks']} ranks: not all measured, see the failures"
     if finding["shared"]:

@@ -85,7 +85,7 @@ def test_training_step_with_another_loss_fails(
 
 
 def a_turn(ms: tuple[float, ...] = (100.0,), card: str = "device type cpu", **more: Any) -> dict[str, Any]:
-    """What a rank returns."""
+    """The result of a rank."""
     turn = {"losses": [1.0], "ms": list(ms), "host ms": [one / 4 for one in ms], "card": card}
     return {**turn, "tokens": 8192, "flops": 40e12, "parameters": 5, **more}
 
