@@ -12,6 +12,8 @@ stage             what it checks
 ``hardware``      which GPUs, how much free memory, which versions of Python, torch, CUDA, NCCL and the driver
 ``collectives``   do all-gather, reduce-scatter and all-reduce work by themselves, without this package
 ``smoke``         do ``FullyShardedDataParallel`` and ``fully_shard`` train, and agree with a single process
+``bandwidth``     how fast all-gather and reduce-scatter are by size, and whether all values are right
+``steps``         do losses agree with torch's FSDPs, and time and memory of a training step of each
 ``suite``         the whole test suite with ``--device cuda``
 ``benchmarks``    ``python -m spec_tools.benchmarks``, which always runs on the CPU
 ``races``         do results stay equal bit by bit when streams are delayed at random
@@ -33,7 +35,9 @@ delays that do nothing. This tests the kit but no GPU, and the report begins wit
 
 Reading order: ``platforms`` -> ``chunks`` (a process and how it ends) -> ``progress`` (the outcomes on the disk) ->
 ``stages`` (the chunks of each stage) -> ``piece`` and ``on_ranks`` (chunks that do not run pytest) -> ``hardware``,
-``collectives``, ``smoke``, ``races`` -> ``note`` (findings of a pytest chunk) -> ``report`` -> ``__main__``.
+``collectives``, ``smoke``, ``bandwidth``, ``steps``, ``races`` -> ``cards`` (peaks) and ``intervals`` -> ``note``
+(findings of a pytest chunk) -> ``bandwidth_table``, ``steps_table``, ``plots`` -> ``beside`` -> ``report`` ->
+``__main__``.
 
-Spec: KIT-01 to KIT-08.
+Spec: KIT-01 to KIT-09, KIT-16 to KIT-19.
 """

@@ -121,6 +121,8 @@ class Kit:
         self.left = [chunk for chunk in chunks if chunk.name not in self.progress.outcomes]
         print(f"\n{stage.name}: {stage.question}? chunks: {len(chunks)}, to run: {len(self.left)}", flush=True)
         while self.left:
+            if self.left[0].estimate:
+                print(f"  {self.left[0].name}: about {self.left[0].estimate:.0f} s", flush=True)
             outcome = run_chunk(self.left[0], self.settings.folder)
             self.progress.note(self.left.pop(0).name, outcome)
             self._write_report()

@@ -49,12 +49,16 @@ LAST_LINES = 60
 
 @dataclass(frozen=True)
 class Chunk:
-    """A command and its limit in seconds; the name is also its path below the folder of the run."""
+    """A command and its limit in seconds; the name is also its path below the folder of the run.
+
+    ``estimate`` is the expected duration in seconds; 0 if there is no estimate.
+    """
 
     name: str
     command: list[str]
     limit: float
     environment: Mapping[str, str] = field(default_factory=dict)
+    estimate: float = 0.0
 
 
 @dataclass(frozen=True)

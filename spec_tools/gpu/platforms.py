@@ -6,13 +6,16 @@ the kit can be tested on any machine.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from spec_tests.harness import simulated
+from spec_tools.gpu.intervals import Interval, of_kernels
 
 __all__ = ["NotHere", "Platform", "find"]
 
@@ -48,6 +51,7 @@ class Platform:
         collectives: the backend of ``torch.distributed``.
         caution: a warning at the beginning of the report; empty on a GPU.
         sizes: models of the stage ``steps``, the smallest first.
+        largest: bytes of the largest tensor of the stage ``bandwidth``.
     """
 
     name: str
@@ -55,6 +59,7 @@ class Platform:
     collectives: str
     caution: str = ""
     sizes: Sequence[str] = ("tiny",)
+    largest: int = 1 << 22
 
     def num_devices(self) -> int:
         """The number of ranks that can have a device of their own."""
@@ -95,24 +100,60 @@ class Platform:
             return {}
         return {"peak GiB": round((torch.cuda.max_memory_allocated() - before) / 2**30, 3)}
 
-    def runtime_calls(self, function: Callable[[], Any]) -> dict[str, int]:
-        """Calls ``function``, and counts its calls of CUDA's runtime: ``RUNTIME_CALLS``. Empty on other devices."""
+    def profiled(self, function: Callable[[], Any]) -> tuple[dict[str, int], list[Interval]]:
+        """Calls ``function`` under the profiler.
+
+        Returns:
+            The number of its calls of CUDA's runtime (``RUNTIME_CALLS``), and its kernels. Both are empty on other
+            devices.
+        """
         if self.device_type != "cuda":
             function()
-            return {}
+            return {}, []
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         torch.cuda.synchronize()
+        # At its end, the profiler synchronizes the device, so all kernels have run.
         with torch.profiler.profile(activities=activities, acc_events=True) as profile:
             function()
-        torch.cuda.synchronize()
-        names = [event.name for event in profile.events()]
-        return {what: sum(name in group for name in names) for what, group in RUNTIME_CALLS.items()}
+        events = profile.events()
+        names = [event.name for event in events]
+        calls = {what: sum(name in group for name in names) for what, group in RUNTIME_CALLS.items()}
+        return calls, of_kernels(events)
+
+    def mark(self) -> Any:
+        """This moment on the current stream; on a platform without streams, on the host."""
+        if self.device_type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds_between(self, begin: Any, end: Any) -> float:
+        """The time between two marks. Waits for the second."""
+        if self.device_type != "cuda":
+            return float(end - begin)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1000
+
+    def free_memory(self) -> int:
+        """Free bytes of this rank's device; on other platforms than a GPU, of the machine."""
+        if self.device_type == "cuda":
+            return int(torch.cuda.mem_get_info()[0])
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+
+    def card(self) -> tuple[str, str]:
+        """The name of this rank's device, and a text that differs between devices."""
+        if self.device_type != "cuda":
+            return f"device type {self.device_type}", self.device_type
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return str(properties.name), str(properties.uuid)
 
     def _module(self) -> Any:
         return torch.get_device_module(self.device_type)
 
 
-CUDA = Platform("cuda", "cuda", "nccl", sizes=("125M", "350M", "1.3B"))
+CUDA = Platform("cuda", "cuda", "nccl", sizes=("125M", "350M", "1.3B"), largest=1 << 30)
 CPU = Platform("cpu", "cpu", "gloo", "Tried on the CPU, with gloo: nothing about a GPU is shown.")
 SIMULATED = Platform("simulated", "sim", "simulated", "Tried on a simulated accelerator: nothing about a GPU is shown.")
 PLATFORMS = {platform.name: platform for platform in (CUDA, CPU, SIMULATED)}

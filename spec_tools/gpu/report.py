@@ -18,6 +18,8 @@ from typing import Any
 
 import minifsdp
 from spec_tests.harness.accounting import read_rows, verdict
+from spec_tools.gpu import bandwidth_table, steps_table
+from spec_tools.gpu.beside import write_beside
 from spec_tools.gpu.chunks import ROOT, Outcome
 from spec_tools.gpu.platforms import Platform
 from spec_tools.gpu.stages import STAGES
@@ -58,6 +60,7 @@ def compose(platform: Platform, outcomes: Mapping[str, Outcome], chosen: Sequenc
         "rows": _rows(findings["suite"]),
         "benchmarks": [line["measured"] for line in findings["benchmarks"] if line.get("measured")],
         "races": findings["races"],
+        "bandwidth": findings["bandwidth"],
         "steps": findings["steps"],
     }
 
@@ -112,9 +115,10 @@ def _rows(findings: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
 
 
 def write(report: Report, path: Path) -> None:
-    """Replaces the file."""
+    """Replaces the file, and those next to it (``beside.py``)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(_text(report)) + "\n" + BEGIN + json.dumps(report, indent=1) + END, encoding="utf-8")
+    write_beside(report, path)
 
 
 def read(path: Path) -> Report:
@@ -143,8 +147,10 @@ def _text(report: Report) -> Iterator[str]:
     if report["chunks_not_run"]:
         yield f"* **not complete**: {report['chunks_not_run']} chunks were not run"
     yield from ("", "## Stages", "", *_stages(report))
+    if report["bandwidth"]:
+        yield from ("", "## Bandwidth", "", *bandwidth_table.table(report["bandwidth"]))
     if report["steps"]:
-        yield from ("", "## Training steps", "", *_training_steps(report))
+        yield from ("", "## Training steps", "", *steps_table.table(report["steps"]))
     yield from _suite(report)
     if report["benchmarks"]:
         yield from ("", "## Benchmarks", "", *_benchmarks(report))
@@ -184,21 +190,6 @@ def _suite(report: Report) -> Iterator[str]:
         yield f"\nRows of the spec: {len(rows['proven'])} proven, {len(rows['failed'])} failed."
         for word in ("failed", "proven"):
             yield f"\n{word.capitalize()}: {', '.join(rows[word]) or 'none'}"
-
-
-STEP_FIGURES = ("ms", "host ms", "tokens/s", "TFLOP/s", "peak GiB", "syncs", "mallocs", "launches")
-
-
-def _training_steps(report: Report) -> Iterator[str]:
-    yield "The tutorials' GPT in bfloat16; figures of rank 0. `spec_tools/gpu/steps.py` describes the columns."
-    yield from (
-        "",
-        f"| model | ranks | contender | {' | '.join(STEP_FIGURES)} |",
-        "|---" * (3 + len(STEP_FIGURES)) + "|",
-    )
-    for line in report["steps"]:
-        figures = [str(line.get(figure, "")) for figure in STEP_FIGURES]
-        yield f"| {' | '.join([line['size'], str(line['ranks']), line.get('contender', line['outcome']), *figures])} |"
 
 
 def _benchmarks(report: Report) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,16 +73,36 @@ def _smoke(settings: Settings) -> list[Chunk]:
     ]
 
 
+def _bandwidth(settings: Settings) -> list[Chunk]:
+    from spec_tools.gpu.bandwidth import estimate
+
+    platform, quick = settings.platform, settings.quick
+    sizes = platform.world_sizes()[-1:] if quick else platform.world_sizes()
+    arguments = {"quick": quick, "hang_limit": settings.limit / 5}
+    chunks = [_piece(f"bandwidth/{n}-ranks", settings, settings.limit, num_ranks=n, **arguments) for n in sizes]
+    return [replace(chunk, estimate=estimate(platform.largest, quick)) for chunk in chunks]
+
+
 def _steps(settings: Settings) -> list[Chunk]:
     # One rank has no communication, so it shows what the host does. More ranks only where each has a device.
-    sizes = [1, *(size for size in settings.platform.world_sizes() if size <= settings.platform.num_devices())]
-    models = settings.platform.sizes[:1] if settings.quick else settings.platform.sizes
-    arguments = {"hang_limit": settings.limit / 2}
-    return [
-        _piece(f"steps/{size}-ranks/{model}", settings, settings.limit, num_ranks=size, size=model, **arguments)
-        for size in sizes
-        for model in models
-    ]
+    models = settings.platform.sizes
+    own = [size for size in settings.platform.world_sizes() if size <= settings.platform.num_devices()]
+    if settings.quick:
+        return [_step(settings, size, models[0], "bf16", 1) for size in (1, *own[-1:])]
+    most = max([1, *own])
+    chunks = [_step(settings, size, model, "bf16", 2) for size in sorted({1, most}) for model in models]
+    chunks += [_step(settings, most, model, "fp32", 2) for model in models]
+    return chunks + [_step(settings, most, model, "bf16, offload", 1) for model in models]
+
+
+def _step(settings: Settings, size: int, model: str, precision: str, num_turns: int) -> Chunk:
+    from spec_tools.gpu.steps import estimate  # here, because it imports the package
+
+    # One contender can hang, and the others still run.
+    arguments = {"num_ranks": size, "size": model, "precision": precision, "num_turns": num_turns}
+    name = f"steps/{size}-ranks/{model}, {precision}"
+    chunk = _piece(name, settings, settings.limit, **arguments, hang_limit=settings.limit / 5)
+    return replace(chunk, estimate=estimate(size, model, precision, num_turns))
 
 
 def pytest_chunk(name: str, path: Path, settings: Settings, *options: str) -> Chunk:
@@ -126,6 +146,7 @@ STAGES = (
     Stage("hardware", "what is there", _hardware, is_vital=True),
     Stage("collectives", "do collectives work by themselves", _collectives, is_vital=True),
     Stage("smoke", "do both front apis train, and agree with a single process", _smoke, is_vital=True),
+    Stage("bandwidth", "how fast are all-gather and reduce-scatter, and are their values right", _bandwidth),
     Stage("steps", "do losses agree with torch's, and how long does a step take", _steps),
     Stage("suite", "the tests of the spec", _suite),
     Stage("races", "do the bits stay the same when streams are delayed", _races),

@@ -23,7 +23,7 @@ from spec_tests.harness.programs import run_module
 from spec_tests.waiting import comes_true
 from spec_tools.benchmarks.report import Quartiles
 from spec_tools.gpu import __main__ as kit
-from spec_tools.gpu import chunks, collectives, races, report, smoke, stages, steps
+from spec_tools.gpu import chunks, collectives, races, report, smoke, stages
 from spec_tools.gpu.__main__ import Kit, main
 from spec_tools.gpu.chunks import ROOT, Chunk, Outcome, run_chunk
 from spec_tools.gpu.platforms import CPU, CUDA, SIMULATED, Platform
@@ -157,26 +157,6 @@ def test_only_a_failed_vital_stage_stops_the_later_stages(run: Kit) -> None:
     assert [outcome.word for outcome in run.progress.outcomes.values()] == ["failed", "failed"]
     assert run.run([stage("suite", bad[0]), good]) == 1
     assert list(run.progress.outcomes) == ["suite/x", "smoke/x", "races/x"]
-
-
-@pytest.mark.spec("KIT-09")
-def test_training_steps_of_all_contenders_are_measured_and_their_losses_agree() -> None:
-    findings = list(steps.work(CPU, num_ranks=1, size="tiny", hang_limit=60.0))
-    assert [finding["contender"] for finding in findings] == list(steps.CONTENDERS)
-    assert [finding["outcome"] for finding in findings] == ["passed"] * 4
-    assert all(finding["ms"] > 0 and finding["tokens/s"] > 0 for finding in findings)
-    text = "\n".join(report._training_steps({"steps": findings}))
-    assert "| tiny | 1 | minifsdp fully_shard | " in text
-
-
-@pytest.mark.spec("KIT-09")
-def test_training_step_with_another_loss_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = {"losses": [2.0, 1.0], "ms": 1.0}
-    measured = {"torch": figures, "near": {**figures, "losses": [2.0, 1.01]}, "far": {**figures, "losses": [2.0, 1.1]}}
-    monkeypatch.setattr(steps, "on_ranks", lambda *args, **kwargs: [measured])
-    findings = list(steps.work(CPU, num_ranks=1, size="tiny", hang_limit=60.0))
-    assert [finding["outcome"] for finding in findings] == ["passed", "passed", "failed"]
-    assert findings[2]["text"] == "tiny, far: losses [2.0, 1.1], expected [2.0, 1.0]"
 
 
 # ---- chunks that fail -----------------------------------------------------------------------------------------------
