@@ -38,11 +38,12 @@ from typing import Any
 
 from spec_tests.waiting import comes_true
 
-__all__ = ["ROOT", "Chunk", "Outcome", "end_leftovers", "run_chunk"]
+__all__ = ["FINDINGS_FILE", "ROOT", "Chunk", "Outcome", "end_leftovers", "read_findings", "run_chunk"]
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "MINIFSDP_KIT"  # environment variable: the folder of the run that a process belongs to
 FINDINGS = "MINIFSDP_KIT_FINDINGS"  # environment variable: the file for findings, a line of JSON each
+FINDINGS_FILE = "findings.jsonl"  # in the folder of a chunk
 PATIENCE = 5.0  # seconds that processes have to write their stacks
 LAST_LINES = 60
 
@@ -85,7 +86,7 @@ def run_chunk(chunk: Chunk, folder: Path) -> Outcome:
     home = folder / chunk.name
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
-    log, findings = home / "log.txt", home / "findings.jsonl"
+    log, findings = home / "log.txt", home / FINDINGS_FILE
     # A short path, because the path of a socket has at most 107 characters.
     scratch = Path(tempfile.mkdtemp(prefix="kit-"))
     environment = {**os.environ, MARK: str(folder), FINDINGS: str(findings), "TMPDIR": str(scratch)}
@@ -155,7 +156,7 @@ def _signal(process: int, number: signal.Signals) -> None:
 
 
 def _outcome(status: int, hung: bool, seconds: float, chunk: Chunk, log: Path, findings: Path) -> Outcome:
-    found = _read_lines(findings)
+    found = read_findings(findings)
     seconds = round(seconds, 1)
     if status == 0 and not hung:
         return Outcome("passed", seconds, findings=found)
@@ -170,7 +171,7 @@ def _outcome(status: int, hung: bool, seconds: float, chunk: Chunk, log: Path, f
     return Outcome(word, seconds, reason, "\n".join(text.splitlines()[-LAST_LINES:]), found)
 
 
-def _read_lines(findings: Path) -> list[dict[str, Any]]:
+def read_findings(findings: Path) -> list[dict[str, Any]]:
     """The findings, without a last line that a crash has truncated."""
     found = []
     for line in findings.read_text().splitlines() if findings.exists() else []:

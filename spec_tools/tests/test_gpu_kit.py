@@ -29,6 +29,7 @@ from spec_tools.gpu.chunks import ROOT, Chunk, Outcome, run_chunk
 from spec_tools.gpu.platforms import CPU, CUDA, SIMULATED, Platform
 from spec_tools.gpu.progress import InUse, Progress
 from spec_tools.gpu.stages import Settings, Stage
+from spec_tools.gpu.text import training_steps
 from spec_tools.tests.test_session import is_running
 
 
@@ -165,7 +166,7 @@ def test_training_steps_of_all_contenders_are_measured_and_their_losses_agree() 
     assert [finding["contender"] for finding in findings] == list(steps.CONTENDERS)
     assert [finding["outcome"] for finding in findings] == ["passed"] * 4
     assert all(finding["ms"] > 0 and finding["tokens/s"] > 0 for finding in findings)
-    text = "\n".join(report._training_steps({"steps": findings}))
+    text = "\n".join(training_steps(findings))
     assert "| tiny | 1 | minifsdp fully_shard | " in text
 
 
