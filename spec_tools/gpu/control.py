@@ -130,7 +130,8 @@ def _run(test: str, settings: Settings) -> list[Chunk]:
 def _name(what: str, how: str) -> str:
     """The name of a chunk, which is also a path: readable, short, and different for different tests."""
     digest = hashlib.sha256(what.encode()).hexdigest()[:6]
-    words = re.sub(r"[^\w.-]+", "-", what.rpartition("/")[2] if "::" in what else what)[:60]
+    begin, colons, test = what.partition("::")
+    words = re.sub(r"[^a-zA-Z0-9_.-]+", "-", begin.rpartition("/")[2] + colons + test if colons else begin)[:60]
     return f"control/{words}-{digest}/{how}"
 
 

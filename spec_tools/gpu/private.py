@@ -25,7 +25,7 @@ __all__ = ["local_names", "without_names"]
 
 COMMON = {"localhost", "root", "user", "users", "ubuntu", "admin", "nobody", "test", "gpu", "node", "cuda", "torch"}
 # The first slash begins a path if no word, scheme or replaced folder is before it.
-PATH = re.compile(r"(?<![\w:/.~>*)\]-])/(?:[\w.+@=-]+/)+")
+PATH = re.compile(r"(?<![\w:/.~>*)\]-])(?:/|(?:\.\./)+)(?:[\w.+@=-]+/)+")
 PACKAGES = re.compile(r".*/(site-packages|dist-packages)/")
 OCTET = r"(?:25[0-5]|2[0-4]\d|1?\d?\d)"
 ADDRESS = re.compile(rf"(?<![\w.-])(?!127\.|0\.0\.0\.0){OCTET}(?:\.{OCTET}){{3}}(?![\w.])")

@@ -73,6 +73,7 @@ def own_device() -> torch.device | None:
 
 
 APIS: dict[str, Callable[[], nn.Module]] = {
-    "FullyShardedDataParallel": lambda: wrapped(use_orig_params=True, device_id=own_device()),
+    # torch needs a device for its FSDP1, the CPU too.
+    "FullyShardedDataParallel": lambda: wrapped(use_orig_params=True, device_id=device()),
     "fully_shard": sharded,
 }
