@@ -38,7 +38,7 @@ from typing import Any
 
 from spec_tests.waiting import comes_true
 
-__all__ = ["FINDINGS_FILE", "ROOT", "Chunk", "Outcome", "end_leftovers", "read_findings", "run_chunk"]
+__all__ = ["FINDINGS_FILE", "ROOT", "Chunk", "Outcome", "end_leftovers", "first_error", "read_findings", "run_chunk"]
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "MINIFSDP_KIT"  # environment variable: the folder of the run that a process belongs to
@@ -167,7 +167,7 @@ def _outcome(status: int, hung: bool, seconds: float, chunk: Chunk, log: Path, f
     elif status < 0:
         word, reason = "crashed", f"ended by {signal.Signals(-status).name}{running}"
     else:
-        word, reason = "failed", _first_error(text)
+        word, reason = "failed", first_error(text)
     return Outcome(word, seconds, reason, "\n".join(text.splitlines()[-LAST_LINES:]), found)
 
 
@@ -180,7 +180,7 @@ def read_findings(findings: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _first_error(text: str) -> str:
+def first_error(text: str) -> str:
     """The line with the exception: pytest marks it with an E, and a Python traceback ends with it."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     named = [line[1:].strip() for line in lines if line.startswith("E  ")]

@@ -21,8 +21,8 @@ import minifsdp
 from spec_tests.harness.accounting import KINDS, kind_of_proof, read_rows, verdict
 from spec_tools.gpu import control
 from spec_tools.gpu.chunks import ROOT, Outcome
+from spec_tools.gpu.names import without_names
 from spec_tools.gpu.platforms import Platform
-from spec_tools.gpu.private import without_names
 from spec_tools.gpu.text import markdown
 
 __all__ = ["compose", "read", "write"]

@@ -14,7 +14,7 @@ import pytest
 from spec_tests.harness import pool
 from spec_tests.waiting import comes_true
 from spec_tools.gpu import __main__ as kit
-from spec_tools.gpu import control, private, report
+from spec_tools.gpu import control, names, report
 from spec_tools.gpu.__main__ import main
 from spec_tools.gpu.chunks import Chunk, Outcome
 from spec_tools.gpu.platforms import CUDA
@@ -194,14 +194,14 @@ NAMES = {"dgx-17.example.org": "<host>", "dgx-17": "<host>", "alice": "<user>"}
     ],
 )
 def test_names_addresses_and_paths_are_replaced(text: str, expected: str) -> None:
-    assert private.without_names({"key": [text, 3, None]}, NAMES) == {"key": [expected, 3, None]}
+    assert names.without_names({"key": [text, 3, None]}, NAMES) == {"key": [expected, 3, None]}
 
 
 @pytest.mark.spec("KIT-23")
 def test_report_keeps_names_only_on_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "dgx-17.example.org")
     monkeypatch.setattr("getpass.getuser", lambda: "alice")
-    assert private.local_names() == NAMES
+    assert names.local_names() == NAMES
     outcomes = {"suite/x": failed("ValueError: dgx-17", last_lines="alice at /data/x/y.py")}
     for with_names, words in (
         (False, ("<host>", "<user> at <path>/y.py")),
@@ -217,7 +217,7 @@ def test_report_keeps_names_only_on_request(monkeypatch: pytest.MonkeyPatch, tmp
 def test_user_with_a_common_name_changes_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: "node")
     monkeypatch.setattr("getpass.getuser", lambda: "root")
-    assert private.local_names() == {}
+    assert names.local_names() == {}
 
 
 # ---- interruptions --------------------------------------------------------------------------------------------------
