@@ -15,6 +15,7 @@ stage             what it checks
 ``suite``         the whole test suite with ``--device cuda``
 ``benchmarks``    ``python -m spec_tools.benchmarks``, which always runs on the CPU
 ``races``         do results stay equal bit by bit when streams are delayed at random
+``control``       does what failed fail again alone, and with torch's own FSDPs
 ================  ===================================================================================================
 
 The first three stages take about a minute. If one of them fails, the kit does not start the others, because they would
@@ -33,7 +34,9 @@ delays that do nothing. This tests the kit but no GPU, and the report begins wit
 
 Reading order: ``platforms`` -> ``chunks`` (a process and how it ends) -> ``progress`` (the outcomes on the disk) ->
 ``stages`` (the chunks of each stage) -> ``piece`` and ``on_ranks`` (chunks that do not run pytest) -> ``hardware``,
-``collectives``, ``smoke``, ``races`` -> ``note`` (findings of a pytest chunk) -> ``report`` -> ``__main__``.
+``collectives``, ``smoke``, ``races`` -> ``note`` (findings of a pytest chunk) -> ``control`` (failures again) ->
+``names``, ``summary``, ``text``, ``report`` -> ``__main__``. ``nodes``, ``node_stages`` and ``merging`` run on several
+machines.
 
-Spec: KIT-01 to KIT-08.
+Spec: KIT-01 to KIT-08, KIT-20 to KIT-25.
 """

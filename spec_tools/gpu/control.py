@@ -17,7 +17,7 @@ Failed chunks of ``smoke`` run again alone and with torch's FSDPs. Failed chunks
 alone; they contain their own comparison. Each of these runs is a chunk with a limit, so the control also continues
 after an interruption.
 
-Spec: KIT-20, KIT-21.
+Spec: KIT-20.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``-m spec_tools.tests.failing_nodes FAULT RANK OPTIONS``: ``spec_tools.gpu.nodes`` with a stage that fails on a rank."""
+"""``-m spec_tools.tests.failing_nodes FAULT RANK OPTIONS``: ``spec_tools.gpu.nodes`` with a rank that fails."""
 
 from __future__ import annotations
 

@@ -44,12 +44,12 @@ def settings_after(folder: Path, outcomes: dict[str, Outcome], **options: Any) -
 # ---- which runs -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.spec("KIT-21")
+@pytest.mark.spec("KIT-20")
 def test_control_has_no_chunks_without_a_failure(tmp_path: Path) -> None:
     assert control.control_chunks(settings_after(tmp_path, {"suite/a.py": passed("a.py::t")})) == []
 
 
-@pytest.mark.spec("KIT-21")
+@pytest.mark.spec("KIT-20")
 def test_first_variants_of_all_tests_are_run_before_other_variants_and_their_number_is_limited(tmp_path: Path) -> None:
     outcomes = {
         "suite/a.py": failed("a.py::t[1]", "a.py::t[2]", "a.py::t[3]", "a.py::u"),
@@ -84,7 +84,7 @@ def test_failed_chunks_of_other_stages_run_again_and_smoke_also_with_torch(tmp_p
     assert [chunk.name.rpartition("/")[2] for chunk in found] == ["alone", "torch", "alone", "alone"]
 
 
-@pytest.mark.spec("KIT-21")
+@pytest.mark.spec("KIT-20")
 def test_few_chunks_of_the_race_hunt_run_again(tmp_path: Path) -> None:
     names = [chunk.name for chunk in stages._races(Settings(CPU, tmp_path))]
     assert len(names) > control.NUM_CHUNKS
@@ -92,7 +92,7 @@ def test_few_chunks_of_the_race_hunt_run_again(tmp_path: Path) -> None:
     assert len(found) == control.NUM_CHUNKS
 
 
-@pytest.mark.spec("KIT-21")
+@pytest.mark.spec("KIT-20")
 def test_name_of_a_run_is_a_short_path_that_belongs_to_one_test() -> None:
     tests = [f"{folder}/test_a.py::test_{'x' * 300}[{value}/..-\0 ü]" for folder in "ab" for value in range(9)]
     names = {control._name(test, how) for test in tests for how in ("alone", "torch")}
@@ -156,7 +156,7 @@ def python(name: str, program: str) -> Chunk:
     return Chunk(name, [sys.executable, "-c", program], 60.0)
 
 
-@pytest.mark.spec("KIT-21")
+@pytest.mark.spec("KIT-20")
 def test_control_also_runs_after_a_first_stage_that_stops_the_others(tmp_path: Path) -> None:
     settings = Settings(CPU, tmp_path / "run")
     kit = Kit(settings, Progress(settings.folder, {}), tmp_path / "report.md")
@@ -181,7 +181,7 @@ def broken_checkout(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.spec("KIT-20", "KIT-21")
+@pytest.mark.spec("KIT-20")
 def test_control_separates_minifsdp_from_torch_in_real_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "ROOT", broken_checkout(tmp_path / "checkout"))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "checkout"))
