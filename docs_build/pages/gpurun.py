@@ -67,7 +67,7 @@ def races(hardware: str = FIRST) -> str:
     return table(["configuration, 2 ranks" if is_pair else "configuration", "seeds", "delays", "different"], rows, "lr")
 
 
-def test_files(hardware: str = FIRST) -> str:
+def suite(hardware: str = FIRST) -> str:
     """The test files that ran, as Markdown."""
     rows = [
         (f"`{name}`", file["passed"], file["failed"] or "", "yes" if file["complete"] else "in part")
@@ -94,6 +94,6 @@ def others() -> str:
     shown = []
     for hardware in runs():
         if hardware != FIRST:
-            parts = [f"### {hardware}", f"{machine(hardware)}.", steps(hardware), races(hardware), test_files(hardware)]
+            parts = [f"### {hardware}", f"{machine(hardware)}.", steps(hardware), races(hardware), suite(hardware)]
             shown.append("\n\n".join(parts))
     return "\n\n".join(shown)

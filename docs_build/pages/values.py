@@ -114,7 +114,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "torch-tests": evidence.torch_tests_table,
     "gpu-steps": gpurun.steps,
     "gpu-races": gpurun.races,
-    "gpu-tests": gpurun.test_files,
+    "gpu-tests": gpurun.suite,
     "gpu-runs": gpurun.all_runs,
     "gpu-others": gpurun.others,
     "where": evidence.where_table,

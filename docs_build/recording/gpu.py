@@ -105,7 +105,7 @@ def main(path: str) -> None:
     """Changes both records, and prints what they now hold."""
     report = reports.read(Path(path))
     record = add_run(load("gpu") or {"runs": {}}, report)
-    save("gpu", record)
+    save("gpu", record, sort_keys=False)  # pages show the versions in the order of the report
     results.save_record(add_requirements(results.recorded(), report))
     proven = len(report["rows"]["proven"])
     print(f"{hardware_of(report)}, {report['date'][:10]}: {proven} requirements proven. Runs: {len(record['runs'])}")
