@@ -24,7 +24,7 @@ program. The parents never use a device or a collective. They exchange results t
              child    process group, collectives, training
     rank 2   parent   its child was ended by SIGSEGV: tells this to the other parents
              child    -
-    rank 3   parent   ends its child, which waits for rank 2, after 10 seconds; its stacks are in the report
+    rank 3   parent   ends its child, which waits for rank 2, after 5 seconds; its stacks are in the report
 
 A child that is not ready within its limit writes the stacks of all threads and exits. The report names the rank that
 the others wait for: the one that has passed the fewest steps. If a parent or its machine does not answer, rank 0 waits
@@ -65,7 +65,7 @@ from spec_tools.gpu.platforms import PLATFORMS, Platform, find
 
 __all__ = ["main"]
 
-GRACE = 10.0  # seconds for a child after another rank has failed
+GRACE = 5.0  # seconds for a child after another rank has failed
 PATIENCE = 5.0  # seconds for a child to write its stacks
 MARGIN = 15.0  # seconds for parents to answer after all limits have passed
 START_LIMIT = 120.0  # seconds until all parents have connected to the store
@@ -144,7 +144,7 @@ class Parent:
         self.store.set(f"{stage.name}/failed", str(self.place.rank))
         self._answer(stage, {**_result(0, "others", stage, "", []), "seconds": 0.0})
         if self.place.rank == 0:
-            self._collect(stage, names, GRACE + 2 * PATIENCE)
+            self._collect(stage, names, GRACE + PATIENCE + 2)  # torchrun sends SIGKILL after 30 seconds
 
     def _stage(self, stage: NodeStage) -> dict[str, Any]:
         """Runs one stage in a child; returns its result as JSON."""

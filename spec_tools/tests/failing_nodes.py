@@ -35,5 +35,5 @@ def sleep_for_ever() -> None:
 if __name__ == "__main__":
     fault, rank, *options = sys.argv[1:]
     body = functools.partial(fail, fault, int(rank))
-    stages = (NodeStage("hardware", look, 60.0, is_vital=True), NodeStage("collectives", body, 60.0, is_vital=True))
-    sys.exit(main((*stages, NodeStage("smoke", send, 60.0)), options))
+    stages = (NodeStage("hardware", look, 120.0, is_vital=True), NodeStage("collectives", body, 30.0, is_vital=True))
+    sys.exit(main((*stages, NodeStage("smoke", send, 30.0)), options))
