@@ -24,9 +24,9 @@ def load(name: str) -> Any:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def save(name: str, record: Any) -> None:
+def save(name: str, record: Any, sort_keys: bool = True) -> None:
     """Writes a record."""
-    (DATA / f"{name}.json").write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    (DATA / f"{name}.json").write_text(json.dumps(record, indent=1, sort_keys=sort_keys) + "\n", encoding="utf-8")
 
 
 def of_record(name: str) -> Callable[[Callable[..., str]], Callable[..., str]]:

@@ -95,13 +95,13 @@ def _as_record(path: Path) -> dict[str, Any]:
     run = {"date": when, "machine": machine()}
     backends = {b for row in results.values() for outcomes in row["tests"].values() for b in outcomes}
     rows = {
-        name: {"results": row["results"], "kinds": row["kinds"], "tests": _joined(row["tests"])}
+        name: {"results": row["results"], "kinds": row["kinds"], "tests": joined(row["tests"])}
         for name, row in results.items()
     }
     return {"runs": dict.fromkeys(sorted(backends), run), "rows": rows}
 
 
-def _joined(tests: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+def joined(tests: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
     """The variants of a test as one test; the worst of their outcomes counts."""
     joined: dict[str, dict[str, str]] = {}
     for name, outcomes in tests.items():
@@ -120,11 +120,28 @@ def write_record() -> None:
     """Writes the record from the last test run on this machine; results of other backends stay."""
     new = _as_record(FRESH)
     if RECORD.exists():
-        new["runs"] = json.loads(RECORD.read_text())["runs"] | new["runs"]
+        _keep_other_backends(new, json.loads(RECORD.read_text()))
+    save_record(new)
+
+
+def _keep_other_backends(new: dict[str, Any], earlier: dict[str, Any]) -> None:
+    """Adds the results of backends that the new record has no run of."""
+    others = earlier["runs"].keys() - new["runs"].keys()
+    new["runs"] = earlier["runs"] | new["runs"]
+    for name, row in new["rows"].items():
+        known = earlier["rows"].get(name, {"results": {}, "kinds": {}, "tests": {}})
+        for part in ("results", "kinds"):
+            row[part] |= {backend: word for backend, word in known[part].items() if backend in others}
+        for test, outcomes in row["tests"].items():
+            of_test = known["tests"].get(test, {})
+            outcomes |= {backend: outcome for backend, outcome in of_test.items() if backend in others}
+
+
+def save_record(record: dict[str, Any]) -> None:
+    """Writes the record, with a requirement on each line, so that differences between two records are readable."""
     RECORD.parent.mkdir(parents=True, exist_ok=True)
-    # A requirement on each line, so that differences between two records are readable.
-    rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in new["rows"].items())
-    RECORD.write_text(f'{{"runs": {json.dumps(new["runs"])},\n"rows": {{\n{rows}\n}}}}\n')
+    rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in record["rows"].items())
+    RECORD.write_text(f'{{"runs": {json.dumps(record["runs"])},\n"rows": {{\n{rows}\n}}}}\n')
 
 
 if __name__ == "__main__":

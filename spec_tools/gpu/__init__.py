@@ -17,6 +17,7 @@ stage             what it checks
 ``suite``         the whole test suite with ``--device cuda``
 ``benchmarks``    ``python -m spec_tools.benchmarks``, which always runs on the CPU
 ``races``         do results stay equal bit by bit when streams are delayed at random
+``control``       does what failed fail again alone, and with torch's own FSDPs
 ================  ===================================================================================================
 
 The first three stages take about a minute. If one of them fails, the kit does not start the others, because they would
@@ -36,8 +37,9 @@ delays that do nothing. This tests the kit but no GPU, and the report begins wit
 Reading order: ``platforms`` -> ``chunks`` (a process and how it ends) -> ``progress`` (the outcomes on the disk) ->
 ``stages`` (the chunks of each stage) -> ``piece`` and ``on_ranks`` (chunks that do not run pytest) -> ``hardware``,
 ``collectives``, ``smoke``, ``bandwidth``, ``steps``, ``races`` -> ``cards`` (peaks) and ``intervals`` -> ``note``
-(findings of a pytest chunk) -> ``bandwidth_table``, ``steps_table``, ``plots`` -> ``beside`` -> ``report`` ->
-``__main__``.
+(findings of a pytest chunk) -> ``control`` (failures again) -> ``bandwidth_table``, ``steps_table``, ``plots`` ->
+``beside`` -> ``names``, ``summary``, ``text``, ``report`` -> ``__main__``. ``nodes``, ``node_stages`` and ``merging``
+run on several machines.
 
-Spec: KIT-01 to KIT-09, KIT-16 to KIT-19.
+Spec: KIT-01 to KIT-25.
 """

@@ -30,7 +30,8 @@ def main(arguments: Sequence[str] | None = None, build: Path = ROOT / "build") -
     options = _options(arguments)
     try:
         platform = find(options.device)
-        settings = Settings(platform, build / "gpu" / platform.name, options.limit, options.quick)
+        more = {"num_again": options.again, "with_names": options.with_names}
+        settings = Settings(platform, build / "gpu" / platform.name, options.limit, options.quick, **more)
         progress = Progress(settings.folder, holds_for(platform, options.quick))
     except (NotHere, InUse) as reason:
         print(reason, file=sys.stderr)
@@ -47,6 +48,7 @@ def main(arguments: Sequence[str] | None = None, build: Path = ROOT / "build") -
     try:
         return kit.run(stages, options.fresh)
     except KeyboardInterrupt:
+        kit._write_report()  # with the findings of the chunk that was stopped
         print("\nStopped. The same command goes on from here.")
         return 130
     finally:
@@ -60,6 +62,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--fresh", action="store_true", help="also run what is done already")
     parser.add_argument("--limit", type=float, default=900.0, metavar="SECONDS", help="for one chunk (default: 900)")
     parser.add_argument("--quick", action="store_true", help="three files of tests, fewer rounds, fewer delays")
+    parser.add_argument("--again", type=int, default=40, metavar="N", help="failed tests that run again (default: 40)")
+    parser.add_argument("--with-names", action="store_true", help="keep names of hosts and users, and paths")
     parser.add_argument("--report", type=Path, metavar="FILE", help="where to write it (default: build/gpu-report.md)")
     return parser.parse_args(arguments)
 
@@ -114,6 +118,8 @@ class Kit:
             yield passed
             if stage.is_vital and not passed:
                 print(f"\n{stage.name} has failed, so nothing after it was started; --stages runs what you name")
+                # The failed chunk runs again, so that the report can say whether minifsdp or the machine is the cause.
+                yield from (self._stage(one) for one in stages if one.name == "control")
                 return
 
     def _stage(self, stage: Stage) -> bool:
@@ -130,7 +136,8 @@ class Kit:
         return all(self.progress.outcomes[chunk.name].word == "passed" for chunk in chunks)
 
     def _write_report(self) -> None:
-        now = report.compose(self.settings.platform, self.progress.outcomes, self.chosen, len(self.left))
+        outcomes = self.progress.with_stopped()
+        now = report.compose(self.settings.platform, outcomes, self.chosen, len(self.left), self.settings.with_names)
         report.write(now, self.path)
 
 

@@ -45,7 +45,7 @@ from spec_tests.harness import device, pool
 from spec_tools.gpu.on_ranks import on_ranks
 from spec_tools.gpu.platforms import Platform, find
 
-__all__ = ["COLLECTIVES", "DTYPES", "UNITS", "estimate", "measure", "plan", "work"]
+__all__ = ["COLLECTIVES", "DTYPES", "UNITS", "card", "estimate", "finding_of", "measure", "plan", "work"]
 
 Row = dict[str, Any]
 
@@ -93,13 +93,14 @@ def work(platform: Platform, num_ranks: int, quick: bool, hang_limit: float) -> 
             sizes = plan(largest, quick, getattr(torch, dtype))
             arguments |= {"collective": collective, "dtype": dtype, "sizes": sizes}
             by_rank = on_ranks(platform, num_ranks, measure, hang_limit, **arguments)
-            yield _finding({**same, "collective": collective, "dtype": dtype}, by_rank)
+            yield finding_of({**same, "collective": collective, "dtype": dtype}, by_rank)
     except pool.Failure as failure:
         # After a hang, the other collectives would only hang too.
         yield {"ranks": num_ranks, "outcome": "failed", "text": f"{num_ranks} ranks:\n{failure}"}
 
 
-def _finding(about: dict[str, Any], by_rank: Sequence[Sequence[Row]]) -> dict[str, Any]:
+def finding_of(about: dict[str, Any], by_rank: Sequence[Sequence[Row]]) -> dict[str, Any]:
+    """The finding about a collective and a dtype, from the rows of each rank."""
     rows = [_joined(rows) for rows in zip(*by_rank, strict=True)]
     wrong = [row for row in rows if row.get("wrong")]
     if not wrong:

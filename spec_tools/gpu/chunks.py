@@ -38,11 +38,12 @@ from typing import Any
 
 from spec_tests.waiting import comes_true
 
-__all__ = ["ROOT", "Chunk", "Outcome", "end_leftovers", "run_chunk"]
+__all__ = ["FINDINGS_FILE", "ROOT", "Chunk", "Outcome", "end_leftovers", "first_error", "read_findings", "run_chunk"]
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "MINIFSDP_KIT"  # environment variable: the folder of the run that a process belongs to
 FINDINGS = "MINIFSDP_KIT_FINDINGS"  # environment variable: the file for findings, a line of JSON each
+FINDINGS_FILE = "findings.jsonl"  # in the folder of a chunk
 PATIENCE = 5.0  # seconds that processes have to write their stacks
 LAST_LINES = 60
 
@@ -89,7 +90,7 @@ def run_chunk(chunk: Chunk, folder: Path) -> Outcome:
     home = folder / chunk.name
     shutil.rmtree(home, ignore_errors=True)
     home.mkdir(parents=True)
-    log, findings = home / "log.txt", home / "findings.jsonl"
+    log, findings = home / "log.txt", home / FINDINGS_FILE
     # A short path, because the path of a socket has at most 107 characters.
     scratch = Path(tempfile.mkdtemp(prefix="kit-"))
     environment = {**os.environ, MARK: str(folder), FINDINGS: str(findings), "TMPDIR": str(scratch)}
@@ -159,7 +160,7 @@ def _signal(process: int, number: signal.Signals) -> None:
 
 
 def _outcome(status: int, hung: bool, seconds: float, chunk: Chunk, log: Path, findings: Path) -> Outcome:
-    found = _read_lines(findings)
+    found = read_findings(findings)
     seconds = round(seconds, 1)
     if status == 0 and not hung:
         return Outcome("passed", seconds, findings=found)
@@ -170,11 +171,11 @@ def _outcome(status: int, hung: bool, seconds: float, chunk: Chunk, log: Path, f
     elif status < 0:
         word, reason = "crashed", f"ended by {signal.Signals(-status).name}{running}"
     else:
-        word, reason = "failed", _first_error(text)
+        word, reason = "failed", first_error(text)
     return Outcome(word, seconds, reason, "\n".join(text.splitlines()[-LAST_LINES:]), found)
 
 
-def _read_lines(findings: Path) -> list[dict[str, Any]]:
+def read_findings(findings: Path) -> list[dict[str, Any]]:
     """The findings, without a last line that a crash has truncated."""
     found = []
     for line in findings.read_text().splitlines() if findings.exists() else []:
@@ -183,7 +184,7 @@ def _read_lines(findings: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _first_error(text: str) -> str:
+def first_error(text: str) -> str:
     """The line with the exception: pytest marks it with an E, and a Python traceback ends with it."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     named = [line[1:].strip() for line in lines if line.startswith("E  ")]

@@ -1,7 +1,7 @@
 """A pytest plugin that writes a finding before each test begins, and another one as soon as the test is over.
 
 A crash therefore does not lose earlier findings, and the last finding names the test that crashed. The finding of a
-test contains its requirements. The finding of a benchmark also contains the measurements.
+test contains its requirements and the kind of evidence. The finding of a benchmark also contains the measurements.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from spec_tests.harness.accounting import KINDS
 from spec_tools.gpu.piece import leave_finding
 
 __all__: list[str] = []
@@ -34,11 +35,18 @@ def pytest_runtest_makereport(
                 "test": item.nodeid,
                 "outcome": report.outcome,
                 "rows": [row for marker in item.iter_markers("spec") for row in marker.args],
+                "kind": next((marker.args[0] for marker in item.iter_markers("proof")), KINDS[0]),
                 "measured": _measured(item),
                 "text": report.longreprtext if report.failed else "",
             }
         )
     return report
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Writes a finding if no test ran, for example because the only test does not apply to the engine."""
+    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        leave_finding({"nothing ran": True})
 
 
 def _measured(item: pytest.Item) -> dict[str, Any]:

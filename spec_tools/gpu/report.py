@@ -1,68 +1,80 @@
-"""The report: one file for people and programs.
+"""The report: a Markdown file for people, and a JSON file with the same name for programs.
 
-It is Markdown, and its end contains the same data as JSON, so that a single file is complete. It contains no user name,
-no host name and no path outside the checkout.
+The Markdown file begins with a summary for an issue. The JSON file contains all of it. Neither contains names of hosts
+or users, addresses, or paths, except with ``--with-names``.
 
-    write(report, path)         writes the text and the JSON
-    read(path)                  reads the JSON of a file, for example of an attachment to an issue
+    write(report, path)         writes both files
+    read(path)                  reads a report from either of them, for example from an attachment to an issue
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import minifsdp
-from spec_tests.harness.accounting import read_rows, verdict
-from spec_tools.gpu import bandwidth_table, steps_table
+from spec_tests.harness.accounting import KINDS, kind_of_proof, read_rows, verdict
+from spec_tools.gpu import control
 from spec_tools.gpu.beside import write_beside
 from spec_tools.gpu.chunks import ROOT, Outcome
+from spec_tools.gpu.names import without_names
 from spec_tools.gpu.platforms import Platform
-from spec_tools.gpu.stages import STAGES
+from spec_tools.gpu.text import markdown
 
 __all__ = ["compose", "read", "write"]
 
 FORMAT = 1
+# The end of earlier reports, which were one file.
 BEGIN, END = "\n## All of it, for programs\n\n```json\n", "\n```\n"
 Report = dict[str, Any]
 
 
-def compose(platform: Platform, outcomes: Mapping[str, Outcome], chosen: Sequence[str], planned: int) -> Report:
+def compose(
+    platform: Platform,
+    outcomes: Mapping[str, Outcome],
+    chosen: Sequence[str],
+    planned: int,
+    with_names: bool = False,
+) -> Report:
     """The report for the current state of the run.
 
     Args:
         platform: the platform of the run.
-        outcomes: outcomes of all finished chunks, by name.
+        outcomes: outcomes of all chunks that have begun, by name.
         chosen: the stages of this run.
         planned: number of chunks that have not run yet.
+        with_names: whether names of hosts and users, addresses and paths stay in the texts.
     """
-    findings = {
-        stage.name: [line for name, one in outcomes.items() if _stage_of(name) == stage.name for line in one.findings]
-        for stage in STAGES
-    }
-    return {
+
+    def findings(stage: str) -> list[dict[str, Any]]:
+        return [line for name, one in outcomes.items() if name.split("/")[0] == stage for line in one.findings]
+
+    suite = findings("suite")
+    report = {
         "format": FORMAT,
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "device": platform.name,
         "caution": platform.caution,
         "minifsdp": minifsdp.__version__,
         "commit": commit(),
-        "hardware": next(iter(findings["hardware"]), {}),
+        "hardware": next(iter(findings("hardware")), {}),
         "stages_chosen": list(chosen),
         "chunks_not_run": planned,
         "chunks": {name: _without_findings(outcome) for name, outcome in outcomes.items()},
-        "failed_tests": [line for line in findings["suite"] if line.get("outcome") == "failed"],
-        "tests": _counts(findings["suite"]),
-        "rows": _rows(findings["suite"]),
-        "benchmarks": [line["measured"] for line in findings["benchmarks"] if line.get("measured")],
-        "races": findings["races"],
-        "bandwidth": findings["bandwidth"],
-        "steps": findings["steps"],
+        "failed_tests": [line for line in suite if line.get("outcome") == "failed"],
+        "tests": _counts(suite),
+        "outcomes": {name: _outcome(test) for name, test in _tests(suite).items()},
+        "control": control.compare(outcomes),
+        "benchmarks": [line["measured"] for line in findings("benchmarks") if line.get("measured")],
+        **_requirements(suite),
+        **{stage: findings(stage) for stage in ("collectives", "smoke", "bandwidth", "races", "steps")},
     }
+    return report if with_names else without_names(report)
 
 
 def commit() -> str:
@@ -77,10 +89,6 @@ def commit() -> str:
         return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
     except OSError:  # git is not installed
         return ""
-
-
-def _stage_of(chunk: str) -> str:
-    return chunk.split("/")[0]
 
 
 def _without_findings(outcome: Outcome) -> dict[str, Any]:
@@ -101,125 +109,55 @@ def _counts(findings: Sequence[dict[str, Any]]) -> dict[str, int]:
     return {word: outcomes.count(word) for word in ("passed", "failed", "skipped")}
 
 
-def _rows(findings: Sequence[dict[str, Any]]) -> dict[str, list[str]]:
-    """The requirements whose tests passed, and those with a failed test."""
+def _requirements(findings: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """``rows``: the requirements whose tests passed, and those with a failed test; ``kinds`` of evidence by ID."""
     outcomes: dict[str, dict[str, str | None]] = {}
     for name, test in _tests(findings).items():
         for row in test["rows"]:
-            outcomes.setdefault(row, {})[name] = test["outcome"]
+            outcomes.setdefault(row, {})[name] = _outcome(test)
     verdicts = {row: verdict(outcomes[row]) for row in read_rows() if row in outcomes}
-    return {word: [row for row, said in verdicts.items() if said == word] for word in ("proven", "failed")}
+    rows = {word: [row for row, said in verdicts.items() if said == word] for word in ("proven", "failed")}
+    return {"rows": rows, "kinds": {row: kind_of_proof(outcomes[row]) for row in rows["proven"]}}
+
+
+def _outcome(test: Mapping[str, Any]) -> str:
+    """The outcome of a test in the form of the accounting: with the kind of evidence, unless it is the behaviour."""
+    kind = test.get("kind", KINDS[0])
+    return test["outcome"] if kind == KINDS[0] or test["outcome"] != "passed" else f"passed ({kind})"
 
 
 # ---- writing and reading --------------------------------------------------------------------------------------------
 
 
 def write(report: Report, path: Path) -> None:
-    """Replaces the file, and those next to it (``beside.py``)."""
+    """Replaces the Markdown file ``path``, the JSON file with the same name, and the files of ``beside.py``."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n".join(_text(report)) + "\n" + BEGIN + json.dumps(report, indent=1) + END, encoding="utf-8")
+    _replace(path.with_suffix(".json"), json.dumps(report, indent=1) + "\n")
+    _replace(path, "\n".join(markdown(report, path.with_suffix(".json").name)) + "\n")
     write_beside(report, path)
 
 
+def _replace(path: Path, text: str) -> None:
+    """A reader sees the old file or the new one, even if the kit is killed meanwhile."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(text, encoding="utf-8")
+    os.replace(new, path)
+
+
 def read(path: Path) -> Report:
-    """The report in a file.
+    """The report in a JSON file, or the one that belongs to a Markdown file.
 
     Raises:
-        ValueError: the file is not a report, or its version is too new.
+        ValueError: the file is not a report, its JSON file is missing, or its version is too new.
     """
     _, begin, rest = path.read_text(encoding="utf-8").rpartition(BEGIN)
-    if not begin:
-        raise ValueError(f"{path} is no report of python -m spec_tools.gpu: it does not end in JSON")
-    report: Report = json.loads(rest.removesuffix(END))
+    beside = path.with_suffix(".json")
+    if not begin and not beside.exists():
+        raise ValueError(f"{path} is no report of python -m spec_tools.gpu: there is no {beside.name} beside it")
+    try:
+        report: Report = json.loads(rest.removesuffix(END) if begin else beside.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{beside} is no report of python -m spec_tools.gpu: {error}") from None
     if report.get("format") != FORMAT:
         raise ValueError(f"{path} has format {report.get('format')}; this version reads format {FORMAT}")
     return report
-
-
-# ---- as text --------------------------------------------------------------------------------------------------------
-
-
-def _text(report: Report) -> Iterator[str]:
-    yield f"# minifsdp {report['minifsdp']} on {report['device']}, {report['date']}"
-    if report["caution"]:
-        yield f"\n**{report['caution']}**"
-    yield from ("", f"* commit {report['commit'] or 'unknown'}", *_hardware(report["hardware"]))
-    if report["chunks_not_run"]:
-        yield f"* **not complete**: {report['chunks_not_run']} chunks were not run"
-    yield from ("", "## Stages", "", *_stages(report))
-    if report["bandwidth"]:
-        yield from ("", "## Bandwidth", "", *bandwidth_table.table(report["bandwidth"]))
-    if report["steps"]:
-        yield from ("", "## Training steps", "", *steps_table.table(report["steps"]))
-    yield from _suite(report)
-    if report["benchmarks"]:
-        yield from ("", "## Benchmarks", "", *_benchmarks(report))
-    if report["races"]:
-        yield from ("", "## Race hunt", "", *_races(report))
-    yield from _failures(report)
-
-
-def _hardware(hardware: Mapping[str, Any]) -> Iterator[str]:
-    if not hardware:
-        yield "* the hardware was not looked at"
-        return
-    yield "* " + ", ".join(f"{name} {version}" for name, version in hardware["versions"].items())
-    yield f"* {hardware['system']}, {hardware['processors']} processors"
-    for index, device in enumerate(hardware["devices"]):
-        more = ", ".join(f"{name} {value}" for name, value in device.items() if name != "name")
-        yield f"* device {index}: {device['name']}{', ' + more if more else ''}"
-
-
-def _stages(report: Report) -> Iterator[str]:
-    yield from ("| stage | passed | failed | crashed | hung | minutes |", "|---|---|---|---|---|---|")
-    for stage in STAGES:
-        chunks = [chunk for name, chunk in report["chunks"].items() if _stage_of(name) == stage.name]
-        words = [chunk["word"] for chunk in chunks]
-        if not words:
-            yield f"| {stage.name} | not run | | | | |"
-            continue
-        counts = " | ".join(str(words.count(word)) for word in ("passed", "failed", "crashed", "hung"))
-        yield f"| {stage.name} | {counts} | {sum(chunk['seconds'] for chunk in chunks) / 60:.1f} |"
-
-
-def _suite(report: Report) -> Iterator[str]:
-    counts, rows = report["tests"], report["rows"]
-    if any(counts.values()):
-        yield from ("", "## Suite", "")
-        yield f"{', '.join(f'{number} {word}' for word, number in counts.items())}."
-        yield f"\nRows of the spec: {len(rows['proven'])} proven, {len(rows['failed'])} failed."
-        for word in ("failed", "proven"):
-            yield f"\n{word.capitalize()}: {', '.join(rows[word]) or 'none'}"
-
-
-def _benchmarks(report: Report) -> Iterator[str]:
-    yield "Measured on the CPUs of this machine, with gloo: the benchmarks know no other device.\n"
-    yield "Time of a step, divided by that of the faster FSDP of torch in the same round: median and quartiles."
-    yield from ("", "| workload | trainer | ratio | the faster of torch |", "|---|---|---|---|")
-    for line in report["benchmarks"]:
-        ratio = line["ratio_to_best_torch"]
-        quartiles = f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"
-        yield f"| {line['workload']} | {line['contender']} | {quartiles} | {line['best_torch']} |"
-
-
-def _races(report: Report) -> Iterator[str]:
-    yield "Bit by bit against a reference in which the device is synchronised after every operator."
-    yield from ("", "| configuration | ranks | seeds | delays | different |", "|---|---|---|---|---|")
-    by_chunk: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for finding in report["races"]:
-        by_chunk.setdefault((finding["configuration"], finding["ranks"]), []).append(finding)
-    for (configuration, ranks), findings in by_chunk.items():
-        seeds = [finding for finding in findings if finding.get("seed", -1) >= 0]
-        different = [finding["text"] for finding in findings if finding["outcome"] == "failed"]
-        delays = sum(finding["delays"] for finding in seeds)
-        first = different[0].splitlines()[0] if different else "none"
-        yield f"| {configuration} | {ranks} | {len(seeds)} | {delays} | {first} |"
-
-
-def _failures(report: Report) -> Iterator[str]:
-    failures = {name: chunk for name, chunk in report["chunks"].items() if chunk["word"] != "passed"}
-    if failures:
-        yield "\n## What went wrong"
-    for name, chunk in failures.items():
-        yield from (f"\n### {name}: {chunk['word']}", "", f"{chunk['reason']}", "")
-        yield from ("    " + line for line in chunk["last_lines"].splitlines())

@@ -21,7 +21,7 @@ from spec_tests.models.values import full_values
 from spec_tools.gpu.on_ranks import on_ranks
 from spec_tools.gpu.platforms import Platform
 
-__all__ = ["own_device", "work"]
+__all__ = ["compare_model", "own_device", "work"]
 
 LIMIT = 60.0
 NUM_STEPS = 3
@@ -40,10 +40,20 @@ def work(platform: Platform, num_ranks: int) -> Iterator[dict[str, Any]]:
 
 
 def compare(api: str) -> float:
-    """The largest difference from a parameter of a single process; raises if it is larger than a rounding error."""
+    """`compare_model` for one of `APIS`."""
+    return compare_model(api, APIS[api])
+
+
+def compare_model(api: str, build: Callable[[], nn.Module]) -> float:
+    """The largest difference from a parameter of a single process; raises if it is larger than a rounding error.
+
+    Args:
+        api: the name of the model in messages.
+        build: builds the model of `seeded`, sharded.
+    """
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     expected = train(seeded(), lambda step: torch.cat([batch(step, other) for other in range(num_ranks)]))
-    found = train(APIS[api](), lambda step: batch(step, rank))
+    found = train(build(), lambda step: batch(step, rank))
     for step, (mine, single) in enumerate(zip(found, expected, strict=True)):
         assert mine.keys() == single.keys()
         for name, one in mine.items():
@@ -73,6 +83,7 @@ def own_device() -> torch.device | None:
 
 
 APIS: dict[str, Callable[[], nn.Module]] = {
-    "FullyShardedDataParallel": lambda: wrapped(use_orig_params=True, device_id=own_device()),
+    # torch needs a device for its FSDP1, the CPU too.
+    "FullyShardedDataParallel": lambda: wrapped(use_orig_params=True, device_id=device()),
     "fully_shard": sharded,
 }

@@ -31,12 +31,16 @@ class Settings:
         folder: the folder for all files of this run.
         limit: seconds for one test file, or for one configuration of the race hunt.
         quick: whether to run fewer checks.
+        num_again: number of failed tests that the stage ``control`` runs again.
+        with_names: whether the report may contain names of hosts and users, and paths.
     """
 
     platform: Platform
     folder: Path
     limit: float = 900.0
     quick: bool = False
+    num_again: int = 40
+    with_names: bool = False
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,12 @@ def _race(settings: Settings, size: int, configuration: str, num_seeds: int) -> 
     return _piece(f"races/{size}-ranks/{configuration}", settings, settings.limit, num_ranks=size, **arguments)
 
 
+def _control(settings: Settings) -> list[Chunk]:
+    from spec_tools.gpu.control import control_chunks  # here, because it imports this module
+
+    return control_chunks(settings)
+
+
 STAGES = (
     Stage("hardware", "what is there", _hardware, is_vital=True),
     Stage("collectives", "do collectives work by themselves", _collectives, is_vital=True),
@@ -150,6 +160,7 @@ STAGES = (
     Stage("steps", "do losses agree with torch's, and how long does a step take", _steps),
     Stage("suite", "the tests of the spec", _suite),
     Stage("races", "do the bits stay the same when streams are delayed", _races),
+    Stage("control", "do failed tests fail alone too, and with torch's fsdp", _control),
     # Last, because it takes long and measures the CPU.
     Stage("benchmarks", "beside torch's own FSDPs", _benchmarks),
 )

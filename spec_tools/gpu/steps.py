@@ -47,7 +47,7 @@ from spec_tools.gpu.platforms import Platform, find
 from spec_tools.gpu.smoke import own_device
 from tutorials.gpt.model import GPT, VOCABULARY, Block
 
-__all__ = ["CONTENDERS", "PRECISIONS", "SIZES", "Precision", "Size", "estimate", "train", "work"]
+__all__ = ["CONTENDERS", "PRECISIONS", "SIZES", "Precision", "Size", "estimate", "joined", "judged", "train", "work"]
 
 NUM_TURNS, STEPS_IN_A_GROUP, NUM_WARM = 2, 5, 3
 
@@ -124,12 +124,17 @@ def work(
             continue
         has_own_device = num_ranks <= platform.num_devices()
         finding |= joined(turns[contender], PRECISIONS[precision].dtype, has_own_device)
-        pairs = list(zip(finding["losses"], expected, strict=True))
-        if all(abs(mine - right) <= PRECISIONS[precision].tolerance * abs(right) for mine, right in pairs):
-            yield {**finding, "outcome": "passed"}
-        else:
-            text = f"{size}, {contender}: losses {finding['losses']}, expected {expected}"
-            yield {**finding, "outcome": "failed", "text": text}
+        yield judged(finding, expected)
+
+
+def judged(finding: dict[str, Any], expected: Sequence[float]) -> dict[str, Any]:
+    """The finding with its outcome: whether its losses are the ``expected`` ones of the first contender."""
+    tolerance = PRECISIONS[finding["precision"]].tolerance
+    pairs = zip(finding["losses"], expected, strict=True)
+    if all(abs(mine - right) <= tolerance * abs(right) for mine, right in pairs):
+        return {**finding, "outcome": "passed"}
+    text = f"{finding['size']}, {finding['contender']}: losses {finding['losses']}, expected {expected}"
+    return {**finding, "outcome": "failed", "text": text}
 
 
 def _can_run(platform: Platform, contender: str, precision: Precision) -> bool:

@@ -1,0 +1,69 @@
+"""Removes names from a report, because reports are public: hosts, users, addresses and paths.
+
+``without_names`` replaces them in all texts of a report::
+
+    the name of this host               <host>
+    the name of the user                <user>
+    10.0.3.7 and other IPv4 addresses   <address>
+    /scratch/job/data/a.py              <path>/a.py
+
+The last part of a path stays, and for an installed package all parts after ``site-packages``. ``chunks`` has already
+replaced the checkout, Python and the home folder. Names such as ``root``, which many machines have, stay: they say
+nothing about a user, and the same words occur in messages.
+"""
+
+from __future__ import annotations
+
+import getpass
+import re
+import socket
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+__all__ = ["local_names", "without_names"]
+
+COMMON = {"localhost", "root", "user", "users", "ubuntu", "admin", "nobody", "test", "gpu", "node", "cuda", "torch"}
+# The first slash begins a path if no word, scheme or replaced folder is before it.
+PATH = re.compile(r"(?<![\w:/.~>*)\]-])(?:/|(?:\.\./)+)(?:[\w.+@=-]+/)+")
+PACKAGES = re.compile(r".*/(site-packages|dist-packages)/")
+OCTET = r"(?:25[0-5]|2[0-4]\d|1?\d?\d)"
+ADDRESS = re.compile(rf"(?<![\w.-])(?!127\.|0\.0\.0\.0){OCTET}(?:\.{OCTET}){{3}}(?![\w.])")
+
+
+def local_names() -> dict[str, str]:
+    """The host names and the user name of this machine, each with its replacement; without common words."""
+    host = socket.gethostname()
+    names = dict.fromkeys((host, host.partition(".")[0]), "<host>")
+    with suppress(KeyError, OSError, ImportError):  # the user has no name, for example in a container
+        names[getpass.getuser()] = "<user>"
+    return {name: word for name, word in names.items() if len(name) > 2 and name not in COMMON}
+
+
+def without_names(value: Any, names: dict[str, str] | None = None) -> Any:
+    """A copy of a JSON value with replaced names in its texts. Keys stay as they are.
+
+    Args:
+        value: the report, or a part of it.
+        names: names with their replacements; default: `local_names`.
+    """
+    names = local_names() if names is None else names
+    if isinstance(value, dict):
+        return {key: without_names(one, names) for key, one in value.items()}
+    if isinstance(value, list):
+        return [without_names(one, names) for one in value]
+    return _text(value, names) if isinstance(value, str) else value
+
+
+def _text(text: str, names: dict[str, str]) -> str:
+    text = PATH.sub(
+        lambda found: PACKAGES.sub(r"<path>/\1/", found[0]) if PACKAGES.match(found[0]) else "<path>/", text
+    )
+    for name in _longest_first(names):
+        if name in text:
+            text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", names[name], text)
+    return ADDRESS.sub("<address>", text)
+
+
+def _longest_first(names: Iterable[str]) -> list[str]:
+    return sorted(names, key=len, reverse=True)
