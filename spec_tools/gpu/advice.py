@@ -1,6 +1,6 @@
 """What the failure of a chunk proves, what it does not prove, and the next commands with the meaning of each result.
 
-The texts are in ``advice.toml``, by kind of failure. The kind follows from the way the chunk ended and from its output::
+The texts are in ``advice.toml``, by kind of failure. The kind follows from the end of the chunk and its output::
 
     outcome                                        kind
     hung                                           hang

@@ -81,10 +81,13 @@ def check_ranks(
             process.kill()
             process.join()
         shutil.rmtree(folder, ignore_errors=True)
-    finding = {"outcome": "passed", "ranks": ranks, "lines": [_line(rank, num_ranks, limit) for rank in ranks]}
+    lines = [_line(rank, num_ranks, limit) for rank in ranks]
+    finding = {"outcome": "passed", "ranks": ranks, "lines": lines}
     if all(rank["ok"] for rank in ranks):
         return finding
-    broken = [line for rank, line in zip(ranks, finding["lines"], strict=True) if not rank["ok"]]
+    # The last line of the text becomes the reason. Ranks that only wait say less than those with an error.
+    order = sorted(ranks, key=lambda rank: (bool(rank.get("error")), bool(rank["died"])))
+    broken = [lines[rank["rank"]] for rank in order if not rank["ok"]]
     return finding | {"outcome": "failed", "text": "\n".join([*stacks.values(), *broken])}
 
 

@@ -44,7 +44,7 @@ Clock = Callable[[], float]
 def work(platform: Platform, num_ranks: int) -> Iterator[dict[str, Any]]:
     """Yields one finding for each pair."""
     try:
-        by_rank = on_ranks(platform, num_ranks, between_all_pairs, LIMIT, platform=platform.name)
+        by_rank = on_ranks(platform, num_ranks, between_all_pairs, LIMIT, name=platform.name)
     except pool.Failure as failure:
         text = f"{failure}\na transfer between two of the {num_ranks} ranks did not end, or raised"
         yield {"outcome": "failed", "ranks": num_ranks, "text": text}
@@ -85,16 +85,16 @@ def slow_pairs(times: dict[tuple[int, int], float]) -> dict[tuple[int, int], flo
 
 
 def between_all_pairs(
-    platform: str, clock: Clock = time.perf_counter, corrupt: Callable[[Tensor], object] = lambda received: None
+    name: str, clock: Clock = time.perf_counter, corrupt: Callable[[Tensor], object] = lambda received: None
 ) -> list[dict[str, Any]]:
     """Exchanges data with each other rank; returns the pair, the milliseconds and the number of wrong elements.
 
     Args:
-        platform: name of the platform.
+        name: name of the platform.
         clock: the current time in seconds. Tests pass another one.
         corrupt: is called with each received tensor. Tests pass a function that changes it.
     """
-    here = find(platform)
+    here = find(name)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     pairs: Sequence[tuple[int, int]] = list(itertools.combinations(range(num_ranks), 2))[:MOST_PAIRS]
     found = []
@@ -126,9 +126,12 @@ def _exchange(
 
 def _both_directions(mine: Tensor, received: Tensor, rank: int, other: int) -> None:
     """The lower rank sends first, so that a backend that blocks in a send does not wait for itself."""
-    steps = [lambda: dist.send(mine, other), lambda: dist.recv(received, other)]
-    for step in steps if rank < other else reversed(steps):
-        step()
+    if rank < other:
+        dist.send(mine, other)
+        dist.recv(received, other)
+    else:
+        dist.recv(received, other)
+        dist.send(mine, other)
 
 
 def _values(rank: int) -> Tensor:

@@ -107,7 +107,7 @@ def _of_connections(facts: Facts) -> Iterator[tuple[str, str, str]]:
         pairs = ", ".join(f"{i} to {j}" for i, j in missing[:8]) + (", ..." if len(missing) > 8 else "")
         yield (
             "peer access",
-            f"no access to the memory of another GPU: {pairs}. NCCL copies through the memory of the host, which is slow",
+            f"no access to the memory of another GPU: {pairs}. NCCL copies through the host, which is slow",
             "in a virtual machine or with an IOMMU, switch ACS off in the firmware; consumer cards have no peer access",
         )
     links = facts["nvlinks"]

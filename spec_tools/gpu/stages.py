@@ -27,6 +27,7 @@ __all__ = ["STAGES", "Settings", "Stage", "pytest_chunk"]
 
 # Folders whose tests do not use a device: those of the harness, of the site, and the benchmarks, which are a stage.
 QUICK_FILES = ("engine/test_collectives.py", "checkpoint/test_agreement.py", "fsdp2/test_counts.py")
+MODULES = {"first_step": "smoke"}  # stage -> module, where the names differ
 # Seconds for a chunk of one of the first three stages: a pool may take two minutes to start, and a test one minute.
 FIRST_LIMIT = 600.0
 BENCHMARKS_LIMIT = 3600.0
@@ -63,8 +64,10 @@ class Stage:
     layer: str = ""
 
 
-def _piece(name: str, settings: Settings, limit: float, module: str = "", **arguments: Any) -> Chunk:
-    words = [module or name.split("/")[0], settings.platform.name, json.dumps(arguments)]
+def _piece(name: str, settings: Settings, limit: float, **arguments: Any) -> Chunk:
+    """A chunk that runs ``work`` of the module with the name of the stage."""
+    stage = name.split("/")[0]
+    words = [MODULES.get(stage, stage), settings.platform.name, json.dumps(arguments)]
     return Chunk(name, [sys.executable, "-m", "spec_tools.gpu.piece", *words], limit)
 
 
@@ -79,7 +82,7 @@ def _num_first_ranks(platform: Platform) -> int:
 
 def _first_step(settings: Settings) -> list[Chunk]:
     num_ranks = _num_first_ranks(settings.platform)
-    return [_piece("first_step/all", settings, FIRST_LIMIT, module="smoke", num_ranks=num_ranks)]
+    return [_piece("first_step/all", settings, FIRST_LIMIT, num_ranks=num_ranks)]
 
 
 def _links(settings: Settings) -> list[Chunk]:
