@@ -9,7 +9,9 @@ file that can be attached to an issue.
 ================  ===================================================================================================
 stage             what it checks
 ================  ===================================================================================================
-``hardware``      which GPUs, how much free memory, which versions of Python, torch, CUDA, NCCL and the driver
+``hardware``      the versions, one line for each rank, the facts of the machine with warnings
+``first_step``    do ``FullyShardedDataParallel`` and ``fully_shard`` train on all GPUs; the answer of the first minute
+``links``         do two ranks receive what the other sends, for each pair
 ``collectives``   do all-gather, reduce-scatter and all-reduce work by themselves, without this package
 ``smoke``         do ``FullyShardedDataParallel`` and ``fully_shard`` train, and agree with a single process
 ``suite``         the whole test suite with ``--device cuda``
@@ -17,12 +19,13 @@ stage             what it checks
 ``races``         do results stay equal bit by bit when streams are delayed at random
 ================  ===================================================================================================
 
-The first three stages take about a minute. If one of them fails, the kit does not start the others, because they would
-report the same failure.
+``hardware``, ``links``, ``collectives`` and ``smoke`` are layers: each uses what those before it have checked. If one
+of them fails, the kit does not start the stages after it, because they would report the same failure. It prints what
+the failure proves and does not prove, and the next commands.
 
 A stage is a list of *chunks*. A chunk is a process and its child processes: one test file, or one configuration of the
 race hunt. After an illegal memory access, a process cannot use the GPU any more, so the next chunk is a new process. If
-a chunk exceeds its limit, the kit records the stacks of all its processes and ends them. After each chunk, the kit
+a chunk exceeds its limit, the kit records the stacks of all its processes, with other files, and ends them. After each chunk, the kit
 writes the outcome to the disk, so that after an interruption the same command continues with the next chunk::
 
     smoke/1 passed, smoke/2 passed, suite/fsdp1/test_clip.py passed, ... Ctrl-C
@@ -31,9 +34,11 @@ writes the outcome to the disk, so that after an interruption the same command c
 A `Platform` defines which device to use and how to delay a stream. ``--device cpu`` runs all stages with gloo and with
 delays that do nothing. This tests the kit but no GPU, and the report begins with this warning.
 
-Reading order: ``platforms`` -> ``chunks`` (a process and how it ends) -> ``progress`` (the outcomes on the disk) ->
-``stages`` (the chunks of each stage) -> ``piece`` and ``on_ranks`` (chunks that do not run pytest) -> ``hardware``,
-``collectives``, ``smoke``, ``races`` -> ``note`` (findings of a pytest chunk) -> ``report`` -> ``__main__``.
+Reading order: ``platforms`` -> ``chunks`` (a process and how it ends), ``evidence`` (files about a failure), ``private``
+(no names in reports) -> ``progress`` (the outcomes on the disk) -> ``stages`` (the chunks of each stage) -> ``piece``
+and ``on_ranks`` (chunks that do not run pytest) -> ``hardware`` with ``first`` (ranks), ``machine`` and ``nvidia_smi``
+(facts), ``remarks`` (warnings) -> ``links``, ``collectives``, ``smoke``, ``races`` -> ``note`` (findings of a pytest
+chunk) -> ``advice`` (what a failure means) -> ``report`` -> ``__main__``.
 
-Spec: KIT-01 to KIT-08.
+Spec: KIT-01 to KIT-15.
 """

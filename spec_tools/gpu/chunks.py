@@ -242,7 +242,12 @@ def _read_lines(findings: Path) -> list[dict[str, Any]]:
 
 
 def _first_error(text: str) -> str:
-    """The line with the exception: pytest marks it with an E, and a Python traceback ends with it."""
+    """The line with the exception: pytest marks it with an E, and a Python traceback ends with it.
+
+    The pool of ranks has lines of its own for ranks that hang or die. They come first, because the other ranks can
+    raise an exception as a result.
+    """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    named = [line[1:].strip() for line in lines if line.startswith("E  ")]
+    named = [line for line in lines if line.startswith(("hang: ", "the process died: "))]
+    named += [line[1:].strip() for line in lines if line.startswith("E  ")]
     return (named or lines[-1:] or ["it has written nothing"])[0]

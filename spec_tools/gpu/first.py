@@ -33,7 +33,7 @@ from spec_tests.waiting import comes_true
 from spec_tools.gpu.platforms import Platform, find
 from spec_tools.gpu.private import HOST
 
-__all__ = ["check_ranks", "line_of_versions"]
+__all__ = ["check_ranks", "line_of_versions", "note", "take_steps"]
 
 LIMIT = 60.0
 STACKS_LIMIT = 3.0
@@ -56,7 +56,7 @@ def line_of_versions(versions: dict[str, str], architectures: Sequence[str]) -> 
 
 
 def check_ranks(
-    platform: Platform, num_ranks: int, limit: float = LIMIT, body: Callable[[Path], None] | None = None
+    platform: Platform, num_ranks: int, limit: float = LIMIT, body: Callable[[worker.Seat, Path], None] | None = None
 ) -> dict[str, Any]:
     """Runs the steps on all ranks. Returns a finding with a line for each rank.
 
@@ -64,12 +64,14 @@ def check_ranks(
         platform: where the ranks run.
         num_ranks: number of ranks, all of this machine.
         limit: seconds for all steps. Then the ranks are killed.
-        body: replaces the steps of a rank, in tests. It writes with `note` into the file that it receives.
+        body: what a rank does, if not `take_steps`. It writes with `note` into the file that it receives.
     """
     folder = Path(tempfile.mkdtemp(prefix="first-"))
     port = free_port()
     seats = [worker.Seat(rank, num_ranks, platform.name, folder, port) for rank in range(num_ranks)]
-    processes = [pool.fork_server().Process(target=_rank, args=(seat, body), daemon=True) for seat in seats]
+    processes = [
+        pool.fork_server().Process(target=_rank, args=(seat, body or take_steps), daemon=True) for seat in seats
+    ]
     try:
         for process in processes:
             process.start()
@@ -159,16 +161,12 @@ def note(path: Path, **facts: Any) -> None:
         file.write(json.dumps(facts) + "\n")
 
 
-def _rank(seat: worker.Seat, body: Callable[[Path], None] | None) -> None:
+def _rank(seat: worker.Seat, body: Callable[[worker.Seat, Path], None]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, file=seat.stacks.open("w"), all_threads=True)
     path = _file(seat)
-    os.environ.update(RANK=str(seat.rank))
     try:
-        if body is not None:
-            body(path)
-        else:
-            _steps(seat, path)
+        body(seat, path)
     except BaseException as error:
         note(path, error=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
         os._exit(1)
@@ -176,7 +174,8 @@ def _rank(seat: worker.Seat, body: Callable[[Path], None] | None) -> None:
     os._exit(0)
 
 
-def _steps(seat: worker.Seat, path: Path) -> None:
+def take_steps(seat: worker.Seat, path: Path) -> None:
+    """The steps of a rank."""
     note(path, step="started")
     platform = find(seat.kind)
     device = worker.choose_device(seat)

@@ -106,7 +106,7 @@ def topology(ask: Ask) -> dict[str, Any]:
         return {}
     # Some versions underline the head of the table with escape sequences.
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in text.splitlines()]
-    table = [line for line in lines if re.match(r"\s*(GPU|NIC|mlx)\w*\s", line)]
+    table = [line for line in lines if re.match(r"\s*(GPU\d|NIC\d|mlx)\w*\s", line)]
     if not table:
         return {}
     names = [word for word in table[0].split() if re.fullmatch(r"(GPU|NIC)\d+|mlx\w+", word)]
