@@ -25,7 +25,7 @@ the failure proves and does not prove, and the next commands.
 
 A stage is a list of *chunks*. A chunk is a process and its child processes: one test file, or one configuration of the
 race hunt. After an illegal memory access, a process cannot use the GPU any more, so the next chunk is a new process. If
-a chunk exceeds its limit, the kit records the stacks of all its processes, with other files, and ends them. After each chunk, the kit
+a chunk exceeds its limit, the kit records the stacks of all its processes and ends them. After each chunk, the kit
 writes the outcome to the disk, so that after an interruption the same command continues with the next chunk::
 
     smoke/1 passed, smoke/2 passed, suite/fsdp1/test_clip.py passed, ... Ctrl-C
@@ -34,8 +34,8 @@ writes the outcome to the disk, so that after an interruption the same command c
 A `Platform` defines which device to use and how to delay a stream. ``--device cpu`` runs all stages with gloo and with
 delays that do nothing. This tests the kit but no GPU, and the report begins with this warning.
 
-Reading order: ``platforms`` -> ``chunks`` (a process and how it ends), ``evidence`` (files about a failure), ``private``
-(no names in reports) -> ``progress`` (the outcomes on the disk) -> ``stages`` (the chunks of each stage) -> ``piece``
+Reading order: ``platforms`` -> ``chunks`` (a process and how it ends), ``evidence`` (files about a failure),
+``private`` (no names in reports) -> ``progress`` (the outcomes on the disk) -> ``stages`` (the chunks of each stage) -> ``piece``
 and ``on_ranks`` (chunks that do not run pytest) -> ``hardware`` with ``first`` (ranks), ``machine`` and ``nvidia_smi``
 (facts), ``remarks`` (warnings) -> ``links``, ``collectives``, ``smoke``, ``races`` -> ``note`` (findings of a pytest
 chunk) -> ``advice`` (what a failure means) -> ``report`` -> ``__main__``.
