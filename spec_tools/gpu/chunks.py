@@ -178,7 +178,7 @@ def processes_of(folder: Path) -> list[int]:
 
 def examined_before(limit: float) -> AbstractContextManager[None]:
     """In a process of a chunk: if the block still runs shortly before this limit, evidence about it is collected."""
-    if FINDINGS not in os.environ:
+    if MARK not in os.environ:
         return nullcontext()
     home, folder = Path(os.environ[FINDINGS]).parent, Path(os.environ[MARK])
     return evidence.collected_before(limit, home, Path(tempfile.gettempdir()), lambda: processes_of(folder))
