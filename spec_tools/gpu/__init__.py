@@ -37,8 +37,8 @@ delays that do nothing. This tests the kit but no GPU, and the report begins wit
 Reading order: ``platforms`` -> ``chunks`` (a process and how it ends), ``evidence`` (files about a failure),
 ``private`` (no names in reports) -> ``progress`` (the outcomes on the disk) -> ``stages`` (the chunks of each stage) ->
 ``piece`` and ``on_ranks`` (chunks that do not run pytest) -> ``hardware`` with ``first`` (ranks), ``machine`` and
-``nvidia_smi`` (facts), ``remarks`` (warnings) -> ``links``, ``collectives``, ``smoke``, ``races`` -> ``note`` (findings of
-a pytest chunk) -> ``advice`` (what a failure means) -> ``report`` -> ``__main__``.
+``nvidia_smi`` (facts), ``remarks`` (warnings) -> ``links``, ``collectives``, ``smoke``, ``races`` -> ``note`` (findings
+of a pytest chunk) -> ``advice`` (what a failure means) -> ``report`` -> ``__main__``.
 
 Spec: KIT-01 to KIT-15.
 """

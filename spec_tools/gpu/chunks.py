@@ -217,7 +217,7 @@ def _outcome(
     findings: Path,
     clean: Callable[[str], str] = without_names,
 ) -> Outcome:
-    found = _read_lines(findings)
+    found = _read_lines(findings, clean)
     seconds = round(seconds, 1)
     if status == 0 and not hung:
         return Outcome("passed", seconds, findings=found)
@@ -232,12 +232,12 @@ def _outcome(
     return Outcome(word, seconds, reason, "\n".join(text.splitlines()[-LAST_LINES:]), found)
 
 
-def _read_lines(findings: Path) -> list[dict[str, Any]]:
-    """The findings, without a last line that a crash has truncated."""
+def _read_lines(findings: Path, clean: Callable[[str], str]) -> list[dict[str, Any]]:
+    """The findings, without names, and without a last line that a crash has truncated."""
     found = []
     for line in findings.read_text().splitlines() if findings.exists() else []:
         with suppress(json.JSONDecodeError):
-            found.append(json.loads(line))
+            found.append(json.loads(clean(line)))
     return found
 
 

@@ -170,9 +170,15 @@ def test_names_of_host_and_user_are_replaced_as_whole_words(monkeypatch: pytest.
 
 @pytest.mark.spec("KIT-07")
 def test_with_names_keeps_folders(tmp_path: Path) -> None:
-    chunk = Chunk("suite/x", [sys.executable, "-c", f"print({str(chunks.ROOT)!r}); raise SystemExit(1)"], 60.0)
-    assert chunks.run_chunk(chunk, tmp_path, with_names=True).last_lines == str(chunks.ROOT)
-    assert chunks.run_chunk(chunk, tmp_path).last_lines == "."
+    root = str(chunks.ROOT)
+    finding = json.dumps({"text": root}) + "\n"
+    program = (
+        f"import os; open(os.environ['MINIFSDP_KIT_FINDINGS'], 'w').write({finding!r}); raise SystemExit({root!r})"
+    )
+    chunk = Chunk("suite/x", [sys.executable, "-c", program], 60.0)
+    for with_names, shown in ((True, root), (False, ".")):
+        outcome = chunks.run_chunk(chunk, tmp_path, with_names=with_names)
+        assert (outcome.last_lines, outcome.findings) == (shown, [{"text": shown}])
 
 
 # ---- the stage ------------------------------------------------------------------------------------------------------
