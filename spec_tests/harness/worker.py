@@ -61,7 +61,17 @@ from torch.distributed.tensor._redistribute import _gen_transform_infos
 
 from spec_tests.harness import simulated
 
-__all__ = ["REWRITTEN", "Answer", "Seat", "Task", "kept", "leftover_groups", "serve"]
+__all__ = [
+    "REWRITTEN",
+    "Answer",
+    "Seat",
+    "Task",
+    "choose_device",
+    "join_default_group",
+    "kept",
+    "leftover_groups",
+    "serve",
+]
 
 # Modules that are not test files, but whose assertions must also show values.
 REWRITTEN = (
@@ -220,7 +230,7 @@ def _explain_comparisons(config: pytest.Config) -> None:
 
 
 def _answer_until_closed(seat: Seat, pipe: multiprocessing.connection.Connection) -> None:
-    _join_default_group(seat)
+    join_default_group(seat)
     group = dist.group.WORLD
     home = Surroundings()
     # Imported objects stay alive. Freezing them reduces the collection after each test from 200 ms to 1 ms.
@@ -239,7 +249,17 @@ def _answer_until_closed(seat: Seat, pipe: multiprocessing.connection.Connection
                 gc.freeze()
 
 
-def _join_default_group(seat: Seat) -> None:
+def choose_device(seat: Seat) -> torch.device:
+    """Selects the device of this rank, without a process group. Returns it."""
+    if seat.kind == "cuda":
+        device = _choose_gpu(seat)
+        torch.cuda.set_device(device)
+        return device
+    return simulated.install() if seat.kind == "simulated" else torch.device("cpu")
+
+
+def join_default_group(seat: Seat) -> None:
+    """Selects the device of this rank, and creates the default group. All ranks must call it."""
     global device_here
     torch.set_num_threads(1)
     os.environ.update(
@@ -254,14 +274,10 @@ def _join_default_group(seat: Seat) -> None:
     if sys.platform == "linux":
         # Otherwise gloo resolves the host name, which can fail in a container or on a laptop.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if seat.kind == "cuda":
-        device_here = _choose_gpu(seat)
-        torch.cuda.set_device(device_here)
-    else:
+    device_here = choose_device(seat)
+    if seat.kind != "cuda":
         # Otherwise each manual_seed() records its call stack in case an accelerator is initialized later: 6 ms.
         torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = torch.mtia.manual_seed_all = _seed_nothing
-    if seat.kind == "simulated":
-        device_here = simulated.install()
     if seat.is_alone:
         store = simulated.INVENTED_STORE
         dist.init_process_group("simulated", rank=seat.rank, world_size=seat.num_ranks, store=store)

@@ -9,7 +9,9 @@ file that can be attached to an issue.
 ================  ===================================================================================================
 stage             what it checks
 ================  ===================================================================================================
-``hardware``      which GPUs, how much free memory, which versions of Python, torch, CUDA, NCCL and the driver
+``hardware``      the versions, one line for each rank, the facts of the machine with warnings
+``first_step``    do ``FullyShardedDataParallel`` and ``fully_shard`` train on all GPUs; the answer of the first minute
+``links``         do two ranks receive what the other sends, for each pair
 ``collectives``   do all-gather, reduce-scatter and all-reduce work by themselves, without this package
 ``smoke``         do ``FullyShardedDataParallel`` and ``fully_shard`` train, and agree with a single process
 ``bandwidth``     how fast all-gather and reduce-scatter are by size, and whether all values are right
@@ -20,8 +22,9 @@ stage             what it checks
 ``control``       does what failed fail again alone, and with torch's own FSDPs
 ================  ===================================================================================================
 
-The first three stages take about a minute. If one of them fails, the kit does not start the others, because they would
-report the same failure.
+``hardware``, ``links``, ``collectives`` and ``smoke`` are layers: each uses what those before it have checked. If one
+of them fails, the kit does not start the stages after it, because they would report the same failure. It prints what
+the failure proves and does not prove, and the next commands.
 
 A stage is a list of *chunks*. A chunk is a process and its child processes: one test file, or one configuration of the
 race hunt. After an illegal memory access, a process cannot use the GPU any more, so the next chunk is a new process. If
@@ -34,12 +37,14 @@ writes the outcome to the disk, so that after an interruption the same command c
 A `Platform` defines which device to use and how to delay a stream. ``--device cpu`` runs all stages with gloo and with
 delays that do nothing. This tests the kit but no GPU, and the report begins with this warning.
 
-Reading order: ``platforms`` -> ``chunks`` (a process and how it ends) -> ``progress`` (the outcomes on the disk) ->
-``stages`` (the chunks of each stage) -> ``piece`` and ``on_ranks`` (chunks that do not run pytest) -> ``hardware``,
-``collectives``, ``smoke``, ``bandwidth``, ``steps``, ``races`` -> ``cards`` (peaks) and ``intervals`` -> ``note``
-(findings of a pytest chunk) -> ``control`` (failures again) -> ``bandwidth_table``, ``steps_table``, ``plots`` ->
-``beside`` -> ``names``, ``summary``, ``text``, ``report`` -> ``__main__``. ``nodes``, ``node_stages`` and ``merging``
-run on several machines.
+Reading order: ``platforms`` -> ``chunks`` (a process and how it ends), ``evidence`` (files about a failure),
+``private`` (no names in outcomes) -> ``progress`` (the outcomes on the disk) -> ``stages`` (the chunks of each stage)
+-> ``piece`` and ``on_ranks`` (chunks that do not run pytest) -> ``hardware`` with ``first`` (ranks), ``machine`` and
+``nvidia_smi`` (facts), ``remarks`` (warnings) -> ``links``, ``collectives``, ``smoke``, ``bandwidth``, ``steps``,
+``races`` -> ``cards`` (peaks) and ``intervals`` -> ``note`` (findings of a pytest chunk) -> ``control`` (failures
+again) -> ``advice`` (what a failure means) -> ``bandwidth_table``, ``steps_table``, ``plots`` -> ``beside`` ->
+``names``, ``summary``, ``text``, ``report`` -> ``__main__``. ``nodes``, ``node_stages`` and ``merging`` run on several
+machines.
 
 Spec: KIT-01 to KIT-25.
 """

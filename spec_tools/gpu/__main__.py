@@ -1,28 +1,38 @@
 """``python -m spec_tools.gpu``: runs the stages, one chunk after the other, and keeps the report up to date.
 
-Exit status: 0 if all chunks passed, 1 if one did not, 2 if the platform is not available, 130 after Ctrl-C.
+Exit status: 0 if all chunks passed, 1 if one did not, 2 if the platform is not available, 3 if the disk is full, 130
+after Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import resource
+import shutil
 import signal
+import socket
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from spec_tools.gpu import report
+from spec_tools.gpu import advice, report
 from spec_tools.gpu.chunks import ROOT, Chunk, Outcome, end_leftovers, run_chunk
 from spec_tools.gpu.platforms import PLATFORMS, NotHere, Platform, find
+from spec_tools.gpu.private import HOST
 from spec_tools.gpu.progress import InUse, Progress
 from spec_tools.gpu.stages import STAGES, Settings, Stage
 
 __all__ = ["Kit", "main"]
 
 NAMES = [stage.name for stage in STAGES]
+FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL = """The disk is full ({error}), so the kit stops. {free}
+The outcomes of all chunks that have ended are kept. Free some space, and run the same command again: it continues."""
 
 
 def main(arguments: Sequence[str] | None = None, build: Path = ROOT / "build") -> int:
@@ -30,12 +40,22 @@ def main(arguments: Sequence[str] | None = None, build: Path = ROOT / "build") -
     options = _options(arguments)
     try:
         platform = find(options.device)
+        name = f"{platform.name}-trial" if options.trial else platform.name
         more = {"num_again": options.again, "with_names": options.with_names}
-        settings = Settings(platform, build / "gpu" / platform.name, options.limit, options.quick, **more)
-        progress = Progress(settings.folder, holds_for(platform, options.quick))
+        settings = Settings(platform, build / "gpu" / name, options.limit, options.quick, **more)
+        return _run(settings, options, build)
     except (NotHere, InUse) as reason:
         print(reason, file=sys.stderr)
         return 2
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        print(f"\n{DISK_FULL.format(error=error, free=_free_space(build))}", file=sys.stderr)
+        return 3
+
+
+def _run(settings: Settings, options: argparse.Namespace, build: Path) -> int:
+    progress = Progress(settings.folder, holds_for(settings.platform, options.quick))
     # No core dumps: a thousand failing tests would fill the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     # SIGTERM acts like Ctrl-C, so that it also ends the running chunk.
@@ -43,10 +63,10 @@ def main(arguments: Sequence[str] | None = None, build: Path = ROOT / "build") -
     end_leftovers(settings.folder)
     # A report needs the hardware, so this stage always runs.
     stages = [stage for stage in STAGES if stage.name in ("hardware", *options.stages)]
-    default = "gpu-report.md" if not platform.caution else f"gpu-report-{platform.name}.md"
+    default = "gpu-report.md" if settings.folder.name == "cuda" else f"gpu-report-{settings.folder.name}.md"
     kit = Kit(settings, progress, options.report or build / default)
     try:
-        return kit.run(stages, options.fresh)
+        return kit.run(stages, options.fresh or options.trial)
     except KeyboardInterrupt:
         kit._write_report()  # with the findings of the chunk that was stopped
         print("\nStopped. The same command goes on from here.")
@@ -63,7 +83,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=900.0, metavar="SECONDS", help="for one chunk (default: 900)")
     parser.add_argument("--quick", action="store_true", help="three files of tests, fewer rounds, fewer delays")
     parser.add_argument("--again", type=int, default=40, metavar="N", help="failed tests that run again (default: 40)")
-    parser.add_argument("--with-names", action="store_true", help="keep names of hosts and users, and paths")
+    parser.add_argument("--trial", action="store_true", help="run again, apart from the outcomes and report so far")
+    parser.add_argument("--with-names", action="store_true", help="keep names of users, hosts and folders in reports")
     parser.add_argument("--report", type=Path, metavar="FILE", help="where to write it (default: build/gpu-report.md)")
     return parser.parse_args(arguments)
 
@@ -117,7 +138,7 @@ class Kit:
             passed = self._stage(stage)
             yield passed
             if stage.is_vital and not passed:
-                print(f"\n{stage.name} has failed, so nothing after it was started; --stages runs what you name")
+                self._print_why_it_stops(stage)
                 # The failed chunk runs again, so that the report can say whether minifsdp or the machine is the cause.
                 yield from (self._stage(one) for one in stages if one.name == "control")
                 return
@@ -129,16 +150,62 @@ class Kit:
         while self.left:
             if self.left[0].estimate:
                 print(f"  {self.left[0].name}: about {self.left[0].estimate:.0f} s", flush=True)
-            outcome = run_chunk(self.left[0], self.settings.folder)
+            outcome = self._run_chunk(self.left[0])
             self.progress.note(self.left.pop(0).name, outcome)
             self._write_report()
             _print(next(reversed(self.progress.outcomes)), outcome)
         return all(self.progress.outcomes[chunk.name].word == "passed" for chunk in chunks)
 
+    def _run_chunk(self, chunk: Chunk) -> Outcome:
+        """Runs a chunk.
+
+        Raises:
+            OSError: the disk is full. The chunk has no outcome, so the next run starts with it.
+        """
+        outcome = run_chunk(chunk, self.settings.folder, _tell, with_names=self.settings.with_names)
+        if outcome.word == "passed":
+            return outcome
+        if advice.kind_of(outcome) == "disk_full":
+            raise OSError(errno.ENOSPC, f"in {chunk.name}: {outcome.reason}")
+        platform = self.settings.platform
+        options = [] if platform.name == "cuda" else ["--device", platform.name]
+        given = advice.advise(chunk.name, outcome, options, platform.num_devices(), self._warnings())
+        return replace(outcome, advice=given)
+
+    def _warnings(self) -> list[dict[str, str]]:
+        """The warnings of the stage ``hardware``."""
+        outcomes = [one for name, one in self.progress.outcomes.items() if name.startswith("hardware/")]
+        return [warning for one in outcomes for finding in one.findings for warning in finding.get("warnings", ())]
+
+    def _print_why_it_stops(self, stage: Stage) -> None:
+        layer = f" (layer: {stage.layer})" if stage.layer else ""
+        print(f"\n{stage.name}{layer} has failed, so nothing after it was started; --stages runs what you name")
+        failed = [name for name in self.progress.outcomes if name.split("/")[0] == stage.name]
+        name = next(name for name in failed if self.progress.outcomes[name].word != "passed")
+        outcome = self.progress.outcomes[name]
+        home = self.settings.folder / name
+        if outcome.advice:
+            paths = [str(home / file) for file in ("log.txt", *outcome.files)]
+            print("\n" + "\n".join(advice.as_lines(outcome.advice, paths)), flush=True)
+
     def _write_report(self) -> None:
         outcomes = self.progress.with_stopped()
         now = report.compose(self.settings.platform, outcomes, self.chosen, len(self.left), self.settings.with_names)
         report.write(now, self.path)
+
+
+def _tell(line: str) -> None:
+    """Prints a line of a chunk, with the name of this machine. The report has another name."""
+    print(line.replace(f"[{HOST}:", f"[{socket.gethostname()}:"), flush=True)
+
+
+def _free_space(folder: Path) -> str:
+    """The free space of the folder of the results and of the temporary folder, as text."""
+    found = []
+    for name, path in (("the results", folder), ("temporary files", Path(tempfile.gettempdir()))):
+        existing = next(one for one in (path, *path.absolute().parents) if one.exists())
+        found.append(f"{shutil.disk_usage(existing).free // 2**20} MiB in the folder of {name}")
+    return f"Free: {', '.join(found)}."
 
 
 def _print(name: str, outcome: Outcome) -> None:

@@ -1,29 +1,53 @@
-"""The hardware and software of this machine: processors, devices, and versions of the software stack."""
+"""The first stage: versions, one line for each rank, and facts of this machine with warnings.
+
+It yields three findings, in this order, so that the most important lines appear first:
+
+1. versions and devices. Nothing here uses the memory of a GPU, because a GPU in the exclusive compute mode would then
+   refuse the ranks;
+2. the ranks, see ``first.py``. Each has computed on its device and taken part in an all-reduce;
+3. the facts of ``machine.py`` and the warnings of ``remarks.py``.
+
+Spec: KIT-02, KIT-10, KIT-11.
+"""
 
 from __future__ import annotations
 
 import os
 import platform as python_platform
-import shutil
-import subprocess
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from spec_tools.gpu import machine, remarks
+from spec_tools.gpu.first import check_ranks, line_of_versions
+from spec_tools.gpu.nvidia_smi import ask_command
 from spec_tools.gpu.platforms import CUDA, Platform
 
 __all__ = ["work"]
 
 
-def work(platform: Platform) -> Iterator[dict[str, Any]]:
-    """Yields one finding with all facts."""
+def work(platform: Platform, num_ranks: int) -> Iterator[dict[str, Any]]:
+    """Yields the three findings."""
+    versions = {"Python": python_platform.python_version(), "torch": torch.__version__} | _versions(platform)
+    architectures = torch.cuda.get_arch_list() if platform is CUDA else []
     yield {
         "outcome": "passed",
-        "versions": {"Python": python_platform.python_version(), "torch": torch.__version__} | _versions(platform),
+        "versions": versions,
+        "architectures": architectures,
         "devices": _gpus() if platform is CUDA else [{"name": f"device type {platform.device_type}"}],
         "processors": os.cpu_count(),
         "system": f"{python_platform.system()} {python_platform.release()}",
+        "lines": [line_of_versions(versions, architectures)],
+    }
+    yield check_ranks(platform, num_ranks)
+    facts = machine.look(platform)
+    warnings = remarks.warnings(facts)
+    yield {
+        "outcome": "passed",
+        "machine": facts,
+        "warnings": warnings,
+        "lines": [*machine.lines(facts), *(f"WARN {one['text']}. Remedy: {one['remedy']}" for one in warnings)],
     }
 
 
@@ -35,19 +59,14 @@ def _versions(platform: Platform) -> dict[str, str]:
 
 
 def _driver() -> str:
-    if shutil.which("nvidia-smi") is None:
-        return "unknown, there is no nvidia-smi"
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    return next(iter(done.stdout.split()), f"unknown, nvidia-smi ended with {done.returncode}")
+    text = ask_command(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    return next(iter((text or "").split()), "unknown, nvidia-smi gives no answer")
 
 
 def _gpus() -> list[dict[str, Any]]:
     found = []
     for index in range(torch.cuda.device_count()):
-        free, total = torch.cuda.mem_get_info(index)
-        major, minor = torch.cuda.get_device_capability(index)
-        name = torch.cuda.get_device_name(index)
-        memory = {"GiB": round(total / 2**30, 1), "free GiB": round(free / 2**30, 1)}
-        found.append({"name": name, "capability": f"{major}.{minor}", **memory})
+        facts = torch.cuda.get_device_properties(index)
+        memory = {"GiB": round(facts.total_memory / 2**30, 1)}
+        found.append({"name": facts.name, "capability": f"{facts.major}.{facts.minor}", **memory})
     return found

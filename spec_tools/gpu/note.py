@@ -12,15 +12,19 @@ from typing import Any
 import pytest
 
 from spec_tests.harness.accounting import KINDS
+from spec_tools.gpu.chunks import examined_before
 from spec_tools.gpu.piece import leave_finding
 
 __all__: list[str] = []
+
+TEST_LIMIT = 60.0  # seconds: the limit of most tests on ranks
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool | None, bool | None]:
     leave_finding({"started": item.nodeid})
-    return (yield)
+    with examined_before(TEST_LIMIT):
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

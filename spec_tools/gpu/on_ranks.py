@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from spec_tests.harness import pool
+from spec_tools.gpu.chunks import examined_before
 from spec_tools.gpu.platforms import Platform
 
 __all__ = ["on_ranks"]
@@ -31,7 +32,8 @@ def on_ranks(platform: Platform, num_ranks: int, body: Callable[..., Any], limit
         pool.use_device(platform.name)
         pool.use_filters(["ignore::FutureWarning"])  # torch 2.13 has new names for its collectives
         call = {"module": body.__module__, "name": body.__name__, "folder": folder, "arguments": arguments}
-        pool.run(num_ranks, __name__, _call.__name__, call, limit)
+        with examined_before(limit):
+            pool.run(num_ranks, __name__, _call.__name__, call, limit)
         return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(num_ranks)]
 
 

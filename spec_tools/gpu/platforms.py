@@ -149,6 +149,33 @@ class Platform:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         return str(properties.name), str(properties.uuid)
 
+    def device_name(self, device: torch.device) -> str:
+        """The name of a device."""
+        if self.device_type != "cuda":
+            return f"device type {self.device_type}"
+        return torch.cuda.get_device_name(device)
+
+    def libraries(self) -> str:
+        """The versions of NCCL and CUDA, or the name of the backend."""
+        if self.device_type != "cuda":
+            return self.collectives
+        nccl: Any = torch.cuda.nccl
+        return f"NCCL {'.'.join(map(str, nccl.version()))}, CUDA {torch.version.cuda}"
+
+    def memory(self, device: torch.device) -> dict[str, float]:
+        """Free and total GiB of a device; empty on other platforms. This uses memory of the device for a context."""
+        if self.device_type != "cuda":
+            return {}
+        free, total = torch.cuda.mem_get_info(device)
+        return {"free GiB": round(free / 2**30, 1), "GiB": round(total / 2**30, 1)}
+
+    def peer_access(self) -> list[list[bool]]:
+        """Whether the GPU of the row can access the memory of the GPU of the column; empty on other platforms."""
+        if self.device_type != "cuda":
+            return []
+        numbers = range(self.num_devices())
+        return [[i == j or torch.cuda.can_device_access_peer(i, j) for j in numbers] for i in numbers]
+
     def _module(self) -> Any:
         return torch.get_device_module(self.device_type)
 

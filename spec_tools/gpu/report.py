@@ -62,7 +62,7 @@ def compose(
         "caution": platform.caution,
         "minifsdp": minifsdp.__version__,
         "commit": commit(),
-        "hardware": next(iter(findings("hardware")), {}),
+        "hardware": _hardware(findings("hardware")),
         "stages_chosen": list(chosen),
         "chunks_not_run": planned,
         "chunks": {name: _without_findings(outcome) for name, outcome in outcomes.items()},
@@ -72,9 +72,20 @@ def compose(
         "control": control.compare(outcomes),
         "benchmarks": [line["measured"] for line in findings("benchmarks") if line.get("measured")],
         **_requirements(suite),
-        **{stage: findings(stage) for stage in ("collectives", "smoke", "bandwidth", "races", "steps")},
+        **{stage: findings(stage) for stage in ("links", "collectives", "smoke", "bandwidth", "races", "steps")},
     }
     return report if with_names else without_names(report)
+
+
+def _hardware(findings: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The versions and devices, the ranks, and the facts of the machine, with the lines that the kit has printed.
+
+    Empty if the versions are not known.
+    """
+    if not findings or "versions" not in findings[0]:
+        return {}
+    lines = [line for finding in findings for line in finding.get("lines", ())]
+    return {name: value for finding in findings for name, value in finding.items()} | {"lines": lines}
 
 
 def commit() -> str:

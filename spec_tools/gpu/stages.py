@@ -1,4 +1,15 @@
-"""The stages and their chunks."""
+"""The stages and their chunks.
+
+The first stages are layers. Each of them uses what the layers before it have checked, so a failure ends the run::
+
+    node           hardware       a rank alone on its device
+    links          links          two ranks
+    collectives    collectives    all ranks, without minifsdp
+    one step       smoke          both APIs
+
+The stages after them do not depend on each other, so a failure there does not end the run. The stage ``first_step``
+answers within the first minute whether a step works at all. If it does not, the layers find the reason.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +27,7 @@ __all__ = ["STAGES", "Settings", "Stage", "pytest_chunk"]
 
 # Folders whose tests do not use a device: those of the harness, of the site, and the benchmarks, which are a stage.
 QUICK_FILES = ("engine/test_collectives.py", "checkpoint/test_agreement.py", "fsdp2/test_counts.py")
+MODULES = {"first_step": "smoke"}  # stage -> module, where the names differ
 # Seconds for a chunk of one of the first three stages: a pool may take two minutes to start, and a test one minute.
 FIRST_LIMIT = 600.0
 BENCHMARKS_LIMIT = 3600.0
@@ -45,22 +57,39 @@ class Settings:
 
 @dataclass(frozen=True)
 class Stage:
-    """A name, what it checks, its chunks, and whether a failure ends the run."""
+    """A name, what it checks, its chunks, whether a failure ends the run, and the name of its layer."""
 
     name: str
     question: str
     chunks: Callable[[Settings], list[Chunk]]
     is_vital: bool = False
+    layer: str = ""
 
 
 def _piece(name: str, settings: Settings, limit: float, **arguments: Any) -> Chunk:
-    module = name.split("/")[0]
-    words = [module, settings.platform.name, json.dumps(arguments)]
+    """A chunk that runs ``work`` of the module with the name of the stage."""
+    stage = name.split("/")[0]
+    words = [MODULES.get(stage, stage), settings.platform.name, json.dumps(arguments)]
     return Chunk(name, [sys.executable, "-m", "spec_tools.gpu.piece", *words], limit)
 
 
 def _hardware(settings: Settings) -> list[Chunk]:
-    return [_piece("hardware/all", settings, FIRST_LIMIT)]
+    return [_piece("hardware/all", settings, FIRST_LIMIT, num_ranks=_num_first_ranks(settings.platform))]
+
+
+def _num_first_ranks(platform: Platform) -> int:
+    """A rank for each device. Without GPUs two, so that this code runs with several ranks."""
+    return max(platform.num_devices(), 1 if platform.name == "cuda" else 2)
+
+
+def _first_step(settings: Settings) -> list[Chunk]:
+    num_ranks = _num_first_ranks(settings.platform)
+    return [_piece("first_step/all", settings, FIRST_LIMIT, num_ranks=num_ranks)]
+
+
+def _links(settings: Settings) -> list[Chunk]:
+    num_ranks = max(2, settings.platform.num_devices())
+    return [_piece("links/all", settings, FIRST_LIMIT, num_ranks=num_ranks)]
 
 
 def _collectives(settings: Settings) -> list[Chunk]:
@@ -153,9 +182,11 @@ def _control(settings: Settings) -> list[Chunk]:
 
 
 STAGES = (
-    Stage("hardware", "what is there", _hardware, is_vital=True),
-    Stage("collectives", "do collectives work by themselves", _collectives, is_vital=True),
-    Stage("smoke", "do both front apis train, and agree with a single process", _smoke, is_vital=True),
+    Stage("hardware", "what is there, and does each device work", _hardware, is_vital=True, layer="node"),
+    Stage("first_step", "do both APIs train on all devices", _first_step),
+    Stage("links", "do two ranks receive what the other sends", _links, is_vital=True, layer="links"),
+    Stage("collectives", "do collectives work by themselves", _collectives, is_vital=True, layer="collectives"),
+    Stage("smoke", "do both APIs train, and agree with a single process", _smoke, is_vital=True, layer="one step"),
     Stage("bandwidth", "how fast are all-gather and reduce-scatter, and are their values right", _bandwidth),
     Stage("steps", "do losses agree with torch's, and how long does a step take", _steps),
     Stage("suite", "the tests of the spec", _suite),

@@ -27,7 +27,7 @@ from spec_tools.gpu.stages import STAGES
 __all__ = ["summary", "verdict", "worst"]
 
 # Stages that call torch and the driver only.
-WITHOUT_MINIFSDP = ("hardware", "collectives", "bandwidth")
+WITHOUT_MINIFSDP = ("hardware", "links", "collectives", "bandwidth")
 VERDICTS = (MINIFSDP, MACHINE, TORCH, OPEN, ALONE)
 BAD = ("failed", "crashed", "hung")
 LENGTH = 200  # of a line

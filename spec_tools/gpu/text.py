@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from spec_tools.gpu import bandwidth_table, control, steps_table
+from spec_tools.gpu.advice import as_lines
 from spec_tools.gpu.stages import STAGES
 from spec_tools.gpu.summary import summary
 
@@ -22,6 +23,8 @@ def markdown(report: Mapping[str, Any], json_name: str) -> Iterator[str]:
     yield from ("", *summary(report))
     yield from ("", "## Hardware", "", *_hardware(report["hardware"]))
     yield from ("", "## Stages", "", *_stages(report))
+    if report["links"]:
+        yield from ("", "## Links", "", *_links(report["links"]))
     if report["control"]:
         yield from ("", "## Control", "", *_control(report["control"]))
     if report["bandwidth"]:
@@ -46,6 +49,17 @@ def _hardware(hardware: Mapping[str, Any]) -> Iterator[str]:
     for index, device in enumerate(hardware["devices"]):
         more = ", ".join(f"{name} {value}" for name, value in device.items() if name != "name")
         yield f"* device {index}: {device['name']}{', ' + more if more else ''}"
+    # The first line has the versions.
+    if lines := hardware.get("lines", [])[1:]:
+        yield from ("", *("    " + part for line in lines for part in line.splitlines()))
+
+
+def _links(findings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    yield from ("| pair of ranks | wrong values | ms | GB/s | |", "|---|---|---|---|---|")
+    for line in findings:
+        cells = [line.get(name, "") for name in ("pair", "wrong", "ms", "GB/s")]
+        note = line.get("warning") or ("" if line.get("outcome") == "passed" else line.get("text", ""))
+        yield f"| {' | '.join(_cell(str(cell)) for cell in [*cells, note])} |"
 
 
 def _stages(report: Mapping[str, Any]) -> Iterator[str]:
@@ -120,4 +134,7 @@ def _failures(report: Mapping[str, Any]) -> Iterator[str]:
         yield "\n## What went wrong"
     for name, chunk in failures.items():
         yield from (f"\n### {name}: {chunk['word']}", "", f"{chunk['reason']}", "")
+        if chunk.get("advice"):
+            yield from ("    " + line for line in as_lines(chunk["advice"], chunk.get("files", ())))
+            yield ""
         yield from ("    " + line for line in chunk["last_lines"].splitlines())

@@ -199,7 +199,7 @@ def test_hanging_chunk_is_killed_with_its_children_and_leaves_stack_traces(
     assert "in wait_for_the_other_rank" in log
     assert "in wait_for_the_ranks" in log
     assert "in wait_for_the_ranks" in (tmp_path / "report.md").read_text()
-    assert chunks._processes(tmp_path / "run") == []
+    assert chunks.processes_of(tmp_path / "run") == []
     assert not is_running(int((tmp_path / "started").read_text()))
 
 
@@ -277,7 +277,7 @@ def test_same_command_resumes_stopped_run(word: signal.Signals, tmp_path: Path) 
     assert comes_true(lambda: (tmp_path / "first").exists(), 60)
     os.kill(first.pid, word)
     first.join(60)
-    left = chunks._processes(tmp_path / "gpu" / "cpu")
+    left = chunks.processes_of(tmp_path / "gpu" / "cpu")
     if word == signal.SIGKILL:
         assert len(left) == 1
     else:
@@ -290,7 +290,7 @@ def test_same_command_resumes_stopped_run(word: signal.Signals, tmp_path: Path) 
     assert "chunks done already: 1;" in (tmp_path / "said").read_text()
     assert (tmp_path / "diary").read_text().split() == ["a", "b", "b", "c"]
     assert (tmp_path / "left").read_text() == "False"
-    assert chunks._processes(tmp_path / "gpu" / "cpu") == []
+    assert chunks.processes_of(tmp_path / "gpu" / "cpu") == []
 
 
 @pytest.mark.spec("KIT-05")

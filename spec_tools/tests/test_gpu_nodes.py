@@ -62,6 +62,7 @@ def test_two_nodes_write_one_report_about_all_ranks(tmp_path: Path) -> None:
     ]
     assert {line["ranks"] for line in found["steps"]} == {4}
     assert "minifsdp fully_shard" in {line["contender"] for line in found["steps"]}
+    assert {line["ranks"] for line in found["bandwidth"]} == {4}
     host = socket.gethostname()
     assert host not in (tmp_path / "report.md").read_text() + (tmp_path / "report.json").read_text()
     assert (tmp_path / "report.md").read_text().splitlines()[4].startswith("* 4 x device type cpu; minifsdp ")
