@@ -17,6 +17,9 @@ after the other in program order. It also records what could happen on a device 
 ``tensor.py``           tensors of the device, and the dispatch of every operator
 ``cells.py``            steps of an LSTM and of a GRU, which are one kernel on a device
 ``nccl.py``             collectives with NCCL's contract, over gloo between real ranks or with fake peers
+``stuck.py``            collectives that cannot complete, aborts and time-outs
+``capture.py``          captures of graphs, and the calls that make them invalid
+``issue_order.py``      the order in which NCCL runs the collectives of one group, for pictures and overlaps
 ``module.py``           the functions of ``torch.cuda``
 ``install.py``          registration of the device in torch
 ``errors.py``           exceptions in backward, which must be passed through C++
@@ -36,6 +39,7 @@ Spec: SIM-01 to SIM-05, SIM-08.
 """
 
 from spec_tests.harness.simulated.install import install, is_available
+from spec_tests.harness.simulated.issue_order import IssueOrder
 from spec_tests.harness.simulated.memory import Access
 from spec_tests.harness.simulated.nccl import INVENTED_STORE
 from spec_tests.harness.simulated.races import Race, SimulatedRaceError
@@ -46,6 +50,7 @@ __all__ = [
     "INVENTED_STORE",
     "WORLD",
     "Access",
+    "IssueOrder",
     "Log",
     "Operation",
     "Race",
