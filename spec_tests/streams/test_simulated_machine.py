@@ -1,4 +1,4 @@
-"""Tests of the simulated machine: the order of a communicator, aborts, captures, several threads."""
+"""Tests of the simulated machine: the order of a communicator, aborts, captures, threads, streams of a backward."""
 
 from __future__ import annotations
 
@@ -295,3 +295,122 @@ def test_threads_lose_no_operation_and_free_all_memory() -> None:
     assert stream.clock[stream.number] - num_before == 400
     assert module().memory_allocated() == before
     assert kinds() == []
+
+
+# ---- streams of a backward ----
+
+
+def streams_of_backward(*tensors: torch.Tensor) -> list[Any]:
+    """The streams that are current while hooks of the tensors run, in the order of the hooks."""
+    seen: list[Any] = []
+    for tensor in tensors:
+        tensor.register_hook(lambda _: seen.append(module().current_stream()))
+    return seen
+
+
+@pytest.mark.spec("SIM-17")
+@rank_among_invented(2)
+def test_each_node_runs_on_the_stream_of_its_forward() -> None:
+    main, side = module().current_stream(), module().Stream()
+    x = zeros(4).requires_grad_()
+    a = x * 2
+    side.wait_stream(main)
+    with module().stream(side):
+        b = a * 3
+        c = b * 4
+    main.wait_stream(side)
+    d = c * 5
+    seen = streams_of_backward(x, a, b, c, d)
+    x.register_post_accumulate_grad_hook(lambda _: seen.append(module().current_stream()))
+    d.sum().backward()
+    assert seen == [main, side, side, main, main, main]
+    assert torch.equal(x.grad.cpu(), torch.full((4,), 120.0))
+    assert kinds() == []
+
+
+@pytest.mark.spec("SIM-17")
+@pytest.mark.parametrize("reads_on", ["main", "side"])
+@rank_among_invented(2)
+def test_parameter_accumulates_on_the_stream_of_its_first_use(reads_on: str) -> None:
+    main, side = module().current_stream(), module().Stream()
+    weight, x = zeros(4).requires_grad_(), zeros(4)
+    events: list[Any] = []
+    weight.register_post_accumulate_grad_hook(lambda _: events.append(module().current_stream()))
+    side.wait_stream(main)
+    with module().stream(side):
+        y = x * weight
+    main.wait_stream(side)
+    y.sum().backward()
+    assert events == [side]
+    if reads_on == "main":
+        # The engine has made the stream of the caller wait.
+        weight.grad.sum()
+        assert kinds() == []
+    else:
+        with module().stream(module().Stream()):
+            weight.grad.sum()
+        assert kinds() == ["race"]
+
+
+@pytest.mark.spec("SIM-17")
+@with_and_without_the_wait
+@rank_among_invented(2)
+def test_backward_from_another_stream_orders_the_gradient_of_the_caller_only(waits: bool) -> None:
+    main, side = module().current_stream(), module().Stream()
+    weight = zeros(4).requires_grad_()
+    y = (weight * 2).sum()
+    side.wait_stream(main)
+    with module().stream(side):
+        y.backward()
+        weight.grad.sum()
+    assert kinds() == []
+    if not waits:
+        with module().stream(side):
+            weight.grad.add_(1)
+        weight.grad.sum()
+        assert kinds() == ["race"]
+
+
+@pytest.mark.spec("SIM-17")
+@rank_among_invented(2)
+def test_callback_of_the_engine_and_nested_backward_have_the_streams_of_their_callers() -> None:
+    main, side = module().current_stream(), module().Stream()
+    seen: list[Any] = []
+
+    def nested(gradient: torch.Tensor) -> torch.Tensor:
+        inner = zeros(2).requires_grad_()
+        with torch.enable_grad():
+            loss = (inner * 2).sum()
+        inner.register_hook(lambda _: seen.append(("nested", module().current_stream())))
+        other = module().Stream()
+        with module().stream(other):
+            loss.backward()
+            seen.append(("kept", module().current_stream() == other))
+        seen.append(("after", module().current_stream()))
+        torch.autograd.Variable._execution_engine.queue_callback(
+            lambda: seen.append(("callback", module().current_stream()))
+        )
+        return gradient
+
+    x = zeros(4).requires_grad_()
+    side.wait_stream(main)
+    with module().stream(side):
+        y = x * 2
+        y.register_hook(nested)
+        z = y * 3
+    main.wait_stream(side)
+    z.sum().backward()
+    assert seen == [("nested", side), ("kept", True), ("after", side), ("callback", main)]
+    assert module().current_stream() == main
+    assert kinds() == []
+
+
+@pytest.mark.spec("SIM-17")
+@rank_among_invented(2)
+def test_stream_without_a_node_is_not_kept() -> None:
+    weight = zeros(4).requires_grad_()
+    y = (weight * 2).sum()
+    with module().stream(module().Stream()):
+        pass
+    y.backward()
+    assert WORLD.backwards._changes() == ([], [])

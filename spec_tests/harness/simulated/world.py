@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from spec_tests.harness.simulated.backward import Backwards
 from spec_tests.harness.simulated.capture import Captures
 from spec_tests.harness.simulated.clocks import HOST, LOCK, Clock, Stream, join
 from spec_tests.harness.simulated.memory import Access, Block, Memory
@@ -48,6 +49,7 @@ class World:
         log: the open `Log`, if there is one (see ``replay.py``).
         is_strict: all operations run on one stream, and a remaining collision raises immediately.
         stuck: collectives that cannot complete.
+        backwards: the streams of nodes of autograd.
         captures: captures of graphs that have not ended.
         programs: parts of file names whose lines are shown in reports.
     """
@@ -65,6 +67,7 @@ class World:
         Stream.refuse_in_captures = self.captures.refuse
         self.main = [Stream(index, name="compute stream") for index in range(NUM_DEVICES)]
         self.streams: dict[int, Stream] = {stream.number: stream for stream in self.main}
+        self.backwards = Backwards(self.main[0])
         self.memory = Memory(self._report)
         self.races: dict[Any, Race] = {}
         self.stops: Counter[tuple[str, str]] = Counter()
@@ -96,12 +99,19 @@ class World:
         """The current stream of a device in this thread."""
         if self.is_strict:
             return self.main[index]
+        if index == 0 and (place := self.backwards.place()):
+            return place.stream
         chosen: dict[int, Stream] | None = getattr(self._local, "streams", None)
         return self.main[index] if chosen is None else chosen.get(index) or self.main[index]
 
     def use_stream(self, stream: Stream) -> None:
         """Makes ``stream`` the current stream of its device in this thread."""
         self.streams[stream.number] = stream
+        if stream.index == 0:
+            self.backwards.changed(stream)
+            if place := self.backwards.place():
+                place.stream = stream
+                return
         self._local.__dict__.setdefault("streams", {})[stream.index] = stream
 
     def where(self) -> str:
@@ -216,6 +226,7 @@ class World:
         self.is_strict = False
         self.look_at(PROGRAM)
         self._local.__dict__.clear()
+        self.backwards.begin()
         alive = {stream.number for stream in self.main}
         for number in [number for number in self.streams if number not in alive]:
             del self.streams[number]
