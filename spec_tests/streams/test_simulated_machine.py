@@ -101,6 +101,25 @@ def test_record_stream_has_no_effect_on_a_part_of_a_storage(is_part: bool) -> No
     assert kinds() == (["reuse"] if is_part else [])
 
 
+@pytest.mark.spec("SIM-02")
+@with_and_without_the_wait
+@rank_among_invented(2)
+def test_record_stream_covers_the_streams_that_the_recorded_one_waits_for(waits: bool) -> None:
+    owner, reader = module().Stream(), module().Stream()
+    with module().stream(owner):
+        x = zeros(1024)
+    reader.wait_stream(owner)
+    with module().stream(reader):
+        x.sum()
+    if waits:
+        module().current_stream().wait_stream(reader)
+    x.record_stream(module().current_stream())
+    del x
+    with module().stream(owner):
+        zeros(1024)
+    assert kinds() == ([] if waits else ["reuse"])
+
+
 # ---- collectives that cannot complete ----
 
 

@@ -12,7 +12,8 @@ A `Backward` follows one call of autograd's engine if some node, or the caller, 
 It does what the engine does on a GPU:
 
 1. While a node runs, with its hooks, its stream is current.
-2. When it has run, the streams of the nodes that get its gradients wait for its stream.
+2. When it has run, the streams of the nodes that get its gradients wait for its stream. The memory of a gradient is
+   kept for these streams (``record_stream``).
 3. At the end, the stream of the caller waits for the streams of the nodes without a successor, which write gradients of
    parameters. The engine's callbacks run on the caller's stream.
 
@@ -159,7 +160,7 @@ class Backward:
                 if following is not None and following._sequence_nr() == ACCUMULATES:
                     self._streams.setdefault(following, found)
         # The hooks make each node known, also one that launches nothing.
-        self._hooks = [node.register_prehook(lambda _: (streams.place(), None)[1]) for node in self._streams]
+        self._hooks = [node.register_prehook(lambda gradients: _begin(streams, gradients)) for node in self._streams]
         for node in begin:
             if self._streams[node] != caller:
                 self._streams[node].wait_stream(caller)
@@ -206,6 +207,14 @@ class Backward:
         self._join()
         for hook in self._hooks:
             hook.remove()
+
+
+def _begin(streams: StreamOf, gradients: Sequence[Any]) -> None:
+    place = streams.place()
+    for gradient in gradients:
+        if place is not None and gradient is not None and gradient.device.type != "cpu":
+            # A gradient of another stream must not be reused before this node has read it.
+            gradient.record_stream(place.stream)
 
 
 def _nodes(begin: Sequence[Any]) -> list[Any]:

@@ -232,16 +232,17 @@ class Memory:
             self.num_host_blocks -= 1
             return
         self.num_bytes -= block.num_bytes
+        event = Event()
+        for number in block.recorded:
+            join(event.clock, self.streams[number].record_event().clock)
         ghosts = self._given_back[block.owner]
         for access in [*block.ghosts, *block.accesses]:
-            if access.stream in block.recorded or access.stream == HOST:
+            # The block is kept until all that the recorded streams have received, or waited for, is complete.
+            if access.stream == HOST or access.is_before(event.clock):
                 continue
             if access.stream not in ghosts or ghosts[access.stream].number <= access.number:
                 ghosts[access.stream] = access
         if block.recorded:
-            event = Event()
-            for number in block.recorded:
-                join(event.clock, self.streams[number].record_event().clock)
             self._held_back.append((block, event))
         else:
             self._free_places[block.owner].append(block.place)
