@@ -250,7 +250,8 @@ def run(operator: Any, args: Any, kwargs: Any) -> Any:
             return operator(*args, **kwargs)
     signature = signature_of(operator)
     if signature.is_composite:
-        return operator.decompose(*args, **kwargs)
+        made = operator.decompose(*args, **kwargs)
+        return made if operator._schema.returns else None
     with LOCK:
         outside, stop = _executed(signature, operator, args, kwargs)
     # Without the lock, because other threads continue during the wait.
