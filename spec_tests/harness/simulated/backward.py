@@ -163,7 +163,7 @@ class Backward:
         self._hooks = [node.register_prehook(lambda gradients: _begin(streams, gradients)) for node in self._streams]
         for node in begin:
             if self._streams[node] != caller:
-                self._streams[node].wait_stream(caller)
+                self._streams[node].learn(caller.clock)
 
     def _choose(self, node: Any, streams: StreamOf) -> Stream:
         if node in self._streams:
@@ -191,14 +191,14 @@ class Backward:
         following = [self._streams[other] for other, _ in node.next_functions if other in self._streams]
         for other in following:
             if other != stream:
-                other.wait_stream(stream)
+                other.learn(stream.clock)
         if not following:
             self._leaves.add(stream)
 
     def _join(self) -> None:
         """3. The caller waits."""
         for stream in self._leaves - {self._caller}:
-            self._caller.wait_stream(stream)
+            self._caller.learn(stream.clock)
         self._leaves.clear()
 
     def end(self) -> None:
