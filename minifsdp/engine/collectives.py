@@ -258,8 +258,9 @@ def call(function: Callable[..., Any], group: Group, *arguments: Any, about: str
     """
     issue = partial(function, *arguments, **options, group=group.process_group)
     # Objects are sent between CPUs if the group supports CPU tensors, and otherwise from the current device.
+    on_cpu = all(value.is_cpu for value in arguments if isinstance(value, torch.Tensor))
     with group.on_device():
-        Collective(function.__name__ + about, group, 0, issue, on_cpu=True).wait()
+        Collective(function.__name__ + about, group, 0, issue, on_cpu=on_cpu).wait()
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import re
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -96,6 +97,40 @@ def test_another_order_in_the_third_iteration_is_noticed_on_every_rank(api: str,
     # All ranks have reset their state and can continue.
     model.zero_grad()
     step(model)
+
+
+@pytest.mark.spec("ORDER-12")
+@pytest.mark.gpu
+@pytest.mark.own_gpus
+@pytest.mark.parametrize("api", APIS)
+@ranks(2)
+def test_ranks_raise_in_the_same_step_although_one_device_is_three_seconds_late(api: str) -> None:
+    model, begin = sharded(api), time.monotonic()
+    for _ in range(2):
+        step(model)
+    if dist.get_rank() == 1:
+        torch.cuda._sleep(6_000_000_000)
+    step(model, "10" if dist.get_rank() else "01")
+    with pytest.raises(RuntimeError, match="the ranks issued different collectives"):
+        step(model)
+    assert time.monotonic() - begin < 30
+
+
+@pytest.mark.spec("ORDER-12")
+@pytest.mark.simulated
+@pytest.mark.accelerator
+@pytest.mark.parametrize("late", [0, 1, None])
+@pytest.mark.parametrize("api", APIS)
+@ranks(2)
+def test_step_of_the_error_does_not_depend_on_complete_events(api: str, late: int | None) -> None:
+    model = sharded(api)
+    for number in range(3):
+        step(model, "10" if number == 2 and dist.get_rank() else "01")
+        if dist.get_rank() != late:
+            # All events of this rank are complete, and none of the other one.
+            torch.get_device_module(device()).synchronize()
+    with pytest.raises(RuntimeError, match="the ranks issued different collectives"):
+        step(model)
 
 
 SAVES: dict[str, Callable[[Any, Any], Any]] = {

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from minifsdp.engine.collective_log import CollectiveLog, log
+from minifsdp.engine.gloo import close
 from minifsdp.engine.messages import message
 from minifsdp.watchdog import process, watchdog
-from spec_tests.harness import device, ranks
+from spec_tests.harness import device, rank_among_invented, ranks
 from spec_tests.harness.programs import outcome_of_ranks
+from spec_tests.harness.simulated import WORLD
 from spec_tests.subject import fully_shard
 
 SILENCE = watchdog.PATIENCE + 1.0  # seconds after which the watchdog has queried the last event
@@ -50,6 +54,59 @@ def test_event_is_queried_on_its_device_and_apart_from_captures(monkeypatch: pyt
     event = SimpleNamespace(device="cuda:1", query=lambda: calls.append("query"))
     assert not watchdog._is_complete(event)
     assert calls == ["on cuda:1", 1, "query", "off"]
+
+
+@pytest.mark.accelerator
+@pytest.mark.simulated
+@pytest.mark.spec("LEDGER-21")
+@pytest.mark.parametrize("sets_mode", [True, False], ids=["sets its mode", "mode of a new thread"])
+@rank_among_invented(2)
+def test_query_of_the_watchdog_keeps_a_capture_valid(sets_mode: bool) -> None:
+    module = torch.get_device_module(device())
+    modes = ("global", "thread_local", "relaxed")
+
+    def exchange(mode: Any) -> None:
+        module.exchange_capture_mode(modes[mode._obj.value])
+
+    library = SimpleNamespace(cudaThreadExchangeStreamCaptureMode=exchange) if sets_mode else SimpleNamespace()
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as thread:
+        patch.setattr(ctypes, "CDLL", lambda _: library)
+        step(fully_shard(nn.Linear(8, 8, device=device())))
+        assert log.last_event is not None
+        error = nullcontext() if sets_mode else pytest.raises(RuntimeError, match="not permitted")
+        ends = nullcontext() if sets_mode else pytest.raises(RuntimeError, match="during capture")
+        with ends, module.graph(module.CUDAGraph()), error:
+            assert thread.submit(watchdog._is_complete, log.last_event).result(timeout=30)
+
+
+@pytest.mark.accelerator
+@pytest.mark.simulated
+@pytest.mark.spec("LEDGER-22")
+@rank_among_invented(2)
+def test_no_parameter_is_updated_with_the_output_of_an_aborted_collective() -> None:
+    group: Any = dist.new_group([0, 1])
+    mesh = DeviceMesh.from_group(group, device().type)
+    model = fully_shard(nn.Linear(8, 8, device=device()), mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    step(model)
+    optimizer.step()
+    before = [parameter.to_local().clone() for parameter in model.parameters()]
+    group.lose_peers()
+    step(model)
+    event = torch.get_device_module(device()).current_stream().record_event()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(close, group).result(timeout=30)
+    event.synchronize()
+    assert {race.kind for race in WORLD.races.values()} == {"garbage"}
+    WORLD.races.clear()
+    log.fatal_error = "an aborted collective"
+    try:
+        with pytest.raises(RuntimeError, match="an aborted collective"):
+            optimizer.step()
+    finally:
+        log.fatal_error = ""
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter.to_local(), value)
 
 
 @pytest.mark.spec("LEDGER-21")

@@ -103,6 +103,8 @@ def leave_out_by_device(config: pytest.Config, items: list[pytest.Item]) -> None
         num_gpus = torch.cuda.device_count()
         what = f"tests that need one GPU for each rank not run ({here} with {num_gpus})"
         leave_out(config, items, what, lambda item: num_own_gpus(item) > num_gpus)
+        what = f"tests that need more memory of a GPU not run ({here})"
+        leave_out(config, items, what, lambda item: memory_needed(item) * 2**30 > torch.cuda.mem_get_info()[1])
     if device != "simulated":
         what = "tests of the simulation not run (--device simulated)"
         leave_out(config, items, what, lambda item: item.get_closest_marker("simulated"))
@@ -243,6 +245,15 @@ def is_installed(requirement: str) -> bool:
     if importlib.util.find_spec(needed.name) is None:
         return False
     return not needed.specifier or metadata.version(needed.name) in needed.specifier
+
+
+def memory_needed(item: pytest.Item) -> float:
+    """The GiB of memory that the first GPU needs for a test."""
+    memory, marker = item.get_closest_marker("gpu_memory"), item.get_closest_marker("ranks")
+    if memory is None or marker is None:
+        return 0
+    ranks_of_gpu = -(-int(marker.args[0]) // max(torch.cuda.device_count(), 1))
+    return float(memory.args[0]) * ranks_of_gpu
 
 
 def needs_of(item: pytest.Item) -> list[str]:

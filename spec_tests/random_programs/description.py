@@ -153,6 +153,7 @@ class Description:
             overwrites as soon as forward has returned.
         reads: whether the CPU reads each loss.
         elsewhere: whether the current device of the process is not the device of the model.
+        aside: whether each forward and its loss run on a stream of the user, and backward is called on the other one.
         by_hand: a manual unshard or reshard before each micro-batch, or ``""`` (``fully_shard``).
         switches: names of switches that are set (``fully_shard``).
         late: whether the switches are set after the first step.
@@ -209,6 +210,7 @@ class Description:
     batches: str = "device"
     reads: bool = False
     elsewhere: bool = False
+    aside: bool = False
     by_hand: str = ""
     switches: tuple[str, ...] = ()
     late: bool = False

@@ -192,6 +192,7 @@ def _races(draw: st.DrawFn, shape: str, api: str) -> Description:
         edits=draw(st.sampled_from(["", "", "", *EDITS])),
         saves=draw(st.sampled_from(["", "", "", "full", "sharded"])),
         elsewhere=draw(seldom),
+        aside=draw(seldom),
         pins=draw(often),
         among=draw(st.sampled_from([0, 0, 0, 1, 2])),
         ahead=draw(st.sampled_from([0, 0, 1, 2])),

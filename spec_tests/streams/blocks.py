@@ -62,9 +62,11 @@ class Log:
     Attributes:
         gathers, scatters, reductions: all-gathers, reduce-scatters and all-reduces in launch order.
         products: matrix products in launch order: first those of forward, then those of backward.
+        order: which of them NCCL allows to run at the same time.
     """
 
     def __init__(self, operations: list[Operation]) -> None:
+        self.order = simulated.IssueOrder(operations)
         self.operations = operations = [one for one in operations if not compares(one)]
         self.gathers = [o for o in operations if o.name.startswith(("all_gather", "allgather"))]
         self.scatters = [o for o in operations if o.name.startswith("reduce_scatter")]

@@ -76,7 +76,7 @@ class Outcome:
         bits: a digest of the results.
         stops: the places at which the CPU was stopped.
         peak: peak memory in bytes.
-        num_overlaps: pairs of a collective and another operation that the streams allow to run at the same time.
+        num_overlaps: pairs of a collective and another operation that can run at the same time on NCCL.
         num_operations: number of operations.
     """
 
@@ -211,4 +211,5 @@ def _digest(results: Sequence[torch.Tensor]) -> str:
 
 def _num_overlaps(operations: Sequence[simulated.Operation]) -> int:
     sent = [operation for operation in operations if operation.name.startswith(COLLECTIVES)]
-    return sum(one.may_overlap(other) for one in sent for other in operations if other.stream)
+    order = simulated.IssueOrder(operations)
+    return sum(order.may_overlap(one, other) for one in sent for other in operations if other.stream)

@@ -5,8 +5,9 @@ A box is a `Moment`. Its column is one more than that of the latest box that mus
     compute     copy   F0              F0 is in column 3, because the copy of column 2 is before it
     gather  AG0        AG1             AG1 is in column 3 too: it has waited for the copy and for nothing later
 
-So boxes of one column are not ordered, and the streams allow them to run at the same time. Boxes of one row always run
-in order. An arrow between rows shows that a box waits for another; arrows that follow from others are omitted. If the
+So boxes of one column are not ordered, and can run at the same time. Boxes of one row always run in order. NCCL also
+runs the collectives of one group in the order of their issue, so these are in different columns. An arrow between rows
+shows that a box waits for another; arrows that follow from others are omitted, and NCCL's order has no arrows. If the
 CPU stops, arrows lead through its row, because later launches come after the operations that it has waited for.
 
 A free (a red mark) is an action of the CPU, which does not need to stop for it. The mark is drawn behind the last box
@@ -22,6 +23,7 @@ from xml.sax.saxutils import escape
 
 from minifsdp.tools import timeline
 from minifsdp.trace import Event
+from spec_tests.harness.simulated import IssueOrder
 from spec_tests.streams.steps import ROWS, Moment, Step
 
 __all__ = ["arrows", "columns", "picture"]
@@ -45,11 +47,11 @@ WORDS = {
 }
 
 
-def columns(boxes: list[Moment]) -> dict[Moment, int]:
+def columns(boxes: list[Moment], issued: IssueOrder) -> dict[Moment, int]:
     """The column of each box, from 1."""
     found: dict[Moment, int] = {}
     for box in boxes:
-        found[box] = 1 + max((found[other] for other in found if other.is_before(box)), default=0)
+        found[box] = 1 + max((found[other] for other in found if other.is_before(box, issued)), default=0)
     return found
 
 
@@ -67,7 +69,7 @@ def arrows(boxes: list[Moment]) -> list[tuple[Moment, Moment]]:
 def picture(title: str, step: Step) -> str:
     """The picture as SVG."""
     boxes = [moment for moment in step.moments if moment.kind != "FREE"]
-    column = columns(boxes)
+    column = columns(boxes, step.order)
     width = max(LEAST_WIDTH, LEFT + COLUMN * max(column.values()) + 16)
     sheet = timeline._Sheet(width, 1.0)
     rules = "Boxes of one row run in order; an arrow is a wait. Boxes of one column may run at the same time."

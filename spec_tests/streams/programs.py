@@ -9,19 +9,30 @@ Spec: SIM-07.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 from minifsdp import token_weighted, while_all_have_data
+from minifsdp.engine.collective_log import log
+from minifsdp.watchdog import watchdog
+from spec_tests.harness.simulated import WORLD
+from spec_tests.harness.simulated.capture import MODES
 from spec_tests.streams.parts import (
     DEVICE,
     Checkpointed,
+    Failure,
     ScaledInt8,
     Shortened,
     accumulating,
@@ -308,8 +319,76 @@ def each_offload_evaluated_and_changed() -> Any:
 
 
 @program(2)
+def flat_after_an_error_in_a_hook() -> Any:
+    """A hook raises after it has issued its collective. Later kernels may reuse the memory that backward has freed."""
+    model, has_failed = flat(), []
+
+    def hook(_: Any, whole: Tensor, local_shard: Tensor) -> None:
+        dist.reduce_scatter_single(local_shard, whole)
+        if not has_failed:
+            has_failed.append(True)
+            raise Failure
+
+    model.register_comm_hook(None, hook)
+    loss = loss_of(model)
+    with contextlib.suppress(Failure):
+        loss.backward()
+    for numel in (82, 84, 42):
+        for _ in range(4):
+            torch.full((numel,), 7.0, device=DEVICE)
+    model.zero_grad()
+    return trained(model, 1)
+
+
+@program(2)
+def each_after_an_abort() -> Any:
+    """The watchdog has aborted a collective that could not complete. The optimizer must not use its output."""
+    group: Any = dist.new_group([0, 1])
+    model = fully_shard(chain(), mesh=DeviceMesh.from_group(group, "sim"))
+    optimizer = train(model, 1)
+    group.lose_peers()
+    loss_of(model).backward()
+    group.abort()
+    # Forward and backward have read the output before.
+    WORLD.races.clear()
+    log.fatal_error = "a collective was aborted"
+    try:
+        with contextlib.suppress(RuntimeError):
+            optimizer.step()
+    finally:
+        log.fatal_error = ""
+    return [local(parameter.detach()) for parameter in model.parameters()]
+
+
+@program(2)
+def each_captured_beside_the_watchdog() -> Any:
+    """The watchdog's thread queries the last event while the main thread captures a graph."""
+    model, module = each(), torch.get_device_module(DEVICE)
+    train(model, 1)
+    exchange = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_int))(
+        lambda mode: module.exchange_capture_mode(MODES[mode[0]]) and None
+    )
+    library = SimpleNamespace(cudaThreadExchangeStreamCaptureMode=exchange)
+    with mock.patch("ctypes.CDLL", return_value=library), ThreadPoolExecutor(1) as thread:  # noqa: SIM117
+        with module.graph(module.CUDAGraph()):
+            thread.submit(watchdog._is_complete, log.last_event).result(timeout=30)
+    return model
+
+
+@program(2)
+def flat_offload_on_a_stream_of_the_user() -> Any:
+    """The whole step runs on a stream of the user."""
+    model, module = flat(**OFFLOAD), torch.get_device_module(DEVICE)
+    side = module.Stream()
+    side.wait_stream(module.current_stream())
+    with module.stream(side):
+        train(model)
+    return model
+
+
+@program(2)
 def each_on_a_stream_of_the_user() -> Any:
-    """Forward and optimizer run on a stream of the user. The simulation runs backward on the default stream."""
+    """Forward, its backward and the optimizer run on a stream of the user."""
     model = each()
     optimizer, module = sgd(model), torch.get_device_module(DEVICE)
     main, side = module.current_stream(), module.Stream()

@@ -11,11 +11,12 @@ The `Outcome` has the finding of a program. `simplest` removes everything from a
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import time
 import traceback
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -116,6 +117,8 @@ class _Racing(Sharded):
     def __init__(self, d: Description) -> None:
         super().__init__(d)
         self.seen: list[Tensor] = []
+        self.stream = torch.get_device_module(device()).Stream(device())
+        self.stream.name = "stream of the user"
         # Lists of tensors do not change the versions of simulated tensors.
         self.optimizer = optimizer_for(replace(d, seed=1), self.model)
         kind = torch.amp.GradScaler if is_per_parameter(d) else subject.ShardedGradScaler
@@ -154,9 +157,23 @@ class _Racing(Sharded):
         self.given = (x if low is None else x.to(low)), tokens
         return self.given
 
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Runs the block on the stream of the user, if there is one, between the work before and after it."""
+        if not self.d.aside:
+            yield
+            return
+        module = torch.get_device_module(device())
+        outer = module.current_stream(device())
+        self.stream.wait_stream(outer)
+        with module.stream(self.stream):
+            yield
+        outer.wait_stream(self.stream)
+
     def forward(self, call: Call) -> Tensor:
-        output = self._output(call)
-        self.pending.append(loss_of([output]))
+        with self.aside():
+            output = self._output(call)
+            self.pending.append(loss_of([output]))
         if self.d.batches != "device":
             # The next batch is read into the same memory.
             for tensor in self.given:

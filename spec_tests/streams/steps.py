@@ -69,15 +69,16 @@ class Moment:
         """The name in tables and boxes, such as ``AG2``."""
         return self.kind + self.unit
 
-    def is_before(self, other: Moment) -> bool:
-        """Whether this moment ends before the other begins, in every order."""
+    def is_before(self, other: Moment, order: simulated.IssueOrder | None = None) -> bool:
+        """Whether this moment ends before the other begins, in every order of the streams; with ``order``, on NCCL."""
         if not self.operations:
             # Operators that the CPU has waited for end before all its later launches.
             return self.kind == "WAIT" and self.place <= other.place and self is not other
         last = self.operations[-1]
         if not other.operations:
             return other.known.get(last.stream, 0) >= last.number
-        return last.is_before(other.operations[0])
+        first = other.operations[0]
+        return last.is_before(first) if order is None else order.is_before(last, first)
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,11 @@ class Step:
 
     operations: list[Operation]
     moments: list[Moment]
+
+    @property
+    def order(self) -> simulated.IssueOrder:
+        """The order of the operators on NCCL."""
+        return simulated.IssueOrder(self.operations)
 
 
 class Observer(trace.Recorder):

@@ -10,7 +10,7 @@ import pytest
 
 from spec_tests.streams import engines
 from spec_tests.streams.breaks import BREAKS, ROWS, SCHEDULES, unbroken
-from spec_tests.streams.broken import gathers, host, memory, reductions
+from spec_tests.streams.broken import failures, gathers, host, memory, reductions
 from spec_tests.streams.engines import Break, Outcome
 from spec_tests.streams.programs import PROGRAMS
 
@@ -77,4 +77,4 @@ def test_each_stream_ordering_line_is_broken_by_some_mutant() -> None:
 def test_there_are_at_least_sixty_broken_engines_and_their_names_differ() -> None:
     assert {name for names in ROWS.values() for name in names} <= set(BREAKS)
     assert len(BREAKS) >= 60
-    assert len(BREAKS) == sum(len(one.BREAKS) for one in (gathers, reductions, memory, host))
+    assert len(BREAKS) == sum(len(one.BREAKS) for one in (gathers, reductions, memory, host, failures))

@@ -71,7 +71,8 @@ def test_every_operator_of_a_step_is_in_one_moment_of_its_stream() -> None:
 @pytest.mark.spec("SIM-11")
 @rank_among_invented(4)
 def test_arrows_and_columns_contain_the_order_of_the_log() -> None:
-    boxes = [moment for moment in step_of().moments if moment.kind != "FREE"]
+    step = step_of()
+    boxes = [moment for moment in step.moments if moment.kind != "FREE"]
     steps_on: dict[Moment, list[Moment]] = {box: [] for box in boxes}
     for one, other in order.arrows(boxes):
         steps_on[one].append(other)
@@ -79,7 +80,7 @@ def test_arrows_and_columns_contain_the_order_of_the_log() -> None:
         of_row = [box for box in boxes if box.row == row]
         for one, other in itertools.pairwise(of_row):
             steps_on[one].append(other)
-    column = order.columns(boxes)
+    column = order.columns(boxes, step.order)
 
     def reaches(one: Moment, other: Moment) -> bool:
         return any(box is other or reaches(box, other) for box in steps_on[one])

@@ -5,6 +5,8 @@ To run others: ``python -m spec_tools.hunt --only scenarios-fsdp1 --only scenari
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from spec_tests.harness import rank_among_invented
@@ -13,6 +15,7 @@ from spec_tests.random_programs.draw import drawn
 from spec_tests.streams.scenarios import play, report, simplest
 
 NUM_SCHEDULES = 3
+NUM_ON_USERS_STREAM = 6
 NUM_SCENARIOS = {"1": 15, "2": 40, "4": 25, "2x2": 30}
 
 
@@ -23,6 +26,17 @@ NUM_SCENARIOS = {"1": 15, "2": 40, "4": 25, "2x2": 30}
 @rank_among_invented(1, timeout=300.0)
 def test_any_scenario_ends_without_a_collision_and_with_equal_bits_in_other_schedules(api: str, shape: str) -> None:
     for scenario in drawn("races", NUM_SCENARIOS[shape], 0, api, shape):
+        if play(scenario, NUM_SCHEDULES).finding is not None:
+            pytest.fail(report(simplest(scenario, NUM_SCHEDULES), NUM_SCHEDULES), pytrace=False)
+
+
+@pytest.mark.spec("SIM-06")
+@pytest.mark.parametrize("shape", NUM_SCENARIOS)
+@pytest.mark.parametrize("api", ["fsdp1", "fully_shard"])
+@rank_among_invented(1, timeout=300.0)
+def test_scenarios_on_a_stream_of_the_user_end_without_a_collision(api: str, shape: str) -> None:
+    for scenario in drawn("races", NUM_ON_USERS_STREAM, 1, api, shape):
+        scenario = replace(scenario, aside=True)
         if play(scenario, NUM_SCHEDULES).finding is not None:
             pytest.fail(report(simplest(scenario, NUM_SCHEDULES), NUM_SCHEDULES), pytrace=False)
 
@@ -54,6 +68,9 @@ FOUND = {
         '{"model":{"kind":"chain","children":[{"unit":true,"checkpoint":"reentrant"},{"unit":true}]},'
         '"api":"fully_shard","originals":true,"backward_prefetch":"","offload":true,"edits":"write","pins":true,'
         '"ahead":2}'
+    ),
+    "a parameter that forward has read on a stream of the user is freed on the stream of backward": (
+        '{"model":{"kind":"chain","children":[{"kind":"linear"}]},"aside":true}'
     ),
 }
 

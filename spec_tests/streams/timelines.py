@@ -5,8 +5,8 @@ of the CPU. These are real. The durations come from a model of three numbers:
 
 * the CPU needs `LAUNCH` seconds to launch any operator;
 * an operator on the compute stream takes its bytes, read and written, divided by `COMPUTE`;
-* a collective takes its bytes divided by `LINK`. Collectives run one at a time in launch order, like those of one
-  process group.
+* a collective takes its bytes divided by `LINK`. The collectives of one process group run one at a time in launch
+  order, as on NCCL.
 
 An operator begins when it has been launched, its stream is free, and all operators in its clock have ended::
 
@@ -69,7 +69,6 @@ class Played:
 def played(step: Step) -> Played:
     """Gives each operator the earliest time that the model allows."""
     stops = {moment.place: moment.known for moment in step.moments if moment.kind == "WAIT"}
-    collectives = {place for m in step.moments if m.kind in ("AG", "RS", "AR") for place in m.places}
     ends: dict[tuple[int, int], float] = {}
     free_at: dict[object, float] = {}
     result = Played(step, [], [], {})
@@ -82,8 +81,8 @@ def played(step: Step) -> Played:
         cpu += LAUNCH
         queues: list[object] = [operation.stream]
         rate = COMPUTE
-        if place in collectives:
-            queues.append("the link")
+        if operation.communicator:
+            queues.append(f"communicator {operation.communicator}")
             rate = LINK
         start = max(cpu, _over(operation.clock, ends), *(free_at.get(queue, 0.0) for queue in queues))
         end = ends[operation.stream, operation.number] = start + operation.num_bytes / rate
@@ -112,7 +111,7 @@ def comparison(title: str, panels: Sequence[tuple[str, Step]]) -> str:
     model = f"{1e6 * LAUNCH:.0f} us of the CPU for each operator, {COMPUTE / 1e9:.0f} GB/s computing,"
     captions = (
         "Simulated: order and waits are real, lengths are a model:",
-        f"{model} {LINK / 1e9:.0f} GB/s between ranks, one collective at a time.",
+        f"{model} {LINK / 1e9:.0f} GB/s between ranks, one collective of a group at a time.",
     )
     top = y = timeline._draw_heading(sheet, everything, title, *captions)
     for name, run in runs:

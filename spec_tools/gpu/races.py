@@ -2,7 +2,7 @@
 
 The package runs collectives on streams of their own, next to the compute stream, and orders the streams with events. A
 missing wait is seldom noticed, because the other stream has usually finished by then. So this module delays streams:
-before randomly selected operators, it keeps the current stream busy for a while::
+before randomly selected operators, events and waits, it keeps the stream busy for a while::
 
     communication stream   [ delay ][ all-gather ]
     compute stream              wait ^            [ forward ]      with the wait: late, but correct
@@ -28,6 +28,7 @@ import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import minifsdp
 from minifsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
+from spec_tests.fsdp2.int8_shards import Int8Shards, extended
 from spec_tests.harness import device, pool
 from spec_tests.models.modules import MLP
 from spec_tools.gpu.on_ranks import on_ranks
@@ -129,7 +131,9 @@ def train(configuration: str, mode: TorchDispatchMode) -> Trained:
     """Trains a small model under a mode; returns the loss and the local shards of all parameters after each step."""
     torch.manual_seed(0)
     model = CONFIGURATIONS[configuration](build_model().to(device()))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    # Extensions of the tests do not support operators on lists of tensors.
+    is_extended = configuration.endswith("custom all-gather")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False if is_extended else None)
     accumulates = configuration.endswith("accumulation")
     forward_stream = new_stream(device()) if configuration.endswith("side stream") else None
     trained: Trained = []
@@ -161,8 +165,8 @@ def _batch(step: int, micro: int) -> Tensor:
 
 
 def new_stream(here: torch.device) -> Any:
-    """A new stream of a GPU; ``None`` elsewhere. The simulated accelerator runs backward on the default stream."""
-    return None if here.type != "cuda" else torch.get_device_module(here).Stream(device=here)
+    """A new stream of an accelerator; ``None`` on the CPU."""
+    return None if here.type == "cpu" else torch.get_device_module(here).Stream(device=here)
 
 
 @contextlib.contextmanager
@@ -215,12 +219,35 @@ class Delays(TorchDispatchMode):
         self.compute_stream = platform.current_stream()
         self.num_delays = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        computes = self.platform.current_stream() == self.compute_stream
-        is_late = self.late in (LATE[1] if computes else LATE[0], LATE[2])
+    def __enter__(self) -> Any:
+        stack = self._patches = contextlib.ExitStack()
+        kind = type(self.compute_stream)
+        for name in ("record_event", "wait_event") if self.platform.device_type != "cpu" else ():
+            stack.enter_context(mock.patch.object(kind, name, self._delayed(getattr(kind, name))))
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._patches.close()
+
+    def _delayed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Delays a stream before it records an event, so that the event is late, or before it waits for one."""
+
+        def delayed(stream: Any, *arguments: Any) -> Any:
+            with torch.get_device_module(stream.device).stream(stream):
+                self._delay(stream)
+            return call(stream, *arguments)
+
+        return delayed
+
+    def _delay(self, stream: Any) -> None:
+        is_late = self.late in (LATE[1] if stream == self.compute_stream else LATE[0], LATE[2])
         if is_late and self.random.random() < SHARE:
             self.num_delays += 1
             self.platform.sleep(LONGEST * self.random.random())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._delay(self.platform.current_stream())
         return func(*args, **(kwargs or {}))
 
 
@@ -315,6 +342,11 @@ def _descend(parameter: Tensor) -> None:
     parameter.grad = None
 
 
+def _extended(model: nn.Module) -> nn.Module:
+    """Matrices are all-gathered as int8 with one scale for each rank, by an extension."""
+    return _function()(extended(model, Int8Shards))
+
+
 def _grid() -> Any:
     """A mesh of two replicas, each sharded over half of the ranks."""
     names = ("replicate", "shard")
@@ -350,6 +382,7 @@ CONFIGURATIONS: dict[str, Build] = {
     "function, hybrid, offload": _function(hybrid=True, offload_policy=CPUOffloadPolicy()),
     "function, optimizer in backward": _steps_in_backward,
     "function, side stream": _function(),
+    "function, custom all-gather": _extended,
     "function, accumulation": _function(),
     "function, hybrid, accumulation": _function(hybrid=True),
 }

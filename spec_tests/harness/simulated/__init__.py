@@ -17,25 +17,29 @@ after the other in program order. It also records what could happen on a device 
 ``tensor.py``           tensors of the device, and the dispatch of every operator
 ``cells.py``            steps of an LSTM and of a GRU, which are one kernel on a device
 ``nccl.py``             collectives with NCCL's contract, over gloo between real ranks or with fake peers
+``stuck.py``            collectives that cannot complete, aborts and time-outs
+``capture.py``          captures of graphs, and the calls that make them invalid
+``issue_order.py``      the order in which NCCL runs the collectives of one group, for pictures and overlaps
 ``module.py``           the functions of ``torch.cuda``
 ``install.py``          registration of the device in torch
+``backward.py``         the stream of each node of autograd in backward
 ``errors.py``           exceptions in backward, which must be passed through C++
 ``replay.py``           a check of the race checker: replays the program in other allowed orders and compares the bits
 ======================  ============================================================================================
 
 It shows that two accesses do not collide in *any* order that the streams allow (a happens-before argument, not a
 sample), how often and where the CPU stops, what can run concurrently, and how many bytes an allocator would use. It
-does not show code that did not run, the inside of kernels, NCCL's own deadlocks, time, a forward on a stream of the
-user (autograd's backward runs on the default stream here), or CUDA graphs.
+does not show code that did not run, the inside of kernels, NCCL's own deadlocks, time, or the replay of CUDA graphs.
 
 Measured: an operator on this device takes about 30 to 60 microseconds.
 
 ``minifsdp/`` does not depend on it: the package gets its streams from ``torch.get_device_module`` for any device.
 
-Spec: SIM-01 to SIM-05, SIM-08.
+Spec: SIM-01 to SIM-05, SIM-08, SIM-12 to SIM-17.
 """
 
 from spec_tests.harness.simulated.install import install, is_available
+from spec_tests.harness.simulated.issue_order import IssueOrder
 from spec_tests.harness.simulated.memory import Access
 from spec_tests.harness.simulated.nccl import INVENTED_STORE
 from spec_tests.harness.simulated.races import Race, SimulatedRaceError
@@ -46,6 +50,7 @@ __all__ = [
     "INVENTED_STORE",
     "WORLD",
     "Access",
+    "IssueOrder",
     "Log",
     "Operation",
     "Race",

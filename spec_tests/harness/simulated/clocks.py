@@ -25,17 +25,21 @@ Spec: SIM-01.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-__all__ = ["HOST", "Clock", "Event", "Stream", "join"]
+__all__ = ["HOST", "LOCK", "Clock", "Event", "Stream", "join"]
 
 Clock = dict[int, int]
 
 HOST = 0
-"""The CPU's row in each clock."""
+"""The CPU's row in each clock. It is shared by all threads."""
+
+LOCK = threading.RLock()
+"""Held by the thread that changes streams, clocks or memory: several threads may call the device."""
 
 
 def join(clock: Clock, other: Clock) -> None:
@@ -61,11 +65,13 @@ class Stream:
         learned: for each other stream, the last operation of it that this one waits for, and the line of that wait.
     """
 
-    # Set by `world.py`: the current device and stream, the clock of the CPU, and the line of the program.
+    # Set by `world.py`: the current device and stream, the clock of the CPU and its waits, and the line of the program.
     current_index: Callable[[], int]
     current: Callable[[int], Stream]
     host_clock: Clock
     host_stops: Callable[[str], None]
+    host_waits: Callable[[Clock], None]
+    refuse_in_captures: Callable[[str], None]
     where: Callable[[], str]
 
     def __init__(self, device: Any = None, priority: int = 0, *, name: str | None = None) -> None:
@@ -89,10 +95,11 @@ class Stream:
 
     def learn(self, clock: Clock) -> None:
         """Makes the next operations of the stream run after all operations in ``clock``."""
-        for stream, number in clock.items():
-            if stream not in (HOST, self.number) and number > self.clock.get(stream, 0):
-                self.learned[stream] = (number, Stream.where())
-        join(self.clock, clock)
+        with LOCK:
+            for stream, number in clock.items():
+                if stream not in (HOST, self.number) and number > self.clock.get(stream, 0):
+                    self.learned[stream] = (number, Stream.where())
+            join(self.clock, clock)
 
     def begin_operation(self) -> tuple[int, Clock]:
         """The number of the operation that is launched now, and the operations that are complete when it begins."""
@@ -116,12 +123,13 @@ class Stream:
 
     def query(self) -> bool:
         """Whether the CPU's clock contains all operations of the stream."""
-        return self.record_event().query()
+        Stream.refuse_in_captures("stream.query")
+        return self.record_event().is_passed
 
     def synchronize(self) -> None:
         """Stops the CPU until all operations of the stream are complete."""
         Stream.host_stops("stream.synchronize")
-        join(Stream.host_clock, self.record_event().clock)
+        Stream.host_waits(self.record_event().clock)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and other.number == self.number
@@ -142,8 +150,9 @@ class Event:
     def record(self, stream: Stream | None = None) -> None:
         """Records the point after the operations that the stream, by default the current one, has received so far."""
         stream = stream or Stream.current(Stream.current_index())
-        self.clock = dict(stream.clock)
-        join(self.clock, Stream.host_clock)
+        with LOCK:
+            self.clock = dict(stream.clock)
+            join(self.clock, Stream.host_clock)
 
     def wait(self, stream: Stream | None = None) -> None:
         """Makes later operations of the stream, by default the current one, run after this point."""
@@ -151,11 +160,19 @@ class Event:
 
     def query(self) -> bool:
         """Whether the CPU's clock shows that the point has been passed. False if this depends on the timing."""
+        Stream.refuse_in_captures("event.query")
+        return self.is_passed
+
+    @property
+    def is_passed(self) -> bool:
+        """Same as `query`, for the simulation itself."""
         known = Stream.host_clock
         return all(known.get(stream, 0) >= number for stream, number in self.clock.items() if stream != HOST)
 
     def synchronize(self) -> None:
         """Stops the CPU until the point has been passed."""
-        if not self.query():
+        if self.is_passed:
+            Stream.refuse_in_captures("event.synchronize")
+        else:
             Stream.host_stops("event.synchronize")
-        join(Stream.host_clock, self.clock)
+        Stream.host_waits(self.clock)

@@ -20,6 +20,8 @@ from typing import Any
 
 from torch.autograd.variable import Variable
 
+from spec_tests.harness.simulated.world import WORLD
+
 __all__ = ["EngineWithErrors", "keep_pending", "watch_backward"]
 
 _kept: list[BaseException] = []
@@ -45,11 +47,12 @@ class EngineWithErrors:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def run_backward(self, *arguments: Any, **named: Any) -> Any:
-        """Runs the engine's own `run_backward`."""
+    def run_backward(self, roots: Any, *arguments: Any, **named: Any) -> Any:
+        """Runs the engine's own `run_backward`, with the streams of ``backward.py``."""
         _kept.clear()
         try:
-            return self._engine.run_backward(*arguments, **named)
+            with WORLD.backwards.followed(roots, WORLD.current_stream(0)):
+                return self._engine.run_backward(roots, *arguments, **named)
         except SystemError:
             if not _kept:
                 raise

@@ -30,7 +30,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from spec_tests.harness.simulated import errors, nccl, tensor
 from spec_tests.harness.simulated.cells import install_cells
-from spec_tests.harness.simulated.clocks import HOST
+from spec_tests.harness.simulated.clocks import HOST, LOCK
 from spec_tests.harness.simulated.module import DeviceModule
 from spec_tests.harness.simulated.tensor import Recorder, SimTensor
 from spec_tests.harness.simulated.world import NUM_DEVICES, WORLD
@@ -130,7 +130,8 @@ def _watch_resizes() -> None:
         if home is None:
             return real(self, num_bytes)
         stream = WORLD.current_stream(home.index)
-        return WORLD.memory.resized(self, stream, lambda: real(self, num_bytes))
+        with LOCK:
+            return WORLD.memory.resized(self, stream, lambda: real(self, num_bytes))
 
     torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
 

@@ -14,7 +14,8 @@ as made of all memory that was ever returned to that stream. A block keeps the l
 (`Block.ghosts`) until a write that comes after them in all orders.
 
 ``record_stream`` delays the return: the block is kept until that stream has passed the point where it was freed. The
-block cannot be reused in the meantime, but it counts as used, so the peak is higher.
+block cannot be reused in the meantime, but it counts as used, so the peak is higher. For a storage that is a part of a
+larger one, it has no effect, because the allocator only knows the larger one.
 
 This module also tracks host memory that a device copies from or to without waiting. Whether it is pinned decides
 whether a copy is asynchronous (see ``operators.py``).
@@ -38,7 +39,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from spec_tests.harness.simulated.clocks import HOST, Clock, Event, Stream, join
+from spec_tests.harness.simulated.clocks import HOST, LOCK, Clock, Event, Stream, join
 
 __all__ = ["Access", "Block", "Home", "Memory"]
 
@@ -89,6 +90,7 @@ class Block:
         recorded: numbers of the streams given to ``record_stream``.
         where: the line that allocated it.
         is_pinned: host memory that a device can copy from or to asynchronously.
+        garbage: writes of collectives that cannot complete, and that nothing has overwritten.
     """
 
     owner: int
@@ -100,6 +102,7 @@ class Block:
     accesses: list[Access] = field(default_factory=list)
     recorded: set[int] = field(default_factory=set)
     is_pinned: bool = False
+    garbage: list[Access] = field(default_factory=list)
 
     def note(self, new: Access, clock: Clock) -> Iterator[tuple[str, Access]]:
         """Adds an access. Yields the accesses that it collides with, each with the kind of collision."""
@@ -119,6 +122,11 @@ class Block:
                 if (old.is_write or new.is_write) and not old.is_before(clock):
                     yield "reuse", old
             self.ghosts = [old for old in self.ghosts if not old.is_before(clock)]
+        if self.garbage:
+            if not new.is_write:
+                yield from (("garbage", old) for old in self.garbage if old.meets(new))
+            else:
+                self.garbage = [old for old in self.garbage if not (new.low <= old.low and old.high <= new.high)]
 
 
 class Home:
@@ -224,16 +232,17 @@ class Memory:
             self.num_host_blocks -= 1
             return
         self.num_bytes -= block.num_bytes
+        event = Event()
+        for number in block.recorded:
+            join(event.clock, self.streams[number].record_event().clock)
         ghosts = self._given_back[block.owner]
         for access in [*block.ghosts, *block.accesses]:
-            if access.stream in block.recorded or access.stream == HOST:
+            # The block is kept until all that the recorded streams have received, or waited for, is complete.
+            if access.stream == HOST or access.is_before(event.clock):
                 continue
             if access.stream not in ghosts or ghosts[access.stream].number <= access.number:
                 ghosts[access.stream] = access
         if block.recorded:
-            event = Event()
-            for number in block.recorded:
-                join(event.clock, self.streams[number].record_event().clock)
             self._held_back.append((block, event))
         else:
             self._free_places[block.owner].append(block.place)
@@ -241,7 +250,7 @@ class Memory:
     def _release_held_back(self) -> None:
         waiting = []
         for block, event in self._held_back:
-            if event.query():
+            if event.is_passed:
                 self._free_places[block.owner].append(block.place)
             else:
                 waiting.append((block, event))
@@ -327,10 +336,11 @@ class Memory:
 
     def let_go(self, home: Home) -> None:
         """Called when the last tensor of a storage is deleted. Nearly always the storage is deleted, too."""
-        if home.is_gone:
-            self._forget(home)
-        else:
-            self._maybe_gone.append(home)
+        with LOCK:
+            if home.is_gone:
+                self._forget(home)
+            else:
+                self._maybe_gone.append(home)
 
     def reap(self) -> None:
         """Frees the blocks of storages that another object kept alive after their last tensor."""
@@ -354,11 +364,12 @@ class Memory:
 
     def access(self, home: Home, new: Access, clock: Clock) -> None:
         """Records one access, and reports its collisions."""
-        if home.block is None:
-            self._report("freed", new, None, None)
-            return
-        for kind, old in home.block.note(new, clock):
-            self._report(kind, new, old, home.block)
+        with LOCK:
+            if home.block is None:
+                self._report("freed", new, None, None)
+                return
+            for kind, old in home.block.note(new, clock):
+                self._report(kind, new, old, home.block)
 
     def calm(self) -> None:
         """Marks all earlier accesses as complete, for the beginning of a test."""
@@ -369,7 +380,7 @@ class Memory:
         for home in self.homes.values():
             if home.block is not None:
                 home.block.accesses, home.block.ghosts = [], []
-                home.block.recorded = set()
+                home.block.recorded, home.block.garbage = set(), []
         self.peak = self.num_bytes
 
 

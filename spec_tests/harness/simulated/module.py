@@ -83,6 +83,19 @@ class DeviceModule:
         """Sets the current stream of its device."""
         WORLD.use_stream(stream)
 
+    # --- graphs ---
+
+    class CUDAGraph:
+        """A graph, which cannot be replayed."""
+
+    def graph(self, graph: Any, *, capture_error_mode: str = "global") -> Any:
+        """Captures a stream of its own in a ``with`` block (see ``capture.py``). The operators are executed at once."""
+        return _Capturing(capture_error_mode)
+
+    def exchange_capture_mode(self, mode: str) -> str:
+        """Sets the mode of this thread towards captures, and returns the previous one."""
+        return WORLD.captures.exchange_mode(mode)
+
     def _sleep(self, cycles: int) -> None:
         """Has no effect: an operation never counts as complete before the program waits for it."""
 
@@ -175,6 +188,22 @@ class _OnStream:
             index, stream = self._before
             WORLD.use_stream(stream)
             WORLD.current_index = index
+
+
+class _Capturing:
+    def __init__(self, mode: str) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        WORLD.host_stops("the beginning of a capture")
+        WORLD.synchronize()
+        self._stream = _OnStream(Stream(name="capturing stream"))
+        self._stream.__enter__()
+        self._capture = WORLD.captures.begin(self._mode)
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._stream.__exit__()
+        WORLD.captures.end(self._capture)
 
 
 class _OnDevice:

@@ -16,7 +16,7 @@ A `Wire` provides the other ranks' values:
   values. They do not come from a real training, but they depend only on the inputs, which is sufficient for a replay
   in another order.
 
-Like NCCL, it refuses CPU tensors.
+Like NCCL, it refuses CPU tensors. The collectives of one group run in the order of their issue: see ``issue_order.py``.
 
 Spec: SIM-04.
 """
@@ -24,7 +24,8 @@ Spec: SIM-04.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -33,13 +34,15 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from spec_tests.harness.simulated.clocks import Event, Stream
-from spec_tests.harness.simulated.tensor import SimTensor, kernel, plain, unnoted
+from spec_tests.harness.simulated.clocks import LOCK, Event, Stream
+from spec_tests.harness.simulated.tensor import Launch, SimTensor, kernel, plain, unnoted
 from spec_tests.harness.simulated.world import WORLD
 
 __all__ = ["INVENTED_STORE", "GlooWire", "InventedPeers", "InventedStore", "SimulatedNccl"]
 
 Tensors = Sequence[torch.Tensor]
+
+_communicators = itertools.count(1)
 
 
 class Wire(Protocol):
@@ -214,8 +217,8 @@ class _Backend:
 
     supports_splitting = supports_time_estimate = supports_coalescing = False
 
-    def __init__(self, options: Any) -> None:
-        self.options = options
+    def __init__(self, options: Any, abort: Callable[[], None]) -> None:
+        self.options, self.abort = options, abort
 
 
 class SimulatedNccl(dist.ProcessGroup):
@@ -225,9 +228,14 @@ class SimulatedNccl(dist.ProcessGroup):
         store: the store of the rendezvous.
         rank, size: of this process in the group.
         wire: executes the collectives.
+        timeout: after which a wait for a collective that cannot complete ends.
 
     Attributes:
+        seconds: the time-out.
+        peers_arrive: whether the other ranks arrive at collectives.
+        is_aborted: whether `abort` was called.
         stream: on which asynchronous collectives run.
+        communicators: the number of the communicator of each device.
         kept: tensors of asynchronous collectives that were not waited for.
         num_collectives: so far.
         has_threads: each collective, even a synchronous one, runs on a stream of its own and returns a ``Work``, as
@@ -236,12 +244,15 @@ class SimulatedNccl(dist.ProcessGroup):
 
     has_threads = False
 
-    def __init__(self, store: dist.Store, rank: int, size: int, wire: Wire) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, wire: Wire, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._store, self.wire, self._rank, self._size = store, wire, rank, size
         self.streams: dict[int, Stream] = {}
         self.kept: dict[SimulatedWork, Tensors] = {}
+        self.communicators: dict[int, int] = {}
         self.num_collectives = 0
+        self.seconds = timeout.total_seconds()
+        self.peers_arrive, self.is_aborted = True, False
         self._name, self._description = "", ""
 
     def getBackendName(self) -> str:
@@ -256,7 +267,7 @@ class SimulatedNccl(dist.ProcessGroup):
         return [torch.device("sim")]
 
     def _get_backend(self, device: Any) -> Any:
-        return _Backend(self.wire.backend.options if isinstance(self.wire, GlooWire) else None)
+        return _Backend(self.wire.backend.options if isinstance(self.wire, GlooWire) else None, self.abort)
 
     @property
     def group_name(self) -> str:
@@ -290,8 +301,14 @@ class SimulatedNccl(dist.ProcessGroup):
             self.streams[index] = Stream(index, name=f"stream of the group of {self._size}")
         return self.streams[index]
 
+    def _communicator(self, index: int) -> int:
+        """The number of the communicator of a device."""
+        return self.communicators.setdefault(index, next(_communicators))
+
     def _run(self, name: str, writes: Tensors, reads: Tensors, options: Any, arguments: tuple[Any, ...]) -> Any:
         """Executes a collective, and records it as a kernel of its stream."""
+        if self.is_aborted:
+            raise dist.DistBackendError(f"the communicator was aborted on rank {self._rank} (in {name})")
         for tensor in (*writes, *reads):
             if not isinstance(tensor, SimTensor):
                 raise RuntimeError(f"No backend type associated with device type {tensor.device.type} (in {name})")
@@ -307,14 +324,35 @@ class SimulatedNccl(dist.ProcessGroup):
             stream = Stream(index, name="thread of the backend") if self.has_threads else self._stream(index)
             stream.wait_stream(current)
         # Modes that count collectives intercept this call.
-        with unnoted():
-            self.wire(name, *_plain(arguments))
-        launch = kernel(name.strip("_"), stream, list(reads), list(writes))  # type: ignore[arg-type]
-        if WORLD.log is not None:
-            WORLD.log.note(launch, name.strip("_"), functools.partial(self.wire, name), arguments, {}, [])
+        if self.peers_arrive:
+            with unnoted():
+                self.wire(name, *_plain(arguments))
+        with LOCK:
+            launch = kernel(name.strip("_"), stream, list(reads), list(writes))  # type: ignore[arg-type]
+        if not self.peers_arrive:
+            self._leave_garbage(writes, launch)
+        elif WORLD.log is not None:
+            function = functools.partial(self.wire, name)
+            WORLD.log.note(launch, name.strip("_"), function, arguments, {}, [], communicator=self._communicator(index))
         if not is_asynchronous:
             return None
         return SimulatedWork(self, stream.record_event(), index, (*writes, *reads), list(writes))
+
+    def lose_peers(self) -> None:
+        """For tests: another rank does not arrive at later collectives, so these cannot complete (``stuck.py``)."""
+        self.peers_arrive = False
+
+    def _leave_garbage(self, writes: Tensors, launch: Launch) -> None:
+        stream, number, _, _ = launch
+        WORLD.stuck.add(stream, number, self)
+        for tensor in writes:
+            assert isinstance(tensor, SimTensor)
+            plain(tensor).view(-1).view(torch.uint8).fill_(255)
+            block = tensor._home.block
+            assert block is not None
+            block.garbage += [
+                one for one in block.accesses if one.is_write and (one.stream, one.number) == (stream, number)
+            ]
 
     # --- the methods of a process group ---
 
@@ -428,6 +466,8 @@ class SimulatedNccl(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None, **_: Any) -> Any:
         """Stops the CPU, as NCCL's does, until every rank has arrived and the device has completed all operations."""
+        if self.is_aborted or not self.peers_arrive:
+            raise dist.DistBackendError("a rank does not arrive at the barrier")
         self.num_collectives += 1
         self.wire("barrier", dist.BarrierOptions())
         WORLD.host_stops("barrier")
@@ -437,7 +477,8 @@ class SimulatedNccl(dist.ProcessGroup):
         return SimulatedWork(self, stream.record_event(), stream.index, (), []) if is_asynchronous else None
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the time-out of gloo."""
+        """Sets the time-out, also that of gloo."""
+        self.seconds = timeout.total_seconds()
         if isinstance(self.wire, GlooWire):
             self.wire.backend._set_default_timeout(timeout)
 
@@ -446,8 +487,10 @@ class SimulatedNccl(dist.ProcessGroup):
         self.kept.clear()
 
     def abort(self) -> None:
-        """Releases the kept tensors."""
+        """Ends all collectives that cannot complete; later ones raise. Other threads may call it."""
+        self.is_aborted = True
         self.kept.clear()
+        WORLD.stuck.end(self)
 
 
 GATHER = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
@@ -480,4 +523,4 @@ def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Simul
     # For a Python store, the prefix store of a new group returns only a plain C++ `Store`.
     is_alone = isinstance(inner, (FakeStore, InventedStore)) or type(inner) is dist.Store
     wire = InventedPeers(rank, size) if is_alone else GlooWire(store, rank, size, timeout)
-    return SimulatedNccl(store, rank, size, wire)
+    return SimulatedNccl(store, rank, size, wire, timeout)

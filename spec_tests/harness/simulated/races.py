@@ -1,10 +1,11 @@
 """The kinds of collisions, and their reports.
 
-There are three kinds:
+There are four kinds:
 
 * ``race``: two accesses to the same bytes of one allocation, at least one of them a write, and no order between them;
 * ``reuse``: the bytes were returned to their stream and reallocated while another stream still used them;
-* ``freed``: the bytes were used after ``resize_(0)``.
+* ``freed``: the bytes were used after ``resize_(0)``;
+* ``garbage``: the bytes are the output of a collective that cannot complete (see ``stuck.py``).
 
 A report names both operators, both streams and the lines of the program. It also names the missing wait: which stream
 must wait for which, and up to which operation it has waited so far.
@@ -35,7 +36,7 @@ class Race:
     """One collision.
 
     Attributes:
-        kind: ``race``, ``reuse`` or ``freed``.
+        kind: ``race``, ``reuse``, ``freed`` or ``garbage``.
         text: the report.
         new, old: the two accesses.
     """
@@ -50,6 +51,9 @@ class Race:
         """Creates the report at the time of the collision, while the waits so far are known."""
         if old is None:
             return cls(kind, f"FREED: {_reported(world, new)} uses memory that was given back", new, None)
+        if kind == "garbage":
+            text = f"GARBAGE: {_reported(world, new)}\n  has the output of {old.operator} [{old.where}]"
+            return cls(kind, f"{text}, which cannot complete because a rank never arrives", new, old)
         lines = [f"{kind.upper()}: {_reported(world, new)}", f"  is not ordered after {_reported(world, old)}"]
         if kind == "reuse" and block is not None:
             owner = world.name_of(block.owner)

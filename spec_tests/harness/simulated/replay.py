@@ -74,6 +74,7 @@ class Operation:
         random_state: of the generator, for operators that draw random numbers.
         num_bytes: number of bytes that it accesses.
         where: the lines of the program.
+        communicator: number of the communicator of a collective; 0 for all other operations.
     """
 
     stream: int
@@ -87,15 +88,16 @@ class Operation:
     random_state: torch.Tensor | None
     num_bytes: int
     where: str
+    communicator: int = 0
 
     def is_before(self, other: Operation) -> bool:
-        """Whether this operation is complete when the other begins, in every order."""
+        """Whether this operation is complete when the other begins, in every order that the streams allow."""
         if other.stream == self.stream:
             return self.number < other.number
         return other.clock.get(self.stream, 0) >= self.number
 
     def may_overlap(self, other: Operation) -> bool:
-        """Whether the streams allow the two to run at the same time."""
+        """Whether the streams allow the two to run at the same time. Without the order of NCCL (`IssueOrder`)."""
         return not (self.is_before(other) or other.is_before(self))
 
 
@@ -148,6 +150,7 @@ class Log:
         kwargs: Any,
         new: Sequence[torch.Tensor],
         random_state: torch.Tensor | None = None,
+        communicator: int = 0,
     ) -> None:
         """Adds an operation; ``new`` contains those of its results that are new tensors."""
         stream, number, clock, where = launch
@@ -170,6 +173,7 @@ class Log:
                 random_state,
                 num_bytes,
                 where,
+                communicator,
             )
         )
 

@@ -34,13 +34,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spec_tests.harness.simulated.clocks import HOST, Clock, Stream
+from spec_tests.harness.simulated.clocks import HOST, LOCK, Clock, Stream
 from spec_tests.harness.simulated.memory import Access, Home
 from spec_tests.harness.simulated.operators import Signature, signature_of
 from spec_tests.harness.simulated.world import NUM_DEVICES, WORLD
 
 Launch = tuple[int, int, Clock, str]
 """Stream, number, clock and lines of an operation."""
+Stop = tuple[Stream, str]
+"""A stream that the CPU waits for, and the reason."""
 
 __all__ = ["Launch", "Recorder", "SimTensor", "kernel", "plain", "run", "settle", "unnoted", "wrap"]
 
@@ -70,7 +72,8 @@ class SimTensor(torch.Tensor):
     def record_stream(self, stream: Stream) -> None:
         """Keeps the memory from reuse until the stream has passed the point where it is freed."""
         block = self._home.block
-        if block is not None and stream.number != block.owner:
+        # The allocator does not know storages that are a part of another one.
+        if block is not None and not self._home.is_part and stream.number != block.owner:
             block.recorded.add(stream.number)
             WORLD.memory.streams[stream.number] = stream
 
@@ -247,7 +250,18 @@ def run(operator: Any, args: Any, kwargs: Any) -> Any:
             return operator(*args, **kwargs)
     signature = signature_of(operator)
     if signature.is_composite:
-        return operator.decompose(*args, **kwargs)
+        made = operator.decompose(*args, **kwargs)
+        return made if operator._schema.returns else None
+    with LOCK:
+        outside, stop = _executed(signature, operator, args, kwargs)
+    # Without the lock, because other threads continue during the wait.
+    if stop is not None:
+        WORLD.stop_for(*stop)
+    return outside
+
+
+def _executed(signature: Signature, operator: Any, args: Any, kwargs: Any) -> tuple[Any, Stop | None]:
+    """The result of an operator, and the stop of the CPU that it needs."""
     call = _Call(signature)
     writes = signature.writes
     inside = [call.enter(value, writes[position]) for position, value in enumerate(args)]
@@ -270,12 +284,13 @@ def run(operator: Any, args: Any, kwargs: Any) -> Any:
         call.reshape_written()
     new: list[SimTensor] = []
     outside = call.leave(result, target, new)
+    stop = None
     if signature.is_kernel:
         is_asynchronous = bool(kwargs.get("non_blocking")) or (
             -1 < signature.asynchronous_at < len(args) and bool(args[signature.asynchronous_at])
         )
         if signature.is_copy and (target is None or call.host_reads or call.host_writes):
-            _crossing(call, operator, args, kwargs, new, outside, is_asynchronous)
+            stop = _crossing(call, operator, args, kwargs, new, outside, is_asynchronous)
         elif call.index is not None or new:
             reads = call.reads if signature.reads else []
             index = call.index if call.index is not None else target
@@ -284,16 +299,16 @@ def run(operator: Any, args: Any, kwargs: Any) -> Any:
             if WORLD.log is not None:
                 WORLD.log.note(launch, signature.name, operator, args, kwargs, new, random_state)
             if signature.stops_host:
-                WORLD.stop_for(WORLD.current_stream(index), signature.name)
+                stop = WORLD.current_stream(index), signature.name
             if call.host_reads:
                 _host_access(call.host_reads, [], signature.name)
-    return outside
+    return outside, stop
 
 
 def _crossing(
     call: _Call, operator: Any, args: Any, kwargs: Any, new: list[SimTensor], outside: Any, is_asynchronous: bool
-) -> None:
-    """A copy between a device and the CPU."""
+) -> Stop | None:
+    """A copy between a device and the CPU. Returns the stop of the CPU that it needs."""
     name = f"{call.signature.name} between devices"
     to_host = bool(call.host_writes) or (not new and not call.writes)
     if to_host:
@@ -308,9 +323,7 @@ def _crossing(
         if WORLD.log is not None:
             new_on_host = [target] if is_known and not call.host_writes else []
             WORLD.log.note(launch, name, operator, args, kwargs, new_on_host)
-        if not on_its_own:
-            WORLD.stop_for(stream, name)
-        return
+        return None if on_its_own else (stream, name)
     source_on_host = call.host_reads[-1]
     written = [*call.writes, *new]
     stream = WORLD.current_stream(written[0]._index)
@@ -323,8 +336,7 @@ def _crossing(
             # The call has read the source: later writes to it must not change the replay.
             args = [value.clone() if value is source_on_host else value for value in args]
         WORLD.log.note(launch, name, operator, args, kwargs, new)
-    if not is_asynchronous and source_on_host.dim():
-        WORLD.stop_for(stream, name)
+    return (stream, name) if not is_asynchronous and source_on_host.dim() else None
 
 
 def _is_pinned(tensor: torch.Tensor) -> bool:
@@ -343,7 +355,7 @@ def kernel(
     host_reads: list[torch.Tensor] | tuple[()] = (),
     host_writes: list[torch.Tensor] | tuple[()] = (),
 ) -> Launch:
-    """Records an operation of a stream with its accesses."""
+    """Records an operation of a stream with its accesses. The caller holds the lock."""
     number_of_stream, number, clock = WORLD.begin_operation(stream)
     where = WORLD.where()
     memory = WORLD.memory
@@ -402,6 +414,14 @@ def on_the_cpu(operator: Any, args: Any, kwargs: Any) -> Any:
     signature = signature_of(operator)
     if not signature.is_kernel:
         return result
+    with LOCK:
+        _note_on_the_cpu(signature, operator, args, kwargs, result, random_state)
+    return result
+
+
+def _note_on_the_cpu(
+    signature: Signature, operator: Any, args: Any, kwargs: Any, result: Any, random_state: torch.Tensor | None
+) -> None:
     reads: list[torch.Tensor] = []
     writes: list[torch.Tensor] = []
     given = [*zip(args, signature.writes, strict=False)]
@@ -417,7 +437,6 @@ def on_the_cpu(operator: Any, args: Any, kwargs: Any) -> Any:
             # Computed from watched memory, so the replay computes it again.
             pinned(tensor, is_pinned=False)
         WORLD.log.note(launch, name, operator, args, kwargs, made, random_state)
-    return result
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:

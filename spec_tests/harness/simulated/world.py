@@ -21,9 +21,12 @@ from typing import Any
 
 import torch
 
-from spec_tests.harness.simulated.clocks import HOST, Clock, Stream, join
+from spec_tests.harness.simulated.backward import Backwards
+from spec_tests.harness.simulated.capture import Captures
+from spec_tests.harness.simulated.clocks import HOST, LOCK, Clock, Stream, join
 from spec_tests.harness.simulated.memory import Access, Block, Memory
 from spec_tests.harness.simulated.races import Race, SimulatedRaceError
+from spec_tests.harness.simulated.stuck import Stuck
 
 __all__ = ["NUM_DEVICES", "WORLD", "World"]
 
@@ -45,6 +48,9 @@ class World:
         num_operations: launched so far.
         log: the open `Log`, if there is one (see ``replay.py``).
         is_strict: all operations run on one stream, and a remaining collision raises immediately.
+        stuck: collectives that cannot complete.
+        backwards: the streams of nodes of autograd.
+        captures: captures of graphs that have not ended.
         programs: parts of file names whose lines are shown in reports.
     """
 
@@ -55,9 +61,13 @@ class World:
         Stream.current = self.current_stream
         Stream.host_clock = self.host
         Stream.host_stops = self.host_stops
+        Stream.host_waits = self.wait_for
         Stream.where = self.where
+        self.stuck, self.captures = Stuck(), Captures()
+        Stream.refuse_in_captures = self.captures.refuse
         self.main = [Stream(index, name="compute stream") for index in range(NUM_DEVICES)]
         self.streams: dict[int, Stream] = {stream.number: stream for stream in self.main}
+        self.backwards = Backwards(self.main[0])
         self.memory = Memory(self._report)
         self.races: dict[Any, Race] = {}
         self.stops: Counter[tuple[str, str]] = Counter()
@@ -89,12 +99,19 @@ class World:
         """The current stream of a device in this thread."""
         if self.is_strict:
             return self.main[index]
+        if index == 0 and (place := self.backwards.place()):
+            return place.stream
         chosen: dict[int, Stream] | None = getattr(self._local, "streams", None)
         return self.main[index] if chosen is None else chosen.get(index) or self.main[index]
 
     def use_stream(self, stream: Stream) -> None:
         """Makes ``stream`` the current stream of its device in this thread."""
         self.streams[stream.number] = stream
+        if stream.index == 0:
+            self.backwards.changed(stream)
+            if place := self.backwards.place():
+                place.stream = stream
+                return
         self._local.__dict__.setdefault("streams", {})[stream.index] = stream
 
     def where(self) -> str:
@@ -122,30 +139,43 @@ class World:
     # --- the host ---
 
     def host_stops(self, reason: str) -> None:
-        """Records that the CPU waits for the device."""
-        self.stops[reason, self.where()] += 1
+        """Records that the CPU waits for the device.
+
+        Raises:
+            RuntimeError: a graph is captured.
+        """
+        self.captures.refuse(reason)
+        with LOCK:
+            self.stops[reason, self.where()] += 1
+
+    def wait_for(self, clock: Clock) -> None:
+        """Makes the CPU wait until all operations of the clock are complete."""
+        self.stuck.wait(clock)
+        with LOCK:
+            join(self.host, clock)
 
     def stop_for(self, stream: Stream, reason: str) -> None:
         """Makes the CPU wait until the stream has completed all its operations."""
         self.host_stops(reason)
-        join(self.host, stream.clock)
+        self.wait_for(stream.clock)
 
     def synchronize(self) -> None:
         """Makes the CPU wait for all streams."""
         for stream in list(self.streams.values()):
-            join(self.host, stream.clock)
+            self.wait_for(stream.clock)
 
     # --- operations ---
 
     def begin_operation(self, stream: Stream | None) -> tuple[int, int, Clock]:
         """Stream, number and clock of an operation that is launched now. Without a stream it runs on the CPU."""
-        self.num_operations += 1
-        if stream is None:
-            self.host[HOST] = self.host.get(HOST, 0) + 1
-            return HOST, self.host[HOST], dict(self.host)
-        self.streams[stream.number] = stream
-        number, clock = stream.begin_operation()
-        return stream.number, number, clock
+        with LOCK:
+            self.num_operations += 1
+            if stream is None:
+                self.host[HOST] = self.host.get(HOST, 0) + 1
+                return HOST, self.host[HOST], dict(self.host)
+            self.streams[stream.number] = stream
+            number, clock = stream.begin_operation()
+            return stream.number, number, clock
 
     def name_of(self, stream: int) -> str:
         """The name of a stream for reports."""
@@ -186,6 +216,7 @@ class World:
 
     def begin(self) -> None:
         """Called at the beginning of a test: all operations are complete, and there are no collisions."""
+        self.stuck.end()
         self.synchronize()
         self.memory.calm()
         self.races.clear()
@@ -195,6 +226,7 @@ class World:
         self.is_strict = False
         self.look_at(PROGRAM)
         self._local.__dict__.clear()
+        self.backwards.begin()
         alive = {stream.number for stream in self.main}
         for number in [number for number in self.streams if number not in alive]:
             del self.streams[number]

@@ -1,0 +1,32 @@
+"""A process group with two backends: collectives of an accelerator's tensors compare no sizes between CPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minifsdp.engine import collectives
+from minifsdp.engine.mesh import Group
+from spec_tests.harness import ranks
+
+
+@pytest.mark.spec("STREAM-19")
+@pytest.mark.parametrize("kind", ["cpu", "meta"])
+@ranks(2)
+def test_only_cpu_tensors_are_compared_between_cpus_before_they_are_sent(kind: str) -> None:
+    group: Any = Group.of(dist.group.WORLD)
+    asked: list[str] = []
+    sent: list[torch.Tensor] = []
+
+    def send(tensor: torch.Tensor, group: Any) -> None:
+        sent.append(tensor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group.sequence.transport, "check_size", lambda what, *_: asked.append(what))
+        # A tensor of another device stands for one of an accelerator.
+        collectives.call(send, group, torch.zeros(1, device=kind))
+    assert len(sent) == 1
+    assert asked == (["send"] if kind == "cpu" else [])
