@@ -7,7 +7,8 @@
     10.0.3.7 and other IPv4 addresses   <address>
     /scratch/job/data/a.py              <path>/a.py
 
-The last part of a path stays, and for an installed package all parts after ``site-packages``. ``chunks`` has already
+The last part of a path stays, and for an installed package all parts after ``site-packages``. Paths in ``/dev``,
+``/proc`` and ``/sys`` are the same on all machines, so they stay. ``chunks`` has already
 replaced the checkout, Python and the home folder. Names such as ``root``, which many machines have, stay: they say
 nothing about a user, and the same words occur in messages.
 """
@@ -25,7 +26,7 @@ __all__ = ["local_names", "without_names"]
 
 COMMON = {"localhost", "root", "user", "users", "ubuntu", "admin", "nobody", "test", "gpu", "node", "cuda", "torch"}
 # The first slash begins a path if no word, scheme or replaced folder is before it.
-PATH = re.compile(r"(?<![\w:/.~>*)\]-])(?:/|(?:\.\./)+)(?:[\w.+@=-]+/)+")
+PATH = re.compile(r"(?<![\w:/.~>*)\]-])(?!/(?:dev|proc|sys)/)(?:/|(?:\.\./)+)(?:[\w.+@=-]+/)+")
 PACKAGES = re.compile(r".*/(site-packages|dist-packages)/")
 OCTET = r"(?:25[0-5]|2[0-4]\d|1?\d?\d)"
 ADDRESS = re.compile(rf"(?<![\w.-])(?!127\.|0\.0\.0\.0){OCTET}(?:\.{OCTET}){{3}}(?![\w.])")

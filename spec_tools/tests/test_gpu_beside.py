@@ -59,7 +59,7 @@ def composed(bandwidth: list[dict[str, Any]], steps: list[dict[str, Any]]) -> di
 
 
 def files_of(folder: Path) -> list[str]:
-    return sorted(path.name.removeprefix("it-") for path in folder.iterdir() if path.name != "it.md")
+    return sorted(path.name.removeprefix("it-") for path in folder.iterdir() if path.name not in ("it.md", "it.json"))
 
 
 @pytest.mark.spec("KIT-18")

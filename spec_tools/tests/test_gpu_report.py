@@ -43,7 +43,7 @@ def a_test(test: str, outcome: str, **more: Any) -> dict[str, Any]:
 
 
 def step(contender: str, ms: float, outcome: str = "passed") -> dict[str, Any]:
-    return {"size": "125M", "ranks": 8, "contender": contender, "ms": ms, "outcome": outcome}
+    return {"size": "125M", "ranks": 8, "precision": "bf16", "contender": contender, "ms": ms, "outcome": outcome}
 
 
 def race(seed: int, outcome: str = "passed", **more: Any) -> dict[str, Any]:
@@ -186,6 +186,7 @@ NAMES = {"dgx-17.example.org": "<host>", "dgx-17": "<host>", "alice": "<user>"}
         ),
         ("../../scratch/alice/torch/x.py:3 and ../", "<path>/x.py:3 and ../"),
         ("<python>/lib/torch/x.py ./minifsdp/a.py ~/b/c.py", "<python>/lib/torch/x.py ./minifsdp/a.py ~/b/c.py"),
+        ("/dev/shm: 64 MiB, /proc/meminfo", "/dev/shm: 64 MiB, /proc/meminfo"),
         ("connect to 10.0.3.7:29500, not 127.0.0.1", "connect to <address>:29500, not 127.0.0.1"),
         (
             "tokens/s, GB/s, 580.159.04, https://pytorch.org/docs/a",
