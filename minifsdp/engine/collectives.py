@@ -145,8 +145,7 @@ class Collective:
         # If the ranks found a mismatch since then, all of them drop the earlier collectives.
         self._work = None
         if agree is False:
-            sequence = self.position[0]
-            report = log.diagnosis(self.position)
+            sequence, report = self.position[0], log.diagnosis(self.position)
             sequence.begin_epoch()
             sequence.forget_sizes()
             raise RuntimeError(message("about-to-part", ranks=list(sequence.ranks), report=report))

@@ -378,6 +378,8 @@ def _legal_options(d: Description) -> Description:
         # Unsynchronized gradients must not be used for a step, and neither must gradients of an interrupted backward.
         d = replace(d, micro_batches=(True,) * len(d.micro_batches), bomb="", scales=False)
         changes.update(micro_batches=d.micro_batches, bomb_at=0, resets=False, clips=False)
+        # The first of two backwards would change the parameters of the second one's forward.
+        changes["separate"] = False
         if not (d.originals or "fully_shard" in d.api):
             changes["stepping"] = ""
     if d.forwards == 1:
