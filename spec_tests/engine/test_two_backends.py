@@ -14,6 +14,7 @@ from spec_tests.harness import ranks
 
 
 @pytest.mark.spec("STREAM-19")
+@pytest.mark.cpu
 @pytest.mark.parametrize("kind", ["cpu", "meta"])
 @ranks(2)
 def test_only_cpu_tensors_are_compared_between_cpus_before_they_are_sent(kind: str) -> None:

@@ -93,7 +93,7 @@ def table(findings: Sequence[Finding]) -> Iterator[str]:
         if "skipped" in line:
             shown["us"] = f"skipped: {line['skipped']}"
         yield f"| {' | '.join(str(shown.get(name, '')) for name in SHOWN)} |"
-    yield "\nThe other sizes are in the CSV file next to the report, and in the JSON below."
+    yield "\nThe other sizes are in the CSV file next to the report, and in the JSON file next to it."
 
 
 def _expected(finding: Finding) -> str:

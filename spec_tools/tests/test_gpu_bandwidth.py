@@ -103,9 +103,9 @@ def test_wrong_values_of_a_broken_collective_are_counted(case: int) -> None:
 def test_wrong_values_fail_the_finding() -> None:
     row = {"what": "", "bytes": 2000, "count": 500, "memory": 9, "us": [1.0], "host us": [1.0], "wrong": 0}
     about = {"collective": "all-gather", "dtype": "float32", "ranks": 2}
-    good = bandwidth._finding(about, [[row, row], [row, row]])
+    good = bandwidth.finding_of(about, [[row, row], [row, row]])
     assert (good["outcome"], len(good["rows"])) == ("passed", 2)
-    bad = bandwidth._finding(about, [[row, row], [row, {**row, "wrong": 3}]])
+    bad = bandwidth.finding_of(about, [[row, row], [row, {**row, "wrong": 3}]])
     assert (bad["outcome"], bad["rows"][1]["wrong"]) == ("failed", 3)
     assert bad["text"] == "all-gather of float32 on 2 ranks: 3 wrong values of 2000 bytes"
 

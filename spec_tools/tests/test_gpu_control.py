@@ -77,7 +77,7 @@ def test_crashed_test_and_file_without_results_run_again() -> None:
 
 @pytest.mark.spec("KIT-20")
 def test_failed_chunks_of_other_stages_run_again_and_smoke_also_with_torch(tmp_path: Path) -> None:
-    names = ["smoke/2-ranks", "steps/1-ranks/tiny", "races/2-ranks/wrapper", "collectives/2-ranks"]
+    names = ["smoke/2-ranks", "steps/1-ranks/tiny, bf16", "races/2-ranks/wrapper", "collectives/2-ranks"]
     found = control.control_chunks(settings_after(tmp_path, {name: failed() for name in names}))
     assert [chunk.command[3] for chunk in found] == ["smoke", "smoke", "steps", "races"]
     assert [dict(chunk.environment) for chunk in found] == [{}, control.WITH_TORCH, {}, {}]

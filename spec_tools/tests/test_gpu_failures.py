@@ -23,7 +23,7 @@ import torch.distributed as dist
 from spec_tests.harness import pool, ranks
 from spec_tests.waiting import comes_true
 from spec_tools.gpu import __main__ as kit
-from spec_tools.gpu import advice, chunks, evidence, links, note, on_ranks
+from spec_tools.gpu import advice, chunks, evidence, links, note, on_ranks, report
 from spec_tools.gpu.__main__ import Kit, main
 from spec_tools.gpu.chunks import Chunk, Outcome, run_chunk
 from spec_tools.gpu.platforms import CPU, Platform
@@ -300,7 +300,9 @@ def test_hanging_chunk_keeps_stacks_flight_recorder_and_ledger(
     assert (home / recorder).read_text() == "the last collectives"
     assert (home / spy).read_text() == f"Thread {spy[7:-4]} (idle)\n"
     assert re.fullmatch(r"py-spy-\d+\.txt", spy)
-    assert '"flight-recorder/rank-3"' in (tmp_path / "report.md").read_text()
+    text, found = (tmp_path / "report.md").read_text(), report.read(tmp_path / "report.json")
+    assert "File: flight-recorder/rank-3" in text
+    assert recorder in found["chunks"]["links/all"]["files"]
 
 
 @pytest.mark.spec("KIT-14")

@@ -256,7 +256,7 @@ def test_quick_run_of_both_stages_is_estimated_below_three_minutes(
 def test_kit_prints_the_estimate_of_a_chunk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("spec_tools.gpu.__main__.run_chunk", lambda chunk, folder: Outcome("passed", 1.0))
+    monkeypatch.setattr("spec_tools.gpu.__main__.run_chunk", lambda *args, **options: Outcome("passed", 1.0))
     chunks = [Chunk("steps/a", [], 9.0, estimate=41.6), Chunk("suite/b", [], 9.0)]
     progress = Progress(tmp_path / "run", {})
     kit = Kit(Settings(CPU, tmp_path / "run"), progress, tmp_path / "report.md")
