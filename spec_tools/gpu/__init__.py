@@ -38,12 +38,12 @@ A `Platform` defines which device to use and how to delay a stream. ``--device c
 delays that do nothing. This tests the kit but no GPU, and the report begins with this warning.
 
 Reading order: ``platforms`` -> ``chunks`` (a process and how it ends), ``evidence`` (files about a failure),
-``private`` (no names in outcomes) -> ``progress`` (the outcomes on the disk) -> ``stages`` (the chunks of each stage)
+``names`` (no names in reports) -> ``progress`` (the outcomes on the disk) -> ``stages`` (the chunks of each stage)
 -> ``piece`` and ``on_ranks`` (chunks that do not run pytest) -> ``hardware`` with ``first`` (ranks), ``machine`` and
 ``nvidia_smi`` (facts), ``remarks`` (warnings) -> ``links``, ``collectives``, ``smoke``, ``bandwidth``, ``steps``,
 ``races`` -> ``cards`` (peaks) and ``intervals`` -> ``note`` (findings of a pytest chunk) -> ``control`` (failures
 again) -> ``advice`` (what a failure means) -> ``bandwidth_table``, ``steps_table``, ``plots`` -> ``beside`` ->
-``names``, ``summary``, ``text``, ``report`` -> ``__main__``. ``nodes``, ``node_stages`` and ``merging`` run on several
+``summary``, ``text``, ``report`` -> ``__main__``. ``nodes``, ``node_stages`` and ``merging`` run on several
 machines.
 
 Spec: KIT-01 to KIT-25.

@@ -22,8 +22,8 @@ import torch
 
 from spec_tools.gpu import advice, report
 from spec_tools.gpu.chunks import ROOT, Chunk, Outcome, end_leftovers, run_chunk
+from spec_tools.gpu.names import HOST
 from spec_tools.gpu.platforms import PLATFORMS, NotHere, Platform, find
-from spec_tools.gpu.private import HOST
 from spec_tools.gpu.progress import InUse, Progress
 from spec_tools.gpu.stages import STAGES, Settings, Stage
 

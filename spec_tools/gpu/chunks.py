@@ -37,8 +37,8 @@ from pathlib import Path
 from typing import Any
 
 from spec_tests.waiting import comes_true
-from spec_tools.gpu import evidence
-from spec_tools.gpu.private import ROOT, without_names
+from spec_tools.gpu import evidence, names
+from spec_tools.gpu.names import ROOT
 
 __all__ = [
     "FINDINGS_FILE", "ROOT", "Chunk", "Outcome", "end_leftovers", "examined_before", "first_error", "processes_of",
@@ -136,7 +136,7 @@ def run_chunk(
         shutil.rmtree(scratch, ignore_errors=True)
     leader.wait()
     findings.tell_new_lines(tell)
-    clean = str if with_names else without_names
+    clean = str if with_names else names.clean
     outcome = _outcome(leader.returncode, hung, time.monotonic() - begin, chunk, log, findings.path, clean)
     return outcome if outcome.word == "passed" else replace(outcome, files=evidence.files(home))
 
@@ -223,7 +223,7 @@ def _outcome(
     chunk: Chunk,
     log: Path,
     findings: Path,
-    clean: Callable[[str], str] = without_names,
+    clean: Callable[[str], str] = names.clean,
 ) -> Outcome:
     found = read_findings(findings, clean)
     seconds = round(seconds, 1)
@@ -240,7 +240,7 @@ def _outcome(
     return Outcome(word, seconds, reason, "\n".join(text.splitlines()[-LAST_LINES:]), found)
 
 
-def read_findings(findings: Path, clean: Callable[[str], str] = without_names) -> list[dict[str, Any]]:
+def read_findings(findings: Path, clean: Callable[[str], str] = names.clean) -> list[dict[str, Any]]:
     """The findings, without names, and without a last line that a crash has truncated."""
     found = []
     for line in findings.read_text().splitlines() if findings.exists() else []:

@@ -30,8 +30,8 @@ import torch.distributed as dist
 from spec_tests.harness import pool, worker
 from spec_tests.ports import free_port
 from spec_tests.waiting import comes_true
+from spec_tools.gpu.names import HOST
 from spec_tools.gpu.platforms import Platform, find
-from spec_tools.gpu.private import HOST
 
 __all__ = ["check_ranks", "line_of_versions", "note", "take_steps"]
 

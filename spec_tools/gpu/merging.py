@@ -104,5 +104,5 @@ def _same_versions(outcome: Outcome, found: Mapping[int, Result], place: Place) 
 def names_of(hosts: Mapping[int, str]) -> dict[str, str]:
     """The names of this machine and of all hosts, each with its replacement in the report."""
     numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts[rank] for rank in sorted(hosts)))}
-    of_hosts = {name: f"<host {number}>" for host, number in numbers.items() for name in (host.partition(".")[0], host)}
+    of_hosts = {name: f"host{number}" for host, number in numbers.items() for name in (host.partition(".")[0], host)}
     return local_names() | {name: word for name, word in of_hosts.items() if len(name) > 2 and name != "localhost"}

@@ -21,8 +21,8 @@ from spec_tools.gpu import chunks, first, hardware, machine
 from spec_tools.gpu.__main__ import Kit
 from spec_tools.gpu.chunks import Chunk
 from spec_tools.gpu.first import check_ranks, note
+from spec_tools.gpu.names import clean
 from spec_tools.gpu.platforms import CPU, CUDA, SIMULATED, Platform
-from spec_tools.gpu.private import without_names
 from spec_tools.gpu.progress import Progress
 from spec_tools.gpu.stages import STAGES, Settings, Stage
 
@@ -161,11 +161,9 @@ def test_terminal_shows_the_host_and_the_report_does_not(
 def test_names_of_host_and_user_are_replaced_as_whole_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "node7")
     monkeypatch.setenv("LOGNAME", "alice")
-    assert (
-        without_names("node7:12 [0] NCCL INFO alice, node71, malice") == "host0:12 [0] NCCL INFO <user>, node71, malice"
-    )
+    assert clean("node7:12 [0] NCCL INFO alice, node71, malice") == "host0:12 [0] NCCL INFO <user>, node71, malice"
     monkeypatch.setenv("LOGNAME", "root")
-    assert without_names("all-gather of the root") == "all-gather of the root"
+    assert clean("all-gather of the root") == "all-gather of the root"
 
 
 @pytest.mark.spec("KIT-07")

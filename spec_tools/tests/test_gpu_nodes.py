@@ -142,7 +142,7 @@ def test_different_versions_are_a_failure() -> None:
 @pytest.mark.spec("KIT-25")
 def test_each_host_has_a_number_in_the_report() -> None:
     names = merging.names_of({0: "dgx-1.example.org", 1: "dgx-1.example.org", 2: "dgx-2.example.org", 3: "localhost"})
-    assert (names["dgx-1.example.org"], names["dgx-1"], names["dgx-2"]) == ("<host 0>", "<host 0>", "<host 1>")
+    assert (names["dgx-1.example.org"], names["dgx-1"], names["dgx-2"]) == ("host0", "host0", "host1")
     assert "localhost" not in names
 
 

@@ -170,14 +170,14 @@ def test_markdown_has_a_table_of_the_control(tmp_path: Path) -> None:
 
 # ---- names ----------------------------------------------------------------------------------------------------------
 
-NAMES = {"dgx-17.example.org": "<host>", "dgx-17": "<host>", "alice": "<user>"}
+NAMES = {"dgx-17.example.org": "host0", "dgx-17": "host0", "alice": "<user>"}
 
 
 @pytest.mark.spec("KIT-23")
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("[dgx-17.example.org:2] and dgx-17:", "[<host>:2] and <host>:"),
+        ("[dgx-17.example.org:2] and dgx-17:", "[host0:2] and host0:"),
         ("dgx-170 and alices stay", "dgx-170 and alices stay"),
         ("alice: /scratch/alice/run-7/data.bin: No such file", "<user>: <path>/data.bin: No such file"),
         (
@@ -205,7 +205,7 @@ def test_report_keeps_names_only_on_request(monkeypatch: pytest.MonkeyPatch, tmp
     assert names.local_names() == NAMES
     outcomes = {"suite/x": failed("ValueError: dgx-17", last_lines="alice at /data/x/y.py")}
     for with_names, words in (
-        (False, ("<host>", "<user> at <path>/y.py")),
+        (False, ("host0", "<user> at <path>/y.py")),
         (True, ("dgx-17", "alice at /data/x/y.py")),
     ):
         report.write(report.compose(CUDA, outcomes, [], 0, with_names), tmp_path / "it.md")
