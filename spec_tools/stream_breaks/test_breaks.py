@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from spec_tests.streams import engines
-from spec_tests.streams.breaks import BREAKS, ROWS, SCHEDULES, unbroken
-from spec_tests.streams.broken import failures, gathers, host, memory, reductions
 from spec_tests.streams.engines import Break, Outcome
 from spec_tests.streams.programs import PROGRAMS
+from spec_tools.stream_breaks.breaks import BREAKS, ROWS, SCHEDULES, unbroken
+from spec_tools.stream_breaks.broken import failures, gathers, host, memory, reductions
 
 Run = tuple[str, Break | None]
 """A program, and the engine that it runs on; ``None`` for the intact one."""

@@ -29,7 +29,7 @@ found, the checker has a defect, a program is missing, or the line is not necess
 If a refactoring of the engine changes such a line, a test fails, because the edit does not fit. The break must then be
 rewritten for the new engine.
 
-``python -m spec_tests.streams.breaks`` writes the table ``docs/data/stream-breaks.json`` in about two minutes.
+``python -m spec_tools.stream_breaks.breaks`` writes the table ``docs/data/stream-breaks.json`` in about two minutes.
 
 Spec: SIM-07.
 """
@@ -46,8 +46,8 @@ from typing import Any
 
 from spec_tests.harness.accounting import ROOT
 from spec_tests.streams import engines
-from spec_tests.streams.broken import failures, gathers, host, memory, reductions
 from spec_tests.streams.engines import PACKAGE, Break
+from spec_tools.stream_breaks.broken import failures, gathers, host, memory, reductions
 
 __all__ = ["BREAKS", "SCHEDULES", "unbroken"]
 
