@@ -1,7 +1,7 @@
 """Makes ``sim`` a device of this process. It cannot be undone: torch supports one Python backend per process.
 
-This uses private hooks of torch, so it works only with the version that a release is tested with. With other versions
-`is_available` returns False. It hooks:
+This uses private hooks of torch, so it works only with the versions in `TORCH`. With other versions `is_available`
+returns False. It hooks:
 
 * the device's name, its module, its guard and its hooks (``_setup_privateuseone_for_python_backend``);
 * ``empty`` and ``empty_strided``, which create all new tensors;
