@@ -1,4 +1,4 @@
-"""What the failure of a chunk proves, what it does not prove, and the next commands with the meaning of each result.
+"""Describes a failed chunk: its proof, the limits of this proof, and the next commands with the meaning of each result.
 
 The texts are in ``advice.toml``, by kind of failure. The kind follows from the end of the chunk and its output::
 

@@ -170,7 +170,7 @@ NOT_FOR_TORCH = "does not apply to torch"
 
 
 def _torch(what: str, outcome: Outcome) -> tuple[str, str]:
-    """What happened with torch, and its error."""
+    """The outcome with torch, and its error."""
     tests = [line for line in outcome.findings if "test" in line]
     texts = [line.get("text", "") for line in outcome.findings]
     if outcome.word == "passed":

@@ -38,7 +38,7 @@ __all__ = ["check_ranks", "line_of_versions", "note", "take_steps"]
 LIMIT = 60.0
 STACKS_LIMIT = 3.0
 STEPS = ("started", "computed", "joined", "summed")
-# What a rank did after each step, for a rank that did not reach the next one.
+# The last work of a rank that has reached this step and not the next one.
 WAITING = {
     "": "its process does not start",
     "started": "its device does not answer",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,8 @@ __all__ = ["merge", "names_of"]
 Result = Mapping[str, Any]
 # The worst first. A rank that has stopped waited for another one.
 WORDS = ("crashed", "failed", "hung", "stopped", "passed")
+# Errors of a rank whose connection to another rank was closed.
+CLOSED = re.compile("Connection (closed|reset) by peer|Broken pipe|communicator was aborted|remote process exited")
 
 
 def merge(stage: str, found: Mapping[int, Result], place: Place, limit: float) -> Outcome:
@@ -28,6 +31,7 @@ def merge(stage: str, found: Mapping[int, Result], place: Place, limit: float) -
         limit: of the stage, in seconds.
     """
     lost = [rank for rank in range(place.num_ranks) if rank not in found]
+    found = _without_consequences(found)
     word = min((result["word"] for result in found.values()), key=WORDS.index, default="hung")
     seconds = max((result["seconds"] for result in found.values()), default=limit)
     findings = _findings(stage, found)
@@ -40,6 +44,17 @@ def merge(stage: str, found: Mapping[int, Result], place: Place, limit: float) -
     return Outcome(
         "hung" if word == "stopped" else word, seconds, _reason(word, found, place), _logs(found, place), findings
     )
+
+
+def _without_consequences(found: Mapping[int, Result]) -> dict[int, Result]:
+    """The results; a rank that failed because another one closed the connection has the word of a rank that waits."""
+    causes = {result["word"] for result in found.values() if not _was_closed(result)}
+    word = "hung" if "hung" in causes else "stopped" if causes & {"crashed", "failed"} else "failed"
+    return {rank: {**result, "word": word} if _was_closed(result) else result for rank, result in found.items()}
+
+
+def _was_closed(result: Result) -> bool:
+    return result["word"] == "failed" and CLOSED.search(result["reason"]) is not None
 
 
 def _name(rank: int, place: Place) -> str:

@@ -1,4 +1,4 @@
-"""What each rank does in the stages of ``nodes``. All ranks have a default process group, with a device each.
+"""The work of each rank in the stages of ``nodes``. All ranks have a default process group, with a device each.
 
 A stage is a function that yields findings. It calls ``mark`` before each step in which ranks wait for each other. If
 ranks hang, the rank with the fewest marks is the one that the others wait for.

@@ -106,6 +106,20 @@ def result(word: str, *marks: str, reason: str = "", **finding: Any) -> dict[str
 
 
 @pytest.mark.spec("KIT-25")
+def test_rank_whose_connection_was_closed_is_not_the_cause() -> None:
+    closed = result("failed", "one", "two", reason="RuntimeError: [pair.cc:553] Connection closed by peer [host0]:1")
+    hung = {rank: result("hung", "one", "two") for rank in range(4)} | {1: closed, 3: result("hung", "one")}
+    outcome = merging.merge("steps", hung, PLACE, 9.0)
+    expected = "rank 3 (node 1, local rank 1) did not end, in one; the other ranks wait, in two"
+    assert (outcome.word, outcome.reason) == ("hung", expected)
+    failed = {0: closed, 1: closed, 2: result("failed", "one", reason="ValueError: 3"), 3: closed}
+    outcome = merging.merge("steps", failed, PLACE, 9.0)
+    assert (outcome.word, outcome.reason) == ("failed", "rank 2 (node 1, local rank 0): ValueError: 3, in one")
+    outcome = merging.merge("steps", dict.fromkeys(range(4), closed), PLACE, 9.0)
+    assert outcome.word == "failed"
+
+
+@pytest.mark.spec("KIT-25")
 def test_rank_with_the_fewest_steps_is_the_cause_of_a_hang() -> None:
     found = {rank: result("hung", "one", "two") for rank in range(4)} | {1: result("hung", "one")}
     outcome = merging.merge("steps", found, PLACE, 9.0)
