@@ -38,7 +38,7 @@ def steps(hardware: str = FIRST) -> str:
     several = {line["ranks"] for line in lines} != {1}
     rows = [
         (
-            f"{line['size']}, {line['ranks']} ranks" if several else line["size"],
+            ", ".join(filter(None, [line["size"], line.get("precision"), several and f"{line['ranks']} ranks"])),
             line.get("contender", ""),
             *(line.get(name, "") for name in STEPS),
         )

@@ -17,7 +17,21 @@ from spec_tools.gpu.platforms import CPU, CUDA
 pytestmark = pytest.mark.pure
 
 VERSIONS = {"Python": "3.12.3", "torch": "2.13.0+cu130", "NCCL": "2.29.1"}
-STEP = {"size": "125M", "ranks": 8, "contender": "minifsdp fully_shard", "ms": 8.0, "outcome": "passed"}
+STEP = {
+    "size": "125M",
+    "ranks": 8,
+    "precision": "bf16",
+    "contender": "minifsdp fully_shard",
+    "ms": 8.0,
+    "outcome": "passed",
+}
+    "size": "125M",
+    "ranks": 8,
+    "precision": "bf16",
+    "contender": "minifsdp fully_shard",
+    "ms": 8.0,
+    "outcome": "passed",
+}
 RACE = {"configuration": "wrapper", "ranks": 8, "seed": 0, "outcome": "passed", "delays": 70}
 HUNG = {"configuration": "wrapper", "ranks": 8, "outcome": "failed", "text": "hang"}
 ONE, TWO = "spec_tests/fsdp1/test_a.py::test_one", "spec_tests/fsdp1/test_a.py::test_two"
@@ -43,9 +57,10 @@ def a_report(date: str = "2026-12-24 10:00 UTC", name: str = "NVIDIA H100", numb
 
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with copies of both records, which the commands change."""
-    for name in ("gpu", "spec-results"):
-        (tmp_path / f"{name}.json").write_text((records.DATA / f"{name}.json").read_text())
+    """A folder with copies of both records, which the commands change. That of the GPUs has one run."""
+    (tmp_path / "spec-results.json").write_text((records.DATA / "spec-results.json").read_text())
+    run = json.loads((records.DATA / "gpu.json").read_text())["runs"][H200]
+    (tmp_path / "gpu.json").write_text(json.dumps({"runs": {H200: run}}))
     monkeypatch.setattr(records, "DATA", tmp_path)
     monkeypatch.setattr(results, "RECORD", tmp_path / "spec-results.json")
     results.recorded.cache_clear()
@@ -129,7 +144,7 @@ def test_pages_show_each_run_with_hardware_and_date(data: Path) -> None:
     assert f"| {H100} | 2026-12-24 | 2.13.0+cu130 | 2 | 1 | smoke/8-ranks |" in gpurun.all_runs()
     shown = gpurun.others()
     assert shown.startswith(f"### {H100}\n\n2026-12-24, {H100}, Python 3.12.3")
-    assert "| 125M, 8 ranks | minifsdp fully_shard | 8.0 |" in shown
+    assert "| 125M, bf16, 8 ranks | minifsdp fully_shard | 8.0 |" in shown
     # The second finding is a configuration that hung.
     assert "| wrapper, 8 ranks | 1 | 70 | 1 |" in shown
     assert "H200" not in shown
