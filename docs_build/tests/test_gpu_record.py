@@ -25,13 +25,6 @@ STEP = {
     "ms": 8.0,
     "outcome": "passed",
 }
-    "size": "125M",
-    "ranks": 8,
-    "precision": "bf16",
-    "contender": "minifsdp fully_shard",
-    "ms": 8.0,
-    "outcome": "passed",
-}
 RACE = {"configuration": "wrapper", "ranks": 8, "seed": 0, "outcome": "passed", "delays": 70}
 HUNG = {"configuration": "wrapper", "ranks": 8, "outcome": "failed", "text": "hang"}
 ONE, TWO = "spec_tests/fsdp1/test_a.py::test_one", "spec_tests/fsdp1/test_a.py::test_two"
