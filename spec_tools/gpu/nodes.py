@@ -123,13 +123,13 @@ class Parent:
         for stage in stages:
             try:
                 self._answer(stage, self._stage(stage))
+                if self.place.rank == 0:
+                    # The limit may begin later on another rank.
+                    self._collect(stage, names, stage.limit + MARGIN + GRACE + 2 * PATIENCE)
+                passed = self._has_passed(stage)
             except SystemExit:
                 self._was_ended(stage, names)
                 raise
-            if self.place.rank == 0:
-                # The limit may begin later on another rank.
-                self._collect(stage, names, stage.limit + MARGIN + GRACE + 2 * PATIENCE)
-            passed = self._has_passed(stage)
             all_passed = all_passed and passed
             if stage.is_vital and not passed:
                 break
@@ -142,8 +142,10 @@ class Parent:
     def _was_ended(self, stage: NodeStage, names: Sequence[str]) -> None:
         """After SIGTERM: torchrun ends all ranks of a machine if one of them has died. The other machines learn it."""
         self.store.set(f"{stage.name}/failed", str(self.place.rank))
-        self._answer(stage, {**_result(0, "others", stage, "", []), "seconds": 0.0})
-        if self.place.rank == 0:
+        if not self.store.check([f"{stage.name}/{self.place.rank}"]):
+            self._answer(stage, {**_result(0, "others", stage, "", []), "seconds": 0.0})
+        # `_collect` sets this key last, after the report.
+        if self.place.rank == 0 and not self.store.check([f"{stage.name}/passed"]):
             self._collect(stage, names, GRACE + PATIENCE + 2)  # torchrun sends SIGKILL after 30 seconds
 
     def _stage(self, stage: NodeStage) -> dict[str, Any]:

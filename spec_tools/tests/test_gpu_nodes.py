@@ -87,6 +87,7 @@ def test_rank_that_fails_on_two_nodes_is_named_and_all_ranks_end(fault: str, tmp
     statuses, output, seconds = run_nodes(tmp_path, "spec_tools.tests.failing_nodes", fault, str(rank))
     assert all(statuses), output
     found = report.read(tmp_path / "report.md")
+    assert "collectives/4-ranks" in found["chunks"], output
     assert found["chunks"]["collectives/4-ranks"]["reason"] == reason
     assert "smoke/4-ranks" not in found["chunks"]
     assert f"* worst: collectives/4-ranks: {reason}"[:200] in (tmp_path / "report.md").read_text()
