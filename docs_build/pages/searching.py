@@ -17,11 +17,11 @@ from pathlib import Path
 # Each pattern matches an element that contains none of its own kind; the plugin would stop at the inner end.
 LEFT_OUT = {
     "a": ["sbs-mark"],
+    "b": ["badge"],
     "details": ["proof", "spec-tests"],
     "form": ["spec-filter"],
     "nav": ["sbs-way"],
     "p": ["exercise-head", "exercise-source", "fragment-head", "sbs-contents"],
-    "span": ["badge"],
     "svg": [],
 }
 _TAG = re.compile(rf"<({'|'.join(LEFT_OUT)})\b([^>]*)>")

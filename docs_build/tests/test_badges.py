@@ -25,7 +25,7 @@ def shown(one) -> list[tuple[str, str, str]]:  # type: ignore[no-untyped-def]
     """Tone, text and backend of each badge."""
     from docs_build.pages.badges import badges
 
-    return re.findall(r'badge-([a-z]+)">(.*?)<i>(.*?)</i>', badges(one))
+    return re.findall(r'"badge ([a-z]+)">(.*?)<i>(.*?)</i>', badges(one))
 
 
 NEVER = ("open", "never run", "CUDA")
@@ -64,7 +64,7 @@ def test_cuda_requirement_is_not_green_without_cuda_run() -> None:
 
     rows = [one for one in results.all_rows().values() if one.needs_cuda]
     assert len(rows) > 60
-    green = [one.id for one in rows if one.results[CUDA] != "proven" and 'badge-proven"' in badges.badges(one)]
+    green = [one.id for one in rows if one.results[CUDA] != "proven" and '"badge proven"' in badges.badges(one)]
     assert green == []
     assert all("open-on-nccl" in badges.tags(one) for one in rows if one.results[CUDA] != "proven")
 

@@ -31,9 +31,9 @@ def documents(site: Path) -> list[dict[str, Any]]:
 def test_exclusion_matches_full_class_and_keeps_attributes() -> None:
     from docs_build.pages.searching import leave_out
 
-    left_out = '<span data-search-exclude="yes" class="badge badge-open">open</span>'
-    assert leave_out('<span class="badge badge-open">open</span>') == left_out
-    assert leave_out('<span class="badges">open</span>') == '<span class="badges">open</span>'
+    left_out = '<b data-search-exclude="yes" class="badge open">open</b>'
+    assert leave_out('<b class="badge open">open</b>') == left_out
+    assert leave_out('<b class="badges">open</b>') == '<b class="badges">open</b>'
     assert leave_out("<svg><text>0 ms</text></svg>").startswith('<svg data-search-exclude="yes">')
     source = "<figcaption>A <b>step</b>. <small>2 cores</small></figcaption><small>here</small>"
     assert leave_out(source).count("exclude") == 1

@@ -8,9 +8,7 @@ import json
 import os
 import re
 import signal
-import sys
 import tempfile
-import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,26 +23,18 @@ from spec_tests.waiting import comes_true
 from spec_tools.gpu import __main__ as kit
 from spec_tools.gpu import advice, chunks, evidence, links, note, on_ranks, report
 from spec_tools.gpu.__main__ import Kit, main
-from spec_tools.gpu.chunks import Chunk, Outcome, run_chunk
+from spec_tools.gpu.chunks import Outcome, run_chunk
 from spec_tools.gpu.platforms import CPU, Platform
 from spec_tools.gpu.progress import Progress
-from spec_tools.gpu.stages import STAGES, Settings, Stage
-
-
-def python(name: str, program: str, limit: float = 60.0) -> Chunk:
-    return Chunk(name, [sys.executable, "-c", textwrap.dedent(program)], limit)
-
-
-def stage(name: str, *of_it: Chunk, is_vital: bool = False, layer: str = "") -> Stage:
-    return Stage(name, "is it so", lambda settings: list(of_it), is_vital, layer)
+from spec_tools.gpu.stages import STAGES
+from spec_tools.tests.kit_stages import kit_in, python, stage
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Kit]:
     """A kit with its files in the test's own folder."""
-    made = Kit(Settings(CPU, tmp_path / "run"), Progress(tmp_path / "run", {}), tmp_path / "report.md")
-    yield made
-    made.progress.close()
+    with kit_in(tmp_path) as made:
+        yield made
 
 
 # ---- links ----------------------------------------------------------------------------------------------------------

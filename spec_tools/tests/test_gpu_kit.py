@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import sys
-import textwrap
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -28,24 +27,16 @@ from spec_tools.gpu.__main__ import Kit, main
 from spec_tools.gpu.chunks import ROOT, Chunk, Outcome, run_chunk
 from spec_tools.gpu.platforms import CPU, CUDA, SIMULATED, Platform
 from spec_tools.gpu.progress import InUse, Progress
-from spec_tools.gpu.stages import Settings, Stage
+from spec_tools.gpu.stages import Settings
+from spec_tools.tests.kit_stages import kit_in, python, stage
 from spec_tools.tests.test_session import is_running
-
-
-def python(name: str, program: str, limit: float = 60.0) -> Chunk:
-    return Chunk(name, [sys.executable, "-c", textwrap.dedent(program)], limit)
-
-
-def stage(name: str, *of_it: Chunk, is_vital: bool = False) -> Stage:
-    return Stage(name, "is it so", lambda settings: list(of_it), is_vital)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Kit]:
     """A kit with its files in the test's own folder."""
-    made = Kit(Settings(CPU, tmp_path / "run"), Progress(tmp_path / "run", {}), tmp_path / "report.md")
-    yield made
-    made.progress.close()
+    with kit_in(tmp_path) as made:
+        yield made
 
 
 # ---- devices and stages ---------------------------------------------------------------------------------------------

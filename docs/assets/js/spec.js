@@ -11,22 +11,22 @@
   };
   const count = document.getElementById("spec-count");
   const rows = [...document.querySelectorAll(".spec-row")];
-  // A row is found by the words of its section's title, too.
-  const titles = new Map([...fields.section.options].map((option) => [option.value, option.text]));
-  const texts = rows.map((row) => `${titles.get(row.dataset.section)} ${row.textContent}`.toLowerCase());
   // Each headline with what follows it, up to the next.
   const parts = [...document.querySelectorAll("article h2")].map((head) => {
     const inside = [];
     for (let one = head.nextElementSibling; one && one.tagName !== "H2"; one = one.nextElementSibling) inside.push(one);
     return { all: [head, ...inside], rows: inside.flatMap((one) => (one.matches(".spec-row") ? [one] : [...one.querySelectorAll(".spec-row")])) };
   });
+  // The title of a row's section is the headline above it. A row is also found by the words of this title.
+  const titles = new Map(parts.flatMap((part) => part.rows.map((row) => [row, part.all[0].firstChild.textContent])));
+  const texts = rows.map((row) => `${titles.get(row)} ${row.textContent}`.toLowerCase());
 
   function apply() {
     const wanted = fields.words.value.toLowerCase().split(/\s+/).filter(Boolean);
     let shown = 0;
     rows.forEach((row, n) => {
       const fits =
-        (!fields.section.value || row.dataset.section === fields.section.value) &&
+        (!fields.section.value || titles.get(row).split(":")[0] === fields.section.value) &&
         (!fields.show.value || row.dataset.tags.split(" ").includes(fields.show.value)) &&
         wanted.every((word) => texts[n].includes(word));
       row.hidden = !fits;
