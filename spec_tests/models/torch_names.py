@@ -1,14 +1,19 @@
-"""Private names of torch that differ between the versions 2.11 to 2.14, for tests that compare with torch."""
+"""Names of torch that differ between the versions 2.11 to 2.14, for tests that compare with torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
-__all__ = ["ShardPlacementResult", "param_groups"]
+__all__ = ["ShardPlacementResult", "all_gather_single", "param_groups", "reduce_scatter_single"]
+
+# The names since 2.13; earlier versions have only the other ones.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 if TYPE_CHECKING or hasattr(_fsdp_common, "ShardPlacementResult"):
     from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult

@@ -29,6 +29,7 @@ from minifsdp.engine.collective_log import log
 from minifsdp.watchdog import watchdog
 from spec_tests.harness.simulated import WORLD
 from spec_tests.harness.simulated.capture import MODES
+from spec_tests.models.torch_names import reduce_scatter_single
 from spec_tests.streams.parts import (
     DEVICE,
     Checkpointed,
@@ -324,7 +325,7 @@ def flat_after_an_error_in_a_hook() -> Any:
     model, has_failed = flat(), []
 
     def hook(_: Any, whole: Tensor, local_shard: Tensor) -> None:
-        dist.reduce_scatter_single(local_shard, whole)
+        reduce_scatter_single(local_shard, whole)
         if not has_failed:
             has_failed.append(True)
             raise Failure

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from spec_tests.harness import device, rank_among_invented, simulated
+from spec_tests.models.torch_names import reduce_scatter_single
 from spec_tests.streams.simulation import WORLD, kinds, module, with_and_without_the_wait, zeros
 
 
@@ -35,7 +36,7 @@ def test_order_of_communicator_hides_no_missing_wait() -> None:
     side.wait_stream(module().current_stream())
     dist.all_reduce(one)
     with module().stream(side):
-        dist.reduce_scatter_single(output, two)
+        reduce_scatter_single(output, two)
         # NCCL runs it after the all-reduce of the other stream, but the program does not wait for that.
         dist.all_reduce(one)
     assert set(kinds()) == {"race"}
@@ -53,7 +54,7 @@ def test_collectives_of_one_communicator_do_not_overlap(is_same_group: bool) -> 
         x.add_(1)
         dist.all_reduce(one)
         with module().stream(side):
-            dist.reduce_scatter_single(output, two, group=other_group)
+            reduce_scatter_single(output, two, group=other_group)
             two.mul_(2)
     add, first, second, multiply = log.operations
     order = simulated.IssueOrder(log.operations)
@@ -74,7 +75,7 @@ def test_replay_of_collectives_does_not_use_the_order_of_their_communicator() ->
     with simulated.Log() as log:
         dist.all_reduce(x)
         with module().stream(side):
-            dist.reduce_scatter_single(output, x)
+            reduce_scatter_single(output, x)
     assert log.judge([output], 8).different
     assert kinds() == ["race"]
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from spec_tests.harness import device, rank_among_invented, ranks, simulated
+from spec_tests.models.torch_names import all_gather_single, reduce_scatter_single
 from spec_tests.streams.simulation import WORLD, kinds, module, with_and_without_the_wait, zeros
 
 # ---- collectives ----
@@ -21,12 +22,12 @@ from spec_tests.streams.simulation import WORLD, kinds, module, with_and_without
 @rank_among_invented(2)
 def test_a_synchronous_collective_runs_on_the_current_stream_and_returns_nothing() -> None:
     local_shard, whole, side = zeros(4), zeros(8), module().Stream()
-    assert dist.all_gather_single(whole, local_shard) is None
+    assert all_gather_single(whole, local_shard) is None
     whole.sum()
     assert kinds() == []
     side.wait_stream(module().current_stream())
     with module().stream(side):
-        dist.all_gather_single(whole, local_shard)
+        all_gather_single(whole, local_shard)
     whole.sum()
     assert kinds() == ["race"]
     assert not WORLD.stops
@@ -70,7 +71,7 @@ def test_a_collective_of_an_accelerators_group_refuses_memory_of_the_cpu() -> No
 def test_real_ranks_exchange_real_values(async_op: bool) -> None:
     rank = dist.get_rank()
     whole = zeros(4)
-    work = dist.all_gather_single(whole, torch.tensor([1.0, 2.0], device=device()) + rank, async_op=async_op)
+    work = all_gather_single(whole, torch.tensor([1.0, 2.0], device=device()) + rank, async_op=async_op)
     if work is not None:
         work.wait()
     assert whole.tolist() == [1, 2, 2, 3]
@@ -78,7 +79,7 @@ def test_real_ranks_exchange_real_values(async_op: bool) -> None:
     dist.all_reduce(mean, op=dist.ReduceOp.AVG)
     assert mean.tolist() == [1, 4, 6, 8]
     local_shard = zeros(2)
-    dist.reduce_scatter_single(local_shard, mean)
+    reduce_scatter_single(local_shard, mean)
     assert local_shard.tolist() == ([2, 8] if rank == 0 else [12, 16])
     objects: list[Any] = [None, None]
     dist.all_gather_object(objects, {"rank": rank})

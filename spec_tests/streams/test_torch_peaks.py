@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from spec_tests.harness import rank_among_invented
 from spec_tests.streams.peaks import CASES, KINDS, RECORD, network, peaks
@@ -21,8 +22,11 @@ def check(kind: str, name: str) -> None:
     # less than half of the latter exist.
     apart = LARGEST_GRADIENT / 2 if kind == "fully_shard" and case.micro_batches > 1 else 0
     assert ours <= theirs + apart, f"{kind}, {name}: {ours} bytes at the peak, torch's FSDP has {theirs}"
-    recorded = json.loads(RECORD.read_text(encoding="utf-8"))["peaks"][name][kind]
-    assert [ours, theirs] == recorded, (
+    recorded = json.loads(RECORD.read_text(encoding="utf-8"))
+    here, there = recorded["peaks"][name][kind]
+    # The peak of torch's FSDP depends on its version.
+    same_torch = recorded["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
+    assert (ours, theirs) == (here, there if same_torch else theirs), (
         f"not as on the page ({kind}, {name}): python -m spec_tests.streams.peaks --record"
     )
 

@@ -70,7 +70,8 @@ class GlooWire:
             # gloo has no AVG.
             options.reduceOp = ReduceOp.SUM
         try:
-            work = getattr(self.group, name)(*arguments)
+            method = getattr(self.group, name, None) or getattr(self.group, EARLIER[name])
+            work = method(*arguments)
         finally:
             if average:
                 options.reduceOp = ReduceOp.AVG
@@ -150,8 +151,6 @@ class InventedPeers:
         for rank, row in enumerate(output.view(self.size, -1)):
             row.copy_(self._of(mine, rank).view(-1))
 
-    _allgather_base = _all_gather_single
-
     def _allgather(self, outputs: Any, inputs: Any, *_: Any) -> None:
         for rank, output in enumerate(outputs[0]):
             output.copy_(self._of(inputs[0], rank))
@@ -159,8 +158,6 @@ class InventedPeers:
     def _reduce_scatter_single(self, piece: torch.Tensor, whole: torch.Tensor, options: Any = None, *_: Any) -> None:
         operation = getattr(options, "reduceOp", ReduceOp.SUM)
         piece.view(-1).copy_(self._sum(whole.view(self.size, -1)[self.rank], operation))
-
-    _reduce_scatter_base = _reduce_scatter_single
 
     def _allreduce(self, values: Any, options: Any = None, *_: Any) -> None:
         operation = getattr(options, "reduceOp", ReduceOp.SUM)
@@ -359,14 +356,14 @@ class SimulatedNccl(dist.ProcessGroup):
     def all_gather_single(self, output: torch.Tensor, piece: torch.Tensor, opts: Any = None, **_: Any) -> Any:
         """See `dist.all_gather_single`."""
         options = opts or _default("AllgatherOptions")
-        return self._run(GATHER, [output], [piece], options, (output, piece, options))
+        return self._run("all_gather_single", [output], [piece], options, (output, piece, options))
 
     _allgather_base = all_gather_single
 
     def reduce_scatter_single(self, piece: torch.Tensor, whole: torch.Tensor, opts: Any = None, **_: Any) -> Any:
         """See `dist.reduce_scatter_single`."""
         options = opts or _default("ReduceScatterOptions")
-        return self._run(SCATTER, [piece], [whole], options, (piece, whole, options))
+        return self._run("reduce_scatter_single", [piece], [whole], options, (piece, whole, options))
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -493,8 +490,8 @@ class SimulatedNccl(dist.ProcessGroup):
         WORLD.stuck.end(self)
 
 
-GATHER = "all_gather_single" if hasattr(dist.ProcessGroup, "all_gather_single") else "_allgather_base"
-SCATTER = "reduce_scatter_single" if hasattr(dist.ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
+# Names of torch before 2.13, by the names since then. A log has the latter with every version.
+EARLIER = {"all_gather_single": "_allgather_base", "reduce_scatter_single": "_reduce_scatter_base"}
 
 
 def _default(name: str) -> Any:
