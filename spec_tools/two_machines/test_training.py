@@ -1,0 +1,97 @@
+"""Training on two machines compared with one machine and with the calculator."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from minifsdp.cost import sent_by_link
+from spec_tools.two_machines.machines import ROOT, NotAllowedError, TwoMachines
+from spec_tools.two_machines.training import CASES, PER_MACHINE, Case, Result
+
+SCRIPT = str(Path(__file__).with_name("training.py"))
+RATE, DELAY = 1e9, 1e-4
+LIMIT = 300.0  # seconds
+# Headers, confirmations, and the messages that are not part of the step.
+OVERHEAD = 1.02
+
+Results = dict[Case, tuple[Result, Result]]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
+    """The result of each case on one machine and on two machines."""
+    folder, link = tmp_path_factory.mktemp("training"), f"{RATE}:{DELAY}"
+    files = [folder / "one", folder / "two"]
+    alone = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    try:
+        with TwoMachines(RATE, DELAY) as machines:
+            jobs = machines.torchrun([SCRIPT, str(files[1]), link], cwd=ROOT)
+            with subprocess.Popen([*alone, SCRIPT, str(files[0]), link], cwd=ROOT) as job:
+                assert [each.wait(LIMIT) for each in [job, *jobs]] == [0, 0, 0]
+    except NotAllowedError as reason:
+        pytest.skip(f"needs network namespaces: {reason}")
+    one, two = ([Result(**found["result"]) for found in json.loads(file.read_text())] for file in files)
+    yield {case: results for case, *results in zip(CASES, one, two, strict=True)}
+
+
+@pytest.mark.spec("MACHINES-03")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_losses_equal_those_of_one_machine(case: Case, results: Results) -> None:
+    one, two = results[case]
+    assert two.losses == one.losses
+    assert len(set(two.losses)) == len(two.losses)
+
+
+@pytest.mark.spec("MACHINES-03")
+def test_losses_of_strategies_and_apis_agree(results: Results) -> None:
+    first, *others = (two.losses for _, two in results.values())
+    for losses in others:
+        assert losses == pytest.approx(first, rel=1e-5)
+
+
+@pytest.mark.spec("MACHINES-04")
+@pytest.mark.parametrize("case", [case for case in CASES if not case.transport], ids=str)
+def test_link_carries_calculated_bytes(case: Case, results: Results) -> None:
+    calculated = PER_MACHINE * sum(sent.between for sent in sent_by_link(case.job(), PER_MACHINE).values())
+    for measured in results[case][1].sent:
+        assert calculated < measured < OVERHEAD * calculated
+
+
+@pytest.mark.spec("MACHINES-05")
+def test_gloo_sends_around_a_ring_and_reduces_with_twice_the_bytes(results: Results) -> None:
+    case = Case("wrapper", "FULL_SHARD", "collectives")
+    sent = sent_by_link(case.job(), PER_MACHINE)
+    calculated = PER_MACHINE * (sent["AG"].between + 2 * sent["RS"].between)
+    for measured in results[case][1].sent:
+        assert calculated < measured < OVERHEAD * calculated
+
+
+@pytest.mark.spec("MACHINES-06")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_no_step_is_faster_than_the_link(case: Case, results: Results) -> None:
+    two = results[case][1]
+    assert len(two.seconds) > 1
+    # The bytes of all steps are equal up to the overhead.
+    assert min(two.seconds) >= 8 * max(two.sent) / OVERHEAD / RATE
+
+
+@pytest.mark.pure
+@pytest.mark.spec("MACHINES-05")
+def test_direct_messages_that_leave_a_machine_with_more_ranks() -> None:
+    full, hybrid = Case("wrapper", "FULL_SHARD").job(), Case("wrapper", "HYBRID_SHARD").job()
+    # Eight ranks on two machines: each rank sends to 4 of 7 others directly, and 2 of 8 hops of a ring leave a machine.
+    for by_messages, leaving in ((True, 4 / 7), (False, 2 / 8)):
+        sent = sent_by_link(replace(full, num_shards=8, by_messages=by_messages), 4)
+        for one in (sent["AG"], sent["RS"]):
+            assert one.between == pytest.approx(leaving * (one.between + one.within))
+        # Copies on each machine: only the rings of all-reduces leave it.
+        sent = sent_by_link(replace(hybrid, num_shards=4, num_replicas=2, by_messages=by_messages), 4)
+        assert sent["AG"].between == sent["RS"].between == sent["AR"].within == 0
+        assert sent["AR"].between > 0
