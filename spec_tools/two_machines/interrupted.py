@@ -4,8 +4,8 @@
 
 Checkpoints are saved every second step. In the first life, the link is cut between forward and backward of the fourth
 step. In the second life, it is cut in the save after that step, when rank 2 has written its files. Rank 2 creates
-the files ``FOLDER/cut-0`` and ``FOLDER/cut-1`` first. Another process must restore the link. At the end rank 0 writes the
-losses, and the steps that were done at the start of its last life, to ``FOLDER/told``.
+the files ``FOLDER/cut-0`` and ``FOLDER/cut-1`` first. Another process must restore the link. At the end rank 0 writes
+the losses, and the number of complete steps at the start of its last life, to ``FOLDER/told``.
 
 The time-out of the groups is short when the link is cut, and long otherwise, because a process may start late.
 

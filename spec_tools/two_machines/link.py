@@ -18,7 +18,8 @@ from one file, and writes them to the other file when they are due::
 
 ``tc qdisc add dev ... netem rate ... delay ...`` does the same in the kernel, but many kernels do not have netem.
 
-Worked example, 100 Mbit/s and 1 ms: a packet of 62 500 bytes that is sent at t = 0 has left at 5 ms, and arrives at 6 ms.
+Worked example, 100 Mbit/s and 1 ms: a packet of 62 500 bytes that is sent at t = 0 has left at 5 ms, and arrives at
+6 ms.
 
 The namespaces have no names, and the devices are not persistent. They disappear with the last process that uses
 them. This process ends when its standard input is closed, because the process that has started it has ended. It then

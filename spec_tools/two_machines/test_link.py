@@ -136,5 +136,5 @@ def is_running(pid: str) -> bool:
 @pytest.mark.spec("MACHINES-02")
 def test_missing_permission_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(NotAllowedError, match="ip|network namespace"), TwoMachines(RATE, DELAY):
+    with pytest.raises(NotAllowedError, match=r"'ip'|network namespace"), TwoMachines(RATE, DELAY):
         pass

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from collections.abc import Iterator
+import multiprocessing as mp
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from minifsdp.cost import sent_by_link
+from spec_tests.harness import pool
+from spec_tests.ports import free_port
+from spec_tools.two_machines import training
 from spec_tools.two_machines.machines import ROOT, NotAllowedError, TwoMachines
-from spec_tools.two_machines.training import CASES, PER_MACHINE, Case, Result
+from spec_tools.two_machines.training import CASES, PER_MACHINE, STEPS, Case, Result
 
 SCRIPT = str(Path(__file__).with_name("training.py"))
 RATE, DELAY = 1e9, 1e-4
+ARGUMENTS = [str(STEPS), f"{RATE}:{DELAY}"]
 LIMIT = 300.0  # seconds
 # Headers, confirmations, and the messages that are not part of the step.
 OVERHEAD = 1.02
@@ -25,20 +28,40 @@ Results = dict[Case, tuple[Result, Result]]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """The result of each case on one machine and on two machines."""
-    folder, link = tmp_path_factory.mktemp("training"), f"{RATE}:{DELAY}"
-    files = [folder / "one", folder / "two"]
-    alone = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
+    folder = tmp_path_factory.mktemp("training")
+    files = [str(folder / name) for name in ("one", "two")]
     try:
         with TwoMachines(RATE, DELAY) as machines:
-            jobs = machines.torchrun([SCRIPT, str(files[1]), link], cwd=ROOT)
-            with subprocess.Popen([*alone, SCRIPT, str(files[0]), link], cwd=ROOT) as job:
-                assert [each.wait(LIMIT) for each in [job, *jobs]] == [0, 0, 0]
+            jobs = machines.torchrun([SCRIPT, files[1], *ARGUMENTS], cwd=ROOT)
+            train_on_one_machine(files[0])
+            assert [each.wait(LIMIT) for each in jobs] == [0, 0]
     except NotAllowedError as reason:
         pytest.skip(f"needs network namespaces: {reason}")
-    one, two = ([Result(**found["result"]) for found in json.loads(file.read_text())] for file in files)
-    yield {case: results for case, *results in zip(CASES, one, two, strict=True)}
+    one, two = ([Result(**found["result"]) for found in json.loads(Path(file).read_text())] for file in files)
+    return {case: (alone, apart) for case, alone, apart in zip(CASES, one, two, strict=True)}
+
+
+def train_on_one_machine(file: str) -> None:
+    """Trains on four ranks, which are forked from a process that has already imported torch."""
+    pool.start_early()
+    context, port = mp.get_context("forkserver"), free_port()
+    ranks = [context.Process(target=rank_main, args=(rank, port, file), daemon=True) for rank in range(4)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(LIMIT)
+    codes = [rank.exitcode for rank in ranks]
+    for rank in ranks:
+        rank.kill()
+    assert codes == [0, 0, 0, 0]
+
+
+def rank_main(rank: int, port: int, file: str) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    training.main(file, *ARGUMENTS)
 
 
 @pytest.mark.spec("MACHINES-03")

@@ -1,7 +1,6 @@
 """Trains a model in several ways, and reports losses, seconds, and the bytes that each machine sends in a step.
 
-    torchrun --nproc-per-node 4 spec_tools/two_machines/training.py FILE RATE:DELAY ...
-    torchrun --nnodes 2 --nproc-per-node 2 spec_tools/two_machines/training.py FILE RATE:DELAY ...
+    torchrun --nnodes 2 --nproc-per-node 2 spec_tools/two_machines/training.py FILE STEPS RATE:DELAY ...
 
 Each `Case` runs once for each link, given in bits per second and seconds. Rank 0 writes the `Result` of each case to
 ``FILE``. The bytes are those that the kernel of each machine counts at the interface of the link: with all headers,
@@ -134,7 +133,7 @@ def mesh_of(case: Case) -> Any:
     return init_device_mesh("cpu", (2, PER_MACHINE), mesh_dim_names=("replicate", "shard"))
 
 
-def run(case: Case, steps: int = STEPS) -> Result:
+def run(case: Case, steps: int) -> Result:
     """Trains. Every rank must call it; the result is complete on rank 0."""
     os.environ["MINIFSDP_TRANSPORT"] = case.transport
     model = build(case)
@@ -165,7 +164,7 @@ def sent_so_far() -> int:
     return bytes_of_interface()[1] if SOCKET in os.environ else 0
 
 
-def main(file: str, *links: str) -> None:
+def main(file: str, steps: str, *links: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found = []
@@ -173,7 +172,7 @@ def main(file: str, *links: str) -> None:
         rate, delay = map(float, link.split(":"))
         if SOCKET in os.environ and dist.get_rank() == 0:
             LinkControl(os.environ[SOCKET]).set(rate, delay)
-        found.append({"link": [rate, delay], "case": asdict(case), "result": asdict(run(case))})
+        found.append({"link": [rate, delay], "case": asdict(case), "result": asdict(run(case, int(steps)))})
     if dist.get_rank() == 0:
         Path(file).write_text(json.dumps(found))
     dist.barrier()
