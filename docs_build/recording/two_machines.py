@@ -32,7 +32,8 @@ def record() -> None:
         file = Path(folder) / "results"
         links = [f"{rate}:{delay}" for rate, delay in LINKS]
         jobs = machines.torchrun([str(SCRIPT), str(file), str(STEPS), *links], cwd=ROOT)
-        if any([job.wait(LIMIT) for job in jobs]):
+        codes = [job.wait(LIMIT) for job in jobs]
+        if any(codes):
             raise RuntimeError("the training has failed; see the output above")
         results = json.loads(file.read_text())
     runs = [_summary(**result) for result in results if not result["case"]["transport"]]

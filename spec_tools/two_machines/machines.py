@@ -78,6 +78,7 @@ class TwoMachines:
 
     def __init__(self, rate: float, delay: float) -> None:
         self._rate, self._delay = rate, delay
+        self._started: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> TwoMachines:
         self._folder = tempfile.TemporaryDirectory(prefix="two-machines-")
@@ -99,6 +100,8 @@ class TwoMachines:
     def __exit__(self, *_: object) -> None:
         # The link ends when its input is closed, and kills the processes on the machines.
         self._process.communicate(timeout=LIMIT)
+        for process in self._started:
+            process.wait(LIMIT)
         self._folder.cleanup()
 
     def start(self, number: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
@@ -107,7 +110,9 @@ class TwoMachines:
         # With its own process numbers, a machine cannot see whether a process of the other one has ended.
         enter = ["nsenter", f"--net={self._namespaces[number]}"]
         enter += ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        return subprocess.Popen([*enter, *command], env=environment, text=True, **options)
+        process = subprocess.Popen([*enter, *command], env=environment, text=True, **options)
+        self._started.append(process)
+        return process
 
     def torchrun(
         self, arguments: Sequence[str], logs: Path | None = None, **options: Any

@@ -22,9 +22,9 @@ from spec_tools.two_machines.training import PER_MACHINE
 SCRIPT = str(Path(__file__).with_name("interrupted.py"))
 OPTIONS = ["--api=wrapper", "--strategy=FULL_SHARD"]
 RANKS = range(4)
-LIMIT = 300.0  # seconds for the job
+LIMIT = 480.0  # seconds for the job
 # Seconds after the time-out of the groups in which all ranks must have ended, on a busy computer.
-GRACE = 60.0
+GRACE = 120.0
 REPORT = "Where every rank is:"
 
 
