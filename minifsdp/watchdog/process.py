@@ -57,9 +57,8 @@ def start() -> None:
     if dist.get_world_size() == 1 or not isinstance(own, TCPStore | FileStore):
         return
     # With `--rdzv-backend static`, which `--master-addr` selects, torchrun does not host the store.
-    is_of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    is_host = isinstance(own, TCPStore) and dist.get_rank() == 0 and not is_of_torchrun
-    log.watchdog = Watchdog(store, is_host, handles_sigterm)
+    is_first = dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    log.watchdog = Watchdog(store, is_first and isinstance(own, TCPStore), handles_sigterm)
     _watch_signals()
 
 

@@ -72,7 +72,7 @@ CASES += [Case("wrapper", "FULL_SHARD", "collectives")]
 
 @dataclass
 class Result:
-    """What a case has shown.
+    """The result of a case.
 
     Attributes:
         losses: of all steps, the mean over the ranks.
