@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -11,8 +10,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from minifsdp.watchdog import process
 from spec_tests.ports import free_port
-from spec_tools.processes import launch
 
 LIMIT = 60.0
 TUTORIALS = str(Path(__file__).resolve().parents[2] / "tutorials")
@@ -41,30 +40,24 @@ def test_ranks_share_a_new_part_of_the_store_after_each_restart(monkeypatch: pyt
             host.add("asked", 1)
 
 
-# Rank 0 raises, and rank 1 waits for it.
-RAISES = f"""
-import os
-from datetime import timedelta
-
-import torch
-import torch.distributed as dist
-from minifsdp import fully_shard
-
-dist.init_process_group("gloo", timeout=timedelta(seconds={LIMIT / 2}))
-model = fully_shard(torch.nn.Linear(4, 4))
-dist.barrier()
-if os.environ["RANK"] == "0":
-    raise ValueError("a bad batch")
-model(torch.ones(2, 4))
-"""
-
-
+@pytest.mark.pure
 @pytest.mark.spec("MACHINES-11")
-def test_rank_0_waits_for_reports_if_it_hosts_the_store_under_torchrun(tmp_path: Path) -> None:
-    # The last variable is what torchrun sets for a static rendezvous.
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": 2}
-    place |= {"TORCHELASTIC_USE_AGENT_STORE": False, "MINIFSDP_LEDGER_DIR": "off"}
-    ranks = [launch.started([sys.executable, "-c", RAISES], str(tmp_path), **place, RANK=rank) for rank in range(2)]
-    _, (status, _, errors) = map(launch.finished, ranks)
-    assert status == 1
-    assert "rank 0: has ended, by ValueError: a bad batch" in errors, errors
+@pytest.mark.parametrize(("of_torchrun", "is_host"), [("True", False), ("False", True), (None, True)])
+def test_rank_0_hosts_the_store_unless_torchrun_does(
+    of_torchrun: str | None, is_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, created = TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False), []
+    for name, value in {"is_initialized": True, "get_rank": 0, "get_world_size": 2}.items():
+        monkeypatch.setattr(dist, name, lambda value=value: value)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(process, "Watchdog", lambda *arguments: created.append(arguments))
+    monkeypatch.setattr(process, "_watch_signals", lambda: None)
+    monkeypatch.setattr(process.log, "store", None)
+    monkeypatch.setattr(process.log, "watchdog", None)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    if of_torchrun:
+        # With a static rendezvous, it sets "False".
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", of_torchrun)
+    process.start()
+    process.atexit.unregister(process.at_exit)
+    assert [arguments[1] for arguments in created] == [is_host]
