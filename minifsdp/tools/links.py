@@ -14,6 +14,10 @@ The rank at the end of a machine sends all of its bytes to another machine, and 
 several rings, and each GPU is at the end in one of them. So the numbers are means over the ranks of a machine. Papers
 often count every byte of a ring through several machines as leaving its machine, `per_machine` times as much.
 
+Between CPUs, minifsdp sends each shard directly to every other rank (``by_messages`` of a `Job`, see
+``engine/gloo.py``). Then a rank sends to 2 of 3 other ranks on the other machine: two thirds of its all-gathers and
+reduce-scatters leave the machine, and not a half. All-reduces are rings of gloo.
+
 Lower bounds for the time of a step::
 
     compute          operations / (operations per second)
@@ -27,7 +31,7 @@ bandwidth.
 
 *In torch:* nothing comparable.
 
-Spec: COST-15, COST-18.
+Spec: COST-15, COST-18, MACHINES-04, MACHINES-05.
 """
 
 from dataclasses import dataclass
@@ -81,9 +85,8 @@ class StepTime:
 
 
 def sent_by_link(job: Job, per_machine: int) -> dict[str, Sent]:
-    """Bytes sent by kind of collective, within machines and between them (COST-15)."""
-    sent, in_smaller_mesh = sent_bytes(job), job.sent_in_smaller_mesh
-    num_ranks = job.shards * job.num_replicas
+    """Bytes sent by kind of collective, within machines and between them (COST-15, MACHINES-05)."""
+    sent, in_smaller_mesh, num_ranks = sent_bytes(job), job.sent_in_smaller_mesh, job.shards * job.num_replicas
     # For each ring: the bytes that a rank sends in it, its number of ranks, and the distance between them.
     rings = {
         "AG": [(sent["AG"] - in_smaller_mesh, job.shards, 1), (in_smaller_mesh, job.reshards_to or 1, 1)],
@@ -92,18 +95,23 @@ def sent_by_link(job: Job, per_machine: int) -> dict[str, Sent]:
     }
     found = {}
     for kind, of_kind in rings.items():
-        between = sum(num_bytes * _leaving(num_ranks, size, apart, per_machine) for num_bytes, size, apart in of_kind)
+        direct = job.by_messages and kind != "AR"
+        between = sum(num * _leaving(num_ranks, size, apart, per_machine, direct) for num, size, apart in of_kind)
         found[kind] = Sent(sent[kind] - between, between)
     return found
 
 
-def _leaving(num_ranks: int, size: int, apart: int, per_machine: int) -> float:
-    """The fraction of hops between machines, for rings of ``size`` ranks at a distance of ``apart`` ranks."""
-    # Rings of neighboring ranks together span this number of ranks.
-    span = size * apart
-    following = [rank - rank % span + (rank + apart) % span for rank in range(num_ranks)]
-    hops = sum(rank // per_machine != other // per_machine for rank, other in enumerate(following))
-    return hops / num_ranks
+def _leaving(num_ranks: int, size: int, apart: int, per_machine: int, direct: bool) -> float:
+    """The fraction of messages between machines, in groups of ``size`` ranks at a distance of ``apart`` ranks.
+
+    Args:
+        num_ranks, size, apart, per_machine: numbers of ranks.
+        direct: whether each rank sends to all others of its group, and not only to the next one of a ring.
+    """
+    # Groups of neighboring ranks together span this number of ranks.
+    span, distances = size * apart, range(1, size if direct and size > 1 else 2)
+    pairs = [(rank, rank - rank % span + (rank + far * apart) % span) for rank in range(num_ranks) for far in distances]
+    return sum(rank // per_machine != other // per_machine for rank, other in pairs) / len(pairs)
 
 
 def step_time(job: Job, operations: float, cluster: Cluster) -> StepTime:

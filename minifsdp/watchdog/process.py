@@ -56,8 +56,9 @@ def start() -> None:
     # Other stores exist in one process only, so they do not reach other ranks.
     if dist.get_world_size() == 1 or not isinstance(own, TCPStore | FileStore):
         return
-    is_host = isinstance(own, TCPStore) and dist.get_rank() == 0 and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
-    log.watchdog = Watchdog(store, is_host, handles_sigterm)
+    # With `--rdzv-backend static`, which `--master-addr` selects, torchrun does not host the store.
+    is_first = dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    log.watchdog = Watchdog(store, is_first and isinstance(own, TCPStore), handles_sigterm)
     _watch_signals()
 
 

@@ -59,7 +59,7 @@ _HOST = 0  # the rank that hosts the store, if no launcher does
 _SYSTEM = Path("/proc")
 # The reason if other ranks cannot be queried.
 GONE = "The state of the other ranks is unknown: the host of the store, usually rank 0, has ended."
-SILENT = "The state of the other ranks is unknown: the store does not answer. Its host, usually rank 0, may be stopped."
+SILENT = "The state of the other ranks is unknown: the store does not answer. Its host is stopped or out of reach."
 MOST_RANKS = 16  # lines of a report
 # Two ways in which a rank ends: without an exit record, and by the signal of a launcher.
 LOST = "without an exit record, usually by SIGKILL or a crash: its process no longer exists"

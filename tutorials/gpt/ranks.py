@@ -126,11 +126,40 @@ def _why_no_gpu() -> str:
     return ""
 
 
+def store_of_this_start(store: dist.Store, rank: int, num_ranks: int) -> dist.Store:
+    """The part of a store that only this start of the job uses. Every rank must call it.
+
+    torchrun keeps the store when it restarts a job, with the addresses of the previous ranks. The number of restarts
+    cannot be used as a prefix, because torchrun counts it on each machine: if a machine learns that another one has
+    restarted before its own ranks have failed, it restarts them, and does not count that. So rank 0 chooses the prefix.
+    The other ranks ask for it under a number that no other process has.
+
+    Raises:
+        RuntimeError: on rank 0, if a rank has not started after some minutes.
+    """
+    if rank > 0:
+        prefix = store.get(f"prefix for {store.add('asked', 1)}").decode()
+        store.add(f"{prefix} ranks", 1)
+        return dist.PrefixStore(prefix, store)
+    prefix, answered = f"start {store.add('starts', 1)}", 0
+    until = time.monotonic() + store.timeout.total_seconds()
+    while store.add(f"{prefix} ranks", 0) < num_ranks - 1:
+        # This also answers processes that have ended, because rank 0 cannot distinguish them.
+        while answered < store.add("asked", 0):
+            answered += 1
+            store.set(f"prefix for {answered}", prefix)
+        if time.monotonic() > until:
+            raise RuntimeError(f"rank 0: not all of the {num_ranks} ranks have started. See their output")
+        time.sleep(0.01)
+    return dist.PrefixStore(prefix, store)
+
+
 @contextmanager
 def joined_ranks(device: str) -> Iterator[Place]:
-    """Joins the other ranks for a ``with`` block, and always destroys the process group at its end.
+    """Joins the other ranks for a ``with`` block, and destroys the process group at its end.
 
-    Every rank must enter it.
+    Every rank must enter it. After an exception, the group is not destroyed, so that the exit handler of minifsdp can
+    still query the other ranks and report where they are.
 
     Args:
         device: ``"cpu"``, ``"cuda"`` or ``"auto"``: CUDA if there is a GPU for each rank of this machine.
@@ -144,20 +173,16 @@ def joined_ranks(device: str) -> Iterator[Place]:
     backend = "nccl" if chosen.type == "cuda" else "gloo"
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    # After a restart by torchrun, the store still has the addresses of the previous attempt. The prefix hides them.
-    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"life-{life}", next(dist.rendezvous("env://"))[0])
+    store = store_of_this_start(next(dist.rendezvous("env://"))[0], rank, num_ranks)
     device_id = chosen if chosen.type == "cuda" else None
     dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks, device_id=device_id)
-    try:
-        yield Place(rank, num_ranks, chosen, backend, remark)
-        # Without a barrier, a rank could close connections while other ranks still use them.
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-        # Gloo's threads release their last tensors shortly after the collective. In rare cases, a thread does this
-        # while Python shuts down, and aborts the process without a traceback.
-        time.sleep(0.05)
+    yield Place(rank, num_ranks, chosen, backend, remark)
+    # Without a barrier, a rank could close connections while other ranks still use them.
+    dist.barrier()
+    dist.destroy_process_group()
+    # Gloo's threads release their last tensors shortly after the collective. In rare cases, a thread does this while
+    # Python shuts down, and aborts the process without a traceback.
+    time.sleep(0.05)
 
 
 def mesh_of(place: Place, *, hybrid: bool) -> DeviceMesh:

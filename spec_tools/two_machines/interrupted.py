@@ -1,0 +1,114 @@
+"""The tutorial's training. Rank 2 cuts the link to the other machine, first in a step, and after a restart in a save.
+
+    torchrun --nnodes 2 --nproc-per-node 2 --max-restarts 2 spec_tools/two_machines/interrupted.py FOLDER OPTIONS ...
+
+Checkpoints are saved every second step. In the first life, the link is cut between forward and backward of the fourth
+step. In the second life, it is cut in the save after that step, when rank 2 has written its files. Rank 2 creates
+the files ``FOLDER/cut-0`` and ``FOLDER/cut-1`` first. Another process must restore the link. At the end rank 0 writes
+the losses, and the number of complete steps at the start of its last life, to ``FOLDER/told``.
+
+The time-out of the groups is short when the link is cut, and long otherwise, because a process may start late.
+
+Each batch has four parts, whatever the number of ranks. So two ranks train with the same values as four.
+
+On one machine (``TWO_MACHINES_LINK`` is not set), there is no link, and nothing is cut.
+
+Spec: MACHINES-07 to MACHINES-10.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "tutorials"), str(ROOT)]
+
+import train_gpt  # noqa: E402
+
+from spec_tools.kills.moments import TINY, corpus  # noqa: E402
+from spec_tools.two_machines.machines import SOCKET, LinkControl  # noqa: E402
+
+STEPS, EVERY, CUT_IN = 6, 2, 4
+PARTS = 4  # of a batch
+TIMEOUT, TIMEOUT_AT_START = 5.0, 90.0  # seconds, of all groups
+CUT_BY = 2  # the rank that cuts the link
+
+
+def after_call(owner: Any, name: str, nth: int, action: Callable[[], None]) -> None:
+    """Calls ``action`` after the ``nth`` call of a function."""
+    original: Callable[..., Any] = getattr(owner, name)
+    number = 0
+
+    def counts(*arguments: Any, **options: Any) -> Any:
+        nonlocal number
+        number += 1
+        result = original(*arguments, **options)
+        if number == nth:
+            action()
+        return result
+
+    setattr(owner, name, counts)
+
+
+def shorten_timeouts() -> None:
+    """Every rank calls it in the step before the cut, because a rank may start late, but must not wait long then."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT), group)
+
+
+def cut(marker: Path) -> None:
+    marker.touch()
+    LinkControl(os.environ[SOCKET]).cut()
+
+
+def prepare_cut(folder: Path) -> None:
+    """Lets rank 2 cut the link in this life, if it must be cut."""
+    is_done = [(folder / f"cut-{number}").exists() for number in range(2)]
+    if SOCKET not in os.environ or all(is_done):
+        return
+    number = is_done.count(True)
+    after_call(train_gpt.F, "cross_entropy", (CUT_IN - 1, 1)[number], shorten_timeouts)
+    if int(os.environ["RANK"]) == CUT_BY:
+        owner, name, nth = ((train_gpt.F, "cross_entropy", CUT_IN), (dcp.FileSystemWriter, "write_data", 1))[number]
+        after_call(owner, name, nth, lambda: cut(folder / f"cut-{number}"))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder, *options = sys.argv[1:]
+    dist.distributed_c10d._get_default_timeout = lambda backend: timedelta(seconds=TIMEOUT_AT_START)
+    prepare_cut(Path(folder))
+    begun_at = []
+    resume, batch_of = train_gpt.resume, train_gpt.batch_of
+
+    def resumed(checkpoint: Any, *arguments: Any, **options: Any) -> Any:
+        begun_at.append(checkpoint.step)
+        return resume(checkpoint, *arguments, **options)
+
+    def parts_of(*arguments: Any, rank: int, **options: Any) -> tuple[torch.Tensor, ...]:
+        num_parts = PARTS // int(os.environ["WORLD_SIZE"])
+        parts = [batch_of(*arguments, rank=rank * num_parts + part, **options) for part in range(num_parts)]
+        return tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
+
+    train_gpt.resume, train_gpt.batch_of = resumed, parts_of
+    runs = str(Path(folder) / "runs")
+    how = [f"--steps={STEPS}", f"--save-every={EVERY}", f"--save={runs}", f"--resume={runs}"]
+    with train_gpt.joined_ranks("cpu") as place:
+        losses = train_gpt.train(train_gpt.parse([*TINY, *how, *options]), corpus(train_gpt), place)
+    if place.rank == 0:
+        reported = {"losses": losses, "begun at": begun_at}
+        (Path(folder) / "told").write_text(json.dumps(reported))
+
+
+if __name__ == "__main__":
+    main()
