@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,13 +29,14 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 import minifsdp
+from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.live_bytes import LiveBytes
 from spec_tools.checkpoints.formula import Checkpoint
 
 __all__ = ["APIS", "REPEATS", "measure"]
 
-WIDTH, NUM_BLOCKS = 1024, 8
-REPEATS = 5
+WIDTH, NUM_BLOCKS = 512, 8
+REPEATS = 3
 APIS = ("FullyShardedDataParallel", "fully_shard")
 
 
@@ -55,7 +56,7 @@ def trained(api: str, width: int, num_blocks: int) -> tuple[Any, torch.optim.Opt
             minifsdp.fully_shard(block)
         minifsdp.fully_shard(model)
     else:
-        policy = minifsdp.ModuleWrapPolicy({Block})
+        policy = ModuleWrapPolicy({Block})
         model = minifsdp.FullyShardedDataParallel(model, auto_wrap_policy=policy)
     optimizer = torch.optim.Adam(model.parameters(), foreach=False)
     model(torch.randn(2, width)).square().mean().backward()
@@ -77,7 +78,7 @@ class Calls:
         self.model, self.optimizer = trained(api, width, num_blocks)
         self._folder, self._numbers, self.newest = folder / api, itertools.count(), folder
         # An asynchronous save communicates in a thread, so it needs a group of its own.
-        self._group, self._saving = dist.new_group(backend="gloo"), None
+        self._group, self._saving = dist.new_group(backend="gloo"), cast(Any, None)
 
     def save(self) -> None:
         """Sharded state dicts, and a file for each rank."""
@@ -94,8 +95,10 @@ class Calls:
     def begin_async_save(self) -> None:
         """As `save`, until training can continue."""
         weights, states = minifsdp.get_state_dict(self.model, self.optimizer)
-        both, path = {"model": weights, "optimizer": states}, self._folder / f"async-{next(self._numbers)}"
-        self._saving = dcp.async_save(both, checkpoint_id=path, process_group=self._group)
+        # The writer also copies the state dicts. Without it, torch 2.13 cannot copy a `ShardedTensor`.
+        writer = dcp.FileSystemWriter(self._folder / f"async-{next(self._numbers)}")
+        both = {"model": weights, "optimizer": states}
+        self._saving = dcp.async_save(both, storage_writer=writer, process_group=self._group)
 
     def finish_async_save(self) -> None:
         """Waits for the files; not measured."""
@@ -108,7 +111,7 @@ class Calls:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         both = minifsdp.get_state_dict(self.model, self.optimizer, options=options)
         if dist.get_rank() == 0:
-            self._folder.mkdir(exist_ok=True)
+            self._folder.mkdir(parents=True, exist_ok=True)
             torch.save(both, self._folder / "full")
 
 
