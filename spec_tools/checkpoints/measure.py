@@ -119,7 +119,7 @@ def largest(value: float) -> float:
     """The largest value of all ranks."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
-    return max(values)
+    return float(max(values))
 
 
 def seconds_of(call: Callable[[], None]) -> float:
