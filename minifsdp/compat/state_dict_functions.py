@@ -42,10 +42,10 @@ from torch.optim import Optimizer
 from minifsdp.checkpoint import agreement, optim_state, optim_state_load
 from minifsdp.checkpoint.codec import ParameterNames, UnitCodec, dotted, parameters_of
 from minifsdp.checkpoint.loading import reshard_all
-from minifsdp.checkpoint.state_dict import is_summoned
 from minifsdp.checkpoint.state_dict_options import Form, StateDictType
 from minifsdp.checkpoint.tensors import local_rows
 from minifsdp.engine.mesh import MeshGroups
+from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1.wrapper import Wrapper
 from minifsdp.fsdp2.fsdp_state import states_in
 
@@ -124,9 +124,10 @@ def _received(model: nn.Module, given: Mapping[str, Any], mesh: MeshGroups) -> t
     Returns:
         The dict, and whether it contains rows.
     """
-    found = [(path, module) for path, module in model.named_modules() if isinstance(module, Wrapper)]
-    units = [UnitCodec(w, dotted(path)) for path, w in found if w._unit is not None and not is_summoned(w)]
-    of_unit = {key: unit for unit in units for key in unit.keys}
+    wrappers = [(dotted(path), module) for path, module in model.named_modules() if isinstance(module, Wrapper)]
+    # Modules whose full parameters are summoned load full values.
+    sharded = [(start, w) for start, w in wrappers if w._unit is not None and w._unit.phase is not Phase.SUMMONED]
+    of_unit = {key: unit for unit in (UnitCodec(w, start) for start, w in sharded) for key in unit.keys}
 
     def receive(key: str) -> Any:
         # A tensor on rank 0's accelerator would arrive on the same accelerator.
