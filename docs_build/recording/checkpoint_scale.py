@@ -1,18 +1,20 @@
 """Records time, memory and files of checkpoints on 2, 4 and 8 processes, and calculates those of 1,024 ranks.
 
-    python -m docs_build.recording.checkpoint_scale
+    python -m docs_build.recording.checkpoint_scale [RANKS...]
 
-It writes ``docs/data/checkpoint-scale.json``. The page "Checkpoints at scale" shows the tables.
+It updates ``docs/data/checkpoint-scale.json``; with ``RANKS``, only the runs with these numbers of ranks. The page
+"Checkpoints at scale" shows the tables.
 """
 
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from docs_build.reading.text import table
 from docs_build.recording.busy import Others
-from docs_build.recording.records import of_record, save, stamp, torchrun
+from docs_build.recording.records import load, of_record, save, stamp, torchrun
 from minifsdp.tools.formulas import size_of
 from spec_tools.checkpoints.formula import Checkpoint, llama_70b
 from spec_tools.checkpoints.measure import NUM_BLOCKS, REPEATS, WIDTH, checkpoint
@@ -70,34 +72,41 @@ def bytes_of_entry(record: Any) -> float:
 
 
 def _runs(record: Any) -> list[tuple[int, Any]]:
-    return sorted((int(ranks), by_api) for ranks, by_api in record["runs"].items())
+    return sorted((int(ranks), run["apis"]) for ranks, run in record["runs"].items())
 
 
 def _circumstances(record: Any) -> str:
-    text = (
-        f"Milliseconds, medians of {record['repeats']} calls; {record['model']}. {record['date']}, {record['machine']}."
-    )
-    return text if record["others"] is None else f"{text} Other programs used {record['others']} cores."
+    text = f"Milliseconds, medians of {record['repeats']} calls; {record['model']}. "
+    text += f"{record['date']}, {record['machine']}."
+    others = [run["others"] for run in record["runs"].values() if run["others"] is not None]
+    return f"{text} Other programs used up to {max(others)} cores." if others else text
 
 
-def main() -> None:
-    """Measures on each number of ranks, and writes the record.
+def measured(ranks: int) -> Any:
+    """The measurements of both APIs on ``ranks`` new processes, and the cores that other programs used.
 
     Raises:
-        RuntimeError: a run has failed; the message has its output.
+        RuntimeError: the run has failed; the message has its output.
     """
-    others, runs = Others(), {}
-    for ranks in SIZES:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "found.json"
-            launch = ["--standalone", "--nproc-per-node", str(ranks), "-m", "spec_tools.checkpoints.measure"]
-            ended = torchrun([*launch, folder, str(file)])
-            if ended.returncode:
-                raise RuntimeError(ended.stderr[-4000:])
-            runs[str(ranks)] = json.loads(file.read_text(encoding="utf-8"))
+    others = Others()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "found.json"
+        launch = ["--standalone", "--nproc-per-node", str(ranks), "-m", "spec_tools.checkpoints.measure"]
+        ended = torchrun([*launch, folder, str(file)])
+        if ended.returncode:
+            raise RuntimeError(ended.stderr[-4000:])
+        return {"apis": json.loads(file.read_text(encoding="utf-8")), "others": others.cores()}
+
+
+def main(*ranks: str) -> None:
+    """Measures on each number of ranks, and updates the record after each of them."""
     model = f"{NUM_BLOCKS} units of two matrices with {WIDTH} x {WIDTH} elements in float32, and Adam"
-    save("checkpoint-scale", {**stamp(), "model": model, "repeats": REPEATS, "others": others.cores(), "runs": runs})
+    for each in ranks or map(str, SIZES):
+        run = measured(int(each))
+        runs = (load("checkpoint-scale") or {"runs": {}})["runs"]
+        record = {**stamp(), "model": model, "repeats": REPEATS, "runs": {**runs, each: run}}
+        save("checkpoint-scale", record)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

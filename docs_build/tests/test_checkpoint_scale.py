@@ -34,9 +34,9 @@ def test_every_call_is_measured_with_each_api(tmp_path: Path) -> None:
 def test_record_agrees_with_the_formulas() -> None:
     record = load("checkpoint-scale")
     assert sorted(map(int, record["runs"])) == list(checkpoint_scale.SIZES)
-    for num_ranks, by_api in record["runs"].items():
+    for num_ranks, run in record["runs"].items():
         expected = measure.checkpoint(int(num_ranks))
-        for api, of_api in by_api.items():
+        for api, of_api in run["apis"].items():
             assert of_api["num_files"] == expected.num_files
             assert of_api["file_bytes"] == pytest.approx(expected.file_bytes(0), rel=0.02)
             is_flat = api != "fully_shard"
@@ -49,17 +49,17 @@ def record_of(metadata_bytes: dict[int, int]) -> dict[str, Any]:
     calls = dict.fromkeys(checkpoint_scale.CALLS, 0.002)
     of_api = {"seconds": calls, "memory": dict.fromkeys(calls, 4_000_000), "num_files": 3, "file_bytes": 5_000_000}
     runs = {
-        str(num_ranks): {api: {**of_api, "metadata_bytes": size} for api in measure.APIS}
+        str(num_ranks): {"apis": {api: {**of_api, "metadata_bytes": size} for api in measure.APIS}, "others": 0.5}
         for num_ranks, size in metadata_bytes.items()
     }
-    facts = {"model": "a model", "repeats": 5, "date": "2026-01-01", "machine": "a machine", "others": 0.5}
+    facts = {"model": "a model", "repeats": 5, "date": "2026-01-01", "machine": "a machine"}
     return json.loads(json.dumps({**facts, "runs": runs}))  # type: ignore[no-any-return]
 
 
 def test_tables_have_a_row_for_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("docs_build.recording.records.load", lambda name: record_of({2: 1000, 8: 4000}))
     assert "| `fully_shard` | 8 | 2 | 2 | 2 | 2 |" in checkpoint_scale.seconds()
-    assert "Other programs used 0.5 cores." in checkpoint_scale.seconds()
+    assert "Other programs used up to 0.5 cores." in checkpoint_scale.seconds()
     assert "| `fully_shard` | 2 | 4 MB | 4 MB | 4 MB | 4 MB | 0 B | 3 | 5 MB | 1 kB |" in checkpoint_scale.memory()
 
 
@@ -73,3 +73,12 @@ def test_metadata_of_many_ranks_is_extrapolated_from_its_growth(monkeypatch: pyt
     listed = Checkpoint(llama_70b(), 1024).num_listed()
     assert row.startswith("| 1024 | 1025 | 827 MB |")
     assert row.endswith(f"| {listed:,} | {listed * 100 / 1e6:.0f} MB |")
+
+
+def test_a_run_keeps_the_runs_with_other_numbers_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[Any] = []
+    monkeypatch.setattr(checkpoint_scale, "measured", lambda ranks: {"apis": {}, "others": None})
+    monkeypatch.setattr(checkpoint_scale, "load", lambda name: {"runs": {"2": "old", "4": "old"}})
+    monkeypatch.setattr(checkpoint_scale, "save", lambda name, record: saved.append((name, record["runs"])))
+    checkpoint_scale.main("4")
+    assert saved == [("checkpoint-scale", {"2": "old", "4": {"apis": {}, "others": None}})]

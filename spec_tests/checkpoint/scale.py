@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from spec_tests.harness import device
-from spec_tests.models.modules import MLP, seeded
+from spec_tests.models.modules import seeded
 from spec_tests.subject import FullyShardedDataParallel, ModuleWrapPolicy, fully_shard
 from spec_tools.checkpoints.formula import Checkpoint
 
@@ -21,12 +21,19 @@ WIDTH = 512
 APIS = ("flat", "original", "fully_shard")
 
 
+class Pair(nn.Sequential):
+    """A unit of two matrices. If both were unsharded while rows are loaded, the memory would be twice as large."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias=False))
+
+
 class Tall(nn.Module):
     """Four equal blocks, and a head with fewer rows than there are ranks."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(MLP(WIDTH, WIDTH) for _ in range(4)))
+        self.blocks = nn.Sequential(*(Pair() for _ in range(4)))
         self.head = nn.Linear(WIDTH, 3)
 
     def forward(self, x: Tensor) -> Tensor:
