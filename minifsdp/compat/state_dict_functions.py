@@ -20,9 +20,12 @@ Worked example, Adam and a unit with ``weight`` (2 x 3) on two ranks, for some o
 An optimizer that has not taken a step has no states. ``dcp.load`` needs tensors to read into, so the functions first
 create states with a step of gradients that are zero, as torch's functions do.
 
+With ``broadcast_from_rank0``, each rank keeps its rows of a value that arrives, and releases the value. The rows are
+then loaded as those of a sharded dict. So a rank never stores the full dict.
+
 *In torch:* ``torch/distributed/checkpoint/state_dict.py``, with the same signatures.
 
-Spec: PROG-63, PROG-64, PROG-92, PROG-93, PROG-97.
+Spec: PROG-63, PROG-64, PROG-92, PROG-93, PROG-97, SCALE-04.
 """
 
 from collections.abc import Iterable, Mapping

@@ -111,7 +111,9 @@ def test_only_rank_0_holds_full_state_dicts(api: str) -> None:
         live.forget_peak()
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights, states = subject.get_state_dict(model, optimizer, options=options)
-        assert live.peak - before <= dicts + expected.largest_unit() + SLACK
+        # With `fully_shard`, torch releases the results of its all-gathers later; three parameters have been observed.
+        most = expected.largest_unit() * (1 if api == "flat" else 3)
+        assert live.peak - before <= dicts + most + SLACK
         assert live.now() - before == pytest.approx(dicts, abs=SLACK)
         before = live.now()
         live.forget_peak()
