@@ -200,15 +200,13 @@ class UnitCodec:
     def copy_into(self, shard: torch.Tensor, values: Mapping[int, Any]) -> torch.Tensor:
         """Copies this rank's elements of values, given by number, into ``shard``. Rows are all-gathered one by one."""
         for number, value in values.items():
-            self._copy_parameter(shard, number, value)
+            spec, local_shape = self.layout.specs[number], self.layout.local_shapes[number]
+            elements = local_values(self.unsharded(value).detach(), spec, local_shape).reshape(-1)
+            held = self._sharding.range_in_param(self.mesh.shard_index, number)
+            shard[self.places[number]].copy_(elements[held])
+            # Released before the next value is all-gathered.
+            del elements
         return shard
-
-    def _copy_parameter(self, shard: torch.Tensor, number: int, value: Any) -> None:
-        """Copies one value. The unsharded value is released before the next one is all-gathered."""
-        spec, local_shape = self.layout.specs[number], self.layout.local_shapes[number]
-        elements = local_values(self.unsharded(value).detach(), spec, local_shape).reshape(-1)
-        held = self._sharding.range_in_param(self.mesh.shard_index, number)
-        shard[self.places[number]].copy_(elements[held])
 
 
 class ParameterNames:
