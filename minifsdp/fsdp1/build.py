@@ -146,7 +146,6 @@ def _as_device(device_id: Any) -> torch.device:
     except (TypeError, RuntimeError) as error:
         raise TypeError(message("device-type", device_id=device_id)) from error
     if device.type in ("cpu", "meta"):
-        # A recording computes on the meta device (``simulate/device.py``).
         return torch.device(device.type)
     if device.index is None:
         warn(message("device-without-index", device_id=device_id))

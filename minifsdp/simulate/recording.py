@@ -44,87 +44,9 @@ from minifsdp.fsdp2.module import FSDPModule
 from minifsdp.simulate import models
 from minifsdp.simulate.device import META, DeviceModule, registered
 from minifsdp.simulate.operators import Memory, OperatorMode, replaced_functions
+from minifsdp.simulate.setup import DTYPES, HYBRID, Setup
+from minifsdp.simulate.shapes import SHAPES, Shape
 from minifsdp.simulate.tape import Allocate, Free, MarkingRecorder, Tape
-
-HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", *HYBRID)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(frozen=True)
-class Setup:
-    """A configuration to simulate.
-
-    Args:
-        model: a name of `models.SHAPES`, a `models.Shape`, or ``module:function``. The function gets this object and
-            returns a `models.Model`.
-        num_ranks: all ranks.
-        ranks_per_machine: the ranks on each machine.
-        api: ``fsdp1`` for the wrapper, ``fsdp2`` for ``fully_shard``.
-        strategy: a sharding strategy. ``fully_shard`` takes ``SHARD_GRAD_OP`` as ``reshard_after_forward=False``.
-        num_shards: ranks that share a copy, for hybrid strategies; by default those of one machine.
-        reshard_after_forward: an integer for ``fully_shard``: 1/n of each unit is kept for backward.
-        unit: the number of blocks in a unit.
-        micro_batch, sequence: the number of sequences in a micro-batch, and of tokens in a sequence.
-        accumulation: the number of micro-batches in a step.
-        no_sync: whether only the last micro-batch reduces gradients.
-        checkpointing: ``none``, ``full`` or ``selective``.
-        param_dtype, reduce_dtype: names of `DTYPES`; the stored parameters are in float32.
-        backward_prefetch: ``BACKWARD_PRE``, ``BACKWARD_POST`` or ``None``; the wrapper only.
-        forward_prefetch, limit_all_gathers: options of the wrapper.
-        optimizer: ``adamw`` with a fused kernel, or ``sgd``.
-    """
-
-    model: str | models.Shape
-    num_ranks: int
-    ranks_per_machine: int = 8
-    api: str = "fsdp2"
-    strategy: str = "FULL_SHARD"
-    num_shards: int | None = None
-    reshard_after_forward: int | None = None
-    unit: int = 1
-    micro_batch: int = 1
-    sequence: int | None = None
-    accumulation: int = 1
-    no_sync: bool = False
-    checkpointing: str = "none"
-    param_dtype: str = "bf16"
-    reduce_dtype: str = "fp32"
-    backward_prefetch: str | None = "BACKWARD_PRE"
-    forward_prefetch: bool = False
-    limit_all_gathers: bool = True
-    optimizer: str = "adamw"
-
-    def __post_init__(self) -> None:
-        _check_choice("api", self.api, ("fsdp1", "fsdp2"))
-        _check_choice("strategy", self.strategy, STRATEGIES)
-        _check_choice("checkpointing", self.checkpointing, ("none", "full", "selective"))
-        _check_choice("param_dtype", self.param_dtype, DTYPES)
-        _check_choice("reduce_dtype", self.reduce_dtype, DTYPES)
-        _check_choice("optimizer", self.optimizer, ("adamw", "sgd"))
-        _check_choice("backward_prefetch", self.backward_prefetch, ("BACKWARD_PRE", "BACKWARD_POST", None))
-        if isinstance(self.model, str) and ":" not in self.model:
-            _check_choice("model", self.model, models.SHAPES)
-        for name in ("num_ranks", "ranks_per_machine", "unit", "micro_batch", "accumulation"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.num_ranks % self.shards:
-            raise ValueError(
-                f"{self.num_ranks} ranks cannot form copies of {self.shards} shards. Choose a number of shards that "
-                f"divides the number of ranks"
-            )
-
-    @property
-    def shards(self) -> int:
-        """The number of ranks that share a copy."""
-        if self.strategy in HYBRID:
-            return min(self.num_shards or self.ranks_per_machine, self.num_ranks)
-        return 1 if self.strategy == "NO_SHARD" else self.num_ranks
-
-
-def _check_choice(name: str, value: object, choices: Any) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}. Choose one of {', '.join(map(str, choices))}")
 
 
 @dataclass
@@ -215,7 +137,7 @@ def _model_of(setup: Setup) -> models.Model:
         module, _, function = setup.model.partition(":")
         made: models.Model = getattr(importlib.import_module(module), function)(setup)
         return made
-    shape = setup.model if isinstance(setup.model, models.Shape) else models.SHAPES[setup.model]
+    shape = setup.model if isinstance(setup.model, Shape) else SHAPES[setup.model]
     return models.transformer(shape, setup.micro_batch, setup.sequence, setup.checkpointing, setup.unit)
 
 
@@ -224,8 +146,8 @@ def _model_of(setup: Setup) -> models.Model:
 
 def _shard(model: models.Model, setup: Setup) -> tuple[nn.Module, Callable[[bool], Any]]:
     """The sharded model, and a function that returns a ``with`` block for a backward with or without reductions."""
-    is_hybrid = setup.strategy in HYBRID
-    if is_hybrid or setup.strategy == "NO_SHARD":
+    # Without shards, the wrapper takes a mesh of all ranks, and `fully_shard` one with a dimension of one rank.
+    if setup.strategy in HYBRID or (setup.strategy == "NO_SHARD" and setup.api == "fsdp2"):
         shape = {"replicate": setup.num_ranks // setup.shards, "shard": setup.shards}
     else:
         shape = {"shard": setup.num_ranks}

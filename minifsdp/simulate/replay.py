@@ -42,6 +42,7 @@ from minifsdp.simulate.tape import (
     Collective,
     Free,
     HostWait,
+    Item,
     Kernel,
     Mark,
     RecordEvent,
@@ -124,101 +125,115 @@ class _Memory:
         self.steps.append((when, self.num_bytes))
 
 
+class _Replay:
+    """The state of a replay: the times up to the current item."""
+
+    def __init__(self, recording: Recording, card: Card, network: Network) -> None:
+        self._card, self._network = card, network
+        self.host = self.waited = self._slowed_until = 0.0
+        # When each stream, the last collective of each group, and each event are complete.
+        self.ends: dict[int, float] = defaultdict(float)
+        self._groups: dict[tuple[int, ...], float] = defaultdict(float)
+        self._events: dict[int, float] = {}
+        self.memory = _Memory(recording.stored_bytes, recording.old_blocks)
+        self.computing: list[tuple[float, float]] = []
+        self.communicating: list[tuple[float, float]] = []
+        self.busy: dict[str, float] = defaultdict(float)
+        self.flops: dict[str, float] = defaultdict(float)
+        # The start and the end of each event of the engine, and the last one whose collective follows.
+        self._times: dict[int, list[float]] = {}
+        self._marked: trace.Event | None = None
+
+    def run(self, item: Item) -> None:
+        """Gives the item its time."""
+        if isinstance(item, Kernel):
+            self._compute(item)
+        elif isinstance(item, Collective):
+            self._communicate(item)
+        elif isinstance(item, RecordEvent):
+            self.host += self._card.host_event
+            self._events[item.event] = max(self.ends[item.stream], self.host)
+        elif isinstance(item, WaitEvent):
+            self.host += self._card.host_event
+            # An event of an earlier step is complete.
+            self.ends[item.stream] = max(self.ends[item.stream], self._events.get(item.event, 0.0))
+        elif isinstance(item, HostWait):
+            until = self._events.get(item.event, 0.0)
+            self.waited += max(0.0, until - self.host)
+            self.host = max(self.host, until)
+        elif isinstance(item, Allocate):
+            self.memory.allocate(self.host, item.block, item.num_bytes)
+        elif isinstance(item, UseOn):
+            self.memory.use_on(item.block, item.stream)
+        elif isinstance(item, Free):
+            self.memory.free(self.host, item.block, self.ends)
+        else:
+            self._mark(item)
+
+    def timed(self, event: trace.Event) -> trace.Event:
+        """The event with its simulated times."""
+        start, end = self._times.get(id(event), (0.0, 0.0))
+        return replace(event, start=start, end=end)
+
+    def _compute(self, kernel: Kernel) -> None:
+        self.host += self._card.host_operator
+        start, seconds = max(self.ends[kernel.stream], self.host), self._card.seconds(kernel)
+        if kernel.stream == COMPUTE:
+            # Collectives that run now use a part of the card.
+            seconds += self._card.slowdown * max(0.0, min(seconds, self._slowed_until - start))
+            self.computing.append((start, start + seconds))
+        self.busy[kernel.phase if kernel.stream == COMPUTE else "copies"] += seconds
+        self.flops[kernel.phase] += kernel.nominal_flops
+        self.ends[kernel.stream] = start + seconds
+
+    def _communicate(self, collective: Collective) -> None:
+        self.host += self._card.host_collective
+        start = max(self.ends[collective.stream], self.host, self._groups[collective.ranks])
+        end = start + self._network.seconds(collective)
+        self.ends[collective.stream] = self._groups[collective.ranks] = end
+        self._slowed_until = max(self._slowed_until, end)
+        self.communicating.append((start, end))
+        self.busy[collective.kind] += end - start
+        if self._marked is not None and self._marked.kind == collective.kind:
+            self._times[id(self._marked)] = [start, end]
+            self._marked = None
+
+    def _mark(self, item: Mark) -> None:
+        event = item.event
+        if event.kind in _OF_COLLECTIVES:
+            self._marked = event if item.is_begin else self._marked
+            return
+        now = self.host if event.kind == "WAIT" else max(self.host, self.ends[COMPUTE])
+        if item.is_begin:
+            self._times[id(event)] = [now, now]
+        else:
+            self._times[id(event)][1] = now
+
+
 def replay(recording: Recording, card: Card, network: Network) -> Result:
     """Simulates the recorded step on a machine."""
-    host = waited = 0.0
-    ends: dict[int, float] = defaultdict(float)
-    groups: dict[tuple[int, ...], float] = defaultdict(float)
-    events: dict[int, float] = {}
-    memory = _Memory(recording.stored_bytes, recording.old_blocks)
-    spans: dict[str, list[tuple[float, float]]] = {"compute": [], "communication": []}
-    busy: dict[str, float] = defaultdict(float)
-    times: dict[int, list[float]] = {}
-    # Collectives that the engine has marked, whose item follows.
-    marked: list[trace.Event] = []
-    nominal = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}
-    slowed_until = 0.0
+    state = _Replay(recording, card, network)
     for item in recording.tape.items:
-        if isinstance(item, Kernel):
-            host += card.host_operator
-            start = max(ends[item.stream], host)
-            seconds = card.seconds(item)
-            if item.stream == COMPUTE:
-                # Collectives that run now use a part of the card.
-                seconds += card.slowdown * max(0.0, min(seconds, slowed_until - start))
-                spans["compute"].append((start, start + seconds))
-                busy[item.phase] += seconds
-            else:
-                busy["copies"] += seconds
-            nominal[item.phase] += item.nominal_flops
-            ends[item.stream] = start + seconds
-        elif isinstance(item, Collective):
-            host += card.host_collective
-            start = max(ends[item.stream], host, groups[item.ranks])
-            end = start + network.seconds(item)
-            ends[item.stream] = groups[item.ranks] = end
-            slowed_until = max(slowed_until, end)
-            spans["communication"].append((start, end))
-            busy[item.kind] += end - start
-            if marked and marked[-1].kind == item.kind:
-                times[id(marked.pop())] = [start, end]
-        elif isinstance(item, RecordEvent):
-            host += card.host_event
-            events[item.event] = max(ends[item.stream], host)
-        elif isinstance(item, WaitEvent):
-            host += card.host_event
-            # An event of the step before is complete.
-            ends[item.stream] = max(ends[item.stream], events.get(item.event, 0.0))
-        elif isinstance(item, HostWait):
-            waited += max(0.0, events.get(item.event, 0.0) - host)
-            host = max(host, events.get(item.event, 0.0))
-        elif isinstance(item, Allocate):
-            memory.allocate(host, item.block, item.num_bytes)
-        elif isinstance(item, UseOn):
-            memory.use_on(item.block, item.stream)
-        elif isinstance(item, Free):
-            memory.free(host, item.block, ends)
-        else:
-            _mark(item, times, marked, max(host, ends[COMPUTE]), host)
-    seconds = max(host, *ends.values(), 0.0)
-    exposed = _length(spans["compute"] + spans["communication"]) - _length(spans["compute"])
-    useful, all_flops = 3 * nominal["forward"], sum(nominal.values())
+        state.run(item)
+    seconds = max(state.host, *state.ends.values(), 0.0)
+    compute = _length(state.computing)
     peak = card.matmul32 if recording.setup.param_dtype == "fp32" else card.matmul
     return Result(
         seconds=seconds,
-        compute_seconds=_length(spans["compute"]),
-        exposed_seconds=exposed,
-        host_seconds=host - waited,
-        waits=waited,
+        compute_seconds=compute,
+        exposed_seconds=_length(state.computing + state.communicating) - compute,
+        host_seconds=state.host - state.waited,
+        waits=state.waited,
         tokens_per_second=recording.tokens / seconds,
-        mfu=useful / seconds / peak,
-        hfu=all_flops / seconds / peak,
+        mfu=3 * state.flops["forward"] / seconds / peak,
+        hfu=sum(state.flops.values()) / seconds / peak,
         stored_bytes=recording.stored_bytes,
         peak_allocated=recording.peak_bytes,
-        peak_held=memory.peak,
-        memory=memory.steps,
-        events=[_timed(event, times) for event in recording.events],
-        busy=dict(busy),
+        peak_held=state.memory.peak,
+        memory=state.memory.steps,
+        events=[state.timed(event) for event in recording.events],
+        busy=dict(state.busy),
     )
-
-
-def _mark(item: Mark, times: dict[int, list[float]], marked: list[trace.Event], compute: float, host: float) -> None:
-    """Notes the time of the begin or the end of an event of the engine."""
-    event = item.event
-    if event.kind in _OF_COLLECTIVES:
-        if item.is_begin:
-            marked.append(event)
-        return
-    now = host if event.kind == "WAIT" else compute
-    if item.is_begin:
-        times[id(event)] = [now, now]
-    else:
-        times[id(event)][1] = now
-
-
-def _timed(event: trace.Event, times: dict[int, list[float]]) -> trace.Event:
-    start, end = times.get(id(event), (0.0, 0.0))
-    return replace(event, start=start, end=end)
 
 
 def _length(spans: Sequence[tuple[float, float]]) -> float:
