@@ -85,6 +85,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--forward-prefetch", action="store_true")
     add("--no-limiter", action="store_true", help="limit_all_gathers=False")
     add("--optimizer", choices=("adamw", "sgd"), default="adamw")
+    _add_machine_options(parser)
+    return parser
+
+
+def _add_machine_options(parser: argparse.ArgumentParser) -> None:
     card = parser.add_argument_group("the card; without --card, give the first three numbers")
     card.add_argument("--card", choices=CARDS)
     card.add_argument("--teraflops", type=float, help="peak of matrix products in bfloat16")
@@ -100,7 +105,6 @@ def _parser() -> argparse.ArgumentParser:
     output.add_argument("--timeline", type=Path, metavar="FILE.svg", help="draw the first run")
     output.add_argument("--json", action="store_true", help="a line of JSON for each run")
     output.add_argument("--search", action="store_true", help="find the best settings that fit into memory")
-    return parser
 
 
 def _setup(given: argparse.Namespace, strategy: str) -> Setup:

@@ -4,7 +4,7 @@ One module describes all models of ``shapes.py``: token embeddings, optional lea
 a perceptron, a norm and an output matrix. An encoder-decoder model has a second stack whose blocks also attend to the
 output of the first.
 
-A `Model` is what a recording needs: the module, the modules that become units, and a function that computes the loss.
+A `Model` is the input of a recording: the module, the modules that become units, and a function that computes the loss.
 A function of the user, given as ``module:function``, returns a `Model` as well.
 
 Worked example, two blocks in each unit: ``transformer(SHAPES["gpt2"], 1, 1024, "none", 2)`` has 6 units.
@@ -33,7 +33,7 @@ aten = torch.ops.aten
 
 @dataclass
 class Model:
-    """What a recording needs.
+    """The input of a recording.
 
     Attributes:
         module: the model, on the meta device.

@@ -43,7 +43,7 @@ def limit_of(setup: Setup, card: Card, result: Result) -> str:
 
 
 def name_of(setup: Setup) -> str:
-    """What distinguishes a setting from others of the same model."""
+    """The options of a setting that differ from those of other settings of the same model."""
     parts = [setup.api, setup.strategy]
     parts += [f"{setup.shards} shards"] if setup.strategy in HYBRID else []
     parts += [f"{setup.unit} blocks per unit"] if setup.unit > 1 else []
