@@ -352,7 +352,7 @@ def _shares_memory(output: Any, leaves: Sequence[torch.Tensor]) -> bool:
     if torch._C._are_functorch_transforms_active():
         return False
     plain = torch.Tensor, torch.nn.Parameter
-    memory = {leaf.untyped_storage().data_ptr() for leaf in leaves if type(leaf) in plain and leaf.numel()}
+    memory = {leaf.untyped_storage().data_ptr() for leaf in leaves if type(leaf) in plain and leaf.numel()} - {0}
     return any(type(t) in plain and t.untyped_storage().data_ptr() in memory for t in tensors_in(output))
 
 

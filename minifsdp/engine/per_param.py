@@ -126,7 +126,7 @@ class PerParameterLayout(Layout):
         # A local tensor may have gained or lost the methods of a custom all-gather.
         self._update_buckets(is_edited=False)
         without = [self.full_name(param.info.path) for param in self.params if param.local_shard.device.type == "meta"]
-        if without:
+        if without and self.device.type != "meta":
             raise RuntimeError(message("still-meta", without=without))
 
     @property

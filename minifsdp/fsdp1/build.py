@@ -145,8 +145,8 @@ def _as_device(device_id: Any) -> torch.device:
         device = torch.device(device_id)
     except (TypeError, RuntimeError) as error:
         raise TypeError(message("device-type", device_id=device_id)) from error
-    if device.type == "cpu":
-        return torch.device("cpu")
+    if device.type in ("cpu", "meta"):
+        return torch.device(device.type)
     if device.index is None:
         warn(message("device-without-index", device_id=device_id))
         return _with_current_index(device)

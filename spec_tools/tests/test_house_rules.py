@@ -26,6 +26,8 @@ TRANSPORT, DEBUGGING, ARGUMENTS = "engine/gloo.py", "debugging/", "arguments.py"
 # No other module calls the tools, which count and draw. The modules whose names begin with the second prefix explain
 # a given model.
 TOOLS, EXPLAIN = "tools/", "tools/explain"
+# The step simulator, which no module imports.
+SIMULATE = "simulate/"
 # The command line counts as a tool: no module imports it.
 COMMAND = "__main__.py"
 WATCHDOG = "watchdog/"
@@ -36,6 +38,7 @@ APART = (
     DEBUGGING,
     ARGUMENTS,
     TOOLS,
+    SIMULATE,
     COMMAND,
     "batches.py",
     "engine/collective_log.py",
@@ -69,6 +72,8 @@ BUDGETS = {
     COMMAND: 32,
     # For a given model it reports which ranks send between CPUs, and whether reductions overlap.
     EXPLAIN: 469,
+    # A recording, a replay, models by name, a search and a command.
+    SIMULATE: 1230,
 }
 LONGEST_FILE = 300  # including prose
 LONGER = {

@@ -1,0 +1,157 @@
+"""``python -m minifsdp.simulate``: simulates a training step on machines that you do not have.
+
+::
+
+    python -m minifsdp.simulate llama3-70b --ranks 1024 --card H100 --checkpointing full
+    python -m minifsdp.simulate mpt-7b --ranks 64 --card A100-40 --api fsdp1 --strategy FULL_SHARD SHARD_GRAD_OP
+    python -m minifsdp.simulate llama3-8b --ranks 64 --card H100 --search
+
+*In torch:* no such command.
+
+Spec: SIMULATE-13, SIMULATE-14.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from minifsdp.simulate.machine import CARDS, Card, Network, measured_costs
+from minifsdp.simulate.recording import record
+from minifsdp.simulate.replay import replay
+from minifsdp.simulate.report import json_line, picture, table
+from minifsdp.simulate.search import search
+from minifsdp.simulate.setup import DTYPES, STRATEGIES, Setup
+from minifsdp.simulate.shapes import SHAPES, shape_of
+
+# Losers of a search that the table shows.
+_SHOWN = 12
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command. Returns the exit status."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    # Sharding over one rank is a result here, and no mistake.
+    warnings.filterwarnings("ignore", message=".*FSDP is switching to use `NO_SHARD`")
+    try:
+        card, network = _card(given), _network(given)
+        setups = [_setup(given, strategy) for strategy in given.strategy]
+        if given.search:
+            runs, num_best = search(setups[0], card, network)
+            others = len(runs) - num_best
+            head = f"{len(runs)} settings. The first {num_best} are simulated with all layers, the others extrapolated."
+            runs = runs[: num_best + _SHOWN]
+            head += f" {max(0, others - _SHOWN)} more are slower or do not fit."
+        else:
+            runs = [(setup, replay(record(setup), card, network)) for setup in setups]
+            ranks = f"{given.ranks} ranks of {card.name}, {network.ranks_per_machine} in each machine"
+            head = f"{given.model} on {ranks}; simulated, not measured"
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    if given.json:
+        print("\n".join(json_line(setup, card, result) for setup, result in runs))
+    else:
+        print(f"{head}\n\n{table(runs, card)}")
+    if given.timeline:
+        setup, result = runs[0]
+        given.timeline.write_text(picture(setup, result), encoding="utf-8")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m minifsdp.simulate", description="Simulates a training step.")
+    add = parser.add_argument
+    add("model", help=f"{', '.join(SHAPES)}; sizes such as layers=4,width=256,heads=4,vocabulary=1000; module:function")
+    add("--ranks", type=int, required=True, help="number of all ranks")
+    add("--ranks-per-machine", type=int, default=8)
+    add("--api", choices=("fsdp1", "fsdp2"), default="fsdp2", help="FullyShardedDataParallel or fully_shard")
+    add("--strategy", nargs="+", choices=STRATEGIES, default=["FULL_SHARD"], help="one or more, each in a line")
+    add("--shards", type=int, help="ranks that share a copy, for hybrid strategies; default: those of a machine")
+    add("--reshard-after-forward", type=int, help="fully_shard: keep 1/n of each unit for backward")
+    add("--unit", type=int, default=1, help="blocks in a unit")
+    add("--micro-batch", type=int, default=1, help="sequences in a micro-batch of a rank")
+    add("--sequence", type=int, help="tokens in a sequence; default: that of the model")
+    add("--accumulation", type=int, default=1, help="micro-batches in a step")
+    add("--no-sync", action="store_true", help="reduce gradients in the last micro-batch only")
+    add("--checkpointing", choices=("none", "selective", "full"), default="none")
+    add("--param-dtype", choices=DTYPES, default="bf16")
+    add("--reduce-dtype", choices=DTYPES, default="fp32")
+    add("--backward-prefetch", choices=("BACKWARD_PRE", "BACKWARD_POST", "none"), default="BACKWARD_PRE")
+    add("--forward-prefetch", action="store_true")
+    add("--no-limiter", action="store_true", help="limit_all_gathers=False")
+    add("--optimizer", choices=("adamw", "sgd"), default="adamw")
+    _add_machine_options(parser)
+    return parser
+
+
+def _add_machine_options(parser: argparse.ArgumentParser) -> None:
+    card = parser.add_argument_group("the card; without --card, give the first three numbers")
+    card.add_argument("--card", choices=CARDS)
+    card.add_argument("--teraflops", type=float, help="peak of matrix products in bfloat16")
+    card.add_argument("--memory", type=float, help="GB")
+    card.add_argument("--bandwidth", type=float, help="of the memory, GB/s")
+    card.add_argument("--efficiency", type=float, help="share of the peak that matrix products reach")
+    card.add_argument("--slowdown", type=float, help="share of a collective's time that computation next to it loses")
+    network = parser.add_argument_group("the network, in GB/s and in one direction")
+    network.add_argument("--within", type=float, default=300, help="for each rank, within a machine")
+    network.add_argument("--between", type=float, default=200, help="for each machine, between machines")
+    network.add_argument("--costs", type=Path, help="...-costs.json of python -m spec_tools.gpu, measured collectives")
+    output = parser.add_argument_group("output")
+    output.add_argument("--timeline", type=Path, metavar="FILE.svg", help="draw the first run")
+    output.add_argument("--json", action="store_true", help="a line of JSON for each run")
+    output.add_argument("--search", action="store_true", help="find the best settings that fit into memory")
+
+
+def _setup(given: argparse.Namespace, strategy: str) -> Setup:
+    return Setup(
+        model=shape_of(given.model) if "=" in given.model else given.model,
+        num_ranks=given.ranks,
+        ranks_per_machine=given.ranks_per_machine,
+        api=given.api,
+        strategy=strategy,
+        num_shards=given.shards,
+        reshard_after_forward=given.reshard_after_forward,
+        unit=given.unit,
+        micro_batch=given.micro_batch,
+        sequence=given.sequence,
+        accumulation=given.accumulation,
+        no_sync=given.no_sync,
+        checkpointing=given.checkpointing,
+        param_dtype=given.param_dtype,
+        reduce_dtype=given.reduce_dtype,
+        backward_prefetch=None if given.backward_prefetch == "none" else given.backward_prefetch,
+        forward_prefetch=given.forward_prefetch,
+        limit_all_gathers=not given.no_limiter,
+        optimizer=given.optimizer,
+    )
+
+
+def _card(given: argparse.Namespace) -> Card:
+    scales = {"teraflops": ("matmul", 1e12), "memory": ("memory", 1e9), "bandwidth": ("bandwidth", 1e9)}
+    numbers: dict[str, Any] = {}
+    for option, (name, scale) in scales.items():
+        if getattr(given, option) is not None:
+            numbers[name] = getattr(given, option) * scale
+    for name in ("efficiency", "slowdown"):
+        if getattr(given, name) is not None:
+            numbers[name] = getattr(given, name)
+    if given.card is not None:
+        return replace(CARDS[given.card], **numbers)
+    if missing := [f"--{option}" for option, (name, _) in scales.items() if name not in numbers]:
+        raise ValueError(f"the card is not known. Choose --card, or give {', '.join(missing)} as well")
+    return Card("the given card", matmul32=numbers["matmul"] / 2, **numbers)
+
+
+def _network(given: argparse.Namespace) -> Network:
+    costs = {} if given.costs is None else measured_costs(given.costs)
+    rates = {"within": given.within * 1e9, "between": given.between * 1e9}
+    return Network(ranks_per_machine=given.ranks_per_machine, **rates, costs=costs)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

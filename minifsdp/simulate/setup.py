@@ -1,0 +1,99 @@
+"""The configuration of a simulated step: the model, the ranks, and how the model is sharded and trained.
+
+Worked example, a copy on each machine of 8 ranks, 16 machines, and units of two blocks::
+
+    Setup("llama3-8b", num_ranks=128, strategy="HYBRID_SHARD", unit=2)
+
+*In torch:* the arguments of ``FullyShardedDataParallel`` and ``fully_shard``.
+
+Spec: SIMULATE-02, SIMULATE-04.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from minifsdp.simulate.shapes import SHAPES, Shape
+
+HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", *HYBRID)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A configuration to simulate.
+
+    Args:
+        model: a name of `SHAPES`, a `Shape`, or ``module:function``. The function gets this object and
+            returns a `models.Model`.
+        num_ranks: all ranks.
+        ranks_per_machine: the ranks on each machine.
+        api: ``fsdp1`` for the wrapper, ``fsdp2`` for ``fully_shard``.
+        strategy: a sharding strategy. ``fully_shard`` takes ``SHARD_GRAD_OP`` as ``reshard_after_forward=False``.
+        num_shards: ranks that share a copy, for hybrid strategies; by default those of one machine.
+        reshard_after_forward: an integer for ``fully_shard``: 1/n of each unit is kept for backward.
+        unit: the number of blocks in a unit.
+        micro_batch, sequence: the number of sequences in a micro-batch, and of tokens in a sequence.
+        accumulation: the number of micro-batches in a step.
+        no_sync: whether only the last micro-batch reduces gradients.
+        checkpointing: ``none``, ``full`` or ``selective``.
+        param_dtype, reduce_dtype: names of `DTYPES`; the stored parameters are in float32.
+        backward_prefetch: ``BACKWARD_PRE``, ``BACKWARD_POST`` or ``None``; the wrapper only.
+        forward_prefetch, limit_all_gathers: options of the wrapper.
+        optimizer: ``adamw`` with a fused kernel, or ``sgd``.
+    """
+
+    model: str | Shape
+    num_ranks: int
+    ranks_per_machine: int = 8
+    api: str = "fsdp2"
+    strategy: str = "FULL_SHARD"
+    num_shards: int | None = None
+    reshard_after_forward: int | None = None
+    unit: int = 1
+    micro_batch: int = 1
+    sequence: int | None = None
+    accumulation: int = 1
+    no_sync: bool = False
+    checkpointing: str = "none"
+    param_dtype: str = "bf16"
+    reduce_dtype: str = "fp32"
+    backward_prefetch: str | None = "BACKWARD_PRE"
+    forward_prefetch: bool = False
+    limit_all_gathers: bool = True
+    optimizer: str = "adamw"
+
+    def __post_init__(self) -> None:
+        _check_choice("api", self.api, ("fsdp1", "fsdp2"))
+        _check_choice("strategy", self.strategy, STRATEGIES)
+        _check_choice("checkpointing", self.checkpointing, ("none", "full", "selective"))
+        _check_choice("param_dtype", self.param_dtype, DTYPES)
+        _check_choice("reduce_dtype", self.reduce_dtype, DTYPES)
+        _check_choice("optimizer", self.optimizer, ("adamw", "sgd"))
+        _check_choice("backward_prefetch", self.backward_prefetch, ("BACKWARD_PRE", "BACKWARD_POST", None))
+        if isinstance(self.model, str) and ":" not in self.model:
+            _check_choice("model", self.model, SHAPES)
+        for name in ("num_ranks", "ranks_per_machine", "unit", "micro_batch", "accumulation"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.num_ranks % self.shards:
+            raise ValueError(
+                f"{self.num_ranks} ranks cannot form copies of {self.shards} shards. Choose a number of shards that "
+                f"divides the number of ranks"
+            )
+
+    @property
+    def shards(self) -> int:
+        """The number of ranks that share a copy."""
+        if self.strategy in HYBRID:
+            return min(self.num_shards or self.ranks_per_machine, self.num_ranks)
+        return 1 if self.strategy == "NO_SHARD" else self.num_ranks
+
+
+def _check_choice(name: str, value: object, choices: Any) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}. Choose one of {', '.join(map(str, choices))}")

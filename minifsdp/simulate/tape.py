@@ -1,0 +1,166 @@
+"""The tape of a recorded step: what the CPU thread issued, in the order of issue.
+
+A recording (``recording.py``) appends an item for each kernel, collective, event, wait, allocation and release.
+``replay.py`` reads the items and gives each of them a time. Streams, events and blocks of memory have numbers. Stream 0
+is the compute stream.
+
+Worked example, an all-gather on stream 1 whose result a kernel on stream 0 uses::
+
+    Allocate(stream=1, block=7, num_bytes=64)
+    Collective(stream=1, kind="AG", ranks=(0, 1), num_bytes=64)
+    RecordEvent(stream=1, event=3)
+    WaitEvent(stream=0, event=3)
+    Kernel(stream=0, name="aten.mm", flops=1024, num_bytes=192)
+
+*In torch:* the profiler records the same items with measured times.
+
+Spec: SIMULATE-01.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TypeAlias
+
+import torch
+
+from minifsdp import trace
+
+COMPUTE = 0
+
+
+@dataclass(slots=True)
+class Kernel:
+    """An operator on a stream.
+
+    Attributes:
+        flops: the operations of its matrix product, 0 for other operators. Causal attention counts half.
+        num_bytes: bytes that it reads and writes.
+        dtype: of its first output.
+        phase: ``forward``, ``backward`` or ``optimizer``.
+        nominal_flops: the same as ``flops``, with causal attention counted in full, as in published figures.
+    """
+
+    stream: int
+    name: str
+    flops: float
+    num_bytes: int
+    dtype: torch.dtype | None
+    phase: str
+    nominal_flops: float
+
+
+@dataclass(slots=True)
+class Collective:
+    """A collective on a stream. ``kind`` is AG, RS, AR or BCAST; ``num_bytes`` is the size of the unsharded tensor."""
+
+    stream: int
+    kind: str
+    ranks: tuple[int, ...]
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class RecordEvent:
+    """An event that is complete when the earlier work of a stream is complete."""
+
+    stream: int
+    event: int
+
+
+@dataclass(slots=True)
+class WaitEvent:
+    """Later work of a stream waits for an event."""
+
+    stream: int
+    event: int
+
+
+@dataclass(slots=True)
+class HostWait:
+    """The CPU thread waits for an event."""
+
+    event: int
+
+
+@dataclass(slots=True)
+class Allocate:
+    """Memory of a stream is allocated."""
+
+    stream: int
+    block: int
+    num_bytes: int
+    phase: str
+
+
+@dataclass(slots=True)
+class Free:
+    """Memory is returned to its stream."""
+
+    block: int
+
+
+@dataclass(slots=True)
+class UseOn:
+    """``record_stream``: memory is also used on another stream."""
+
+    block: int
+    stream: int
+
+
+@dataclass(slots=True)
+class Mark:
+    """The begin or the end of an event of the engine's own trace (``minifsdp.trace``)."""
+
+    event: trace.Event
+    is_begin: bool
+
+
+Item: TypeAlias = Kernel | Collective | RecordEvent | WaitEvent | HostWait | Allocate | Free | UseOn | Mark
+
+
+@dataclass
+class Tape:
+    """The items of a recording, and the state of the recorder.
+
+    Attributes:
+        items: all items so far.
+        stream: number of the current stream.
+        phase: the phase of the step, set by the recorder.
+        events: numbers for events; the recorder takes the next one.
+        streams: numbers for streams.
+    """
+
+    items: list[Item] = field(default_factory=list)
+    stream: int = COMPUTE
+    phase: str = "setup"
+    events: count[int] = field(default_factory=count)
+    streams: count[int] = field(default_factory=lambda: count(1))
+
+    def record_event(self, stream: int) -> int:
+        """Appends an event of ``stream``; returns its number."""
+        event = next(self.events)
+        self.items.append(RecordEvent(stream, event))
+        return event
+
+
+class MarkingRecorder(trace.Recorder):
+    """A recorder of the engine's events that also writes them on a tape, so that a replay can give them times."""
+
+    __slots__ = ("_tape",)
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def begin(self, kind: str, unit: str, **facts: object) -> trace.Event:
+        """Appends an event that begins now."""
+        event = super().begin(kind, unit, **facts)
+        self._tape.items.append(Mark(event, is_begin=True))
+        return event
+
+    def finish(self, event: trace.Event | None) -> None:
+        """Ends an event."""
+        if event is not None:
+            self._tape.items.append(Mark(event, is_begin=False))

@@ -1,0 +1,291 @@
+"""A recorded step, compared with a real step of ranks that communicate, and with the calculator."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minifsdp.cost import Job, cost_of
+from minifsdp.engine.comm_streams import CommStreams
+from minifsdp.engine.hooks import IterationState
+from minifsdp.simulate.machine import CARDS, Network
+from minifsdp.simulate.models import transformer
+from minifsdp.simulate.recording import Recording, record
+from minifsdp.simulate.replay import replay
+from minifsdp.simulate.setup import Setup
+from minifsdp.simulate.shapes import SHAPES, shape_of
+from minifsdp.simulate.tape import Collective, HostWait, Kernel, UseOn
+from spec_tests.harness import ranks
+from spec_tests.harness.programs import output_of_ranks
+from spec_tests.simulate.small import KINDS, SMALL, WIDTH, small, tower_setup
+from spec_tests.subject import trace
+
+ROOT = Path(__file__).parents[2]
+SLOW = Network(ranks_per_machine=4, within=1e9, between=1e8)
+
+
+def seconds(recording: Recording) -> float:
+    return replay(recording, CARDS["H100"], SLOW).seconds
+
+
+# ---- the engine's own order and waits -------------------------------------------------------------------------------
+
+
+@pytest.mark.pure
+@pytest.mark.spec("SIMULATE-01")
+@pytest.mark.parametrize(
+    ("strategy", "num_ranks"),
+    [("FULL_SHARD", 2), ("SHARD_GRAD_OP", 2), ("HYBRID_SHARD", 4), ("_HYBRID_SHARD_ZERO2", 4)],
+)
+@pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
+def test_recorded_order_is_that_of_ranks_that_communicate(api: str, strategy: str, num_ranks: int) -> None:
+    script = Path(__file__).with_name("real_step.py")
+    environment = {"PYTHONPATH": str(ROOT)}
+    printed = output_of_ranks(script, api, strategy, num_ranks=num_ranks, environment=environment, limit=120.0)
+    events = record(tower_setup(api, strategy, num_ranks)).events
+    assert [f"{event.kind} {event.unit}" for event in events if event.kind in KINDS] == json.loads(printed)
+
+
+@pytest.mark.pure
+@pytest.mark.spec("SIMULATE-02")
+def test_step_without_prefetch_has_another_order_and_takes_longer() -> None:
+    with_prefetch, without = small(api="fsdp1"), small(api="fsdp1", backward_prefetch=None)
+    orders = [[f"{event.kind} {event.unit}" for event in one.events] for one in (with_prefetch, without)]
+    assert orders[0] != orders[1]
+    assert seconds(without) > seconds(with_prefetch)
+
+
+@pytest.mark.pure
+@pytest.mark.spec("SIMULATE-02")
+def test_prefetch_that_the_engine_leaves_out_makes_the_step_longer() -> None:
+    before = seconds(small(api="fsdp2"))
+    with mock.patch.object(IterationState, "_prefetch_backward", return_value=None):
+        assert seconds(small(api="fsdp2")) > before
+
+
+@pytest.mark.pure
+@pytest.mark.spec("SIMULATE-02")
+def test_wait_that_the_engine_adds_makes_the_step_longer() -> None:
+    pre_backward, before = IterationState.pre_backward, small(api="fsdp2")
+
+    def waits_for_everything(state: IterationState, unit: Any) -> None:
+        pre_backward(state, unit)
+        streams: CommStreams = unit.comm_streams
+        # Makes the compute stream wait for the prefetched all-gather and for the reduction, too early.
+        streams.all_gather.join()
+        streams.reduce.join()
+
+    with mock.patch.object(IterationState, "pre_backward", waits_for_everything):
+        after = small(api="fsdp2")
+    assert [event.kind for event in after.events] == [event.kind for event in before.events]
+    assert seconds(after) > seconds(before)
+
+
+@pytest.mark.pure
+@pytest.mark.spec("SIMULATE-02")
+def test_limiter_of_the_wrapper_makes_the_cpu_wait() -> None:
+    def waits(recording: Recording) -> int:
+        return sum(isinstance(item, HostWait) for item in recording.tape.items)
+
+    limited, free = small(api="fsdp1"), small(api="fsdp1", limit_all_gathers=False)
+    assert waits(limited) > 0
+    assert waits(free) == 0
+    assert replay(limited, CARDS["H100"], SLOW).waits > 0
+    # Without it, more units are in memory at once, because the CPU runs ahead of the network.
+    assert replay(free, CARDS["H100"], SLOW).peak_held > replay(limited, CARDS["H100"], SLOW).peak_held
+    assert any(isinstance(item, UseOn) for item in limited.tape.items)
+
+
+# ---- what a recording contains --------------------------------------------------------------------------------------
+
+
+@pytest.mark.pure
+@pytest.mark.spec("SIMULATE-03")
+@pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
+def test_matrix_products_and_collectives_have_their_sizes(api: str) -> None:
+    recording = record(tower_setup(api, "FULL_SHARD", 8))
+    products = [item for item in recording.tape.items if isinstance(item, Kernel) and item.flops]
+    # A sample goes through 8 matrices; backward computes two products for each, except that of the input.
+    assert [product.flops for product in products] == [2 * WIDTH * WIDTH] * (8 + 15)
+    # The gradient of the sum is one number that is expanded.
+    assert {product.num_bytes for product in products[:-1]} >= {4 * (2 * WIDTH + WIDTH * WIDTH)}
+    assert {product.num_bytes for product in products} <= {4 * (n * WIDTH + 2 - n + WIDTH * WIDTH) for n in (1, 2)}
+    collectives = [item for item in recording.tape.items if isinstance(item, Collective)]
+    assert {item.num_bytes for item in collectives} == {2 * 4 * WIDTH * WIDTH}
+    kinds = [item.kind for item in collectives]
+    # Forward and backward of the last unit share one all-gather if the root has no parameters: see COST.
+    assert (kinds.count("AG"), kinds.count("RS")) == (8, 4)
+
+
+@pytest.mark.pure
+@pytest.mark.spec("SIMULATE-03")
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
+def test_memory_is_that_of_the_calculator(api: str, strategy: str) -> None:
+    recording = record(tower_setup(api, strategy, 8))
+    matrix = (WIDTH, WIDTH)
+    unit = 2 * 4 * WIDTH * WIDTH
+    job = Job([[matrix, matrix]] * 4, strategy=strategy, num_shards=8, per_parameter=api == "fsdp2", optimizer=0)
+    expected = cost_of(job)
+    assert recording.stored_bytes == expected.stored
+    # On an accelerator, also memory that communication streams still read: see IN_FLIGHT in test_cost.py.
+    assert expected.peak <= recording.peak_bytes <= expected.peak + 3 * unit
+
+
+@pytest.mark.pure
+@pytest.mark.spec("SIMULATE-03")
+def test_state_of_the_optimizer_and_activations_are_counted() -> None:
+    plain, adam = small(optimizer="sgd"), small(optimizer="adamw")
+    of_shards = plain.stored_bytes
+    assert adam.stored_bytes == 3 * of_shards
+    longer = (small(micro_batch=64).peak_bytes - small(micro_batch=32).peak_bytes) / 32
+    # At least 16 numbers of 2 bytes for each token, feature and block (arXiv 2205.05198).
+    assert longer > 4 * 16 * 2 * WIDTH * SMALL.sequence
+
+
+@pytest.mark.pure
+@pytest.mark.spec("SIMULATE-03")
+def test_attention_needs_no_memory_for_scores() -> None:
+    def peak(sequence: int) -> int:
+        return small(sequence=sequence, model=shape_of("layers=1,width=64,heads=4,vocabulary=100")).peak_bytes
+
+    base, double, four = peak(1024), peak(2048), peak(4096)
+    assert four - double == pytest.approx(2 * (double - base), rel=0.01)
+
+
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-xl": 1_557_611_200,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "mpt-1b": 1_315_950_592,
+    "mpt-3b": 2_651_837_440,
+    "mpt-7b": 6_658_859_008,
+    "mpt-13b": 12_853_954_560,
+    "mpt-30b": 29_975_214_080,
+    "mpt-70b": 64_862_437_376,
+    "t5-11b": 11_307_321_344,
+}
+
+
+@pytest.mark.pure
+@pytest.mark.spec("SIMULATE-04")
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_model_has_the_published_number_of_parameters(name: str) -> None:
+    module = transformer(SHAPES[name], 1, None, "none", 1).module
+    assert sum(parameter.numel() for parameter in module.parameters()) == PUBLISHED[name]
+
+
+@pytest.mark.pure
+@pytest.mark.spec("SIMULATE-04")
+def test_gpt3_has_175_billion_parameters() -> None:
+    module = transformer(SHAPES["gpt3-175b"], 1, None, "none", 1).module
+    assert sum(parameter.numel() for parameter in module.parameters()) == pytest.approx(175e9, rel=0.003)
+
+
+@pytest.mark.pure
+@pytest.mark.spec("SIMULATE-04")
+def test_encoder_and_decoder_and_described_sizes_are_recorded() -> None:
+    text = "layers=2,width=64,heads=4,vocabulary=100,intermediate=96,encoder=1,relative=8,rms=1,tied=1,kv_heads=2"
+    recording = record(Setup(shape_of(text), 8, sequence=16))
+    assert [event.unit for event in recording.events if event.kind == "F"][1:] == [
+        "encoder.groups.0", "encoder.groups.1", "decoder.groups.0", "decoder.groups.1",
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="has no heads"):
+        shape_of("layers=2,width=64")
+    with pytest.raises(ValueError, match="is no size of a model"):
+        shape_of("layers=2,height=64")
+
+
+@pytest.mark.pure
+@pytest.mark.spec("SIMULATE-05")
+def test_checkpointing_recomputes_and_saves_memory() -> None:
+    def flops(recording: Recording) -> float:
+        return sum(item.nominal_flops for item in recording.tape.items if isinstance(item, Kernel))
+
+    def forward(recording: Recording) -> float:
+        items = (item for item in recording.tape.items if isinstance(item, Kernel))
+        return sum(item.nominal_flops for item in items if item.phase == "forward")
+
+    none, selective, full = (small(checkpointing=kind, micro_batch=8) for kind in ("none", "selective", "full"))
+    assert flops(none) < flops(selective) < flops(full)
+    assert none.peak_bytes > selective.peak_bytes > full.peak_bytes
+    assert forward(none) == forward(selective) == forward(full)
+    assert flops(full) < flops(none) + forward(none)
+
+
+@pytest.mark.pure
+@pytest.mark.spec("SIMULATE-05")
+@pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
+def test_accumulation_without_synchronization_reduces_once(api: str) -> None:
+    def reductions(recording: Recording) -> int:
+        return sum(isinstance(item, Collective) and item.kind == "RS" for item in recording.tape.items)
+
+    each, last = (small(api=api, accumulation=3, no_sync=no_sync) for no_sync in (False, True))
+    assert reductions(each) == 3 * reductions(last) == 15
+    assert each.tokens == last.tokens == 3 * SMALL.sequence
+
+
+@pytest.mark.pure
+@pytest.mark.spec("SIMULATE-05")
+def test_unit_of_several_blocks_has_fewer_and_larger_collectives() -> None:
+    def sizes(unit: int) -> list[int]:
+        items = small(unit=unit).tape.items
+        return [item.num_bytes for item in items if isinstance(item, Collective) and item.kind == "RS"]
+
+    one, two = sizes(1), sizes(2)
+    assert (len(one), len(two)) == (5, 3)
+    assert sum(one) == sum(two)
+
+
+# ---- outside of training --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.pure
+@pytest.mark.spec("SIMULATE-12")
+def test_two_recordings_are_equal() -> None:
+    first, second = small(), small()
+    assert first.tape.items[:1] != []
+    of_both = [[item for item in one.tape.items if isinstance(item, Kernel | Collective)] for one in (first, second)]
+    assert of_both[0] == of_both[1]
+    assert replay(first, CARDS["H100"], SLOW).seconds == seconds(second)
+    assert first.peak_bytes == second.peak_bytes
+
+
+@pytest.mark.pure
+@pytest.mark.spec("SIMULATE-15")
+def test_recording_leaves_no_trace_in_torch() -> None:
+    before = torch.UntypedStorage.resize_, torch.Tensor.record_stream, torch.nn.functional.scaled_dot_product_attention
+    small()
+    after = torch.UntypedStorage.resize_, torch.Tensor.record_stream, torch.nn.functional.scaled_dot_product_attention
+    assert after == before
+    assert not hasattr(torch, "meta")
+    assert "torch.meta" not in sys.modules
+    assert not dist.is_initialized()
+    assert trace.recorder is None
+    with pytest.raises(RuntimeError, match="does not have a corresponding module"):
+        torch.get_device_module("meta")
+
+
+@pytest.mark.spec("SIMULATE-15")
+@ranks(2)
+def test_recording_refuses_a_process_with_a_process_group() -> None:
+    with pytest.raises(RuntimeError, match=r"this process has a process group already\. Record in another process"):
+        small()
+
+
+@pytest.mark.pure
+@pytest.mark.spec("SIMULATE-15")
+def test_package_does_not_import_the_simulator() -> None:
+    package = ROOT / "minifsdp"
+    others = [file for file in package.rglob("*.py") if "simulate" not in file.parts]
+    assert [file for file in others if "minifsdp.simulate import" in file.read_text(encoding="utf-8")] == []
