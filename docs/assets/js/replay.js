@@ -6,6 +6,8 @@
    1. The forward of a unit takes 2 * rows * parameters operations, and its backward twice as many. They are executed just
       before the recorded end of the forward or backward. Nothing else takes time on the thread.
    2. A collective of n ranks takes latency * (n - 1) + bytes * (n - 1) / n / bandwidth. An all-reduce takes twice as long.
+      If a ring leaves a machine with some of its hops, this part of the bytes has the bandwidth between machines, and the
+      slower part counts, as in links.py.
    3. A collective begins when it was issued and the earlier collectives of its stream are complete. The streams are
       gather, reduce and all_reduce, as in the engine; they do not slow each other down.
    4. `ahead: true` is a device: its thread only issues, and the compute stream computes and waits. The rate limiter
@@ -32,23 +34,41 @@
   /* The recorded number of ranks in a shard group and in a replicate group. */
   const groupsOf = (moments) => ({ shards: largest(moments, ["AG", "RS"]), replicas: largest(moments, ["AR"]) });
 
-  /* Ranks, and bytes in all, of a recorded collective with these settings. */
+  /* The same for `ranks` ranks: a hybrid strategy shards within a machine, the others use all ranks. */
+  function groupsFor(moments, { ranks, perMachine }) {
+    const { shards, replicas } = groupsOf(moments);
+    if (replicas === 1) return { shards: ranks, replicas: 1 };
+    const ofMachine = shards === 1 ? 1 : Math.min(ranks, perMachine);
+    return { shards: ofMachine, replicas: ranks / ofMachine };
+  }
+
+  /* Of a recorded collective: its number of ranks, how far they are apart, and its bytes. */
   function collective({ kind, bytes, group }, recorded, { shards, replicas, size, width }) {
     const scaled = (bytes * size * width) / RECORDED_WIDTH;
     // An all-reduce between replicas sends a shard, which is smaller with more shards.
-    if (kind === "AR") return { ranks: replicas, bytes: (scaled * recorded.shards) / shards };
+    if (kind === "AR") return { ranks: replicas, apart: shards, bytes: (scaled * recorded.shards) / shards };
     // A smaller mesh of reshard_after_forward=2 keeps its size.
-    return { ranks: group.length < recorded.shards ? Math.min(group.length, shards) : shards, bytes: scaled };
+    const ranks = group.length < recorded.shards ? Math.min(group.length, shards) : shards;
+    return { ranks, apart: 1, bytes: scaled };
+  }
+
+  /* The fraction of the hops of a ring that leave a machine. */
+  function leaving({ ranks, apart }, perMachine) {
+    if (ranks * apart <= perMachine) return 0;
+    return Math.min(apart / perMachine, 1);
   }
 
   const sends = (kind, { ranks, bytes }) => ((kind === "AR" ? 2 : 1) * bytes * (ranks - 1)) / ranks;
-  const lasts = (kind, found, { bandwidth, latency }) =>
-    (kind === "AR" ? 2 : 1) * latency * (found.ranks - 1) + sends(kind, found) / bandwidth;
+  function lasts(kind, found, { latency, bandwidth, between = bandwidth, perMachine = Infinity }) {
+    const hops = (kind === "AR" ? 2 : 1) * (found.ranks - 1), part = leaving(found, perMachine), bytes = sends(kind, found);
+    return latency * hops + Math.max((bytes * (1 - part)) / bandwidth, (bytes * part) / between);
+  }
   const computes = (kind, unit, { rows, size, speed }) => (PASSES[kind] * rows * ((unit.bytes / RECORDED_WIDTH) * size)) / speed;
 
   /* Args: the moments of a rank and the units of a run, as in player-run.js, and the settings:
-       bandwidth (bytes/s), latency (s), speed (operations/s), rows (of a rank's batch), size (factor on all parameters),
-       width (bytes of a parameter), shards, replicas (ranks of a group), ahead.
+       bandwidth (bytes/s), between (bytes/s between machines), perMachine (ranks of a machine), latency (s), speed
+       (operations/s), rows (of a rank's batch), size (factor on all parameters), width (bytes of a parameter), shards and
+       replicas (ranks of a group), ahead.
      Returns step, computation and exposed communication in seconds, the bytes sent by kind, and spans for a drawing. */
   function replay(moments, units, settings) {
     const recorded = groupsOf(moments), spans = [], sent = { AG: 0, RS: 0, AR: 0 };
@@ -85,5 +105,5 @@
     return { step, computation, exposed: step - computation, sent, spans };
   }
 
-  return { groupsOf, replay };
+  return { groupsFor, groupsOf, replay };
 });
