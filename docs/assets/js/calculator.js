@@ -51,7 +51,7 @@
   const form = make("form", { className: "calc-form", onsubmit: () => false }, ...Object.entries(GROUPS).map(([title, fields]) =>
     make("fieldset", {}, make("legend", { textContent: title }), ...Object.entries(fields).map(([name, field]) => row(name, field)))));
   const facts = make("p", { className: "calc-facts" });
-  const verdict = make("p", { className: "calc-verdict", role: "status" });
+  const verdict = make("p", { className: "calc-verdict slider-result", role: "status" });
   const result = make("div", { className: "calc-result" });
   const link = make("a", { textContent: "Link to these inputs" });
   place.replaceChildren(form, facts, verdict, make("p", { className: "calc-link" }, link, " (the address above is the same)"), result);

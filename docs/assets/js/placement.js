@@ -49,10 +49,11 @@
   const cells = {};
   const grid = make("div", { className: "placement-scroll", tabIndex: 0, role: "region" }, table());
   grid.setAttribute("aria-label", "All placements");
-  const verdict = make("p", { className: "placement-verdict", role: "status" }), result = make("div");
+  const key = make("p", { className: "placement-key" }, "Rows: the parameter. Columns: the gradient, and below it the optimizer state. Dashed: not consistent.");
+  const verdict = make("p", { className: "placement-verdict slider-result", role: "status" }), result = make("div");
   place.replaceChildren(
     make("div", { className: "placement-choices" }, ...Object.entries(STATES).map(([state, label]) => make("label", {}, label, selects[state])), box),
-    make("div", { className: "placement-sliders" }, ...Object.values(ranges).map((one) => one.element)), grid, verdict, result);
+    make("div", { className: "placement-sliders" }, ...Object.values(ranges).map((one) => one.element)), key, grid, verdict, result);
   for (const [state, select] of Object.entries(selects)) select.addEventListener("change", () => { chosen[state] = select.value; update(); });
   keeps.addEventListener("change", update);
 
@@ -62,7 +63,6 @@
     const rows = LEVELS.map((parameter) => make("tr", {}, make("th", { scope: "row" }, SHORT[parameter]),
       ...LEVELS.flatMap((gradient) => LEVELS.map((optimizer) => cell({ parameter, gradient, optimizer })))));
     return make("table", { className: "placement-grid" },
-      make("caption", {}, "Rows: the parameter. Columns: the gradient, and below it the optimizer state. Dashed: not consistent."),
       make("thead", {},
         make("tr", {}, head("gradient"), ...LEVELS.map((level) => head(SHORT[level], { colSpan: 3, scope: "colgroup" }))),
         make("tr", {}, head("optimizer"), ...LEVELS.flatMap(() => LEVELS.map((level) => head(SHORT[level]))))),
@@ -88,6 +88,10 @@
       button.setAttribute("aria-pressed", String(key === keyOf(chosen)));
       button.setAttribute("aria-label", `${text}: ${words(levelsOf(key))}`);
     }
+    // On a phone, the grid is wider than the screen.
+    const cell_ = cells[keyOf(chosen)].parentElement;
+    grid.scrollLeft = Math.min(grid.scrollLeft, cell_.offsetLeft);
+    grid.scrollLeft = Math.max(grid.scrollLeft, cell_.offsetLeft + cell_.offsetWidth - grid.clientWidth);
     const facts = factsOf(keyOf(chosen)), held = memory(chosen, sizes);
     facts.why ? showWrong(facts, held) : showRight(facts, held);
   }
@@ -107,7 +111,7 @@
     const minifsdp = setting ? `In minifsdp: ${setting}.` : data.noSetting;
     const row = (cells_) => make("tr", {}, make("th", { scope: "row" }, cells_[0]), ...cells_.slice(1).map((text) => make("td", {}, text)));
     const head = (...texts) => make("thead", {}, make("tr", {}, ...texts.map((text) => make("th", { scope: "col" }, text))));
-    const traffic = make("table", { className: "placement-numbers placement-traffic" }, make("caption", {}, "The collectives of a step, and the bytes that each rank sends"),
+    const traffic = make("table", { className: "placement-numbers placement-traffic" },
       head("collective", "of", "between", "within the machine", "to other machines"),
       make("tbody", {}, ...collectives.map((one, n) => row([KINDS[one.kind], `${one.state}, ${one.when}`, data.groups[one.group], bytes(links[n].within), bytes(links[n].between)]))));
     const most = sum(Object.values(held));
@@ -121,7 +125,8 @@
       make("span", {}, make("i", { className: `placement-part placement-part-${i}` }), `${STATES[state].toLowerCase()}: `, make("b", {}, bytes(n)))));
     const scroll = make("div", { className: "placement-scroll", tabIndex: 0, role: "region" }, traffic);
     scroll.setAttribute("aria-label", "The collectives of a step");
-    result.replaceChildren(make("p", { className: "placement-setting" }, minifsdp), ...(note ? [make("p", {}, note)] : []), scroll, bar, legend);
+    const above = make("p", { className: "placement-key" }, "The collectives of a step, and the bytes that each rank sends:");
+    result.replaceChildren(make("p", { className: "placement-setting" }, minifsdp), ...(note ? [make("p", {}, note)] : []), above, scroll, bar, legend);
   }
   update();
 })(window);

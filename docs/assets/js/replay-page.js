@@ -40,7 +40,7 @@
   const width = make("select", { id: "replay-width" }, make("option", { value: 4, textContent: "float32" }), make("option", { value: 2, textContent: "bfloat16" }));
   const ahead = make("input", { id: "replay-ahead", type: "checkbox" });
   const reset = make("button", { type: "button", textContent: "Start values", onclick: () => begin() });
-  const verdict = make("p", { class: "replay-verdict" }), drawings = make("div"), numbers = make("div", { class: "replay-scroll", tabIndex: 0 });
+  const verdict = make("p", { class: "replay-verdict slider-result" }), drawings = make("div"), numbers = make("div", { class: "replay-scroll", tabIndex: 0 });
   const legend = make("p", { class: "replay-legend" });
   verdict.setAttribute("role", "status");
   numbers.setAttribute("role", "region");
