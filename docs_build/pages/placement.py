@@ -120,7 +120,7 @@ def consistent(placement: Placement) -> Placement:
 
 
 def reasons(placement: Placement) -> list[str]:
-    """What is inconsistent in a placement (rule 4)."""
+    """The reasons why a placement is not consistent (rule 4); empty if it is."""
     parameter, gradient, optimizer = map(LEVELS.index, (placement.parameter, placement.gradient, placement.optimizer))
     found = []
     if gradient > optimizer:
