@@ -31,6 +31,7 @@ from docs_build.pages import (
     links,
     modulepage,
     paste,
+    placement,
     player,
     searching,
     specpage,
@@ -70,6 +71,7 @@ def on_files(files: Files, config: Any) -> Files:
     for name, text in player.scripts().items():
         files.append(generated(config, f"assets/runs/{name}", content=text))
     files.append(generated(config, paste.KNOWN, content=paste.script()))
+    files.append(generated(config, placement.DATA, content=placement.script()))
     return files
 
 

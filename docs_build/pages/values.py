@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from docs_build.drawing.pictures import events_of
-from docs_build.pages import costs, enginepage, evidence, faults, gpurun, modulepage, streams
+from docs_build.pages import costs, enginepage, evidence, faults, gpurun, modulepage, placement, streams
 from docs_build.reading.papers import hybrid_cross_host, hybrid_cross_host_as_printed, zero_bytes
 from docs_build.reading.text import table
 from docs_build.recording import checkpoint_scale, two_machines, versions
@@ -101,6 +101,7 @@ VALUES: dict[str, Callable[[], object]] = {
 }
 TABLES: dict[str, Callable[[], str]] = {
     "zero": zero_table,
+    "placements": placement.placements_table,
     "traffic": traffic_table,
     "counts": counts_table,
     "prefetch": prefetch_table,

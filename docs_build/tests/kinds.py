@@ -18,6 +18,7 @@ KINDS = (
     "lab/slow_rank.html",
     "tools/player.html",
     "tools/calculator.html",
+    "tools/placement.html",
     "tools/explain.html",
     "troubleshoot.html",
     "myths.html",

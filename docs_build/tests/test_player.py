@@ -355,8 +355,8 @@ def test_two_runs_share_one_axis(address: str, tab: Tab) -> None:
     cursors = tab.look("[...document.querySelectorAll('.cursor')].map(e => e.getAttribute('x'))")
     assert cursors[0] == cursors[1]
     assert tab.look("[...document.querySelectorAll('.is-here')].length") == 1
-    tab.wait_for(f"location.hash.startsWith('#{KEY}+{KEY.replace('full', 'zero2')}/')")
     here = moment(tab)
+    tab.wait_for(f"location.hash === '#{KEY}+{KEY.replace('full', 'zero2')}/{here}'")
     tab.send("Page.reload")
     tab.wait_for(f"document.querySelector('.player-clock') && {CLOCK}.startsWith('{here} /')")
     assert tab.look("document.querySelectorAll('.card').length") == 4

@@ -2,9 +2,9 @@
    Nothing here knows of a page; calculator.js draws. */
 (function (root, factory) {
   "use strict";
-  if (typeof module === "object" && module.exports) module.exports = factory(require("./calculator-cost.js"), require("./calculator-models.js"));
-  else root.minifsdpInputs = factory(root.minifsdpCost, root.minifsdpModels);
-})(typeof self !== "undefined" ? self : this, function (cost, models) {
+  if (typeof module === "object" && module.exports) module.exports = factory(require("./calculator-cost.js"), require("./calculator-models.js"), require("./sliders.js"));
+  else root.minifsdpInputs = factory(root.minifsdpCost, root.minifsdpModels, root.minifsdpSliders);
+})(typeof self !== "undefined" ? self : this, function (cost, models, sliders) {
   "use strict";
   const GB = 1e9, GIB = 2 ** 30;
 
@@ -13,7 +13,7 @@
   const dtypes = same(Object.keys(cost.DTYPES));
   const whole = (value, more = {}) => ({ kind: "number", value, min: 1, whole: true, max: 1e6, ...more });
   const number = (value, more = {}) => ({ kind: "number", value, above: 0, max: 1e9, ...more });
-  // In groups, in the order of the page. `when` says for which other choices a field is there.
+  // In groups, in the order of the page. `when` says for which other choices a field is there; a `scale` is that of a slider.
   const GROUPS = {
     "Model": {
       preset: { label: "Model", kind: "choice", value: "Llama-3 8B", options: { ...same(Object.keys(models.PRESETS)), "": "your own lines" } },
@@ -25,8 +25,9 @@
     "Sharding": {
       api: { label: "Which FSDP", kind: "choice", value: "place", options: { place: "fully_shard", wrapper: "FullyShardedDataParallel" } },
       strategy: { label: "Strategy", kind: "choice", value: "FULL_SHARD", options: same(cost.STRATEGIES) },
-      ranks: { label: "Ranks", ...whole(8, { max: 65536 }) },
-      machines: { label: "Machines", ...whole(1, { max: 65536 }), hint: "Hybrid strategies shard within each." },
+      ranks: { label: "Ranks", ...whole(8, { max: 65536 }), scale: sliders.powers(1, 4096) },
+      machines: { label: "Machines", ...whole(1, { max: 65536 }), hint: "Hybrid strategies shard within each.", scale: sliders.powers(1, 512) },
+      blocks: { label: "Blocks in a unit", ...whole(1, { max: 2000 }), scale: sliders.powers(1, 64), hint: "Neighbours are joined." },
       offload: { label: "Offload to the CPU", kind: "box", value: false },
     },
     "Numbers": {
@@ -39,8 +40,8 @@
       },
     },
     "Batch": {
-      length: { label: "Tokens in a sequence", ...whole(4096, { max: 1e8 }) },
-      sequences: { label: "Sequences", ...whole(1), hint: "Of a rank, in a micro-batch." },
+      length: { label: "Tokens in a sequence", ...whole(4096, { max: 1e8 }), scale: sliders.powers(128, 131072) },
+      sequences: { label: "Sequences", ...whole(1), hint: "Of a rank, in a micro-batch.", scale: sliders.powers(1, 64) },
       batches: { label: "Micro-batches", ...whole(1) },
       nosync: { label: "Reduce only the last", kind: "box", value: false },
       kept: {
@@ -53,8 +54,8 @@
       memory: { label: "Memory", kind: "choice", value: "80", options: { ...Object.fromEntries([24, 40, 80, 96, 141].map((n) => [n, n + " GiB"])), typed: "as typed" } },
       gib: { label: "Memory, GiB", ...number(80), when: (read) => read.memory === "typed" },
       teraflops: { label: "TFLOP/s", ...number(989), hint: "Data sheet of an H100, bfloat16: 989." },
-      within: { label: "GB/s within a machine", ...number(450), hint: "Of a GPU, one way. NVLink of an H100: 450." },
-      between: { label: "GB/s between machines", ...number(50), hint: "Of a GPU, one way. 400 Gbit/s each: 50." },
+      within: { label: "GB/s within a machine", ...number(450), hint: "Of a GPU, one way. NVLink of an H100: 450.", scale: sliders.decades(1, 1000, 20) },
+      between: { label: "GB/s between machines", ...number(50), hint: "Of a GPU, one way. 400 Gbit/s each: 50.", scale: sliders.decades(0.1, 1000, 20) },
     },
   };
   const FIELDS = Object.assign({}, ...Object.values(GROUPS));
@@ -112,16 +113,24 @@
   }
 
   // --- the answers ---
+  /* The units of a model, `size` neighbours joined into one; the last unit can have fewer. */
+  function joined(units, size) {
+    const starts = units.map((_, n) => n).filter((n) => n % size === 0);
+    return starts.map((n) => units.slice(n, n + size).flat());
+  }
+
   function jobFor(strategy, read) {
     const { ranks, machines } = read, hybrid = strategy.includes("HYBRID");
     const job = {
-      ...read.model, strategy, perParameter: read.api === "place",
+      ...read.model, units: joined(read.model.units, read.blocks), strategy, perParameter: read.api === "place",
       numShards: strategy === "NO_SHARD" ? 1 : hybrid ? ranks / machines : ranks,
       numReplicas: strategy === "NO_SHARD" ? ranks : hybrid ? machines : 1,
       stored: read.stored, compute: read.compute || null, reduce: read.reduce || null,
       optimizer: Number(read.optimizer), microBatches: read.batches, noSync: read.nosync, offload: read.offload,
     };
-    const activations = read.kept === "typed" ? GB * read.activations : cost.activationBytes(job, read.length * read.sequences, read.kept === "blocks");
+    // Each block is checkpointed, and not each unit.
+    const ofBlocks = { ...job, units: read.model.units };
+    const activations = read.kept === "typed" ? GB * read.activations : cost.activationBytes(ofBlocks, read.length * read.sequences, read.kept === "blocks");
     return { ...job, activations };
   }
 
@@ -130,7 +139,7 @@
     const memory = GIB * (read.memory === "typed" ? read.gib : Number(read.memory));
     const strategies = cost.STRATEGIES.map((strategy) => {
       const job = jobFor(strategy, read), priced = cost.costOf(job), links = cost.sentByLink(job, cluster.perMachine);
-      const count = cost.operations(job, read.length * read.sequences, read.kept === "blocks");
+      const count = cost.operations({ ...job, units: read.model.units }, read.length * read.sequences, read.kept === "blocks");
       const moments = { forward: priced.peakForward, backward: priced.peakBackward, "the optimizer's step": priced.peakOptimizer };
       const worst = Object.keys(moments).reduce((a, b) => (moments[b] > moments[a] ? b : a)), peak = moments[worst];
       return {
@@ -143,5 +152,5 @@
     return { strategies, memory, cluster };
   }
 
-  return { BEGINNING, FIELDS, GROUPS, GB, GIB, answer, fromAddress, readAll, toAddress };
+  return { BEGINNING, FIELDS, GROUPS, GB, GIB, answer, fromAddress, joined, readAll, toAddress };
 });

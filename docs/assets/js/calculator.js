@@ -2,7 +2,7 @@
    What is asked and answered is calculator-inputs.js. */
 (function (root) {
   "use strict";
-  const { document, location, history, minifsdpCost: cost, minifsdpModels: models, minifsdpInputs: inputs } = root;
+  const { document, location, history, minifsdpCost: cost, minifsdpModels: models, minifsdpInputs: inputs, minifsdpSliders: sliders } = root;
   const place = document.getElementById("calculator");
   if (!place) return;
   const { GB, GIB, FIELDS, GROUPS } = inputs;
@@ -25,7 +25,7 @@
   const fits = ({ left }, memory) => (left < 0 ? `no, ${gib(-left)} too many` : left < memory / 10 ? `tight, ${gib(left)} left` : `yes, ${gib(left)} left`);
 
   // --- the form ---
-  const controls = {}, parts = {};
+  const controls = {}, parts = {}, ranges = {};
   function control(name, field) {
     const id = "calc-" + name;
     if (field.kind === "choice") return make("select", { id }, ...Object.entries(field.options).map(([value, text]) => make("option", { value, textContent: text, disabled: name === "preset" && !value })));
@@ -33,18 +33,25 @@
     if (field.kind === "lines") return make("textarea", { id, rows: 4, spellcheck: false });
     return make("input", { id, type: "number", step: field.whole ? 1 : "any", min: field.min ?? 0, inputMode: "decimal" });
   }
+  // A slider below a number. Its label is only for screen readers, because the number has the same one.
+  function rangeOf(name, field) {
+    if (!field.scale) return [];
+    const id = `calc-${name}-slider`;
+    ranges[name] = sliders.range(id, field.scale, (value) => `${field.label}: ${value}`);
+    return [make("label", { className: "calc-hidden", htmlFor: id, textContent: `${field.label}, slider` }), ranges[name].input];
+  }
   function row(name, field) {
     controls[name] = control(name, field);
     const hint = field.hint ? [make("small", { id: `calc-${name}-hint`, textContent: field.hint })] : [];
     const error = make("span", { id: `calc-${name}-error`, className: "calc-error", role: "alert" });
-    const all = make("div", { className: "calc-field calc-is-" + field.kind }, make("label", { htmlFor: "calc-" + name, textContent: field.label }), controls[name], ...hint, error);
+    const all = make("div", { className: "calc-field calc-is-" + field.kind }, make("label", { htmlFor: "calc-" + name, textContent: field.label }), controls[name], ...rangeOf(name, field), ...hint, error);
     parts[name] = { all, error, hint: hint.length ? hint[0].id : "" };
     return all;
   }
   const form = make("form", { className: "calc-form", onsubmit: () => false }, ...Object.entries(GROUPS).map(([title, fields]) =>
     make("fieldset", {}, make("legend", { textContent: title }), ...Object.entries(fields).map(([name, field]) => row(name, field)))));
   const facts = make("p", { className: "calc-facts" });
-  const verdict = make("p", { className: "calc-verdict", role: "status" });
+  const verdict = make("p", { className: "calc-verdict slider-result", role: "status" });
   const result = make("div", { className: "calc-result" });
   const link = make("a", { textContent: "Link to these inputs" });
   place.replaceChildren(form, facts, verdict, make("p", { className: "calc-link" }, link, " (the address above is the same)"), result);
@@ -144,11 +151,12 @@
   }
 
   function draw(read) {
-    const shapes = [...read.model.units, read.model.root], answer = inputs.answer(read);
+    const units = inputs.joined(read.model.units, read.blocks);
+    const shapes = [...units, read.model.root], answer = inputs.answer(read);
     const own = answer.strategies.find((one) => one.strategy === read.strategy);
     const numel = cost.sum(shapes.map((unit) => cost.sum(unit.map(cost.numelOf))));
-    const largest = Math.max(...read.model.units.map((unit) => cost.sum(unit.map(cost.numelOf))), 0);
-    facts.textContent = `${numel.toLocaleString("en")} parameters in ${read.model.units.length} units; the largest unit has ${largest.toLocaleString("en")}.`
+    const largest = Math.max(...units.map((unit) => cost.sum(unit.map(cost.numelOf))), 0);
+    facts.textContent = `${numel.toLocaleString("en")} parameters in ${units.length} units; the largest unit has ${largest.toLocaleString("en")}.`
       + (own.count ? "" : " It has no matrices, so activations and compute are not estimated.");
     const all = gib(answer.memory), beside = own.left < 0 ? `does not fit in ${all}: ${gib(-own.left)} too many` : `fits in ${all}${own.left < answer.memory / 10 ? ", tightly" : ""}: ${gib(own.left)} left`;
     verdict.textContent = `${read.strategy} on ${read.ranks.toLocaleString("en")} ranks ${beside} at the worst moment, in ${own.worst}. `
@@ -160,6 +168,7 @@
     controls.preset.value = models.nameOf(controls.lines.value);
     const said = texts(), { read, errors } = inputs.readAll(said), wrong = Object.keys(errors);
     showErrors(errors, read);
+    for (const [name, one] of Object.entries(ranges)) if (name in read) one.show(read[name]);
     link.href = "#" + inputs.toAddress(said);
     // Nothing but what is behind the # changes, so this is allowed on a page from a disk, too.
     if (link.hash !== location.hash) history.replaceState(null, "", link.hash || location.pathname + location.search);
@@ -169,7 +178,17 @@
     result.replaceChildren();
   }
 
+  /* Writes the value of a slider into the number next to it. There are at least as many ranks as machines. */
+  function slide(name) {
+    controls[name].value = ranges[name].value();
+    if (Number(controls.machines.value) <= Number(controls.ranks.value)) return;
+    if (name === "ranks") controls.machines.value = controls.ranks.value;
+    if (name === "machines") controls.ranks.value = controls.machines.value;
+  }
+
   form.addEventListener("input", (event) => {
+    const moved = Object.keys(ranges).find((name) => ranges[name].input === event.target);
+    if (moved) slide(moved);
     if (event.target === controls.preset) controls.lines.value = models.PRESETS[controls.preset.value];
     update();
   });

@@ -197,5 +197,5 @@
     return { element, show };
   }
 
-  Object.assign(player, { make, patterns, lanes, legend, cards });
+  Object.assign(player, { make, shape, tick, patterns, lanes, legend, cards });
 })(window);

@@ -196,6 +196,8 @@
     slider.max = frames.length - 1;
     const about = (run) => `${run.ranks.flat().length} moments on ${run.ranks.length} ranks, ${run.units.length} units. ${run.remark}`.trim();
     say(runs.map(about).join(" Beside it: "));
+    // replay-page.js computes the step of these runs on other machines.
+    place.dispatchEvent(new CustomEvent("runs", { detail: runs }));
     show(Math.min(wanted, frames.length - 1));
   }
 

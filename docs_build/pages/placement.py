@@ -1,0 +1,216 @@
+"""Placements of parameter, gradient and optimizer state: their collectives, bytes, memory, names, and settings.
+
+Each state is *replicated* on all ranks, sharded *within* a machine (each machine has a copy), or sharded over *all*
+ranks. So there are 27 placements. Four rules give the collectives of a step:
+
+1. A sharded parameter is all-gathered before forward, and, if it was resharded, again before backward.
+2. In backward, a replicated gradient is all-reduced, and a sharded one is reduce-scattered. If it is sharded within a
+   machine, the shards of all machines are also all-reduced.
+3. Each rank updates the parameters whose optimizer state it stores. If it stores more parameters than that, it
+   all-gathers the others after the optimizer step.
+4. A placement is consistent if the gradient is sharded at least as finely as the parameter, and the optimizer state at
+   least as finely as the gradient. Otherwise a rank stores something that it does not need, or needs something that it
+   does not store.
+
+Worked example, ZeRO-2: parameter replicated, the others sharded, P parameters on N ranks. Rule 2 gives a
+reduce-scatter of P gradients, rule 3 an all-gather of P parameters: each rank sends 2 * 4 * P * (N - 1) / N bytes. It
+stores ``4 * P`` bytes of parameters, ``4 * P / N`` of gradients and ``8 * P / N`` of Adam's state.
+
+All numbers are float32 with Adam. ``docs/assets/js/placement.js`` computes the same numbers from the output of
+`script`, and a test compares all of them.
+"""
+
+import itertools
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from docs_build.reading.text import table
+from minifsdp.tools.formulas import ring_all_reduce_sends, ring_sends
+from minifsdp.tools.links import Sent
+
+DATA = "assets/placements.js"  # path of the output of `script`
+LEVELS = ("replicated", "within", "all")
+WORDS = {"replicated": "replicated", "within": "sharded within a machine", "all": "sharded over all ranks"}
+GROUPS = {"all": "all ranks", "within": "the ranks of a machine", "between": "one rank of each machine"}
+BYTES = {"parameter": 4, "gradient": 4, "optimizer": 8}
+
+# By the first letters of the three levels; with `*`, if parameters are not resharded after forward.
+NAMES = {
+    "rrr": "DDP",
+    "rrw": "ZeRO-1 within a machine",
+    "rra": "ZeRO-1",
+    "rww": "ZeRO-2 within a machine",
+    "rwa": "",
+    "raa": "ZeRO-2",
+    "www": "HSDP, HYBRID_SHARD, MiCS",
+    "www*": "_HYBRID_SHARD_ZERO2",
+    "wwa": "",
+    "waa": "",
+    "aaa": "ZeRO-3, FULL_SHARD",
+    "aaa*": "SHARD_GRAD_OP",
+}
+SETTINGS = {
+    "rrr": "NO_SHARD",
+    "www": "HYBRID_SHARD, or fully_shard with a 2-D mesh",
+    "www*": "_HYBRID_SHARD_ZERO2, or fully_shard with a 2-D mesh and reshard_after_forward=False",
+    "aaa": "FULL_SHARD, or fully_shard",
+    "aaa*": "SHARD_GRAD_OP, or fully_shard with reshard_after_forward=False",
+}
+NO_SETTING = (
+    "No setting of minifsdp gives this. The optimizer gets the parameters as each rank stores them. So the gradient "
+    "and the optimizer state always have the placement of the parameter."
+)
+NOTES = {
+    "rra": "The gradient is all-reduced here, as with DDP and torch's ZeroRedundancyOptimizer. DeepSpeed "
+    "reduce-scatters it, and each rank ignores the rest of its gradient. Then a rank sends a third less.",
+    "raa": "SHARD_GRAD_OP is often called ZeRO-2, but it also shards the parameters between steps. It all-gathers them "
+    "in forward, and not after the optimizer step, and reshards them in backward.",
+    "aaa*": "Often called ZeRO-2. ZeRO-2 stores all parameters on each rank between steps, and all-gathers them after "
+    "the optimizer step. SHARD_GRAD_OP stores a shard, all-gathers in forward, and sends as much. It needs less memory "
+    "in the optimizer step. With several micro-batches that reduce, it all-gathers in each of them.",
+    "aaa": "With reshard_after_forward=n, fully_shard keeps 1/n of the parameters after forward, and all-gathers them "
+    "within n ranks for backward. ZeRO++ calls this hpZ.",
+    "www": "Each machine has a copy of the model. MiCS also allows groups that are smaller or larger than a machine.",
+}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One of the levels for each state."""
+
+    parameter: str
+    gradient: str
+    optimizer: str
+
+    @property
+    def key(self) -> str:
+        """The first letters of the levels."""
+        return self.parameter[0] + self.gradient[0] + self.optimizer[0]
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of a step.
+
+    Attributes:
+        kind: ``AG``, ``RS`` or ``AR``.
+        state: what it sends.
+        group: a key of `GROUPS`.
+        times: how often all parameters or gradients are sent.
+        when: a part of the step.
+    """
+
+    kind: str
+    state: str
+    group: str
+    times: int
+    when: str
+
+
+def all_placements() -> list[Placement]:
+    """All 27 placements, the replicated ones first."""
+    return [Placement(*levels) for levels in itertools.product(LEVELS, repeat=3)]
+
+
+def consistent(placement: Placement) -> Placement:
+    """The placement itself if it is consistent; otherwise the one with the same parameter and the fewest changes."""
+    gradient = max(placement.parameter, placement.gradient, key=LEVELS.index)
+    return replace(placement, gradient=gradient, optimizer=max(gradient, placement.optimizer, key=LEVELS.index))
+
+
+def reasons(placement: Placement) -> list[str]:
+    """The reasons why a placement is not consistent (rule 4); empty if it is."""
+    parameter, gradient, optimizer = map(LEVELS.index, (placement.parameter, placement.gradient, placement.optimizer))
+    found = []
+    if gradient > optimizer:
+        found.append(
+            "A rank updates parameters without their gradient. It must all-gather the gradient before the optimizer "
+            "step, so sharding the gradient more finely than the optimizer state saves no memory."
+        )
+    if parameter > gradient:
+        found.append(
+            "A rank stores the gradient of parameters that it does not store. An all-reduce sends more than the "
+            "reduce-scatter that gives each rank the part that it needs."
+        )
+    if parameter > optimizer:
+        found.append(
+            "A rank stores optimizer state of parameters that it does not store. It cannot update them, so this state "
+            "is wasted."
+        )
+    return found
+
+
+def collectives(placement: Placement, *, reshards: bool) -> list[Collective]:
+    """The collectives of a step of a consistent placement, by rules 1 to 3."""
+    found = []
+    if placement.parameter != "replicated":
+        when = "before forward and before backward" if reshards else "before forward"
+        found.append(Collective("AG", "parameters", placement.parameter, 2 if reshards else 1, when))
+    if placement.gradient == "replicated":
+        found.append(Collective("AR", "gradients", "all", 1, "in backward"))
+    else:
+        found.append(Collective("RS", "gradients", placement.gradient, 1, "in backward"))
+    if placement.gradient == "within":
+        found.append(Collective("AR", "gradients", "between", 1, "in backward"))
+    if placement.parameter != placement.optimizer:
+        group = "between" if placement.parameter == "within" else placement.optimizer
+        found.append(Collective("AG", "updated parameters", group, 1, "after the optimizer step"))
+    return found
+
+
+def memory(placement: Placement, parameters: float, per_machine: int, machines: int) -> dict[str, float]:
+    """Bytes of each state on a rank after backward."""
+    shards = {"replicated": 1, "within": per_machine, "all": per_machine * machines}
+    return {state: BYTES[state] * parameters / shards[level] for state, level in asdict(placement).items()}
+
+
+def sent(collective: Collective, parameters: float, per_machine: int, machines: int) -> Sent:
+    """Bytes that a rank sends, with the assumptions of ``links.py``."""
+    ranks = {"all": per_machine * machines, "within": per_machine, "between": machines}[collective.group]
+    # Between machines, each rank sends the shard that it has of its machine's copy.
+    num_bytes = 4 * parameters * collective.times / (per_machine if collective.group == "between" else 1)
+    total = (ring_all_reduce_sends if collective.kind == "AR" else ring_sends)(num_bytes, ranks)
+    leaving = {"all": 1 / per_machine if machines > 1 else 0.0, "within": 0.0, "between": 1.0}[collective.group]
+    return Sent(total * (1 - leaving), total * leaving)
+
+
+def about(placement: Placement, *, reshards: bool) -> dict[str, Any]:
+    """All that the page shows of a placement apart from its numbers."""
+    # There is only a difference if parameters are sharded.
+    key = placement.key + ("" if reshards or placement.parameter == "replicated" else "*")
+    why = reasons(placement)
+    if why:
+        return {"why": why, "instead": consistent(placement).key}
+    return {
+        "name": NAMES.get(key, ""),
+        "setting": SETTINGS.get(key),
+        "note": NOTES.get(key, ""),
+        "collectives": [asdict(one) for one in collectives(placement, reshards=reshards)],
+    }
+
+
+def script() -> str:
+    """The script with the data of all placements, by key, resharded and not."""
+    found = {one.key: [about(one, reshards=reshards) for reshards in (True, False)] for one in all_placements()}
+    data = {"levels": WORDS, "groups": GROUPS, "bytes": BYTES, "noSetting": NO_SETTING, "placements": found}
+    return f"window.minifsdpPlacements = {json.dumps(data)};\n"
+
+
+def placements_table() -> str:
+    """The consistent placements, for 7 billion parameters on 8 machines of 8 ranks."""
+    rows = []
+    for one, reshards in itertools.product(all_placements(), (True, False)):
+        if reasons(one) or (not reshards and one.key + "*" not in NAMES):
+            continue
+        facts = about(one, reshards=reshards)
+        links = [sent(each, 7e9, 8, 8) for each in collectives(one, reshards=reshards)]
+        numbers = [sum(memory(one, 7e9, 8, 8).values())]
+        numbers += [sum(link.within for link in links), sum(link.between for link in links)]
+        levels = [
+            {"replicated": "replicated", "within": "machine", "all": "all"}[level] for level in asdict(one).values()
+        ]
+        rows.append([facts["name"] or "no common name", *levels, *(f"{number / 1e9:,.1f}" for number in numbers)])
+        rows[-1].append("yes" if facts["setting"] else "no")
+    heads = ["name", "parameter", "gradient", "optimizer", "memory, GB", "within, GB", "between, GB", "minifsdp"]
+    return table(heads, rows, "llllrrrl")
