@@ -6,7 +6,7 @@ from docs_build.drawing.pictures import events_of
 from docs_build.pages import costs, enginepage, evidence, faults, gpurun, modulepage, streams
 from docs_build.reading.papers import hybrid_cross_host, hybrid_cross_host_as_printed, zero_bytes
 from docs_build.reading.text import table
-from docs_build.recording import versions
+from docs_build.recording import checkpoint_scale, versions
 from minifsdp.tools import formulas
 from minifsdp.tools.events import peak_gathered_bytes
 
@@ -126,4 +126,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "engine-failures": enginepage.failures,
     "engine-naive": enginepage.naive,
     "versions": versions.versions,
+    "checkpoint-seconds": checkpoint_scale.seconds,
+    "checkpoint-memory": checkpoint_scale.memory,
+    "checkpoint-many": checkpoint_scale.many,
 }

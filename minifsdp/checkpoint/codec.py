@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import is_tensor_like
 
 from minifsdp.checkpoint import tensors
-from minifsdp.checkpoint.state_dict_options import Form
+from minifsdp.checkpoint.state_dict_options import Form, StateDictType
 from minifsdp.engine import collectives
 from minifsdp.engine.flat_params import FLAT_NAME
 from minifsdp.engine.flat_tensor import local_values
@@ -139,6 +139,14 @@ class UnitCodec:
         rows = shard_of(full, 0, self.group.size, self.group.rank).to(device, copy=True)
         return tensors.as_sharded_tensor(rows, full.shape, self.group)
 
+    def rows(self, key: str, value: Any) -> Any:
+        """This rank's rows of a full value for the parameter ``key``, on the CPU; an unsuitable value is returned."""
+        number = self.keys[key]
+        fits = isinstance(value, torch.Tensor) and value.shape == self.shapes[number]
+        if not fits or self.layout.specs[number] is not None:
+            return value
+        return self.in_form(value, Form(StateDictType.SHARDED_STATE_DICT), value.device)
+
     def local_shard(self, form: Form) -> Any:
         """A copy of this rank's shard for a local state dict."""
         shard = self.layout.local_values().to("cpu" if form.offload else self.layout.device, copy=True)
@@ -192,11 +200,15 @@ class UnitCodec:
     def copy_into(self, shard: torch.Tensor, values: Mapping[int, Any]) -> torch.Tensor:
         """Copies this rank's elements of values, given by number, into ``shard``. Rows are all-gathered one by one."""
         for number, value in values.items():
-            spec, local_shape = self.layout.specs[number], self.layout.local_shapes[number]
-            elements = local_values(self.unsharded(value).detach(), spec, local_shape).reshape(-1)
-            held = self._sharding.range_in_param(self.mesh.shard_index, number)
-            shard[self.places[number]].copy_(elements[held])
+            self._copy_parameter(shard, number, value)
         return shard
+
+    def _copy_parameter(self, shard: torch.Tensor, number: int, value: Any) -> None:
+        """Copies one value. The unsharded value is released before the next one is all-gathered."""
+        spec, local_shape = self.layout.specs[number], self.layout.local_shapes[number]
+        elements = local_values(self.unsharded(value).detach(), spec, local_shape).reshape(-1)
+        held = self._sharding.range_in_param(self.mesh.shard_index, number)
+        shard[self.places[number]].copy_(elements[held])
 
 
 class ParameterNames:

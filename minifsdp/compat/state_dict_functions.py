@@ -40,9 +40,12 @@ from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as 
 from torch.optim import Optimizer
 
 from minifsdp.checkpoint import agreement, optim_state, optim_state_load
-from minifsdp.checkpoint.codec import ParameterNames, parameters_of
+from minifsdp.checkpoint.codec import ParameterNames, UnitCodec, dotted, parameters_of
 from minifsdp.checkpoint.loading import reshard_all
 from minifsdp.checkpoint.state_dict_options import Form, StateDictType
+from minifsdp.checkpoint.tensors import local_rows
+from minifsdp.engine.mesh import MeshGroups
+from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1.wrapper import Wrapper
 from minifsdp.fsdp2.fsdp_state import states_in
 
@@ -110,12 +113,30 @@ def set_model_state_dict(
     if options is not None and options.broadcast_from_rank0:
         _agree(model, "set_model_state_dict()", sends=True)
         if options.full_state_dict and (wrappers := Wrapper.fsdp_modules(model)):
-            options, mesh = replace(options, broadcast_from_rank0=False), wrappers[0].mesh
-            # One value at a time is copied. A tensor on rank 0's accelerator would arrive on the same accelerator.
-            keys = agreement.value_of_first_rank(list(model_state_dict), mesh)
-            copies = ((key, optim_state.copied(model_state_dict.get(key), offload=True)) for key in keys)
-            model_state_dict = {key: agreement.value_of_first_rank(value, mesh) for key, value in copies}
+            model_state_dict, has_rows = _received(model, model_state_dict, wrappers[0].mesh)
+            options = replace(options, broadcast_from_rank0=False, full_state_dict=not has_rows)
     return set_without_broadcast(model, model_state_dict, options=options)
+
+
+def _received(model: nn.Module, given: Mapping[str, Any], mesh: MeshGroups) -> tuple[dict[str, Any], bool]:
+    """The first rank's dict of full values, as this rank's rows of the parameters in units. Every rank must call it.
+
+    Returns:
+        The dict, and whether it contains rows.
+    """
+    wrappers = [(dotted(path), module) for path, module in model.named_modules() if isinstance(module, Wrapper)]
+    # Modules whose full parameters are summoned load full values.
+    sharded = [(start, w) for start, w in wrappers if w._unit is not None and w._unit.phase is not Phase.SUMMONED]
+    of_unit = {key: unit for unit in (UnitCodec(w, start) for start, w in sharded) for key in unit.keys}
+
+    def receive(key: str) -> Any:
+        # A tensor on rank 0's accelerator would arrive on the same accelerator.
+        value = agreement.value_of_first_rank(optim_state.copied(given.get(key), offload=True), mesh)
+        return value if key not in of_unit else of_unit[key].rows(key, value)
+
+    # Each full value is released before the next one is received, so no rank stores the model.
+    received = {key: receive(key) for key in agreement.value_of_first_rank(list(given), mesh)}
+    return received, any(local_rows(value) is not None for value in received.values())
 
 
 def get_optimizer_state_dict(

@@ -1,0 +1,79 @@
+"""A model whose units are large enough to measure the memory of a checkpoint, with either API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from spec_tests.harness import device
+from spec_tests.models.modules import MLP, seeded
+from spec_tests.subject import FullyShardedDataParallel, ModuleWrapPolicy, fully_shard
+from spec_tools.checkpoints.formula import Checkpoint
+
+# With 8 ranks, a shard of a block has 256 KiB. Shards of this size are received directly in the output of the
+# all-gather. For smaller ones, gloo allocates another output.
+WIDTH = 512
+APIS = ("flat", "original", "fully_shard")
+
+
+class Tall(nn.Module):
+    """Four equal blocks, and a head with fewer rows than there are ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(MLP(WIDTH, WIDTH) for _ in range(4)))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x))
+
+
+def unit_shapes() -> list[list[torch.Size]]:
+    """The shapes of the parameters of each unit."""
+    with torch.device("meta"):
+        model = Tall()
+    return [[parameter.shape for parameter in unit.parameters()] for unit in (*model.blocks, model.head)]
+
+
+def checkpoint(num_ranks: int) -> Checkpoint:
+    """The formulas for the checkpoint of the model and its Adam."""
+    return Checkpoint(unit_shapes(), num_ranks)
+
+
+def shard(api: str, model: nn.Module, units: Iterable[nn.Module], group: dist.ProcessGroup | None = None) -> Any:
+    """Shards each of ``units`` and the rest of the model."""
+    if api == "fully_shard":
+        mesh = None if group is None else DeviceMesh.from_group(group, device().type)
+        for unit in units:
+            fully_shard(unit, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    policy = ModuleWrapPolicy({type(unit) for unit in units})
+    return FullyShardedDataParallel(
+        model, process_group=group, auto_wrap_policy=policy, use_orig_params=api == "original"
+    )
+
+
+def trained(api: str, steps: int = 1) -> tuple[Any, torch.optim.Optimizer]:
+    """The sharded model and its optimizer after some steps."""
+    model = seeded(Tall)
+    model = shard(api, model, list(model.blocks))
+    # Without `foreach`, a step needs no memory for all parameters at once.
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, foreach=False)
+    for number in range(steps):
+        train(model, optimizer, number)
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float:
+    """One step with the same batch on all ranks. Returns the loss."""
+    dice = torch.Generator().manual_seed(number)
+    loss = model(torch.randn(2, WIDTH, generator=dice).to(device())).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())

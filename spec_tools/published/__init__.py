@@ -1,0 +1,1 @@
+"""Published measurements of training with FSDP, as data with checks."""
