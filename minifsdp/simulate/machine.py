@@ -53,6 +53,7 @@ class Card:
         host_collective: seconds of the CPU thread for each collective.
         host_event: seconds of the CPU thread for each event or wait.
         slowdown: the share of a collective's time by which computation next to it takes longer.
+        is_cpu: whether the CPU thread computes itself, so it issues nothing while a kernel runs.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Card:
     host_collective: float = 25e-6
     host_event: float = 1e-6
     slowdown: float = 0.0
+    is_cpu: bool = False
 
     def seconds(self, kernel: Kernel) -> float:
         """The time of an operator."""
