@@ -2,8 +2,8 @@
 
 Two constants of a card cannot be known from its data sheet: the share of the peak that large matrix products reach
 (`Card.efficiency`), and how much computation slows down next to communication (`Card.slowdown`). They are fitted, for
-each generation of card and software, on the rows with the fewest GPUs: 8, or 32 for H200. All other rows are predicted.
-No constant belongs to a row.
+each generation of card and software, on its rows with 8 GPUs, or 32 for H200. All other rows are predicted. No constant
+belongs to a row.
 
 The fit minimizes the mean of ``|log(predicted / measured)|``. It is a mean of absolute values, so a single row that the
 model does not describe does not move the constants.
@@ -29,13 +29,13 @@ from minifsdp.simulate.setup import Setup
 from spec_tools.published.setups import Absent, Case, case_of, parts_of
 from spec_tools.published.table import Row
 
-__all__ = ["FILE", "Line", "Prediction", "Statistics", "compare", "fit", "is_fitted", "load", "predict", "save"]
+__all__ = ["FILE", "Line", "Prediction", "Statistics", "compare", "fit", "load", "predict", "save"]
 
 FILE = Path(__file__).resolve().parents[2] / "docs" / "data" / "published-predictions.csv"
 GIB = 2**30
 SLOWDOWNS = (0.0, 0.1, 0.2, 0.3, 0.4)
 # The bounds of the search for the efficiency, and the number of its steps. With 8 bits, products reach more.
-EFFICIENCIES, STEPS = (0.2, 1.2), 9
+EFFICIENCIES, STEPS = (0.2, 2.0), 14
 
 
 @dataclass(frozen=True)
@@ -136,13 +136,6 @@ def _peak(setup: Setup, few: int, more: int) -> float:
 # ---- fit ------------------------------------------------------------------------------------------------------------
 
 
-def is_fitted(case: Case, cases: Iterable[Case]) -> bool:
-    """Whether the constants of the row's generation are fitted on it: it has the fewest GPUs, and states its time."""
-    numbers = [other.row.num_gpus or 0 for other in cases if other.generation == case.generation]
-    is_long = (case.row.sequence_length or 0) > 8192
-    return case.row.num_gpus == min(numbers) and case.row.tokens_per_second is not None and not is_long
-
-
 def fit(cases: Sequence[Case], recordings: Mapping[Setup, Recording]) -> Constants:
     """The constants with the smallest mean error on the given rows, which belong to one generation.
 
@@ -190,7 +183,7 @@ def compare(rows: Iterable[Row], recordings: Mapping[Setup, Recording]) -> list[
     cases = [case for case in found.values() if isinstance(case, Case)]
     fitted: dict[str, list[Case]] = {}
     for case in cases:
-        if is_fitted(case, cases):
+        if case.is_fitted:
             fitted.setdefault(case.generation, []).append(case)
     constants = {generation: fit(chosen, recordings) for generation, chosen in fitted.items()}
     lines: list[Line] = []

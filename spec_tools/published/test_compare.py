@@ -68,14 +68,13 @@ def test_errors_are_those_of_the_figures_in_the_file() -> None:
 
 @pytest.mark.spec("CHECKED-02")
 def test_constants_belong_to_a_generation_and_rows_of_the_fit_are_marked_and_not_counted() -> None:
-    cases = list(CASES.values())
     of_generation: dict[str, set[tuple[str, str]]] = {}
     for line in LINES:
         if line.absent:
             continue
         case = CASES[line.row]
         of_generation.setdefault(case.generation, set()).add((line.constants, line.fitted_on))
-        chosen = compare.is_fitted(case, cases)
+        chosen = case.is_fitted
         assert (line.row in line.fitted_on.split("; ")) is chosen
         assert bool(line.fitted) is (chosen and line.quantity != "memory_gib")
         assert line.is_prediction is not bool(line.fitted)
