@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Sequence
 
+from minifsdp.simulate.setup import Setup
 from spec_tools.published import compare, page, recordings, setups, table
 from spec_tools.published.table import Row
 
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def needed(rows: Iterable[Row]) -> list[setups.Setup]:
+def needed(rows: Iterable[Row]) -> list[Setup]:
     """The setups to record, each once."""
     cases = [case for case in map(setups.case_of, rows) if isinstance(case, setups.Case)]
     return list(dict.fromkeys(part for case in cases for part, _ in setups.parts_of(case.setup)))

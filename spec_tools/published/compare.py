@@ -188,11 +188,11 @@ def compare(rows: Iterable[Row], recordings: Mapping[Setup, Recording]) -> list[
     constants = {generation: fit(chosen, recordings) for generation, chosen in fitted.items()}
     lines: list[Line] = []
     for row in rows:
-        case = found[row.row]
-        if isinstance(case, Absent):
-            lines.append(Line(row.row, absent=case.reason))
+        one = found[row.row]
+        if isinstance(one, Absent):
+            lines.append(Line(row.row, absent=one.reason))
         else:
-            lines += lines_of(case, constants[case.generation], recordings)
+            lines += lines_of(one, constants[one.generation], recordings)
     return lines
 
 

@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed.device_mesh import init_device_mesh
 
 from minifsdp import FullyShardedDataParallel
@@ -119,7 +121,7 @@ def collective_costs(repeats: int) -> list[tuple[str, int, float, float]]:
     costs = []
     for group in groups:
         for kind, work in _collectives(group).items():
-            small, large = (_seconds(lambda size=size, work=work: work(size), repeats) for size in SIZES)
+            small, large = (_seconds(partial(work, size), repeats) for size in SIZES)
             rate = (SIZES[1] - SIZES[0]) / max(large - small, 1e-9)
             costs.append((kind, dist.get_world_size(group), max(0.0, small - SIZES[0] / rate), rate))
     return costs
@@ -134,7 +136,7 @@ def _collectives(group: Any) -> dict[str, Callable[[int], Any]]:
     summed = dist.ReduceScatterOptions()
 
     def gather(size: int) -> None:
-        transport.all_gather_single(tensors[size], shards[size], dist.AllgatherOptions()).wait()
+        transport.all_gather_single(tensors[size], shards[size], AllgatherOptions()).wait()
 
     def reduce(size: int) -> None:
         transport.reduce_scatter_single(shards[size], tensors[size], summed).wait()
@@ -154,7 +156,7 @@ def slowdown(repeats: int) -> float:
     x, y = torch.randn(512, 512), torch.randn(512, 512)
 
     def gather() -> Any:
-        return transport.all_gather_single(output, shard, dist.AllgatherOptions())
+        return transport.all_gather_single(output, shard, AllgatherOptions())
 
     def compute() -> None:
         for _ in range(8):

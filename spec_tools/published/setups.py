@@ -43,12 +43,12 @@ ASSUMED = {
         "checkpointing recomputes every second matrix product, and no attention."
     ),
     "attention": (
-        "FlashAttention 2 reaches 60 % of the peak of an A100, and 34 % of that of an H100 (about 190 of 312 and 335 of "
-        "989 TFLOP/s in its publication)."
+        "FlashAttention 2 reaches 60 % of the peak of an A100, and 34 % of that of an H100: about 190 of 312 and 335 "
+        "of 989 TFLOP/s in its publication."
     ),
     "compiled": (
         "torch.compile fuses operators. The recording has the operators of eager mode, so rows with torch.compile have "
-        "a constant of their own, and their memory is predicted too large."
+        "a constant of their own, and their memory is that of eager mode."
     ),
     "float8": "Matrix products count as in bfloat16, with a larger efficiency; all-gathers are in bfloat16.",
     "sequence 8192": "Sequences of 8,192 tokens, in torchtitan's configuration of Llama 3 8B.",
