@@ -45,6 +45,7 @@ class Card:
         matmul: the peak rate of matrix products in bfloat16 and float16.
         matmul32: the same in float32.
         efficiency: the share of the peak that large matrix products reach.
+        attention: the share of the peak that fused attention reaches; ``None`` for the same share.
         bandwidth: the rate of the memory.
         bandwidth_efficiency: the share of it that operators reach.
         memory: bytes.
@@ -53,6 +54,7 @@ class Card:
         host_collective: seconds of the CPU thread for each collective.
         host_event: seconds of the CPU thread for each event or wait.
         slowdown: the share of a collective's time by which computation next to it takes longer.
+        is_cpu: whether the CPU thread computes itself, so it issues nothing while a kernel runs.
     """
 
     name: str
@@ -61,17 +63,22 @@ class Card:
     bandwidth: float
     memory: float
     efficiency: float = 0.7
+    attention: float | None = None
     bandwidth_efficiency: float = 0.8
     kernel: float = 2e-6
     host_operator: float = 6e-6
     host_collective: float = 25e-6
     host_event: float = 1e-6
     slowdown: float = 0.0
+    is_cpu: bool = False
 
     def seconds(self, kernel: Kernel) -> float:
         """The time of an operator."""
         peak = self.matmul32 if kernel.dtype in (torch.float32, None) else self.matmul
-        compute = kernel.flops / (self.efficiency * peak)
+        efficiency = self.efficiency
+        if self.attention is not None and "scaled_dot_product" in kernel.name:
+            efficiency = self.attention
+        compute = kernel.flops / (efficiency * peak)
         return self.kernel + max(compute, kernel.num_bytes / (self.bandwidth_efficiency * self.bandwidth))
 
 

@@ -157,6 +157,7 @@ class _Replay:
             self.host += self._card.host_event
             # An event of an earlier step is complete.
             self.ends[item.stream] = max(self.ends[item.stream], self._events.get(item.event, 0.0))
+            self._wait_for_kernels(item.stream)
         elif isinstance(item, HostWait):
             until = self._events.get(item.event, 0.0)
             self.waited += max(0.0, until - self.host)
@@ -178,13 +179,23 @@ class _Replay:
     def _compute(self, kernel: Kernel) -> None:
         self.host += self._card.host_operator
         start, seconds = max(self.ends[kernel.stream], self.host), self._card.seconds(kernel)
+        if self._card.is_cpu:
+            # The CPU thread executes the kernels of all streams. Collectives run in other threads.
+            start = self.host
         if kernel.stream == COMPUTE:
             # Collectives that run now use a part of the card.
             seconds += self._card.slowdown * max(0.0, min(seconds, self._slowed_until - start))
             self.computing.append((start, start + seconds))
         self.busy[kernel.phase if kernel.stream == COMPUTE else "copies"] += seconds
         self.flops[kernel.phase] += kernel.nominal_flops
-        self.ends[kernel.stream] = start + seconds
+        self.ends[kernel.stream] = max(self.ends[kernel.stream], start + seconds)
+        self.host = max(self.host, start + seconds) if self._card.is_cpu else self.host
+
+    def _wait_for_kernels(self, stream: int) -> None:
+        """A CPU thread that computes itself waits where the compute stream of a card does."""
+        if self._card.is_cpu and stream == COMPUTE:
+            self.waited += max(0.0, self.ends[COMPUTE] - self.host)
+            self.host = max(self.host, self.ends[COMPUTE])
 
     def _communicate(self, collective: Collective) -> None:
         self.host += self._card.host_collective
