@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from minifsdp.engine.messages import message
 from minifsdp.simulate.machine import CARDS, Card, Network, measured_costs
 from minifsdp.simulate.recording import record
 from minifsdp.simulate.replay import replay
@@ -143,7 +144,7 @@ def _card(given: argparse.Namespace) -> Card:
     if given.card is not None:
         return replace(CARDS[given.card], **numbers)
     if missing := [f"--{option}" for option, (name, _) in scales.items() if name not in numbers]:
-        raise ValueError(f"the card is not known. Choose --card, or give {', '.join(missing)} as well")
+        raise ValueError(message("simulate-card", missing=", ".join(missing)))
     return Card("the given card", matmul32=numbers["matmul"] / 2, **numbers)
 
 

@@ -32,6 +32,7 @@ from pathlib import Path
 
 import torch
 
+from minifsdp.engine.messages import message
 from minifsdp.simulate.tape import Collective, Kernel
 
 NAMES = {"AG": "all-gather", "RS": "reduce-scatter", "AR": "all-reduce"}
@@ -141,9 +142,7 @@ def measured_costs(path: Path) -> dict[tuple[str, int], tuple[float, float]]:
     """
     found = json.loads(path.read_text())
     if found.get("format") != 1 or "collectives" not in found:
-        raise ValueError(f"{path} is not a file of measured collectives. python -m spec_tools.gpu writes such a file")
+        raise ValueError(message("simulate-costs", path=path))
     if found.get("shared"):
-        raise ValueError(
-            f"in {path}, ranks shared a device, so its times have no meaning. Measure again, with one GPU for each rank"
-        )
+        raise ValueError(message("simulate-shared-device", path=path))
     return {(one["collective"], one["ranks"]): (one["latency"], one["rate"]) for one in found["collectives"]}

@@ -39,6 +39,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from minifsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, trace
 from minifsdp.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from minifsdp.engine.messages import message
 from minifsdp.engine.rank_checks import RankChecks
 from minifsdp.fsdp2.module import FSDPModule
 from minifsdp.simulate import models
@@ -98,10 +99,7 @@ def record(setup: Setup) -> Recording:
         RuntimeError: if this process has a default process group.
     """
     if dist.is_initialized():
-        raise RuntimeError(
-            "a recording initializes a fake process group, but this process has a process group already. Record in "
-            "another process, or call torch.distributed.destroy_process_group() before"
-        )
+        raise RuntimeError(message("simulate-group"))
     model = _model_of(setup)
     num_parameters = sum(parameter.numel() for parameter in model.module.parameters())
     tape = Tape()

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from minifsdp.engine.messages import message
 from minifsdp.simulate.machine import Card, Network
 from minifsdp.simulate.recording import record
 from minifsdp.simulate.replay import Result, replay
@@ -63,7 +64,7 @@ def shape_of_setup(setup: Setup) -> Shape:
     if isinstance(setup.model, Shape):
         return setup.model
     if setup.model not in SHAPES:
-        raise ValueError(f"a search needs the sizes of a model, and {setup.model} is a function. Simulate each setting")
+        raise ValueError(message("simulate-search", model=setup.model))
     return SHAPES[setup.model]
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from minifsdp.engine.messages import message
 from minifsdp.simulate.shapes import SHAPES, Shape
 
 HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
@@ -79,12 +80,9 @@ class Setup:
             _check_choice("model", self.model, SHAPES)
         for name in ("num_ranks", "ranks_per_machine", "unit", "micro_batch", "accumulation"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+                raise ValueError(message("simulate-number", name=name, value=getattr(self, name)))
         if self.num_ranks % self.shards:
-            raise ValueError(
-                f"{self.num_ranks} ranks cannot form copies of {self.shards} shards. Choose a number of shards that "
-                f"divides the number of ranks"
-            )
+            raise ValueError(message("simulate-shards", num_ranks=self.num_ranks, shards=self.shards))
 
     @property
     def shards(self) -> int:
@@ -96,4 +94,4 @@ class Setup:
 
 def _check_choice(name: str, value: object, choices: Any) -> None:
     if value not in choices:
-        raise ValueError(f"{name} is {value!r}. Choose one of {', '.join(map(str, choices))}")
+        raise ValueError(message("simulate-choice", name=name, value=value, choices=", ".join(map(str, choices))))

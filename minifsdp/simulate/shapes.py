@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from minifsdp.engine.messages import message
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -99,8 +101,8 @@ def shape_of(text: str) -> Shape:
     known = {field.name for field in fields(Shape)}
     pairs = [part.partition("=")[::2] for part in text.split(",")]
     if wrong := [f"{name}={value}" for name, value in pairs if name not in known or not value.isdigit()]:
-        raise ValueError(f"{wrong[0]!r} is no size of a model. Give numbers for some of {', '.join(sorted(known))}")
+        raise ValueError(message("simulate-size", name=wrong[0], known=", ".join(sorted(known))))
     given: dict[str, Any] = {name: int(value) for name, value in pairs}
     if missing := [name for name in ("layers", "width", "heads", "vocabulary") if name not in given]:
-        raise ValueError(f"the description {text!r} has no {missing[0]}. Add {missing[0]}=NUMBER")
+        raise ValueError(message("simulate-missing-size", text=text, name=missing[0]))
     return Shape(**given)

@@ -207,6 +207,15 @@ def test_encoder_and_decoder_and_described_sizes_are_recorded() -> None:
 
 
 @pytest.mark.pure
+@pytest.mark.spec("SIMULATE-03")
+def test_causal_attention_takes_half_of_its_nominal_operations() -> None:
+    kernels = [item for item in small().tape.items if isinstance(item, Kernel) and item.flops]
+    attention = [item for item in kernels if "scaled_dot_product" in item.name]
+    assert {item.flops / item.nominal_flops for item in attention} == {0.5}
+    assert {item.flops / item.nominal_flops for item in kernels if item not in attention} == {1.0}
+
+
+@pytest.mark.pure
 @pytest.mark.spec("SIMULATE-05")
 def test_checkpointing_recomputes_and_saves_memory() -> None:
     def flops(recording: Recording) -> float:

@@ -54,7 +54,7 @@ class Constants:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the simulator computes for a row.
+    """The prediction of the simulator for a row.
 
     Attributes:
         seconds: of an optimizer step.
@@ -248,7 +248,7 @@ class Statistics:
 
     @classmethod
     def of(cls, lines: Iterable[Line], bound: float) -> Statistics:
-        """Of the predictions among the lines; fitted lines do not count."""
+        """The statistics of the predictions among the lines; fitted lines do not count."""
         errors = [abs(line.error_percent) for line in lines if line.is_prediction and line.error_percent is not None]
         return cls(len(errors), median(errors), sum(error <= bound for error in errors) / len(errors))
 

@@ -46,7 +46,7 @@ SIZES = (MEBI, 16 * MEBI)
 
 @dataclass(frozen=True)
 class Measured:
-    """What one rank measures while all ranks do the same.
+    """The measurements of one rank while all ranks do the same.
 
     Attributes:
         matmul: operations per second of matrix products in float32.

@@ -29,7 +29,7 @@ __all__ = ["ASSUMED", "BLOCKS", "Absent", "Case", "case_of", "parts_of"]
 # The numbers of recorded blocks.
 BLOCKS = (4, 8)
 
-# What a source does not state, and why this value is taken.
+# Values that a source does not state, and the reason for each.
 ASSUMED = {
     "composer": (
         "Communication of MosaicML's rows in bfloat16, also with `DEFAULT`: composer's `DEFAULT` of the time set "

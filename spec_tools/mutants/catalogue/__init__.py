@@ -9,6 +9,7 @@ from spec_tools.mutants.catalogue import (
     engine_steps,
     fsdp1,
     fsdp2,
+    simulate,
     tools,
     watchdog,
 )
@@ -23,6 +24,7 @@ EVERY: list[Mutant] = [
     *engine_steps.MUTANTS,
     *fsdp1.MUTANTS,
     *fsdp2.MUTANTS,
+    *simulate.MUTANTS,
     *tools.MUTANTS,
     *watchdog.MUTANTS,
 ]

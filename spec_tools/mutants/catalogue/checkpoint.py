@@ -216,4 +216,10 @@ MUTANTS = [
         "The weights of rank 0 are not sent to the other ranks.",
         never("set_model_state_dict", "$options.full_state_dict and ($wrappers := Wrapper.fsdp_modules($model))"),
     ),
+    Mutant(
+        "received-dict-is-kept",
+        "SCALE-04",
+        "Each rank stores the whole full state dict that it receives.",
+        replace("_received", "$value if $key not in $units else $units[$key].rows($key, $value)", "$value"),
+    ),
 ]

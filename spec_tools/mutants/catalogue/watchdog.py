@@ -127,4 +127,14 @@ MUTANTS = [
         "The watchdog closes the process group of a rank that continues meanwhile.",
         replace("Watchdog._examine", "$is_certain and log.last_position == $position", "$is_certain"),
     ),
+    Mutant(
+        "static-rendezvous-has-a-host",
+        "MACHINES-11",
+        "With torchrun's static rendezvous, rank 0 does not treat itself as the host of the store.",
+        replace(
+            "start",
+            "os.environ.get('TORCHELASTIC_USE_AGENT_STORE') != 'True'",
+            "'TORCHELASTIC_USE_AGENT_STORE' not in os.environ",
+        ),
+    ),
 ]
