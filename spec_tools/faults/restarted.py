@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -38,26 +37,10 @@ def strike(fault: str) -> None:
     os.kill(os.getpid(), signal.SIGSTOP if fault == "is stopped" else signal.SIGKILL)
 
 
-def striking(owner: Any, name: str, nth: int, fault: str) -> None:
-    """Triggers the fault after the ``nth`` call of a function."""
-    original: Callable[..., Any] = getattr(owner, name)
-    number = 0
-
-    def strikes(*arguments: Any, **options: Any) -> Any:
-        nonlocal number
-        number += 1
-        given = original(*arguments, **options)
-        if number == nth:
-            strike(fault)
-        return given
-
-    setattr(owner, name, strikes)
-
-
 def main() -> None:
     import train_gpt
 
-    from spec_tools.kills.moments import TINY, corpus
+    from spec_tools.kills.moments import TINY, after_call, corpus
 
     torch.set_num_threads(1)
     fault, victim, moment, folder, *options = sys.argv[1:]
@@ -65,10 +48,10 @@ def main() -> None:
     dist.distributed_c10d._get_default_timeout = lambda backend: timedelta(seconds=TIMEOUT)
     if life == 0 and os.environ["RANK"] == victim:
         if moment == "in a step":
-            striking(torch.optim.AdamW, "step", STRUCK_IN, fault)
+            after_call(torch.optim.AdamW, "step", STRUCK_IN, lambda: strike(fault))
         else:
             # The files of this rank are written, but the other ranks have not received its message yet.
-            striking(dcp.FileSystemWriter, "write_data", STRUCK_IN // EVERY, fault)
+            after_call(dcp.FileSystemWriter, "write_data", STRUCK_IN // EVERY, lambda: strike(fault))
     begun_at = []
     resume = train_gpt.resume
 

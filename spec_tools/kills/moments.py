@@ -25,7 +25,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -209,6 +209,22 @@ def rank_main(
         os._exit(1)
     if rank == 0:
         (work / "losses").write_bytes(pickle.dumps(losses))
+
+
+def after_call(owner: Any, name: str, nth: int, action: Callable[[], None]) -> None:
+    """Calls ``action`` after the ``nth`` call of a function."""
+    original: Callable[..., Any] = getattr(owner, name)
+    number = 0
+
+    def counts(*arguments: Any, **options: Any) -> Any:
+        nonlocal number
+        number += 1
+        result = original(*arguments, **options)
+        if number == nth:
+            action()
+        return result
+
+    setattr(owner, name, counts)
 
 
 def corpus(train_gpt: Any) -> Any:

@@ -13,6 +13,9 @@ Each batch has four parts, whatever the number of ranks. So two ranks train with
 
 On one machine (``TWO_MACHINES_LINK`` is not set), there is no link, and nothing is cut.
 
+With a link, each life of a rank writes its standard error to its own file. torchrun would replace the file of an
+attempt when it starts the ranks again without counting a failure.
+
 Spec: MACHINES-07 to MACHINES-10.
 """
 
@@ -21,7 +24,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,35 +38,35 @@ sys.path[:0] = [str(ROOT / "tutorials"), str(ROOT)]
 
 import train_gpt  # noqa: E402
 
-from spec_tools.kills.moments import TINY, corpus  # noqa: E402
+from spec_tools.kills.moments import TINY, after_call, corpus  # noqa: E402
 from spec_tools.two_machines.machines import SOCKET, LinkControl  # noqa: E402
 
 STEPS, EVERY, CUT_IN = 6, 2, 4
 PARTS = 4  # of a batch
 TIMEOUT, TIMEOUT_AT_START = 5.0, 90.0  # seconds, of all groups
 CUT_BY = 2  # the rank that cuts the link
-
-
-def after_call(owner: Any, name: str, nth: int, action: Callable[[], None]) -> None:
-    """Calls ``action`` after the ``nth`` call of a function."""
-    original: Callable[..., Any] = getattr(owner, name)
-    number = 0
-
-    def counts(*arguments: Any, **options: Any) -> Any:
-        nonlocal number
-        number += 1
-        result = original(*arguments, **options)
-        if number == nth:
-            action()
-        return result
-
-    setattr(owner, name, counts)
+NUM_CUTS = 2
+ERRORS = "errors"  # folder of the standard errors
 
 
 def shorten_timeouts() -> None:
     """Every rank calls it in the step before the cut, because a rank may start late, but must not wait long then."""
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT), group)
+
+
+def write_errors_to(folder: Path, rank: int) -> None:
+    """Redirects the standard error of this process, also that of its C++ code, to a file in ``folder``.
+
+    The name of the file starts with the number of cuts before this life and the rank.
+    """
+    folder.mkdir(exist_ok=True)
+    file = os.open(folder / f"{num_cuts(folder.parent)}-{rank}-{time.time_ns()}", os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, sys.stderr.fileno())
+
+
+def num_cuts(folder: Path) -> int:
+    return sum((folder / f"cut-{number}").exists() for number in range(NUM_CUTS))
 
 
 def cut(marker: Path) -> None:
@@ -73,10 +76,9 @@ def cut(marker: Path) -> None:
 
 def prepare_cut(folder: Path) -> None:
     """Lets rank 2 cut the link in this life, if it must be cut."""
-    is_done = [(folder / f"cut-{number}").exists() for number in range(2)]
-    if SOCKET not in os.environ or all(is_done):
+    number = num_cuts(folder)
+    if SOCKET not in os.environ or number == NUM_CUTS:
         return
-    number = is_done.count(True)
     after_call(train_gpt.F, "cross_entropy", (CUT_IN - 1, 1)[number], shorten_timeouts)
     if int(os.environ["RANK"]) == CUT_BY:
         owner, name, nth = ((train_gpt.F, "cross_entropy", CUT_IN), (dcp.FileSystemWriter, "write_data", 1))[number]
@@ -86,6 +88,8 @@ def prepare_cut(folder: Path) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     folder, *options = sys.argv[1:]
+    if SOCKET in os.environ:
+        write_errors_to(Path(folder) / ERRORS, int(os.environ["RANK"]))
     dist.distributed_c10d._get_default_timeout = lambda backend: timedelta(seconds=TIMEOUT_AT_START)
     prepare_cut(Path(folder))
     begun_at = []

@@ -60,34 +60,28 @@ def run(machines: TwoMachines, folder: Path) -> Interrupted:
     """Runs the job. After each cut, waits for the report of each rank, and restores the link."""
     command = ["--max-restarts=4", "--monitor-interval=0.1", SCRIPT, str(folder), *OPTIONS]
     found = Interrupted(folder, [], [])
-    until, shown = time.monotonic() + LIMIT, [0, 0, 0, 0]
+    until = time.monotonic() + LIMIT
     jobs = machines.torchrun(command, folder / "logs", cwd=ROOT, env={"MINIFSDP_LEDGER_DIR": "off"})
-    for number in range(2):
+    for number in range(interrupted.NUM_CUTS):
         while not (folder / f"cut-{number}").exists():
-            assert time.monotonic() < until, "\n".join(errors_of_ranks(folder))
+            assert time.monotonic() < until, "\n".join(errors_of_ranks(folder, number))
             assert jobs[0].poll() is None
             time.sleep(0.1)
         reports_until = time.monotonic() + interrupted.TIMEOUT + GRACE
-        while not all(REPORT in text[start:] for text, start in zip(errors_of_ranks(folder), shown, strict=True)):
-            assert time.monotonic() < reports_until, "\n".join(errors_of_ranks(folder))
+        while not all(REPORT in text for text in errors_of_ranks(folder, number)):
+            assert time.monotonic() < reports_until, "\n".join(errors_of_ranks(folder, number))
             time.sleep(0.1)
-        texts = errors_of_ranks(folder)
-        found.errors.append([text[start:] for text, start in zip(texts, shown, strict=True)])
+        found.errors.append(errors_of_ranks(folder, number))
         found.checkpoints.append(sorted(path.name for path in (folder / "runs").glob("step-*")))
-        shown = [len(text) for text in texts]
         machines.link.restore()
     assert [each.wait(max(1.0, until - time.monotonic())) for each in jobs] == [0, 0]
     return found
 
 
-def errors_of_ranks(folder: Path) -> list[str]:
-    """The standard error of each rank in all of its lives."""
-    texts = []
-    for rank in RANKS:
-        machine, local = divmod(rank, PER_MACHINE)
-        paths = sorted((folder / "logs" / str(machine)).glob(f"*/attempt_*/{local}/stderr.log"))
-        texts.append("".join(path.read_text() for path in paths))
-    return texts
+def errors_of_ranks(folder: Path, number: int) -> list[str]:
+    """The standard error of each rank in the lives that followed ``number`` cuts."""
+    files = [sorted((folder / interrupted.ERRORS).glob(f"{number}-{rank}-*")) for rank in RANKS]
+    return ["".join(path.read_text() for path in paths) for paths in files]
 
 
 @pytest.mark.spec("MACHINES-07")
@@ -100,7 +94,8 @@ def test_each_rank_reports_a_link_that_fails_in_a_step(job: Interrupted) -> None
             assert "ranks 2, 3: no answer: " in said, text
             assert "its machine is lost" in said
         else:
-            assert f"rank {rank}: in backward, " in said, text
+            # Rank 3 may still be in its forward pass when rank 2 cuts the link.
+            assert re.search(rf"rank {rank}: in (forward|backward), \S+, iteration {interrupted.CUT_IN};", said), text
             assert "Its host is stopped or out of reach." in said
 
 
