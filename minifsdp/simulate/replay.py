@@ -131,6 +131,8 @@ class _Replay:
     def __init__(self, recording: Recording, card: Card, network: Network) -> None:
         self._card, self._network = card, network
         self.host = self.waited = self._slowed_until = 0.0
+        # A CPU computes and communicates on the same cores. The time that both lose is not in the other times.
+        self.delay = 0.0
         # When each stream, the last collective of each group, and each event are complete.
         self.ends: dict[int, float] = defaultdict(float)
         self._groups: dict[tuple[int, ...], float] = defaultdict(float)
@@ -182,11 +184,17 @@ class _Replay:
         if self._card.is_cpu:
             # The CPU thread executes the kernels of all streams. Collectives run in other threads.
             start = self.host
+        # Collectives that run now use a part of the card.
+        more = self._card.slowdown * max(0.0, min(seconds, self._slowed_until - start))
         if kernel.stream == COMPUTE:
-            # Collectives that run now use a part of the card.
-            seconds += self._card.slowdown * max(0.0, min(seconds, self._slowed_until - start))
+            self.busy[kernel.phase] += seconds + more
+            if self._card.is_cpu:
+                self.delay += more
+            else:
+                seconds += more
             self.computing.append((start, start + seconds))
-        self.busy[kernel.phase if kernel.stream == COMPUTE else "copies"] += seconds
+        else:
+            self.busy["copies"] += seconds
         self.flops[kernel.phase] += kernel.nominal_flops
         self.ends[kernel.stream] = max(self.ends[kernel.stream], start + seconds)
         self.host = max(self.host, start + seconds) if self._card.is_cpu else self.host
@@ -199,14 +207,16 @@ class _Replay:
 
     def _communicate(self, collective: Collective) -> None:
         self.host += self._card.host_collective
-        start = max(self.ends[collective.stream], self.host, self._groups[collective.ranks])
+        # The collectives of all groups share the cores of a CPU. So two at a time take as long as one after the other.
+        group = () if self._card.is_cpu else collective.ranks
+        start = max(self.ends[collective.stream], self.host, self._groups[group])
         end = start + self._network.seconds(collective)
-        self.ends[collective.stream] = self._groups[collective.ranks] = end
+        self.ends[collective.stream] = self._groups[group] = end
         self._slowed_until = max(self._slowed_until, end)
         self.communicating.append((start, end))
         self.busy[collective.kind] += end - start
         if self._marked is not None and self._marked.kind == collective.kind:
-            self._times[id(self._marked)] = [start, end]
+            self._times[id(self._marked)] = [start + self.delay, end + self.delay]
             self._marked = None
 
     def _mark(self, item: Mark) -> None:
@@ -214,7 +224,7 @@ class _Replay:
         if event.kind in _OF_COLLECTIVES:
             self._marked = event if item.is_begin else self._marked
             return
-        now = self.host if event.kind == "WAIT" else max(self.host, self.ends[COMPUTE])
+        now = self.delay + (self.host if event.kind == "WAIT" else max(self.host, self.ends[COMPUTE]))
         if item.is_begin:
             self._times[id(event)] = [now, now]
         else:
@@ -226,14 +236,14 @@ def replay(recording: Recording, card: Card, network: Network) -> Result:
     state = _Replay(recording, card, network)
     for item in recording.tape.items:
         state.run(item)
-    seconds = max(state.host, *state.ends.values(), 0.0)
+    seconds = max(state.host, *state.ends.values(), 0.0) + state.delay
     compute = _length(state.computing)
     peak = card.matmul32 if recording.setup.param_dtype == "fp32" else card.matmul
     return Result(
         seconds=seconds,
-        compute_seconds=compute,
+        compute_seconds=compute + state.delay,
         exposed_seconds=_length(state.computing + state.communicating) - compute,
-        host_seconds=state.host - state.waited,
+        host_seconds=state.host + state.delay - state.waited,
         waits=state.waited,
         tokens_per_second=recording.tokens / seconds,
         mfu=3 * state.flops["forward"] / seconds / peak,

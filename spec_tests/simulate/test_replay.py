@@ -178,6 +178,22 @@ def test_slowdown_lengthens_computation_next_to_a_collective() -> None:
     assert run(*items, slowdown=0.5).seconds == 10 + 0.5 * 7
 
 
+@pytest.mark.spec("SIMULATE-10")
+def test_collectives_of_a_cpu_do_not_overlap() -> None:
+    assert run(collective(7), collective(8, REDUCE, PAIRS), is_cpu=True).seconds == 15
+
+
+@pytest.mark.spec("SIMULATE-09")
+def test_a_cpu_delays_the_collective_and_the_computation_next_to_it() -> None:
+    # The kernel takes 15 seconds. A card has completed the all-gather before, and a CPU needs 4 more seconds for it.
+    items = [collective(14), kernel(10)]
+    assert run(*items, slowdown=0.5).seconds == 15
+    result = run(*items, slowdown=0.5, is_cpu=True)
+    assert (result.seconds, result.compute_seconds, result.exposed_seconds) == (19, 15, 4)
+    # If the collective ends first, the kernel is late in both cases.
+    assert run(collective(7), kernel(10), slowdown=0.5, is_cpu=True).seconds == 10 + 0.5 * 7
+
+
 @pytest.mark.spec("SIMULATE-11")
 def test_held_memory_contains_blocks_that_another_stream_uses() -> None:
     items = [

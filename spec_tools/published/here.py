@@ -10,8 +10,11 @@ ranks do the same:
 1. `rates` measures matrix products, copies and a small operator.
 2. `phases` measures forward, backward and the optimizer's step of the plain model. The simulated durations of each
    phase are scaled to these times.
-3. `collective_costs` measures all-gather, reduce-scatter and all-reduce of two sizes, for the latency and the rate.
+3. `collective_costs` measures all-gather, reduce-scatter and all-reduce of two sizes between computations, for the
+   latency and the rate.
 4. `slowdown` measures how much longer computation takes next to an all-gather.
+
+The ranks keep the memory that they release, because the simulator has no cost for new memory.
 
 These figures are measured without sharding a model, see ``measured.py``. Then each strategy is predicted, and measured.
 The recording is made in a process of its own, because it initializes a fake process group.

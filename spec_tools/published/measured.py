@@ -12,20 +12,21 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._C._distributed_c10d import AllgatherOptions
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -42,6 +43,10 @@ __all__ = ["LIMIT", "Measured", "measure"]
 LIMIT = 600.0
 MEBI = 2**20
 SIZES = (MEBI, 16 * MEBI)
+NUM_BUFFERS = 8
+# A rank keeps its memory, as CUDA's allocator does. Otherwise each step takes pages from the operating system again.
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**33), "MALLOC_ARENA_MAX": "1"}
+ROWS, COLUMNS = 16, 2048  # of the product next to a collective
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,11 @@ def phases(workload: Workload, repeats: int) -> dict[str, float]:
 
 
 def collective_costs(repeats: int) -> list[tuple[str, int, float, float]]:
-    """The latency and the rate of each collective, between all ranks and between each half of them."""
+    """The latency and the rate of each collective, between all ranks and between each half of them.
+
+    As in a step, computation on the same values precedes or follows each collective. It evicts values from the caches.
+    Its own time is subtracted.
+    """
     num_ranks = dist.get_world_size()
     groups = [dist.group.WORLD]
     if num_ranks > 2:
@@ -120,32 +129,43 @@ def collective_costs(repeats: int) -> list[tuple[str, int, float, float]]:
         groups += [dist.new_subgroups_by_enumeration(halves)[0]]
     costs = []
     for group in groups:
-        for kind, work in _collectives(group).items():
-            small, large = (_seconds(partial(work, size), repeats) for size in SIZES)
+        for kind in ("all-gather", "reduce-scatter", "all-reduce"):
+            small, large = (_collective(kind, group, size, repeats) for size in SIZES)
             rate = (SIZES[1] - SIZES[0]) / max(large - small, 1e-9)
             costs.append((kind, dist.get_world_size(group), max(0.0, small - SIZES[0] / rate), rate))
     return costs
 
 
-def _collectives(group: Any) -> dict[str, Callable[[int], Any]]:
-    """The engine's collectives of a number of bytes, which wait for their end."""
-    num_ranks = dist.get_world_size(group)
+def _collective(kind: str, group: Any, size: int, repeats: int) -> float:
+    """The seconds of one of the engine's collectives of ``size`` bytes, with the wait for its end."""
     transport: Any = transport_between(group)
-    tensors = {size: torch.ones(size // 4) for size in SIZES}
-    shards = {size: torch.ones(size // 4 // num_ranks) for size in SIZES}
-    summed = dist.ReduceScatterOptions()
+    x = torch.randn(ROWS, COLUMNS)
+    y = torch.randn(ROWS, size // 4 // COLUMNS)
+    # Each call uses other memory than the calls before it, as the next unit of a model does.
+    wholes = [torch.ones(size // 4 // COLUMNS, COLUMNS) for _ in range(NUM_BUFFERS)]
+    shards = [torch.ones(size // 4 // dist.get_world_size(group)) for _ in range(NUM_BUFFERS)]
 
-    def gather(size: int) -> None:
-        transport.all_gather_single(tensors[size], shards[size], AllgatherOptions()).wait()
+    def compute(whole: Tensor) -> None:
+        if kind == "all-gather":
+            x @ whole.T
+        else:
+            torch.mm(y.T, x, out=whole)
 
-    def reduce(size: int) -> None:
-        transport.reduce_scatter_single(shards[size], tensors[size], summed).wait()
+    def communicate(whole: Tensor, shard: Tensor) -> None:
+        if kind == "all-gather":
+            transport.all_gather_single(whole.view(-1), shard, AllgatherOptions()).wait()
+        elif kind == "reduce-scatter":
+            transport.reduce_scatter_single(shard, whole.view(-1), dist.ReduceScatterOptions()).wait()
+        else:
+            dist.all_reduce(whole, group=group)
 
-    return {
-        "all-gather": gather,
-        "reduce-scatter": reduce,
-        "all-reduce": lambda size: dist.all_reduce(tensors[size], group=group),
-    }
+    def both() -> None:
+        for whole, shard in zip(wholes, shards, strict=True):
+            compute(whole)
+            communicate(whole, shard)
+
+    alone = _seconds(lambda: [compute(whole) for whole in wholes], repeats)
+    return max(0.0, _seconds(both, repeats) - alone) / NUM_BUFFERS
 
 
 def slowdown(repeats: int) -> float:
@@ -223,8 +243,9 @@ def measure(workload: str, num_ranks: int, strategies: Sequence[str], repeats: i
     with tempfile.TemporaryDirectory(prefix="here-") as folder:
         arguments = (num_ranks, folder, workload, strategies, repeats)
         ranks = [context.Process(target=_rank, args=(rank, *arguments), daemon=True) for rank in range(num_ranks)]
-        for process in ranks:
-            process.start()
+        with patch.dict(os.environ, KEEP_MEMORY):
+            for process in ranks:
+                process.start()
         deadline = time.monotonic() + LIMIT
         for process in ranks:
             process.join(max(0.0, deadline - time.monotonic()))

@@ -37,6 +37,9 @@ assert connection.recv(1) == b"!"
 print(connected - begun, time.monotonic() - connected)
 """
 START = f"""
+import signal
+# A shell starts background processes with SIGINT ignored, and children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from spec_tools.two_machines.machines import TwoMachines
 with TwoMachines({RATE}, {DELAY}) as machines:
     sleeps = machines.start(1, ["sleep", "1000"])
@@ -100,7 +103,10 @@ def test_nothing_is_left(is_killed: bool, machines: TwoMachines) -> None:
         while not (running := [pid for pid in all_processes() if network_of(pid) in found]):
             assert time.monotonic() < until
         os.kill(starts.pid, signal.SIGKILL if is_killed else signal.SIGINT)
-        assert starts.wait(LIMIT) != 0
+        try:
+            assert starts.wait(LIMIT) != 0
+        finally:
+            starts.kill()
     while any(is_running(pid) for pid in [link, *running]):
         assert time.monotonic() < until
         time.sleep(0.05)
