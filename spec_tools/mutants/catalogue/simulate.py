@@ -61,7 +61,7 @@ MUTANTS = [
         "Collectives of one group on two streams run at the same time.",
         replace(
             "_Replay._communicate",
-            "max(self.ends[$c.stream], self.host, self._groups[$c.ranks])",
+            "max(self.ends[$c.stream], self.host, self._groups[$group])",
             "max(self.ends[$c.stream], self.host)",
         ),
     ),
