@@ -88,7 +88,7 @@ _ALL = (
         {
             "SHARD-04": "The hook must run before the backward of the module. Register it on the output of the module.",
             "FWD-06": "Each forward has its own output. Register the hook for each of them.",
-            "CTOR-03": "An output can be a list, a dict or an object of tensors. Register the hook on each tensor in it.",
+            "CTOR-03": "An output can be a list, a dict or an object with tensors. Register the hook on each of them.",
         },
         (
             "tensors_in(output) finds the tensors in nested tuples, lists and dicts.",
