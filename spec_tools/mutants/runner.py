@@ -28,7 +28,7 @@ from spec_tests.harness.accounting import ROOT, test_files
 from spec_tests.harness.edit import Edited
 from spec_tools.mutants.mutant import Mutant, broken
 
-__all__ = ["Outcome", "Result", "files_of", "run", "run_rows"]
+__all__ = ["Result", "files_of", "run"]
 
 LIMIT = 300.0  # seconds for one mutant; longer than several timeouts of the test harness
 COPIED = (
@@ -66,37 +66,13 @@ class Result:
         return json.dumps(asdict(self))
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The outcome of the tests on a changed package.
-
-    Attributes:
-        red: the requirements with a failed test, each with its first failed test.
-        errors: the report of each failed test.
-        green: the tests that passed.
-        end: ``""``, or why pytest did not finish.
-    """
-
-    red: dict[str, str] = field(default_factory=dict)
-    errors: dict[str, str] = field(default_factory=dict)
-    green: list[str] = field(default_factory=list)
-    end: str = ""
-
-
 def run(mutant: Mutant, limit: float = LIMIT) -> Result:
     """Runs the tests of the mutant's requirements on the changed package."""
-    outcome = run_rows(broken(mutant), mutant.row_list, mutant.device, limit)
-    blind = [row for row in mutant.row_list if row not in outcome.red]
-    return Result(mutant.name, outcome.red, blind, outcome.end)
-
-
-def run_rows(change: Edited, rows: Collection[str], device: str, limit: float = LIMIT) -> Outcome:
-    """Runs the tests of the requirements ``rows`` on the changed package."""
-    with _copy(change) as folder:
-        end = _pytest(rows, device, folder, limit)
+    with _copy(broken(mutant)) as folder:
+        end = _pytest(mutant, folder, limit)
         path = folder / "red.json"
-        found = json.loads(path.read_text()) if path.exists() else {}
-    return Outcome(**found, end=end)
+        said = json.loads(path.read_text()) if path.exists() else {"red": {}, "green": []}
+    return Result(mutant.name, said["red"], [row for row in mutant.row_list if row not in said["red"]], end)
 
 
 @contextlib.contextmanager
@@ -116,12 +92,12 @@ def _copy(change: Edited) -> Iterator[pathlib.Path]:
         yield folder
 
 
-def _pytest(rows: Collection[str], device: str, folder: pathlib.Path, limit: float) -> str:
-    arguments = ["-q", "-p", "no:cacheprovider", "-p", "spec_tools.mutants.watch", "--device", device]
-    arguments += ["--rows", ",".join(rows), "--red", str(folder / "red.json")]
-    if device != "cpu":
+def _pytest(mutant: Mutant, folder: pathlib.Path, limit: float) -> str:
+    arguments = ["-q", "-p", "no:cacheprovider", "-p", "spec_tools.mutants.watch", "--device", mutant.device]
+    arguments += ["--rows", ",".join(mutant.row_list), "--red", str(folder / "red.json")]
+    if mutant.device != "cpu":
         arguments.append("--every-row")
-    request = {"folder": str(folder), "arguments": [*arguments, *files_of(rows)], "limit": limit}
+    request = {"folder": str(folder), "arguments": [*arguments, *files_of(mutant.row_list)], "limit": limit}
     pipes = _server()
     assert pipes.stdin is not None and pipes.stdout is not None
     pipes.stdin.write(json.dumps(request) + "\n")

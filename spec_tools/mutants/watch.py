@@ -32,7 +32,6 @@ class _Watch:
     def __init__(self, rows: list[str], path: pathlib.Path) -> None:
         self.rows, self.path = set(rows), path
         self.red: dict[str, str] = {}
-        self.errors: dict[str, str] = {}
         self.green: list[str] = []
 
     def concerns(self, item: pytest.Item) -> set[str]:
@@ -53,11 +52,10 @@ class _Watch:
         """Records the outcome of a test."""
         report = yield
         if report.failed:
-            self.errors[item.nodeid] = str(report.longrepr)
             self.red |= {row: item.nodeid for row in sorted(self.concerns(item)) if row not in self.red}
         elif report.when == "call" and report.passed:
             self.green.append(item.nodeid)
-        self.path.write_text(json.dumps({"red": self.red, "errors": self.errors, "green": self.green}))
+        self.path.write_text(json.dumps({"red": self.red, "green": self.green}))
         return report
 
 
