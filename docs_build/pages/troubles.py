@@ -33,7 +33,7 @@ def page(start: str) -> str:
         parts += [f"## {TITLES.get(group, 'From the tools')}", ""]
         for message in found:
             where, (head, rest) = address(start, message.module, _anchor(message)), _split(message.text)
-            place = f"<code>{message.module}</code>, <code>{message.place or 'module'}</code>"
+            place = f"`{message.module}`, `{message.place or 'module'}`"
             said = f'`{message.kind}` from <a href="{where}">{place}</a>.' + (f" {_headline(rest)}." if rest else "")
             parts += [f"### {_headline(head)} {{ #{message.id} .trouble }}", "", said, ""]
             parts += [more.get(message.id.removeprefix("E-"), ""), ""]
