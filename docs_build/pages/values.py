@@ -10,6 +10,7 @@ from docs_build.pages import (
     faults,
     gpurun,
     modulepage,
+    optimizer_runs,
     parameter_states,
     placement,
     streams,
@@ -151,4 +152,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "states-saved": parameter_states.state_dicts,
     "states-memory": parameter_states.memory,
     "states-record": parameter_states.about,
+    "optimizers-deviations": optimizer_runs.deviations,
+    "optimizers-kinds": optimizer_runs.kinds,
+    "optimizers-errors": optimizer_runs.errors,
+    "optimizers-shards": optimizer_runs.shards,
+    "optimizers-record": optimizer_runs.about,
+    "optimizers-copies": optimizer_runs.copies,
 }
