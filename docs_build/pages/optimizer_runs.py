@@ -12,11 +12,11 @@ SAME, CLOSE = 1e-9, 0.05
 HEADS = {
     "flat": "flat",
     "original": "original",
-    "fully_shard": "`fully_shard`",
+    "fully_shard": "fully_shard",
     "original, unsharded": "unsharded, wrapper",
-    "fully_shard, unsharded": "unsharded, `fully_shard`",
+    "fully_shard, unsharded": "unsharded, fully_shard",
 }
-# What the update of an element is computed from, and what to do.
+# For each kind of optimizer: the values from which it computes the update of an element, and advice.
 NEEDS = {
     "element": ("this element of the gradient", "Use it with each API."),
     "block": (

@@ -13,7 +13,7 @@ APIS = {
 }
 # The moments at which all unsharded parameters are available to the user.
 SUMMONED = {"fully_shard": "after `unshard()`"}
-HEADS = ["`p.shape`", "on this rank", "dtype", "`p.grad`", "`linear.weight`", "optimizer holds `p`", "unsharded memory"]
+HEADS = ["`p.shape`", "on this rank", "dtype", "`p.grad`", "linear.weight", "optimizer holds `p`", "unsharded memory"]
 
 
 @of_record(NAME)
