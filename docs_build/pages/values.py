@@ -3,7 +3,18 @@
 from collections.abc import Callable
 
 from docs_build.drawing.pictures import events_of
-from docs_build.pages import costs, enginepage, evidence, faults, gpurun, modulepage, placement, streams
+from docs_build.pages import (
+    costs,
+    enginepage,
+    evidence,
+    faults,
+    gpurun,
+    modulepage,
+    optimizer_runs,
+    parameter_states,
+    placement,
+    streams,
+)
 from docs_build.reading.papers import hybrid_cross_host, hybrid_cross_host_as_printed, zero_bytes
 from docs_build.reading.text import table
 from docs_build.recording import checkpoint_scale, two_machines, versions
@@ -131,4 +142,20 @@ TABLES: dict[str, Callable[[], str]] = {
     "checkpoint-seconds": checkpoint_scale.seconds,
     "checkpoint-memory": checkpoint_scale.memory,
     "checkpoint-many": checkpoint_scale.many,
+    "states-flat": lambda: parameter_states.states("flat"),
+    "states-original": lambda: parameter_states.states("original"),
+    "states-fully-shard": lambda: parameter_states.states("fully_shard"),
+    "states-flat-unsharded": lambda: parameter_states.differences("flat"),
+    "states-original-unsharded": lambda: parameter_states.differences("original"),
+    "states-fully-shard-unsharded": lambda: parameter_states.differences("fully_shard"),
+    "states-names": parameter_states.names,
+    "states-saved": parameter_states.state_dicts,
+    "states-memory": parameter_states.memory,
+    "states-record": parameter_states.about,
+    "optimizers-deviations": optimizer_runs.deviations,
+    "optimizers-kinds": optimizer_runs.kinds,
+    "optimizers-errors": optimizer_runs.errors,
+    "optimizers-shards": optimizer_runs.shards,
+    "optimizers-record": optimizer_runs.about,
+    "optimizers-copies": optimizer_runs.copies,
 }

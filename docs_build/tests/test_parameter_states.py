@@ -1,0 +1,170 @@
+"""The page "In which state is this parameter now?": its record, its tables, and a new run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from docs_build.recording import parameter_states, records
+from docs_build.recording.parameter_states import FORMS, IN_BACKWARD, IN_FORWARD, SETTINGS, Setting
+from spec_tests.harness import ranks
+
+COMPUTING = (IN_FORWARD, IN_BACKWARD)
+AVAILABLE = ("inside `summon_full_params()`", "after `unshard()`")
+NO_GRAD = "after a forward in `torch.no_grad()`"
+WITH_GRADIENT = ("after backward", "after `optimizer.step()`", "after `state_dict()`")
+
+
+@pytest.mark.spec("STATE-05")
+@pytest.mark.cpu
+@ranks(2)
+def test_recorded_states_are_those_of_a_new_run() -> None:
+    found = parameter_states.observe_all()
+    recorded = records.load(parameter_states.NAME)["settings"]
+    assert list(found) == list(recorded)
+    for key, by_rank in found.items():
+        for mine, theirs in zip(by_rank, recorded[key], strict=True):
+            assert list(mine["moments"]) == list(theirs["moments"])
+            for moment, seen in mine["moments"].items():
+                assert seen == theirs["moments"][moment], (key, moment)
+            assert mine["state_dict"] == theirs["state_dict"]
+
+
+def moments_of(form: str) -> list[tuple[Setting, str, dict[str, Any], int]]:
+    """All recorded moments of a form after sharding: setting, moment, facts, rank."""
+    settings = records.load(parameter_states.NAME)["settings"]
+    return [
+        (setting, moment, seen, rank)
+        for setting in SETTINGS
+        if setting.form == form
+        for rank, observed in enumerate(settings[setting.key])
+        for moment, seen in observed["moments"].items()
+        if moment != "before sharding"
+    ]
+
+
+def is_unsharded(setting: Setting, moment: str) -> bool:
+    """Whether the block has its unsharded parameters."""
+    is_kept = moment == "after forward" and not setting.reshard_after_forward
+    return moment in (*COMPUTING, *AVAILABLE) or is_kept
+
+
+@pytest.mark.spec("STATE-01")
+def test_flat_parameters_are_registered_except_inside_summon() -> None:
+    for _, moment, seen, _ in moments_of("flat"):
+        is_summoned = moment in AVAILABLE
+        assert seen["is_held"] is not is_summoned
+        assert seen["num_parameters"] == (4 if is_summoned else 2)
+        shape = "(3, 4); (3, 4)" if is_summoned else "(8,); (8,)"
+        assert seen["parameter"] == f"Parameter; {shape}; float32"
+        if moment in COMPUTING:
+            assert seen["module"] == "Tensor; (3, 4); (3, 4); bfloat16"
+        elif not is_summoned:
+            assert seen["module"] == "placeholder; (3, 4); (3, 4); float32"
+
+
+@pytest.mark.spec("STATE-01")
+def test_original_parameters_are_parts_of_the_flat_shard_between_computations() -> None:
+    for setting, moment, seen, rank in moments_of("original"):
+        assert seen["num_parameters"] == 4
+        assert seen["module"] == seen["parameter"]
+        if moment in AVAILABLE:
+            assert seen["parameter"] == "Parameter; (3, 4); (3, 4); float32"
+        elif is_unsharded(setting, moment):
+            assert seen["parameter"] == "Tensor; (3, 4); (3, 4); bfloat16"
+        else:
+            # The flat shards have 8 elements, and the weight has 12.
+            size = (8, 4)[rank]
+            assert seen["parameter"] == f"Parameter; ({size},); ({size},); float32"
+        assert seen["is_held"] is (moment in AVAILABLE or not is_unsharded(setting, moment))
+
+
+@pytest.mark.spec("STATE-02")
+def test_parameters_of_fully_shard_have_the_original_shape_at_each_moment() -> None:
+    for setting, moment, seen, rank in moments_of("fully_shard"):
+        assert (seen["name"], seen["num_parameters"]) == ("block.linear.weight", 4)
+        assert seen["module"] == seen["parameter"]
+        unsharded = is_unsharded(setting, moment)
+        assert seen["is_held"] is not unsharded
+        rows = (2, 1)[rank]
+        expected = "Parameter; (3, 4); (3, 4); bfloat16" if unsharded else f"DTensor; (3, 4); ({rows}, 4); float32"
+        assert seen["parameter"] == expected
+
+
+@pytest.mark.spec("STATE-03")
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_of_the_optimizers_parameters_are_shards(form: str) -> None:
+    for _, moment, seen, _ in moments_of(form):
+        if moment in WITH_GRADIENT:
+            assert seen["is_held"]
+            assert seen["grad"].split("; ")[1:] == seen["parameter"].split("; ")[1:]
+        elif seen["is_held"] and moment not in (*AVAILABLE, "after `summon_full_params()`", "after `reshard()`"):
+            assert seen["grad"] is None
+
+
+@pytest.mark.spec("STATE-04")
+@pytest.mark.parametrize("form", FORMS)
+def test_unsharded_memory_is_allocated_only_while_it_is_needed(form: str) -> None:
+    for setting, moment, seen, _ in moments_of(form):
+        is_kept = moment in (NO_GRAD, "after forward") and not setting.reshard_after_forward
+        if moment in (*COMPUTING, *AVAILABLE) or is_kept:
+            expected = ["block", "root"]
+        elif moment == "after forward" and form != "fully_shard":
+            expected = ["root"]
+        else:
+            expected = []
+        assert seen["allocated"] == expected, (setting, moment)
+
+
+def lines_of(table: str) -> dict[str, str]:
+    """The lines of a table below its head, by their first cell."""
+    return {line.split(" | ")[0].removeprefix("| "): line for line in table.splitlines()[2:]}
+
+
+@pytest.mark.spec("STATE-06")
+@pytest.mark.needs("mkdocs")
+def test_tables_are_made_from_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    from docs_build.pages import parameter_states as pages
+
+    record = records.load(parameter_states.NAME)
+    monkeypatch.setattr(records, "load", lambda name: record)
+    before = lines_of(pages.states("fully_shard"))
+    assert before["after sharding"] == (
+        "| after sharding | DTensor | `(3, 4)` | `(2, 4)` / `(1, 4)` | float32 | `None` | as `p` | yes | no |"
+    )
+    assert list(lines_of(pages.differences("fully_shard"))) == [NO_GRAD, "after forward"]
+    changed = record["settings"][Setting("fully_shard", False).key][1]["moments"]["after backward"]
+    changed["parameter"] = "Tensor; (7,); (5,); int8"
+    changed["allocated"] = ["block"]
+    assert lines_of(pages.states("fully_shard")) == before
+    differing = lines_of(pages.differences("fully_shard"))
+    assert list(differing) == [NO_GRAD, "after forward", "after backward"]
+    assert (
+        "| DTensor / Tensor | `(3, 4)` / `(7,)` | `(2, 4)` / `(5,)` | float32 / int8 |" in differing["after backward"]
+    )
+    assert differing["after backward"].endswith("| yes | no / yes |")
+
+
+@pytest.mark.spec("STATE-06")
+@pytest.mark.needs("mkdocs")
+def test_equal_strategies_need_no_table_of_differences(monkeypatch: pytest.MonkeyPatch) -> None:
+    from docs_build.pages import parameter_states as pages
+
+    record = records.load(parameter_states.NAME)
+    settings = record["settings"]
+    settings[Setting("flat", False).key] = settings[Setting("flat", True).key]
+    monkeypatch.setattr(records, "load", lambda name: record)
+    assert pages.differences("flat") == "No row differs."
+
+
+@pytest.mark.spec("STATE-06")
+@pytest.mark.needs("mkdocs")
+def test_table_of_memory_names_units_and_shows_where_the_wrappers_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    from docs_build.pages import parameter_states as pages
+
+    record = records.load(parameter_states.NAME)
+    monkeypatch.setattr(records, "load", lambda name: record)
+    assert lines_of(pages.memory())["after forward"].split(" | ")[1:3] == ["root", "none"]
+    record["settings"][Setting("original", True).key][0]["moments"]["after forward"]["allocated"] = []
+    assert lines_of(pages.memory())["after forward"].split(" | ")[1:3] == ["root or none", "none"]
