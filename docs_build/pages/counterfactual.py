@@ -8,7 +8,7 @@ draws. Without JavaScript, all texts are visible::
       text      Without this line: forward waits for its all-gather. ...
       early     F0 (mm) reads bytes 0 to 256 before AG0 (all_gather_single) writes them.
       result    After the step, 48 of 48 elements of the rank's parameters are wrong.
-      notices   The race checker, in the program flat_full: RACE: read of bytes 100 to 120 ...
+      notices   Detected by the race checker, in the program flat_full: RACE: read of bytes 100 to 120 ...
 """
 
 import json
@@ -21,7 +21,7 @@ from docs_build.templates import PAGES
 
 DATA = "assets/counterfactuals.js"  # path of the output of `script`
 GROUPS = {"wait": "A wait", "free": "A free, or what protects it", "hook": "A hook", "limit": "A limit"}
-BY = {"collision": "The race checker"}
+BY = {"collision": "the race checker"}
 DRAWN = ("boxes", "frees", "race", "peak")
 
 
@@ -83,7 +83,7 @@ def result(entry: dict[str, Any], intact: dict[str, Any]) -> str:
 
 
 def notices(name: str) -> list[tuple[str, str]]:
-    """The checks that fail without the line: a sentence, and the report or an empty text.
+    """The checks that fail without the line, for a sentence that begins with "Detected by": words, and the report or an empty text.
 
     Raises:
         KeyError: neither record has the broken engine.
@@ -93,4 +93,4 @@ def notices(name: str) -> list[tuple[str, str]]:
             return [(f"{BY[row['by']]}, in the program {row['program']} of the stream tests:", row["report"])]
     red = load("mutants")["mutants"][name]["red"]
     tests = [(row, *words_of(test)) for row, test in red.items()]
-    return [(f"The test of {row} in {file}: {words}.", "") for row, file, words in tests]
+    return [(f"the test of {row} in {file}: {words}.", "") for row, file, words in tests]
