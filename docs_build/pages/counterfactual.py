@@ -83,7 +83,7 @@ def result(entry: dict[str, Any], intact: dict[str, Any]) -> str:
 
 
 def notices(name: str) -> list[tuple[str, str]]:
-    """The checks that fail without the line, for a sentence that begins with "Detected by": words, and the report or an empty text.
+    """The checks that fail without the line: words after "Detected by", and the report or an empty text.
 
     Raises:
         KeyError: neither record has the broken engine.

@@ -32,7 +32,7 @@ def test_each_removed_line_has_code_result_and_a_check_that_detects_it() -> None
     from docs_build.pages import counterfactual
 
     html = counterfactual.section("streams.html")
-    sections = dict(re.findall(r'<section data-name="([^"]+)">(.*?)</section>', html, re.DOTALL))
+    sections = dict(re.findall(r'<section data-name="([^"]+)" id="[^"]+">(.*?)</section>', html, re.DOTALL))
     assert list(sections) == list(ENTRIES)
     for name, section in sections.items():
         assert ENTRIES[name]["lesson"] in section
