@@ -71,7 +71,7 @@ def early(entry: dict[str, Any]) -> str:
 
 
 def result(entry: dict[str, Any], intact: dict[str, Any]) -> str:
-    """What is different at the end of the step: values, peak of memory, possible overlap."""
+    """The differences at the end of the step: values, peak of memory, possible overlap."""
     num_wrong, num = entry["wrong"]
     if num_wrong:
         return f"After the step, {num_wrong} of {num} elements of this rank's parameters are wrong."

@@ -11,7 +11,7 @@ simulated accelerator, and ``spec_tests/streams/replays.py`` replays it in an or
 ``python -m spec_tools.stream_breaks.counterfactuals`` writes ``docs/data/counterfactual.json`` in about half a minute.
 The site build reads this file. A test executes the replays again and compares.
 
-Spec: COUNTERFACTUAL-01 to COUNTERFACTUAL-04.
+Spec: COUNTERFACTUAL-01 to COUNTERFACTUAL-03.
 """
 
 from __future__ import annotations
