@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from docs_build.generator import Files, contents, generated, relative
 from docs_build.pages import (
+    counterfactual,
     descriptions,
     directives,
     glossary,
@@ -71,6 +72,7 @@ def on_files(files: Files, config: Any) -> Files:
     for name, text in player.scripts().items():
         files.append(generated(config, f"assets/runs/{name}", content=text))
     files.append(generated(config, paste.KNOWN, content=paste.script()))
+    files.append(generated(config, counterfactual.DATA, content=counterfactual.script()))
     files.append(generated(config, placement.DATA, content=placement.script()))
     return files
 

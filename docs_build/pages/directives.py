@@ -8,6 +8,7 @@ from docs_build.drawing import pictures, plots, shardmaps, sketches
 from docs_build.generator import relative
 from docs_build.pages import (
     badges,
+    counterfactual,
     evidence,
     exercises,
     failures,
@@ -100,6 +101,7 @@ VERBS: dict[str, Verb] = {
     "asset": _pictured(_asset),
     "breaks": lambda _, start: raw(streams.breaks()),
     "code": lambda rest, start: raw(fragments.fragment(*rest.split(), start)),
+    "counterfactual": lambda _, start: raw(counterfactual.section(start)),
     "evidence": lambda _, start: raw(evidence.figures()),
     "exercise": lambda name, _: raw(PAGES.exercise(name, *exercises.exercise(name))),
     "failure": lambda name, _: failures.what_happens(name),

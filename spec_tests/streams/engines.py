@@ -36,7 +36,7 @@ from spec_tests.harness import pool, simulated
 from spec_tests.harness.accounting import ROOT
 from spec_tests.harness.edit import Edit
 
-__all__ = ["PACKAGE", "Break", "Outcome", "broken", "findings", "run"]
+__all__ = ["PACKAGE", "Break", "Outcome", "broken", "call", "findings", "num_overlaps", "run"]
 
 PACKAGE = ROOT / "minifsdp"
 LIMIT = 120.0  # seconds for one program
@@ -133,42 +133,57 @@ def run(program: str, folder: pathlib.Path = ROOT, num_schedules: int = 0) -> Ou
     Raises:
         RuntimeError: the process died or did not finish within the limit.
     """
+    outcome: Outcome = call(__name__, "_run", folder, program, num_schedules)
+    return outcome
+
+
+def call(module: str, function: str, folder: pathlib.Path, *arguments: Any) -> Any:
+    """Calls a function in a process of its own, which imports the package from ``folder``. Returns its result.
+
+    Raises:
+        RuntimeError: the process died or did not finish within the limit.
+    """
     context = pool.fork_server()
     mine, its = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(its, program, str(folder), num_schedules), daemon=True)
+    what = (module, function, *arguments)
+    process = context.Process(target=_serve, args=(its, str(folder), what), daemon=True)
     process.start()
     its.close()
     try:
         if not mine.poll(LIMIT):
-            raise RuntimeError(f"{program} has not come to an end in {LIMIT:g} s")
-        outcome: Outcome = mine.recv()
+            raise RuntimeError(f"{what} has not come to an end in {LIMIT:g} s")
+        return mine.recv()
     except EOFError as error:
         process.join()
-        raise RuntimeError(f"{program}: the process died with exit code {process.exitcode}") from error
+        raise RuntimeError(f"{what}: the process died with exit code {process.exitcode}") from error
     finally:
         process.kill()
         process.join()
         mine.close()
-    return outcome
 
 
 # --- in the process ---
 
 
-def _serve(pipe: Any, program: str, folder: str, num_schedules: int) -> None:
+def _serve(pipe: Any, folder: str, what: tuple[Any, ...]) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     sys.path.insert(0, folder)
     simulated.install()
-    programs = importlib.import_module("spec_tests.streams.programs")
+    module, function, *arguments = what
+    importlib.import_module("spec_tests.streams.programs")
     where = str(sys.modules["minifsdp"].__file__)
     assert where.startswith(folder), f"minifsdp was imported from {where}"
     gc.collect()
     gc.freeze()
-    pipe.send(_outcome(programs.PROGRAMS[program], num_schedules))
+    pipe.send(getattr(importlib.import_module(module), function)(*arguments))
     pipe.close()
     # Skip the normal exit, because leftovers of a broken engine could block it.
     os._exit(0)
+
+
+def _run(program: str, num_schedules: int) -> Outcome:
+    return _outcome(importlib.import_module("spec_tests.streams.programs").PROGRAMS[program], num_schedules)
 
 
 def _outcome(program: Any, num_schedules: int) -> Outcome:
@@ -197,7 +212,7 @@ def _outcome(program: Any, num_schedules: int) -> Outcome:
         _digest(results),
         stops,
         peak,
-        _num_overlaps(log.operations),
+        num_overlaps(log.operations),
         len(log.operations),
     )
 
@@ -209,7 +224,8 @@ def _digest(results: Sequence[torch.Tensor]) -> str:
     return found.hexdigest()
 
 
-def _num_overlaps(operations: Sequence[simulated.Operation]) -> int:
+def num_overlaps(operations: Sequence[simulated.Operation]) -> int:
+    """The number of pairs of a collective and another operation that can run at the same time on NCCL."""
     sent = [operation for operation in operations if operation.name.startswith(COLLECTIVES)]
     order = simulated.IssueOrder(operations)
     return sum(order.may_overlap(one, other) for one in sent for other in operations if other.stream)

@@ -160,7 +160,7 @@ class _Reader:
         for at, verb, event, known in self.notes:
             if at != place:
                 continue
-            if event.kind in ("F", "B"):
+            if event.kind in ("F", "B", "STEP"):
                 self.open.append(event) if verb == "begin" else self.open.remove(event)
             elif (event.kind, verb) == ("FREE", "begin"):
                 yield Moment("FREE", event.unit, "CPU", place)
