@@ -49,7 +49,10 @@ def leaving_the_machine(*, model: str = "llama3-8b", num_machines: int = 8, per_
         for name, of_kind in links.items()
         for where in ("within", "between")
     }
-    return {**sums, "num_ranks": full.num_shards, "ratio": sums["full_between"] / sums["hybrid_between"]}
+    narrow = (replace(job, reduce=torch.bfloat16) for job in (full, hybrid))
+    first, second = (sum(one.between for one in sent_by_link(job, per_machine).values()) for job in narrow)
+    ratio = sums["full_between"] / sums["hybrid_between"]
+    return {**sums, "num_ranks": full.num_shards, "ratio": ratio, "narrow_ratio": first / second}
 
 
 def smaller_mesh(*, model: str = "llama3-8b", num_machines: int = 8, per_machine: int = 8) -> Values:

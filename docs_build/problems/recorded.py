@@ -15,9 +15,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from docs_build.reading.order import ROOT
 from docs_build.recording import records
 
+STARTER = Path(__file__).parent / "start.py"
 PROGRAMS = Path(__file__).parent / "programs"
 NAME = "problems"
 NUM_RANKS = 2
@@ -43,11 +46,10 @@ def source(name: str) -> str:
 
 
 def program(name: str) -> str:
-    """The source in Markdown, without its docstring, and the command that runs it."""
-    text = re.sub(r'\A""".*?"""\n+', "", source(name), flags=re.DOTALL)
+    """The source in Markdown, and the command that runs it."""
     path = (PROGRAMS / f"{name}.py").relative_to(ROOT)
     command = f"torchrun --nproc-per-node {NUM_RANKS} {path}"
-    return f"```python\n{text.rstrip()}\n```\n\n```\n{command}\n```"
+    return f"```python\n{source(name).rstrip()}\n```\n\n```\n{command}\n```"
 
 
 def output(name: str) -> str:
@@ -84,15 +86,21 @@ def run(name: str) -> list[tuple[int | None, str]]:
     # Not at the top, because the site is also built where the tests are not installed.
     from spec_tests.harness.programs import outcome_of_ranks
 
+    # Like torchrun, this process hosts the store, so that a rank can end before the others.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "MINIFSDP_LEDGER_DIR": folder}
-        ranks = outcome_of_ranks(PROGRAMS / f"{name}.py", num_ranks=NUM_RANKS, environment=environment, limit=LIMIT)
+        arguments = (str(PROGRAMS / f"{name}.py"), str(store.port))
+        ranks = outcome_of_ranks(
+            STARTER, *arguments, num_ranks=NUM_RANKS, environment=environment, limit=LIMIT
+        )
         return [(status, shortened(text.replace(folder, "."))) for status, text in ranks]
 
 
 def shortened(text: str) -> str:
     """An output without PyTorch's log lines and without the lines of a traceback that are not in a program."""
-    text = re.sub(r"^\[(rank\d\]:)?\[?W.*\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^\[rank\d\]:\[[WE].*\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^\[rank\d\]: ", "", text, flags=re.MULTILINE)
     before, _, traceback = text.rpartition("Traceback (most recent call last):\n")
     if not traceback or not (error := _ERROR.search(traceback)):
         return text.strip()
@@ -102,7 +110,8 @@ def shortened(text: str) -> str:
         for frame in _FRAME.finditer(traceback)
         if Path(frame["file"]).parent == PROGRAMS
     ]
-    message = re.sub(r"minifsdp-ledger-[\w-]*?-?(rank\d)", r"minifsdp-ledger-\1", traceback[error.start() :])
+    message = re.sub(r"(minifsdp-ledger)-[\w-]*(rank\d)[\w-]*", r"\1-\2", traceback[error.start() :])
+    message = re.sub(r"(\[127.0.0.1\]):\d+", r"\1", message)
     return "\n".join([*before.strip().splitlines(), *frames, message.strip()])
 
 

@@ -4,6 +4,7 @@
 ``{x}``               a number with at most four digits that are not zero, or any other value as text
 ``{x:GB}``            bytes in a unit of `UNITS`, with its name; seconds and rates likewise
 ``{x:billion}``       a count in billions; ``{x:%}`` in percent
+``{choices:list}``    values as in ``1, 2 or 4``
 ``{name:program}``    the source of a program, and the command that runs it
 ``{name:output}``     the recorded output of each rank
 ====================  ================================================================================
@@ -19,10 +20,8 @@ from docs_build.problems import recorded
 UNITS = {
     **{"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2**20, "GiB": 2**30},
     **{"s": 1, "ms": 1e-3, "us": 1e-6},
-    **{"GB/s": 1e9, "Tflops": 1e12, "million": 1e6, "billion": 1e9, "%": 0.01},
+    **{"GB/s": 1e9, "TFLOP": 1e12, "TFLOP/s": 1e12, "million": 1e6, "billion": 1e9, "%": 0.01},
 }
-# How a unit is shown if its name differs.
-_SHOWN = {"Tflops": "10¹² operations per second"}  # noqa: RUF001
 
 
 def number(value: float) -> str:
@@ -49,12 +48,15 @@ class _Writer(string.Formatter):
         """A value as text."""
         if format_spec in UNITS:
             text = number(value / UNITS[format_spec])
-            return f"{text}%" if format_spec == "%" else f"{text} {_SHOWN.get(format_spec, format_spec)}"
+            return f"{text}%" if format_spec == "%" else f"{text} {format_spec}"
+        if format_spec == "list":
+            *others, last = map(number, value)
+            return f"{', '.join(others)} or {last}"
         if format_spec == "program":
             return recorded.program(value)
         if format_spec == "output":
             return recorded.output(value)
         if format_spec:
-            raise ValueError(f"unknown format {format_spec!r}; there are program, output, {', '.join(UNITS)}")
+            raise ValueError(f"unknown format {format_spec!r}; there are list, program, output, {', '.join(UNITS)}")
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return number(value) if is_number else str(value)
