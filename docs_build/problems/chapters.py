@@ -40,8 +40,8 @@ CHAPTERS = {
     "programs": "What goes wrong in this program",
 }
 _ENTRY = re.compile(
-    r"^## (?P<name>\w+): (?P<title>[^\n]+)\n\n(?P<statement>.+?)\n\n(?:Hint: (?P<hint>.+?)\n\n)?Answer:\n\n(?P<answer>.+?)\n"
-    r"(?=\n## |\Z)",
+    r"^## (?P<name>\w+): (?P<title>[^\n]+)\n\n(?P<statement>.+?)\n\n"
+    r"(?:Hint: (?P<hint>.+?)\n\n)?Answer:\n\n(?P<answer>.+?)\n(?=\n## |\Z)",
     re.MULTILINE | re.DOTALL,
 )
 
@@ -90,7 +90,12 @@ def problems(chapter: str) -> list[Problem]:
     text = (Path(__file__).parent / f"{chapter}.md").read_text(encoding="utf-8")
     return [
         Problem(
-            one["name"], one["title"], one["statement"], one["hint"] or "", one["answer"], getattr(solutions, one["name"])
+            one["name"],
+            one["title"],
+            one["statement"],
+            one["hint"] or "",
+            one["answer"],
+            getattr(solutions, one["name"]),
         )
         for one in _ENTRY.finditer(text)
     ]

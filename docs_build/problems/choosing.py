@@ -72,8 +72,13 @@ def fewest_machines(
     fewest = _first(lambda number: peak(number) <= memory)
     rest = _with_activations(job_of(model, num_shards=fewest * per_machine, **MIXED), num_tokens, checkpointing=True)
     return {
-        **{"fewest": fewest, "num_ranks": fewest * per_machine, "peak": peak(fewest), "stored": cost_of(rest).stored},
-        **{"fewer": fewest - 1, "more": peak(fewest - 1), "activations": rest.activations},
+        "fewest": fewest,
+        "num_ranks": fewest * per_machine,
+        "peak": peak(fewest),
+        "stored": cost_of(rest).stored,
+        "fewer": fewest - 1,
+        "more": peak(fewest - 1),
+        "activations": rest.activations,
         "num_parameters": num_parameters(rest),
     }
 
@@ -90,7 +95,10 @@ def largest_micro_batch(
     largest = [_first(lambda n, again=again: peak(n + 1, again) > memory) for again in (False, True)]  # type: ignore[misc]
     work = [operations(job, num_tokens, checkpointing=again) for again in (False, True)]
     return {
-        **{"kept": largest[0], "again": largest[1], "peak": peak(largest[0], False), "other": peak(largest[1], True)},
+        "kept": largest[0],
+        "again": largest[1],
+        "peak": peak(largest[0], False),
+        "other": peak(largest[1], True),
         "more_work": work[1] / work[0] - 1,
     }
 
@@ -160,7 +168,10 @@ def _first(is_right: Callable[[int], bool]) -> int:
 
 
 def _table(what: str, peaks: dict[Any, float], memory: float) -> str:
-    rows = [[name if isinstance(name, int) else f"`{name}`", *_peak_and_whether(peak, memory)] for name, peak in peaks.items()]
+    rows = [
+        [name if isinstance(name, int) else f"`{name}`", *_peak_and_whether(peak, memory)]
+        for name, peak in peaks.items()
+    ]
     return table([what, "peak", "fits"], rows, "lr")
 
 

@@ -33,8 +33,10 @@ def accumulation(*, model: str = "mpt-7b", num_ranks: int = 16, micro_batches: i
     job = job_of(model, num_shards=num_ranks, micro_batches=micro_batches, **MIXED)
     reduced, unreduced = cost_of(job).sent, cost_of(replace(job, no_sync=True)).sent
     return {
-        **{"gathered": reduced["AG"], "gathered_without": unreduced["AG"]},
-        **{"reduced": reduced["RS"], "without": unreduced["RS"]},
+        "gathered": reduced["AG"],
+        "gathered_without": unreduced["AG"],
+        "reduced": reduced["RS"],
+        "without": unreduced["RS"],
         "saved": 1 - sum(unreduced.values()) / sum(reduced.values()),
     }
 
@@ -81,8 +83,11 @@ def width_of_a_reduction(*, model: str = "mpt-7b", num_ranks: int = 16) -> Value
     narrow = replace(wide, reduce=torch.bfloat16)
     first, second = cost_of(wide).sent, cost_of(narrow).sent
     return {
-        **{"gathered": first["AG"], "wide": first["RS"], "narrow": second["RS"]},
-        **{"width": wide.reduce_width, "narrow_width": narrow.reduce_width},
+        "gathered": first["AG"],
+        "wide": first["RS"],
+        "narrow": second["RS"],
+        "width": wide.reduce_width,
+        "narrow_width": narrow.reduce_width,
         "saved": 1 - sum(second.values()) / sum(first.values()),
     }
 

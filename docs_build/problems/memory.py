@@ -37,18 +37,22 @@ def fewest_ranks(*, num_parameters: int = 70_000_000_000, memory: float = 80e9, 
     return {"total": held(1), "fewest": fewest, "held": held(fewest), "fewer": fewest - 1, "more": held(fewest - 1)}
 
 
-def padded_shard(
-    *, weight: tuple[int, ...] = (5, 3), bias: tuple[int, ...] = (7,), num_ranks: int = 4
-) -> Values:
+def padded_shard(*, weight: tuple[int, ...] = (5, 3), bias: tuple[int, ...] = (7,), num_ranks: int = 4) -> Values:
     """Padding in both layouts."""
     shapes = [weight, bias]
     numel = sum(map(prod, shapes))
     flat, each = padded_flat(shapes, num_ranks), padded_per_parameter(shapes, num_ranks)
     rows = [padded_per_parameter([shape], num_ranks) // prod(shape[1:]) for shape in shapes]
     return {
-        **{"numel": numel, "flat": flat, "of_flat": flat // num_ranks, "added_flat": flat - numel},
-        **{"each": each, "of_each": each // num_ranks, "added_each": each - numel},
-        **{"weight_rows": rows[0], "bias_rows": rows[1]},
+        "numel": numel,
+        "flat": flat,
+        "of_flat": flat // num_ranks,
+        "added_flat": flat - numel,
+        "each": each,
+        "of_each": each // num_ranks,
+        "added_each": each - numel,
+        "weight_rows": rows[0],
+        "bias_rows": rows[1],
     }
 
 
@@ -72,12 +76,18 @@ def one_unit(*, model: str = "llama3-8b", num_ranks: int = 64) -> Values:
 
 def kept_for_backward(*, model: str = "mpt-7b", num_ranks: int = 16) -> Values:
     """Forward with ``SHARD_GRAD_OP``."""
-    jobs = {name: job_of(model, num_shards=num_ranks, strategy=name, **MIXED) for name in ("FULL_SHARD", "SHARD_GRAD_OP")}
+    jobs = {
+        name: job_of(model, num_shards=num_ranks, strategy=name, **MIXED) for name in ("FULL_SHARD", "SHARD_GRAD_OP")
+    }
     full, kept = (cost_of(job) for job in jobs.values())
     return {
-        **{"num_parameters": num_parameters(jobs["FULL_SHARD"]), "width": jobs["FULL_SHARD"].width},
-        **{"stored": full.stored, "same": "the same" if full.stored == kept.stored else "a different"},
-        **{"full": full.peak_forward, "kept": kept.peak_forward, "more": kept.peak_forward - full.peak_forward},
+        "num_parameters": num_parameters(jobs["FULL_SHARD"]),
+        "width": jobs["FULL_SHARD"].width,
+        "stored": full.stored,
+        "same": "the same" if full.stored == kept.stored else "a different",
+        "full": full.peak_forward,
+        "kept": kept.peak_forward,
+        "more": kept.peak_forward - full.peak_forward,
     }
 
 
@@ -86,9 +96,14 @@ def narrow_compute(*, model: str = "mpt-7b", num_ranks: int = 16) -> Values:
     wide, narrow = job_of(model, num_shards=num_ranks), job_of(model, num_shards=num_ranks, **MIXED)
     first, second = cost_of(wide), cost_of(narrow)
     return {
-        **{"stored": first.stored, "stored_narrow": second.stored, "wide": wide.width, "narrow": narrow.width},
-        **{"block": max(wide.sizes[1:]), "block_narrow": max(narrow.sizes[1:])},
-        **{"forward": first.peak_forward - first.stored, "forward_narrow": second.peak_forward - second.stored},
+        "stored": first.stored,
+        "stored_narrow": second.stored,
+        "wide": wide.width,
+        "narrow": narrow.width,
+        "block": max(wide.sizes[1:]),
+        "block_narrow": max(narrow.sizes[1:]),
+        "forward": first.peak_forward - first.stored,
+        "forward_narrow": second.peak_forward - second.stored,
     }
 
 
@@ -97,8 +112,11 @@ def unreduced_gradients(*, model: str = "mpt-7b", num_ranks: int = 16, micro_bat
     job = job_of(model, num_shards=num_ranks, micro_batches=micro_batches, **MIXED)
     reduced, unreduced = cost_of(job), cost_of(replace(job, no_sync=True))
     return {
-        **{"gradients": sum(job.gradients), "shard": job.settled(sum(job.gradients)), "width": job.width},
-        **{"with_sync": reduced.peak_backward, "without": unreduced.peak_backward},
+        "gradients": sum(job.gradients),
+        "shard": job.settled(sum(job.gradients)),
+        "width": job.width,
+        "with_sync": reduced.peak_backward,
+        "without": unreduced.peak_backward,
         "more": unreduced.peak_backward - reduced.peak_backward,
     }
 

@@ -20,7 +20,7 @@ def early_stop(*, name: str = "early_stop") -> Values:
 
 def rank_0_evaluates(*, name: str = "rank_0_evaluates") -> Values:
     """A forward on one rank."""
-    return {"line": line(name, "if rank == 0")}
+    return {"line": line(name, "if rank ==")}
 
 
 def counts_parameters(*, name: str = "counts_parameters") -> Values:
@@ -31,8 +31,7 @@ def counts_parameters(*, name: str = "counts_parameters") -> Values:
 
 def decay_groups(*, name: str = "decay_groups") -> Values:
     """The dimensions of a flat parameter."""
-    decay, others = map(int, said(name, r"(\d+) parameters with weight decay, (\d+) without"))
-    return {"decay": decay, "others": others}
+    return {"decay": int(said(name, r"(\d+) parameters with weight decay")[0])}
 
 
 def accumulates(*, name: str = "accumulates") -> Values:

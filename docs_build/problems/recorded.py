@@ -91,9 +91,7 @@ def run(name: str) -> list[tuple[int | None, str]]:
     with tempfile.TemporaryDirectory() as folder:
         environment = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "MINIFSDP_LEDGER_DIR": folder}
         arguments = (str(PROGRAMS / f"{name}.py"), str(store.port))
-        ranks = outcome_of_ranks(
-            STARTER, *arguments, num_ranks=NUM_RANKS, environment=environment, limit=LIMIT
-        )
+        ranks = outcome_of_ranks(STARTER, *arguments, num_ranks=NUM_RANKS, environment=environment, limit=LIMIT)
         return [(status, shortened(text.replace(folder, "."))) for status, text in ranks]
 
 

@@ -1,7 +1,7 @@
-"""Starts a program of the chapter "What goes wrong" on a rank, with the store of the process that runs all ranks.
+"""Starts a program of the chapter "What goes wrong" on a rank, with the store of its parent process.
 
-``start.py PROGRAM PORT``. A forked rank does not run the exit hooks of Python, so this script calls that of minifsdp. It
-writes the exit record, which the other ranks report.
+``start.py PROGRAM PORT``. A forked rank does not run the exit hooks of Python, so this script calls that of minifsdp,
+which writes the exit record for the other ranks.
 """
 
 import os

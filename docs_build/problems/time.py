@@ -40,7 +40,7 @@ def compute_or_network(
     time = step_time(job, operations(job, num_tokens), Cluster(per_machine, rate, within, between))
     links = _seconds_of_links(job, Cluster(per_machine, rate, within, between))
     slowest = max({"computation": time.compute, **links}.items(), key=lambda one: one[1])[0]
-    return {**{"compute": time.compute, "overlapped": time.overlapped, "apart": time.apart}, "slowest": slowest,
+    return {"compute": time.compute, "overlapped": time.overlapped, "apart": time.apart, "slowest": slowest,
             "within_seconds": links["the links within a machine"],
             "between_seconds": links["the links between machines"]}  # fmt: skip
 
@@ -91,8 +91,7 @@ def accumulated(
     }
     rows = []
     for name, job in jobs.items():
-        time = step_time(job, operations(job, num_tokens), cluster)
-        peak = cost_of(job).peak
+        time, peak = step_time(job, operations(job, num_tokens), cluster), cost_of(job).peak
         rows.append([name, *(written("{x:s}", {"x": x}) for x in (time.compute, time.overlapped, time.apart)),
                      written("{x:GB}", {"x": peak})])  # fmt: skip
     return {"table": table(["", "compute", "all overlaps", "nothing overlaps", "peak"], rows, "lr")}
@@ -115,8 +114,8 @@ def rate_of_the_network(
     for rate in rates:
         run = simulated(setup, card, rate)
         share = run.exposed_seconds / run.seconds
-        rows.append([written("{rate:GB/s}", {"rate": rate}), written("{s:ms}", {"s": run.seconds}),
-                     written("{s:ms}", {"s": run.exposed_seconds}), written("{share:%}", {"share": share})])  # fmt: skip
+        figures = {"rate": rate, "step": run.seconds, "waits": run.exposed_seconds, "share": share}
+        rows.append([written(cell, figures) for cell in ("{rate:GB/s}", "{step:ms}", "{waits:ms}", "{share:%}")])
     compute = simulated(setup, card, max(rates)).compute_seconds
     return {"table": table(["network of a machine", "step", "waits", "share"], rows, "r"), "compute": compute}
 

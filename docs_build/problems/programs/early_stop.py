@@ -18,10 +18,10 @@ x = (rank + 1) * torch.randn(4, 8)
 for step in range(100):
     loss = model(x).square().mean()
     if loss < 0.3:
+        print(f"rank {rank} stops after {step} steps", flush=True)
         break
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-print(f"rank {rank} stops after {step} steps", flush=True)
 with torch.no_grad():
     print(model(torch.ones(1, 8)).mean().item(), flush=True)
