@@ -4,8 +4,8 @@
 output of each rank to ``docs/data/problems.json``. With names (``early_stop``) it only runs those. A test runs all
 programs again and compares.
 
-Of a traceback, the record keeps the lines of the program and the error. Each program ends in time, because its process
-group has a timeout of a few seconds.
+From a traceback, the record keeps the lines of the program and the error. Each program ends in time, because its
+process group has a timeout, and minifsdp reports most hangs earlier.
 """
 
 import re
@@ -13,6 +13,7 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import torch.distributed as dist
@@ -55,7 +56,8 @@ def program(name: str) -> str:
 def output(name: str) -> str:
     """The recorded output of each rank in Markdown."""
     run = record()[name]
-    said = "\n".join(f"[rank {rank}] {line}" for rank, text in enumerate(run["output"]) for line in text.splitlines())
+    lines = [f"[rank {rank}] {line}" for rank, text in enumerate(run["output"]) for line in text.splitlines()]
+    said = "\n".join(fill(line, 100, subsequent_indent="    ", break_on_hyphens=False) for line in lines)
     return f"```text\n{said}\n```\n\n<small>Recorded {run['date']}; {run['machine']}</small>"
 
 
