@@ -24,6 +24,7 @@ from docs_build.pages import (
     wrong,
 )
 from docs_build.pages.raw import raw
+from docs_build.problems import chapters
 from docs_build.reading.order import ROOT
 from docs_build.reading.text import counted
 from docs_build.recording import lessons, results
@@ -100,6 +101,7 @@ def _wrong(name: str, start: str) -> str:
 VERBS: dict[str, Verb] = {
     "asset": _pictured(_asset),
     "breaks": lambda _, start: raw(streams.breaks()),
+    "chapters": lambda _, start: chapters.contents(),
     "code": lambda rest, start: raw(fragments.fragment(*rest.split(), start)),
     "counterfactual": lambda _, start: raw(counterfactual.section(start)),
     "evidence": lambda _, start: raw(evidence.figures()),
@@ -114,6 +116,7 @@ VERBS: dict[str, Verb] = {
     "myths": lambda _, start: raw(myths.page()),
     "path": lambda _, start: raw(verbs.call_path(start)),
     "picture": _pictured(_map),
+    "problems": lambda name, _: chapters.chapter(name),
     "proof": _proof,
     "raced": _pictured(plots.raced),
     "says": lambda rest, _: paste.quoted(rest, is_first=True),

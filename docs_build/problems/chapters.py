@@ -1,0 +1,122 @@
+"""The chapters of problems, as Markdown.
+
+A chapter is a module and a text with the same name, such as ``memory.py`` and ``memory.md``. The text has an entry for
+each problem::
+
+    ## replica: Memory of a replica
+
+    A model has {num_parameters:billion} parameters. How many bytes ...
+
+    Hint: A hint, which is optional.
+
+    Answer:
+
+    Each rank stores **{stored:GB}**.
+
+The module has a function with the name of the entry. The defaults of its arguments are the *givens*: the statement, the
+hint and the calculation all use them, so they cannot disagree. It returns the figures of the answer. The answer can use
+the givens as well; the statement cannot use the results.
+"""
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from textwrap import indent
+from typing import Any
+
+from docs_build.problems.writing import written
+from docs_build.reading.text import counted, table
+
+# The chapters in order: name and title.
+CHAPTERS = {
+    "memory": "Memory",
+    "links": "Bytes on a link",
+    "choosing": "Which strategy fits",
+    "time": "How long a step is at least",
+    "programs": "What goes wrong in this program",
+}
+_ENTRY = re.compile(
+    r"^## (?P<name>\w+): (?P<title>[^\n]+)\n\n(?P<statement>.+?)\n\n"
+    r"(?:Hint: (?P<hint>.+?)\n\n)?Answer:\n\n(?P<answer>.+?)\n(?=\n## |\Z)",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A problem.
+
+    Attributes:
+        name: of its function and of its anchor.
+        title: its heading.
+        statement, hint, answer: templates; the hint can be empty.
+        solve: computes the figures of the answer.
+    """
+
+    name: str
+    title: str
+    statement: str
+    hint: str
+    answer: str
+    solve: Callable[..., dict[str, Any]]
+
+    @property
+    def givens(self) -> dict[str, Any]:
+        """The figures of the statement."""
+        return {name: one.default for name, one in inspect.signature(self.solve).parameters.items()}
+
+    def markdown(self, number: str) -> str:
+        """The problem, with its hint and its answer folded."""
+        givens = self.givens
+        parts = [f"## {number} {self.title} {{ #{self.name} }}", written(self.statement, givens)]
+        if self.hint:
+            parts.append(_folded('??? tip "Hint"', written(self.hint, givens)))
+        parts.append(_folded('??? success "Answer"', written(self.answer, {**givens, **self.solve(**givens)})))
+        return "\n\n".join(parts)
+
+
+@cache
+def problems(chapter: str) -> list[Problem]:
+    """The problems of a chapter, in order.
+
+    Raises:
+        AttributeError: an entry has no function.
+    """
+    solutions = importlib.import_module(f"docs_build.problems.{chapter}")
+    text = (Path(__file__).parent / f"{chapter}.md").read_text(encoding="utf-8")
+    return [
+        Problem(
+            one["name"],
+            one["title"],
+            one["statement"],
+            one["hint"] or "",
+            one["answer"],
+            getattr(solutions, one["name"]),
+        )
+        for one in _ENTRY.finditer(text)
+    ]
+
+
+@cache
+def chapter(name: str) -> str:
+    """All problems of a chapter."""
+    number = list(CHAPTERS).index(name) + 1
+    made = (problem.markdown(f"{number}.{n}") for n, problem in enumerate(problems(name), start=1))
+    return "\n\n".join(made)
+
+
+def contents() -> str:
+    """A table of the chapters, with the titles of their problems."""
+    rows = []
+    for number, (name, title) in enumerate(CHAPTERS.items(), start=1):
+        titles = "; ".join(f"[{problem.title}]({name}.md#{problem.name})" for problem in problems(name))
+        rows.append([number, f"[{title}]({name}.md)", counted(len(problems(name)), "problem"), titles])
+    return table(["", "chapter", "", "problems"], rows)
+
+
+def _folded(head: str, text: str) -> str:
+    return f"{head}\n\n{indent(text, '    ')}"
