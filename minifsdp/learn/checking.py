@@ -1,18 +1,25 @@
 """What the checks of the exercises use: conditions with an explanation, and a short training on this process's rank.
 
-Worked example: ``expect(False, "too-short", got=3)`` raises `NotMetError` with the entry ``too-short``. The grader looks
-up its text among the texts of the exercise, and inserts the value.
+Worked example: ``expect(False, "too-short", got=3)`` raises `NotMetError` with the entry ``too-short``. The grader
+looks up its text among the texts of the exercise, and inserts the value.
 
 *In torch:* no such tool.
 
 Spec: LEARN-03.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from minifsdp import FullyShardedDataParallel, fully_shard
+from minifsdp.engine import collectives
+
+CPU = torch.device("cpu")
 
 
 class NotMetError(Exception):
@@ -34,6 +41,28 @@ def expect(condition: object, entry: str, /, **values: object) -> None:
         raise NotMetError(entry, **values)
 
 
+@contextmanager
+def recorded_collectives() -> Generator[list[str]]:
+    """The names of the functions of ``collectives`` that are called inside the context."""
+    calls: list[str] = []
+
+    def recorded(function: Any) -> Any:
+        def call(*given: Any, **options: Any) -> Any:
+            calls.append(function.__name__)
+            return function(*given, **options)
+
+        return call
+
+    functions = collectives.reduce_scatter, collectives.all_reduce, collectives.all_gather
+    for function in functions:
+        setattr(collectives, function.__name__, recorded(function))
+    try:
+        yield calls
+    finally:
+        for function in functions:
+            setattr(collectives, function.__name__, function)
+
+
 def small_model() -> nn.Sequential:
     """A model with three layers of uneven sizes and equal values on all ranks."""
     torch.manual_seed(0)
@@ -41,7 +70,9 @@ def small_model() -> nn.Sequential:
 
 
 def train(
-    shard: Callable[[nn.Module], nn.Module], values_of: Callable[[nn.Module], dict[str, torch.Tensor]], num_steps: int = 3
+    shard: Callable[[nn.Module], nn.Module],
+    values_of: Callable[[nn.Module], dict[str, torch.Tensor]],
+    num_steps: int = 3,
 ) -> None:
     """Trains a sharded model on all ranks and the plain model in this process, and compares the values of both.
 
@@ -66,3 +97,44 @@ def train(
         expect(value.shape == right.shape, "train-shape", name=name, got=tuple(value.shape), right=tuple(right.shape))
         off = (value - right).abs().max().item() if value.numel() else 0.0
         expect(off < 1e-4, "train-values", name=name, off=f"{off:.2g}", num_steps=num_steps, num_ranks=num_ranks)
+
+
+def wrapped(model: nn.Module) -> nn.Module:
+    """The model in the wrapper, with a unit for the first layer."""
+    model[0] = FullyShardedDataParallel(model[0], device_id=CPU)  # type: ignore[index, operator]
+    return FullyShardedDataParallel(model, device_id=CPU)
+
+
+def summoned_values(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The unsharded values of a model in the wrapper."""
+    with FullyShardedDataParallel.summon_full_params(model):
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def fully_sharded(model: nn.Module) -> nn.Module:
+    """The model with ``fully_shard``, with units for two of its layers."""
+    for layer in (model[0], model[2]):  # type: ignore[index]
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def full_values(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The unsharded values of a model with ``fully_shard``."""
+    parameters: list[tuple[str, Any]] = [*model.named_parameters()]
+    return {name: parameter.full_tensor().detach() for name, parameter in parameters}
+
+
+def wrapper_trains() -> None:
+    """The wrapper of FSDP1 trains as one process."""
+    train(wrapped, summoned_values)
+
+
+def fully_shard_trains() -> None:
+    """``fully_shard`` trains as one process."""
+    train(fully_sharded, full_values)
+
+
+def both_train() -> None:
+    """Both APIs train as one process."""
+    wrapper_trains()
+    fully_shard_trains()

@@ -29,7 +29,7 @@ import traceback
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import reduce
-from multiprocessing.process import BaseProcess
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -177,7 +177,7 @@ def grade(exercise: Exercise, path: Path | None, seconds: float = 60) -> Verdict
         return Verdict(num_passed, None, "")
 
 
-def _wait(children: list[BaseProcess], deadline: float) -> bool:
+def _wait(children: list[ForkProcess], deadline: float) -> bool:
     """4. Waits until all children have ended or one has failed. Returns whether this was before the deadline."""
     while time.monotonic() < deadline:
         codes = [child.exitcode for child in children]
