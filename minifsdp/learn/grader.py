@@ -89,7 +89,8 @@ def replace(places: dict[str, str], learner: ModuleType) -> None:
 def run_rank(exercise: Exercise, path: Path | None, rank: int, folder: Path, seconds: float) -> None:
     """3. Runs the checks in this process. Ends the process."""
     # Memory that `torch.empty` returns then contains NaN, and not by chance the right values.
-    torch.use_deterministic_algorithms(True)
+    # The public function also imports the compiler, which takes seconds.
+    torch._C._set_deterministic_algorithms(True)
     stack = (folder / f"{rank}.stack").open("w")
     faulthandler.dump_traceback_later(seconds, file=stack)
     number, failed = -1, False
