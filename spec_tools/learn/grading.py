@@ -45,7 +45,9 @@ def cases(exercise: Exercise) -> Iterator[Case]:
 
 
 def main(numbers: list[int]) -> None:
-    # Imported here, because tests only need the list of cases.
+    # Imported here, because tests only need the list of cases. Sharding a model imports the compiler, which takes
+    # seconds, so this process imports it for all children.
+
     from minifsdp.learn.grader import grade
 
     with tempfile.TemporaryDirectory() as folder:
