@@ -1,4 +1,4 @@
-"""What the checks of the exercises use: conditions with an explanation, and a short training on this process's rank.
+"""Tools of the checks of the exercises: conditions with an explanation, and a short training on this process's rank.
 
 Worked example: ``expect(False, "too-short", got=3)`` raises `NotMetError` with the entry ``too-short``. The grader
 looks up its text among the texts of the exercise, and inserts the value.

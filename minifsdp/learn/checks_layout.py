@@ -167,7 +167,8 @@ def around_shard() -> None:
     full = tensor.full_tensor()
     expect(torch.equal(full, original), "full", got=full.tolist(), right=original.tolist())
     half = sharded_param._around(shard.bfloat16(), spec)
-    described = half._spec.tensor_meta.dtype
+    half_meta = half._spec.tensor_meta
+    described = None if half_meta is None else half_meta.dtype
     expect(half.dtype is described is torch.bfloat16, "dtype-of-shard", got=half.dtype, described=described)
     expect(spec.tensor_meta.dtype is torch.float32, "changed-spec")
 

@@ -31,7 +31,7 @@ class Check:
 
     Attributes:
         requirements: IDs of the requirements in the specification that it checks.
-        what: the behaviour, as one sentence.
+        what: the behaviour, in words.
         function: the function that checks it, as ``module:function`` inside ``minifsdp.learn``.
     """
 
@@ -79,7 +79,7 @@ class Exercise:
 
 @cache
 def common_feedback() -> dict[str, str]:
-    """What a check of any exercise can print, by entry."""
+    """The texts that a check of any exercise can print, by entry."""
     return tomllib.loads((TEXTS / "common.toml").read_text(encoding="utf-8"))
 
 
@@ -96,7 +96,7 @@ def exercises() -> tuple[Exercise, ...]:
 
 
 class Progress:
-    """What a learner has solved, and how many hints were printed; stored in the learner's folder.
+    """The solved exercises and the number of printed hints, stored in the learner's folder.
 
     Args:
         folder: the learner's folder.

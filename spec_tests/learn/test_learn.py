@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from minifsdp.learn import checks_layout, checks_state, checks_step
+from minifsdp.learn import checks_communication, checks_layout, checks_state, checks_step
 from minifsdp.learn.__main__ import main
 from minifsdp.learn.exercises import Exercise, common_feedback, exercises
 from minifsdp.learn.grader import grade, load
@@ -79,7 +79,7 @@ def test_each_case_was_graded(verdicts: Verdicts) -> None:
 @pytest.mark.spec("LEARN-04")
 def test_checks_use_all_messages_and_no_other() -> None:
     used: dict[str, set[str]] = {}
-    for module in (checks_layout, checks_step, checks_state):
+    for module in (checks_communication, checks_layout, checks_step, checks_state):
         name = module.__name__.rpartition(".")[2]
         for function in ast.parse(inspect.getsource(module)).body:
             if isinstance(function, ast.FunctionDef):
@@ -91,7 +91,7 @@ def test_checks_use_all_messages_and_no_other() -> None:
 
 
 def entries_in(function: ast.AST) -> set[str]:
-    """The entries in the calls of ``expect`` and ``NotMetError`` in a function, and names of functions that it calls."""
+    """The entries in the calls of ``expect`` and ``NotMetError`` in a function, and the functions that it calls."""
     found = set()
     for node in ast.walk(function):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
