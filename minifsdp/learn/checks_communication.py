@@ -27,7 +27,7 @@ from minifsdp.learn.checking import expect, recorded_collectives
 
 
 def _reduced(mesh: MeshGroups, gradient: torch.Tensor, dtype: torch.dtype = torch.float32) -> tuple[Any, list[str]]:
-    """What the layout gets for the gradient of this rank, and the collectives that were called."""
+    """The tensor that the layout gets for the gradient of this rank, and the collectives that were called."""
     results: list[torch.Tensor] = []
     dtypes: list[torch.dtype] = []
 

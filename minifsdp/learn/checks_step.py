@@ -1,6 +1,6 @@
 """Checks of the exercises about the states of a unit, and about the pre-backward hook.
 
-Most checks call the learner's function with recorders in place of the layout and the process group, and compare the
+Most checks call the learner's function with recorders in place of the layout, and compare the
 calls. Worked example, a prefetch: ``unshard(); unshard(); wait()`` must be ``throttle, all-gather, wait``.
 
 *In torch:* no such tool.
