@@ -1,0 +1,196 @@
+"""Checks of the exercises about communication: reduction, prefetching and the rate limiter.
+
+A recorder takes the place of the layout, and events that never complete by themselves take the place of the device.
+Worked example, a limiter with two units in flight: three reshards and all-gathers must wait for events 0 and 1.
+
+*In torch:* no such tool.
+
+Spec: LEARN-03.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from minifsdp.engine.collectives import Scaling
+from minifsdp.engine.comm_streams import CommStreams
+from minifsdp.engine.layout import Gradient
+from minifsdp.engine.lifetime import RateLimiter
+from minifsdp.engine.mesh import Group, MeshGroups
+from minifsdp.engine.reduce import ReducePlan, Reducer
+from minifsdp.engine.schedule import BackwardPrefetch, Schedule
+from minifsdp.learn.checking import expect, recorded_collectives
+
+# --- 4: reduce-scatter and divide ---
+
+
+def _reduced(mesh: MeshGroups, gradient: torch.Tensor, dtype: torch.dtype = torch.float32) -> tuple[Any, list[str]]:
+    """The tensor that the layout gets for the gradient of this rank, and the collectives that were called."""
+    results: list[torch.Tensor] = []
+    dtypes: list[torch.dtype] = []
+
+    def pack(given: Gradient, dtype: torch.dtype, **_: Any) -> torch.Tensor:
+        dtypes.append(dtype)
+        return given.parts[0].to(dtype, copy=True)
+
+    layout: Any = SimpleNamespace(offloads=False, name="block", has_gradient_hooks=False, pack=pack)
+    layout.accept_gradient = lambda _, shard: results.append(shard)
+    reducer = Reducer(CommStreams(torch.device("cpu")))
+    with recorded_collectives() as calls:
+        reducer.reduce(layout, ReducePlan(mesh, dtype, Scaling.of(mesh.num_ranks, dtype)), Gradient([gradient]))
+        reducer.finish()
+    expect(len(results) == 1, "not-accepted", number=len(results))
+    expect(dtypes == [dtype], "reduce-dtype", got=dtypes, right=dtype)
+    return results[0], calls
+
+
+def _world() -> Group:
+    world = dist.group.WORLD
+    assert world is not None
+    return Group.of(world)
+
+
+def shard_of_mean() -> None:
+    """FULL_SHARD: one reduce-scatter; each rank gets its shard of the mean."""
+    rank, ones = dist.get_rank(), torch.tensor([2.0, 4.0, 6.0, 8.0])
+    got, calls = _reduced(MeshGroups.sharded(_world()), ones * (1 + 2 * rank))
+    mean = (ones * 2).chunk(2)
+    here = {"got": got.tolist(), "right": mean[rank].tolist(), "rank": rank}
+    expect(got.shape == (2,), "whole", **here)
+    expect(not torch.equal(got, 2 * mean[rank]), "sum", **here)
+    expect(not torch.equal(got, (ones * (1 + 2 * rank)).chunk(2)[rank]), "own", **here)
+    expect(torch.equal(got, mean[rank]), "mean", **here)
+    expect(calls == ["reduce_scatter"], "traffic", calls=calls)
+
+
+def replicas() -> None:
+    """NO_SHARD: one all-reduce; the divisor is the number of ranks and not of shards."""
+    got, calls = _reduced(MeshGroups.replicated(_world()), torch.full((4,), 2.0 + 4 * dist.get_rank()))
+    expect("all_reduce" in calls, "no-all-reduce", calls=calls)
+    expect(not got.eq(8).all(), "sum-of-replicas")
+    expect(got.tolist() == [4.0] * 4, "replicas", got=got.tolist())
+    got, calls = _reduced(MeshGroups(None, None), torch.full((4,), 2.0))
+    expect(calls == [] and got.tolist() == [2.0] * 4, "one-rank", calls=calls)
+
+
+def half_precision() -> None:
+    """float16: the division is split in two, so that the sum does not overflow."""
+    got, _ = _reduced(MeshGroups.sharded(_world()), torch.full((4,), 40000.0), torch.float16)
+    expect(got.isfinite().all(), "overflow", got=got.tolist())
+    expect(torch.equal(got, torch.full((2,), 40000.0).half()), "half", got=got.tolist())
+
+
+# --- 5: prefetching ---
+
+
+def _recorded(forwards: str) -> tuple[Any, dict[str, Any]]:
+    """A schedule after forwards of units with one-letter names, in this order, and the units."""
+    schedule = Schedule(BackwardPrefetch.BACKWARD_PRE)
+    units = {name: _Named(name) for name in forwards}
+    _run_forward(schedule, units, forwards)
+    return schedule, units
+
+
+def _run_forward(schedule: Any, units: dict[str, Any], forwards: str) -> None:
+    for name in forwards:
+        schedule.enter(units[name])
+        schedule.leave(units[name])
+
+
+class _Named:
+    """A unit with a name only."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def _nexts(schedule: Any, units: dict[str, Any], backwards: str) -> list[str]:
+    found = [schedule.next_backward(units[name]) for name in backwards]
+    return ["none" if unit is None else unit.name for unit in found]
+
+
+def reverse_order() -> None:
+    """The next unit in backward is the one that left forward before."""
+    schedule, units = _recorded("abc")
+    got = _nexts(schedule, units, "cba")
+    expect(got[0] != "none", "nothing")
+    expect(got[2] != "c", "wraps")
+    expect(got[0] != "a", "first-unit")
+    expect(got == ["b", "a", "none"], "reverse", got=got)
+    expect(schedule.next_backward(_Named("new")) is None, "unknown")
+
+
+def several_calls() -> None:
+    """A module that runs twice has two backwards, the last use first."""
+    schedule, units = _recorded("abab")
+    got = _nexts(schedule, units, "baba")
+    expect(got == ["a", "b", "a", "none"], "several", got=got)
+    schedule, units = _recorded("abbc")
+    got = _nexts(schedule, units, "cbb")
+    expect("b" not in got[1:], "itself", got=got)
+    expect(got == ["b", "a", "a"], "in-a-row", got=got)
+
+
+def each_iteration() -> None:
+    """The order is recorded again in each iteration."""
+    schedule, units = _recorded("abc")
+    schedule.end_iteration()
+    _run_forward(schedule, units, "ba")
+    got = _nexts(schedule, units, "ab")
+    expect(got == ["b", "none"], "old-order", got=got)
+
+
+# --- 6: the rate limiter ---
+
+
+def _limited(num_released: int, num_in_flight: int = 2, enabled: bool = True) -> tuple[Any, list[int]]:
+    """A limiter after reshards of several units whose work runs, and the numbers of the units it waited for."""
+    limiter, waited = RateLimiter(enabled, num_in_flight), list[int]()
+    for number in range(num_released):
+        limiter.released(_event(number, waited))
+    return limiter, waited
+
+
+def _event(number: int, waited: list[int]) -> Any:
+    return SimpleNamespace(query=lambda: number in waited, synchronize=lambda: waited.append(number))
+
+
+def waits_for_oldest() -> None:
+    """With two units in flight, the CPU waits for the older one before the third all-gather."""
+    limiter, waited = _limited(2)
+    limiter.throttle("third")
+    expect(waited != [], "never-waits")
+    expect(waited != [1], "newest")
+    expect(waited == [0], "oldest", got=waited)
+    limiter.throttle("fourth")
+    expect(waited == [0], "not-removed")
+    limiter.released(_event(2, waited))
+    limiter.throttle("fifth")
+    expect(waited == [0, 1], "sequence", got=waited)
+
+
+def waits_only_if_necessary() -> None:
+    """With fewer units in flight, or without the limiter, the CPU does not wait."""
+    for number in (0, 1):
+        limiter, waited = _limited(number)
+        limiter.throttle("next")
+        expect(waited == [], "too-early", number=number)
+    limiter, waited = _limited(2, num_in_flight=3)
+    limiter.throttle("next")
+    expect(waited == [], "fixed-number", got=waited)
+    limiter, waited = _limited(5, enabled=False)
+    limiter.throttle("next")
+    expect(waited == [], "disabled")
+
+
+def never_three_units() -> None:
+    """In a step of ten units on a slow device, at most two units have memory, and no wait is unnecessary."""
+    limiter, waited = _limited(0)
+    for number in range(10):
+        limiter.throttle(str(number))
+        num_in_flight = number - len(waited) + 1
+        expect(num_in_flight <= 2, "three", number=number, got=num_in_flight)
+        limiter.released(_event(number, waited))
+    expect(waited == list(range(8)), "number-of-waits", got=waited)

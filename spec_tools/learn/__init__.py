@@ -1,0 +1,1 @@
+"""Solutions of the exercises, and typical wrong solutions as changes of them."""

@@ -1,0 +1,29 @@
+"""A solution of exercise 7, written from the text of its page."""
+
+from minifsdp.engine import optimizer_watch
+from minifsdp.engine.layout import Gradient
+
+
+def take_gradient(self, *, with_unreduced: bool) -> Gradient | None:
+    taken = Gradient([], [])
+    for number, param in enumerate(self.params):
+        found = [param.leaf.grad]
+        param.leaf.grad = None
+        if with_unreduced:
+            found.insert(0, param.unreduced)
+            param.unreduced = None
+        parts = [part for part in found if part is not None]
+        if parts:
+            taken.parts.append(parts[0] if len(parts) == 1 else parts[0] + parts[1])
+            taken.numbers.append(number)
+    return taken if taken.parts else None
+
+
+def keep_unreduced(self, gradient: Gradient) -> None:
+    optimizer_watch.watch.unreduced.add(self)
+    for number, part in zip(gradient.numbers, gradient.parts, strict=True):
+        param = self.params[number]
+        part = part.to(self._options.precision.reduces_in(part.dtype))
+        if param.unreduced is not None:
+            part = param.unreduced + part
+        param.unreduced = part
