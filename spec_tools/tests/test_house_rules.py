@@ -30,6 +30,8 @@ TOOLS, EXPLAIN = "tools/", "tools/explain"
 SIMULATE = "simulate/"
 # The command line counts as a tool: no module imports it.
 COMMAND = "__main__.py"
+# The exercises, which no module imports.
+LEARN = "learn/"
 WATCHDOG = "watchdog/"
 # These also have limits of their own: the checks that all ranks do the same, the parts that are off by default, and the
 # types of arguments of the public API.
@@ -39,6 +41,7 @@ APART = (
     ARGUMENTS,
     TOOLS,
     SIMULATE,
+    LEARN,
     COMMAND,
     "batches.py",
     "engine/collective_log.py",
@@ -75,6 +78,8 @@ BUDGETS = {
     EXPLAIN: 469,
     # A recording, a replay, models by name, a search and a command.
     SIMULATE: 1247,
+    # The commands, the grader, and the checks of ten exercises.
+    LEARN: 870,
 }
 LONGEST_FILE = 300  # including prose
 LONGER = {

@@ -1,0 +1,67 @@
+"""Mutants of the exercises."""
+
+from __future__ import annotations
+
+from spec_tests.harness.edit import never, remove, replace
+from spec_tools.mutants.mutant import Mutant
+
+__all__ = ["MUTANTS"]
+
+MUTANTS = [
+    # --- learn/__main__.py ---
+    Mutant(
+        "start-overwrites",
+        "LEARN-01",
+        "`start` replaces the file of a learner.",
+        never("_start", "path.exists()"),
+    ),
+    # --- learn/checking.py ---
+    Mutant(
+        "checks-always-pass",
+        "LEARN-04",
+        "A condition of a check never fails.",
+        never("expect", "not condition"),
+    ),
+    # --- learn/checks_communication.py ---
+    Mutant(
+        "limiter-may-wait-for-the-newest",
+        "LEARN-04",
+        "The check of the rate limiter has no message for a wait for the newest unit.",
+        remove("waits_for_oldest", "expect(waited != [1], 'newest')"),
+    ),
+    # --- learn/checks_layout.py ---
+    Mutant(
+        "padding-is-not-checked",
+        "LEARN-04",
+        "The padding of a flat shard may have any values.",
+        remove("shards_of_example", "expect(torch.equal(shard, right), 'padding', got=shard.tolist(), **here)"),
+    ),
+    # --- learn/checks_state.py ---
+    Mutant(
+        "gradients-may-stay-in-the-leaves",
+        "LEARN-04",
+        "The check of `take_gradient` accepts gradients that stay in the leaves.",
+        remove("takes_gradients", "expect(all($taken), 'left-in-leaf')"),
+    ),
+    # --- learn/checks_step.py ---
+    Mutant(
+        "summoned-unit-may-gather",
+        "LEARN-04",
+        "The check of `unshard` accepts an all-gather of a unit that is summoned.",
+        remove("unshard_twice", "expect(calls == [], 'summoned')"),
+    ),
+    # --- learn/exercises.py ---
+    Mutant(
+        "first-hint-only",
+        "LEARN-02",
+        "`hint` prints the first hint with each call.",
+        replace("Progress.next_hints", "min(self.num_hints(exercise) + 1, len(exercise.hints))", "1"),
+    ),
+    # --- learn/grader.py ---
+    Mutant(
+        "package-is-graded",
+        "LEARN-04",
+        "The functions of a learner do not replace those of the package.",
+        remove("replace", "setattr(owner, attribute, function)"),
+    ),
+]
