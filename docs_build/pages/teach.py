@@ -11,8 +11,7 @@ Worked example, a line of the first plan on the page ``teach/index.md``::
 import tomllib
 from collections.abc import Callable
 from functools import cache
-from html import escape
-from itertools import accumulate, chain
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""The values in the questions of the lab and in their answers. Each function has the name of a question in ``teach.md``."""
+"""The values in the questions of the lab and in their answers.
+
+Each function has the name of a question in ``teach.md``.
+"""
 
 import io
 from typing import Any
@@ -69,16 +72,16 @@ def limiter_more() -> Values:
 
 
 def no_sync_memory() -> Values:
-    parameters, ranks = 200e6, 16
+    parameters, ranks = 200_000_000, 16
     unsharded = parameters * torch.float32.itemsize / 1e6
-    return {"millions": parameters / 1e6, "ranks": ranks, "unsharded": unsharded, "sharded": unsharded / ranks}
+    return {"parameters": parameters, "ranks": ranks, "unsharded": unsharded, "sharded": unsharded / ranks}
 
 
 def no_sync_dtype() -> Values:
-    whole = 256.0
-    wide, narrow = (torch.tensor(whole, dtype=dtype) + 1 for dtype in (torch.float32, torch.bfloat16))
+    whole, one = 256.0, 1.0
+    wide, narrow = (torch.tensor(whole, dtype=dtype) + one for dtype in (torch.float32, torch.bfloat16))
     distance = whole * torch.finfo(torch.bfloat16).eps
-    return {"whole": whole, "wide": wide.item(), "narrow": narrow.item(), "distance": distance}
+    return {"whole": whole, "one": one, "wide": wide.item(), "narrow": narrow.item(), "distance": distance}
 
 
 def uneven_balanced() -> Values:
