@@ -229,7 +229,9 @@ def test_page_without_scripts_is_a_document(site: Path, tab: Tab, lecture: str) 
         visible = "[...document.querySelectorAll('{}')].filter(e => e.getClientRects().length).length"
         assert tab.look(visible.format(".slide .notes")) == len(DECKS[lecture])
         titles = tab.look("[...document.querySelectorAll('.slide > h2')].map(e => e.firstChild.textContent)")
-        assert [title.strip()[:8] for title in titles] == [slide.title[:8].strip() for slide in DECKS[lecture]]
+        # A term of the glossary ends the first text of a headline.
+        assert all(slide.title.startswith(title.strip()) for slide, title in zip(DECKS[lecture], titles, strict=True))
+        assert all(title.strip() for title in titles)
         top = tab.look("document.getElementById('slide-7').getBoundingClientRect().top")
         assert 0 <= top < 300
     finally:
@@ -244,7 +246,7 @@ def test_keys_change_the_slide(site: Path, address: str, tab: Tab, place: str) -
     at(tab, address if place == "server" else site.as_uri() + "/", "lecture-1")
     total = len(DECKS["lecture-1"])
     # Before the slides are shown, the keys have no effect.
-    tab.press("End")
+    tab.press("ArrowRight")
     assert tab.look(SHOWN) == total
     tab.click(".slides-start")
     presses = ["ArrowRight", "PageDown", " ", "ArrowLeft", "PageUp", "End", "ArrowRight", "Home", "ArrowLeft"]
@@ -322,7 +324,7 @@ def test_address_names_the_slide(address: str, tab: Tab) -> None:
 @browser[1]
 @of_lecture
 def test_slides_fit_on_a_phone_and_on_a_projector(address: str, tab: Tab, lecture: str) -> None:
-    sizes = "(() => { const s = document.querySelector('.slide.is-shown'); return {}; })()"
+    sizes = "((s) => {})(document.querySelector('.slide.is-shown'))"
     wide = sizes.format("[s.scrollWidth - s.clientWidth, document.documentElement.scrollWidth - innerWidth]")
     high = sizes.format("[s.scrollHeight - s.clientHeight, parseFloat(getComputedStyle(s).fontSize)]")
     try:
