@@ -5,7 +5,7 @@ the learning pages, in ``exercises.md``.
 
 Worked example, a line of the first plan on the page ``teach/index.md``::
 
-    part: Units and layouts   slides: 9 to 12   minutes: 20, from 0:25   show: What your model will cost
+    part: Units and layouts   slides: 9 to 12   minutes: 20, from 0:25   show: the step player
 """
 
 import tomllib

@@ -47,7 +47,7 @@ def prose_of(page: str) -> str:
 
 
 def typed(prose: str) -> list[str]:
-    """The figures that somebody has typed."""
+    """The figures in a text."""
     rest = NAMES.sub("", prose)
     return re.findall(r"\S*\d\S*", rest) + WORDS.findall(rest)
 
