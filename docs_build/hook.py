@@ -35,6 +35,7 @@ from docs_build.pages import (
     placement,
     player,
     searching,
+    slides,
     specpage,
 )
 from docs_build.pages.raw import put_back
@@ -89,6 +90,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
         page.meta["hide"] = ["toc"]
     if page.file.generated_by is None and page.file.src_uri not in glossary.WITHOUT:
         markdown += glossary.definitions()
+    if "slides" in page.meta:
+        markdown = slides.numbered(markdown)
     if page.is_homepage:
         # A button if `mkdocs.yml` or the environment names a repository.
         button = f"[The repository]({config.repo_url}){{ .md-button }}" if config.repo_url else ""
@@ -111,6 +114,8 @@ def on_page_content(html: str, page: Any, config: Any, **_: Any) -> str:
         if kind in page.meta:
             html = make(page.meta[kind])
             page.toc = contents(modulepage.toc_of(read_module(page.meta[kind])))
+    if "slides" in page.meta:
+        html = slides.sections(html, relative("assets", start))
     html = put_back(glossary.first_places(html))
     html = _NUMBERS.sub("<table data-numbers>", html)
     if page.file.src_uri != "spec.md":

@@ -18,6 +18,7 @@ from docs_build.pages import (
     myths,
     paste,
     streams,
+    teach,
     troubles,
     values,
     verbs,
@@ -47,7 +48,7 @@ def expand(markdown: str, start: str) -> str:
     Raises:
         KeyError: a line has an unknown verb, or refers to something that does not exist.
     """
-    markdown = INLINE.sub(lambda found: str(values.VALUES[found[1]]()), markdown)
+    markdown = INLINE.sub(lambda found: str((values.VALUES | teach.VALUES)[found[1]]()), markdown)
     # All timelines of a page have the same axis.
     keys = [re.split(r"[ |]", found["rest"])[0] for found in LINE.finditer(markdown) if found["verb"] == "timeline"]
     known = {**VERBS, "timeline": _pictured(partial(_timeline, pictures.longest(keys)))}
@@ -128,4 +129,5 @@ VERBS: dict[str, Verb] = {
     "tutorials": lambda _, start: raw(lessonpage.lesson_list()),
     "verbs": lambda _, start: raw(verbs.verb_table(start)),
     "wrong": _wrong,
+    **teach.VERBS,
 }
