@@ -60,6 +60,8 @@ def _speaking(path: Path) -> Iterator[ast.Call]:
             is_the_place = ast.unparse(node).startswith("warnings.warn(text, category")
             # The watchdog has stored a complete message.
             is_the_place |= ast.unparse(node.args[0]) == "log.fatal_error"
+            # The grader of the exercises catches it, and prints the text of the exercise.
+            is_the_place |= name == "NotMetError"
             if (name == "warn" or name.endswith(("Error", "Warning"))) and not is_the_place:
                 yield node
 

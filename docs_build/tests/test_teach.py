@@ -5,18 +5,24 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import re
 import string
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from docs_build.pages import exercises, slides, teach
 from docs_build.reading.order import ROOT
 from docs_build.tests.browser import Tab
 from docs_build.tests.contrast import contrasts
 from docs_build.tests.test_print import squeezed
+from minifsdp.learn.exercises import exercises as learner_exercises
+
+pytest.importorskip("mkdocs", reason="the slides need the documentation's packages")
+
+from docs_build.pages import exercises, slides, teach
 
 FOLDER = ROOT / "docs" / "teach"
 DECKS = {lecture: slides.slides_of(lecture) for lecture in slides.LECTURES}
@@ -141,9 +147,16 @@ def test_plan_shows_questions_and_links_of_each_part(lecture: str) -> None:
     for part, shown, _ in teach.parts_of(lecture):
         assert f"{lecture}.md#slide-{shown[0].number}" in table
         assert all(f"(../lab/{name}.md)" in table for name in part["lab"])
-    assert len(re.findall(r"exercise \d+ \(`", table)) == sum(
-        len(p.get("exercises", [])) for p, _, _ in teach.parts_of(lecture)
-    )
+    numbers = [number for part, _, _ in teach.parts_of(lecture) for number in part.get("exercises", [])]
+    linked = re.findall(r"\[exercise (\d+)\]\(\.\./learn/exercises/([\w-]+)\.md\)", table)
+    pages = {exercise.number: Path(exercise.page).stem for exercise in learner_exercises()}
+    assert linked == [(str(number), pages[number]) for number in numbers]
+
+
+@pytest.mark.spec("TEACH-04")
+def test_lab_has_the_exercises_of_the_package() -> None:
+    listed = [(one["name"], one["title"]) for one in teach.plan()["exercise"]]
+    assert listed == [(exercise.name, exercise.title) for exercise in learner_exercises()]
 
 
 @pytest.mark.spec("TEACH-03")
@@ -176,6 +189,25 @@ def test_each_exercise_has_questions_with_answers() -> None:
         assert answer in answered
         assert answer not in asked
         assert not re.search(r"[{}]", question + answer)
+
+
+@pytest.mark.spec("TEACH-04")
+def test_commands_of_the_lab_write_the_result_of_each_check(tmp_path: Path) -> None:
+    page = (FOLDER / "lab.md").read_text(encoding="utf-8")
+    commands = next(block for block in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) if "grades.csv" in block)
+    # Takes the place of Python: the result of a check is the number in the student's file.
+    (tmp_path / "python").write_text('#!/bin/sh\necho "check $4"; exit "$(cat "$6/result")"\n')
+    (tmp_path / "python").chmod(0o755)
+    results = {"anna": 0, "ben": 1, "chris": 2}
+    for name, result in results.items():
+        (tmp_path / "handed-in" / name).mkdir(parents=True)
+        (tmp_path / "handed-in" / name / "result").write_text(str(result))
+    command = commands.replace("{{ value teach-num-exercises }}", "2")
+    path = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, env=path, check=True, timeout=60)
+    expected = [f"{name},{number},{result}" for name, result in results.items() for number in (1, 2)]
+    assert (tmp_path / "grades.csv").read_text().split() == expected
+    assert (tmp_path / "handed-in" / "ben" / "2.txt").read_text() == "check 2\n"
 
 
 @pytest.mark.spec("TEACH-05")

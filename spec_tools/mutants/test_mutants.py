@@ -34,6 +34,7 @@ ELSEWHERE = {
     "SLIDERS",
     "SOAK",
     "STATE",
+    "TEACH",
     "TRAIN",
 }
 
