@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -170,6 +171,16 @@ def test_check_prints_requirements_and_stores_progress(tmp_path: Path) -> None:
 def test_check_without_a_file_names_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "2", "--folder", str(tmp_path)]) == 2
     assert "python -m minifsdp.learn start 2" in capsys.readouterr().out
+
+
+@pytest.mark.spec("LEARN-03")
+def test_changed_file_of_equal_size_and_time_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "01_flatten.py"
+    for value in (1, 2):
+        path.write_text(f"def shard_range(self, index):\n    return {value}\n")
+        os.utime(path, (1_000_000_000, 1_000_000_000))
+        assert load(path).shard_range(None, 0) == value
+    assert [*tmp_path.iterdir()] == [path]
 
 
 @pytest.mark.spec("LEARN-06")
