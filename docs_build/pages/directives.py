@@ -107,6 +107,7 @@ VERBS: dict[str, Verb] = {
     "findings": lambda _, start: streams.findings(),
     "follows": lambda rest, _: paste.quoted(rest, is_first=False),
     "growth": _pictured(plots.growth),
+    "launcher": lambda rest, _: paste.quoted(rest, is_first=False),
     "modules": lambda _, start: modulepage.module_list(start),
     "fix": lambda name, _: failures.fix(name),
     "myths": lambda _, start: raw(myths.page()),
