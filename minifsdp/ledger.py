@@ -54,24 +54,19 @@ def drawn(report: dict[str, Any], most: int) -> str:
         report: the contents of the file: the text of the report, and the fields of `Findings` by rank.
         most: the number of positions to print, counted from the end.
     """
-    text = [report["report"], ""]
+    text = [report["report"], "", "An epoch ends when the ranks compare their collectives, at the end of a backward."]
     columns = {rank: {tuple(line[:3]): line for line in lines} for rank, lines in report["lines"].items()}
     positions = sorted({position for column in columns.values() for position in column})[-most:]
-    cells = {
-        (rank, position): f"{line[3]} ({line[4]})" if (line := column.get(position)) else ""
-        for rank, column in columns.items()
-        for position in positions
-    }
-    width = 2 + max(map(len, cells.values()), default=0)
-    text += ["An epoch ends when the ranks have compared their collectives, at the end of a backward.", ""]
+    # A cell is a text and a place in parentheses; between columns are two spaces.
+    width = 5 + max((len(line[3] + line[4]) for lines in columns.values() for line in lines.values()), default=0)
     for index, (group, epoch, number) in enumerate(positions):
         if index == 0 or positions[index - 1][:2] != (group, epoch):
             heads = "".join(f"rank {rank}".ljust(width) for rank in columns)
             text.append(f"group {group}, epoch {epoch}".ljust(24) + heads)
         there = [column.get((group, epoch, number)) for column in columns.values()]
         mark = ">" if len({line[7] for line in there if line}) > 1 else " "
-        row = "".join(cells[rank, (group, epoch, number)].ljust(width) for rank in columns)
-        text.append(f"{number:>6}{mark:>16}  {row}".rstrip())
+        cells = "".join((f"{line[3]} ({line[4]})" if line else "").ljust(width) for line in there)
+        text.append(f"{number:>6}{mark:>16}  {cells}".rstrip())
     return "\n".join(text)
 
 

@@ -124,8 +124,7 @@ def svg(
     everything = [event for events in ranks for event in events]
     # A recording without events, or of a single moment, still has a width.
     seconds = max((event.end for event in everything), default=0.0) or 1e-3 if seconds is None else seconds
-    most = max(map(peak_gathered_bytes, ranks), default=0) if num_bytes is None else num_bytes
-    sheet = _Sheet(width, seconds, most)
+    sheet = _Sheet(width, seconds, num_bytes or max(map(peak_gathered_bytes, ranks), default=0))
     used = {event.stream for event in everything}
     streams = [stream for stream in STREAMS if stream != "all_reduce" or stream in used]
     has_arrivals = any(event.arrived is not None for event in everything)

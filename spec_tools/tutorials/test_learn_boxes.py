@@ -46,7 +46,7 @@ torch.manual_seed(0)
 model = Model()
 plain = copy.deepcopy(model)
 """
-# What comes before and after the box on a page.
+# The program before the box of a page, and after it.
 AROUND = {
     "unit": ("", "assert len(list(model.parameters())) == 8; model(torch.ones(2, 8)).sum().backward()"),
     "strategies": (
