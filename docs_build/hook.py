@@ -6,7 +6,8 @@
    marked.
 4. on_page_content: pages of modules and of the spec get their HTML; requirement IDs and names of modules become links;
    a page gets the scripts that it needs, and parts that the search must not contain are marked.
-5. on_post_page: a link to the repository, if there is one, does not request its number of stars.
+5. on_post_page: a link to the repository, if there is one, does not request its number of stars, and the search
+   dialog gets a name.
 6. on_post_build: the search index is split in two. Then every link and anchor of the finished site is followed; a
    broken one is a warning, and a warning fails a strict build.
 """
@@ -83,6 +84,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     about = descriptions.description(page.file.src_uri, page.meta, page.title)
     if about:
         page.meta["description"] = about
+    page.meta["search"] = {"boost": searching.boost(page.file.src_uri), **page.meta.get("search", {})}
     if page.file.src_uri == "spec.md":
         return specpage.expand(markdown)
     if page.file.src_uri.startswith(("learn/", "lab/", "benchmarks")):
@@ -143,9 +145,13 @@ def _module_address(word: str, start: str) -> str | None:
 
 
 def on_post_page(output: str, **_: Any) -> str:
-    """5. Removes the request for the number of stars."""
+    """5. Removes the request for the number of stars, and names the search dialog."""
     # The theme fetches data from the repository's host for elements with this attribute.
-    return output.replace(' data-md-component="source"', "")
+    output = output.replace(' data-md-component="source"', "")
+    # The theme's search dialog has no name for screen readers.
+    return output.replace(
+        'data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"'
+    )
 
 
 def on_post_build(config: Any) -> None:

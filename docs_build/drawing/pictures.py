@@ -1,7 +1,7 @@
 """Pictures: the timeline of a recorded run, and the elements that each rank holds."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 
 from docs_build.recording import recordings
 from minifsdp.tools import timeline
+from minifsdp.tools.events import peak_gathered_bytes
 from minifsdp.trace import Event
 
 
@@ -28,19 +29,29 @@ def longest(keys: Iterable[str]) -> float | None:
     return max((event.end for key in keys for events in events_of(key) for event in events), default=None)
 
 
-def timeline_figure(key: str, caption: str, num_ranks: int = 1, seconds: float | None = None) -> str:
+def comparable(key: str, keys: Iterable[str]) -> list[str]:
+    """The runs among these with the number of ranks of the first one."""
+    num_ranks = recordings.find(key)["run"]["ranks"]
+    return [other for other in keys if recordings.find(other)["run"]["ranks"] == num_ranks]
+
+
+def timeline_figure(key: str, caption: str, num_ranks: int = 1, others: Sequence[str] = ()) -> str:
     """The timeline of the first ranks of a run, with a caption that names the machine of the recording.
 
     Args:
         key: the run.
         caption: begins with a few words and a colon, period or comma; these words are the title of the picture.
         num_ranks: number of ranks to draw.
-        seconds: the length of the axis; by default that of the run.
+        others: runs on the same page, for common axes of time and memory.
     """
     run, data = recordings.find(key), recordings.load()
     events = events_of(key)[:num_ranks]
     title = re.split(r"[:.,]( |$)", caption)[0]
-    picture = timeline.svg(events, origins=[0.0] * len(events), title=title, width=840, seconds=seconds)
+    peaks = [peak_gathered_bytes(one) for other in (key, *others) for one in events_of(other)]
+    seconds = longest([key, *others])
+    picture = timeline.svg(
+        events, origins=[0.0] * len(events), title=title, width=840, seconds=seconds, num_bytes=max(peaks)
+    )
     shown = "rank 0 is shown" if num_ranks == 1 else f"{num_ranks} are shown"
     source = f"The model: {sum(unit['bytes'] for unit in run['units']) / 1e6:.2f} MB of parameters. Recorded on "
     source += f"{data['date']} with {run['run']['ranks']} gloo ranks, {shown}; {data['machine']}."

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 
-from docs_build.drawing import holdings, hooksteps, linkbytes, oneweight
+from docs_build.drawing import holdings, hooksteps, linkbytes, memorycurve, oneweight
 
 SKETCHES: dict[str, Callable[[str], str]] = {
     "holdings": holdings.draw_holdings,
     "bars": holdings.draw_bars,
     "weight": oneweight.draw,
     "links": linkbytes.draw,
+    "activations": memorycurve.draw,
     **hooksteps.STEPS,
 }
 

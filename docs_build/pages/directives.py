@@ -49,9 +49,9 @@ def expand(markdown: str, start: str) -> str:
         KeyError: a line has an unknown verb, or refers to something that does not exist.
     """
     markdown = INLINE.sub(lambda found: str((values.VALUES | teach.VALUES)[found[1]]()), markdown)
-    # All timelines of a page have the same axis.
+    # All timelines of a page with the same number of ranks have the same axes.
     keys = [re.split(r"[ |]", found["rest"])[0] for found in LINE.finditer(markdown) if found["verb"] == "timeline"]
-    known = {**VERBS, "timeline": _pictured(partial(_timeline, pictures.longest(keys)))}
+    known = {**VERBS, "timeline": _pictured(partial(_timeline, keys))}
     return LINE.sub(lambda found: f"\n{known[found['verb']](found['rest'].strip(), start)}\n", markdown)
 
 
@@ -65,9 +65,9 @@ def _pictured(make: Callable[[str, str], str]) -> Verb:
     return verb
 
 
-def _timeline(seconds: float | None, name: str, caption: str) -> str:
+def _timeline(keys: list[str], name: str, caption: str) -> str:
     key, _, num = name.partition(" ")
-    return pictures.timeline_figure(key, caption, int(num or 1), seconds)
+    return pictures.timeline_figure(key, caption, int(num or 1), pictures.comparable(key, keys))
 
 
 def _map(name: str, caption: str) -> str:
@@ -112,6 +112,7 @@ VERBS: dict[str, Verb] = {
     "findings": lambda _, start: streams.findings(),
     "follows": lambda rest, _: paste.quoted(rest, is_first=False),
     "growth": _pictured(plots.growth),
+    "launcher": lambda rest, _: paste.quoted(rest, is_first=False),
     "modules": lambda _, start: modulepage.module_list(start),
     "fix": lambda name, _: failures.fix(name),
     "myths": lambda _, start: raw(myths.page()),
@@ -124,7 +125,7 @@ VERBS: dict[str, Verb] = {
     "simulated": _pictured(streams.figure),
     "sketch": _pictured(sketches.draw),
     "table": lambda name, _: values.TABLES[name](),
-    "timeline": _pictured(partial(_timeline, None)),
+    "timeline": _pictured(partial(_timeline, [])),
     "troubles": lambda _, start: troubles.page(start),
     "tutorials": lambda _, start: raw(lessonpage.lesson_list()),
     "verbs": lambda _, start: raw(verbs.verb_table(start)),

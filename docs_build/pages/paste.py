@@ -7,6 +7,7 @@ There are two sources, and no separate list that could become outdated:
 
       {{ says CUDA out of memory | HIP out of memory }}            either of these means this entry
       {{ follows Watchdog caught collective operation timeout }}   so does this, but it follows from another error
+      {{ launcher ChildFailedError }}                              this is the launcher's report of any error
 
 An ellipsis in a quoted text stands for the variable parts. The script (``docs/assets/js/troubles.js``) ignores white
 space, quotes and case, so it recognises a message even if a terminal has wrapped it. The search of all pages
@@ -27,7 +28,7 @@ from minifsdp.engine.messages import texts
 PAGE = ROOT / "docs" / "troubleshoot.md"
 KNOWN = "assets/troubles/known.js"  # path of the output of `script`
 ENTRY = re.compile(r"^### (?P<title>.+?) \{ #(?P<id>E-[\w-]+)[^}]*\}$(?P<body>.*?)(?=^##|\Z)", re.MULTILINE | re.DOTALL)
-QUOTED = re.compile(r"^\{\{ (?P<verb>says|follows) (?P<texts>.*) \}\}$", re.MULTILINE)
+QUOTED = re.compile(r"^\{\{ (?P<verb>says|follows|launcher) (?P<texts>.*) \}\}$", re.MULTILINE)
 
 # Messages with lines of variable content, and the catalogue's entries for these lines. A single line is found as well.
 LINES = {
@@ -46,7 +47,8 @@ class Known:
         id: its anchor on the page.
         title: its heading.
         api: the source of the error, ``minifsdp`` or ``PyTorch``.
-        kind: ``error``; ``warning``, after which a program continues; ``follows``, mostly caused by another error.
+        kind: ``error``; ``warning``, after which a program continues; ``follows``, mostly caused by another error;
+            ``launcher``, always caused by another error.
         wholes: texts that match, each as its fixed parts in order.
         lines: the same for single lines of the message, which are used if no text in ``wholes`` matches.
     """
@@ -70,7 +72,7 @@ def of_the_page() -> list[Known]:
     for entry in ENTRY.finditer(PAGE.read_text(encoding="utf-8")):
         quotes = list(QUOTED.finditer(entry["body"]))
         if quotes:
-            kind = "follows" if any(quote["verb"] == "follows" for quote in quotes) else "error"
+            kind = next((quote["verb"] for quote in quotes if quote["verb"] != "says"), "error")
             wholes = [text.split("…") for quote in quotes for text in _texts(quote["texts"])]
             found.append(Known(entry["id"], re.sub(r"[\\`]", "", entry["title"]), "PyTorch", kind, wholes, []))
     return found

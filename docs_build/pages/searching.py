@@ -1,6 +1,6 @@
 """The search index of a page: only its own text, without navigation and pictures.
 
-The theme's plugin makes the index from each page's HTML. This module changes two things:
+The theme's plugin makes the index from each page's HTML. This module changes three things:
 
 1. Parts that every page has, or that are pictures, get ``data-search-exclude``, and the plugin leaves them out.
    Otherwise an excerpt begins with "4 of 123 in reading order", and a search for "block" finds boxes of a timeline.
@@ -8,6 +8,7 @@ The theme's plugin makes the index from each page's HTML. This module changes tw
    ``search_index`` keeps the settings, which the theme reads immediately. ``documents.js`` has the texts, which
    ``docs/assets/js/search.js`` loads when a search begins. It is a script, because a page opened from a disk cannot
    fetch other files.
+3. Pages have different weights: a search for "save checkpoint" finds the page that explains it before the modules.
 """
 
 import json
@@ -42,6 +43,23 @@ def _marked(tag: re.Match[str]) -> str:
     classes = found[1].split() if found else []
     is_left_out = not LEFT_OUT[name] or any(one in LEFT_OUT[name] for one in classes)
     return f"<{name}{_MARK}{attributes}>" if is_left_out else tag[0]
+
+
+# Pages that explain are found before pages of modules and before the spec. The first matching prefix counts.
+_BOOSTS = {
+    "read/": 0.5,
+    "spec.md": 0.5,
+    "api.md": 1.0,
+    "myths.md": 1.0,
+    "learn/": 3.0,
+    "use-it.md": 4.0,
+    "glossary.md": 1.0,
+}
+
+
+def boost(uri: str) -> float:
+    """The weight of a page in the results of a search, by its source."""
+    return next((weight for prefix, weight in _BOOSTS.items() if uri.startswith(prefix)), 2.0)
 
 
 def cut_index(folder: Path) -> None:

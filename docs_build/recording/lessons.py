@@ -74,19 +74,20 @@ class Lesson:
         return " ".join(found[1].split())
 
 
+# In the order in which a reader should take them.
 LESSONS = [
-    Lesson("tutorials/train_gpt.py", arguments="--timeline FOLDER/timeline.svg"),
     Lesson("tutorials/naive_fsdp.py"),
+    Lesson("tutorials/fully_shard.py", arguments="--explicit-prefetch --mixed-precision --dcp FOLDER"),
+    Lesson("tutorials/overlap.py", arguments="--folder FOLDER"),
+    Lesson("tutorials/knobs.py"),
+    Lesson("tutorials/checkpoints.py"),
+    Lesson("tutorials/hybrid.py", num_ranks=4),
+    Lesson("tutorials/offload.py"),
+    Lesson("tutorials/migrate.py", num_ranks=4),
+    Lesson("tutorials/train_gpt.py", arguments="--timeline FOLDER/timeline.svg"),
     Lesson("tutorials/digits.py"),
     Lesson("tutorials/finetune_minilm.py"),
     Lesson("tutorials/t5_summarise.py"),
-    Lesson("tutorials/knobs.py"),
-    Lesson("tutorials/checkpoints.py"),
-    Lesson("tutorials/overlap.py", arguments="--folder FOLDER"),
-    Lesson("tutorials/hybrid.py", num_ranks=4),
-    Lesson("tutorials/fully_shard.py", arguments="--explicit-prefetch --mixed-precision --dcp FOLDER"),
-    Lesson("tutorials/offload.py"),
-    Lesson("tutorials/migrate.py", num_ranks=4),
 ]
 
 # The picture of README and Home: few small blocks, so that its text stays readable there.

@@ -130,5 +130,20 @@ OF_TORCH = {
     "E-no-group": "ValueError: Default process group has not been initialized, please make sure to call "
     "init_process_group.",
     "E-ordinal": "RuntimeError: CUDA error: invalid device ordinal",
+    "E-killed": "E1124 02:11:08 torch/distributed/elastic/multiprocessing/api.py:869] failed (exitcode: -9) "
+    "local_rank: 1 (pid: 4711) of binary: /usr/bin/python",
+    "E-nccl": "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error, "
+    "NCCL version 2.27.5\nncclUnhandledCudaError: Call to CUDA function failed.",
+    "E-no-connection": "torch.distributed.DistBackendError: [3] is setting up NCCL communicator and retrieving "
+    "ncclUniqueId from [0] via c10d key-value store by key '0', but store->get('0') got error: Socket Timeout",
+    "E-port": "torch.distributed.DistNetworkError: The server socket has failed to listen on any local network "
+    "address. port: 29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use",
+    "E-dcp-key": "RuntimeError: Missing key in checkpoint state_dict: optim.state.0.exp_avg.",
+    "E-layer-class": "ValueError: Could not find the transformer layer class LlamaDecoderLayers in the model.",
+    "E-illegal-access": "torch.AcceleratorError: CUDA error: an illegal memory access was encountered",
+    "E-integer-dtype": "ValueError: Cannot flatten integer dtype tensors",
+    "E-ddp-unused": "RuntimeError: Expected to have finished reduction in the prior iteration before starting a "
+    "new one. This error indicates that your module has parameters that were not used",
+    "E-no-grad": "RuntimeError: element 0 of tensors does not require grad and does not have a grad_fn",
     "E-child-failed": "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: \ntrain.py FAILED",
 }

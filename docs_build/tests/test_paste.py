@@ -132,7 +132,17 @@ def test_cause_is_listed_before_consequences(page: Tab) -> None:
     cause = traceback(OF_TORCH["E-out-of-memory"], "[rank2]: ")
     found = found_in(page, {"all": "\n".join([spoken(warning, True), *follows, cause])})["all"]
     assert found[:2] == ["E-out-of-memory", "E-old-spelling"]
-    assert {*found[2:]} == {"E-watchdog", "E-child-failed"}
+    assert found[2:] == ["E-watchdog", "E-child-failed"]
+
+
+@pytest.mark.docs
+@pytest.mark.needs("mkdocs")
+def test_report_of_the_launcher_is_the_last(page: Tab) -> None:
+    watchdog = traceback(OF_TORCH["E-watchdog"], "[rank1]: ")
+    report = OF_TORCH["E-child-failed"] + "\n" + "Sending process 4711 closing signal SIGTERM\n" * 3
+    assert found_in(page, {"hang": report + watchdog})["hang"] == ["E-watchdog", "E-child-failed"]
+    killed = report + OF_TORCH["E-killed"]
+    assert found_in(page, {"killed": killed})["killed"] == ["E-killed", "E-child-failed"]
 
 
 UNKNOWN = [
@@ -140,7 +150,7 @@ UNKNOWN = [
     traceback("KeyError: 'input_ids'", "[rank0]: "),
     "Epoch 3: 41%|████      | 120/290 [00:51<01:12, 2.36it/s, loss=2.31]",
     "The parameters of the model are sharded between all of the ranks, and that is fine.",
-    "RuntimeError: CUDA error: an illegal memory access was encountered",
+    "RuntimeError: CUDA error: the launch timed out and was terminated",
 ]
 
 

@@ -99,6 +99,18 @@ def test_printed_page_is_not_cut_off(site: Path, tab: Tab, page: str) -> None:
         tab.resize(1280, 900)
 
 
+@pytest.mark.needs("pypdf")
+def test_printed_page_contains_only_unfolded_answers(site: Path, tab: Tab) -> None:
+    tab.open((site / "learn/why.html").as_uri())
+    question, answer = "What does a reduce-scatter return on each rank", "has the same result. The two collectives"
+    text = printed(tab)
+    assert (squeezed(question) in text, squeezed(answer) in text) == (True, False)
+    tab.open((site / "learn/why.html").as_uri())
+    tab.look("document.querySelector('.exercise summary').focus(); true")
+    tab.click(".exercise summary")
+    assert squeezed(answer) in printed(tab)
+
+
 def test_a_dark_page_is_printed_in_light_colours(site: Path, tab: Tab) -> None:
     tab.open((site / "learn/schedule.html").as_uri())
     scheme = "document.body.getAttribute('data-md-color-scheme')"

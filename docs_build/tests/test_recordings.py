@@ -16,6 +16,7 @@ from docs_build.reading import running
 from docs_build.reading.source import read_module
 from docs_build.recording import record, recordings, watching
 from minifsdp import fully_shard
+from minifsdp.tools.events import peak_gathered_bytes
 from minifsdp.trace import Event
 from spec_tests.harness import ranks
 
@@ -149,6 +150,27 @@ def test_timelines_of_one_page_share_an_axis() -> None:
     assert len(ends) == 2
     assert ends[0] == ends[1]
     assert ends[0] <= 1e3 * longest
+
+
+@pytest.mark.needs("mkdocs")
+def test_timelines_of_one_page_share_the_scale_of_memory_and_not_the_axis_of_other_ranks() -> None:
+    from docs_build.pages.directives import expand
+    from docs_build.pages.raw import put_back
+
+    keys = ["fsdp1-full-pre-block-2-wide", "fsdp1-full-post-block-2-wide", "fsdp1-hybrid-pre-block-4-wide"]
+    assert pictures.comparable(keys[0], keys) == keys[:2]
+    page = put_back(expand("\n\n".join(f"{{{{ timeline {key} | A }}}}" for key in keys), "learn/x.html"))
+    figures = page.split("<figure")[1:]
+    assert [figure.count('class="memory"') for figure in figures] == [1, 1, 1]
+
+    def height(figure: str) -> float:
+        path = re.search(r'class="memory" d="([^"]+)"', figure)
+        assert path
+        floor, *ups = map(float, re.findall(r"(?:M[\d.]+ |V)([\d.]+)", path[1]))
+        return floor - min(ups)
+
+    peaks = [peak_gathered_bytes(pictures.events_of(key)[0]) for key in keys[:2]]
+    assert height(figures[1]) / height(figures[0]) == pytest.approx(peaks[1] / peaks[0], abs=0.02)
 
 
 def begun_before_the_end_of(kind: str, key: str) -> list[list[bool]]:

@@ -47,6 +47,28 @@ def test_search_excerpts_contain_only_text_of_the_page(site: Path, words: str) -
 
 
 @docs
+def test_dialog_of_the_search_has_a_name(site: Path) -> None:
+    assert 'role="dialog" aria-label="Search"' in (site / "learn/why.html").read_text(encoding="utf-8")
+
+
+@docs
+@pytest.mark.parametrize(
+    ("words", "pages"),
+    [
+        ("save checkpoint", ("checkpoint", "use-it")),
+        ("gradient accumulation", ("learn/accumulate", "choosing")),
+        ("prefetch", ("learn/schedule",)),
+        ("launch two machines", ("several-machines", "two-machines", "use-it")),
+    ],
+)
+def test_search_finds_the_page_that_explains(address: str, tab: Tab, words: str, pages: tuple[str, ...]) -> None:
+    tab.open(f"{address}index.html?q={words.replace(' ', '%20')}")
+    tab.wait_for("document.querySelectorAll('.md-search-result__link').length > 1", 120)
+    found = tab.look("[...document.querySelectorAll('.md-search-result__link')].slice(0, 2).map((one) => one.pathname)")
+    assert any(page in one for page in pages for one in found), found
+
+
+@docs
 def test_every_page_can_be_found(site: Path) -> None:
     known = {one["location"].partition("#")[0] for one in documents(site)}
     pages = {page.relative_to(site).as_posix() for page in site.rglob("*.html")} - {"404.html"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from docs_build.drawing import holdings, hooksteps, linkbytes, oneweight
+from docs_build.drawing import holdings, hooksteps, linkbytes, memorycurve, oneweight
 from docs_build.drawing.sketch import bar, size_of
 from docs_build.drawing.sketches import SKETCHES, draw
 from docs_build.reading.order import ROOT
@@ -21,7 +21,7 @@ from docs_build.tests.contrast import contrasts
 GB = 10**9
 # The drawings of each page.
 PAGES = {
-    "learn/why": ["weight", "holdings", "bars"],
+    "learn/why": ["weight", "holdings", "bars", "activations"],
     "learn/hooks": list(hooksteps.STEPS),
     "learn/strategies": ["links"],
 }
@@ -136,6 +136,19 @@ def test_kinds_of_bytes_differ_in_more_than_colour() -> None:
 )
 def test_a_size_has_three_figures(num_bytes: float, said: str) -> None:
     assert size_of(num_bytes) == said
+
+
+def test_activations_are_drawn_above_stored_and_unsharded_memory() -> None:
+    plain, checkpointed = memorycurve.simulated("none"), memorycurve.simulated("full")
+    assert plain.result.stored_bytes == checkpointed.result.stored_bytes
+    assert plain.peak == plain.result.peak_allocated > 1.5 * checkpointed.peak
+    # Activations grow until the end of forward: the peak is in the middle of the step.
+    when = next(time for time, size in plain.allocated if size == plain.peak)
+    assert 0.2 < when / plain.result.seconds < 0.6
+    html = memorycurve.draw("")
+    assert [f"peak {size_of(curve.peak)}" in html for curve in (plain, checkpointed)] == [True, True]
+    # Per panel: all memory is drawn first, then the unsharded parameters over it, then the stored state.
+    assert re.findall(r'<path class="([gpo])" d="M8 154', html) == list("gpogpo")
 
 
 def test_every_drawing_is_on_a_page() -> None:

@@ -125,7 +125,7 @@ class _Memory:
         self.steps.append((when, self.num_bytes))
 
 
-class _Replay:
+class Replay:
     """The state of a replay: the times up to the current item."""
 
     def __init__(self, recording: Recording, card: Card, network: Network) -> None:
@@ -233,7 +233,7 @@ class _Replay:
 
 def replay(recording: Recording, card: Card, network: Network) -> Result:
     """Simulates the recorded step on a machine."""
-    state = _Replay(recording, card, network)
+    state = Replay(recording, card, network)
     for item in recording.tape.items:
         state.run(item)
     seconds = max(state.host, *state.ends.values(), 0.0) + state.delay

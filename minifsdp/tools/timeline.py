@@ -102,6 +102,7 @@ def svg(
     title: str = "What each rank did",
     width: int = 1200,
     seconds: float | None = None,
+    num_bytes: int | None = None,
 ) -> str:
     """Draws the events as a picture, a complete SVG document without external resources.
 
@@ -111,6 +112,7 @@ def svg(
         title: a headline.
         width: the width in pixels; the height follows from the number of tracks.
         seconds: the time that the width stands for, to compare several pictures; by default the time of the last event.
+        num_bytes: the unsharded bytes at the top of their tracks, to compare several pictures; by default the peak.
 
     Raises:
         ValueError: the number of origins is not the number of ranks, or the width is too small for a track.
@@ -122,7 +124,7 @@ def svg(
     everything = [event for events in ranks for event in events]
     # A recording without events, or of a single moment, still has a width.
     seconds = max((event.end for event in everything), default=0.0) or 1e-3 if seconds is None else seconds
-    sheet = _Sheet(width, seconds, max(map(peak_gathered_bytes, ranks), default=0))
+    sheet = _Sheet(width, seconds, num_bytes or max(map(peak_gathered_bytes, ranks), default=0))
     used = {event.stream for event in everything}
     streams = [stream for stream in STREAMS if stream != "all_reduce" or stream in used]
     has_arrivals = any(event.arrived is not None for event in everything)

@@ -337,6 +337,18 @@ def test_drawing_of_a_report_shows_the_last_collectives() -> None:
     assert re.findall(r"all-gather \d", picture) == ["all-gather 2", "all-gather 3"]
 
 
+@pytest.mark.spec("LEDGER-07")
+@pytest.mark.pure
+def test_columns_of_a_drawing_are_as_wide_as_their_longest_cell() -> None:
+    from minifsdp.ledger import drawn
+
+    long = [["world#1", 0, 0, "order check in forward", "no_sync_on_one_rank_of_several.py:15", 0, 8, 1]]
+    short = [["world#1", 0, 0, "all-gather of 'a'", "train.py:1", 0, 8, 2]]
+    head, row = drawn({"report": "", "lines": {"0": long, "1": short}}, 40).splitlines()[-2:]
+    assert "several.py:15)  all-gather of 'a' (train.py:1)" in row
+    assert head.index("rank 1") == row.index("all-gather")
+
+
 @pytest.mark.spec("LEDGER-13")
 @pytest.mark.pure
 def test_one_of_the_waiting_ranks_prints_that_all_ranks_wait(capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,8 @@
     link.href = `#${entry.id}`;
     const named = [...ranks].filter(Boolean).sort((a, b) => a - b);
     const where = named.length ? ` On rank${named.length > 1 ? "s" : ""} ${named.join(", ")}.` : "";
-    const after = entry.kind === "follows" ? " It mostly follows from an error on another rank: look there first." : "";
+    const after = entry.kind === "follows" ? " It mostly follows from an error on another rank: look there first."
+      : entry.kind === "launcher" ? " The launcher reports that a process has ended, and not why: look for the first error above." : "";
     item.append(make("span", "paste-api", entry.kind === "warning" ? `${entry.api}, a warning` : entry.api), link);
     item.append(make("p", "paste-why", why + where + after));
     if (isFirst) item.append(bodyOf(entry.id));

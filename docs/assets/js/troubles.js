@@ -4,8 +4,8 @@
    2. Text and known words are squeezed: no white space, no quotes, no capitals. So it does not matter where a terminal
       has wrapped a line, not even inside a word.
    3. Each entry is looked for, by its address, by all of its fixed words in order, by single lines, by a part of them.
-   4. What has ended the program comes before warnings, these before what mostly follows from another rank's error; then
-      the longer text before the shorter.
+   4. What has ended the program comes before warnings, these before what mostly follows from another rank's error,
+      and the launcher's report is the last; then the longer text before the shorter.
 
    What is known is made by docs_build/pages/paste.py. Nothing is stored and nothing is sent. */
 (() => {
@@ -14,7 +14,7 @@
   const AT_MOST = 5;       // Entries that are shown.
   const BEGUN = 25;        // Characters of a message that ends early by which it is known all the same.
   const SHORT = 1000;      // Characters of a text that may be one message, cut off.
-  const IMPORTANCE = { error: 2, warning: 1, follows: 0 };
+  const IMPORTANCE = { error: 3, warning: 2, follows: 1, launcher: 0 };
 
   const squeeze = (text) => text.toLowerCase().replace(/[\s'"`\u2018\u2019\u201c\u201d\\│]/g, "");
   const wordsOf = (text) => text.toLowerCase().match(/[a-z0-9_]+/g) || [];

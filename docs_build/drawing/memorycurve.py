@@ -1,0 +1,106 @@
+"""The memory of a rank over one step, with activations: simulated while the site is built.
+
+The simulator replays a step that the engine issues for a model on the meta device. Three heights are drawn above each
+other, from the bottom up::
+
+    stored            shards of the parameters and states of the optimizer, at the beginning of the step
+    unsharded         outputs of all-gathers that are not freed yet
+    all the rest      activations, gradients and buffers of collectives
+
+The CPU allocates and releases memory long before the device uses it. So a change is drawn when the compute stream has
+reached its place in the order of the step.
+"""
+
+from dataclasses import dataclass
+from functools import cache
+
+from docs_build.drawing.sketch import Panel, figure, label, legend, size_of
+from minifsdp.simulate.machine import CARDS, Network
+from minifsdp.simulate.recording import record
+from minifsdp.simulate.replay import Result, Replay, replay
+from minifsdp.simulate.setup import Setup
+from minifsdp.simulate.tape import COMPUTE
+from minifsdp.tools.events import gathered_bytes
+
+SETUP = {"model": "llama3-8b", "num_ranks": 8, "micro_batch": 1, "sequence": 4096}
+TITLES = {"none": "Without activation checkpointing", "full": "With activation checkpointing for each block"}
+LEGEND = [("o", "stored: shards and optimizer"), ("p", "unsharded parameters"), ("g", "activations and gradients")]
+SOURCE = (
+    "Simulated by minifsdp.simulate when this page was built: Llama 3 8B, bfloat16, AdamW, 8 ranks of an A100 each, "
+)
+SOURCE += "one sequence of 4096 tokens on each rank. Not measured on a GPU."
+_LEFT, _ROOM, _HEIGHT = 8, 304, 130
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A step, and its allocated memory: the time on the compute stream of each change, and the bytes after it."""
+
+    result: Result
+    allocated: list[tuple[float, float]]
+
+    @property
+    def peak(self) -> float:
+        """The most allocated bytes."""
+        return max(size for _, size in self.allocated)
+
+
+@cache
+def simulated(checkpointing: str) -> Curve:
+    """The step of `SETUP`, with ``"full"`` activation checkpointing or ``"none"``."""
+    recording = record(Setup(checkpointing=checkpointing, **SETUP))  # type: ignore[arg-type]
+    state = Replay(recording, CARDS["A100-80"], Network())
+    times = []
+    for item in recording.tape.items:
+        state.run(item)
+        times.append(max(state.host, state.ends[COMPUTE]))
+    allocated = [(times[position], float(size)) for position, size in recording.memory()]
+    return Curve(replay(recording, CARDS["A100-80"], Network()), allocated)
+
+
+def draw(caption: str) -> str:
+    """Both steps, with the same scale."""
+    curves = {kind: simulated(kind) for kind in TITLES}
+    seconds = max(curve.result.seconds for curve in curves.values())
+    most = max(curve.peak for curve in curves.values())
+    panels = [_panel(title, curves[kind], seconds, most) for kind, title in TITLES.items()]
+    return figure(panels, caption, SOURCE, legend(LEGEND))
+
+
+def _panel(title: str, curve: Curve, seconds: float, most: float) -> Panel:
+    result, floor = curve.result, 24.0 + _HEIGHT
+
+    def area(kind: str, stairs: list[tuple[float, float]]) -> str:
+        path = "".join(
+            f"H{_LEFT + _ROOM * when / seconds:.1f}V{floor - _HEIGHT * size / most:.1f}" for when, size in stairs
+        )
+        return f'<path class="{kind}" d="M{_LEFT} {floor:g}{path}V{floor:g}z"/>'
+
+    stored = result.stored_bytes
+    gathered = gathered_bytes(sorted(result.events, key=lambda event: event.start))
+    unsharded = [(when, float(stored + size)) for when, size in gathered]
+    parts = [
+        label(f"peak {size_of(curve.peak)}", _LEFT, 16),
+        area("g", _thinned(curve.allocated, seconds)),
+        area("p", [(0.0, float(stored)), *unsharded, (result.seconds, float(stored))]),
+        area("o", [(0.0, float(stored)), (result.seconds, float(stored))]),
+        label(f"{1e3 * result.seconds:,.0f} ms", _LEFT + _ROOM * result.seconds / seconds, floor + 16, "end soft"),
+        label("0", _LEFT, floor + 16, "soft"),
+    ]
+    peak = max(size for _, size in gathered)
+    text = f"Stored: {size_of(stored)}. Unsharded parameters: at most {size_of(peak)}."
+    return Panel(title, parts, _LEFT + _ROOM + 8, floor + 22, text)
+
+
+def _thinned(stairs: list[tuple[float, float]], seconds: float) -> list[tuple[float, float]]:
+    """For each of 300 equal parts of the step, its highest value, at its beginning."""
+    columns: dict[int, float] = {}
+    last = 0.0
+    for when, size in stairs:
+        column = int(300 * when / seconds)
+        columns[column] = max(columns.get(column, 0.0), size)
+    thinned = []
+    for column in range(max(columns) + 1):
+        last = columns.get(column, last)
+        thinned.append((column * seconds / 300, last))
+    return thinned
