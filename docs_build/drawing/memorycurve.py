@@ -17,7 +17,7 @@ from functools import cache
 from docs_build.drawing.sketch import Panel, figure, label, legend, size_of
 from minifsdp.simulate.machine import CARDS, Network
 from minifsdp.simulate.recording import record
-from minifsdp.simulate.replay import Result, Replay, replay
+from minifsdp.simulate.replay import Replay, Result, replay
 from minifsdp.simulate.setup import Setup
 from minifsdp.simulate.tape import COMPUTE
 from minifsdp.tools.events import gathered_bytes

@@ -60,7 +60,7 @@ MUTANTS = [
         "SIMULATE-10",
         "Collectives of one group on two streams run at the same time.",
         replace(
-            "_Replay._communicate",
+            "Replay._communicate",
             "max(self.ends[$c.stream], self.host, self._groups[$group])",
             "max(self.ends[$c.stream], self.host)",
         ),
