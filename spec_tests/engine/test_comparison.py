@@ -220,7 +220,7 @@ def test_gradients_of_experts_that_only_some_ranks_have_used_are_noticed() -> No
     model.zero_grad()
     text = parts_in(model, lambda: model(x, dist.get_rank()).sum().backward(), lambda: model(x, 0).sum().backward())
     for rank in range(2):
-        assert f"rank {rank}: reduce-scatter of '', its parameters [{rank}] in backward" in text
+        assert f"rank {rank}: reduce-scatter of the root unit, its parameters [{rank}] in backward" in text
 
 
 @pytest.mark.spec("ORDER-05", "ORDER-04")
