@@ -125,7 +125,7 @@ def compute_device(module: nn.Module, device_id: Any, ignored: Collection[nn.Par
 
     Raises:
         TypeError: if ``device_id`` is neither an index nor a device of this machine.
-        ValueError: if ``device_id`` is not the accelerator that the module is on.
+        ValueError: if ``device_id`` is the meta device, or not the accelerator that the module is on.
         RuntimeError: if the module's parameters are on several devices.
     """
     found = {p.device for p in module.parameters() if p.device.type != "meta" and p not in ignored}
@@ -145,6 +145,8 @@ def _as_device(device_id: Any) -> torch.device:
         device = torch.device(device_id)
     except (TypeError, RuntimeError) as error:
         raise TypeError(message("device-type", device_id=device_id)) from error
+    if device.type == "meta" and not hasattr(torch, "meta"):  # only the step simulator registers this device module
+        raise ValueError(message("device-meta"))
     if device.type in ("cpu", "meta"):
         return torch.device(device.type)
     if device.index is None:

@@ -194,6 +194,13 @@ def test_a_function_that_was_not_called_is_refused() -> None:
         wrapped(device_id=torch.cuda.current_device, sync_module_states=True)
 
 
+@pytest.mark.spec("DEV-01")
+@ranks(2)
+def test_the_meta_device_is_refused() -> None:
+    with refused(ValueError, "device_id is the meta device", "param_init_fn"):
+        wrapped(device_id="meta")
+
+
 @pytest.mark.spec("DEV-07")
 @pytest.mark.accelerator
 @ranks(2)

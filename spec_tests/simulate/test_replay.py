@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 
 from minifsdp.simulate.machine import CARDS, Card, Network, measured_costs
-from minifsdp.simulate.recording import Recording
+from minifsdp.simulate.recording import Recording, record
 from minifsdp.simulate.replay import Result, replay
 from minifsdp.simulate.setup import Setup
+from minifsdp.simulate.shapes import Shape
 from minifsdp.simulate.tape import (
     Allocate,
     Collective,
@@ -221,3 +223,14 @@ def test_cards_have_the_peaks_of_their_data_sheets() -> None:
     assert {name: (card.matmul / 1e12, card.memory / 1e9) for name, card in CARDS.items()} == {
         "A100-40": (312, 40), "A100-80": (312, 80), "H100": (989, 80), "H200": (989, 141),
     }  # fmt: skip
+
+
+def test_backward_pre_is_faster_than_post_only_if_the_cpu_does_not_run_ahead() -> None:
+    def seconds(backward_prefetch: str, host_operator: float) -> float:
+        shape = Shape(4, 1024, 8, 1000, positions=512, sequence=512)
+        recording = record(Setup(shape, 8, api="fsdp1", backward_prefetch=backward_prefetch))
+        card = replace(CARDS["A100-80"], host_operator=host_operator)
+        return replay(recording, card, Network(within=50e9)).seconds
+
+    assert seconds("BACKWARD_PRE", 0.0) == pytest.approx(seconds("BACKWARD_POST", 0.0))
+    assert seconds("BACKWARD_PRE", 40e-6) < 0.98 * seconds("BACKWARD_POST", 40e-6)
