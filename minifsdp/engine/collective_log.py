@@ -230,9 +230,7 @@ class Entry(NamedTuple):
 
 def of_unit(unit: str | None) -> str:
     """The unit of a collective as text: " of 'a'", " of the root unit", or "" for a collective of no unit."""
-    if unit is None:
-        return ""
-    return f" of {unit!r}" if unit else " of the root unit"
+    return "" if unit is None else f" of {unit!r}" if unit else " of the root unit"
 
 
 def where(code: CodeType | None, line: int | None) -> str:

@@ -4,7 +4,7 @@
 
     python -m minifsdp.learn list        the exercises
     python -m minifsdp.learn start 4     writes the file for exercise 4 to the folder minifsdp-exercises
-    python -m minifsdp.learn hint 4      prints a hint; three steps, one more with each call
+    python -m minifsdp.learn hint 4      prints a hint; one more of three with each call
     python -m minifsdp.learn check 4     checks the file, and says what is still wrong
     python -m minifsdp.learn progress    what is solved
 
@@ -26,13 +26,14 @@ SOLVED, FAILED, WRONG_USE = 0, 1, 2
 
 
 def _say(entry: str, **values: object) -> None:
-    print(common_feedback()[entry].strip().format(**values))
+    print(common_feedback()[entry].strip().format(**values), flush=True)
 
 
 def _check(exercise: Exercise, path: Path, progress: Progress, seconds: float) -> int:
     """Checks the learner's file, and prints each requirement with its result."""
+    _say("checking", path=path, seconds=seconds)
     verdict = grade(exercise, path, seconds)
-    print(f"Exercise {exercise.number}: {exercise.title} ({path})\n")
+    print(f"Exercise {exercise.number}: {exercise.title}\n")
     for number, check in enumerate(exercise.checks):
         is_passed, is_next = number < verdict.num_passed, number == verdict.num_passed
         result = "passed " if is_passed else "failed " if is_next else "not run"
@@ -81,6 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "start":
         return _start(exercise, path)
     if options.command == "hint":
+        if progress.num_hints(exercise) == len(exercise.hints):
+            _say("no-more-hints")
         for number, hint in enumerate(progress.next_hints(exercise), 1):
             print(f"Hint {number} of {len(exercise.hints)}:\n{textwrap.indent(hint.strip(), '    ')}\n")
         return SOLVED

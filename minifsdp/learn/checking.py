@@ -42,14 +42,29 @@ def expect(condition: object, entry: str, /, **values: object) -> None:
 
 
 @contextmanager
-def recorded_collectives() -> Generator[list[str]]:
-    """The names of the functions of ``collectives`` that are called inside the context."""
+def recorded_collectives(
+    running: dict[str, Any] | None = None, before: Callable[..., None] | None = None
+) -> Generator[list[str]]:
+    """The names of the functions of ``collectives`` that are called inside the context.
+
+    Args:
+        running: gets the handles of collectives whose ``wait`` was not called yet, by name.
+        before: is called with the name and the arguments of each collective.
+    """
     calls: list[str] = []
 
     def recorded(function: Any) -> Any:
+        name = function.__name__
+
         def call(*given: Any, **options: Any) -> Any:
-            calls.append(function.__name__)
-            return function(*given, **options)
+            calls.append(name)
+            if before is not None:
+                before(name, *given)
+            handle = function(*given, **options)
+            if running is not None:
+                running[name], wait = handle, handle.wait
+                handle.wait = lambda: (running.pop(name, None), wait())
+            return handle
 
         return call
 

@@ -26,20 +26,49 @@ from minifsdp.learn.checking import expect, recorded_collectives
 # --- 4: reduce-scatter and divide ---
 
 
+class _RecordedScaling(Scaling):
+    """Divisors that append the names of both divisions to `calls`."""
+
+    calls: list[str]
+
+    def prepare(self, whole: torch.Tensor) -> None:
+        self.calls.append("prepare")
+        super().prepare(whole)
+
+    def complete(self, local_shard: torch.Tensor) -> None:
+        self.calls.append("complete")
+        super().complete(local_shard)
+
+
 def _reduced(mesh: MeshGroups, gradient: torch.Tensor, dtype: torch.dtype = torch.float32) -> tuple[Any, list[str]]:
-    """The tensor that the layout gets for the gradient of this rank, and the collectives that were called."""
+    """The tensor that the layout gets for the gradient of this rank, and the divisions and collectives in order."""
     results: list[torch.Tensor] = []
     dtypes: list[torch.dtype] = []
+    running: dict[str, Any] = {}
+    divisors = Scaling.of(mesh.num_ranks, dtype)
+    scaling = _RecordedScaling(divisors.before, divisors.after)
+
+    def before(name: str, group: Group, output: torch.Tensor, *given: Any) -> None:
+        if name == "reduce_scatter" and isinstance(given[0], torch.Tensor):
+            whole, size = given[0], group.size
+            expect(output.dtype is whole.dtype, "output-dtype", got=output.dtype, right=whole.dtype)
+            fits = output.numel() * size == whole.numel()
+            expect(fits, "output-size", got=output.numel(), whole=whole.numel(), size=size)
+
+    def accept_gradient(_: Gradient, shard: torch.Tensor) -> None:
+        expect(not running, "not-waited", names=[*running])
+        results.append(shard)
 
     def pack(given: Gradient, dtype: torch.dtype, **_: Any) -> torch.Tensor:
         dtypes.append(dtype)
         return given.parts[0].to(dtype, copy=True)
 
     layout: Any = SimpleNamespace(offloads=False, name="block", has_gradient_hooks=False, pack=pack)
-    layout.accept_gradient = lambda _, shard: results.append(shard)
+    layout.accept_gradient = accept_gradient
     reducer = Reducer(CommStreams(torch.device("cpu")))
-    with recorded_collectives() as calls:
-        reducer.reduce(layout, ReducePlan(mesh, dtype, Scaling.of(mesh.num_ranks, dtype)), Gradient([gradient]))
+    with recorded_collectives(running, before) as calls:
+        object.__setattr__(scaling, "calls", calls)
+        reducer.reduce(layout, ReducePlan(mesh, dtype, scaling), Gradient([gradient]))
         reducer.finish()
     expect(len(results) == 1, "not-accepted", number=len(results))
     expect(dtypes == [dtype], "reduce-dtype", got=dtypes, right=dtype)
@@ -62,17 +91,33 @@ def shard_of_mean() -> None:
     expect(not torch.equal(got, 2 * mean[rank]), "sum", **here)
     expect(not torch.equal(got, (ones * (1 + 2 * rank)).chunk(2)[rank]), "own", **here)
     expect(torch.equal(got, mean[rank]), "mean", **here)
-    expect(calls == ["reduce_scatter"], "traffic", calls=calls)
+    expect(_without_divisions(calls) == ["reduce_scatter"], "traffic", calls=_without_divisions(calls))
+
+
+def _without_divisions(calls: list[str]) -> list[str]:
+    return [name for name in calls if name not in ("prepare", "complete")]
 
 
 def replicas() -> None:
     """NO_SHARD: one all-reduce; the divisor is the number of ranks and not of shards."""
     got, calls = _reduced(MeshGroups.replicated(_world()), torch.full((4,), 2.0 + 4 * dist.get_rank()))
-    expect("all_reduce" in calls, "no-all-reduce", calls=calls)
+    expect("all_reduce" in calls, "no-all-reduce", calls=_without_divisions(calls))
     expect(not got.eq(8).all(), "sum-of-replicas")
     expect(got.tolist() == [4.0] * 4, "replicas", got=got.tolist())
     got, calls = _reduced(MeshGroups(None, None), torch.full((4,), 2.0))
+    calls = _without_divisions(calls)
     expect(calls == [] and got.tolist() == [2.0] * 4, "one-rank", calls=calls)
+
+
+def replicated_shards() -> None:
+    """HYBRID_SHARD: a reduce-scatter, and an all-reduce of the shard. The same two ranks are both groups here."""
+    ones = torch.tensor([2.0, 4.0, 6.0, 8.0])
+    got, calls = _reduced(MeshGroups(_world(), _world()), ones * (1 + 2 * dist.get_rank()))
+    right = ["prepare", "reduce_scatter", "all_reduce", "complete"]
+    expect(_without_divisions(calls) == right[1:3], "both-groups", calls=_without_divisions(calls))
+    # The sums of the shards are [8, 16] and [24, 32]; their sum is divided by 4.
+    expect(got.tolist() == [8.0, 12.0], "all-reduces-shard", got=got.tolist())
+    expect(calls == right, "order-of-steps", calls=calls)
 
 
 def half_precision() -> None:
@@ -105,20 +150,23 @@ class _Named:
     def __init__(self, name: str) -> None:
         self.name = name
 
+    def __repr__(self) -> str:
+        return f"unit {self.name}"
 
-def _nexts(schedule: Any, units: dict[str, Any], backwards: str) -> list[str]:
+
+def _nexts(schedule: Any, units: dict[str, Any], backwards: str) -> list[str | None]:
     found = [schedule.next_backward(units[name]) for name in backwards]
-    return ["none" if unit is None else unit.name for unit in found]
+    return [None if unit is None else unit.name for unit in found]
 
 
 def reverse_order() -> None:
     """The next unit in backward is the one that left forward before."""
     schedule, units = _recorded("abc")
     got = _nexts(schedule, units, "cba")
-    expect(got[0] != "none", "nothing")
+    expect(got[0] is not None, "nothing")
     expect(got[2] != "c", "wraps")
     expect(got[0] != "a", "first-unit")
-    expect(got == ["b", "a", "none"], "reverse", got=got)
+    expect(got == ["b", "a", None], "reverse", got=got)
     expect(schedule.next_backward(_Named("new")) is None, "unknown")
 
 
@@ -126,11 +174,15 @@ def several_calls() -> None:
     """A module that runs twice has two backwards, the last use first."""
     schedule, units = _recorded("abab")
     got = _nexts(schedule, units, "baba")
-    expect(got == ["a", "b", "a", "none"], "several", got=got)
+    expect(got == ["a", "b", "a", None], "several", got=got)
+    expect(_nexts(schedule, units, "a") == [None], "used-up")
     schedule, units = _recorded("abbc")
     got = _nexts(schedule, units, "cbb")
     expect("b" not in got[1:], "itself", got=got)
     expect(got == ["b", "a", "a"], "in-a-row", got=got)
+    schedule, units = _recorded("abbb")
+    got = _nexts(schedule, units, "bbb")
+    expect(got == ["a", "a", "a"], "three-in-a-row", got=got)
 
 
 def each_iteration() -> None:
@@ -139,7 +191,7 @@ def each_iteration() -> None:
     schedule.end_iteration()
     _run_forward(schedule, units, "ba")
     got = _nexts(schedule, units, "ab")
-    expect(got == ["b", "none"], "old-order", got=got)
+    expect(got == ["b", None], "old-order", got=got)
 
 
 # --- 6: the rate limiter ---
@@ -150,6 +202,7 @@ def _limited(num_released: int, num_in_flight: int = 2, enabled: bool = True) ->
     limiter, waited = RateLimiter(enabled, num_in_flight), list[int]()
     for number in range(num_released):
         limiter.released(_event(number, waited))
+    expect(waited == [], "released-waits", got=waited)
     return limiter, waited
 
 
@@ -161,10 +214,14 @@ def waits_for_oldest() -> None:
     """With two units in flight, the CPU waits for the older one before the third all-gather."""
     limiter, waited = _limited(2)
     limiter.throttle("third")
-    expect(waited != [], "never-waits")
+    num_left = len(limiter)
+    expect(waited or num_left != 1, "not-waited")
+    expect(waited or num_left, "not-stored")
+    expect(waited, "never-waits")
     expect(waited != [1], "newest")
     expect(waited == [0], "oldest", got=waited)
     limiter.throttle("fourth")
+    expect(waited != [0, 1], "too-soon")
     expect(waited == [0], "not-removed")
     limiter.released(_event(2, waited))
     limiter.throttle("fifth")
@@ -192,5 +249,7 @@ def never_three_units() -> None:
         limiter.throttle(str(number))
         num_in_flight = number - len(waited) + 1
         expect(num_in_flight <= 2, "three", number=number, got=num_in_flight)
+        num_waits = len(waited)
         limiter.released(_event(number, waited))
+        expect(len(waited) == num_waits, "released-waits", got=waited[num_waits:])
     expect(waited == list(range(8)), "number-of-waits", got=waited)

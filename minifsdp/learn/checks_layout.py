@@ -35,6 +35,9 @@ def ranges_of_ranks() -> None:
             expect(isinstance(found, slice), "no-slice", got=type(found).__name__)
             right = slice(index * size, (index + 1) * size)
             here = {"numels": numels, "num_shards": num_shards, "rank": index}
+            mine = dist.get_rank()
+            is_mine = index != mine and found == slice(mine * size, (mine + 1) * size)
+            expect(not is_mine, "not-index", index=index, other=mine)
             expect((found.start, found.stop) == (right.start, right.stop), "range", got=found, right=right, **here)
 
 
@@ -46,12 +49,15 @@ def shards_of_example() -> None:
         padded = torch.zeros(sharding.padded_numel)
         padded[: sharding.numel] = torch.cat(values)
         for index, right in enumerate(padded.chunk(num_shards)):
-            shard = sharding.make_shard(values, index)
+            shard, num_given = sharding.make_shard(values, index), len(numels)
+            expect(len(values) == num_given, "changes-list", got=len(values), right=num_given)
             here = {"numels": numels, "num_shards": num_shards, "rank": index, "right": right.tolist()}
             size = sharding.shard_numel
             expect(isinstance(shard, torch.Tensor), "no-tensor", got=type(shard).__name__)
             expect(shard.shape == (size,), "size", got=tuple(shard.shape), size=size, **here)
             num_values = max(0, min(size, sharding.numel - index * size))
+            others = [other for other, chunk in enumerate(padded.chunk(num_shards)) if torch.equal(shard, chunk)]
+            expect(index in others or not others, "not-index", index=index, other=others and others[0])
             is_equal = torch.equal(shard[:num_values], right[:num_values])
             expect(is_equal, "values", got=shard.tolist(), **here)
             expect(torch.equal(shard, right), "padding", got=shard.tolist(), **here)
@@ -72,11 +78,14 @@ def shards_have_own_memory() -> None:
 def shards_of_any_tensor() -> None:
     """Matrices, tensors that are not contiguous, and other dtypes."""
     matrix = torch.arange(6.0).view(2, 3)
-    for value in (matrix, matrix.T, matrix.bfloat16()):
+    # The last one has values that float32 rounds.
+    for value in (matrix, matrix.T, matrix.bfloat16(), matrix.double() / 3):
         shard = flat_tensor.FlatSharding((6,), 2).make_shard([value], 1)
         right = value.reshape(-1)[3:]
         expect(shard.dtype is value.dtype, "dtype", got=shard.dtype, right=value.dtype)
         expect(torch.equal(shard, right), "matrix", got=shard.tolist(), right=right.tolist())
+    shard = flat_tensor.FlatSharding((6,), 2).make_shard([matrix.to("meta")], 0)
+    expect(shard.device.type == "meta", "device", got=shard.device)
 
 
 # --- 8: an uneven last shard ---
@@ -90,11 +99,13 @@ def ranges_along_dim() -> None:
         chunks = [list(chunk) for chunk in torch.arange(size).chunk(num_shards) if size]
         right = [[int(row) for row in chunk] for chunk in chunks] + [[]] * (num_shards - len(chunks))
         found = [shards.shard_range(size, num_shards, index) for index in range(num_shards)]
+        expect(all(isinstance(one, range) for one in found), "no-range", got=found[0])
+        is_within = all(one.start <= size and one.stop <= size for one in found)
+        expect(is_within, "beyond", got=found, size=size, num_shards=num_shards)
         got = [[*one] for one in found]
         here = {"size": size, "num_shards": num_shards, "got": got, "right": right}
         expect([row for one in got for row in one] == list(range(size)), "not-all-rows", **here)
         expect(got == right, "rows", **here)
-        expect(all(one.stop <= size for one in found), "beyond", got=found, size=size, num_shards=num_shards)
 
 
 def equal_messages() -> None:
@@ -142,11 +153,13 @@ def spec_of_mesh() -> None:
 
 def spec_of_unsharded_tensor() -> None:
     """The spec describes the unsharded tensor: its shape, stride and dtype."""
-    original = torch.arange(6.0).view(3, 2).bfloat16()
-    meta = _spec_of(original, init_device_mesh("cpu", (2,))).tensor_meta
+    original, mesh = torch.arange(6.0).view(3, 2).bfloat16(), init_device_mesh("cpu", (2,))
+    meta = _spec_of(original, mesh).tensor_meta
     expect(meta is not None, "no-meta")
     expect(meta.shape == (3, 2), "local-shape", got=tuple(meta.shape))
     expect(tuple(meta.stride) == (2, 1), "stride", got=meta.stride)
+    transposed = _spec_of(original.view(2, 3).T, mesh).tensor_meta.stride
+    expect(tuple(transposed) == (1, 3), "transposed", got=tuple(transposed))
     expect(meta.dtype is torch.bfloat16, "spec-dtype", got=meta.dtype)
 
 
@@ -169,7 +182,13 @@ def around_shard() -> None:
     half = sharded_param._around(shard.bfloat16(), spec)
     half_meta = half._spec.tensor_meta
     described = None if half_meta is None else half_meta.dtype
+    expect(half._local_tensor.dtype is torch.bfloat16, "cast")
     expect(half.dtype is described is torch.bfloat16, "dtype-of-shard", got=half.dtype, described=described)
+    same = half.shape == (3, 2) and half.stride() == (2, 1) and half._spec.placements == spec.placements
+    expect(same, "only-dtype", shape=tuple(half.shape), stride=half.stride(), placements=half._spec.placements)
+    columns = original[:, rank : rank + 1]
+    tensor = sharded_param._around(columns, _spec_of(original, spec.mesh, 1))
+    expect(tensor._local_tensor.data_ptr() == columns.data_ptr(), "copied")
     expect(spec.tensor_meta.dtype is torch.float32, "changed-spec")
 
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from minifsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from minifsdp.api import FullStateDictConfig, ShardedStateDictConfig, StateDictType
 from minifsdp.checkpoint import state_dict
+from minifsdp.engine import optimizer_watch
 from minifsdp.engine.layout import Gradient
 from minifsdp.fsdp2.fsdp_state import state_of
 from minifsdp.learn.checking import CPU, expect, fully_sharded, recorded_collectives, small_model
@@ -52,6 +53,9 @@ def takes_gradients() -> None:
     expect(isinstance(got, Gradient), "no-gradient", got=type(got).__name__)
     expect(_numbers(got) == [1.0, 2.0] and got.numbers == [0, 1], "gradients", got=_numbers(got), numbers=got.numbers)
     expect(all(param.leaf.grad is None for param in layout.params), "left-in-leaf")
+    _give(layout, 1.0, 2.0)
+    layout.take_gradient(with_unreduced=False)
+    expect(all(param.leaf.grad is None for param in layout.params), "left-in-leaf")
     _give(layout, None, 2.0)
     got = layout.take_gradient(with_unreduced=True)
     expect(got.numbers == [1] and len(got.parts) == 1, "number", numbers=got.numbers, got=len(got.parts))
@@ -65,6 +69,7 @@ def adds_up() -> None:
     for value in (1.0, 2.0):
         _give(layout, value, value)
         layout.keep_unreduced(layout.take_gradient(with_unreduced=False))
+        expect(layout in optimizer_watch.watch.unreduced, "first-line")
         kept = [param.unreduced for param in layout.params]
         expect(all(isinstance(one, torch.Tensor) for one in kept), "not-kept")
     means = [one.mean().item() for one in kept]
@@ -79,8 +84,10 @@ def adds_up() -> None:
 def unused_parameter() -> None:
     """A parameter without a gradient in the last micro-batch is still reduced."""
     layout = _layout()
-    _give(layout, 1.0, 1.0)
+    _give(layout, None, 1.0)
     layout.keep_unreduced(layout.take_gradient(with_unreduced=False))
+    kept = [param.unreduced for param in layout.params]
+    expect(kept[0] is None and kept[1] is not None, "ignores-numbers")
     _give(layout, 1.0, None)
     got = layout.take_gradient(with_unreduced=False)
     expect(got.numbers == [0] and _numbers(got) == [1.0], "included-too-early", got=_numbers(got), numbers=got.numbers)
@@ -88,19 +95,23 @@ def unused_parameter() -> None:
     _give(layout, None, 1.0)
     got = layout.take_gradient(with_unreduced=True)
     expect(got.numbers == [0, 1], "lost", numbers=got.numbers)
-    expect(_numbers(got) == [2.0, 2.0], "sum", got=_numbers(got))
+    expect(_numbers(got) == [1.0, 2.0], "sum", got=_numbers(got))
 
 
 def sums_in_reduce_dtype() -> None:
     """Many micro-batches in bfloat16 add up in the reduce dtype."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     layout = _layout(mp_policy=policy)
-    for value in (256.0, 1.0):
+    for value, right in ((256.0, 256.0), (1.0, 257.0)):
         _give(layout, value, value)
         layout.keep_unreduced(layout.take_gradient(with_unreduced=False))
-    got = layout.params[0].unreduced
-    expect(got.dtype is torch.float32, "reduce-dtype", got=got.dtype)
-    expect(got.mean().item() == 257.0, "rounded", got=got.mean().item())
+        got = layout.params[0].unreduced
+        expect(got.dtype is torch.float32, "reduce-dtype", got=got.dtype)
+        expect(got.mean().item() == right, "rounded", got=got.mean().item())
+    _give(layout, 1.0, 1.0)
+    part = layout.take_gradient(with_unreduced=True).parts[0]
+    is_right = part.dtype is torch.float32 and part.mean().item() == 258.0
+    expect(is_right, "rounded-in-the-end", got=part.mean().item(), dtype=part.dtype)
 
 
 def accumulation_trains() -> None:
@@ -148,14 +159,16 @@ def _compare(got: dict[str, Any], right: dict[str, Any]) -> None:
     expect(not missing, "missing", names=missing)
     expect(not more, "unexpected", names=more)
     for name, value in right.items():
+        expect(got[name].numel() or not value.numel(), "empty", name=name)
         expect(got[name].shape == value.shape, "shape", name=name, got=tuple(got[name].shape), right=tuple(value.shape))
         expect(torch.equal(got[name], value), "value", name=name)
 
 
 def full_state_dict() -> None:
     """Names, shapes and values are those of the plain model."""
-    plain, model = _pair()
-    _compare(model.state_dict(), plain.state_dict())
+    for use_orig_params in (False, True):
+        plain, model = _pair(use_orig_params=use_orig_params)
+        _compare(model.state_dict(), plain.state_dict())
 
 
 def every_rank_gathers() -> None:
@@ -172,6 +185,7 @@ def every_rank_gathers() -> None:
             expect(calls[before:] == ["all_gather"], "not-collective", calls=calls[before:])
             # The placeholders are empty.
             names = [key for key in codec.keys if key in state and state[key].numel()]
+            names = [name.replace("_fsdp_wrapped_module.", "") for name in names]
             expect(codec.mesh.is_first or not names, "all-ranks", names=names)
 
         module._write_unit = checked

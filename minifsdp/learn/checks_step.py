@@ -12,6 +12,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from minifsdp.engine.backward_hooks import graph_task
 from minifsdp.engine.hooks import IterationState
 from minifsdp.engine.schedule import BackwardPrefetch, Schedule
 from minifsdp.engine.unit import Phase, State, Unit, UnitPolicy
@@ -76,7 +77,7 @@ def unshard_twice() -> None:
     unit, calls = _unit()
     unit.phase = Phase.SUMMONED
     unit.unshard()
-    expect(calls == [], "summoned")
+    expect(calls == [], "summoned", calls=calls)
 
 
 def wait_waits() -> None:
@@ -90,9 +91,13 @@ def wait_waits() -> None:
     unit.wait()
     expect(calls == ["wait"], "waits-twice", calls=calls)
     unit, _ = _unit()
-    unit.layout.all_gather = lambda _: None
-    unit.unshard()
-    unit.wait()
+    for ends in ("wait", "reshard"):
+        unit.layout.all_gather = lambda _: None
+        unit.unshard()
+        try:
+            getattr(unit, ends)()
+        except (AttributeError, RuntimeError) as error:
+            raise NotMetError("no-handle", error=error) from error
     unit, _ = _unit()
     try:
         unit.wait()
@@ -110,6 +115,7 @@ def reshard_frees() -> None:
     unit.wait()
     calls.clear()
     unit.reshard()
+    expect("wait" not in calls, "waits-again")
     expect("free" in calls, "no-free")
     expect("use_sharded_params" in calls, "modules", calls=calls)
     expect("released" in calls, "not-released", calls=calls)
@@ -139,7 +145,9 @@ def _state(prefetch: BackwardPrefetch | None, **policy: Any) -> tuple[Any, Any, 
     calls: list[str] = []
     nothing: Any = None
     state: Any = IterationState([], nothing, nothing, Schedule(prefetch))
-    unit: Any = Recorder(calls, policy=UnitPolicy(True, **policy), phase=Phase.IDLE, state=State.SHARDED, graph_task=-1)
+    unit: Any = Recorder(
+        calls, policy=UnitPolicy(True, **policy), phase=Phase.IDLE, state=State.SHARDED, graph_task=None
+    )
     unit.awaits_backward, unit.keeps_for_graph, unit.name = True, False, "block"
     unit.layout = Recorder(calls)
 
@@ -165,7 +173,8 @@ def hook_order() -> None:
     state.pre_backward(unit)
     for name in FIRST_CALL:
         expect(name in calls, f"no-{name.replace('_', '-')}", calls=calls)
-    expect(calls.index("prefetch") > calls.index("wait"), "prefetch-first", calls=calls)
+    expect(calls.index("prefetch") > calls.index("unshard"), "prefetch-first", calls=calls)
+    expect(calls.index("prefetch") > calls.index("wait"), "prefetch-early", calls=calls)
     expect(calls.index("unshard") < calls.index("wait"), "wait-first", calls=calls)
     expect(calls == FIRST_CALL, "hook-order", calls=calls, right=FIRST_CALL)
 
@@ -178,6 +187,7 @@ def hook_notes() -> None:
     expect("begin_backward" not in calls, "begins-twice")
     expect(unit.phase is Phase.PRE_BACKWARD, "phase", phase=unit.phase)
     expect(unit.awaits_backward is False, "awaits-backward")
+    expect(unit.graph_task == graph_task(), "graph-task", got=unit.graph_task)
 
 
 def hook_once() -> None:

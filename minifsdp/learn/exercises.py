@@ -74,7 +74,7 @@ class Exercise:
     @property
     def page(self) -> str:
         """The page of the documentation that explains the exercise."""
-        return f"learn/exercises/{self.number:02}-{self.name.replace('_', '-')}.html"
+        return f"docs/learn/exercises/{self.number:02}-{self.name.replace('_', '-')}.md"
 
 
 @cache

@@ -17,6 +17,7 @@ Spec: LEARN-03, LEARN-04, LEARN-06.
 
 import faulthandler
 import importlib
+import inspect
 import json
 import multiprocessing
 import os
@@ -72,13 +73,15 @@ def load(path: Path) -> ModuleType:
 def replace(places: dict[str, str], learner: ModuleType) -> None:
     """2. Replaces functions of the package in this process."""
     for name, place in places.items():
-        function = getattr(learner, name, None)
+        function: Any = getattr(learner, name, None)
         expect(callable(function), "missing-function", name=name)
         module_name, _, path = place.partition(":")
         module = importlib.import_module(f"minifsdp.{module_name}")
         *outer, attribute = path.split(".")
         owner: Any = reduce(getattr, outer, module)
         original = getattr(owner, attribute)
+        got, right = (", ".join(inspect.signature(each).parameters) for each in (function, original))
+        expect(got == right, "signature", name=name, got=got, right=right)
         setattr(owner, attribute, function)
         # Other modules have imported a function of a module by its name.
         for other in list(sys.modules.values()) if owner is module else ():
@@ -131,7 +134,7 @@ def _explained(error: BaseException, path: Path | None) -> tuple[str, dict[str, 
     what = traceback.format_exception_only(error)[-1].strip()
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return "syntax", {"error": what, "line": error.lineno}
-    if mine and isinstance(error, NotImplementedError):
+    if mine and what == "NotImplementedError":
         return "not-written", {"name": mine[-1].name, "line": mine[-1].lineno}
     if mine:
         return "raised", {"error": what, "line": mine[-1].lineno, "code": mine[-1].line}
@@ -171,7 +174,9 @@ def grade(exercise: Exercise, path: Path | None, seconds: float = 60) -> Verdict
         if failures:
             first = failures[0]
             text = texts[first["entry"]].strip().format(**first["values"])
-            return Verdict(first["failed"], first["entry"], f"{text} (Found on rank {first['rank']}.)")
+            # A text about a rank names it already.
+            text += "" if "rank" in first["values"] else f" (Found on rank {first['rank']}.)"
+            return Verdict(first["failed"], first["entry"], text)
         if not in_time:
             where = "; ".join(_position(folder / f"{rank}.stack", path, rank) for rank in range(exercise.num_ranks))
             return Verdict(num_passed, "time-limit", texts["time-limit"].strip().format(seconds=seconds, where=where))

@@ -203,7 +203,7 @@ def test_check_leaves_the_package_of_this_process_unchanged(tmp_path: Path) -> N
 @pytest.mark.spec("LEARN-05")
 @each_exercise
 def test_page_names_functions_and_commands(exercise: Exercise) -> None:
-    text = (ROOT / "docs" / exercise.page).with_suffix(".md").read_text()
+    text = (ROOT / exercise.page).read_text()
     assert f"# Exercise {exercise.number}: {exercise.title}" in text
     for needed in (*exercise.places, *(f"learn {name} {exercise.number}" for name in ("start", "check", "hint"))):
         assert needed in text

@@ -53,9 +53,9 @@ BUDGETS = {
     # Names of torch that other programs read: 34 lines. The state of a module after an evaluation, and a count of steps
     # per root: 44. Gradients that share memory, and their dtypes: 50. The order check of each unit: 12. Devices that
     # are not the current device, streams of an earlier root, and errors of devices: 17. A received full state dict that
-    # no rank stores: 17.
-    "house": 6732,
-    "story": 3239,
+    # no rank stores: 17. A meta device as device_id: 2.
+    "house": 6734,
+    "story": 3240,
     # Messages of a new order have their own tags: 9 lines.
     TRANSPORT: 179,
     DEBUGGING: 322,
@@ -79,11 +79,11 @@ BUDGETS = {
     # A recording, a replay, models by name, a search and a command.
     SIMULATE: 1247,
     # The commands, the grader, and the checks of ten exercises.
-    LEARN: 870,
+    LEARN: 964,
 }
 LONGEST_FILE = 300  # including prose
 LONGER = {
-    "engine/collective_log.py": 343,
+    "engine/collective_log.py": 347,
     "fsdp1/wrapper.py": 321,
     "engine/flat.py": 408,
     "engine/gloo.py": 324,
