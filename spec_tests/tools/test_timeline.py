@@ -99,12 +99,40 @@ def test_overlapping_boxes_are_in_different_rows() -> None:
         assert all(end <= start + 0.6 for (_, end), (start, _) in pairwise(row))
 
 
-def test_box_shows_the_longest_prefix_of_its_name_that_fits() -> None:
-    wide, narrow = boxes(svg([step_of_two_units()], width=1200)), boxes(svg([step_of_two_units()], width=428))
+def labels(picture: str) -> dict[str, list[str]]:
+    """The labels of each kind."""
+    found = boxes(picture)
+    return {kind: [label for other, *_, label in found if other == kind] for kind, *_ in found}
 
-    assert [label for kind, *_, label in wide if kind == "F"] == ["F root", "F blocks.0"]
-    assert [label for kind, *_, label in narrow if kind == "F"] == ["F root", "blocks.0"]
-    assert [label for kind, *_, label in narrow if kind == "AG"] == ["", "0", "0"]
+
+def test_all_boxes_of_a_picture_have_the_same_form_of_label() -> None:
+    events = step_of_two_units()
+
+    assert labels(svg([events], width=2400)) == {
+        "F": ["F root", "F blocks.0"],
+        "B": ["B root", "B blocks.0"],
+        "AG": ["AG root", "AG blocks.0", "AG blocks.0"],
+        "RS": ["RS blocks.0", "RS root"],
+    }
+    short = labels(svg([events], width=800))
+    assert (short["F"], short["B"], short["AG"]) == (["F root", "F 0"], ["B root", "B 0"], ["", "AG 0", "AG 0"])
+    # The shortest form, because no longer one fits into two thirds of the boxes. The small boxes are empty.
+    least = labels(svg([events], width=400))
+    assert (least["F"], least["AG"], least["RS"]) == (["root", "0"], ["", "0", "0"], ["0", ""])
+
+
+@pytest.mark.parametrize(("width", "form"), [(600, "F stage{0}.block{1}"), (430, "F block{1}"), (300, "F {1}")])
+def test_label_is_shortened_to_the_number_of_a_block(width: int, form: str) -> None:
+    events = [Event("F", f"stage{n // 2}.block{n}", n, n + 1.0) for n in range(4)]
+
+    assert [label for *_, label in boxes(svg([events], width=width))] == [form.format(n // 2, n) for n in range(4)]
+
+
+def test_short_label_is_never_shared_by_two_units() -> None:
+    events = [Event("F", f"blocks.{n // 2}.linear{n % 2}", n, n + 1.0) for n in range(4)]
+
+    assert [label for *_, label in boxes(svg([events], width=1200))][1] == "F blocks.0.linear1"
+    assert [label for *_, label in boxes(svg([events], width=400))] == [""] * 4
 
 
 def test_each_reshard_has_a_mark_at_its_time() -> None:
