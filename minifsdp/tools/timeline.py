@@ -95,9 +95,10 @@ class _Sheet:
         x = self.x(event.start)
         self.shapes.append(_SHAPES.mark(event.kind, x, y, _SHAPES.tip(event), self.x(event.end) - x))
 
-    def finished(self, height: float, title: str) -> str:
-        """The complete SVG document."""
-        return str(_SHAPES.document(self.width, height, title, self.ground + self.shapes))
+    def finished(self, height: float, title: str, events: Sequence[Event] = ()) -> str:
+        """The complete SVG document; a description for screen readers gives the order of ``events``."""
+        order = sorted(events, key=lambda event: event.start)
+        return str(_SHAPES.document(self.width, height, title, order, self.ground + self.shapes))
 
 
 def svg(
@@ -138,7 +139,7 @@ def svg(
     for rank, events in enumerate(ranks):
         y = _draw_rank(sheet, y, f"rank {rank}", events, streams)
     _draw_grid(sheet, top, y)
-    return sheet.finished(y + 34, title)
+    return sheet.finished(y + 34, title, ranks[0] if ranks else ())
 
 
 def _draw_heading(sheet: _Sheet, events: Sequence[Event], title: str, *captions: str) -> float:

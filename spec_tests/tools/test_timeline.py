@@ -248,6 +248,28 @@ def test_picture_too_narrow_for_tracks_is_refused() -> None:
         svg([step_of_two_units()], width=100)
 
 
+def test_description_gives_the_order_of_events_in_words() -> None:
+    desc = ET.fromstring(svg([step_of_two_units(), []])).find(f"{SVG}desc")
+
+    assert desc is not None
+    assert desc.text == (
+        "Order on rank 0: all-gather root, forward root, all-gather blocks.0, forward blocks.0, free blocks.0, "
+        "backward root, all-gather blocks.0, backward blocks.0, free blocks.0, reduce-scatter blocks.0, free root, "
+        "reduce-scatter root."
+    )
+
+
+def test_description_ends_after_forty_events() -> None:
+    events = [Event("F", f'"<{n}>"', n, n + 1.0) for n in range(50)]
+    desc = ET.fromstring(svg([events[::-1]])).find(f"{SVG}desc")
+
+    assert desc is not None
+    assert desc.text
+    assert desc.text.startswith('Order on rank 0: forward "<0>", forward "<1>", ')
+    assert desc.text.endswith('forward "<39>", and 10 more.')
+    assert "<desc>" not in svg([[]])
+
+
 # --- the trace ---
 
 
