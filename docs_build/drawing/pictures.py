@@ -58,11 +58,30 @@ def timeline_figure(key: str, caption: str, num_ranks: int = 1, others: Sequence
     return figure(picture, caption, source)
 
 
-def figure(svg: str, caption: str, source: str) -> str:
-    """An SVG with its caption, as wide as the page; on a phone it scrolls."""
+_TIP = re.compile(r"<title>([A-Z][A-Z0-9]*) (\S+), at ([\d.]+) ms")
+
+
+def described(svg: str) -> str:
+    """A stored timeline, with the description that new timelines have; it is computed from the tooltips of rank 0."""
+    if "<desc>" in svg:
+        return svg
+    tips = _TIP.findall(svg.partition(">rank 1</text>")[0])
+    events = [Event(kind, unit, float(at), float(at)) for kind, unit, at in sorted(tips, key=lambda tip: float(tip[2]))]
+    words = timeline.TEMPLATES.get_template("timeline.svg.jinja").module.description(events)  # type: ignore[attr-defined]
+    return svg.replace("</title>", f"</title>\n<desc>{words}</desc>", 1)
+
+
+def scrolling(svg: str) -> str:
+    """An SVG as wide as its column. On a phone it scrolls, by touch and by keyboard."""
     # Without width and height the picture has the width of the column; the viewBox keeps its proportions.
     svg = re.sub(r'(<svg[^>]*?) width="\d+" height="\d+"', r"\1", svg, count=1)
+    name = svg.partition("<title>")[2].partition("</title>")[0].replace('"', "&quot;")
+    return f'<div class="recorded-scroll" tabindex="0" role="region" aria-label="{name}">{svg}</div>'
+
+
+def figure(svg: str, caption: str, source: str) -> str:
+    """An SVG with its caption."""
     return (
-        f'<figure class="recorded"><div class="recorded-scroll" tabindex="0">{svg}</div>'
+        f'<figure class="recorded">{scrolling(svg)}'
         f"<figcaption>{escape(caption)} <small>{escape(source)}</small></figcaption></figure>"
     ).replace("\n", " ")

@@ -78,7 +78,7 @@ def _map(name: str, caption: str) -> str:
 def _asset(name: str, caption: str) -> str:
     """A picture from the repository; it is part of the page, so that it follows the light and the dark theme."""
     svg = (ROOT / "docs" / "assets" / f"{name}.svg").read_text(encoding="utf-8")
-    return pictures.figure(svg, caption, lessons.where(lessons.FIRST_PAGE))
+    return pictures.figure(pictures.described(svg), caption, lessons.where(lessons.FIRST_PAGE))
 
 
 def _proof(rest: str, start: str) -> str:
