@@ -67,7 +67,11 @@ def _pictured(make: Callable[[str, str], str]) -> Verb:
 
 def _timeline(keys: list[str], name: str, caption: str) -> str:
     key, _, num = name.partition(" ")
-    return pictures.timeline_figure(key, caption, int(num or 1), pictures.comparable(key, keys))
+    focus: list[str] = []
+    if caption.startswith("focus="):
+        kinds, _, caption = caption.removeprefix("focus=").partition(" | ")
+        focus = kinds.split()
+    return pictures.timeline_figure(key, caption, int(num or 1), pictures.comparable(key, keys), focus)
 
 
 def _map(name: str, caption: str) -> str:

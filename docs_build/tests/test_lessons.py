@@ -175,7 +175,7 @@ def test_stored_pictures_have_a_description_with_the_order_of_events() -> None:
     assert len(described) == page.count('class="minifsdp-timeline"') > 0
     for title, words in described:
         assert f'role="region" aria-label="{title}"' in page
-        assert words.startswith("Order on rank 0: all-gather 0, forward 0, ")
+        assert words.startswith("Order on rank 0: all-gather 0, ")
         assert words.count("backward 0") == 1
 
 
