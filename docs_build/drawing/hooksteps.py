@@ -87,7 +87,7 @@ def _draw(hook: str, caption: str) -> str:
 
 def storyboard(caption: str) -> str:
     """All five steps in one figure."""
-    return figure([_panel(hook, f"{_held(hook)}.", left=68, full=56) for hook in TITLES], caption, _source())
+    return figure([_panel(hook, f"{_held(hook)}.", full=56) for hook in TITLES], caption, _source())
 
 
 def _source() -> str:
@@ -107,21 +107,21 @@ def _held(hook: str) -> str:
     return held
 
 
-def _panel(hook: str, text: str, left: float = LEFT, full: float = WHOLE) -> Panel:
+def _panel(hook: str, text: str, full: float = WHOLE) -> Panel:
     """The parameters and the gradient of both ranks; ``full`` is the width of an unsharded one."""
     step = after(hook)
     # The shares of the parameters and of the gradient that a rank has.
     shares = {"parameters": 1.0 if step.is_whole else 0.5, "gradient": 1.0 if step.is_reducing else 0.5}
-    parts = [label(f"rank {rank}", left + rank * (full + 12) + full / 2, 16, "mid soft") for rank in range(2)]
+    parts = [label(f"rank {rank}", LEFT + rank * (full + 12) + full / 2, 16, "mid soft") for rank in range(2)]
     for row, (name, share) in enumerate(shares.items()):
         y = TOP + row * (HEIGHT + 10)
-        parts.append(label(name, left - 8, y + 15, "end"))
+        parts.append(label(name, LEFT - 8, y + 15, "end"))
         for rank in range(2):
-            x = left + rank * (full + 12)
+            x = LEFT + rank * (full + 12)
             parts.append(box(x, y, full, HEIGHT))
             if name == "parameters" or step.is_reducing or step.gradient:
                 parts.append(bar(name[0], x + rank * full * (1 - share), y, full * share, HEIGHT))
-    return Panel(TITLES[hook], parts, left + 2 * (full + 12), TOP + 2 * (HEIGHT + 10), text)
+    return Panel(TITLES[hook], parts, LEFT + 2 * (full + 12), TOP + 2 * (HEIGHT + 10), text)
 
 
 def _said(kind: str, unit: str, begins: bool, num_bytes: int) -> str:
