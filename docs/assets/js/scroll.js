@@ -20,6 +20,9 @@
   }
   window.addEventListener("load", () => {
     const observer = new ResizeObserver((entries) => entries.forEach((entry) => update(entry.target)));
-    document.querySelectorAll("article :is(.md-typeset__scrollwrap, pre > code)").forEach((one) => observer.observe(one));
+    const boxes = ":is(.md-typeset__scrollwrap, pre > code)";
+    document.querySelectorAll(`article ${boxes}`).forEach((one) => observer.observe(one));
+    // What was folded has its size now.
+    document.addEventListener("toggle", (event) => event.target.querySelectorAll(boxes).forEach(update), true);
   });
 })();
