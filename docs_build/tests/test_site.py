@@ -46,7 +46,8 @@ PHONE, DESK = (390, 800), (1280, 900)
 
 # The elements of a page that scroll sideways, and that the keyboard cannot reach or that have no name.
 UNREACHABLE = """[...document.querySelectorAll('article *:not(svg *)')].filter((one) =>
-    one.checkVisibility() && one.scrollWidth > one.clientWidth && ['auto', 'scroll'].includes(getComputedStyle(one).overflowX) && !(
+    one.checkVisibility() && one.scrollWidth > one.clientWidth &&
+    ['auto', 'scroll'].includes(getComputedStyle(one).overflowX) && !(
         one.tabIndex === 0 && ['region', 'group'].includes(one.getAttribute('role')) && one.getAttribute('aria-label')
     )).map((one) => `${one.tagName} ${one.className}`)"""
 
