@@ -5,6 +5,7 @@ which is replaced while the site is built::
 
     {{ code engine/unit.py Unit.wait }}        the current source of the function, with a link to its page
     {{ timeline fsdp1-pre-4 | A caption. }}    a picture of a recorded run
+    {{ timeline x | focus=AG B | A caption. }} the same; everything except all-gathers and backward is pale
     {{ simulated prefetch | A caption. }}      a picture of a step that was logged on the simulated accelerator
     {{ proof SHARD-04 PREF-02 }}               requirements, their tests, and the last results of the tests
     {{ sketch holdings | A caption. }}         a drawing of a learning page, with computed numbers

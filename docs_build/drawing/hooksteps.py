@@ -81,28 +81,47 @@ def after(hook: str) -> Step:
 
 
 def _draw(hook: str, caption: str) -> str:
-    step, data = after(hook), recordings.load()
+    words = "; ".join(_said(*one) for one in after(hook).happened)
+    return figure([_panel(hook, f"Recorded: {words}. {_held(hook)}.")], caption, _source())
+
+
+def storyboard(caption: str) -> str:
+    """All five steps in one figure."""
+    return figure([_panel(hook, f"{_held(hook)}.", full=56) for hook in TITLES], caption, _source())
+
+
+def _source() -> str:
     unit = recordings.find(RUN)["units"][_place()]
-    # The shares of the parameters and of the gradient that a rank has.
-    shares = {"parameters": 1.0 if step.is_whole else 0.5, "gradient": 1.0 if step.is_reducing else 0.5}
-    parts = [label(f"rank {rank}", LEFT + rank * (WHOLE + 12) + WHOLE / 2, 16, "mid soft") for rank in range(2)]
-    for row, (name, share) in enumerate(shares.items()):
-        y = TOP + row * (HEIGHT + 10)
-        parts.append(label(name, LEFT - 8, y + 15, "end"))
-        for rank in range(2):
-            x = LEFT + rank * (WHOLE + 12)
-            parts.append(box(x, y, WHOLE, HEIGHT))
-            if name == "parameters" or step.is_reducing or step.gradient:
-                parts.append(bar(name[0], x + rank * WHOLE * (1 - share), y, WHOLE * share, HEIGHT))
-    words = "; ".join(_said(*one) for one in step.happened)
+    date = recordings.load()["date"]
+    return f"From a run recorded on {date} with 2 gloo ranks; the unit has {size_of(unit['bytes'])}."
+
+
+def _held(hook: str) -> str:
+    """The memory of a rank after a hook, in words."""
+    step, unit = after(hook), recordings.find(RUN)["units"][_place()]
     held = f"Each rank stores {size_of(unit['bytes'] if step.is_whole else unit['shard'])} of its parameters"
     if step.is_reducing:
         held += ", and the reduction of the unsharded gradient is in flight"
     if step.gradient:
         held += f", and {size_of(step.gradient)} of the mean gradient"
-    source = f"From a run recorded on {data['date']} with 2 gloo ranks; the unit has {size_of(unit['bytes'])}."
-    panel = Panel(TITLES[hook], parts, LEFT + 2 * (WHOLE + 12), TOP + 2 * (HEIGHT + 10), f"Recorded: {words}. {held}.")
-    return figure([panel], caption, source)
+    return held
+
+
+def _panel(hook: str, text: str, full: float = WHOLE) -> Panel:
+    """The parameters and the gradient of both ranks; ``full`` is the width of an unsharded one."""
+    step = after(hook)
+    # The shares of the parameters and of the gradient that a rank has.
+    shares = {"parameters": 1.0 if step.is_whole else 0.5, "gradient": 1.0 if step.is_reducing else 0.5}
+    parts = [label(f"rank {rank}", LEFT + rank * (full + 12) + full / 2, 16, "mid soft") for rank in range(2)]
+    for row, (name, share) in enumerate(shares.items()):
+        y = TOP + row * (HEIGHT + 10)
+        parts.append(label(name, LEFT - 8, y + 15, "end"))
+        for rank in range(2):
+            x = LEFT + rank * (full + 12)
+            parts.append(box(x, y, full, HEIGHT))
+            if name == "parameters" or step.is_reducing or step.gradient:
+                parts.append(bar(name[0], x + rank * full * (1 - share), y, full * share, HEIGHT))
+    return Panel(TITLES[hook], parts, LEFT + 2 * (full + 12), TOP + 2 * (HEIGHT + 10), text)
 
 
 def _said(kind: str, unit: str, begins: bool, num_bytes: int) -> str:

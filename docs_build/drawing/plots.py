@@ -84,12 +84,13 @@ def growth(record: Any, name: str, caption: str) -> str:
     bottom = GROWTH.top + GROWTH.height
     texts = [(title, 8, 18, "")]
     texts += [(value, GROWTH.at(x, 0)[0], bottom + 20, "soft mid") for value, x in zip(values, across, strict=True)]
+    texts.append((f"{AXES[axis]} (both axes are logarithmic)", GROWTH.at(0.5, 0)[0], bottom + 40, "soft mid"))
     levels = [(f"{tick:g}", GROWTH.at(0, y)[1]) for tick, y in zip(ticks, _shares(ticks, ticks), strict=True)]
     drawn = []
     for number, (who, costs) in enumerate(curves.items()):
         points = GROWTH.points(list(zip(across, _shares(costs, ticks), strict=True)))
         drawn.append(_curve(who, "", 8 + 200 * (number % 3), 36 + 18 * (number // 3), points))
-    picture = PLOTS.curves(title, "growth", GROWTH, bottom + 32, levels, texts, drawn)
+    picture = PLOTS.curves(title, "growth", GROWTH, bottom + 50, levels, texts, drawn)
     when, machine = facts(record)[:2]
     return pictures.figure(picture, caption, f"{when.capitalize()}, on the fake backend; {machine}.")
 
@@ -148,7 +149,8 @@ def _ratios(by_workload: dict[str, dict[str, dict[str, float]]]) -> str:
         return LEFT + (column - LEFT - RIGHT) * ratio / ticks[-1]
 
     title = "Time of a step, divided by the time of torch's fastest FSDP"
-    return PLOTS.ratios(title, panels, WIDTH, height * math.ceil(len(panels) / 2), LEFT, ROW, ticks, place)
+    total = height * math.ceil(len(panels) / 2) + ROW
+    return PLOTS.ratios(title, panels, WIDTH, total, LEFT, ROW, ticks, place)
 
 
 def _memory(shown: dict[str, list[tuple[float, float]]], kind: str) -> str:
@@ -164,5 +166,6 @@ def _memory(shown: dict[str, list[tuple[float, float]]], kind: str) -> str:
         points = MEMORY.points([(moment, size / ticks[-1]) for moment, size in curve])
         drawn.append(_curve(name, most, MEMORY.left + 260 * number, 18, points))
     levels = [(f"{tick:g}", MEMORY.at(0, tick / ticks[-1])[1]) for tick in ticks]
+    texts.append(("time within one step", MEMORY.at(0.5, 0)[0], bottom + 18, "soft mid"))
     texts.append(("and ends", right, bottom + 18, "soft end"))
     return PLOTS.curves(f"Live tensors during a step, {kind}", "memory", MEMORY, bottom + 28, levels, texts, drawn)

@@ -10,6 +10,7 @@ SKETCHES: dict[str, Callable[[str], str]] = {
     "weight": oneweight.draw,
     "links": linkbytes.draw,
     "activations": memorycurve.draw,
+    "hooks": hooksteps.storyboard,
     **hooksteps.STEPS,
 }
 

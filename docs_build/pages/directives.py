@@ -67,7 +67,11 @@ def _pictured(make: Callable[[str, str], str]) -> Verb:
 
 def _timeline(keys: list[str], name: str, caption: str) -> str:
     key, _, num = name.partition(" ")
-    return pictures.timeline_figure(key, caption, int(num or 1), pictures.comparable(key, keys))
+    focus: list[str] = []
+    if caption.startswith("focus="):
+        kinds, _, caption = caption.removeprefix("focus=").partition(" | ")
+        focus = kinds.split()
+    return pictures.timeline_figure(key, caption, int(num or 1), pictures.comparable(key, keys), focus)
 
 
 def _map(name: str, caption: str) -> str:
@@ -78,7 +82,7 @@ def _map(name: str, caption: str) -> str:
 def _asset(name: str, caption: str) -> str:
     """A picture from the repository; it is part of the page, so that it follows the light and the dark theme."""
     svg = (ROOT / "docs" / "assets" / f"{name}.svg").read_text(encoding="utf-8")
-    return pictures.figure(svg, caption, lessons.where(lessons.FIRST_PAGE))
+    return pictures.figure(pictures.described(svg), caption, lessons.where(lessons.FIRST_PAGE))
 
 
 def _proof(rest: str, start: str) -> str:

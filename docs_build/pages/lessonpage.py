@@ -1,11 +1,10 @@
 """The page of a tutorial: its essay, the output and pictures of a recorded run, and the script next to its prose."""
 
-import re
 from pathlib import Path
 
 from markupsafe import Markup
 
-from docs_build.drawing import linkbytes
+from docs_build.drawing import linkbytes, pictures
 from docs_build.generator import relative
 from docs_build.pages.modulepage import page_of, side_by_side, way_through
 from docs_build.reading.source import read_module
@@ -27,17 +26,12 @@ def lesson_page(name: str) -> str:
     run, drawn = recorded()[name], ""
     # Uneven pictures would mainly show that equal blocks took unequal times.
     is_even = all(unevenness(svg) <= EVEN for svg in run["pictures"].values())
-    pictures = [_scalable(svg) for svg in run["pictures"].values()] if is_even else None
+    drawings = [svg[svg.index("<svg") :] for svg in run["pictures"].values()]
+    shown = [pictures.scrolling(pictures.described(svg)) for svg in drawings] if is_even else None
     if name == "tutorials/hybrid.py":
         about = f"Recorded on {run['date']} with {lesson.num_ranks} ranks."
         drawn = Markup(linkbytes.draw_table(run["output"], about))
-    return side_by_side(read_module(name), headline, way, PAGES.lesson(lesson, run, _time(lesson), drawn, pictures))
-
-
-def _scalable(svg: str) -> str:
-    """The picture with the full width of the page, without the lines before its ``<svg>`` element."""
-    whole = svg[svg.index("<svg") :]
-    return re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', r'\1 style="width:100%;height:auto"', whole, count=1)
+    return side_by_side(read_module(name), headline, way, PAGES.lesson(lesson, run, _time(lesson), drawn, shown))
 
 
 def lesson_list() -> str:

@@ -13,6 +13,7 @@ from docs_build.pages import (
     optimizer_runs,
     parameter_states,
     placement,
+    raced,
     streams,
 )
 from docs_build.reading.papers import hybrid_cross_host, hybrid_cross_host_as_printed, zero_bytes
@@ -111,6 +112,7 @@ VALUES: dict[str, Callable[[], object]] = {
     "gpu-passed": gpurun.num_passed,
 }
 TABLES: dict[str, Callable[[], str]] = {
+    "raced": raced.found,
     "zero": zero_table,
     "placements": placement.placements_table,
     "traffic": traffic_table,

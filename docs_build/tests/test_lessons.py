@@ -166,6 +166,30 @@ def test_page_shows_titles_of_itself_and_adjacent_lessons() -> None:
         assert ways["next"] == [f"{title} &rarr;" for title in titles[number + 1 :][:1]] * 2
 
 
+@pytest.mark.needs("mkdocs")
+def test_stored_pictures_have_a_description_with_the_order_of_events() -> None:
+    from docs_build.pages.lessonpage import lesson_page
+
+    page = lesson_page("tutorials/overlap.py")
+    described = re.findall(r"<title>([^<]*)</title>\s*<desc>([^<]*)</desc>", page)
+    assert len(described) == page.count('class="minifsdp-timeline"') > 0
+    for title, words in described:
+        assert f'role="region" aria-label="{title}"' in page
+        assert words.startswith("Order on rank 0: all-gather 0, ")
+        assert words.count("backward 0") == 1
+
+
+def test_stored_description_is_that_of_a_new_picture() -> None:
+    from docs_build.drawing import pictures
+    from minifsdp.tools import timeline
+
+    events = pictures.events_of("fsdp1-full-off-block-2-wide")
+    new = timeline.svg(events)
+    old = re.sub(r"<desc>.*?</desc>\n", "", new)
+    assert old != new
+    assert pictures.described(old) == pictures.described(new) == new
+
+
 def test_first_picture_is_even_and_has_recording_date() -> None:
     picture = (ROOT / "docs" / "assets" / "timeline.svg").read_text(encoding="utf-8")
     assert len(lessons.BOX.findall(picture)) == 2 * 2 * 3

@@ -90,3 +90,33 @@ def test_page_shows_all_pictures() -> None:
 
     page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     assert re.findall(r"^\{\{ raced ([^|]*) \| ", page, re.MULTILINE) == ["ratios", "memory flat", "memory FSDP2"]
+
+
+def test_results_begin_with_sentences_of_the_record(tmp_path: Path) -> None:
+    from docs_build.pages import raced
+    from docs_build.pages.directives import expand
+
+    assert raced.found() == (
+        "**Time.** The fastest minifsdp takes 0.75 to 0.75 of the time of torch's fastest FSDP, and is faster in 1 of "
+        "1 workloads. DDP, which shards nothing and stores the whole model on every rank, is faster than the fastest "
+        "minifsdp in 1 of 1 workloads. **Memory.** At the peak of a step of `gpt`, minifsdp has 150 MiB in live "
+        "tensors, torch's FSDP 137 to 999."
+    )
+    assert raced.found() in expand("{{ table raced }}", "benchmarks.html")
+    slow = {"minifsdp flat": {"median": 0.9}, "minifsdp FSDP2": {"median": 1.5}, "DDP": {"median": 0.95}}
+    ratios = {"wide": slow, "gpt": {"minifsdp flat": {"median": 1.2}}}
+    memory = {"minifsdp flat": [[0.0, 80.0]], "torch FSDP2": [[0.0, 90.0]], "DDP": [[0.0, 5.0], [1.0, 300.0]]}
+    (tmp_path / "benchmarks.json").write_text(json.dumps({"ratios": ratios, "memory": memory}))
+    assert "0.90 to 1.20 of the time of torch's fastest FSDP, and is faster in 1 of 2 workloads" in raced.found()
+    assert "At least one kind of minifsdp is slower than torch in `gpt`, `wide`." in raced.found()
+    assert "in 0 of 1 workloads." in raced.found()
+    assert raced.found().endswith("minifsdp has 80 MiB in live tensors, torch's FSDP 90, and DDP 300.")
+    (tmp_path / "benchmarks.json").write_text(json.dumps({"circumstances": []}))
+    assert raced.found() == ""
+
+
+def test_plots_have_titles_of_their_axes() -> None:
+    from docs_build.drawing import plots
+
+    assert "Horizontal axes: time of a step / time of torch" in plots.raced("ratios", "Ratios.")
+    assert re.search(r">MiB<.*>time within one step<", plots.raced("memory flat", "Memory."))

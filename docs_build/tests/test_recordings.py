@@ -205,3 +205,34 @@ def test_prefetch_pictures_show_overlapping_all_gathers() -> None:
     assert begun_before_the_end_of("F", forward) == ALL
     # The check also detects a run without prefetching.
     assert begun_before_the_end_of("B", post) == begun_before_the_end_of("F", pre) == NONE
+
+
+@pytest.mark.needs("mkdocs")
+def test_picture_with_a_focus_says_what_it_highlights() -> None:
+    from docs_build.pages.directives import expand
+    from docs_build.pages.raw import put_back
+
+    line = "{{ timeline fsdp1-full-pre-block-2-wide 2 | focus=B RS | One step: both ranks. }}"
+    page = put_back(expand(line, "learn/x.html"))
+    assert '<figure class="recorded" data-focus="B RS">' in page
+    assert "<title>One step</title>" in page
+    assert "<figcaption>One step: both ranks. <small>Highlighted: backward, reduce-scatter; everything else" in page
+    assert "data-focus" not in pictures.timeline_figure("fsdp1-full-pre-block-2-wide", "A")
+    with pytest.raises(KeyError, match="XY"):
+        pictures.timeline_figure("fsdp1-full-pre-block-2-wide", "A", focus=["XY"])
+
+
+def test_every_kind_in_a_focus_has_a_style() -> None:
+    style = (DOCS / "assets" / "css" / "site.css").read_text(encoding="utf-8")
+    pages = [path.read_text(encoding="utf-8") for path in (DOCS / "learn").glob("*.md")]
+    used = {kind for page in pages for kinds in re.findall(r"\| focus=([\w ]+) \|", page) for kind in kinds.split()}
+    assert used >= {"AG", "RS", "memory"}
+    assert all(f'[data-focus~="{kind}"] .minifsdp-timeline .{kind}' in style for kind in used)
+
+
+def test_size_of_a_model_is_that_of_its_stored_parameters() -> None:
+    wide, narrow = (pictures.timeline_figure(f"fsdp1-full-pre-block-2{kind}-wide", "A") for kind in ("", "-bf16"))
+    said = re.search(r"The model: [\d.]+ MB of parameters", wide)
+    assert said
+    assert said[0] in narrow
+    assert "MB after the cast to bfloat16. Recorded on" in narrow

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -42,33 +44,77 @@ def test_the_address_in_a_message_leads_to_its_entry(site: Path, message: Messag
 PHONE, DESK = (390, 800), (1280, 900)
 
 
+# The elements of a page that scroll sideways, and that the keyboard cannot reach or that have no name.
+UNREACHABLE = """[...document.querySelectorAll('article *:not(svg *)')].filter((one) =>
+    one.checkVisibility() && one.scrollWidth > one.clientWidth &&
+    ['auto', 'scroll'].includes(getComputedStyle(one).overflowX) && !(
+        one.tabIndex === 0 && ['region', 'group'].includes(one.getAttribute('role')) && one.getAttribute('aria-label')
+    )).map((one) => `${one.tagName} ${one.className}`)"""
+
+
+def unreachable(tab: Tab) -> list[str]:
+    """These elements. The script of the page needs a moment after a change of the width."""
+    end = time.monotonic() + 3
+    while (found := list(tab.look(UNREACHABLE))) and time.monotonic() < end:
+        tab.browser.wait(0.05)
+    return found
+
+
+class Survey(NamedTuple):
+    """A page: its errors, its requests, and on a phone its width and the boxes that need a mouse to scroll."""
+
+    problems: list[str]
+    requests: list[str]
+    width: int
+    unreachable: list[str]
+
+
 @pytest.fixture(scope="module")
-def survey(site: Path, address: str, tab: Tab) -> dict[str, tuple[list[str], list[str], int]]:
-    """For each page, opened once: its errors, its requests, and its width on a phone."""
+def survey(site: Path, address: str, tab: Tab) -> dict[str, Survey]:
+    """Each page, opened once."""
     found = {}
     for page in pages_of(site):
         tab.resize(*DESK)
         tab.open(address + page)
         tab.resize(*PHONE)
         width = tab.look("document.documentElement.scrollWidth")
-        found[page] = (tab.problems(), tab.requests(), width)
+        found[page] = Survey(tab.problems(), tab.requests(), width, unreachable(tab))
     tab.resize(*DESK)
     return found
 
 
-def test_every_page_opens_without_problem(survey: dict[str, tuple[list[str], list[str], int]]) -> None:
-    assert {page: problems for page, (problems, _, _) in survey.items() if problems} == {}
+def test_every_page_opens_without_problem(survey: dict[str, Survey]) -> None:
+    assert {page: found.problems for page, found in survey.items() if found.problems} == {}
 
 
-def test_pages_load_nothing_from_other_sites(survey: dict[str, tuple[list[str], list[str], int]], address: str) -> None:
+def test_pages_load_nothing_from_other_sites(survey: dict[str, Survey], address: str) -> None:
     own = (address, "data:", "blob:")
-    asked = {page: [url for url in urls if not url.startswith(own)] for page, (_, urls, _) in survey.items()}
-    assert all(urls for _, urls, _ in survey.values())
+    asked = {page: [url for url in found.requests if not url.startswith(own)] for page, found in survey.items()}
+    assert all(found.requests for found in survey.values())
     assert {page: urls for page, urls in asked.items() if urls} == {}
 
 
-def test_no_page_is_wider_than_a_phone(survey: dict[str, tuple[list[str], list[str], int]]) -> None:
-    assert {page: width for page, (_, _, width) in survey.items() if width > PHONE[0]} == {}
+def test_no_page_is_wider_than_a_phone(survey: dict[str, Survey]) -> None:
+    assert {page: found.width for page, found in survey.items() if found.width > PHONE[0]} == {}
+
+
+def test_everything_that_scrolls_sideways_can_be_scrolled_with_the_keyboard(survey: dict[str, Survey]) -> None:
+    assert {page: found.unreachable for page, found in survey.items() if found.unreachable} == {}
+
+
+@pytest.mark.parametrize("page", ["tutorials/overlap.html", "tutorials/train_gpt.html"])
+def test_pictures_of_a_tutorial_scroll_on_a_phone_and_stay_readable(address: str, tab: Tab, page: str) -> None:
+    tab.resize(*PHONE)
+    try:
+        tab.open(address + page)
+        pictures = "[...document.querySelectorAll('.lesson-picture svg.minifsdp-timeline')]"
+        # The height of a label on the screen, in pixels.
+        labels = tab.look(pictures + ".map((one) => one.querySelector('.box text').getBoundingClientRect().height)")
+        assert labels
+        assert min(labels) > 8
+        assert tab.look(pictures + ".every((one) => one.parentElement.scrollWidth > one.parentElement.clientWidth)")
+    finally:
+        tab.resize(*DESK)
 
 
 def find_the_error_of_mixed_tensors(tab: Tab) -> None:

@@ -22,7 +22,7 @@ GB = 10**9
 # The drawings of each page.
 PAGES = {
     "learn/why": ["weight", "holdings", "bars", "activations"],
-    "learn/hooks": list(hooksteps.STEPS),
+    "learn/hooks": ["hooks", *hooksteps.STEPS],
     "learn/strategies": ["links"],
 }
 
@@ -123,6 +123,19 @@ def test_step_draws_full_bars_or_half_of_each_rank() -> None:
     assert half == same == hooksteps.WHOLE / 2
     assert second - first == hooksteps.WHOLE + 12 + half
     assert [width for _, width in bars_of(draw("end_backward", "Cut."), "g")] == [hooksteps.WHOLE / 2] * 2
+
+
+def test_storyboard_shows_all_steps_of_a_unit_in_their_order() -> None:
+    html = draw("hooks", "All.")
+    assert re.findall(r'class="sketch-title">([^<]*)<', html) == list(hooksteps.TITLES.values())
+    for panel, hook in zip(html.split('class="sketch-panel"')[1:], hooksteps.STEPS, strict=True):
+        (alone,) = draw(hook, "One.").split('class="sketch-panel"')[1:]
+        for kind in "pg":
+            drawn = [width / 56 for _, width in bars_of(panel, kind)]
+            assert drawn == [width / hooksteps.WHOLE for _, width in bars_of(alone, kind)]
+        words = re.search(r'class="sketch-text">([^<]*)<', panel)
+        assert words
+        assert words[1] in alone
 
 
 def test_kinds_of_bytes_differ_in_more_than_colour() -> None:

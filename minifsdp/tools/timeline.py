@@ -30,7 +30,8 @@ Spec: the paragraph "The tracer" at the head of the spec.
 """
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,14 +62,18 @@ class _Sheet:
         width: the width of the whole picture, in pixels.
         seconds: the time from the left edge of the tracks to their right edge.
         num_bytes: the number of unsharded bytes at the top of their track.
+        events: all events of the picture, for the labels.
 
     Attributes:
+        labels: the label of each box by its kind and unit.
         ground: bands and grid, drawn below all other shapes.
         shapes: the others, the first at the bottom.
     """
 
-    def __init__(self, width: int, seconds: float, num_bytes: int = 0) -> None:
+    def __init__(self, width: int, seconds: float, num_bytes: int = 0, events: Iterable[Event] = ()) -> None:
         self.width, self.seconds, self.num_bytes = width, seconds, num_bytes
+        boxes = [event for event in events if event.kind in BOXES]
+        self.labels = _labels([(one.kind, one.unit, self.x(one.end) - self.x(one.start)) for one in boxes])
         self.ground: list[str] = []
         self.shapes: list[str] = []
 
@@ -90,9 +95,10 @@ class _Sheet:
         x = self.x(event.start)
         self.shapes.append(_SHAPES.mark(event.kind, x, y, _SHAPES.tip(event), self.x(event.end) - x))
 
-    def finished(self, height: float, title: str) -> str:
-        """The complete SVG document."""
-        return str(_SHAPES.document(self.width, height, title, self.ground + self.shapes))
+    def finished(self, height: float, title: str, events: Sequence[Event] = ()) -> str:
+        """The complete SVG document; a description for screen readers gives the order of ``events``."""
+        order = sorted(events, key=lambda event: event.start)
+        return str(_SHAPES.document(self.width, height, title, order, self.ground + self.shapes))
 
 
 def svg(
@@ -124,7 +130,7 @@ def svg(
     everything = [event for events in ranks for event in events]
     # A recording without events, or of a single moment, still has a width.
     seconds = max((event.end for event in everything), default=0.0) or 1e-3 if seconds is None else seconds
-    sheet = _Sheet(width, seconds, num_bytes or max(map(peak_gathered_bytes, ranks), default=0))
+    sheet = _Sheet(width, seconds, num_bytes or max(map(peak_gathered_bytes, ranks), default=0), everything)
     used = {event.stream for event in everything}
     streams = [stream for stream in STREAMS if stream != "all_reduce" or stream in used]
     has_arrivals = any(event.arrived is not None for event in everything)
@@ -133,7 +139,7 @@ def svg(
     for rank, events in enumerate(ranks):
         y = _draw_rank(sheet, y, f"rank {rank}", events, streams)
     _draw_grid(sheet, top, y)
-    return sheet.finished(y + 34, title)
+    return sheet.finished(y + 34, title, ranks[0] if ranks else ())
 
 
 def _draw_heading(sheet: _Sheet, events: Sequence[Event], title: str, *captions: str) -> float:
@@ -180,17 +186,38 @@ def _draw_stream(sheet: _Sheet, y: float, name: str, events: Sequence[Event]) ->
         x = sheet.x(event.start)
         width = max(sheet.x(event.end) - x, 1.0)
         there = None if event.arrived is None else sheet.x(event.arrived)
-        sheet.shapes.append(_SHAPES.box(event, x, y + _ROW * row, width, _label(event, width), there))
+        label = sheet.labels[event.kind, event.unit]
+        label = label if _fits(label, width) else ""
+        sheet.shapes.append(_SHAPES.box(event, x, y + _ROW * row, width, label, there))
     for event in marks:
         sheet.mark(event, y + strip + _STRIP / 2)
     return y + height + _GAP
 
 
-def _label(event: Event, width: float) -> str:
-    """The longest label that fits into the box: kind and name, the name, or its last part; otherwise empty."""
-    name = event.unit or "root"
-    labels = (f"{event.kind} {name}", name, name.rpartition(".")[2])
-    return next((label for label in labels if _LETTER * len(label) + 6 <= width), "")
+def _labels(boxes: Sequence[tuple[str, str, float]]) -> dict[tuple[str, str], str]:
+    """Labels by kind and unit, all of the same form, such as ``F blocks.block2``, ``F block2``, ``F 2`` or ``2``.
+
+    It is the longest form that fits into two thirds of the boxes, or the shortest one if none does. Short names that
+    two units have in common are not used.
+
+    Args:
+        boxes: kind, unit and width in pixels of each box.
+    """
+    full = {unit: unit or "root" for _, unit, _ in boxes}
+    last = {unit: name.rpartition(".")[2] for unit, name in full.items()}
+    number = {unit: re.sub(r"^\D+(?=\d+$)", "", name) for unit, name in last.items()}
+    names = [full, *(short for short in (last, number) if len(set(short.values())) == len(full))]
+    forms = [{(kind, unit): f"{kind} {form[unit]}" for kind, unit, _ in boxes} for form in names]
+    forms.append({(kind, unit): names[-1][unit] for kind, unit, _ in boxes})
+
+    def fits(form: dict[tuple[str, str], str]) -> bool:
+        return 3 * sum(_fits(form[kind, unit], width) for kind, unit, width in boxes) >= 2 * len(boxes)
+
+    return next(filter(fits, forms), forms[-1])
+
+
+def _fits(label: str, width: float) -> bool:
+    return _LETTER * len(label) + 6 <= width
 
 
 def _draw_memory(sheet: _Sheet, y: float, events: Sequence[Event]) -> float:

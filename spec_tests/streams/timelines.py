@@ -106,8 +106,8 @@ def comparison(title: str, panels: Sequence[tuple[str, Step]]) -> str:
     rows = [row for row in ROWS if any(row == moment.row for _, run in runs for moment in run.step.moments)]
     stairs = {name: _memory(run) for name, run in runs}
     largest = max(timeline.peak_gathered_bytes(events) for events in stairs.values())
-    sheet = timeline._Sheet(WIDTH, max(run.end for _, run in runs), largest)
     everything = [event for _, run in runs for row in rows for event in _events(run, row)]
+    sheet = timeline._Sheet(WIDTH, max(run.end for _, run in runs), largest, everything)
     model = f"{1e6 * LAUNCH:.0f} us of the CPU for each operator, {COMPUTE / 1e9:.0f} GB/s computing,"
     captions = (
         "Simulated: order and waits are real, lengths are a model:",

@@ -99,12 +99,40 @@ def test_overlapping_boxes_are_in_different_rows() -> None:
         assert all(end <= start + 0.6 for (_, end), (start, _) in pairwise(row))
 
 
-def test_box_shows_the_longest_prefix_of_its_name_that_fits() -> None:
-    wide, narrow = boxes(svg([step_of_two_units()], width=1200)), boxes(svg([step_of_two_units()], width=428))
+def labels(picture: str) -> dict[str, list[str]]:
+    """The labels of each kind."""
+    found = boxes(picture)
+    return {kind: [label for other, *_, label in found if other == kind] for kind, *_ in found}
 
-    assert [label for kind, *_, label in wide if kind == "F"] == ["F root", "F blocks.0"]
-    assert [label for kind, *_, label in narrow if kind == "F"] == ["F root", "blocks.0"]
-    assert [label for kind, *_, label in narrow if kind == "AG"] == ["", "0", "0"]
+
+def test_all_boxes_of_a_picture_have_the_same_form_of_label() -> None:
+    events = step_of_two_units()
+
+    assert labels(svg([events], width=2400)) == {
+        "F": ["F root", "F blocks.0"],
+        "B": ["B root", "B blocks.0"],
+        "AG": ["AG root", "AG blocks.0", "AG blocks.0"],
+        "RS": ["RS blocks.0", "RS root"],
+    }
+    short = labels(svg([events], width=800))
+    assert (short["F"], short["B"], short["AG"]) == (["F root", "F 0"], ["B root", "B 0"], ["", "AG 0", "AG 0"])
+    # The shortest form, because no longer one fits into two thirds of the boxes. The small boxes are empty.
+    least = labels(svg([events], width=400))
+    assert (least["F"], least["AG"], least["RS"]) == (["root", "0"], ["", "0", "0"], ["0", ""])
+
+
+@pytest.mark.parametrize(("width", "form"), [(600, "F stage{0}.block{1}"), (430, "F block{1}"), (300, "F {1}")])
+def test_label_is_shortened_to_the_number_of_a_block(width: int, form: str) -> None:
+    events = [Event("F", f"stage{n // 2}.block{n}", n, n + 1.0) for n in range(4)]
+
+    assert [label for *_, label in boxes(svg([events], width=width))] == [form.format(n // 2, n) for n in range(4)]
+
+
+def test_short_label_is_never_shared_by_two_units() -> None:
+    events = [Event("F", f"blocks.{n // 2}.linear{n % 2}", n, n + 1.0) for n in range(4)]
+
+    assert [label for *_, label in boxes(svg([events], width=1200))][1] == "F blocks.0.linear1"
+    assert [label for *_, label in boxes(svg([events], width=400))] == [""] * 4
 
 
 def test_each_reshard_has_a_mark_at_its_time() -> None:
@@ -218,6 +246,28 @@ def test_a_recording_with_nothing_in_it_still_gives_a_valid_picture(events: list
 def test_picture_too_narrow_for_tracks_is_refused() -> None:
     with pytest.raises(ValueError, match="width=100"):
         svg([step_of_two_units()], width=100)
+
+
+def test_description_gives_the_order_of_events_in_words() -> None:
+    desc = ET.fromstring(svg([step_of_two_units(), []])).find(f"{SVG}desc")
+
+    assert desc is not None
+    assert desc.text == (
+        "Order on rank 0: all-gather root, forward root, all-gather blocks.0, forward blocks.0, free blocks.0, "
+        "backward root, all-gather blocks.0, backward blocks.0, free blocks.0, reduce-scatter blocks.0, free root, "
+        "reduce-scatter root."
+    )
+
+
+def test_description_ends_after_forty_events() -> None:
+    events = [Event("F", f'"<{n}>"', n, n + 1.0) for n in range(50)]
+    desc = ET.fromstring(svg([events[::-1]])).find(f"{SVG}desc")
+
+    assert desc is not None
+    assert desc.text
+    assert desc.text.startswith('Order on rank 0: forward "<0>", forward "<1>", ')
+    assert desc.text.endswith('forward "<39>", and 10 more.')
+    assert "<desc>" not in svg([[]])
 
 
 # --- the trace ---
