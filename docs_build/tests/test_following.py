@@ -16,17 +16,16 @@ ROOT = Path(__file__).resolve().parents[2]
 def following() -> dict[str, str | None]:
     """For each page of the navigation, the page that "Next" leads to."""
     from mkdocs.config import load_config
-    from mkdocs.structure.files import get_files
+    from mkdocs.structure.files import File, get_files
     from mkdocs.structure.nav import get_navigation
 
     from docs_build import hook
-    from docs_build.generator import generated
 
     config = hook.on_config(load_config(str(ROOT / "mkdocs.yml")))
     files = get_files(config)
     for uri in uris(config.nav):
         if files.get_file_from_path(uri) is None:
-            files.append(generated(config, uri, content=""))
+            files.append(File(uri, config.docs_dir, config.site_dir, config.use_directory_urls))
     pages = hook.on_nav(get_navigation(files, config), config=config, files=files).pages
     for page in pages:
         assert page.next_page is None or page.next_page.previous_page is page
