@@ -2,13 +2,15 @@
 
 1. on_config: the navigation gets a page for each module of the package, and one for each tutorial.
 2. on_files: generated pages and scripts are added.
-3. on_page_markdown: lines in double braces are replaced, each page gets a description, and terms of the glossary are
+3. on_nav: "Previous" and "Next" in the footer lead through the lessons to the tutorials. Pages for teachers and pages
+   of modules have separate sequences.
+4. on_page_markdown: lines in double braces are replaced, each page gets a description, and terms of the glossary are
    marked.
-4. on_page_content: pages of modules and of the spec get their HTML; requirement IDs and names of modules become links;
+5. on_page_content: pages of modules and of the spec get their HTML; requirement IDs and names of modules become links;
    a page gets the scripts that it needs, and parts that the search must not contain are marked.
-5. on_post_page: a link to the repository, if there is one, does not request its number of stars, and the search
+6. on_post_page: a link to the repository, if there is one, does not request its number of stars, and the search
    dialog gets a name.
-6. on_post_build: the search index is split in two. Then every link and anchor of the finished site is followed; a
+7. on_post_build: the search index is split in two. Then every link and anchor of the finished site is followed; a
    broken one is a warning, and a warning fails a strict build.
 """
 
@@ -47,6 +49,9 @@ from docs_build.recording import lessons, results
 
 log = logging.getLogger("mkdocs.hooks.minifsdp")
 
+# Folders whose pages are not in the sequence of the other pages.
+_SEPARATE = ("teach/", "read/")
+
 
 def on_config(config: Any) -> Any:
     """1. Adds the pages of modules and tutorials to the navigation."""
@@ -79,8 +84,21 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
+def on_nav(nav: Any, **_: Any) -> Any:
+    """3. Connects each page with the one before and the one after it."""
+    for folder in ("", *_SEPARATE):
+        pages = [page for page in nav.pages if _separate_folder(page.file.src_uri) == folder]
+        for before, page, after in zip([None, *pages], pages, [*pages[1:], None], strict=False):
+            page.previous_page, page.next_page = before, after
+    return nav
+
+
+def _separate_folder(uri: str) -> str:
+    return next((folder for folder in _SEPARATE if uri.startswith(folder)), "")
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    """3. Replaces directives, and adds the description and the definitions of terms."""
+    """4. Replaces directives, and adds the description and the definitions of terms."""
     about = descriptions.description(page.file.src_uri, page.meta, page.title)
     if about:
         page.meta["description"] = about
@@ -109,7 +127,7 @@ _MODULE_PATH = re.compile(r"\b(?:engine/|fsdp1/|fsdp2/|tutorials/)?[a-z0-9_]+\.p
 
 
 def on_page_content(html: str, page: Any, config: Any, **_: Any) -> str:
-    """4. Inserts generated HTML, links and scripts."""
+    """5. Inserts generated HTML, links and scripts."""
     start = page.file.url
     makers = {"minifsdp_module": modulepage.module_page, "minifsdp_lesson": lessonpage.lesson_page}
     for kind, make in makers.items():
@@ -145,7 +163,7 @@ def _module_address(word: str, start: str) -> str | None:
 
 
 def on_post_page(output: str, **_: Any) -> str:
-    """5. Removes the request for the number of stars, and names the search dialog."""
+    """6. Removes the request for the number of stars, and names the search dialog."""
     # The theme fetches data from the repository's host for elements with this attribute.
     output = output.replace(' data-md-component="source"', "")
     # The theme's search dialog has no name for screen readers.
@@ -155,7 +173,7 @@ def on_post_page(output: str, **_: Any) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """6. Splits the search index, and follows every link."""
+    """7. Splits the search index, and follows every link."""
     site = Path(config.site_dir)
     searching.cut_index(site / "search")
     for problem in links.problems(site):

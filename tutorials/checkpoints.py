@@ -57,6 +57,9 @@ from minifsdp import (
     FullStateDictConfig,
     OptimStateKeyType,
     ShardedGradScaler,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
     StateDictType,
     fully_shard,
 )
@@ -179,13 +182,14 @@ def lesson_full(place: Place, folder: Path, expected: list[float]) -> None:
     dist.barrier()  # No rank reads before the file is written.
     again = resumed(folder / "full.pt", place)
     went_on, resumed_losses = run.train(6), again.train(6)
-    say(place, f"1. went on  {' '.join(f'{loss:.6f}' for loss in went_on)}")
-    say(
-        place,
-        f"   resumed  {' '.join(f'{loss:.6f}' for loss in resumed_losses)}, epoch {again.epoch}, step {again.step}",
-    )
+    say(place, "1. Save a full checkpoint after step 3. Losses of steps 4 to 6:")
+    say(place, f"     without interruption  {' '.join(f'{loss:.6f}' for loss in went_on)}")
+    say(place, f"     resumed from file     {' '.join(f'{loss:.6f}' for loss in resumed_losses)}")
+    say(place, f"   The resumed run is at step {again.step}, epoch {again.epoch}.")
     names = from_all_ranks((len(state["model"]), len(state["optimizer"].get("state", {}))))
-    say(place, f"   number of weights and averages: {', '.join(f'rank {r} {n}' for r, n in enumerate(names))}")
+    say(place, "   With rank0_only=True, only rank 0 has entries in the dicts:")
+    for rank, (num_weights, num_states) in enumerate(names):
+        say(place, f"     rank {rank}: {num_weights} weights, optimizer state of {num_states} weights")
     assert resumed_losses == went_on, "equal to the last bit"
     assert all(abs(one - other) < 1e-5 * other for one, other in zip(run.losses, expected, strict=False))
     assert names == [(14, 14)] + [(0, 0)] * (place.num_ranks - 1)
@@ -205,8 +209,12 @@ def lesson_untranslated(place: Place) -> None:
     run.optimizer.load_state_dict(box[0])
     after = from_all_ranks([state["exp_avg"].cpu() for state in run.optimizer.state.values()])
     shapes = [tuple(value.shape) for value in before[0]]
-    say(place, f"2. optimizer.state_dict() has shards of shapes {', '.join(map(str, shapes))}, without a name")
-    say(place, "   rank 0's dict loaded on all ranks: no error, and rank 1 has the averages of rank 0's weights")
+    say(
+        place,
+        "2. optimizer.state_dict() contains this rank's flat shards, with numbers instead of names. Shapes on rank 0:",
+    )
+    say(place, f"     {', '.join(f'{number}: {shape}' for number, shape in enumerate(shapes))}")
+    say(place, "   If all ranks load rank 0's dict: no error, and rank 1 has the averages of rank 0's weights (wrong).")
     assert all(map(torch.equal, after[1], before[0]))
     assert not any(map(torch.equal, after[1], before[1]))
 
@@ -214,9 +222,17 @@ def lesson_untranslated(place: Place) -> None:
 # ---- 3. a sharded checkpoint, on fewer ranks ----
 
 
+# DTensors. The default is ShardedTensor, which torch has deprecated.
+SHARDED = (
+    StateDictType.SHARDED_STATE_DICT,
+    ShardedStateDictConfig(use_dtensor=True),
+    ShardedOptimStateDictConfig(use_dtensor=True),
+)
+
+
 def sharded_state(run: Run) -> State:
     """The sharded state. Every rank of the run's group must call it; each gets its own rows."""
-    with FSDP.state_dict_type(run.model, StateDictType.SHARDED_STATE_DICT):
+    with FSDP.state_dict_type(run.model, *SHARDED):
         return {"model": run.model.state_dict(), "optimizer": FSDP.optim_state_dict(run.model, run.optimizer)}
 
 
@@ -233,7 +249,7 @@ def read_sharded(run: Run, folder: Path) -> None:
         group["lr"] = rate
     state = sharded_state(run)
     dcp.load(state, checkpoint_id=folder, process_group=run.group)
-    with FSDP.state_dict_type(run.model, StateDictType.SHARDED_STATE_DICT):
+    with FSDP.state_dict_type(run.model, *SHARDED):
         run.model.load_state_dict(state["model"])
         loadable = FSDP.optim_state_dict_to_load(run.model, run.optimizer, state["optimizer"])
     run.optimizer.load_state_dict(loadable)
@@ -248,17 +264,18 @@ def lesson_sharded(place: Place, folder: Path, expected: list[float]) -> None:
     fewer = dist.new_group(list(range(num_fewer)))
     losses: list[float] = []
     if place.rank < num_fewer:
-        again = Run(sharded(plain(100, place), place, process_group=fewer), place, group=fewer)
+        # A single rank cannot shard. The form of the checkpoint does not depend on the strategy.
+        strategy = ShardingStrategy.FULL_SHARD if num_fewer > 1 else ShardingStrategy.NO_SHARD
+        model = sharded(plain(100, place), place, process_group=fewer, sharding_strategy=strategy)
+        again = Run(model, place, group=fewer)
         read_sharded(again, folder / "sharded")
         again.step = 3
         again.scheduler.load_state_dict(run.scheduler.state_dict())
         losses = again.train(6)
     losses = from_all_ranks(losses)[0]
-    say(place, f"3. {', '.join(files)}")
-    say(
-        place,
-        f"   written by {place.num_ranks} ranks, read by {num_fewer}: {' '.join(f'{loss:.6f}' for loss in losses)}",
-    )
+    say(place, f"3. Save a sharded checkpoint after step 3 on {place.num_ranks} ranks. Files: {', '.join(files)}")
+    say(place, f"   Load it on {num_fewer}. Losses of steps 4 to 6:")
+    say(place, f"     resumed               {' '.join(f'{loss:.6f}' for loss in losses)}")
     assert all(abs(one - other) < 1e-5 * other for one, other in zip(losses, expected[3:6], strict=True))
 
 
@@ -327,15 +344,16 @@ def lesson_libraries(place: Place) -> None:
     for number, part in enumerate(parts, start=1):
         state, of_part = part(state, 2 * number, place)
         losses += of_part
-    names = " ".join(part.__name__.removeprefix("train_with_") for part in parts)
-    say(place, f"4. {names}: {' '.join(f'{loss:.4f}' for loss in losses)}")
+    names = ", ".join(part.__name__.removeprefix("train_with_") for part in parts)
+    say(place, f"4. Train for two steps each with {names}. Each loads the state of the previous one. Losses:")
+    say(place, f"     five parts        {' '.join(f'{loss:.4f}' for loss in losses)}")
     # Each part starts a new schedule, so the single process does the same.
     single: list[float] = []
     run = Run(plain(0, place), place, alone=True)
     for number in range(1, len(parts) + 1):
         run.scheduler = StepLR(run.optimizer, step_size=STEPS_PER_EPOCH, gamma=0.5)
         single += run.train(2 * number)
-    say(place, f"   a single process: {' '.join(f'{loss:.4f}' for loss in single)}")
+    say(place, f"     a single process  {' '.join(f'{loss:.4f}' for loss in single)}")
     assert all(abs(one - other) < 1e-4 * other for one, other in zip(losses, single, strict=True))
 
 

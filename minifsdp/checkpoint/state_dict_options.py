@@ -60,25 +60,48 @@ class StateDictConfig:
 
 @dataclass
 class FullStateDictConfig(StateDictConfig):
-    """For the full form. ``rank0_only``: the first rank gets all entries, the others an empty dict."""
+    """For the full form.
+
+    Attributes:
+        offload_to_cpu: move values to the CPU, unit by unit.
+        use_dtensor: has no effect, because full values are ordinary tensors.
+        rank0_only: the first rank gets all entries, the others an empty dict.
+    """
 
     rank0_only: bool = False
 
 
 class LocalStateDictConfig(StateDictConfig):
-    """For the local form."""
+    """For the local form.
+
+    Attributes:
+        offload_to_cpu: move the local shards to the CPU.
+        use_dtensor: has no effect, because local shards are not wrapped.
+    """
 
 
 @dataclass
 class ShardedStateDictConfig(StateDictConfig):
-    """For the sharded form. ``_use_dtensor`` is torch's name of ``use_dtensor``."""
+    """For the sharded form.
+
+    Attributes:
+        offload_to_cpu: move this rank's rows to the CPU.
+        use_dtensor: values are ``DTensor`` instead of ``ShardedTensor``. A wrapper with a ``device_mesh`` always has
+            ``DTensor`` values.
+        _use_dtensor: torch's name of ``use_dtensor``.
+    """
 
     _use_dtensor: bool = False
 
 
 @dataclass
 class OptimStateDictConfig:
-    """Base class for optimizer state dicts; use a subclass."""
+    """Base class for optimizer state dicts; use a subclass.
+
+    Attributes:
+        offload_to_cpu: move values to the CPU, unit by unit.
+        use_dtensor: sharded values are ``DTensor`` instead of ``ShardedTensor``.
+    """
 
     offload_to_cpu: bool = True
     use_dtensor: bool = False
@@ -86,28 +109,51 @@ class OptimStateDictConfig:
 
 @dataclass
 class FullOptimStateDictConfig(OptimStateDictConfig):
-    """For the full form."""
+    """For the full form.
+
+    Attributes:
+        offload_to_cpu: move values to the CPU, unit by unit.
+        use_dtensor: has no effect, because full values are ordinary tensors.
+        rank0_only: the first rank gets the state, the others an empty dict.
+    """
 
     rank0_only: bool = False
 
 
 @dataclass
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """For the sharded form. ``_use_dtensor`` is torch's name of ``use_dtensor``."""
+    """For the sharded form.
+
+    Attributes:
+        offload_to_cpu: move this rank's rows to the CPU.
+        use_dtensor: values are ``DTensor`` instead of ``ShardedTensor``.
+        _use_dtensor: torch's name of ``use_dtensor``.
+    """
 
     _use_dtensor: bool = False
 
 
 @dataclass
 class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """For the local form, which stays on its device."""
+    """For the local form, which `optim_state_dict` does not support.
+
+    Attributes:
+        offload_to_cpu: move values to the CPU; off by default.
+        use_dtensor: has no effect.
+    """
 
     offload_to_cpu: bool = False
 
 
 @dataclass
 class StateDictSettings:
-    """A type with the configurations for the model and for the optimizer."""
+    """A type with the configurations for the model and for the optimizer.
+
+    Attributes:
+        state_dict_type: the form.
+        state_dict_config: the configuration for the model, of the class that belongs to the form.
+        optim_state_dict_config: the configuration for the optimizer, of the class that belongs to the form.
+    """
 
     state_dict_type: StateDictType | None = StateDictType.FULL_STATE_DICT
     state_dict_config: StateDictConfig | None = field(default_factory=FullStateDictConfig)

@@ -47,8 +47,6 @@ from minifsdp.fsdp2.module import sharded_class
 from minifsdp.fsdp2.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from minifsdp.fsdp2.reshard import choose_reshard
 
-_NO_POLICY = MixedPrecisionPolicy()
-_NO_OFFLOAD = OffloadPolicy()
 # Torch's own CPUOffloadPolicy would be treated as no offload.
 _OFFLOAD = Kind(
     "an OffloadPolicy of minifsdp, or None",
@@ -64,8 +62,8 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
-    mp_policy: MixedPrecisionPolicy = _NO_POLICY,
-    offload_policy: OffloadPolicy = _NO_OFFLOAD,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
 ) -> M:

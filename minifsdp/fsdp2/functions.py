@@ -70,6 +70,10 @@ def listed(module: Any) -> FSDPState:
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Makes a method all-gather and reshard as ``forward`` does (NEW-13). Has no effect if ``module`` is not sharded.
 
+    Args:
+        module: a module that ``fully_shard`` was called on.
+        method_name: the name of one of its methods, such as ``"generate"``. Every rank must call this method.
+
     Raises:
         ValueError: if ``module`` has no such method.
     """
@@ -98,6 +102,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 def share_comm_ctx(modules: list[Any]) -> None:
     """Makes roots, such as pipeline stages, share communication streams (NEW-17). Call it before the first forward.
+
+    Args:
+        modules: the roots, which ``fully_shard`` was called on. An empty list has no effect.
 
     Raises:
         ValueError: if a module is not an ``FSDPModule``.
