@@ -38,17 +38,17 @@ MUTANTS = [
     ),
     # --- learn/checks_state.py ---
     Mutant(
-        "gradients-may-stay-in-the-leaves",
+        "optimizer-watch-may-be-forgotten",
         "LEARN-04",
-        "The check of `take_gradient` accepts gradients that stay in the leaves.",
-        remove("takes_gradients", "expect(all($taken), 'left-in-leaf')"),
+        "The check of `keep_unreduced` accepts a function without its first line.",
+        remove("adds_up", "expect($kept, 'first-line')"),
     ),
     # --- learn/checks_step.py ---
     Mutant(
         "summoned-unit-may-gather",
         "LEARN-04",
         "The check of `unshard` accepts an all-gather of a unit that is summoned.",
-        remove("unshard_twice", "expect(calls == [], 'summoned')"),
+        remove("unshard_twice", "expect(calls == [], 'summoned', calls=calls)"),
     ),
     # --- learn/exercises.py ---
     Mutant(
