@@ -55,7 +55,8 @@ def _words_of(folder: Path, rank: int) -> str:
     """The output of a rank: first its warnings, then its standard output."""
     files = [path for name in ("stderr.log", "stdout.log") for path in folder.glob(f"*/attempt_0/{rank}/{name}")]
     text = "".join(path.read_text(encoding="utf-8") for path in files)
-    text = re.sub(rf"{re.escape(str(folder))}/(minifsdp-ledger)-[\w-]+-(rank\d)", r"\1-\2", text)
+    # The folder, and the process number and random letters in the name of the ledger's file.
+    text = re.sub(rf"{re.escape(str(folder))}/(minifsdp-ledger-rank\d)-\d+-\w+(\.json)", r"\1\2", text)
     return LOGGED.sub("", text).replace(f"{ROOT}/", "").strip()
 
 
