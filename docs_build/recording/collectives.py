@@ -71,7 +71,7 @@ def script() -> str:
 
 
 def output_of_script() -> list[str]:
-    """The lines that the script prints with torchrun, sorted.
+    """The lines that the script prints with torchrun, by rank. Each rank writes to its own file.
 
     Raises:
         RuntimeError: the script has failed.
@@ -79,10 +79,12 @@ def output_of_script() -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "ranks.py"
         path.write_text(script(), encoding="utf-8")
-        done = records.torchrun(["--standalone", "--nproc-per-node", str(NUM_RANKS), str(path)])
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return sorted(done.stdout.splitlines())
+        to_files = ["--redirects", "3", "--log-dir", folder]
+        done = records.torchrun(["--standalone", "--nproc-per-node", str(NUM_RANKS), *to_files, str(path)])
+        if done.returncode:
+            raise RuntimeError(done.stderr)
+        files = sorted(Path(folder).glob("*/attempt_0/*/stdout.log"))
+        return [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 @of_record(NAME)
