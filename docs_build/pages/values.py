@@ -18,7 +18,7 @@ from docs_build.pages import (
 )
 from docs_build.reading.papers import hybrid_cross_host, hybrid_cross_host_as_printed, zero_bytes
 from docs_build.reading.text import table
-from docs_build.recording import checkpoint_scale, collectives, two_machines, versions
+from docs_build.recording import checkpoint_scale, collectives, predicted_steps, two_machines, versions
 from minifsdp.tools import formulas
 from minifsdp.tools.events import peak_gathered_bytes
 
@@ -140,6 +140,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "engine-failures": enginepage.failures,
     "engine-naive": enginepage.naive,
     "versions": versions.versions,
+    "predicted-steps": predicted_steps.steps,
+    "predicted-steps-summary": predicted_steps.summary,
     "two-machines": two_machines.two_machines,
     "collectives": collectives.collectives,
     "collectives-script": collectives.output,
