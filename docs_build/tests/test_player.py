@@ -342,8 +342,8 @@ def test_two_runs_share_one_axis(address: str, tab: Tab) -> None:
     alone = number(tab)
     tab.click(".player-beside")
     tab.wait_for("document.querySelectorAll('.player-run').length === 2")
-    assert number(tab) == 2 * alone
-    tab.choose("#player-strategy-2", "zero2")
+    # The second run has another strategy, and fewer all-gathers.
+    assert alone < number(tab) < 2 * alone
     tab.wait_for("document.querySelectorAll('.player-title')[1].textContent.includes('=False')")
     assert "=True" in tab.look("document.querySelector('.player-title').textContent")
     left, right = tab.look(

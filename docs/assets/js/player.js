@@ -94,7 +94,11 @@
   const button = (text, title, action, kind = "") => make("button", { type: "button", class: "player-button " + kind, textContent: text, title, onclick: action });
   const beside = button("Compare two runs", "Shows a second run on the same axis", () => {
     number = 3 - number;
-    if (number === 2) both[1].choice = { ...both[0].choice };
+    if (number === 2) {
+      // Two equal runs show nothing, so the second one has another strategy.
+      const choice = both[1].choice = { ...both[0].choice, strategy: both[0].choice.strategy === "full" ? "zero2" : "full" };
+      settle(choice, "strategy");
+    }
     load();
   }, "player-beside");
   /* The same model by torch on the left, and by this package on the right. */
