@@ -236,9 +236,8 @@ class Accounting:
         # A run of a few files has no tests of most rows, and needs no list of them.
         if 0 < len(elsewhere) < len(self.rows) / 2:
             sections = ", ".join(dict.fromkeys(section_of(row) for row in self.rows if row in elsewhere))
-            lines.append(
-                f"{len(elsewhere)} rows have their tests in other folders (pytest spec_tools docs_build/tests): {sections}"
-            )
+            where = "other folders (pytest spec_tools docs_build/tests)"
+            lines.append(f"{len(elsewhere)} rows have their tests in {where}: {sections}")
         lines += [f"so not proven here: {', '.join(rows)}" for rows in [self._only_in_need(verdicts)] if rows]
         return lines
 
