@@ -1,4 +1,4 @@
-"""The boxes "What you write" of the learning pages run as they are, on two ranks or four."""
+"""The boxes "Your code" of the learning pages run as they are, on two ranks or four."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spec_tests.harness.accounting import ROOT
 
 pytestmark = pytest.mark.pure
 
-BOX = re.compile(r'^!!! example "What you write"\n\n    ```python\n(.*?)^    ```', re.MULTILINE | re.DOTALL)
+BOX = re.compile(r'^!!! example "Your code"\n\n    ```python\n(.*?)^    ```', re.MULTILINE | re.DOTALL)
 BOXES = {path.stem: BOX.findall(path.read_text("utf-8")) for path in sorted((ROOT / "docs" / "learn").glob("*.md"))}
 BEFORE = """
 import copy
