@@ -214,7 +214,10 @@ def lesson_untranslated(place: Place) -> None:
         "2. optimizer.state_dict() contains this rank's flat shards, with numbers instead of names. Shapes on rank 0:",
     )
     say(place, f"     {', '.join(f'{number}: {shape}' for number, shape in enumerate(shapes))}")
-    say(place, "   If all ranks load rank 0's dict: no error, and rank 1 has the optimizer state of rank 0's shards, which is wrong.")
+    say(
+        place,
+        "   If all ranks load rank 0's dict: no error, and rank 1 has the optimizer state of rank 0's shards (wrong).",
+    )
     assert all(map(torch.equal, after[1], before[0]))
     assert not any(map(torch.equal, after[1], before[1]))
 
@@ -222,8 +225,8 @@ def lesson_untranslated(place: Place) -> None:
 # ---- 3. a sharded checkpoint, on fewer ranks ----
 
 
-# DTensors. The default is ShardedTensor, which torch has deprecated. torch's classes have no argument `use_dtensor`: with
-# torch, a wrapper with a `device_mesh` saves DTensors.
+# DTensors. The default is ShardedTensor, which torch has deprecated. torch's classes have no argument `use_dtensor`:
+# with torch, a wrapper with a `device_mesh` saves DTensors.
 SHARDED = (
     StateDictType.SHARDED_STATE_DICT,
     ShardedStateDictConfig(use_dtensor=True),

@@ -25,7 +25,8 @@ def found(record: Any) -> str:
             f"torch's fastest FSDP, and is faster in {num_faster} of {len(best)} workloads."
         )
         if slower:
-            said.append(f"At least one configuration of minifsdp is slower than torch's fastest FSDP in {', '.join(f'`{n}`' for n in slower)}.")
+            where = ", ".join(f"`{name}`" for name in slower)
+            said.append(f"At least one configuration of minifsdp is slower than torch's fastest FSDP in {where}.")
         ddp = {name: times["DDP"] for name, times in medians.items() if "DDP" in times and name in best}
         num_slower = sum(time < best[name] for name, time in ddp.items())
         said.append(
