@@ -224,13 +224,9 @@ class Entry(NamedTuple):
     @property
     def what(self) -> str:
         """The collective as text: "all-gather of 'a' in forward"."""
+        unit = "" if self.unit is None else f" of {self.unit!r}" if self.unit else " of the root unit"
         parts = f", its parameters {list(self.parts)}" if self.parts else ""
-        return f"{self.kind}{of_unit(self.unit)}{parts} in {called(self.inside)}"
-
-
-def of_unit(unit: str | None) -> str:
-    """The unit of a collective as text: " of 'a'", " of the root unit", or "" for a collective of no unit."""
-    return "" if unit is None else f" of {unit!r}" if unit else " of the root unit"
+        return f"{self.kind}{unit}{parts} in {called(self.inside)}"
 
 
 def where(code: CodeType | None, line: int | None) -> str:

@@ -41,7 +41,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from minifsdp.engine.collective_log import log, of_unit
+from minifsdp.engine.collective_log import log
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import MORE, message
 
@@ -97,7 +97,7 @@ class Collective:
         if log.fatal_error:
             raise RuntimeError(log.fatal_error)
         sequence = group.sequence
-        self.about = kind + of_unit(unit)
+        self.about = kind if unit is None else f"{kind} of {unit!r}" if unit else f"{kind} of the root unit"
         self.position, identity = log.record(sequence, kind, num_bytes, unit, tuple(parts), dtype)
         self._work: Any = None
         self._sizes_agree: Any = None

@@ -75,6 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             hints = f"{num_hints} of {len(exercise.hints)} hints" if num_hints and options.command == "progress" else ""
             print(f"{exercise.number:2}  {exercise.title:36} {mark:7} {hints}".rstrip())
         return SOLVED
+    if options.seconds <= 0:
+        parser.error(common_feedback()["no-seconds"].strip())
     if options.number is None:
         parser.error(common_feedback()["no-number"].strip().format(command=options.command))
     exercise = exercises()[numbers.index(options.number)]

@@ -104,7 +104,11 @@ class Progress:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "progress.json"
-        data: dict[str, Any] = json.loads(self._path.read_text()) if self._path.exists() else {}
+        try:
+            data: dict[str, Any] = json.loads(self._path.read_text())
+        except (FileNotFoundError, ValueError):
+            # Nothing is stored yet, or the file is damaged.
+            data = {}
         self._solved: set[int] = set(data.get("solved", ()))
         self._hints: dict[str, int] = data.get("hints", {})
 
@@ -130,4 +134,6 @@ class Progress:
 
     def _save(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps({"solved": sorted(self._solved), "hints": self._hints}) + "\n")
+        new = self._path.with_suffix(".new")
+        new.write_text(json.dumps({"solved": sorted(self._solved), "hints": self._hints}) + "\n")
+        new.replace(self._path)

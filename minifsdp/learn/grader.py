@@ -66,7 +66,10 @@ def load(path: Path) -> ModuleType:
     """
     module = ModuleType("minifsdp_learner_file")
     module.__file__ = str(path)
-    exec(compile(path.read_text(encoding="utf-8"), path, "exec"), vars(module))
+    # `dataclasses` and `recorded_collectives` look it up.
+    sys.modules[module.__name__] = module
+    # As bytes, so that Python reads the encoding of the file, as for any other file.
+    exec(compile(path.read_bytes(), path, "exec"), vars(module))
     return module
 
 
@@ -80,13 +83,35 @@ def replace(places: dict[str, str], learner: ModuleType) -> None:
         *outer, attribute = path.split(".")
         owner: Any = reduce(getattr, outer, module)
         original = getattr(owner, attribute)
-        got, right = (", ".join(inspect.signature(each).parameters) for each in (function, original))
-        expect(got == right, "signature", name=name, got=got, right=right)
+        got, right = (_parameters(each) for each in (function, original))
+        expect(_accepts(function, original), "signature", name=name, got=got, right=right)
         setattr(owner, attribute, function)
         # Other modules have imported a function of a module by its name.
         for other in list(sys.modules.values()) if owner is module else ():
             if other.__name__.startswith("minifsdp.") and vars(other).get(attribute) is original:
                 setattr(other, attribute, function)
+
+
+def _parameters(function: Any) -> str:
+    """The parameters of a function, with defaults and without types."""
+    signature = inspect.signature(function)
+    plain = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
+    return str(inspect.Signature(plain))[1:-1]
+
+
+def _accepts(function: Any, original: Any) -> bool:
+    """Whether each call that fits the original function also fits the learner's one."""
+    parameters = inspect.signature(original).parameters.values()
+    required = [one for one in parameters if one.default is one.empty]
+    for some in (required, parameters):
+        in_order = [one.name for one in some if one.kind is one.POSITIONAL_OR_KEYWORD]
+        others = {one.name: None for one in some if one.kind is one.KEYWORD_ONLY}
+        try:
+            inspect.signature(function).bind(*in_order, **others)
+            inspect.signature(function).bind(**dict.fromkeys(in_order), **others)
+        except TypeError:
+            return False
+    return True
 
 
 def run_rank(exercise: Exercise, path: Path | None, rank: int, folder: Path, seconds: float) -> None:

@@ -55,7 +55,7 @@ BUDGETS = {
     # are not the current device, streams of an earlier root, and errors of devices: 17. A received full state dict that
     # no rank stores: 17. A meta device as device_id: 2.
     "house": 6734,
-    "story": 3240,
+    "story": 3239,
     # Messages of a new order have their own tags: 9 lines.
     TRANSPORT: 179,
     DEBUGGING: 322,
@@ -79,13 +79,13 @@ BUDGETS = {
     # A recording, a replay, models by name, a search and a command.
     SIMULATE: 1247,
     # The commands, the grader, and the checks of ten exercises.
-    LEARN: 969,
+    LEARN: 1010,
 }
 LONGEST_FILE = 300  # including prose
 LONGER = {
     # Describes the arguments of six configurations.
     "checkpoint/state_dict_options.py": 308,
-    "engine/collective_log.py": 347,
+    "engine/collective_log.py": 343,
     "fsdp1/wrapper.py": 321,
     "engine/flat.py": 408,
     "engine/gloo.py": 324,
