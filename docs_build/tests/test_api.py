@@ -62,7 +62,7 @@ def test_function_with_checked_arguments_has_its_parameters_on_the_page(site: Pa
     page = (site / "api.html").read_text(encoding="utf-8")
     entry = page.partition(f'id="minifsdp.{name}"')[2].partition('<h3 id="')[0]
     text = re.sub("<[^>]+>", "", entry)
-    signature = re.search(rf"{name}\((.*?)\)", text, re.DOTALL)
+    signature = re.search(rf"{name}\((.*?)\) -&gt;", text, re.DOTALL)
     assert signature
     parameters = inspect.signature(getattr(minifsdp, name)).parameters
     assert [one for one in parameters if one not in signature[1]] == []

@@ -93,5 +93,12 @@ def test_texts_about_the_gpu_run_have_the_numbers_of_its_record() -> None:
 def test_repository_link_has_no_star_count() -> None:
     from docs_build import hook
 
-    html = hook.on_post_page('<a href="https://example.org" class="md-source" data-md-component="source">x</a>')
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="index.md"))
+    html = hook.on_post_page('<a href="https://example.org" class="md-source" data-md-component="source">x</a>', page)
     assert html == '<a href="https://example.org" class="md-source">x</a>'
+
+
+def test_indents_of_the_api_page_are_removed_except_in_code() -> None:
+    html = "<p>\n    a</p>\n<pre>\n    b</pre>\n    <p>c</p>"
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="api.md"))
+    assert hook.on_post_page(html, page) == "<p>\na</p>\n<pre>\n    b</pre>\n<p>c</p>"
