@@ -99,6 +99,8 @@ def test_repository_link_has_no_star_count() -> None:
 
 
 def test_indents_of_the_api_page_are_removed_except_in_code() -> None:
+    from docs_build import hook
+
     html = "<p>\n    a</p>\n<pre>\n    b</pre>\n    <p>c</p>"
     page = SimpleNamespace(file=SimpleNamespace(src_uri="api.md"))
     assert hook.on_post_page(html, page) == "<p>\na</p>\n<pre>\n    b</pre>\n<p>c</p>"
