@@ -27,8 +27,8 @@ TITLES = {"none": "Without activation checkpointing", "full": "With activation c
 LEGEND = [("o", "stored: shards and optimizer"), ("p", "unsharded parameters"), ("g", "activations and gradients")]
 SOURCE = (
     "Simulated by minifsdp.simulate when this page was built: Llama 3 8B, bfloat16, AdamW, 8 ranks of an A100 each, "
+    "one sequence of 4096 tokens on each rank. Not measured on a GPU."
 )
-SOURCE += "one sequence of 4096 tokens on each rank. Not measured on a GPU."
 _LEFT, _ROOM, _HEIGHT = 8, 304, 130
 
 

@@ -71,23 +71,22 @@ def recorded_collectives(
         return call
 
     functions = collectives.reduce_scatter, collectives.all_reduce, collectives.all_gather
-    # The learner's file can have imported a function by its name.
-    places = [
-        (module, key, function)
-        for module in list(sys.modules.values())
-        if module.__name__.startswith("minifsdp")
-        for key, value in list(vars(module).items())
-        for function in functions
-        if value is function
-    ]
     replacements = {function: recorded(function) for function in functions}
-    for module, key, function in places:
-        setattr(module, key, replacements[function])
+    for function, replacement in replacements.items():
+        _replace_everywhere(function, replacement)
     try:
         yield calls
     finally:
-        for module, key, function in places:
-            setattr(module, key, function)
+        for function, replacement in replacements.items():
+            _replace_everywhere(replacement, function)
+
+
+def _replace_everywhere(old: Any, new: Any) -> None:
+    """Replaces a function in all modules of the package, and in the learner's file, which can have imported it by name."""
+    for module in list(sys.modules.values()):
+        if module.__name__.startswith("minifsdp"):
+            for key in [key for key, value in vars(module).items() if value is old]:
+                setattr(module, key, new)
 
 
 def small_model() -> nn.Sequential:
