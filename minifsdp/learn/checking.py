@@ -82,7 +82,7 @@ def recorded_collectives(
 
 
 def _replace_everywhere(old: Any, new: Any) -> None:
-    """Replaces a function in all modules of the package, and in the learner's file, which can have imported it by name."""
+    """Replaces a function in the package, and in the learner's file, which can have imported it by its name."""
     for module in list(sys.modules.values()):
         if module.__name__.startswith("minifsdp"):
             for key in [key for key, value in vars(module).items() if value is old]:
