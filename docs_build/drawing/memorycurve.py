@@ -17,7 +17,7 @@ from functools import cache
 from docs_build.drawing.sketch import Panel, figure, label, legend, size_of
 from minifsdp.simulate.machine import CARDS, Network
 from minifsdp.simulate.recording import record
-from minifsdp.simulate.replay import Replay, Result, replay
+from minifsdp.simulate.replay import Replay, Result
 from minifsdp.simulate.setup import Setup
 from minifsdp.simulate.tape import COMPUTE
 from minifsdp.tools.events import gathered_bytes
@@ -55,7 +55,7 @@ def simulated(checkpointing: str) -> Curve:
         state.run(item)
         times.append(max(state.host, state.ends[COMPUTE]))
     allocated = [(times[position], float(size)) for position, size in recording.memory()]
-    return Curve(replay(recording, CARDS["A100-80"], Network()), allocated)
+    return Curve(state.result(), allocated)
 
 
 def draw(caption: str) -> str:

@@ -8,17 +8,25 @@ from docs_build.recording import predicted_steps, records
 @pytest.mark.spec("CHECKED-06")
 def test_summary_counts_predictions_within_the_aim(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [
-        {"workload": "gpt", "num_ranks": ranks, "strategy": "FULL_SHARD", "predicted": predicted, "measured": 0.1}
+        {
+            "workload": "gpt",
+            "num_ranks": ranks,
+            "strategy": "FULL_SHARD",
+            "predicted": predicted,
+            "measured": 0.1,
+            "fastest": 0.09,
+            "slowest": 0.12,
+        }
         for ranks, predicted in ((2, 0.095), (2, 0.13), (4, 0.1))
     ]
-    record = {"rows": rows, "date": "2026-01-02", "machine": "a machine", "repeats": 3}
+    record = {"rows": rows, "date": "2026-01-02", "machine": "a machine", "rounds": 2, "repeats": 3}
     monkeypatch.setattr(records, "load", lambda name: record)
     text = predicted_steps.summary()
     assert "With 2 ranks, 1 of 2 predictions are within 10 %. The errors are -5.0 to +30.0 %." in text
     assert "With 4 ranks, 1 of 1" in text
     lines = predicted_steps.steps().splitlines()
-    assert lines[2] == "| `gpt` | 2 | `FULL_SHARD` | 95 ms | 100 ms | -5.0 % |"
-    assert lines[-1] == "2026-01-02, a machine; medians of 3 steps."
+    assert lines[2] == "| `gpt` | 2 | `FULL_SHARD` | 95 ms | 100 ms (90 to 120) | -5.0 % |"
+    assert lines[-1].startswith("2026-01-02, a machine; medians of 2 rounds with 3 steps each. In brackets:")
 
 
 @pytest.mark.spec("CHECKED-06")

@@ -129,19 +129,19 @@ class Replay:
     """The state of a replay: the times up to the current item."""
 
     def __init__(self, recording: Recording, card: Card, network: Network) -> None:
-        self._card, self._network = card, network
-        self.host = self.waited = self._slowed_until = 0.0
+        self._recording, self._card, self._network = recording, card, network
+        self.host = self._waited = self._slowed_until = 0.0
         # A CPU computes and communicates on the same cores. The time that both lose is not in the other times.
         self.delay = 0.0
         # When each stream, the last collective of each group, and each event are complete.
         self.ends: dict[int, float] = defaultdict(float)
         self._groups: dict[tuple[int, ...], float] = defaultdict(float)
         self._events: dict[int, float] = {}
-        self.memory = _Memory(recording.stored_bytes, recording.old_blocks)
-        self.computing: list[tuple[float, float]] = []
-        self.communicating: list[tuple[float, float]] = []
-        self.busy: dict[str, float] = defaultdict(float)
-        self.flops: dict[str, float] = defaultdict(float)
+        self._memory = _Memory(recording.stored_bytes, recording.old_blocks)
+        self._computing: list[tuple[float, float]] = []
+        self._communicating: list[tuple[float, float]] = []
+        self._busy: dict[str, float] = defaultdict(float)
+        self._flops: dict[str, float] = defaultdict(float)
         # The start and the end of each event of the engine, and the last one whose collective follows.
         self._times: dict[int, list[float]] = {}
         self._marked: trace.Event | None = None
@@ -162,19 +162,41 @@ class Replay:
             self._wait_for_kernels(item.stream)
         elif isinstance(item, HostWait):
             until = self._events.get(item.event, 0.0)
-            self.waited += max(0.0, until - self.host)
+            self._waited += max(0.0, until - self.host)
             self.host = max(self.host, until)
         elif isinstance(item, Allocate):
-            self.memory.allocate(self.host, item.block, item.num_bytes)
+            self._memory.allocate(self.host, item.block, item.num_bytes)
         elif isinstance(item, UseOn):
-            self.memory.use_on(item.block, item.stream)
+            self._memory.use_on(item.block, item.stream)
         elif isinstance(item, Free):
-            self.memory.free(self.host, item.block, self.ends)
+            self._memory.free(self.host, item.block, self.ends)
         else:
             self._mark(item)
 
-    def timed(self, event: trace.Event) -> trace.Event:
-        """The event with its simulated times."""
+    def result(self) -> Result:
+        """The step, after its last item."""
+        recording = self._recording
+        seconds = max(self.host, *self.ends.values(), 0.0) + self.delay
+        compute = _length(self._computing)
+        peak = self._card.matmul32 if recording.setup.param_dtype == "fp32" else self._card.matmul
+        return Result(
+            seconds=seconds,
+            compute_seconds=compute + self.delay,
+            exposed_seconds=_length(self._computing + self._communicating) - compute,
+            host_seconds=self.host + self.delay - self._waited,
+            waits=self._waited,
+            tokens_per_second=recording.tokens / seconds,
+            mfu=3 * self._flops["forward"] / seconds / peak,
+            hfu=sum(self._flops.values()) / seconds / peak,
+            stored_bytes=recording.stored_bytes,
+            peak_allocated=recording.peak_bytes,
+            peak_held=self._memory.peak,
+            memory=self._memory.steps,
+            events=[self._timed(event) for event in recording.events],
+            busy=dict(self._busy),
+        )
+
+    def _timed(self, event: trace.Event) -> trace.Event:
         start, end = self._times.get(id(event), (0.0, 0.0))
         return replace(event, start=start, end=end)
 
@@ -187,22 +209,22 @@ class Replay:
         # Collectives that run now use a part of the card.
         more = self._card.slowdown * max(0.0, min(seconds, self._slowed_until - start))
         if kernel.stream == COMPUTE:
-            self.busy[kernel.phase] += seconds + more
+            self._busy[kernel.phase] += seconds + more
             if self._card.is_cpu:
                 self.delay += more
             else:
                 seconds += more
-            self.computing.append((start, start + seconds))
+            self._computing.append((start, start + seconds))
         else:
-            self.busy["copies"] += seconds
-        self.flops[kernel.phase] += kernel.nominal_flops
+            self._busy["copies"] += seconds
+        self._flops[kernel.phase] += kernel.nominal_flops
         self.ends[kernel.stream] = max(self.ends[kernel.stream], start + seconds)
         self.host = max(self.host, start + seconds) if self._card.is_cpu else self.host
 
     def _wait_for_kernels(self, stream: int) -> None:
         """A CPU thread that computes itself waits where the compute stream of a card does."""
         if self._card.is_cpu and stream == COMPUTE:
-            self.waited += max(0.0, self.ends[COMPUTE] - self.host)
+            self._waited += max(0.0, self.ends[COMPUTE] - self.host)
             self.host = max(self.host, self.ends[COMPUTE])
 
     def _communicate(self, collective: Collective) -> None:
@@ -213,8 +235,8 @@ class Replay:
         end = start + self._network.seconds(collective)
         self.ends[collective.stream] = self._groups[group] = end
         self._slowed_until = max(self._slowed_until, end)
-        self.communicating.append((start, end))
-        self.busy[collective.kind] += end - start
+        self._communicating.append((start, end))
+        self._busy[collective.kind] += end - start
         if self._marked is not None and self._marked.kind == collective.kind:
             self._times[id(self._marked)] = [start + self.delay, end + self.delay]
             self._marked = None
@@ -236,25 +258,7 @@ def replay(recording: Recording, card: Card, network: Network) -> Result:
     state = Replay(recording, card, network)
     for item in recording.tape.items:
         state.run(item)
-    seconds = max(state.host, *state.ends.values(), 0.0) + state.delay
-    compute = _length(state.computing)
-    peak = card.matmul32 if recording.setup.param_dtype == "fp32" else card.matmul
-    return Result(
-        seconds=seconds,
-        compute_seconds=compute + state.delay,
-        exposed_seconds=_length(state.computing + state.communicating) - compute,
-        host_seconds=state.host + state.delay - state.waited,
-        waits=state.waited,
-        tokens_per_second=recording.tokens / seconds,
-        mfu=3 * state.flops["forward"] / seconds / peak,
-        hfu=sum(state.flops.values()) / seconds / peak,
-        stored_bytes=recording.stored_bytes,
-        peak_allocated=recording.peak_bytes,
-        peak_held=state.memory.peak,
-        memory=state.memory.steps,
-        events=[state.timed(event) for event in recording.events],
-        busy=dict(state.busy),
-    )
+    return state.result()
 
 
 def _length(spans: Sequence[tuple[float, float]]) -> float:

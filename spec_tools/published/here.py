@@ -8,18 +8,19 @@ The ranks are processes with gloo. Each has one thread, and all share the cores.
 ranks do the same:
 
 1. `rates` measures matrix products, copies and a small operator.
-2. `phases` measures forward, backward and the optimizer's step of the plain model. The simulated durations of each
-   phase are scaled to these times.
+2. `phases` measures forward, backward and the optimizer's step of the model with FSDP on one rank, which does not
+   communicate. The simulated durations of each phase are scaled to these times.
 3. `collective_costs` measures all-gather, reduce-scatter and all-reduce of two sizes between computations, for the
    latency and the rate.
-4. `slowdown` measures how much longer computation takes next to an all-gather.
+4. `slowdown` measures how much longer computation takes next to a collective.
 
 The ranks keep the memory that they release, because the simulator has no cost for new memory.
 
-These figures are measured without sharding a model, see ``measured.py``. Then each strategy is predicted, and measured.
-The recording is made in a process of its own, because it initializes a fake process group.
+These figures are measured without sharding a model, see ``measured.py``. Each strategy is predicted from them, and its
+step is measured. Each round does all of this, because the speed of a machine changes over minutes. The result is the
+median of the rounds. The recording is made in a process of its own, because it initializes a fake process group.
 
-Worked example, forward of the plain model takes 30 ms, and the simulated operators of forward take 24 ms together: each
+Worked example, forward on one rank takes 30 ms, and the simulated operators of forward take 24 ms together: each
 of them is simulated with 1.25 times its duration.
 
 Spec: CHECKED-06.
@@ -33,6 +34,7 @@ import multiprocessing
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -52,13 +54,15 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRI
 
 @dataclass(frozen=True)
 class Comparison:
-    """A predicted and a measured step."""
+    """A predicted and a measured step: the medians of all rounds, and the fastest and the slowest round."""
 
     workload: str
     num_ranks: int
     strategy: str
     predicted: float
     measured: float
+    fastest: float
+    slowest: float
 
     @property
     def error_percent(self) -> float:
@@ -80,15 +84,15 @@ class CpuCard(Card):
         return super().seconds(kernel) * self.scales.get(kernel.phase, 1.0)
 
 
-def card_of(measured: Measured, plain: Recording) -> CpuCard:
-    """The card that reproduces the measured phases of the plain model, which was recorded on one rank."""
+def card_of(measured: Measured, alone: Recording) -> CpuCard:
+    """The card that reproduces the measured phases of the model that was recorded on one rank."""
     card = CpuCard(
         "CPU", matmul=measured.matmul, matmul32=measured.matmul, bandwidth=measured.copy, memory=0.0, efficiency=1.0,
         bandwidth_efficiency=1.0, kernel=measured.operator, host_operator=0.0, host_collective=20e-6, host_event=0.0,
         slowdown=measured.slowdown, is_cpu=True,
     )  # fmt: skip
     predicted = dict.fromkeys(measured.phases, 0.0)
-    for item in plain.tape.items:
+    for item in alone.tape.items:
         if isinstance(item, Kernel):
             predicted[item.phase] += card.seconds(item)
     return replace(card, scales={phase: seconds / predicted[phase] for phase, seconds in measured.phases.items()})
@@ -130,19 +134,26 @@ def _model(workload: Workload) -> Model:
 # ---- command ---------------------------------------------------------------------------------------------------------
 
 
-def compare_here(workload: str, num_ranks: int, strategies: Sequence[str], repeats: int) -> list[Comparison]:
+def compare_here(
+    workload: str, num_ranks: int, strategies: Sequence[str], rounds: int, repeats: int
+) -> list[Comparison]:
     """Predicts and measures the strategies. Hybrid ones need four ranks or more."""
     chosen = [strategy for strategy in strategies if strategy not in HYBRID or num_ranks >= 4]
-    measured = measure(workload, num_ranks, chosen, repeats)
+    measured = measure(workload, num_ranks, chosen, rounds, repeats)
     setups = [setup_of(workload, 1, "NO_SHARD"), *(setup_of(workload, num_ranks, strategy) for strategy in chosen)]
     with multiprocessing.get_context("spawn").Pool(1) as pool:
-        plain, *recordings = pool.map_async(record, setups).get(timeout=LIMIT)
-    card = card_of(measured, plain)
-    network = Network(num_ranks, costs={(kind, ranks): (lag, rate) for kind, ranks, lag, rate in measured.costs})
-    return [
-        Comparison(workload, num_ranks, strategy, replay(one, card, network).seconds, measured.steps[strategy])
-        for strategy, one in zip(chosen, recordings, strict=True)
-    ]
+        alone, *recordings = pool.map_async(record, setups).get(timeout=LIMIT)
+    found = []
+    for strategy, recording in zip(chosen, recordings, strict=True):
+        predicted = median(_predicted(one, alone, recording) for one in measured)
+        steps = [one.steps[strategy] for one in measured]
+        found.append(Comparison(workload, num_ranks, strategy, predicted, median(steps), min(steps), max(steps)))
+    return found
+
+
+def _predicted(measured: Measured, alone: Recording, recording: Recording) -> float:
+    costs = {(kind, ranks): (lag, rate) for kind, ranks, lag, rate in measured.costs}
+    return replay(recording, card_of(measured, alone), Network(recording.setup.num_ranks, costs=costs)).seconds
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -151,13 +162,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--workloads", nargs="+", choices=("gpt", "wide", "tiny"), default=["gpt", "wide"])
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES)
-    parser.add_argument("--repeats", type=int, default=20, help="measurements of each figure; the median counts")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds of prediction and measurement")
+    parser.add_argument("--repeats", type=int, default=4, help="measurements of each figure in a round")
     parser.add_argument("--file", type=Path, help="write the result as JSON")
     given = parser.parse_args(arguments)
     found = []
     for workload in given.workloads:
         for num_ranks in given.ranks:
-            for one in compare_here(workload, num_ranks, given.strategies, given.repeats):
+            for one in compare_here(workload, num_ranks, given.strategies, given.rounds, given.repeats):
                 found.append(one)
                 times = f"{one.predicted * 1e3:9.2f} ms predicted {one.measured * 1e3:9.2f} ms measured"
                 print(
@@ -165,7 +177,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 )
     if given.file is not None:
         rows = [{**asdict(one), "error_percent": one.error_percent} for one in found]
-        given.file.write_text(json.dumps({"repeats": given.repeats, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        given.file.write_text(
+            json.dumps({"rounds": given.rounds, "repeats": given.repeats, "rows": rows}, indent=1) + "\n",
+            encoding="utf-8",
+        )
     return 0
 
 

@@ -1,7 +1,8 @@
 """Measurements on the ranks of this machine, for ``python -m spec_tools.published.here``.
 
 Each rank is a process with one thread, and all share the cores. So everything is measured while all ranks do the same.
-Each figure is the median of some repetitions, which all ranks begin together.
+Each figure is the median of some repetitions. All ranks begin a repetition together, and it ends when all have done it.
+The speed of a machine changes over minutes. So there are rounds, and each round measures everything.
 
 Worked example, an all-gather of 4 MB takes 2 ms and one of 16 MB 5 ms: the rate is 4 GB/s, and the latency 1 ms.
 
@@ -51,13 +52,13 @@ ROWS, COLUMNS = 16, 2048  # of the product next to a collective
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements of one rank while all ranks do the same.
+    """The measurements of one round, while all ranks do the same.
 
     Attributes:
         matmul: operations per second of matrix products in float32.
         copy: bytes per second, read and written, of a copy.
         operator: seconds of a small operator.
-        phases: seconds of forward, backward and optimizer of the plain model.
+        phases: seconds of forward, backward and optimizer of the model with FSDP on one rank, without communication.
         costs: by kind of collective and number of ranks, the latency and the rate.
         slowdown: the share of a collective's time by which computation next to it takes longer.
         steps: seconds of a step, by strategy.
@@ -72,16 +73,61 @@ class Measured:
     steps: dict[str, float]
 
 
+# ---- models ---------------------------------------------------------------------------------------------------------
+
+
+class _Training:
+    """A model and its optimizer. They exist in all rounds, because the first steps of a new model take longer."""
+
+    def __init__(self, workload: Workload, strategy: str, group: Any = None) -> None:
+        """Wraps the model for the ranks of a group, and trains it for one step."""
+        self._loss = workload.loss
+        self._model = _wrapped(workload, strategy, group)
+        self._optimizer = adamw(self._model)
+        ((self._inputs, self._targets),) = replace(workload, accumulate=1).batches(0, dist.get_rank())
+        self.step()
+
+    def forward(self) -> Tensor:
+        """The loss."""
+        return self._loss(self._model(self._inputs), self._targets)
+
+    def update(self) -> None:
+        """The optimizer's step."""
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def step(self) -> None:
+        """A training step."""
+        self.forward().backward()
+        self.update()
+
+
+def _wrapped(workload: Workload, strategy: str, group: Any) -> nn.Module:
+    options: dict[str, Any] = {"sharding_strategy": ShardingStrategy[strategy], "device_id": torch.device("cpu")}
+    options["process_group"] = group
+    if strategy in HYBRID:
+        shape = (2, dist.get_world_size() // 2)
+        options["device_mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    return wrap_units(
+        workload.model(), (workload.unit_class,), lambda module: FullyShardedDataParallel(module, **options)
+    )
+
+
 # ---- measurement ----------------------------------------------------------------------------------------------------
 
 
 def _seconds(work: Callable[[], Any], repeats: int) -> float:
-    """The median duration. All ranks begin together."""
+    """The median duration until all ranks have done the work. They begin together.
+
+    With more ranks than cores, some ranks are done early, because the others waited for a core. The next collective
+    waits for the last rank.
+    """
     durations = []
     for _ in range(repeats + 1):
         dist.barrier()
         start = time.perf_counter()
         work()
+        dist.barrier()
         durations.append(time.perf_counter() - start)
     return median(durations[1:])
 
@@ -92,25 +138,25 @@ def rates(repeats: int) -> tuple[float, float, float]:
     source, target, one = torch.randn(4 * MEBI), torch.empty(4 * MEBI), torch.ones(1)
     matmul = 2 * 256 * 512 * 512 / _seconds(lambda: x @ y, repeats)
     copy = 2 * source.nbytes / _seconds(lambda: target.copy_(source), repeats)
-    return matmul, copy, _seconds(lambda: [one + one for _ in range(100)], repeats) / 100
+    return matmul, copy, _seconds(lambda: [one + one for _ in range(1000)], repeats) / 1000
 
 
-def phases(workload: Workload, repeats: int) -> dict[str, float]:
-    """The seconds of each phase of a step of the plain model."""
-    model = workload.model()
-    optimizer = adamw(model)
-    ((inputs, targets),) = replace(workload, accumulate=1).batches(0, dist.get_rank())
+def phases(training: _Training, repeats: int) -> dict[str, float]:
+    """The seconds of each phase of a step, until all ranks have done it."""
     found: dict[str, list[float]] = {"forward": [], "backward": [], "optimizer": []}
-    for _ in range(repeats + 1):
+
+    def now() -> float:
         dist.barrier()
-        times = [time.perf_counter()]
-        loss = workload.loss(model(inputs), targets)
-        times.append(time.perf_counter())
+        return time.perf_counter()
+
+    for _ in range(repeats + 1):
+        times = [now()]
+        loss = training.forward()
+        times.append(now())
         loss.backward()
-        times.append(time.perf_counter())
-        optimizer.step()
-        optimizer.zero_grad()
-        times.append(time.perf_counter())
+        times.append(now())
+        training.update()
+        times.append(now())
         for name, start, end in zip(found, times, times[1:], strict=False):
             found[name].append(end - start)
     return {name: median(durations[1:]) for name, durations in found.items()}
@@ -169,79 +215,85 @@ def _collective(kind: str, group: Any, size: int, repeats: int) -> float:
 
 
 def slowdown(repeats: int) -> float:
-    """The share of an all-gather's time by which computation next to it takes longer."""
+    """The share of a collective's time by which computation next to it takes longer.
+
+    It is 0 if nothing slows down, and 1 if both together take as long as one after the other. It is more if the
+    collective also evicts the computation's values from the caches.
+    """
     transport: Any = transport_between(dist.group.WORLD)
-    output = torch.ones(SIZES[1] // 4)
-    shard = torch.ones(len(output) // dist.get_world_size())
+    wholes = [torch.ones(SIZES[1] // 4 // NUM_BUFFERS) for _ in range(NUM_BUFFERS)]
+    shards = [torch.ones(len(whole) // dist.get_world_size()) for whole in wholes]
     x, y = torch.randn(512, 512), torch.randn(512, 512)
 
-    def gather() -> Any:
-        return transport.all_gather_single(output, shard, AllgatherOptions())
+    def all_gather(whole: Tensor, shard: Tensor) -> Any:
+        return transport.all_gather_single(whole, shard, AllgatherOptions())
+
+    def reduce_scatter(whole: Tensor, shard: Tensor) -> Any:
+        return transport.reduce_scatter_single(shard, whole, dist.ReduceScatterOptions())
+
+    def all_reduce(whole: Tensor, _: Tensor) -> Any:
+        return dist.all_reduce(whole, async_op=True)
 
     def compute() -> None:
-        for _ in range(8):
-            x @ y
+        x @ y
+        x @ y
 
-    def both() -> None:
-        handle = gather()
-        compute()
-        handle.wait()
+    lost = overlap = 0.0
+    alone = _seconds(lambda: [compute() for _ in wholes], repeats)
+    for start in (all_gather, reduce_scatter, all_reduce):
 
-    alone, gathering, together = (_seconds(work, repeats) for work in (compute, lambda: gather().wait(), both))
-    overlap = min(alone, gathering)
-    # Together they take `alone` if nothing slows down, and the sum if they share one core.
-    return min(1.0, max(0.0, (together - max(alone, gathering)) / overlap))
+        def together(start: Callable[[Tensor, Tensor], Any] = start) -> None:
+            for whole, shard in zip(wholes, shards, strict=True):
+                handle = start(whole, shard)
+                compute()
+                handle.wait()
 
+        def communicate(start: Callable[[Tensor, Tensor], Any] = start) -> None:
+            for whole, shard in zip(wholes, shards, strict=True):
+                start(whole, shard).wait()
 
-def _step(workload: Workload, strategy: str, repeats: int) -> float:
-    """The seconds of a step of a sharded model, measured."""
-    options: dict[str, Any] = {"sharding_strategy": ShardingStrategy[strategy], "device_id": torch.device("cpu")}
-    if strategy in HYBRID:
-        shape = (2, dist.get_world_size() // 2)
-        options["device_mesh"] = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    model: nn.Module = wrap_units(
-        workload.model(), (workload.unit_class,), lambda module: FullyShardedDataParallel(module, **options)
-    )
-    optimizer = adamw(model)
-    ((inputs, targets),) = replace(workload, accumulate=1).batches(0, dist.get_rank())
-
-    def train() -> None:
-        workload.loss(model(inputs), targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    train()
-    return _seconds(train, repeats)
+        communicating = _seconds(communicate, repeats)
+        lost += _seconds(together, repeats) - max(alone, communicating)
+        overlap += min(alone, communicating)
+    return max(0.0, lost / overlap)
 
 
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 
-def _rank(rank: int, num_ranks: int, folder: str, workload: str, strategies: Sequence[str], repeats: int) -> None:
+def _round(alone: _Training, sharded: dict[str, _Training], repeats: int) -> Measured:
+    matmul, copy, operator = rates(repeats)
+    phase_times, costs, slows = phases(alone, repeats), collective_costs(repeats), slowdown(repeats)
+    steps = {strategy: _seconds(training.step, repeats) for strategy, training in sharded.items()}
+    return Measured(matmul, copy, operator, phase_times, costs, slows, steps)
+
+
+def _rank(
+    rank: int, num_ranks: int, folder: str, workload: str, strategies: Sequence[str], rounds: int, repeats: int
+) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     store = dist.FileStore(f"{folder}/store", num_ranks)
     dist.init_process_group("gloo", rank=rank, world_size=num_ranks, store=store, timeout=timedelta(seconds=LIMIT / 4))
-    job = WORKLOADS[workload]
-    matmul, copy, operator = rates(repeats)
-    phase_times, costs, slows = phases(job, repeats), collective_costs(repeats), slowdown(repeats)
-    steps = {strategy: _step(job, strategy, repeats) for strategy in strategies}
+    # No rank of a group of one rank communicates.
+    alone = _Training(WORKLOADS[workload], "NO_SHARD", dist.new_subgroups(1)[0])
+    sharded = {strategy: _Training(WORKLOADS[workload], strategy) for strategy in strategies}
+    found = [_round(alone, sharded, repeats) for _ in range(rounds)]
     if rank == 0:
-        found = Measured(matmul, copy, operator, phase_times, costs, slows, steps)
-        Path(folder, "measured.json").write_text(json.dumps(asdict(found)))
+        Path(folder, "measured.json").write_text(json.dumps([asdict(one) for one in found]))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure(workload: str, num_ranks: int, strategies: Sequence[str], repeats: int) -> Measured:
-    """Measures on all ranks; the figures are those of rank 0.
+def measure(workload: str, num_ranks: int, strategies: Sequence[str], rounds: int, repeats: int) -> list[Measured]:
+    """Measures each round on all ranks; the figures are those of rank 0.
 
     Raises:
         RuntimeError: a rank failed, or did not end in time.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="here-") as folder:
-        arguments = (num_ranks, folder, workload, strategies, repeats)
+        arguments = (num_ranks, folder, workload, strategies, rounds, repeats)
         ranks = [context.Process(target=_rank, args=(rank, *arguments), daemon=True) for rank in range(num_ranks)]
         with patch.dict(os.environ, KEEP_MEMORY):
             for process in ranks:
@@ -254,4 +306,4 @@ def measure(workload: str, num_ranks: int, strategies: Sequence[str], repeats: i
             process.kill()
         if any(codes) or None in codes:
             raise RuntimeError(f"the ranks ended with {codes}; None is a rank that did not end in {LIMIT:.0f} seconds")
-        return Measured(**json.loads(Path(folder, "measured.json").read_text()))
+        return [Measured(**one) for one in json.loads(Path(folder, "measured.json").read_text())]

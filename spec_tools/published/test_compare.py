@@ -232,7 +232,8 @@ def test_a_cpu_thread_that_computes_issues_nothing_meanwhile() -> None:
 def test_steps_of_this_machine_are_predicted_and_measured(tmp_path: Path) -> None:
     path = tmp_path / "here.json"
     command = [sys.executable, "-m", "spec_tools.published.here", "--ranks", "2", "--workloads", "tiny"]
-    command += ["--strategies", "FULL_SHARD", "NO_SHARD", "HYBRID_SHARD", "--repeats", "1", "--file", str(path)]
+    command += ["--strategies", "FULL_SHARD", "NO_SHARD", "HYBRID_SHARD", "--file", str(path)]
+    command += ["--rounds", "2", "--repeats", "1"]
     environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(recordings.ROOT))
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
