@@ -159,7 +159,10 @@ class Replay:
             self.host += self._card.host_event
             # An event of an earlier step is complete.
             self.ends[item.stream] = max(self.ends[item.stream], self._events.get(item.event, 0.0))
-            self._wait_for_kernels(item.stream)
+            if self._card.is_cpu and item.stream == COMPUTE:
+                # A CPU thread that computes itself waits where the compute stream of a card does.
+                self._waited += max(0.0, self.ends[COMPUTE] - self.host)
+                self.host = max(self.host, self.ends[COMPUTE])
         elif isinstance(item, HostWait):
             until = self._events.get(item.event, 0.0)
             self._waited += max(0.0, until - self.host)
@@ -175,24 +178,23 @@ class Replay:
 
     def result(self) -> Result:
         """The step, after its last item."""
-        recording = self._recording
         seconds = max(self.host, *self.ends.values(), 0.0) + self.delay
         compute = _length(self._computing)
-        peak = self._card.matmul32 if recording.setup.param_dtype == "fp32" else self._card.matmul
+        peak = self._card.matmul32 if self._recording.setup.param_dtype == "fp32" else self._card.matmul
         return Result(
             seconds=seconds,
             compute_seconds=compute + self.delay,
             exposed_seconds=_length(self._computing + self._communicating) - compute,
             host_seconds=self.host + self.delay - self._waited,
             waits=self._waited,
-            tokens_per_second=recording.tokens / seconds,
+            tokens_per_second=self._recording.tokens / seconds,
             mfu=3 * self._flops["forward"] / seconds / peak,
             hfu=sum(self._flops.values()) / seconds / peak,
-            stored_bytes=recording.stored_bytes,
-            peak_allocated=recording.peak_bytes,
+            stored_bytes=self._recording.stored_bytes,
+            peak_allocated=self._recording.peak_bytes,
             peak_held=self._memory.peak,
             memory=self._memory.steps,
-            events=[self._timed(event) for event in recording.events],
+            events=[self._timed(event) for event in self._recording.events],
             busy=dict(self._busy),
         )
 
@@ -220,12 +222,6 @@ class Replay:
         self._flops[kernel.phase] += kernel.nominal_flops
         self.ends[kernel.stream] = max(self.ends[kernel.stream], start + seconds)
         self.host = max(self.host, start + seconds) if self._card.is_cpu else self.host
-
-    def _wait_for_kernels(self, stream: int) -> None:
-        """A CPU thread that computes itself waits where the compute stream of a card does."""
-        if self._card.is_cpu and stream == COMPUTE:
-            self._waited += max(0.0, self.ends[COMPUTE] - self.host)
-            self.host = max(self.host, self.ends[COMPUTE])
 
     def _communicate(self, collective: Collective) -> None:
         self.host += self._card.host_collective
