@@ -19,7 +19,7 @@ from pathlib import Path
 LEFT_OUT = {
     "a": ["sbs-mark"],
     "b": ["badge"],
-    "details": ["proof", "spec-tests"],
+    "details": ["proof", "tests"],
     "form": ["spec-filter"],
     "nav": ["sbs-way"],
     "p": ["exercise-head", "exercise-source", "fragment-head", "sbs-contents"],

@@ -68,7 +68,7 @@ def _row(row: SpecRow) -> tuple[Any, ...]:
     headline = counted(len(row.tests), "test")
     if len(together) == 1:
         ((outcomes, files),) = together.items()
-        headline += "".join(f", {outcome} ({results.WHERE[backend]})" for backend, outcome in outcomes)
+        headline += "".join(f", {outcome} ({badges.SHORT[backend]})" for backend, outcome in outcomes)
         return row, enginepage.mark(row.id), badges.tags(row), badges.badges(row), headline, {"": files}
     shown = {badges.outcomes(outcomes): files for outcomes, files in together.items()}
     return row, enginepage.mark(row.id), badges.tags(row), badges.badges(row), headline, shown
