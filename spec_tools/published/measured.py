@@ -44,6 +44,7 @@ __all__ = ["LIMIT", "Measured", "measure"]
 LIMIT = 600.0
 MEBI = 2**20
 SIZES = (MEBI, 16 * MEBI)
+KINDS = ("all-gather", "reduce-scatter", "all-reduce")
 NUM_BUFFERS = 8
 # A rank keeps its memory, as CUDA's allocator does. Otherwise each step takes pages from the operating system again.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**33), "MALLOC_ARENA_MAX": "1"}
@@ -162,29 +163,42 @@ def phases(training: _Training, repeats: int) -> dict[str, float]:
     return {name: median(durations[1:]) for name, durations in found.items()}
 
 
-def collective_costs(repeats: int) -> list[tuple[str, int, float, float]]:
-    """The latency and the rate of each collective, between all ranks and between each half of them.
+def _groups() -> list[Any]:
+    """The group of all ranks, and with more than two ranks the half of them to which this rank belongs."""
+    num_ranks = dist.get_world_size()
+    if num_ranks <= 2:
+        return [dist.group.WORLD]
+    halves = [list(range(num_ranks // 2)), list(range(num_ranks // 2, num_ranks))]
+    return [dist.group.WORLD, dist.new_subgroups_by_enumeration(halves)[0]]
+
+
+def collective_costs(groups: Sequence[Any], repeats: int) -> list[tuple[str, int, float, float]]:
+    """The latency and the rate of each collective in each group.
 
     As in a step, computation on the same values precedes or follows each collective. It evicts values from the caches.
     Its own time is subtracted.
     """
-    num_ranks = dist.get_world_size()
-    groups = [dist.group.WORLD]
-    if num_ranks > 2:
-        halves = [list(range(num_ranks // 2)), list(range(num_ranks // 2, num_ranks))]
-        groups += [dist.new_subgroups_by_enumeration(halves)[0]]
     costs = []
     for group in groups:
-        for kind in ("all-gather", "reduce-scatter", "all-reduce"):
+        for kind in KINDS:
             small, large = (_collective(kind, group, size, repeats) for size in SIZES)
             rate = (SIZES[1] - SIZES[0]) / max(large - small, 1e-9)
             costs.append((kind, dist.get_world_size(group), max(0.0, small - SIZES[0] / rate), rate))
     return costs
 
 
+def _start(kind: str, group: Any, whole: Tensor, shard: Tensor) -> Any:
+    """Starts one of the engine's collectives. Returns its handle."""
+    transport: Any = transport_between(group)
+    if kind == "all-gather":
+        return transport.all_gather_single(whole, shard, AllgatherOptions())
+    if kind == "reduce-scatter":
+        return transport.reduce_scatter_single(shard, whole, dist.ReduceScatterOptions())
+    return dist.all_reduce(whole, group=group, async_op=True)
+
+
 def _collective(kind: str, group: Any, size: int, repeats: int) -> float:
     """The seconds of one of the engine's collectives of ``size`` bytes, with the wait for its end."""
-    transport: Any = transport_between(group)
     x = torch.randn(ROWS, COLUMNS)
     y = torch.randn(ROWS, size // 4 // COLUMNS)
     # Each call uses other memory than the calls before it, as the next unit of a model does.
@@ -197,18 +211,10 @@ def _collective(kind: str, group: Any, size: int, repeats: int) -> float:
         else:
             torch.mm(y.T, x, out=whole)
 
-    def communicate(whole: Tensor, shard: Tensor) -> None:
-        if kind == "all-gather":
-            transport.all_gather_single(whole.view(-1), shard, AllgatherOptions()).wait()
-        elif kind == "reduce-scatter":
-            transport.reduce_scatter_single(shard, whole.view(-1), dist.ReduceScatterOptions()).wait()
-        else:
-            dist.all_reduce(whole, group=group)
-
     def both() -> None:
         for whole, shard in zip(wholes, shards, strict=True):
             compute(whole)
-            communicate(whole, shard)
+            _start(kind, group, whole.view(-1), shard).wait()
 
     alone = _seconds(lambda: [compute(whole) for whole in wholes], repeats)
     return max(0.0, _seconds(both, repeats) - alone) / NUM_BUFFERS
@@ -220,19 +226,9 @@ def slowdown(repeats: int) -> float:
     It is 0 if nothing slows down, and 1 if both together take as long as one after the other. It is more if the
     collective also evicts the computation's values from the caches.
     """
-    transport: Any = transport_between(dist.group.WORLD)
     wholes = [torch.ones(SIZES[1] // 4 // NUM_BUFFERS) for _ in range(NUM_BUFFERS)]
     shards = [torch.ones(len(whole) // dist.get_world_size()) for whole in wholes]
     x, y = torch.randn(512, 512), torch.randn(512, 512)
-
-    def all_gather(whole: Tensor, shard: Tensor) -> Any:
-        return transport.all_gather_single(whole, shard, AllgatherOptions())
-
-    def reduce_scatter(whole: Tensor, shard: Tensor) -> Any:
-        return transport.reduce_scatter_single(shard, whole, dist.ReduceScatterOptions())
-
-    def all_reduce(whole: Tensor, _: Tensor) -> Any:
-        return dist.all_reduce(whole, async_op=True)
 
     def compute() -> None:
         x @ y
@@ -240,17 +236,17 @@ def slowdown(repeats: int) -> float:
 
     lost = overlap = 0.0
     alone = _seconds(lambda: [compute() for _ in wholes], repeats)
-    for start in (all_gather, reduce_scatter, all_reduce):
+    for kind in KINDS:
 
-        def together(start: Callable[[Tensor, Tensor], Any] = start) -> None:
+        def together(kind: str = kind) -> None:
             for whole, shard in zip(wholes, shards, strict=True):
-                handle = start(whole, shard)
+                handle = _start(kind, dist.group.WORLD, whole, shard)
                 compute()
                 handle.wait()
 
-        def communicate(start: Callable[[Tensor, Tensor], Any] = start) -> None:
+        def communicate(kind: str = kind) -> None:
             for whole, shard in zip(wholes, shards, strict=True):
-                start(whole, shard).wait()
+                _start(kind, dist.group.WORLD, whole, shard).wait()
 
         communicating = _seconds(communicate, repeats)
         lost += _seconds(together, repeats) - max(alone, communicating)
@@ -261,9 +257,9 @@ def slowdown(repeats: int) -> float:
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 
-def _round(alone: _Training, sharded: dict[str, _Training], repeats: int) -> Measured:
+def _round(alone: _Training, sharded: dict[str, _Training], groups: Sequence[Any], repeats: int) -> Measured:
     matmul, copy, operator = rates(repeats)
-    phase_times, costs, slows = phases(alone, repeats), collective_costs(repeats), slowdown(repeats)
+    phase_times, costs, slows = phases(alone, repeats), collective_costs(groups, repeats), slowdown(repeats)
     steps = {strategy: _seconds(training.step, repeats) for strategy, training in sharded.items()}
     return Measured(matmul, copy, operator, phase_times, costs, slows, steps)
 
@@ -278,7 +274,8 @@ def _rank(
     # No rank of a group of one rank communicates.
     alone = _Training(WORKLOADS[workload], "NO_SHARD", dist.new_subgroups(1)[0])
     sharded = {strategy: _Training(WORKLOADS[workload], strategy) for strategy in strategies}
-    found = [_round(alone, sharded, repeats) for _ in range(rounds)]
+    groups = _groups()
+    found = [_round(alone, sharded, groups, repeats) for _ in range(rounds)]
     if rank == 0:
         Path(folder, "measured.json").write_text(json.dumps([asdict(one) for one in found]))
     dist.barrier()

@@ -18,7 +18,7 @@ from minifsdp.simulate.replay import replay
 from minifsdp.simulate.setup import Setup
 from minifsdp.simulate.shapes import SHAPES
 from minifsdp.simulate.tape import Collective, Kernel, RecordEvent, Tape, WaitEvent
-from spec_tools.published import compare, page, recordings, table
+from spec_tools.published import compare, measured, page, recordings, table
 from spec_tools.published.here import card_of
 from spec_tools.published.measured import Measured
 from spec_tools.published.setups import ASSUMED, Absent, Case, case_of, parts_of
@@ -226,6 +226,20 @@ def test_a_cpu_thread_that_computes_issues_nothing_meanwhile() -> None:
     assert replay(recording, card, network).seconds == 14.0
     # A card computes while its CPU thread issues the second all-gather, which follows the first one at once.
     assert replay(recording, dataclasses.replace(card, is_cpu=False), network).seconds == 10.0
+
+
+@pytest.mark.spec("CHECKED-06")
+@arithmetic
+def test_a_measurement_ends_when_all_ranks_have_done_their_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def pass_seconds(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(measured.time, "perf_counter", lambda: clock[0])
+    # The other ranks need 5 seconds more than this one.
+    monkeypatch.setattr(measured.dist, "barrier", lambda: pass_seconds(5.0))
+    assert measured._seconds(lambda: pass_seconds(3.0), 2) == 8.0
 
 
 @pytest.mark.spec("CHECKED-06")
