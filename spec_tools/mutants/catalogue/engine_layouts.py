@@ -131,7 +131,7 @@ MUTANTS = [
         "zero-grad-of-what-is-in-sight",
         "FWD-08",
         "zero_grad(set_to_none=False) clears the unreduced gradient but not the reduced one.",
-        replace("FlatGradients.take_unreduced", "if $edited and not $part.any():\n    $before.zero_()", "pass"),
+        replace("FlatGradients.take_unreduced", "if $edited and not $values.any():\n    $before.zero_()", "pass"),
     ),
     # --- engine/flat_params.py ---
     Mutant(
