@@ -111,7 +111,7 @@ def sum_wrongly() -> None:
     from spec_tools.gpu import collectives
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_reduce", lambda tensor: tensor.zero_())
+        patch.setattr(dist, "all_reduce", lambda tensor, group: tensor.zero_())
         collectives.send()
 
 
@@ -130,7 +130,11 @@ def outcome_of(text: str, folder: Path, status: int = 1, *, hung: bool = False) 
         (die, "rank_died", "the process died: SIGKILL"),
         (lack_memory, "out_of_memory", "torch.OutOfMemoryError: CUDA out of memory"),
         (access_illegally, "crash", "RuntimeError: CUDA error: an illegal memory access"),
-        (sum_wrongly, "wrong_value", "AssertionError: all-reduce on gloo: element 0 is 0.0, not 2.0"),
+        (
+            sum_wrongly,
+            "wrong_value",
+            "AssertionError: all-reduce between ranks [0, 1] on gloo: element 0 is 0.0",
+        ),
     ],
 )
 def test_failure_on_ranks_has_its_kind(body: Any, kind: str, reason: str, tmp_path: Path) -> None:
