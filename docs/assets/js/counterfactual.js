@@ -40,7 +40,7 @@
   const entry = () => data.entries.find((one) => one.name === choice.value);
   const replay = () => (intact.checked ? data.intact[entry().model] : entry());
   const boxes = () => replay().boxes.map(([name, row, column, wrong, written, used], index) => ({ name, row, column, wrong, written, used, index }));
-  /* Begins where the order is wrong, or at the end if only memory differs. */
+  /* Starts at the wrong order, or at the end if only the memory differs. */
   function select() {
     const { race } = entry(), all = boxes(), last = Math.max(...all.map((box) => box.column));
     range.max = last;
@@ -106,7 +106,7 @@
       shape("rect", { x: left(column), y: top(row) + 2, width: BOX, height: ROW - 4, rx: 2.5 }),
       shape("text", { x: left(column) + BOX / 2, y: top(row) + 16 }, isWrong ? `${name} \u2260` : name));
   }
-  /* The missing order: from the box that should be first to the box that ran too early. */
+  /* The missing order: from the box that should run first to the box that ran too early. */
   function line(old, early) {
     const end = ({ column, row }, other) => {
       const isBelow = top(other.row) > top(row);

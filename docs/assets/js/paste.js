@@ -1,5 +1,5 @@
-/* Paste your traceback: shows the entries of this page that pasted text speaks of, while it is typed. They are found by
-   troubles.js. Nothing is stored and nothing is sent. */
+/* Paste your traceback: shows the entries of this page that match pasted text, while the user types. troubles.js finds
+   them. Nothing is stored and nothing is sent. */
 (() => {
   const form = document.getElementById("paste");
   const box = document.getElementById("paste-text");
@@ -13,7 +13,7 @@
     return element;
   }
 
-  /* What stands below an entry's headline, once more: without what the box has said, and without ids. */
+  /* The text below the headline of an entry, as a copy without ids and without the lines that the box shows already. */
   function bodyOf(id) {
     const body = make("div", "paste-body", "");
     let next = document.getElementById(id).nextElementSibling;
@@ -78,6 +78,6 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError: train.py FAIL
     box.value = EXAMPLE;
     look();
   });
-  // A browser can keep what was in the box when one comes back to the page.
+  // A browser can keep the text of the box when the user returns to the page.
   look();
 })();
