@@ -154,7 +154,7 @@ def train_with_fsdp(data: Dataset, options: argparse.Namespace, place: Place, fi
     return model, losses
 
 
-# ---- what both use ----
+# ---- shared by both ----
 
 
 def epochs(loader: DataLoader, sampler: DistributedSampler, num_steps: int, place: Place):
