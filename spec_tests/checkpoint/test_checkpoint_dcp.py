@@ -120,7 +120,7 @@ def test_a_hybrid_model_is_written_and_read(use_dtensor: bool, tmp_path: Path) -
 @flat_or_original
 @ranks(2)
 def test_fresh_optimizer_continues_bitwise(keep: bool, reads_states_apart: bool, tmp_path: Path) -> None:
-    """A fresh optimizer has no states to load into before its first step, so its states are read apart."""
+    """A fresh optimizer has no states to load into before its first step, so its states are read separately."""
     model, optimizer = trained(None, use_orig_params=keep)
     save(model, optimizer, tmp_path, None)
     again, restored = checkpoints.trained(steps=0, seed=7, use_orig_params=keep)

@@ -1,4 +1,5 @@
-"""The watchdog's thread and an accelerator: what its queries leave alone, and what a hang of the device causes."""
+"""The watchdog's thread and an accelerator: the state that its queries do not change, and the effects of a hang of the
+device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unsharding and resharding by hand, also around changes of the shards and around a forward."""
+"""Unsharding and resharding manually, also around changes of the shards and around a forward."""
 
 from __future__ import annotations
 

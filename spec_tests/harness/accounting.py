@@ -117,8 +117,9 @@ class Accounting:
     Args:
         device: ``"cpu"``, ``"simulated"`` or ``"cuda"``.
         root: the folder that contains ``build/spec-results.json``. Test names are relative to it.
-        engine: what the tests test. The results of another engine than minifsdp are in a file of their own, such as
-            ``build/spec-results-torch.json``, and the errors of its failed tests in ``build/spec-errors-torch.json``.
+        engine: the implementation that is tested. The results of another engine than minifsdp are in a file of their
+            own, such as ``build/spec-results-torch.json``, and the errors of its failed tests in
+            ``build/spec-errors-torch.json``.
     """
 
     def __init__(self, device: str, root: pathlib.Path = ROOT, engine: str = "minifsdp") -> None:

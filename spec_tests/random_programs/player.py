@@ -1,4 +1,4 @@
-"""Runs a program on a rank: makes each call on the sharded model and on the reference, and records what is wrong.
+"""Runs a program on a rank: makes each call on the sharded model and on the reference, and records errors.
 
 After every call, one of these must be true:
 

@@ -136,7 +136,8 @@ def _divided(moments: Iterable[Moment], at: Operation, *, is_last: bool) -> list
 
 
 def _apart(moment: Moment) -> Iterator[Moment]:
-    """Copies into buckets that were launched with other operators between them, such as a reduce-scatter, are apart."""
+    """Copies into buckets that were launched with other operators between them, such as a reduce-scatter, are separate
+    boxes."""
     if moment.kind not in SORTING.values():
         yield moment
         return

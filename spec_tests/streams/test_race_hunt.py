@@ -13,7 +13,7 @@ from spec_tools.gpu.platforms import Platform
 
 
 class Slept(Platform):
-    """Notes the streams that are kept busy."""
+    """Records the streams that are kept busy."""
 
     streams: list[Any] = []
 

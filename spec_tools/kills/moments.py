@@ -205,7 +205,7 @@ def rank_main(
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-        # Skip all cleanup: another rank is dead, and threads that wait for it may never end.
+        # Skip all cleanup: another rank has been killed, and threads that wait for it may never end.
         os._exit(1)
     if rank == 0:
         (work / "losses").write_bytes(pickle.dumps(losses))

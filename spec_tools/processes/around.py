@@ -209,7 +209,7 @@ was_checked = True
 
 
 def console(api: str) -> None:
-    """An `InteractiveConsole` trains. An error that it has shown has no effect, not even at the end.
+    """An `InteractiveConsole` trains. An error that it has shown has no effect, even at the end.
 
     The program does not destroy the group. Rank 0, which hosts the store, ends before rank 1.
     """
@@ -262,7 +262,7 @@ def ipython(api: str) -> None:
 def two_event_loops(api: str) -> None:
     """The group lives across two calls of `asyncio.run`. In each, two coroutines train in turn, one with each API.
 
-    Another task ticks, and the loop handles signals. Between the loops the program trains without one.
+    Another task runs periodically, and the loop handles signals. Between the loops the program trains without one.
     """
     join()
     trained = trainings()

@@ -89,7 +89,7 @@ def destroyed_and_made_again(api: str) -> None:
 
 
 def destroyed_on_one_rank_first(api: str) -> None:
-    """Rank 0 destroys its groups while rank 1 continues. It waits for a moment only; the store works on."""
+    """Rank 0 destroys its groups while rank 1 continues. It waits only briefly; the store remains available."""
     store = store_of_launcher()
     join_life(0, store)
     train(api)
@@ -459,7 +459,8 @@ def fork_that_ends_as_programs_do(api: str) -> None:
 
 
 def fork_that_fails_between_steps(api: str) -> None:
-    """Each rank forks a child while its group exists. The child ends with an uncaught error, and the ranks train on."""
+    """Each rank forks a child while its group exists. The child ends with an uncaught error, and the ranks continue to
+    train."""
     join(30.0)
     trained = train(api)
     dist.barrier()

@@ -315,7 +315,7 @@ def test_recorder_is_configured_with_names_that_torch_reads_and_keeps_settings_o
 
 
 def collected_in(block: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, list[int]]]:
-    """What `evidence.collect` received while ``block`` ran as a part of a chunk."""
+    """The arguments of `evidence.collect` while ``block`` ran as a part of a chunk."""
     seen: list[tuple[Path, list[int]]] = []
     monkeypatch.setenv(chunks.FINDINGS, str(folder / "findings.jsonl"))
     monkeypatch.setenv(chunks.MARK, str(folder))

@@ -6,7 +6,7 @@ memory that is reused during a copy. Such errors usually pass every test, becaus
 a result.
 
 This package is a device for PyTorch with the name ``sim``. It computes with real values in real memory, one operator
-after the other in program order. It also records what could happen on a device that runs streams concurrently:
+after the other in program order. It also records the orders that a device with concurrent streams allows:
 
 ======================  ============================================================================================
 ``clocks.py``           streams, events, and the happens-before relation between operations

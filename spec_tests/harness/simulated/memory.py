@@ -237,7 +237,7 @@ class Memory:
             join(event.clock, self.streams[number].record_event().clock)
         ghosts = self._given_back[block.owner]
         for access in [*block.ghosts, *block.accesses]:
-            # The block is kept until all that the recorded streams have received, or waited for, is complete.
+            # The block is kept until all work that the recorded streams have received, or waited for, is complete.
             if access.stream == HOST or access.is_before(event.clock):
                 continue
             if access.stream not in ghosts or ghosts[access.stream].number <= access.number:
