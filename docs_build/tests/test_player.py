@@ -126,7 +126,7 @@ def test_page_handles_keys_if_the_player_is_not_visible(address: str, tab: Tab) 
 @in_browser
 def test_player_moves_by_mouse_and_by_timeline(address: str, tab: Tab) -> None:
     at(tab, address)
-    tab.click(".player-button[title='One moment on']")
+    tab.click(".player-button[title='Next event']")
     assert moment(tab) == 2
     seen = set()
     for place in range(0, number(tab), 5):

@@ -149,7 +149,7 @@ class Accounting:
             for marker in item.iter_markers("spec"):
                 for row in marker.args or ("",):
                     if row not in self.rows:
-                        raise pytest.UsageError(f"{item.nodeid} carries {row!r}, which is no row of docs/spec.md")
+                        raise pytest.UsageError(f"{item.nodeid} has the marker {row!r}, not a row of docs/spec.md")
                     self.carried.setdefault(item.nodeid, []).append(row)
         if whole_files:
             self.complete_files = {_file_of(item.nodeid) for item in items}

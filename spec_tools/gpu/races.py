@@ -96,7 +96,7 @@ def hunt(name: str, configuration: str, num_seeds: int) -> list[dict[str, Any]]:
     platform = find(name)
     reference = train(configuration, Synchronised(platform))
     again = train(configuration, Synchronised(platform))
-    findings = [_finding("no delays: the kernels are not deterministic, so nothing can be said", 0, reference, again)]
+    findings = [_finding("no delays: the kernels are not deterministic, so races stay hidden", 0, reference, again)]
     for seed in range(num_seeds):
         delays = Delays(platform, seed, dist.get_rank())
         found = train(configuration, delays)

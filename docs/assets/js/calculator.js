@@ -105,7 +105,7 @@
     if (priced.host) moments.push(["on the host", priced.host]);
     return [
       chart(`Memory of a rank with ${own.strategy}, moment by moment`, ["all that is there"], moments.map(([name, n]) => ({ name, parts: [n], text: bytes(n) })), memory),
-      chart("Memory of a rank at the worst moment", ["stored", "gathered units and gradients", "activations"],
+      chart("Peak memory of a rank", ["stored", "gathered units and gradients", "activations"],
         each((one) => ({ parts: [one.priced.stored, one.peak - one.priced.stored - one.activations, one.activations], text: `${bytes(one.peak)}: ${fits(one, memory)}` })), memory),
       chart("Sent by a rank in a step", ["within its machine", "to other machines"],
         each((one) => ({ parts: [one.within, one.between], text: `${bytes(one.within)} + ${bytes(one.between)}` }))),
@@ -159,7 +159,7 @@
     facts.textContent = `${numel.toLocaleString("en")} parameters in ${units.length} units; the largest unit has ${largest.toLocaleString("en")}.`
       + (own.count ? "" : " It has no matrices, so activations and compute are not estimated.");
     const all = gib(answer.memory), beside = own.left < 0 ? `does not fit in ${all}: ${gib(-own.left)} too many` : `fits in ${all}${own.left < answer.memory / 10 ? ", tightly" : ""}: ${gib(own.left)} left`;
-    verdict.textContent = `${read.strategy} on ${read.ranks.toLocaleString("en")} ranks ${beside} at the worst moment, in ${own.worst}. `
+    verdict.textContent = `${read.strategy} on ${read.ranks.toLocaleString("en")} ranks ${beside} at the peak, in ${own.worst}. `
       + `A step takes at least ${seconds(own.time.overlapped)} if all overlaps, ${seconds(own.time.apart)} if nothing does.`;
     result.replaceChildren(...charts(answer, own), table(answer, own), sums(own, answer.cluster));
   }

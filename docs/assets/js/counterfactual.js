@@ -65,11 +65,11 @@
     if (x > scrollLeft + clientWidth || x - 2 * COLUMN < scrollLeft) scroller.scrollLeft = x - clientWidth / 2;
   }
   function words({ name, wrong, written, index }) {
-    const { race } = replay(), told = [];
-    if (race && race.new[0] === index) told.push(`Too early: ${entry().early}`);
-    if (race && race.old[0] === index) told.push(`Too late: ${name} should run before the red box at the other end of the dashed line.`);
-    if (wrong) told.push(`${wrong} of ${written} elements that ${name} writes are wrong.`);
-    return told;
+    const { race } = replay(), texts = [];
+    if (race && race.new[0] === index) texts.push(`Too early: ${entry().early}`);
+    if (race && race.old[0] === index) texts.push(`Too late: ${name} should run before the red box at the other end of the dashed line.`);
+    if (wrong) texts.push(`${wrong} of ${written} elements that ${name} writes are wrong.`);
+    return texts;
   }
 
   // --- the picture ---

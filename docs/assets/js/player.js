@@ -61,7 +61,7 @@
     const leave = () => { one.file = null; load(); };
     one.back = make("button", { type: "button", class: "player-button player-back", textContent: "Recorded runs", onclick: leave });
     one.form = make("form", { class: "player-form", onsubmit: () => false });
-    one.form.setAttribute("aria-label", number ? "The run beside it" : "The run");
+    one.form.setAttribute("aria-label", number ? "Second run" : "First run");
     KEYS.forEach((key) => {
       one.selects[key] = make("select", { id: id(key) });
       one.selects[key].addEventListener("change", () => { one.choice[key] = one.selects[key].value; settle(one.choice, key); load(); });
@@ -109,8 +109,8 @@
     load();
   }, "player-versus");
   const play = button("Play", "Space", toggle, "player-play");
-  const back = button("\u2190", "One moment back", () => { stop(); show(at - 1); });
-  const on = button("\u2192", "One moment on", () => { stop(); show(at + 1); });
+  const back = button("\u2190", "Previous event", () => { stop(); show(at - 1); });
+  const on = button("\u2192", "Next event", () => { stop(); show(at + 1); });
   back.setAttribute("aria-label", back.title);
   on.setAttribute("aria-label", on.title);
   const slider = make("input", { type: "range", min: 0, value: 0, class: "player-slider" });

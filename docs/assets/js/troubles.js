@@ -129,10 +129,10 @@
         const words = byWords(entry, part, entry.wholes, 0);
         if (addressed.has(entry.id.toLowerCase())) {
           found.push({ ...(words || { entry, places: [], part }), weight: 100000, why: `It prints the address of this entry, ${entry.id}.` });
-        } else if (words) found.push({ ...words, why: `All fixed words of this message are there, such as “${words.quote}”.` });
+        } else if (words) found.push({ ...words, why: `The text contains all fixed words of this message, such as “${words.quote}”.` });
         else {
           const cut = begun(entry, part);
-          if (cut) found.push({ ...cut, why: "This message begins so; its end is not there." });
+          if (cut) found.push({ ...cut, why: "The text contains the beginning of this message, without its end." });
         }
       }
     }

@@ -41,13 +41,13 @@ Spec: SIM-01 to SIM-05, SIM-08, SIM-12 to SIM-17.
 from spec_tests.harness.simulated.install import install, is_available
 from spec_tests.harness.simulated.issue_order import IssueOrder
 from spec_tests.harness.simulated.memory import Access
-from spec_tests.harness.simulated.nccl import INVENTED_STORE
+from spec_tests.harness.simulated.nccl import STORE_OF_ONE_PROCESS
 from spec_tests.harness.simulated.races import Race, SimulatedRaceError
 from spec_tests.harness.simulated.replay import Log, Operation, Verdict
 from spec_tests.harness.simulated.world import WORLD
 
 __all__ = [
-    "INVENTED_STORE",
+    "STORE_OF_ONE_PROCESS",
     "WORLD",
     "Access",
     "IssueOrder",
