@@ -437,7 +437,7 @@ class Surroundings:
         _destroy_leftover_groups()
         torch.manual_seed(0)
         random.seed(0)
-        # With NCCL a time-out ends the process and shows less than the stacks do, so there only the limit applies.
+        # With NCCL, a time-out ends the process without the stacks, so only the limit applies.
         if device_here.type != "cuda" and limit != self.limit:
             _set_time_limit(timedelta(seconds=0.75 * limit), dist.group.WORLD)
             self.limit = limit
