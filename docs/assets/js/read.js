@@ -26,7 +26,7 @@
     }
   }
 
-  // Hundreds of Tab stops would be in the way: Tab reaches one number, and the arrow keys go on from there.
+  // A Tab stop for each number would be too many: Tab reaches one number, and the arrow keys reach the others.
   function stop(number) {
     numbers.forEach((one) => { one.tabIndex = one === number ? 0 : -1; });
   }
