@@ -208,7 +208,7 @@ def test_prefetch_pictures_show_overlapping_all_gathers() -> None:
 
 
 @pytest.mark.needs("mkdocs")
-def test_picture_with_a_focus_says_what_it_highlights() -> None:
+def test_picture_with_a_focus_names_its_highlighted_part() -> None:
     from docs_build.pages.directives import expand
     from docs_build.pages.raw import put_back
 

@@ -269,7 +269,7 @@ def saves_itself(module: nn.Module) -> bool:
 
 def loads_itself(module: nn.Module) -> bool:
     """Whether custom code of the module, or a hook of the user, decides which keys ``load_state_dict()`` loads."""
-    # One hook of a wrapper is the wrapper's own.
+    # The wrapper itself has registered one of its hooks.
     num_hooks = parts.num_of_user(module._load_state_dict_pre_hooks.values()) - is_wrapper(module)
     return _is_custom(module, num_hooks, "_load_from_state_dict")
 

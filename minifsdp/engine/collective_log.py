@@ -169,7 +169,7 @@ class CollectiveSequence:
 
     @staticmethod
     def agree(questions: Sequence[int]) -> bool:
-        """Whether all ranks mean the same unit.
+        """Whether all ranks refer to the same unit.
 
         If the ranks constructed different numbers of equal units, the order of construction proves nothing.
         """
@@ -184,7 +184,7 @@ class CollectiveSequence:
 
 
 class _DestroyedGroup:
-    """In place of the hash of a sequence: refuses collectives of a process group that was destroyed."""
+    """Replaces the hash of a sequence, and refuses collectives of a process group that was destroyed."""
 
     def update(self, _: bytes) -> None:
         raise RuntimeError(message("destroyed-group"))

@@ -191,7 +191,7 @@ class Layout(Protocol):
         shards_are_distributed: whether the optimizer's parameters are DTensors, which compute over all ranks.
         steps: the number of optimizer steps, shared by all units of the root.
         is_marked_stale: whether the shard was written since the last all-gather, possibly without a change.
-        stepped_at: the number of the last step with gradients of an optimizer that holds parameters of this layout.
+        stepped_at: the number of the last optimizer step on parameters of this layout that had gradients.
     """
 
     name: str = ""

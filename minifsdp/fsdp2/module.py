@@ -37,7 +37,7 @@ RESHARD = Kind("a bool here; a number of ranks can be chosen when fully_shard() 
 
 
 class _IgnoredByDDP:
-    """The list of ignored parameters, which `DistributedDataParallel` reads first. A list of the user replaces it."""
+    """The list of ignored parameters that `DistributedDataParallel` reads first. The user can replace the list."""
 
     def __get__(self, module: Any, owner: type | None = None) -> Iterator[str]:
         """Returns a new iterator. It raises an error when the first name is read, so the attribute itself exists."""

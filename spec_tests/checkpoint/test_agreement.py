@@ -29,7 +29,7 @@ def hybrid() -> MeshGroups:
 def test_agreement_goes_through_shard_then_replicate_group() -> None:
     mesh = hybrid()
     groups = agreement.groups_of([mesh, mesh])
-    assert groups == [mesh.shard, mesh.replicate], "each once, rows first"
+    assert groups == [mesh.shard, mesh.replicate], "each group once, rows first"
     assert agreement.exchange(groups, dist.get_rank() * 10) == {0: 0, 1: 10, 2: 20, 3: 30}
     assert agreement.exchange([], "alone") == {dist.get_rank(): "alone"}
 

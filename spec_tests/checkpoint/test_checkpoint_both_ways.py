@@ -44,13 +44,13 @@ class Library:
         build: wraps a model.
         write: returns weights and optimizer states by original names, in the given form of state dict.
         read: loads weights and optimizer states.
-        everybody: whether a single process computes the batches of all ranks.
+        all_ranks: whether a single process computes the batches of all ranks.
     """
 
     build: Callable[[nn.Module], nn.Module]
     write: Callable[[Any, Any, StateDictType], tuple[Weights, States]]
     read: Callable[[Any, Any, Weights, States, StateDictType], None]
-    everybody: bool = False
+    all_ranks: bool = False
 
 
 def torch_wrapper(use_orig_params: bool) -> Library:
@@ -96,7 +96,7 @@ LIBRARIES = {
     "fsdp1-original": torch_wrapper(use_orig_params=True),
     "fully_shard": Library(build_in_place, write_by_helpers, read_by_helpers),
     "ddp": Library(DistributedDataParallel, write_by_helpers, read_by_helpers),
-    "plain": Library(lambda model: model, write_by_helpers, read_by_helpers, everybody=True),
+    "plain": Library(lambda model: model, write_by_helpers, read_by_helpers, all_ranks=True),
 }
 # Full dicts of torch's wrapper with original parameters are omitted: on the CPU all states of a parameter share one
 # buffer there and have the values of the last state (seen with torch 2.13).
@@ -117,8 +117,8 @@ def go_on(ours: Any, theirs: Any, library: Library) -> None:
         # A single process only computes the mean loss over all ranks.
         loss = step(*ours, number)
         with quiet():
-            expected = step(*theirs, number, everybody=library.everybody)
-        if not library.everybody:
+            expected = step(*theirs, number, all_ranks=library.all_ranks)
+        if not library.all_ranks:
             assert loss == expected, f"step {number}"
     with FSDP.state_dict_type(ours[0], FULL), quiet():
         weights = ours[0].state_dict()
@@ -137,7 +137,7 @@ def test_checkpoint_of_torch_is_read(keep: bool, name: str, form: StateDictType)
         model = library.build(make())
         optimizer = adam(model.parameters())
         for number in (0, 1):
-            step(model, optimizer, number, everybody=library.everybody)
+            step(model, optimizer, number, all_ranks=library.all_ranks)
         weights, states = library.write(model, optimizer, form)
     ours, restored = mine(keep, seed=7)
     with FSDP.state_dict_type(ours, form):

@@ -176,7 +176,7 @@ def test_shards_of_another_number_of_ranks_are_refused(keep: bool, form: str) ->
         states = FSDP.optim_state_dict(of_four, optimizer)
         with pytest.raises(RuntimeError, match=r"expected a shard of shape .* on this rank, found"):
             FSDP.optim_state_dict_to_load(of_two, fresh, states)
-    assert of_two.load_state_dict(of_two.state_dict()) == ([], []), "they can go on together"
+    assert of_two.load_state_dict(of_two.state_dict()) == ([], []), "the two can train together"
     dist.barrier()
 
 

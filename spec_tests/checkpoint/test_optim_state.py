@@ -161,7 +161,7 @@ def test_the_model_may_be_a_plain_module_or_ddp_around_units(keep: bool) -> None
     plain.first = FSDP(plain.first, use_orig_params=keep)
     plain.second = FSDP(plain.second, use_orig_params=keep)
     optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
-    step(plain, optimizer, 0, everybody=True)
+    step(plain, optimizer, 0, all_ranks=True)
     found = FSDP.optim_state_dict(plain, optimizer)["state"]
     assert found.keys() <= plain.state_dict().keys()
     assert_same_state(found, single_process(steps=1), bitwise=False)

@@ -118,7 +118,7 @@ def test_with_rank0_only_the_first_ranks_dict_is_enough(keep: bool, nothing: Any
     assert counts.calls["scatter_"] == 6
     sent = sum(num_bytes for kind, num_bytes in counts.order if kind == "scatter_")
     local_shards = [parameter.numel() for parameter in wrapped(make()).parameters()]
-    assert sent <= 2 * 4 * 2 * sum(local_shards), "no more than each rank's own pieces"
+    assert sent <= 2 * 4 * 2 * sum(local_shards), "only the pieces of each rank"
 
 
 @pytest.mark.spec("OSD-LOAD-05")

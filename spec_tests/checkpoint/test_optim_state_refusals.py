@@ -125,7 +125,7 @@ def test_parameters_of_one_flat_parameter_in_two_groups_are_refused() -> None:
     matrices = {"params": [p for p in plain.parameters() if p.ndim > 1]}
     vectors = {"params": [p for p in plain.parameters() if p.ndim <= 1], "lr": 0.5}
     optimizer = torch.optim.Adam([matrices, vectors], lr=0.01)
-    step(plain, optimizer, 0, everybody=True)
+    step(plain, optimizer, 0, all_ranks=True)
     with quiet():
         states = FSDP.optim_state_dict(plain, optimizer)
     model, flat = trained(steps=0)

@@ -386,12 +386,12 @@ def test_event_is_queried_only_after_a_delay_and_then_dropped() -> None:
 @pytest.mark.pure
 def test_jobs_and_restarts_of_a_job_write_to_separate_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINIFSDP_LEDGER_DIR", str(tmp_path))
-    lives: list[dict[str, str]] = [{}, {"RUN_ID": "a"}, {"RUN_ID": "a", "RESTART_COUNT": "1"}]
+    starts: list[dict[str, str]] = [{}, {"RUN_ID": "a"}, {"RUN_ID": "a", "RESTART_COUNT": "1"}]
     for pid in (10, 11):
         monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
-        for life in lives:
+        for start in starts:
             with monkeypatch.context() as patch:
-                for name, value in life.items():
+                for name, value in start.items():
                     patch.setenv(f"TORCHELASTIC_{name}", value)
                 said = written(Findings({}))
             assert Path(said.split()[-1]).parent == tmp_path

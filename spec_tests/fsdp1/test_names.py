@@ -125,7 +125,7 @@ def test_inside_summon_names_are_those_of_the_plain_module(strategy: ShardingStr
             assert [name for name, _ in buffers] == [name for name, _ in plain.named_buffers()]
             assert not any(isinstance(buffer, nn.Parameter) for _, buffer in buffers)
             assert_same(dict(buffers), dict(plain.named_buffers()), bitwise=True)
-        assert all(name.startswith(PREFIX) for name, _ in model.named_parameters()), "and afterwards as before"
+        assert all(name.startswith(PREFIX) for name, _ in model.named_parameters()), "the names are restored afterwards"
         if not has_run:
             for each in (plain.eval(), model.eval()):
                 each(batch())
@@ -210,7 +210,7 @@ def test_fsdp_modules_lists_every_wrapper_below() -> None:
     assert FSDP.fsdp_modules(model.module) == blocks, "the module may be plain"
     assert FSDP.fsdp_modules(blocks[1]) == [blocks[1]]
     assert FSDP.fsdp_modules(nn.Linear(2, 2)) == []
-    assert model.fsdp_modules(blocks[1]) == [blocks[1]], "it is static"
+    assert model.fsdp_modules(blocks[1]) == [blocks[1]], "the method is static"
     several = nn.ModuleDict({"b": blocks[1], "plain": nn.Linear(2, 2), "again": blocks[1], "a": blocks[0]})
     assert FSDP.fsdp_modules(several) == [blocks[1], blocks[0]], "each once, in the order of modules()"
     iterate(model)

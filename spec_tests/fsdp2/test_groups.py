@@ -253,16 +253,16 @@ def test_backward_all_gathers_among_local_peers() -> None:
     model = sharded(reshard_after_forward=2)
     shapes = [p.to_local().shape for p in model.parameters()]
     rank = dist.get_rank()
-    everybody, neighbours = (0, 1, 2, 3), ((0, 1), (2, 3))[rank // 2]
+    all_ranks, neighbours = (0, 1, 2, 3), ((0, 1), (2, 3))[rank // 2]
     for step in range(3):
         with trace.record() as forward:
             loss = loss_of(model(batch(step)))
         with trace.record() as backward:
             loss.backward()
-        assert {event.ranks for event in forward.events if event.kind == "AG"} == {everybody}
+        assert {event.ranks for event in forward.events if event.kind == "AG"} == {all_ranks}
         assert {event.ranks for event in backward.events if event.kind == "AG"} == {neighbours}
         assert forward.count("AG") == backward.count("AG") == 5
-        assert {event.ranks for event in backward.events if event.kind == "RS"} == {everybody}
+        assert {event.ranks for event in backward.events if event.kind == "RS"} == {all_ranks}
         # After backward, each rank has its own shards again.
         assert [p.to_local().shape for p in model.parameters()] == shapes
         assert [p.grad.to_local().shape for p in model.parameters()] == shapes

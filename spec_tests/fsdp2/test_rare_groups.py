@@ -45,7 +45,7 @@ def test_partial_sums_of_two_experts_are_not_added_up() -> None:
     model.set_requires_all_reduce(True)
     with pytest.raises(RuntimeError, match="has a partial gradient of 2 parameters"):
         iterate(model)
-    assert full_gradients(model) == {}, "no expert gets a gradient of the other one"
+    assert full_gradients(model) == {}, "no expert gets a gradient of another expert"
 
 
 class Adapted(nn.Module):
@@ -133,7 +133,7 @@ def test_integer_parameters_are_not_cast_to_the_param_dtype() -> None:
         loss_of(model(batch())).backward()
         assert model.seen == [torch.int64, torch.bfloat16]
     model.unshard()
-    assert torch.equal(model.codes, seeded(Quantized).codes), "997 is no value of bfloat16"
+    assert torch.equal(model.codes, seeded(Quantized).codes), "997 is not a bfloat16 value"
     model.reshard()
     assert model.scale.grad.dtype is torch.float32
     assert model.codes.grad is None

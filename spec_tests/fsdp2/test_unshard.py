@@ -1,4 +1,4 @@
-"""Unsharding and resharding by hand, also around changes of the shards and around a forward."""
+"""Unsharding and resharding manually, also around changes of the shards and around a forward."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_unshard_and_reshard_change_only_own_params_of_group() -> None:
     assert own_types(model.blocks[2]) == {plain_tensor()}, "nested groups are not touched"
     model.blocks[2].reshard()
     model.blocks[2].reshard()
-    assert all(mine is other for mine, other in zip(model.parameters(), before, strict=True)), "for the optimizer"
+    assert all(mine is other for mine, other in zip(model.parameters(), before, strict=True)), "same objects"
     assert_same(full_values(model), plain)
 
 

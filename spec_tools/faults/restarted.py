@@ -1,8 +1,8 @@
-"""The tutorial's training. In its first life one rank has a fault, in its fourth step or in the save after it.
+"""The tutorial's training. In its first run one rank has a fault, in its fourth step or in the save after it.
 
     torchrun --nproc-per-node 2 --max-restarts 1 spec_tools/faults/restarted.py FAULT VICTIM MOMENT FOLDER OPTIONS ...
 
-Checkpoints are saved every second step. At the end rank 0 writes three values to ``FOLDER/told``: the losses of all
+Checkpoints are saved every second step. At the end rank 0 writes three values to ``FOLDER/result``: the losses of all
 steps, the number of starts of the job, and the number of complete steps at the last start.
 """
 
@@ -44,9 +44,9 @@ def main() -> None:
 
     torch.set_num_threads(1)
     fault, victim, moment, folder, *options = sys.argv[1:]
-    life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    num_restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     dist.distributed_c10d._get_default_timeout = lambda backend: timedelta(seconds=TIMEOUT)
-    if life == 0 and os.environ["RANK"] == victim:
+    if num_restarts == 0 and os.environ["RANK"] == victim:
         if moment == "in a step":
             after_call(torch.optim.AdamW, "step", STRUCK_IN, lambda: strike(fault))
         else:
@@ -65,8 +65,8 @@ def main() -> None:
     with train_gpt.joined_ranks("cpu") as place:
         losses = train_gpt.train(train_gpt.parse([*TINY, *how, *options]), corpus(train_gpt), place)
     if os.environ["RANK"] == "0":
-        reported = {"losses": losses, "lives": life + 1, "begun at": begun_at}
-        (Path(folder) / "told").write_text(json.dumps(reported))
+        reported = {"losses": losses, "starts": num_restarts + 1, "begun at": begun_at}
+        (Path(folder) / "result").write_text(json.dumps(reported))
 
 
 if __name__ == "__main__":

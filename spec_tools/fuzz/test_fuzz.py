@@ -236,7 +236,7 @@ def test_ranks_all_gather_alike_after_one_rank_refused_dict() -> None:
     # Full tensors are refused at once. For an empty dict, only the end of the load raises the error that all keys are
     # missing.
     state = plain.state_dict() if dist.get_rank() == 0 else {}
-    with pytest.raises(RuntimeError, match="whole tensors" if dist.get_rank() == 0 else "Missing key"):
+    with pytest.raises(RuntimeError, match="got full tensors" if dist.get_rank() == 0 else "Missing key"):
         model.load_state_dict(state)
     x = torch.ones(2, WIDTH)
     torch.testing.assert_close(model(x), plain(x))

@@ -158,11 +158,11 @@ def _wait(processes: list[Any], moment: Moment | None) -> None:
 
 
 def _outcome(codes: list[int | None], work: Path) -> Outcome:
-    everybody = range(len(codes))
-    outcome = Outcome(codes, [(work / f"output-{rank}").read_text() for rank in everybody])
+    all_ranks = range(len(codes))
+    outcome = Outcome(codes, [(work / f"output-{rank}").read_text() for rank in all_ranks])
     if (work / "losses").exists():
         outcome.losses = pickle.loads((work / "losses").read_bytes())
-    for rank in everybody:
+    for rank in all_ranks:
         path = work / f"calls-{rank}"
         outcome.calls.append(path.read_text().splitlines() if path.exists() else [])
     return outcome
@@ -205,7 +205,7 @@ def rank_main(
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-        # Skip all cleanup: another rank is dead, and threads that wait for it may never end.
+        # Skip all cleanup: another rank has been killed, and threads that wait for it may never end.
         os._exit(1)
     if rank == 0:
         (work / "losses").write_bytes(pickle.dumps(losses))

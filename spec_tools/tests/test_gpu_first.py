@@ -1,4 +1,4 @@
-"""The first lines of the GPU kit: one for each rank, and what each kind of broken rank looks like."""
+"""The first lines of the GPU kit: one for each rank, and the line of each kind of broken rank."""
 
 from __future__ import annotations
 

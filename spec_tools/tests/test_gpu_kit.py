@@ -293,7 +293,7 @@ def test_same_command_resumes_stopped_run(word: signal.Signals, tmp_path: Path) 
         assert len(left) == 1
     else:
         assert (first.exitcode, left) == (130, [])
-        assert (tmp_path / "said").read_text().endswith("Stopped. The same command goes on from here.\n")
+        assert (tmp_path / "said").read_text().endswith("Stopped. The same command continues from here.\n")
     assert "**not complete**: 2 chunks" in (tmp_path / "gpu-report-cpu.md").read_text()
     second.start()
     second.join(120)

@@ -386,7 +386,7 @@ def ddp_with_join_next_to_it(api: str) -> None:
 
 
 def backward_that_sends_nothing(api: str) -> None:
-    """A micro-batch that neither all-gathers nor reduces is not compared: its groups see no collective."""
+    """A micro-batch that neither all-gathers nor reduces is not compared: its groups have no collective."""
     training = Training(api, keep=True)
     training.step(0)
     group = dist.group.WORLD
@@ -418,7 +418,7 @@ def evaluation_that_sends_nothing(api: str) -> None:
 
 
 def replicas_that_do_not_meet(api: str) -> None:
-    """In a micro-batch without an all-reduce, the groups of replicas see no collective."""
+    """In a micro-batch without an all-reduce, the groups of replicas have no collective."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     training = Training(api, mesh=mesh)
     training.step(0)
