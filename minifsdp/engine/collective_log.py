@@ -114,6 +114,7 @@ class CollectiveSequence:
         hash: hash of these collectives.
         last_epoch: epoch, number and digest of the previous epoch.
         transport: the transport between CPUs; ``None`` if the process group sends the data.
+        device: the accelerator of the last model over the process group, if there was one.
         agreed: identities of the units that all ranks agreed to all-gather (``rank_checks.py``).
         num_disagreements: how often they did not agree.
     """
@@ -124,6 +125,7 @@ class CollectiveSequence:
         self.hash: Any = blake2b(digest_size=7)
         self.last_epoch = (-1, 0, self.digest)
         self.transport: Any = None
+        self.device: Any = None
         self.agreed, self.num_disagreements = set[int](), 0
         self._root_numbers: dict[int, int] = {}
         self._built = Counter[int]()
