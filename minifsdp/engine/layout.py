@@ -206,7 +206,7 @@ class Layout(Protocol):
     stepped_at: int = 0
     is_summoned: bool = False
     shards_are_distributed: bool = False
-    steps: Steps = Steps()
+    steps: Steps
 
     def full_name(self, path: str) -> str:
         """A parameter's name inside the root."""
