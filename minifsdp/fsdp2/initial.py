@@ -29,7 +29,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
-from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
+from torch.distributed import DebugLevel, get_debug_level
 
 from minifsdp.checkpoint.agreement import exchange, groups_of, some
 from minifsdp.engine.layout import ParamInfo

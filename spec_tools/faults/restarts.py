@@ -21,7 +21,7 @@ from pathlib import Path
 from spec_tools.benchmarks.page import circumstances
 from spec_tools.faults.cells import ROOT, problem_about_disk
 from spec_tools.faults.job import FAULTS
-from spec_tools.faults.restarted import EVERY, STEPS, STRUCK_IN
+from spec_tools.faults.restarted import STRUCK_IN
 from spec_tools.kills import moments
 
 RECORD = ROOT / "docs" / "data" / "restarts.json"
@@ -85,10 +85,10 @@ def run(restart: Restart, losses: list[float]) -> tuple[float, str]:
         if done.returncode:
             return seconds, f"torchrun has ended with {done.returncode}: {done.stderr[-3000:]}"
         reported = json.loads((Path(kept) / "result").read_text())
-        expected = {"losses": losses, "starts": 2, "begun at": [STRUCK_IN - EVERY]}
+        expected = {"losses": losses, "starts": 2, "begun at": [STRUCK_IN - moments.EVERY]}
         if reported != expected:
             return seconds, f"{reported}, and should be {expected}"
-        return seconds, problem_about_disk(Path(kept) / "runs", f"step-{STEPS:06}")
+        return seconds, problem_about_disk(Path(kept) / "runs", f"step-{moments.STEPS:06}")
 
 
 def main() -> int:

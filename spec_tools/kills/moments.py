@@ -227,6 +227,27 @@ def after_call(owner: Any, name: str, nth: int, action: Callable[[], None]) -> N
     setattr(owner, name, counts)
 
 
+def resumed_training(train_gpt: Any, folder: Path, options: Sequence[str]) -> dict[str, Any]:
+    """Trains for six steps, as one of the ranks of torchrun. Saves at every second step, and resumes.
+
+    Returns:
+        The losses, and the number of complete steps when the training began, if it has resumed.
+    """
+    begun_at = []
+    resume = train_gpt.resume
+
+    def resumed(checkpoint: Any, *arguments: Any, **options: Any) -> Any:
+        begun_at.append(checkpoint.step)
+        return resume(checkpoint, *arguments, **options)
+
+    train_gpt.resume = resumed
+    runs = folder / "runs"
+    how = [f"--steps={STEPS}", f"--save-every={EVERY}", f"--save={runs}", f"--resume={runs}"]
+    with train_gpt.joined_ranks("cpu") as place:
+        losses = train_gpt.train(train_gpt.parse([*TINY, *how, *options]), corpus(train_gpt), place)
+    return {"losses": losses, "begun at": begun_at}
+
+
 def corpus(train_gpt: Any) -> Any:
     """A text of 4096 bytes, the same on every rank. Reading the real one takes longer than the training."""
     text = torch.randint(32, 127, (4096,), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)

@@ -38,10 +38,10 @@ sys.path[:0] = [str(ROOT / "tutorials"), str(ROOT)]
 
 import train_gpt  # noqa: E402
 
-from spec_tools.kills.moments import TINY, after_call, corpus  # noqa: E402
+from spec_tools.kills.moments import after_call, resumed_training  # noqa: E402
 from spec_tools.two_machines.machines import SOCKET, LinkControl  # noqa: E402
 
-STEPS, EVERY, CUT_IN = 6, 2, 4
+CUT_IN = 4
 PARTS = 4  # of a batch
 TIMEOUT, TIMEOUT_AT_START = 5.0, 90.0  # seconds, of all groups
 CUT_BY = 2  # the rank that cuts the link
@@ -92,25 +92,16 @@ def main() -> None:
         write_errors_to(Path(folder) / ERRORS, int(os.environ["RANK"]))
     dist.distributed_c10d._get_default_timeout = lambda backend: timedelta(seconds=TIMEOUT_AT_START)
     prepare_cut(Path(folder))
-    begun_at = []
-    resume, batch_of = train_gpt.resume, train_gpt.batch_of
-
-    def resumed(checkpoint: Any, *arguments: Any, **options: Any) -> Any:
-        begun_at.append(checkpoint.step)
-        return resume(checkpoint, *arguments, **options)
+    batch_of = train_gpt.batch_of
 
     def parts_of(*arguments: Any, rank: int, **options: Any) -> tuple[torch.Tensor, ...]:
         num_parts = PARTS // int(os.environ["WORLD_SIZE"])
         parts = [batch_of(*arguments, rank=rank * num_parts + part, **options) for part in range(num_parts)]
         return tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
 
-    train_gpt.resume, train_gpt.batch_of = resumed, parts_of
-    runs = str(Path(folder) / "runs")
-    how = [f"--steps={STEPS}", f"--save-every={EVERY}", f"--save={runs}", f"--resume={runs}"]
-    with train_gpt.joined_ranks("cpu") as place:
-        losses = train_gpt.train(train_gpt.parse([*TINY, *how, *options]), corpus(train_gpt), place)
-    if place.rank == 0:
-        reported = {"losses": losses, "begun at": begun_at}
+    train_gpt.batch_of = parts_of
+    reported = resumed_training(train_gpt, Path(folder), options)
+    if os.environ["RANK"] == "0":
         (Path(folder) / "result").write_text(json.dumps(reported))
 
 
