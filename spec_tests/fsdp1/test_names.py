@@ -11,6 +11,7 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
+import minifsdp
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import WIDTH, NormedBlock, seeded
 from spec_tests.models.running import batch, iterate
@@ -86,6 +87,32 @@ def test_wrapper_forwards_missing_attributes_to_module() -> None:
         _ = model.nowhere
     assert not hasattr(model, "nowhere")
     assert getattr(model, "nowhere", 3) == 3
+
+
+@pytest.mark.spec("NAMES-08")
+@ranks(2)
+def test_wrapper_hides_no_attributes_that_torchs_wrapper_shows() -> None:
+    def public(package: Any) -> set[str]:
+        model = package.FullyShardedDataParallel(nn.Linear(4, 4), device_id=device())
+        model(torch.ones(2, 4, device=device())).sum().backward()
+        return {name for name in dir(model) if not name.startswith("_")}
+
+    assert public(minifsdp) - public(torch_fsdp) == {"params_with_grad"}, "torch 1.13 has it (NAMES-09)"
+
+
+@pytest.mark.spec("NAMES-08", "SD-FULL-01")
+@flat_or_original
+@ranks(2)
+def test_a_model_may_have_a_mesh_of_its_own(keep: bool) -> None:
+    """Defect: the wrapper has an attribute ``mesh``, and uses the value that the program sets there."""
+    plain, model = both(use_orig_params=keep)
+    model.module.mesh = "vertices"
+    assert model.mesh == "vertices"
+    model.mesh = model.device_mesh = "faces"
+    assert_same(model.state_dict(), plain.state_dict(), bitwise=True)
+    model.load_state_dict(model.state_dict())
+    iterate(model)
+    assert (model.mesh, model.device_mesh, model.module.mesh) == ("faces", "faces", "vertices")
 
 
 @pytest.mark.spec("NAMES-08")
