@@ -42,6 +42,8 @@ class FlatGradients:
         self._reduced: list[torch.Tensor | None] | None = None
         self._unreduced: torch.Tensor | None = None
         self._version = 0
+        # Which parts of the unreduced gradient were not zero, for parameters with a reduced gradient.
+        self._had_values: list[bool | torch.Tensor] = []
 
     # --- reduced gradients ---
 
@@ -92,6 +94,7 @@ class FlatGradients:
         # With several parts, this attribute holds the gradient. With a flat parameter, only `.grad` holds it.
         self._unreduced = None if parts[0] is gradient else gradient
         self._version = gradient._version
+        self._had_values = [old is not None and part.any() for old, part in zip(self._reduced, parts, strict=True)]
         pairs = zip(self._parameters, parts, strict=True)
         assign_gradients(self._parameters, [part if parameter.requires_grad else None for parameter, part in pairs])
 
@@ -105,7 +108,7 @@ class FlatGradients:
             return None
         any_left, is_edited = False, unreduced._version != self._version
         parts = self._registered.unsharded_parts(unreduced)
-        for parameter, before, part in zip(self._parameters, reduced, parts, strict=True):
+        for parameter, before, part, had_values in zip(self._parameters, reduced, parts, self._had_values, strict=True):
             if parameter.grad is None:
                 # zero_grad() was called for all parameters or for this one. It also clears the reduced gradient.
                 part.zero_()
@@ -116,7 +119,7 @@ class FlatGradients:
                 part.copy_(parameter.grad)
             parameter.grad = None
             if before is not None:
-                if is_edited and not part.any():
+                if is_edited and not (part if had_values else unreduced).any():
                     # zero_grad(set_to_none=False) has cleared only the unreduced gradient.
                     before.zero_()
                 assign_gradient(parameter, before)

@@ -215,13 +215,13 @@ class RegisteredOrigParams(RegisteredParams):
         """
         has_copied = False
         for path, original, view in zip(self._paths, self.parameters, self._shard_views, strict=True):
-            # Both are 0 for empty tensors.
-            if original.data_ptr() == view.data_ptr():
+            # Both addresses are 0 for empty tensors. A transposed view has the same address.
+            if original.data_ptr() == view.data_ptr() and original.stride() == view.stride():
                 continue
             found, expected = original.numel(), view.numel()
             if found != expected:
                 raise RuntimeError(message("wrong-size", parameter=path, found=found, expected=expected))
-            view.copy_(original.data.reshape(view.shape))
+            view.copy_(original.data.clone().reshape(view.shape))
             original.data = view
             # The parameter has its old address again. Only the new version marks an unsharded copy as stale.
             torch.autograd.graph.increment_version(original)

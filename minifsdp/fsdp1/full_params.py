@@ -178,8 +178,9 @@ def _copy_replaced(views: Sequence[torch.Tensor], values: Sequence[torch.Tensor 
         if value is None:
             continue
         target, source = local_tensor(view), local_tensor(value)
-        if target.data_ptr() != source.data_ptr():
-            target.copy_(source)
+        # A transposed view has the same address.
+        if target.data_ptr() != source.data_ptr() or target.stride() != source.stride():
+            target.copy_(source.clone())
 
 
 def all_gather_by_hand(unit: FlatUnit) -> torch.Tensor:

@@ -198,7 +198,7 @@ class Wrapper(nn.Module):
                 root_state.iteration.pre_forward(unit)
             output = self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]
             if unit is not None:
-                root_state.iteration.post_forward(unit, (args, kwargs), output)
+                output = root_state.iteration.post_forward(unit, (args, kwargs), output)
             elif is_outermost_call:
                 root_state.iteration.watch(output)
         except BaseException as error:
@@ -303,9 +303,11 @@ class Wrapper(nn.Module):
                 if buffer.is_floating_point():
                     key = owner, name
                     if not stored and buffer.dtype is not dtype:
-                        self._buffer_dtypes[key] = buffer.dtype
-                    to = self._buffer_dtypes.get(key, buffer.dtype) if stored else dtype
-                    setattr(owner, name, buffer.to(to))
+                        buffer._stored_dtype = buffer.dtype  # type: ignore[attr-defined]
+                    # Another module may have cast the buffer. Modules that share a buffer still share it.
+                    before = self._buffer_dtypes.get(key, buffer.dtype)
+                    self._buffer_dtypes[key] = getattr(buffer, "_stored_dtype", before)
+                    buffer.data = buffer.to(self._buffer_dtypes[key] if stored else dtype)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -177,9 +177,10 @@ def _move_to(
         if parameter.device != device and parameter.device.type != "meta":
             parameter.data = parameter.data.to(device)
     for _, module in owners:
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+        for buffer in module.buffers(recurse=False):
             if buffer.device != device and buffer.device.type != "meta":
-                setattr(module, name, buffer.to(device))
+                # Modules that share a buffer still share it.
+                buffer.data = buffer.to(device)
 
 
 def _sharded_params(

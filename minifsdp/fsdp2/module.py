@@ -264,7 +264,7 @@ class FSDPModule:
         set_to_none = kwargs.get("set_to_none", args[0] if args else True)
         _discard_unreduced(units := _units(self, recurse=True))
         for parameter in (parameter for unit in units for parameter in unit.layout.local_parameters()):
-            parameter.grad = None if set_to_none or parameter.grad is None else torch.zeros_like(parameter.grad)
+            parameter.grad = None if set_to_none or parameter.grad is None else parameter.grad.zero_()
 
     def _get_fsdp_state(self) -> FSDPState:
         state = state_of(self)  # type: ignore[arg-type]

@@ -51,6 +51,15 @@ class IntoInput(Block):
         x += self.router(y).sum() + self.second(torch.tanh(self.first(y)))
 
 
+class ListsPenalty(Block):
+    def forward(self, x: Tensor, penalties: list[Tensor] | None = None) -> Any:
+        assert penalties is not None
+        y = x + self.second(torch.tanh(self.first(x)))
+        # Newer than the operation of the output, so autograd runs its backward first.
+        penalties.append(self.second.weight.square().mean())
+        return y
+
+
 class GivesView(Block):
     def forward(self, x: Tensor) -> Any:
         return super().forward(x), self.router.weight.t()
@@ -101,6 +110,15 @@ class OneList(Net):
             block(passed)
         assert len(passed) == 3
         return self.head(passed[-1])
+
+
+class SumsPenalties(Net):
+    def forward(self, x: Tensor) -> Any:
+        penalties: list[Tensor] = []
+        for block in self.blocks:
+            x = block(x, penalties)
+        assert len(penalties) == len(self.blocks)
+        return self.head(x) + sum(penalties)
 
 
 class GivesDict(Net):

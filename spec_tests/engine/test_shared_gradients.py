@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minifsdp import set_reduction_overlap
+from spec_tests.engine.kinds import every_kind, shard
 from spec_tests.harness import device, ranks
 from spec_tests.subject import FullyShardedDataParallel as FSDP
 from spec_tests.subject import ShardingStrategy
@@ -177,3 +178,35 @@ def test_gradient_that_a_hook_of_a_flat_parameter_keeps_does_not_change(strategy
     model(torch.ones(2, 4, device=device()) + dist.get_rank()).sum().backward()
     assert len(kept) == 3
     assert all(torch.equal(gradient, before) for gradient, before in kept)
+
+
+class AddView(Add):
+    """Adds a view of a parameter, so autograd passes a view of the gradient to it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight.view(4, 4)
+
+
+@pytest.mark.spec("GRAD-01")
+@every_kind
+@ranks(2)
+def test_gradient_of_an_input_shares_no_memory_with_that_of_the_output(kind: str) -> None:
+    model = shard(kind, Add())
+    x = torch.ones(4, 4, device=device(), requires_grad=True)
+    given = torch.ones(4, 4, device=device())
+    model(x).backward(given)
+    # A program may reuse the memory of a gradient that it has passed to backward.
+    given.zero_()
+    assert x.grad is not None and x.grad.unique().tolist() == [1.0]
+
+
+@pytest.mark.spec("GRAD-01")
+@pytest.mark.parametrize("option", ["True", "False"])
+@ranks(2)
+def test_accumulation_without_reduction_does_not_change_gradients_of_inputs(option: str) -> None:
+    model = shard(f"fully_shard {option}", AddView())
+    model.set_requires_gradient_sync(False)
+    inputs = [torch.ones(4, 4, device=device(), requires_grad=True) for _ in range(2)]
+    for number, x in enumerate(inputs):
+        model(x).backward(torch.full_like(x, 1.0 + number))
+    assert [x.grad.unique().tolist() for x in inputs if x.grad is not None] == [[1.0], [2.0]]

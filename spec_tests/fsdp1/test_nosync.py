@@ -338,3 +338,33 @@ def step_with(optimizer: torch.optim.Optimizer, by_name: bool, closure: Callable
 def stepped(plain: nn.Module, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The values after a step of SGD with a learning rate of 0.1."""
     return {name: value.add(gradients[name], alpha=-0.1) for name, value in named(plain).items()}
+
+
+class UsesOneLayer(nn.Module):
+    """Two layers of one unit. Without ``both``, the gradient of the second one is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return self.first(x).sum() + self.second(x).sum() * both
+
+
+@pytest.mark.spec("FWD-07", "NOSYNC-02")
+@pytest.mark.parametrize("clears", ["both", "second", "neither"])
+@ranks(2)
+def test_only_zero_grad_clears_a_reduced_gradient_that_an_unreduced_one_replaces(clears: str) -> None:
+    """Defect: a change in place, such as a division, clears a parameter whose unreduced gradient is zero."""
+    model = FullyShardedDataParallel(UsesOneLayer(), device_id=device(), use_orig_params=True)
+    x, parameters = torch.ones(1, 4, device=device()), list(model.parameters())
+    model(x, both=True).backward()
+    with model.no_sync():
+        model(x, both=clears == "second").backward()
+    for parameter in parameters[clears == "second" :]:
+        assert parameter.grad is not None
+        parameter.grad.mul_(float(clears == "neither"))
+    model(x, both=True).backward()
+    (mine,) = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    expected = {"both": [1.0, 1.0], "second": [3.0, 1.0], "neither": [3.0, 2.0]}[clears]
+    assert mine.unique().tolist() == [expected[dist.get_rank()]]

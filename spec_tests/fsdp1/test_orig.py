@@ -163,6 +163,15 @@ def test_all_readers_get_data_assigned_to_param(strategy: ShardingStrategy, read
     assert_same({"": model(batch())}, {"": plain(batch())}, bitwise=True)
 
 
+@pytest.mark.spec("ORIG-17")
+@ranks(2)
+def test_transposed_view_of_a_weight_that_is_not_sharded_is_used() -> None:
+    model, plain = wrapped(sharding_strategy=NO_SHARD, use_orig_params=True), seeded()
+    for inside in (model.module, plain):
+        inside.enter.weight.data = inside.enter.weight.data.t()
+    assert torch.allclose(model(batch()), plain(batch()))
+
+
 @pytest.mark.spec("ORIG-17", "META-04")
 @pytest.mark.parametrize("form", list(StateDictType))
 @pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])

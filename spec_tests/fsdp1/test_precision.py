@@ -138,6 +138,38 @@ def test_buffers_that_training_changes_stay_in_buffer_dtype() -> None:
     assert (norm[0].running_mean.shape, int(norm[0].num_batches_tracked)) == ((6,), 2)
 
 
+class SharedCount(nn.Module):
+    """The first layer counts its forwards in a buffer that both layers have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        for layer in self.layers:
+            layer.register_buffer("count", torch.zeros(1) if layer is self.layers[0] else self.layers[0].count)
+
+    def forward(self, x: Tensor) -> Any:
+        self.layers[0].count.add_(1)
+        return self.layers[1](self.layers[0](x)) * self.layers[1].count
+
+
+@pytest.mark.spec("MP-09", "MP-10")
+@pytest.mark.parametrize("has_inner_unit", [False, True])
+@ranks(2)
+def test_modules_still_share_a_buffer_that_was_cast(has_inner_unit: bool) -> None:
+    plain = SharedCount()
+    options: Any = {"mixed_precision": MixedPrecision(buffer_dtype=BF16), "device_id": device()}
+    if has_inner_unit:
+        plain.layers[1] = FullyShardedDataParallel(plain.layers[1], **options)
+    model = FullyShardedDataParallel(plain, **options)
+    for _ in range(2):
+        model(batch(0))
+    assert [layer.count.item() for layer in plain.layers] == [2.0, 2.0]
+    assert {plain.layers[0].count.dtype, plain.layers[1].count.dtype} == {BF16}
+    state = model.state_dict()
+    counts = [state[f"layers.{index}.count"] for index in range(2)]
+    assert [(count.dtype, count.item()) for count in counts] == [(FP32, 2.0), (FP32, 2.0)]
+
+
 # --- the gradient that the optimizer uses ---
 
 

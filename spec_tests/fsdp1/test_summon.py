@@ -228,6 +228,20 @@ def test_each_rank_keeps_its_own_shard_of_changes(strategy: ShardingStrategy, us
         assert_same(full_values(model), named(expected), bitwise=True)
 
 
+@pytest.mark.spec("SUMMON-07", "SUMMON-09")
+@pytest.mark.parametrize(("strategy", "use_orig_params"), PAIRS)
+@ranks(2)
+def test_weight_that_is_transposed_inside_summon_stays_transposed(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """Defect: the transposed weight has the memory of the weight, so it seems to be the same."""
+    model, plain = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params), seeded()
+    with summon(model):
+        for inside in (model.module, plain):
+            inside.enter.weight.data = inside.enter.weight.data.t()
+    assert_same(full_values(model), named(plain), bitwise=True)
+
+
 @pytest.mark.spec("SUMMON-07")
 @either
 @ranks(2)

@@ -188,9 +188,11 @@ def test_root_without_own_parameters_is_not_all_gathered() -> None:
 @ranks(2)
 def test_parameters_and_buffers_move_to_the_device_of_the_mesh() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    model[0].register_buffer("shared", model[1].running_mean)
     fully_shard(model, mesh=line_mesh())
     assert {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]} == {device().type}
     model(torch.ones(3, 3, device=device()))
+    assert model[0].shared is model[1].running_mean, "modules still share a buffer"
 
 
 @pytest.mark.cpu

@@ -1,4 +1,4 @@
-"""``zero_grad(set_to_none=False)`` of a sharded module sets gradients to zero, and creates none."""
+"""``zero_grad(set_to_none=False)`` of a sharded module sets gradients to zero, and neither creates nor replaces any."""
 
 from __future__ import annotations
 
@@ -71,3 +71,15 @@ def test_zero_grad_takes_its_argument_by_name_and_by_position(arguments: Any) ->
         module(torch.ones(2, 4))
     module.zero_grad(**arguments) if isinstance(arguments, dict) else module.zero_grad(*arguments)
     assert not any(parameter.grad.to_local().any() for parameter in parameters)
+
+
+@pytest.mark.spec("FWD-08")
+@ranks(2)
+def test_gradients_are_set_to_zero_in_place() -> None:
+    """Defect: gradients that a program keeps over several steps are no longer the gradients of the parameters."""
+    model = sharded()
+    iterate(model)
+    kept = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad(set_to_none=False)
+    iterate(model)
+    assert all(gradient is parameter.grad for gradient, parameter in zip(kept, model.parameters(), strict=True))
