@@ -193,3 +193,17 @@ def test_a_failed_call_of_one_module_does_not_affect_a_root_that_is_created_late
     x = batch(0, 0, width=8)
     for _ in range(2):
         torch.testing.assert_close(model(x, "left right"), plain(x, "left right"))
+
+
+@pytest.mark.spec("PROG-87", "NEW-15")
+@ranks(2)
+def test_a_forward_that_fails_between_modules_of_a_unit_does_not_affect_the_next_one() -> None:
+    plain = TwoBranches().to(device())
+    model = copy.deepcopy(plain)
+    fully_shard([model.left, model.right])
+    fully_shard(model)
+    x = batch(0, 0, width=8)
+    for _ in range(2):
+        with pytest.raises(AttributeError, match="missing"):
+            model(x, "left missing")
+        torch.testing.assert_close(model(x, "left right"), plain(x, "left right"))
