@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -115,3 +115,26 @@ def test_a_gradient_is_the_mean_over_the_ranks_of_its_own_mesh() -> None:
     expected = sum(batch(0, rank).sum(0) for rank in (first, first + 1)) / 2
     torch.testing.assert_close(layer.weight.grad.full_tensor(), expected.expand(4, WIDTH))
     assert layer.bias.grad.full_tensor().tolist() == [len(batch())] * 4
+
+
+class Growing(nn.Linear):
+    """Adds 1 to its parameters in each forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.add_(1)
+        return super().forward(x)
+
+
+@pytest.mark.spec("NEW-23", "PROG-43")
+@ranks(4)
+def test_values_that_a_forward_writes_are_kept_on_each_mesh() -> None:
+    torch.manual_seed(0)
+    layer, info = Growing(WIDTH, 4, device=device()), FSDPMeshInfo(grid_mesh()["shard"], 0)
+    expected = [parameter.detach() + 1 for parameter in layer.parameters()]
+    fully_shard(layer, mesh=line_mesh(), shard_placement_fn=placed({layer.weight}, info))
+    with torch.no_grad():
+        layer(batch())
+    for parameter, values in zip(layer.parameters(), expected, strict=True):
+        assert torch.equal(parameter.full_tensor(), values)
