@@ -338,6 +338,17 @@ def test_modules_show_local_peer_shards_after_forward(rows: int, dim: int) -> No
 
 
 @pytest.mark.spec("NEW-05")
+@ranks(4)
+def test_a_frozen_parameter_stays_frozen_on_the_smaller_mesh() -> None:
+    model = seeded(lambda: nn.Linear(8, 8))
+    model.bias.requires_grad_(False)
+    fully_shard(model, reshard_after_forward=2)
+    model(batch()[:, :1].expand(-1, 8))
+    assert model.bias.placements == (Replicate(), Shard(0))
+    assert [parameter.requires_grad for parameter in model.parameters()] == [True, False]
+
+
+@pytest.mark.spec("NEW-05")
 @pytest.mark.parametrize("records", [False, True])
 @ranks(4)
 def test_smaller_mesh_unit_computes_correctly_after_a_change_of_values(records: bool) -> None:

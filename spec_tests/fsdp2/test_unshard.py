@@ -54,6 +54,8 @@ def test_only_an_asynchronous_unshard_returns_a_handle() -> None:
     assert own_types(model) == {plain_tensor()}
     waiting.wait()
     model.reshard()
+    waiting.wait()
+    assert own_types(model) == {DTensor}
     model.unshard(async_op=True)
     iterate(model)
     assert_same(full_gradients(model), mean_gradients(seeded()))
