@@ -185,9 +185,10 @@ def _pairs(original: Any, copy: Any) -> Iterator[tuple[Any, Any]]:
 
 def with_last_node(output: Any) -> Any:
     """4. ``output``, as views if a node of the module is newer than every output."""
-    if not torch.is_grad_enabled():
-        return output
+    node = output.grad_fn if isinstance(output, torch.Tensor) else None
     newest = next_node() - 1
+    if (node is not None and node._sequence_nr() == newest) or not torch.is_grad_enabled():
+        return output
     outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None and tensor.layout is torch.strided]
     if not outputs or any(tensor.grad_fn._sequence_nr() == newest for tensor in outputs):  # type: ignore[union-attr]
         return output

@@ -53,7 +53,7 @@ from torch.autograd import Variable
 
 from minifsdp import trace
 from minifsdp.engine import backward_hooks
-from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task, next_node, register_pre_backward_hook
+from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task, register_pre_backward_hook
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.precision import tensors_in
 from minifsdp.engine.rank_checks import RankChecks
@@ -131,9 +131,7 @@ class IterationState:
             if torch.is_grad_enabled():
                 register_pre_backward_hook(output, partial(_check_still_summoned, unit))
         elif unit.phase is not Phase.PRE_BACKWARD:
-            node = output.grad_fn if isinstance(output, torch.Tensor) else None
-            if node is None or node._sequence_nr() != next_node() - 1:
-                output = backward_hooks.with_last_node(output)
+            output = backward_hooks.with_last_node(output)
             self.leave_forward(unit, is_recorded=self.watch_output(unit, inputs, output))
         return output
 
