@@ -26,9 +26,6 @@ Worked example, ``y = unit(x)`` where ``x`` is also used elsewhere::
 
 3. *Results in the inputs.* A module that returns None can put its result in a list or dict of its inputs, or change
    an input in place. So all tensors in its inputs get the pre-backward hook.
-4. *Other results.* A module can append a penalty on its weights to a list of the program, after the operation of its
-   output. Autograd runs the newest node first. So the penalty's backward would read the weights before the pre-backward
-   hook of the output runs. In this case the caller gets a view of the output, whose node is newer than the penalty.
 
 *In torch:* ``RegisterPostBackwardFunction`` and ``_register_pre_backward_hook`` of FSDP2. FSDP1 registers its hook for
 the gradient in each forward, on a node that it gets by expanding the flat parameter.
@@ -50,8 +47,6 @@ from minifsdp.engine.unit import Phase, Unit
 # The ID of the backward that runs in this thread; a nested backward has another ID.
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 NOT_IN_BACKWARD = -1
-# The number that autograd gives to the next node of this thread.
-next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 UnitCallback = Callable[[Unit], None]
 
@@ -181,19 +176,6 @@ def _pairs(original: Any, copy: Any) -> Iterator[tuple[Any, Any]]:
     elif isinstance(original, Mapping):
         for key in original:
             yield from _pairs(original[key], copy[key])
-
-
-def with_last_node(output: Any) -> Any:
-    """4. ``output``, as views if a node of the module is newer than every output."""
-    node = output.grad_fn if isinstance(output, torch.Tensor) else None
-    newest = next_node() - 1
-    if (node is not None and node._sequence_nr() == newest) or not torch.is_grad_enabled():
-        return output
-    outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None and tensor.layout is torch.strided]
-    if not outputs or any(tensor.grad_fn._sequence_nr() == newest for tensor in outputs):  # type: ignore[union-attr]
-        return output
-    views = {id(tensor): tensor.view_as(tensor) for tensor in outputs}
-    return map_tensors(lambda tensor: views.get(id(tensor), tensor), output)
 
 
 def register_pre_backward_hook(

@@ -21,12 +21,16 @@ Worked example: ``backward(inputs=[shard of a.weight, x])``. The nested backward
 Autograd calls the hooks of a registered parameter when it executes the node, in each backward, and without a gradient.
 A `ParameterHook` replaces each hook before, and ignores this call. The user may have registered the hook at any time.
 
+The outputs of an inner unit pass through such a node as well, if the module has recorded a newer operation, for example
+a penalty on its weights that it appends to a list of the program. Autograd runs the newest node first. So without the
+node, the backward of the penalty would read the weights before the pre-backward hook of the output runs.
+
 *In torch:* the flat parameter is also the leaf of the graph. ``fully_shard`` computes nothing and raises no error.
 
 Spec: PROG-20, PROG-30, PROG-99 to PROG-102.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,6 +42,9 @@ from minifsdp.engine.layout import ParameterHook, users_hooks
 from minifsdp.engine.messages import message
 from minifsdp.engine.precision import map_tensors, tensors_in
 from minifsdp.engine.unit import Unit
+
+# The number that autograd gives to the next node of this thread.
+next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 class RequestedParameters:
@@ -57,18 +64,11 @@ class RequestedParameters:
 
     def watch_output(self, output: Any) -> Any:
         """Called after a recorded forward of the root; returns the output to pass to the caller."""
-        if not isinstance(output, torch.Tensor | tuple | list | dict):
-            return output
-        outputs = {id(tensor): tensor for tensor in tensors_in(output) if tensor.grad_fn is not None}
-        # A view of another output must stay a view of it, because the caller may change one of them in place.
-        passed = {key: self._watch(tensor) for key, tensor in outputs.items() if id(tensor._base) not in outputs}
-        return map_tensors(lambda tensor: passed.get(id(tensor), tensor), output)
+        return _passed(self._watch, output) if isinstance(output, torch.Tensor | tuple | list | dict) else output
 
     def _watch(self, output: torch.Tensor) -> torch.Tensor:
         edge = get_gradient_edge(output)
-        # Autograd may have saved the output, whose values do not change.
-        with torch.autograd._unsafe_preserve_version_counter(output):
-            passed: torch.Tensor = _Identity.apply(output, *self._paths)  # type: ignore[no-untyped-call]
+        passed = _with_node(output, *self._paths)
         passed.register_hook(partial(self._compute, edge))
         return passed
 
@@ -102,8 +102,33 @@ class RequestedParameters:
             torch.autograd.backward([edge], [gradient], retain_graph=True, create_graph=create_graph, inputs=inputs)
 
 
+def with_newest_node(unit: Unit, output: Any) -> Any:
+    """Called after a forward of a unit; returns the output to pass to the caller."""
+    if not unit.policy.reshard_after_forward or unit.policy.keep_unsharded_for_backward or not torch.is_grad_enabled():
+        return output
+    for tensor in [output] if isinstance(output, torch.Tensor) else tensors_in(output):
+        if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() == next_number() - 1:
+            return output
+    return _passed(_with_node, output)
+
+
+def _passed(pass_through: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
+    outputs = {id(tensor): tensor for tensor in tensors_in(output) if tensor.grad_fn is not None}
+    # A view of another output must stay a view of it, because the caller may change one of them in place.
+    passed = {key: pass_through(tensor) for key, tensor in outputs.items() if id(tensor._base) not in outputs}
+    if all(id(tensor) == key for key, tensor in passed.items()):
+        return output
+    return map_tensors(lambda tensor: passed.get(id(tensor), tensor), output)
+
+
+def _with_node(output: torch.Tensor, *paths: torch.Tensor) -> torch.Tensor:
+    # Autograd may have saved the output, whose values do not change.
+    with torch.autograd._unsafe_preserve_version_counter(output):
+        return _Identity.apply(output, *paths)  # type: ignore[no-any-return, no-untyped-call]
+
+
 class _Identity(torch.autograd.Function):
-    """The node at an output of the root, whose other inputs get no gradient."""
+    """The node at an output, whose other inputs get no gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, *paths: torch.Tensor) -> torch.Tensor:

@@ -130,10 +130,12 @@ class RootState:
         Args:
             keeps_unsharded: whether idle units keep their state, for example if they were unsharded manually.
         """
-        is_idle = all(unit.phase is Phase.IDLE and not unit.awaits_backward for unit in self.units)
+        # A unit that the next root does not contain still needs its hook, if its backward follows.
+        idle = [unit for unit in self.units if not unit.awaits_backward]
+        is_idle = all(unit.phase is Phase.IDLE for unit in self.units) and len(idle) == len(self.units)
         if not keeps_unsharded or not is_idle or self.is_busy:
             self.iteration.recover()
-        for unit in self.units:
+        for unit in idle:
             unit.layout.on_gradient(None)
         self.is_dissolved = True
 

@@ -304,10 +304,16 @@ class Wrapper(nn.Module):
                     key = owner, name
                     if not stored and buffer.dtype is not dtype:
                         buffer._stored_dtype = buffer.dtype  # type: ignore[attr-defined]
-                    # Another module may have cast the buffer. Modules that share a buffer still share it.
+                    # Another module may have cast the buffer.
                     before = self._buffer_dtypes.get(key, buffer.dtype)
                     self._buffer_dtypes[key] = getattr(buffer, "_stored_dtype", before)
-                    buffer.data = buffer.to(self._buffer_dtypes[key] if stored else dtype)
+                    cast = buffer.to(self._buffer_dtypes[key] if stored else dtype)
+                    if self._full_precision_in_eval:
+                        # A pending backward may have saved the buffer.
+                        setattr(owner, name, cast)
+                    else:
+                        # Modules that share the buffer still share it.
+                        buffer.data = cast
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

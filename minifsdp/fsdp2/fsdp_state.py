@@ -31,10 +31,10 @@ import torch
 from torch import nn
 
 from minifsdp.compat.composable import ParamGroup
-from minifsdp.engine.backward_hooks import with_last_node
 from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.precision import cast_floating, move
+from minifsdp.engine.requested import with_newest_node
 from minifsdp.engine.root import RootState
 from minifsdp.engine.schedule import BackwardPrefetch
 from minifsdp.engine.unit import Phase, Unit
@@ -141,7 +141,7 @@ class FSDPState:
         if module in self.running:
             return output
         if self.unit is not None and self.unit.phase is not Phase.PRE_BACKWARD:
-            output = with_last_node(output)
+            output = with_newest_node(self.unit, output)
             # 1. Hook each module's output, because any of the modules can be the last to run.
             self._leave(root_state, self.unit, {module}, (args, kwargs), output)
         elif self._has_begun:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from spec_tests.checkpoint.refusals import refused
+from spec_tests.engine.kinds import every_kind, shard
 from spec_tests.fsdp1.whole import set_mean_gradients
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import WIDTH, seeded
@@ -226,3 +228,50 @@ def test_parameter_replaced_between_forward_and_backward_raises_in_backward(
     CHANGES[change](model.module.blocks[1].linear)
     with refused(RuntimeError, "'blocks.1.linear.weight'", "Linear", "summon_full_params"):
         loss.backward()
+
+
+class Headed(nn.Module):
+    """An encoder that another model may contain as well, and a head."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.head = encoder, nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(torch.tanh(self.encoder(x)))
+
+
+def two_models(kind: str = "") -> list[nn.Module]:
+    torch.manual_seed(0)
+    encoder: nn.Module = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    encoder = shard(kind, encoder) if kind else encoder.to(device())
+    models = [Headed(encoder).to(device()) for _ in range(2)]
+    return [shard(kind, model) for model in models] if kind else models
+
+
+def backward_of_sum(first: torch.Tensor, second: torch.Tensor) -> None:
+    (first + second).backward()
+
+
+def backward_one_by_one(first: torch.Tensor, second: torch.Tensor) -> None:
+    first.backward()
+    second.backward()
+
+
+@pytest.mark.spec("CTOR-11")
+@every_kind
+@pytest.mark.parametrize("backward", [backward_of_sum, backward_one_by_one])
+@ranks(2)
+def test_two_models_with_a_common_unit_run_forward_before_both_run_backward(kind: str, backward: Any) -> None:
+    """Defect: the second forward makes its model the root of the unit, and the first head gets no gradient."""
+    found = []
+    for models in (two_models(), two_models(kind)):
+        parameters = {parameter for model in models for parameter in model.parameters()}
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        for step in range(3):
+            first, second = (model(batch(step, rank=0) + number).square().mean() for number, model in enumerate(models))
+            backward(first, second)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({f"{i} {name}": value for i, m in enumerate(models) for name, value in full_values(m).items()})
+    assert_same(*found, bitwise=False)
