@@ -133,6 +133,24 @@ def test_a_gradient_is_the_mean_over_the_ranks_of_its_own_mesh(change: str) -> N
         torch.testing.assert_close(parameter.grad.full_tensor(), total * factor)
 
 
+@pytest.mark.spec("NEW-23", "NEW-08", "GRAD-03")
+@ranks(4)
+def test_partial_sums_wait_on_each_mesh_and_are_dropped_on_each_mesh() -> None:
+    columns = DeviceMesh(device().type, [[0, 2], [1, 3]], mesh_dim_names=("replicate", "shard"))
+    layer = nn.Linear(WIDTH, 4, device=device())
+    experts = placed({layer.bias}, HSDPMeshInfo(columns, 1, 0))
+    fully_shard(layer, mesh=grid_mesh(), shard_placement_fn=experts)
+    layer.set_requires_all_reduce(False)
+    layer(batch()).sum().backward()
+    assert [parameter.grad for parameter in layer.parameters()] == [None, None]
+    layer.zero_grad()
+    layer.set_requires_all_reduce(True)
+    layer(batch(1)).sum().backward()
+    weight = sum(batch(1, rank).sum(0) for rank in range(4)) / 4
+    torch.testing.assert_close(layer.weight.grad.full_tensor(), weight.expand(4, WIDTH))
+    assert layer.bias.grad.full_tensor().tolist() == [len(batch())] * 4
+
+
 class Growing(nn.Linear):
     """Adds 1 to its parameters in each forward."""
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from spec_tests.fsdp2.test_fully_shard import SHARDED, own_types
 from spec_tests.harness import plain_tensor, ranks
 from spec_tests.models.modules import seeded
-from spec_tests.models.running import batch, iterate
+from spec_tests.models.running import batch, iterate, of_unit
 from spec_tests.models.sharding import sharded
 from spec_tests.models.values import assert_same, full_gradients, full_values, mean_gradients, named
 from spec_tests.subject import UnshardHandle, fully_shard, trace
@@ -159,3 +159,13 @@ def test_a_unit_that_ran_alone_and_is_unsharded_by_hand_is_not_all_gathered_agai
         found = model(batch())
     assert [event.unit for event in recorder.events if event.kind == "AG"] == [""]
     assert torch.equal(found, expected)
+
+
+@pytest.mark.spec("FS2-13", "CTOR-11")
+@ranks(2)
+def test_a_unit_that_ran_alone_is_freed_after_its_forward_in_a_larger_root() -> None:
+    model = sharded()
+    iterate(model.blocks[0])
+    with trace.record() as recorder:
+        model(batch())
+    assert of_unit(recorder, "blocks.0", "AG", "FREE") == ["AG", "FREE"]
