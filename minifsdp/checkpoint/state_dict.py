@@ -180,7 +180,6 @@ def full_parameters(unit: FlatUnit, *, writeback: bool) -> Generator[None]:
                     # `load_state_dict(assign=True)` has registered another tensor.
                     parameter.data.copy_(given)
                     place.module._parameters[place.name] = parameter
-                    place.update_second_places(parameter)
 
 
 def _places_of(unit: FlatUnit) -> list[ParamInfo]:

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from spec_tests.checkpoint.checkpoints import FULL, SHARDED, flat_or_original, in_torch, make, quiet, step, wrapped
 from spec_tests.harness import ranks
+from spec_tests.models.values import assert_same, full_values
 from spec_tests.subject import FullyShardedDataParallel as FSDP
 from spec_tests.subject import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
 
@@ -144,6 +145,19 @@ def test_checkpoint_of_torch_is_read(keep: bool, name: str, form: StateDictType)
         ours.load_state_dict(weights)
         FSDP.optim_state_dict_to_load(ours, restored, states, load_directly=True)
     go_on((ours, restored), (model, optimizer), library)
+
+
+@pytest.mark.spec("SD-SHARD-03")
+@ranks(2)
+def test_sharded_bfloat16_checkpoint_of_torch_is_read_although_a_rank_has_no_row_of_a_parameter() -> None:
+    library = LIBRARIES["fsdp1-flat"]
+    with quiet():
+        model = library.build(make().bfloat16())
+        weights, _ = library.write(model, adam(model.parameters()), SHARDED)
+    ours = wrapped(make(7).bfloat16())
+    with FSDP.state_dict_type(ours, SHARDED):
+        ours.load_state_dict(weights)
+    assert_same(full_values(ours), dict(make().bfloat16().named_parameters()), bitwise=True)
 
 
 @pytest.mark.spec("SD-FULL-02", "SD-SHARD-01", "OSD-03", "OSD-04", "OSD-06")

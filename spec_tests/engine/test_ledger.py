@@ -332,9 +332,9 @@ def test_a_report_needs_no_file(place: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_drawing_of_a_report_shows_the_last_collectives() -> None:
     from minifsdp.ledger import drawn
 
-    lines = [["world#1", 0, number, f"all-gather {number}", "train.py:1", 0, 8, number] for number in range(4)]
+    lines = [["world#1", n // 3, n % 3, f"all-gather {n}", "train.py:1", 0, 8, n] for n in range(4)]
     picture = drawn({"report": "", "lines": {"0": lines}}, 2)
-    assert re.findall(r"all-gather \d", picture) == ["all-gather 2", "all-gather 3"]
+    assert re.findall(r"epoch \d|all-gather \d", picture) == ["epoch 0", "all-gather 2", "epoch 1", "all-gather 3"]
 
 
 @pytest.mark.spec("LEDGER-07")
