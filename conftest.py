@@ -30,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--engine",
         default="minifsdp",
         metavar="NAME",
-        help="what the tests test: minifsdp, torch (its own FSDPs), or an adapter module (see spec_tests/subject)",
+        help="implementation to test: minifsdp, torch (its own FSDPs), or an adapter module (see spec_tests/subject)",
     )
     parser.addoption(
         "--limit", type=float, metavar="SECONDS", help="a test on ranks that takes longer fails as hanging"

@@ -71,7 +71,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_policy(value: Any, third: str) -> bool:
-    """Whether the two common dtypes of mixed precision, and the ``third``, are attributes of a value, not a class."""
+    """Whether ``value`` is an object with the two common dtypes of mixed precision, and the attribute ``third``."""
     found = [getattr(value, name, "missing") for name in ("param_dtype", "reduce_dtype", third)]
     return not isinstance(value, type) and all(isinstance(dtype, torch.dtype | None) for dtype in found)
 

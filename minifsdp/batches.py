@@ -76,7 +76,7 @@ def while_all_have_data(
             yield batch[0]
             batch = following
     except GeneratorExit:
-        # All ranks have left the loop while an all-reduce is in flight. Wait for it.
+        # All ranks leave the loop while an all-reduce is in flight, so wait for it.
         all_have_one()
         raise
     error = batch if isinstance(batch, Exception) else None

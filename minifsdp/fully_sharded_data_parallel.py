@@ -13,8 +13,7 @@ construction, the forward and the root state.
 ``arguments.py``                           argument type checks
 =========================================  ===========================================================
 
-Worked example: ``FullyShardedDataParallel(model).no_sync()`` calls ``training.no_sync``. This function sets an option
-on each unit, which the engine reads.
+Worked example: ``FullyShardedDataParallel(model).no_sync()`` calls ``training.no_sync``, which sets an option of units.
 
 Checkpoint scripts import the constants ``FLAT_PARAM``, ``FSDP_PREFIX`` and ``FSDP_WRAPPED_MODULE`` to clean names.
 
@@ -209,13 +208,17 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         """Indexes the wrapped module (NAMES-08)."""
         return self.module[key]  # type: ignore[index]
 
+    def __copy__(self) -> Self:
+        """Returns a shallow copy, which shares the wrapped module and the unit."""
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Raises an error, because shards and hooks cannot be copied individually (NEW-22)."""
         raise RuntimeError(message("copy-of-wrapper"))
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Raises an error, because process groups and hooks cannot be pickled (PROG-03)."""
-        self.__deepcopy__({})
+    __reduce_ex__ = __deepcopy__  # type: ignore[assignment]  # For `pickle` and `torch.save` (PROG-03).
 
     # --- training ---
 
@@ -260,9 +263,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         return training.full_params(module, recurse, **choices, with_grads=with_grads)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """Calls ``fn`` on every submodule and on itself, children first, with full parameters (APPLY-01).
-
-        All ranks must call it.
+        """Calls ``fn`` on all submodules and on itself, children first, with full parameters; on all ranks (APPLY-01).
 
         Raises:
             RuntimeError: if called inside ``summon_full_params``.
@@ -285,8 +286,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
             The norm before clipping, the same on all ranks.
 
         Raises:
-            RuntimeError: if this is not the root, full parameters are summoned, or there are gradients that were never
-                reduced.
+            RuntimeError: if this is not the root, full parameters are summoned, or a gradient was never reduced.
         """
         require(arguments.NUMBER, "clip_grad_norm_", max_norm=max_norm, norm_type=norm_type)
         return training.clip_grad_norm(self, float(max_norm), float(norm_type))

@@ -36,8 +36,8 @@ def written(found: Findings) -> str:
     report = {"report": words, "states": found.states, "lines": found.lists, "diverging": found.diverging}
     # Two jobs without an ID, two starts of a job, and two reports of a process use different files.
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none").replace("/", "_")
-    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-    prefix = f"minifsdp-ledger-{run}-{life}-rank{rank_of_this_process()}-{os.getpid()}-"
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    prefix = f"minifsdp-ledger-{run}-{restart}-rank{rank_of_this_process()}-{os.getpid()}-"
     try:
         folder = folder or tempfile.mkdtemp(prefix="minifsdp-")
         with tempfile.NamedTemporaryFile("w", dir=folder, prefix=prefix, suffix=".json", delete=False) as file:

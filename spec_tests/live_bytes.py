@@ -1,8 +1,8 @@
 """Counts the bytes of living tensors on the CPU: the current number and the peak.
 
-A GPU's allocator counts its bytes, and the CPU's does not. But a dispatch mode sees every operator of PyTorch, also
+A GPU's allocator counts its bytes, and the CPU's does not. But a dispatch mode receives every operator of PyTorch, also
 in a backward, and new storages come from the results of operators. So the mode keeps a weak reference to each storage
-that it sees, and sums the sizes of the living ones before and after each operator::
+that it finds, and sums the sizes of the living ones before and after each operator::
 
     with LiveBytes() as live:
         model = build()             # tensors made inside are counted from the beginning

@@ -13,7 +13,7 @@ EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def candidates() -> list[int]:
-    """Ports in random order, without those that the system gives to any process that asks for no certain port.
+    """Ports in random order, without those that the system gives to processes that request no specific port.
 
     A port of that range can be taken after `free_port` has found it, and before a test listens on it.
     """

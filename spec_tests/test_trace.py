@@ -118,7 +118,7 @@ def test_documented_example_is_correct() -> None:
 
 
 @ranks(2)
-def test_one_rank_may_record_alone_and_both_train_alike() -> None:
+def test_one_rank_may_record_alone_and_both_ranks_train_equally() -> None:
     model = shard_each(chain())
     if dist.get_rank() == 0:
         with trace.record() as recorder:

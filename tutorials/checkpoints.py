@@ -165,7 +165,7 @@ def resumed(file: Path, place: Place) -> Run:
     run.optimizer.load_state_dict(optimizer)
     small = [state.get(name) for name in ("scheduler", "scaler", "step", "epoch")]
     returned = dist.broadcast_object_list(small, src=0)
-    assert returned is None, "it fills the list"
+    assert returned is None, "the method fills the list"
     scheduler, scaler, run.step, epoch = small
     run.scheduler.load_state_dict(scheduler)
     run.scaler.load_state_dict(scaler)

@@ -154,7 +154,7 @@ def train_with_fsdp(data: Dataset, options: argparse.Namespace, place: Place, fi
     return model, losses
 
 
-# ---- what both use ----
+# ---- shared by both ----
 
 
 def epochs(loader: DataLoader, sampler: DistributedSampler, num_steps: int, place: Place):
@@ -191,7 +191,7 @@ def compare_files(ddp: Path, fsdp: Path) -> None:
     by_ddp, by_fsdp = (torch.load(file, map_location="cpu") for file in (ddp, fsdp))
     furthest = max((by_ddp[name] - by_fsdp[name]).abs().max().item() for name in by_ddp)
     print(f"the two checkpoints hold the same {len(by_ddp)} names; largest difference: {furthest:.1e}")
-    assert list(by_ddp) == list(by_fsdp), "either file loads into the plain model, or into the other script"
+    assert list(by_ddp) == list(by_fsdp), "each file loads into the plain model and into the other script"
     assert furthest < 1e-3
 
 

@@ -74,7 +74,7 @@ def shard(options: argparse.Namespace, library: ModuleType, place: Place) -> nn.
     for block in model.blocks:
         library.fully_shard(block, **arguments)
     library.fully_shard(model, **arguments)
-    assert all(parameter.is_meta for parameter in model.parameters()), "still without memory"
+    assert all(parameter.is_meta for parameter in model.parameters()), "the memory is not allocated yet"
     model.to_empty(device=place.device)
     values = plain(place).state_dict() if place.rank == 0 else {}
     set_model_state_dict(model, values, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))

@@ -377,7 +377,7 @@ def clipping(place: Place) -> tuple[Run, Run]:
             clip=lambda: norms.append(nn.utils.clip_grad_norm_(new.parameters(), 0.1).full_tensor().item()),  # type: ignore[attr-defined]
         ),
     )
-    assert min(norms) > 0.1, "it does clip"
+    assert min(norms) > 0.1, "the gradients are clipped"
     assert all(math.isclose(*pair, rel_tol=1e-5) for pair in zip(norms, norms[NUM_STEPS:], strict=False))
     return runs
 

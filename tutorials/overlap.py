@@ -71,13 +71,13 @@ class Seen:
 
     loss: float
     recorder: Recorder
-    everybody: list[tuple[float, list[Event]]]
+    all_ranks: list[tuple[float, list[Event]]]
     gradient: Tensor
 
     @property
     def seconds(self) -> float:
         """The duration, the same number on every rank."""
-        return max(event.end - origin for origin, events in self.everybody for event in events)
+        return max(event.end - origin for origin, events in self.all_ranks for event in events)
 
 
 def watch_step(model: nn.Module, place: Place) -> Seen:
@@ -125,7 +125,7 @@ def draw(pictures: dict[str, Seen], folder: Path) -> None:
     """Draws all pictures with the same time axis, so that you can compare them."""
     seconds = max(seen.seconds for seen in pictures.values())
     for name, seen in pictures.items():
-        origins, events = zip(*seen.everybody, strict=True)
+        origins, events = zip(*seen.all_ranks, strict=True)
         picture = timeline.svg(events, origins=origins, title=name.replace("-", " "), seconds=seconds)
         (folder / f"{name}.svg").write_text(picture, encoding="utf-8")
 

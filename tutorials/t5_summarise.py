@@ -368,13 +368,13 @@ def check(model: FSDP, training: DataLoader, names: list, checksums: list, optio
     """Checks the numbered points. Every rank must call it."""
     units = FSDP.fsdp_modules(model)
     if options.model is None:
-        assert len(set(checksums)) == 1, "1. equal on all ranks before anything was sent"
+        assert len(set(checksums)) == 1, "1. equal on all ranks before the first collective"
     assert sum(isinstance(module, T5Block) for module in model.modules()) == len(units) - 1, "2. a unit for each block"
     assert {unit.sharding_strategy for unit in units} == {ShardingStrategy[options.strategy]}
     dealt = [set(indices) for indices in from_all_ranks(list(training.sampler))]
     assert set.union(*dealt) == set(range(len(training.dataset))), "4. each item is assigned to a rank"
     if len(training.dataset) % len(dealt) == 0:
-        assert sum(map(len, dealt)) == len(training.dataset), "4. and to one rank only"
+        assert sum(map(len, dealt)) == len(training.dataset), "4. each item is assigned to one rank only"
     assert list(model.state_dict()) == names, "7. the names of the plain model, also with activation checkpointing"
 
 

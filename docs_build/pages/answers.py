@@ -11,7 +11,9 @@ from docs_build.pages.values import zero_gigabytes
 from docs_build.reading.papers import hybrid_cross_host, hybrid_cross_host_as_printed
 from docs_build.recording.recordings import find
 from minifsdp.engine.collectives import Scaling
+from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.flat_tensor import FlatSharding
+from minifsdp.engine.layout import Layout
 from minifsdp.engine.lifetime import RateLimiter
 from minifsdp.engine.shards import padded_shard_numel, shard_shape
 from minifsdp.engine.unit import Unit, UnitPolicy
@@ -71,11 +73,11 @@ def _of_unit(name: str, what: str) -> Values:
 def who_is_whole() -> Values:
     seen: list[str] = []
     # The layout only records the calls that it receives.
-    layout, nothing = MagicMock(offloads=False), cast(Any, None)
-    layout.gather.return_value.wait.side_effect = lambda: seen.append("wait for the all-gather")
+    layout, nothing = MagicMock(spec=Layout), cast(Any, None)
+    layout.all_gather.return_value.wait.side_effect = lambda: seen.append("wait for the all-gather")
     layout.free.side_effect = lambda: seen.append("free the memory")
     unit = Unit(torch.nn.Identity(), layout, [nothing], nothing, UnitPolicy(reshard_after_forward=True))
-    unit.join(nothing, RateLimiter(enabled=False))
+    unit.join(CommStreams(torch.device("cpu")), RateLimiter(enabled=False))
     for verb in (unit.unshard, unit.reshard):
         verb()
         seen.append(unit.state.name)

@@ -75,11 +75,11 @@ def result(entry: dict[str, Any], intact: dict[str, Any]) -> str:
     num_wrong, num = entry["wrong"]
     if num_wrong:
         return f"After the step, {num_wrong} of {num} elements of this rank's parameters are wrong."
-    told = f"All values are correct. The peak of memory is {entry['peak']:,} bytes, not {intact['peak']:,}."
+    text = f"All values are correct. The peak of memory is {entry['peak']:,} bytes, not {intact['peak']:,}."
     if entry["overlaps"] < intact["overlaps"]:
         pairs = "pairs of a collective and another operation can run at the same time"
-        told += f" {entry['overlaps']} {pairs}, not {intact['overlaps']}."
-    return told
+        text += f" {entry['overlaps']} {pairs}, not {intact['overlaps']}."
+    return text
 
 
 def notices(name: str) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""The page on other engines: what torch's FSDPs do, requirement by requirement."""
+"""The page on other engines: the results of torch's FSDPs for each requirement."""
 
 from collections import Counter
 

@@ -176,7 +176,7 @@ def sent(collective: Collective, parameters: float, per_machine: int, machines: 
 
 
 def about(placement: Placement, *, reshards: bool) -> dict[str, Any]:
-    """All that the page shows of a placement apart from its numbers."""
+    """The contents of the page for a placement, except its numbers."""
     # There is only a difference if parameters are sharded.
     key = placement.key + ("" if reshards or placement.parameter == "replicated" else "*")
     why = reasons(placement)

@@ -19,7 +19,7 @@ def expand(markdown: str) -> str:
     head, first, tail = markdown.partition("\n## CTOR")
     folded = "\n".join("    " + re.sub(r"^## (.*)", r"**\1**", line) for line in head.splitlines()[1:])
     tail = TABLE.sub(_rows, tail)
-    about = '??? note "How the IDs are used, and which document wins"\n'
+    about = '??? note "How the IDs are used, and which document applies"\n'
     return "\n".join([_summary(), raw(_controls()), "", about, folded, first + tail])
 
 

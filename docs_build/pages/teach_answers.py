@@ -35,7 +35,7 @@ def flatten_last_rank() -> Values:
     numels = [torch.Size(shape).numel() for shape in shapes]
     flat = FlatSharding(numels, ranks)
     piece = flat.shard_range(ranks - 1)
-    # The last shard has no element of a parameter if it begins behind them.
+    # The last shard has no element of a parameter if it begins after them.
     empty = next(n for n in range(1, 100) if FlatSharding(numels, n).shard_range(n - 1).start >= flat.numel)
     return {
         "shapes": ", ".join(map(str, shapes)),

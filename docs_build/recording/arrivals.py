@@ -1,7 +1,7 @@
 """The arrival times of the data of collectives, for pictures: between the issue and the end of the wait.
 
-A rank that issues a collective early and waits late does not see when its data arrived. A thread checks, ten times per
-millisecond, all collectives that are issued and not complete yet::
+A rank that issues a collective early and waits late cannot measure when its data arrived. A thread checks, ten times
+per millisecond, all collectives that are issued and not complete yet::
 
     AG 2   issued 4.1 ms    there 6.3 ms    waited for 9.0 ms       2.7 ms early: no rank had to wait
 

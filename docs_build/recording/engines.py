@@ -4,7 +4,7 @@
 ``python -m docs_build.recording.engines torch`` makes the record ``docs/data/engine-torch.json`` of them. Results in
 other build folders, of sessions that ran a part of the tests, are arguments after the name of the engine.
 
-The table ``docs/data/engine-torch-reasons.toml`` has a reason for each requirement that fails, written by hand::
+The table ``docs/data/engine-torch-reasons.toml`` has a reason for each requirement that fails, written manually::
 
     [SHARD-10]
     kind = "limit"

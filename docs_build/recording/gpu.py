@@ -102,7 +102,7 @@ def _without(outcomes: dict[str, str]) -> dict[str, str]:
 
 
 def main(path: str) -> None:
-    """Changes both records, and prints what they now hold."""
+    """Changes both records, and prints their contents."""
     report = reports.read(Path(path))
     record = add_run(load("gpu") or {"runs": {}}, report)
     save("gpu", record, sort_keys=False)  # pages show the versions in the order of the report

@@ -38,7 +38,8 @@ class Case:
     Attributes:
         name: as the page shows it.
         make: creates the optimizer for parameters.
-        needs: what the update of one element is computed from, a key of `docs_build.pages.optimizer_runs.NEEDS`.
+        needs: the values from which the update of one element is computed, a key of
+            `docs_build.pages.optimizer_runs.NEEDS`.
         of_shards: creates the optimizer for shards, if that is a different one.
     """
 

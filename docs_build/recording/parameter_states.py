@@ -1,4 +1,4 @@
-"""Records what the parameters of a sharded model are at each moment of a training step.
+"""Records the state of the parameters of a sharded model at each moment of a training step.
 
     torchrun --standalone --nproc-per-node 2 -m docs_build.recording.parameter_states
 

@@ -219,14 +219,14 @@ def perform(run: Run) -> dict[str, Any] | None:
     for step in range(2):
         _step(run, model, optimizer, step, None)
     kept = _quickest_even(run, model, optimizer) if run.width > 64 else _watched(run, model, optimizer)
-    everybody: list[Any] = [None] * run.ranks
-    dist.all_gather_object(everybody, kept)
+    all_ranks: list[Any] = [None] * run.ranks
+    dist.all_gather_object(all_ranks, kept)
     if dist.get_rank() != 0:
         return None
     layouts = [
         {"name": unit.name, "bytes": unit.num_bytes, "shard": unit.shard_bytes()} for unit in watched_units(run, model)
     ]
-    return {"run": asdict(run), "key": run.key, "units": layouts, "ranks": everybody}
+    return {"run": asdict(run), "key": run.key, "units": layouts, "ranks": all_ranks}
 
 
 def _watched(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -327,7 +327,7 @@ def work(rank: int, ranks: int, store: str, out: str, only_player: bool) -> None
 def main() -> None:
     """Records all runs into one file."""
     parser = argparse.ArgumentParser(prog="python -m docs_build.recording.record")
-    parser.add_argument("--player", action="store_true", help="keep the pictures, which want a calm machine")
+    parser.add_argument("--player", action="store_true", help="do not renew the pictures, which need an idle machine")
     only_player = parser.parse_args().player
     # Loopback is enough, and also works without a network.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -30,7 +30,9 @@ def save(name: str, record: Any, sort_keys: bool = True) -> None:
 
 
 def of_record(name: str) -> Callable[[Callable[..., str]], Callable[..., str]]:
-    """Decorates a function whose first argument is a record. The result loads it, and returns `NONE` without it."""
+    """Decorates a function whose first argument is a record. The decorated function loads the record, and returns
+    `NONE` if there is none.
+    """
 
     def decorate(make: Callable[..., str]) -> Callable[..., str]:
         @wraps(make)

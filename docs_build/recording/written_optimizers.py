@@ -1,6 +1,6 @@
 """Short optimizers for the page "Which optimizers may I use?", of kinds that torch does not have.
 
-They show what such an optimizer computes with, and are not for training: there are no options, and nothing is fast.
+They show the values that such an optimizer needs, and are not for training: they have no options and are slow.
 """
 
 from collections.abc import Callable, Iterable

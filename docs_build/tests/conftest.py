@@ -33,10 +33,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         leave_out(config, items, "docs tests not run (no -m docs)", lambda item: item.get_closest_marker("docs"))
 
 
-def build(folder: Path, environment: Mapping[str, str], *before: str) -> Path:
-    """Builds the site; fails if the build has a warning. ``before`` is put in front of the Python command."""
+def build(folder: Path, environment: Mapping[str, str]) -> Path:
+    """Builds the site; fails if the build has a warning."""
     reported = {**environment, "NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true", "OMP_NUM_THREADS": "1"}
-    command = [*before, sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)]
     done = offline.run(command, ROOT, reported)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder

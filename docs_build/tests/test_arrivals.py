@@ -58,7 +58,7 @@ def test_data_arrives_when_the_other_rank_sends_and_not_when_this_rank_waits(
         time.sleep(MUCH_LATER)
         handle.wait()
         recorder.finish(event)
-    assert torch.equal(found, expected), "what was put into the memory is gone"
+    assert torch.equal(found, expected), "the received bytes were overwritten"
     assert event.arrived is not None
     waited = event.arrived - event.start
     # On the late rank, the other rank's data arrives at once, or almost at once.

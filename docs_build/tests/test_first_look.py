@@ -1,4 +1,4 @@
-"""The first page as a new visitor gets it: the part above the fold, keyboard access, and terms with a tooltip."""
+"""The first page as a new visitor sees it: the part above the fold, keyboard access, and terms with a tooltip."""
 
 from __future__ import annotations
 

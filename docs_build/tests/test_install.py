@@ -31,7 +31,7 @@ def test_index_page_links_to_install_page() -> None:
 
 
 def test_constraints_require_no_specific_build() -> None:
-    assert "names a version and no build" in words_of("constraints.txt")
+    assert "selects a version and not a build" in words_of("constraints.txt")
 
 
 def test_the_package_has_authors_classifiers_and_public_addresses() -> None:

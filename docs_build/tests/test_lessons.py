@@ -97,7 +97,7 @@ def test_cpu_time_of_other_processes_is_measured(tmp_path: Path, monkeypatch: py
     stat.write_text(f"cpu {50 * ticks} 0 0 {99 * ticks} 0 0 0 0 0 0\n")
     others = busy.Others()
     stat.write_text(f"cpu {60 * ticks} 0 {7 * ticks} {999 * ticks} 0 0 0 0 0 0\n")
-    # In these ten seconds the cores worked 17 seconds in total, of which 12 were ours.
+    # In these ten seconds the cores worked 17 seconds in total, of which 12 were those of this process.
     assert others.cores() == 0.5
 
 

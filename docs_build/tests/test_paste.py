@@ -207,7 +207,7 @@ def test_error_search_shows_the_example_resets_and_reports_no_match(page: Tab) -
     assert page.look("document.getElementById('paste-found').children.length") == 0
     assert page.look("document.activeElement.id") == "paste-text"
     page.type("KeyError: 'input_ids'")
-    page.wait_for("document.getElementById('paste-status').textContent.startsWith('No entry knows this')")
+    page.wait_for("document.getElementById('paste-status').textContent.startsWith('No entry matches this text')")
     assert page.look("Object.keys(localStorage).concat(Object.keys(sessionStorage)).join().includes('paste')") is False
     assert not re.search("KeyError", page.look("location.href"))
     page.click("#paste button[type=reset]")

@@ -126,7 +126,7 @@ def test_page_handles_keys_if_the_player_is_not_visible(address: str, tab: Tab) 
 @in_browser
 def test_player_moves_by_mouse_and_by_timeline(address: str, tab: Tab) -> None:
     at(tab, address)
-    tab.click(".player-button[title='One moment on']")
+    tab.click(".player-button[title='Next event']")
     assert moment(tab) == 2
     seen = set()
     for place in range(0, number(tab), 5):
@@ -589,7 +589,7 @@ def test_wrong_file_shows_error_and_changes_nothing(address: str, tab: Tab, text
     tab.wait_for(f"{STATUS}.includes('wrong.json')")
     said = tab.look(STATUS)
     assert said.startswith(says)
-    remedy = "Needed is what train_gpt.py --trace writes, or minifsdp.timeline.chrome_trace."
+    remedy = "Use a file of train_gpt.py --trace, or of minifsdp.timeline.chrome_trace."
     assert said.endswith(remedy) or "damaged" in said
     assert moment(tab) == 5
     # The status is visible without scrolling right after the page is opened.

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -44,15 +46,19 @@ def test_collectives_in_picture_have_arrival_times() -> None:
             assert event.start < event.arrived <= event.end
 
 
+def performed_and_recorded(api: str) -> Iterator[tuple[Any, Any]]:
+    """A new run of an API and its record, for each rank. Only the first rank gets the runs of all ranks."""
+    run = record.Run(api, "full", "pre", "block", 2)
+    found = record.perform(run)
+    assert (found is None) == (dist.get_rank() == 1)
+    if found is not None:
+        yield from zip(found["ranks"], recordings.find(run.key)["ranks"], strict=True)
+
+
 @pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
 @ranks(2)
 def test_engine_performs_the_recorded_steps(api: str) -> None:
-    run = record.Run(api, "full", "pre", "block", 2)
-    found = record.perform(run)
-    if found is None:
-        assert dist.get_rank() == 1
-        return
-    for mine, of_record in zip(found["ranks"], recordings.find(run.key)["ranks"], strict=True):
+    for mine, of_record in performed_and_recorded(api):
         kinds = [(moment[0], moment[1], moment[2], moment[4], moment[6:8]) for moment in mine["moments"]]
         before = [(moment[0], moment[1], moment[2], moment[4], moment[6:8]) for moment in of_record["moments"]]
         # Compare as in the file, where tuples are lists.
@@ -64,12 +70,7 @@ def test_engine_performs_the_recorded_steps(api: str) -> None:
 @pytest.mark.parametrize("api", ["torch1", "torch2"])
 @ranks(2)
 def test_torch_performs_the_recorded_steps(api: str) -> None:
-    run = record.Run(api, "full", "pre", "block", 2)
-    found = record.perform(run)
-    if found is None:
-        assert dist.get_rank() == 1
-        return
-    for mine, of_record in zip(found["ranks"], recordings.find(run.key)["ranks"], strict=True):
+    for mine, of_record in performed_and_recorded(api):
         assert [moment[:3] for moment in map(list, mine["moments"])] == [m[:3] for m in of_record["moments"]]
         assert mine["pieces"] == [[tuple(piece) for piece in unit] for unit in of_record["pieces"]]
 
@@ -208,7 +209,7 @@ def test_prefetch_pictures_show_overlapping_all_gathers() -> None:
 
 
 @pytest.mark.needs("mkdocs")
-def test_picture_with_a_focus_says_what_it_highlights() -> None:
+def test_picture_with_a_focus_names_its_highlighted_part() -> None:
     from docs_build.pages.directives import expand
     from docs_build.pages.raw import put_back
 

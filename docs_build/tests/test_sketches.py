@@ -1,4 +1,4 @@
-"""The drawings of the learning pages show what the package computes, and are readable on a phone."""
+"""The drawings of the learning pages show values that the package computes, and are readable on a phone."""
 
 from __future__ import annotations
 

@@ -325,7 +325,7 @@ def test_grid_works_by_keyboard_and_leads_to_a_consistent_placement(address: str
     tab.look("document.querySelector('.placement-fix').focus()")
     tab.press(" ")
     assert text(tab, ".placement-verdict").startswith("ZeRO-2:")
-    # Each cell says its placement in words.
+    # Each cell contains its placement in words.
     labels = tab.look(f"{cells}.map(e => e.getAttribute('aria-label'))")
     assert len(set(labels)) == 27
     assert (

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.needs("mkdocs")
 ONE = {
     "name": "no-record-stream",
     "file": "engine/lifetime.py",
-    "what": "The allocator is not told.",
+    "what": "The allocator is not informed.",
     "program": "flat_full",
     "by": "collision",
     "report": "REUSE: write of bytes 0 to <32>",

@@ -195,7 +195,7 @@ def test_each_exercise_has_questions_with_answers() -> None:
 def test_commands_of_the_lab_write_the_result_of_each_check(tmp_path: Path) -> None:
     page = (FOLDER / "lab.md").read_text(encoding="utf-8")
     commands = next(block for block in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) if "grades.csv" in block)
-    # Takes the place of Python: the result of a check is the number in the student's file.
+    # Replaces Python: the result of a check is the number in the student's file.
     (tmp_path / "python").write_text('#!/bin/sh\necho "check $4"; exit "$(cat "$6/result")"\n')
     (tmp_path / "python").chmod(0o755)
     results = {"anna": 0, "ben": 1, "chris": 2}

@@ -48,7 +48,9 @@ MOST_LINES = 10
 
 
 class StateDictMismatchError(RuntimeError, ValueError):
-    """A state dict does not fit. For this, ``nn.Module`` raises `RuntimeError`, and optimizers raise `ValueError`."""
+    """The state dict does not fit the model or the optimizer. For this, ``nn.Module`` raises `RuntimeError`, and
+    optimizers raise `ValueError`.
+    """
 
 
 def groups_of(meshes: Iterable[MeshGroups]) -> list[Group]:
@@ -154,8 +156,8 @@ def monitored_barrier(
         call: the name of the call, for the message and for the keys in the store.
         has_facts: whether this rank has a fact to send. This is rare, so ranks exchange facts only if it is set.
         how: options of the call that must be equal on all ranks, as text.
-        unit: a unit of the model, if the call sends values. Ranks that make it for different models are refused, if the
-            models have been used on the group before.
+        unit: a unit of the model, if the call sends values. Raises an error if the ranks pass units of different models
+            that the group has used before.
 
     Returns:
         The groups in which any rank has set ``has_facts``; all ranks of a group return the same.

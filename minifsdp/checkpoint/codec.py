@@ -134,7 +134,7 @@ class UnitCodec:
             return full.to(device, copy=True)
         # Split before the copy to the CPU, so that only this rank's rows are copied.
         # If the wrapper was given a mesh, values are DTensors by default.
-        if self._wrapper.device_mesh is not None or form.use_dtensor:
+        if self._wrapper._device_mesh is not None or form.use_dtensor:
             return tensors.as_dtensor(full, self.group, self._device_mesh, device)
         rows = shard_of(full, 0, self.group.size, self.group.rank).to(device, copy=True)
         return tensors.as_sharded_tensor(rows, full.shape, self.group)
@@ -155,7 +155,7 @@ class UnitCodec:
 
     @cached_property
     def _device_mesh(self) -> Any:
-        group, given = self.group, self._wrapper.device_mesh
+        group, given = self.group, self._wrapper._device_mesh
         if given is not None or group is None:
             return given
         return DeviceMesh.from_group(group.process_group, self._wrapper.compute_device.type)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
+from torch.distributed import DebugLevel, get_debug_level
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from minifsdp.checkpoint.agreement import some

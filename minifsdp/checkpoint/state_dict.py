@@ -66,7 +66,7 @@ def save(wrapper: Wrapper, walk: Callable[..., dict[str, Any]], *args: Any, **kw
         # Another model may have been saved to the same dict.
         kept.before = dict(given.get("destination") or {})
         gathered = [w for w in inside if not (state_of(w).form.is_local or is_summoned(w))]
-        agree(wrapper, "state_dict()", [MeshGroups(w.mesh.shard, None) for w in gathered], saves_itself)
+        agree(wrapper, "state_dict()", [MeshGroups(w._mesh.shard, None) for w in gathered], saves_itself)
     with _registered_during_walk(wrapper._unit, runs_custom_code=kept.runs_custom_code):
         state = walk(*args, **kwargs)
         if is_outermost and not given.get("keep_vars"):
@@ -118,7 +118,7 @@ def agree(wrapper: Wrapper, call: str, meshes: Iterable[MeshGroups], has_code: C
     groups = agreement.monitored_barrier(agreement.groups_of(meshes), call, has_facts=any(mine), how=how, unit=unit)
     reported = agreement.exchange(groups, mine)
     for number, inner in enumerate(wrappers):
-        group = inner.mesh.shard
+        group = inner._mesh.shard
         ranks = [rank_of_this_process()] if group is None else group.ranks
         # In a simulation, one process runs all ranks, and only its own value exists.
         state_of(inner).runs_custom_code = any(reported[rank][number] for rank in ranks if rank in reported)
@@ -180,7 +180,6 @@ def full_parameters(unit: FlatUnit, *, writeback: bool) -> Generator[None]:
                     # `load_state_dict(assign=True)` has registered another tensor.
                     parameter.data.copy_(given)
                     place.module._parameters[place.name] = parameter
-                    place.update_second_places(parameter)
 
 
 def _places_of(unit: FlatUnit) -> list[ParamInfo]:
@@ -212,7 +211,7 @@ def after_walk(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str, m
 
 def _drops_entries(wrapper: Wrapper) -> bool:
     """Whether this rank gets no entries, because only the first rank gets them."""
-    return state_of(wrapper).form.first_only and not wrapper.mesh.is_first
+    return state_of(wrapper).form.first_only and not wrapper._mesh.is_first
 
 
 def _write_unit(codec: UnitCodec, form: Form, state: MutableMapping[str, Any]) -> None:
@@ -269,7 +268,7 @@ def saves_itself(module: nn.Module) -> bool:
 
 def loads_itself(module: nn.Module) -> bool:
     """Whether custom code of the module, or a hook of the user, decides which keys ``load_state_dict()`` loads."""
-    # One hook of a wrapper is the wrapper's own.
+    # The wrapper itself has registered one of its hooks.
     num_hooks = parts.num_of_user(module._load_state_dict_pre_hooks.values()) - is_wrapper(module)
     return _is_custom(module, num_hooks, "_load_from_state_dict")
 

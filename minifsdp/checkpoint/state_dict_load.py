@@ -100,7 +100,7 @@ def before_walk(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str, 
     kept, form, unit = state_of(wrapper), state_of(wrapper).form, wrapper._unit
     if state_dict.is_outermost_here(wrapper, prefix):
         _drop_own_tensors(wrapper, state, prefix)
-        meshes = [inner.mesh for inner in Wrapper.fsdp_modules(wrapper)]
+        meshes = [inner._mesh for inner in Wrapper.fsdp_modules(wrapper)]
         state_dict.agree(wrapper, "load_state_dict()", meshes, state_dict.reads_while_loaded)
         # If a plain module contains this one, `strict` is unknown here, and that module checks the keys itself.
         _refuse_misfit(wrapper, form, state, prefix, strict=kept.is_strict)
@@ -177,7 +177,7 @@ def _refuse_misfit(wrapper: Wrapper, form: Form, state: Mapping[str, Any], prefi
     modules = [(prefix + dotted(path), module) for path, module in wrapper.named_modules(remove_duplicate=False)]
     wrappers = [(start, module) for start, module in modules if isinstance(module, Wrapper)]
     codecs = [UnitCodec(inner, start) for start, inner in wrappers if inner._unit is not None]
-    groups = agreement.groups_of(inner.mesh for _, inner in wrappers)
+    groups = agreement.groups_of(inner._mesh for _, inner in wrappers)
     if form.is_local:
         problems = [problem for codec in codecs for problem in _local_problems(codec, state, strict)]
     else:

@@ -193,7 +193,8 @@ def _shape_in_group(value: Any, group: Group | None) -> torch.Size:
     if not isinstance(value, DTensor) or group is None:
         return torch.Size(value.size())
     mesh = value.device_mesh
-    # Two ranks of `group` never hold different parts of tensor parallelism. An axis that contains two is one of FSDP.
+    # Two ranks of `group` never hold different parts of tensor parallelism. An axis that contains two ranks of `group`
+    # is an axis of FSDP.
     of_axes = [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in range(mesh.ndim)]
     placements = [
         Replicate() if len({*ranks} & {*group.ranks}) > 1 else placement

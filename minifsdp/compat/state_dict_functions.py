@@ -116,7 +116,7 @@ def set_model_state_dict(
     if options is not None and options.broadcast_from_rank0:
         _agree(model, "set_model_state_dict()", sends=True)
         if options.full_state_dict and (wrappers := Wrapper.fsdp_modules(model)):
-            model_state_dict, has_rows = _received(model, model_state_dict, wrappers[0].mesh)
+            model_state_dict, has_rows = _received(model, model_state_dict, wrappers[0]._mesh)
             options = replace(options, broadcast_from_rank0=False, full_state_dict=not has_rows)
     return set_without_broadcast(model, model_state_dict, options=options)
 

@@ -37,4 +37,4 @@ def compared() -> Iterator[None]:
 
 def _compare_in_wrapper(_: None, wrapper: Wrapper, modules: list[tuple[str, nn.Module]], options: Any) -> None:
     if parameters := owned_parameters(modules, wrapper._ignored_parameters):
-        compare(type(wrapper.module).__name__, parameters.items(), wrapper.mesh)
+        compare(type(wrapper.module).__name__, parameters.items(), wrapper._mesh)

@@ -109,11 +109,10 @@ class CollectiveSequence:
         process_group: the group, referenced weakly, because it is the key of this sequence in the log.
 
     Attributes:
-        epoch: number of comparisons so far.
-        number: collectives issued since the last comparison.
+        epoch, number: number of comparisons so far, and of collectives issued since the last one.
         hash: hash of these collectives.
         last_epoch: epoch, number and digest of the previous epoch.
-        transport: the transport between CPUs; ``None`` if the process group sends the data.
+        transport, device: the transport between CPUs, and the accelerator of the group's last model; or ``None``.
         agreed: identities of the units that all ranks agreed to all-gather (``rank_checks.py``).
         num_disagreements: how often they did not agree.
     """
@@ -124,6 +123,7 @@ class CollectiveSequence:
         self.hash: Any = blake2b(digest_size=7)
         self.last_epoch = (-1, 0, self.digest)
         self.transport: Any = None
+        self.device: Any = None
         self.agreed, self.num_disagreements = set[int](), 0
         self._root_numbers: dict[int, int] = {}
         self._built = Counter[int]()
@@ -169,7 +169,7 @@ class CollectiveSequence:
 
     @staticmethod
     def agree(questions: Sequence[int]) -> bool:
-        """Whether all ranks mean the same unit.
+        """Whether all ranks refer to the same unit.
 
         If the ranks constructed different numbers of equal units, the order of construction proves nothing.
         """
@@ -184,7 +184,7 @@ class CollectiveSequence:
 
 
 class _DestroyedGroup:
-    """In place of the hash of a sequence: refuses collectives of a process group that was destroyed."""
+    """Replaces the hash of a sequence, and refuses collectives of a process group that was destroyed."""
 
     def update(self, _: bytes) -> None:
         raise RuntimeError(message("destroyed-group"))

@@ -39,7 +39,7 @@ from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle
 from minifsdp.engine.flat_gradients import FlatGradients
 from minifsdp.engine.flat_params import RegisteredFlatParam, RegisteredOrigParams, RegisteredParams, check_uniform_dtype
 from minifsdp.engine.flat_tensor import FlatSharding, UnshardedTensor, distributed_tensor
-from minifsdp.engine.layout import Gradient, Layout, ParamInfo
+from minifsdp.engine.layout import Gradient, Layout, ParamInfo, Steps
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.placeholder import GUARD, guards_for
@@ -97,7 +97,7 @@ class FlatLayout(Layout):
         else:
             self.registered = RegisteredFlatParam(module, parameters, shard)
         self.gradients = FlatGradients(self.registered)
-        self._precision = precision
+        self._precision, self.steps = precision, Steps()
         self._variants: dict[torch.dtype, UnshardedTensor] = {}
         self.use_stored_dtype(False)
         self.is_recorded_stored = self._is_shared = self._is_written = False

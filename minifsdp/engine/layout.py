@@ -156,9 +156,9 @@ class ParameterHook:
         return None if is_ignored else self.function(argument)
 
 
-def users_hooks(hooks: Mapping[int, Any] | None) -> list[tuple[int, Callable[[Any], Any]]]:
+def users_hooks(hooks: Mapping[int, Any]) -> list[tuple[int, Callable[[Any], Any]]]:
     """The numbers and functions of hooks of a registered parameter."""
-    return [(key, hook.function if isinstance(hook, ParameterHook) else hook) for key, hook in (hooks or {}).items()]
+    return [(key, hook.function if isinstance(hook, ParameterHook) else hook) for key, hook in hooks.items()]
 
 
 def full_name(prefix: str, path: str) -> str:
@@ -191,7 +191,7 @@ class Layout(Protocol):
         shards_are_distributed: whether the optimizer's parameters are DTensors, which compute over all ranks.
         steps: the number of optimizer steps, shared by all units of the root.
         is_marked_stale: whether the shard was written since the last all-gather, possibly without a change.
-        stepped_at: the number of the last step with gradients of an optimizer that holds parameters of this layout.
+        stepped_at: the number of the last optimizer step on parameters of this layout that had gradients.
     """
 
     name: str = ""
@@ -206,7 +206,7 @@ class Layout(Protocol):
     stepped_at: int = 0
     is_summoned: bool = False
     shards_are_distributed: bool = False
-    steps: Steps = Steps()
+    steps: Steps
 
     def full_name(self, path: str) -> str:
         """A parameter's name inside the root."""

@@ -29,7 +29,6 @@ Spec: CTOR-06, CTOR-14, SHARD-11, HYB-01 to HYB-08.
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -42,9 +41,6 @@ import torch.distributed as dist
 from minifsdp.engine import gloo
 from minifsdp.engine.collective_log import CollectiveSequence, log
 from minifsdp.engine.messages import message
-
-# The accelerator of the last model over each process group.
-_devices = weakref.WeakKeyDictionary[Any, torch.device]()
 
 
 @dataclass(frozen=True)
@@ -78,7 +74,7 @@ class Group:
     @property
     def device(self) -> torch.device | None:
         """The accelerator of the last model over the process group, or the one that the group was created for."""
-        return _devices.get(self.process_group, getattr(self.process_group, "bound_device_id", None))
+        return self.sequence.device or getattr(self.process_group, "bound_device_id", None)
 
     def on_device(self) -> Any:
         """A ``with`` block in which `device` is the current device, because torch sends objects from that one."""
@@ -110,9 +106,10 @@ class Group:
         from minifsdp.watchdog.process import start
 
         start()
+        group = cls(process_group, size, rank, ranks)
         if device is not None and device.type != "cpu":
-            _devices[process_group] = device
-        return cls(process_group, size, rank, ranks)
+            group.sequence.device = device
+        return group
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 from minifsdp.engine.collective_log import log
-from minifsdp.engine.layout import Layout, Steps, full_name
+from minifsdp.engine.layout import Layout, full_name
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.rank_checks import read_all
 from minifsdp.engine.validation import replaced
@@ -75,7 +75,6 @@ class OptimizerWatch:
         self._held.clear()
         if self._hook is None:
             self._hook = torch_optimizer.register_optimizer_step_pre_hook(self._before_step)
-        layout.steps = Steps()
         self._layouts.add(layout)
         weakref.finalize(layout, self._end).atexit = False
 

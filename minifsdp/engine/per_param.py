@@ -44,7 +44,7 @@ from minifsdp.engine import collectives, lifetime, optimizer_watch
 from minifsdp.engine.bucket import assign_to_buckets
 from minifsdp.engine.changes import changed_values, check_equal_changes
 from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle
-from minifsdp.engine.layout import Gradient, Layout, ParamInfo, users_hooks
+from minifsdp.engine.layout import Gradient, Layout, ParamInfo, Steps, users_hooks
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import message
@@ -72,7 +72,7 @@ class PerParameterLayout(Layout):
         places = [(info, index) for index, first in enumerate(self.parameters) for info in first.attributes]
         self._attributes = [(info.module._parameters, info, index) for info, index in places]
         self._handles: list[Handle] = []
-        self._gathered_at, self._has_copied = object(), False
+        self.steps, self._gathered_at, self._has_copied = Steps(), object(), False
         # The registered tensors while the unit is resharded to a smaller mesh.
         self._post_forward_params: list[torch.Tensor] | None = None
         self.buckets = assign_to_buckets(params, [param.local_shard for param in params], options, [])

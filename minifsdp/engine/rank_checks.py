@@ -213,7 +213,7 @@ class RankChecks:
 
 
 def agree(unit: Any, group: Group | None, device: torch.device) -> None:
-    """Called before an all-gather by hand, which no forward of ``unit`` needs. All ranks of ``group`` must call it.
+    """Called before a manual all-gather, which no forward of ``unit`` needs. All ranks of ``group`` must call it.
 
     Raises:
         RuntimeError: if the ranks all-gather different units.

@@ -158,8 +158,9 @@ class Unit(Generic[LayoutT]):
         self.keeps_for_graph = self.returns_parameters = False
         self.inner: frozenset[Unit] = frozenset()
         self.graph_task, self.num_uses, self.num_pending, self.counted_in, self.ran_in = -1, 0, 0, -1, -1
-        self.comm_streams: CommStreams
-        self.limiter: RateLimiter
+        # Those of the root, see `join`. ``None``, and a limiter that never waits, until the unit has a root.
+        self.comm_streams: CommStreams | None = None
+        self.limiter = RateLimiter(enabled=False)
         # ``None`` as soon as all ranks agree on this unit.
         self.rank_checks: RankChecks | None = None
         self._handle: Handle | None = None
@@ -240,7 +241,7 @@ class Unit(Generic[LayoutT]):
             is_ahead: whether the caller may do other work before it waits.
         """
         # A unit in the user's prefetch list may not have a root yet. Then its own forward all-gathers it.
-        if self.state is not State.SHARDED or self.phase is Phase.SUMMONED or "limiter" not in vars(self):
+        if self.state is not State.SHARDED or self.phase is Phase.SUMMONED or self.comm_streams is None:
             return
         if self.rank_checks is not None:
             self.rank_checks.before_all_gather(self.name, self.plan.mesh.shard)

@@ -6,8 +6,8 @@ ranks. Each of the three steps handles the modules of one unit only, so a device
 1. *materialize*: modules that were built on the meta device have shapes but no memory. They get memory, and their own
    ``reset_parameters()`` is called. If the user passes ``param_init_fn``, it does both. Each module initializes only
    the tensors that it owns directly, not those of its children, so no tensor is initialized twice. Modules that already
-   have values are not changed. A parameter that several modules share gets memory with the first of them, and stays
-   shared; without this, each module would train its own.
+   have values are not changed. If several modules share a parameter, it gets memory once and stays shared; otherwise
+   each module would train a copy.
 2. *move*: modules move to ``device_id``, if it is given. Otherwise, if the module is on the CPU and the compute device
    is an accelerator, the unit is sharded on the CPU and only its shards move. This is slower, so it causes a warning.
 3. *synchronize*: rank 0 broadcasts its values. Without this step, each rank keeps its own random values, and the shards
@@ -55,7 +55,8 @@ def materialize(modules: Modules, param_init_fn: Any, device: torch.device, igno
     for path, module in on_meta:
         before = _parameters_on_meta(module)
         for owner, name, parameter in before:
-            # Memory replaces a parameter object, so a parameter that another module shares has a new one already.
+            # Allocation replaces a parameter object, so a parameter that another module shares may already have a new
+            # object.
             if hasattr(parameter, "_materialized"):
                 setattr(owner, name, parameter._materialized)
         if before and not any(t.is_meta for t in _own_tensors(module, ignored)):

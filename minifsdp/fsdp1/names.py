@@ -29,7 +29,7 @@ T = TypeVar("T")
 class KeptView(torch.Tensor):
     """An unsharded parameter between a forward and its backward, as ``parameters()`` returns it (PROG-05).
 
-    It is the result of an operation and no parameter. An optimizer reads `retains_grad` of a tensor that is no leaf.
+    It is the result of an operation, not a parameter. An optimizer reads `retains_grad` of a tensor that is not a leaf.
     Its hooks are those of the original parameter, because no gradient passes through the `KeptView` itself.
     """
 

@@ -1,7 +1,7 @@
 """Refuses the state dict of a part of a unit, such as ``model.blocks[0].linear.state_dict()``.
 
 Only a wrapper can save or load its unit. In the modules inside it, the parameters are shards or are not registered at
-all. So their own state dict would have parts of parameters, or lack them, and loading would change some ranks only.
+all. So their own state dict would contain shards or no parameters, and loading would change some ranks only.
 
 Worked example, ``model = FSDP(Sequential(Linear(3, 3), ReLU()))``::
 
@@ -9,7 +9,7 @@ Worked example, ``model = FSDP(Sequential(Linear(3, 3), ReLU()))``::
     model.module[0].state_dict()     refused: the prefix is "", and the parameters are shards
     the same with summoned params    allowed, because the parameters are full
 
-All ranks refuse alike, also a rank whose shard contains a parameter completely.
+All ranks raise the error, even a rank whose shard contains a whole parameter.
 
 *In torch:* the shards are returned under the names of the parameters, or nothing.
 
@@ -28,7 +28,7 @@ from minifsdp.fsdp1.wrapper import PREFIX
 
 
 class PartHook:
-    """The hook before a module's state dict is saved or loaded. A copy of the module gets one without a unit.
+    """The hook before a module's state dict is saved or loaded. A copy of the module gets a hook without a unit.
 
     Args:
         unit: the unit that the module belongs to; without it, the hook does nothing.

@@ -39,11 +39,11 @@ Spec: WRAP-02 to WRAP-09, WRAP-16, WRAP-18, LEGACY-02, LEGACY-03, NEW-02, NEW-03
 
 import functools
 import inspect
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec
 
 from torch import nn
+from torch.distributed.fsdp import wrap as torch_wrap
 
 from minifsdp.engine.messages import message, warn_renamed
 
@@ -174,15 +174,13 @@ def _module_wrap_policy(
 # ---- policies that are objects --------------------------------------------------------------------------------------
 
 
-class _Policy(ABC):
-    """Base class of policies that get the whole module tree in one call. Torch's policies have the same method."""
+class _Policy(torch_wrap._Policy):
+    """Base class of policies that get the whole module tree in one call.
 
-    @abstractmethod
-    def _run_policy(self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Overrides) -> Chosen:
-        """Returns the chosen modules, each with the arguments of its unit: ``root_kwargs`` plus overrides.
-
-        Programs that wrap modules themselves call this, so the result can include the outermost module (WRAP-18).
-        """
+    A policy defines ``_run_policy(root_module, ignored_modules, root_kwargs)``. It returns the chosen modules, each
+    with the arguments of its unit: ``root_kwargs`` plus overrides. Programs that wrap modules themselves call it, so
+    the result can include the outermost module (WRAP-18). ``apply_activation_checkpointing`` checks for torch's class.
+    """
 
 
 class ModuleWrapPolicy(_Policy):

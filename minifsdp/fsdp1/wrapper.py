@@ -84,12 +84,12 @@ class Wrapper(nn.Module):
         self._ignored_modules, self._ignored_parameters = ignored
         self.compute_device = build.compute_device(module, options.device_id, self._ignored_parameters)
         validation.check_one_api(module, "FullyShardedDataParallel")
-        self.mesh, groups = build.choose_mesh(options, strategy, self.compute_device)
+        self._mesh, groups = build.choose_mesh(options, strategy, self.compute_device)
         # With a hybrid strategy, this is the shard group.
         self.process_group = groups[0] if isinstance(groups, tuple) else groups
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
-        self.device_mesh = options.device_mesh
-        self.sharding_strategy = build.strategy_on(self.mesh, strategy)
+        self._device_mesh = options.device_mesh
+        self.sharding_strategy = build.strategy_on(self._mesh, strategy)
         self.cpu_offload = options.cpu_offload or CPUOffload()
         self.backward_prefetch, self.forward_prefetch = options.backward_prefetch, options.forward_prefetch
         self.limit_all_gathers, self._use_orig_params = options.limit_all_gathers, options.use_orig_params
@@ -139,7 +139,7 @@ class Wrapper(nn.Module):
         else:
             initial.shard_in_place(modules, self.compute_device, ignored, sends=options.sync_module_states)
         if options.sync_module_states:
-            initial.synchronize(modules, self.mesh, ignored, type(self.module).__name__)
+            initial.synchronize(modules, self._mesh, ignored, type(self.module).__name__)
 
     def _make_unit(self, module: nn.Module, modules: list[tuple[str, nn.Module]]) -> build.FlatUnit | None:
         """Creates the unit of the parameters that no inner wrapper manages. Returns ``None`` if there are none."""
@@ -151,15 +151,15 @@ class Wrapper(nn.Module):
         layout = FlatLayout(
             module,
             parameters,
-            self.mesh,
+            self._mesh,
             self.compute_device,
             precision,
             offload=self.cpu_offload.offload_params,
             use_orig_params=self._use_orig_params,
         )
-        plan = ReducePlan.mean(self.mesh, precision.reduces_in(layout.dtype))
+        plan = ReducePlan.mean(self._mesh, precision.reduces_in(layout.dtype))
         # A unit that is not sharded, and computes in a copy in another dtype, frees the copy.
-        is_sharded = self.mesh.shard is not None
+        is_sharded = self._mesh.shard is not None
         reshard = self.sharding_strategy in build.RESHARDS_AFTER_FORWARD if is_sharded else layout.is_copied
         policy = UnitPolicy(reshard_after_forward=reshard, reshard_after_evaluation=reshard or not is_sharded)
         return Unit(module, layout, [plan], precision, policy).counted()

@@ -127,7 +127,8 @@ class FSDPState:
             return False
         if self._waiting and self._waits_in == root_state.iteration.num_forwards:
             return True
-        self._waiting, self._waits_in = set(self.modules), root_state.iteration.num_forwards
+        # The latest forward may have failed between the modules.
+        self._waiting, self._waits_in, self._is_recorded = set(self.modules), root_state.iteration.num_forwards, False
         return False
 
     def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -176,7 +177,7 @@ class FSDPState:
 
     def break_off(self) -> None:
         """Resets the root state after an exception, so that a new iteration can begin."""
-        self._has_begun = self._is_recorded = False
+        self._has_begun = False
         self._waiting.clear()
         if self.root_state is not None:
             self.root_state.fail_forward()

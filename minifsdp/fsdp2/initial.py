@@ -29,7 +29,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
-from torch.distributed.distributed_c10d import DebugLevel, get_debug_level
+from torch.distributed import DebugLevel, get_debug_level
 
 from minifsdp.checkpoint.agreement import exchange, groups_of, some
 from minifsdp.engine.layout import ParamInfo
@@ -62,11 +62,11 @@ def compare(unit: str, parameters: Iterable[tuple[nn.Parameter, ParamInfo]], mes
         mesh: the ranks that must have equal values.
     """
     mine = {info.path: _checksum_of_bits(local_tensor(p.detach())) for p, info in parameters if not p.is_meta}
-    everybody = exchange(groups_of([mesh]), mine)
-    first = min(everybody)
+    all_ranks = exchange(groups_of([mesh]), mine)
+    first = min(all_ranks)
     lines = []
-    for path, number in everybody[first].items():
-        if differ := [str(rank) for rank, numbers in everybody.items() if numbers.get(path) != number]:
+    for path, number in all_ranks[first].items():
+        if differ := [str(rank) for rank, numbers in all_ranks.items() if numbers.get(path) != number]:
             lines.append(detail("rank-differs", path=path, ranks=some(differ), first=first))
     if lines:
         warn(message("initial-weights-differ", unit=unit, lines="; ".join(lines)))

@@ -37,7 +37,7 @@ RESHARD = Kind("a bool here; a number of ranks can be chosen when fully_shard() 
 
 
 class _IgnoredByDDP:
-    """The list of ignored parameters, which `DistributedDataParallel` reads first. A list of the user replaces it."""
+    """The list of ignored parameters that `DistributedDataParallel` reads first. The user can replace the list."""
 
     def __get__(self, module: Any, owner: type | None = None) -> Iterator[str]:
         """Returns a new iterator. It raises an error when the first name is read, so the attribute itself exists."""
@@ -254,15 +254,15 @@ class FSDPModule:
         self.reshard()
         return super()._apply(*args, **kwargs)  # type: ignore[misc]
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clears gradients, including those of sharded parameters that are currently unsharded (FUZZ-04)."""
         root_state = self._get_fsdp_state().root_state
         if root_state is not None and not root_state.is_busy:
             # After `set_is_last_backward(False)`, a reduction in flight may still add to `.grad` later.
             root_state.iteration.reducer.finish_open()
-        super().zero_grad(set_to_none)  # type: ignore[misc]
-        units = _units(self, recurse=True)
-        _discard_unreduced(units)
+        super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+        set_to_none = kwargs.get("set_to_none", args[0] if args else True)
+        _discard_unreduced(units := _units(self, recurse=True))
         for parameter in (parameter for unit in units for parameter in unit.layout.local_parameters()):
             parameter.grad = None if set_to_none or parameter.grad is None else parameter.grad.zero_()
 

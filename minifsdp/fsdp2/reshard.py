@@ -69,10 +69,10 @@ def _make(mesh: DeviceMesh, size: int) -> DeviceMesh:
     table = mesh.mesh.reshape(-1, size)
     # Ranks can be in different submeshes of one large mesh. But all ranks of the world must create every group,
     # including groups that they are not in.
-    everybody: list[list[list[int]]] = [[] for _ in range(dist.get_world_size())]
+    all_ranks: list[list[list[int]]] = [[] for _ in range(dist.get_world_size())]
     with Group.of(default_group()).on_device():
-        dist.all_gather_object(everybody, table.tolist())
-    columns = sorted({tuple(ranks) for copies in everybody for ranks in zip(*copies, strict=True)})
-    rows = sorted({tuple(ranks) for copies in everybody for ranks in copies})
+        dist.all_gather_object(all_ranks, table.tolist())
+    columns = sorted({tuple(ranks) for copies in all_ranks for ranks in zip(*copies, strict=True)})
+    rows = sorted({tuple(ranks) for copies in all_ranks for ranks in copies})
     groups = [dist.new_subgroups_by_enumeration([list(ranks) for ranks in every])[0] for every in (columns, rows)]
     return DeviceMesh.from_group(groups, mesh.device_type, mesh=table, mesh_dim_names=("replicate", "shard"))

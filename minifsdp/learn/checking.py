@@ -50,7 +50,7 @@ def recorded_collectives(
     """The names of the functions of ``collectives`` that are called inside the context.
 
     Args:
-        running: gets the handles of collectives whose ``wait`` was not called yet, by name.
+        running: receives, by name, the handles of collectives whose ``wait`` was not called yet.
         before: is called with the name and the arguments of each collective.
     """
     calls: list[str] = []

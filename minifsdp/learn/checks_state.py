@@ -1,4 +1,4 @@
-"""Checks of the exercises about what a unit keeps and saves: unreduced gradients, and its state dict.
+"""Checks of the exercises about the unreduced gradients and the state dict of a unit.
 
 Worked example, `adds_up`: two backwards without a reduction have the gradients 1 and 2. Each rank must keep 3.
 

@@ -51,7 +51,7 @@ def _unit() -> tuple[Any, list[str]]:
     unit: Any = Unit(nn.Identity(), layout, [nothing], nothing, UnitPolicy(True))
     limiter: Any = Recorder(calls)
     limiter.released = lambda event: calls.append("released" if event is given else "released without the event")
-    unit.join(None, limiter)
+    unit.join(object(), limiter)
     return unit, calls
 
 

@@ -1,7 +1,7 @@
 """The exercises and the progress of a learner.
 
 Each file in ``texts/`` is one exercise: the functions to write, the text of the learner's file, three hints, the checks
-in order, and what a failed check prints. ``places`` says which functions of the package the learner's functions
+in order, and the texts of failed checks. ``places`` lists the functions of the package that the learner's functions
 replace, for example ``engine.lifetime:RateLimiter.throttle``.
 
 Worked example, a folder after two exercises and one hint of the third one::
@@ -52,8 +52,8 @@ class Exercise:
         places: for each function of the learner, the function of the package that it replaces.
         stub: the text of the learner's file at the start.
         hints: three steps toward the solution.
-        checks: what is checked, in this order.
-        feedback: what a failed check prints, by entry.
+        checks: the checks, in this order.
+        feedback: the texts of failed checks, by entry.
     """
 
     number: int

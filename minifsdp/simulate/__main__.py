@@ -29,7 +29,7 @@ from minifsdp.simulate.search import search
 from minifsdp.simulate.setup import DTYPES, STRATEGIES, Setup
 from minifsdp.simulate.shapes import SHAPES, shape_of
 
-# Losers of a search that the table shows.
+# Number of slower settings in the table of a search.
 _SHOWN = 12
 
 
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command. Returns the exit status."""
     parser = _parser()
     given = parser.parse_args(arguments)
-    # Sharding over one rank is a result here, and no mistake.
+    # Sharding over one rank is a valid setting here.
     warnings.filterwarnings("ignore", message=".*FSDP is switching to use `NO_SHARD`")
     try:
         card, network = _card(given), _network(given)

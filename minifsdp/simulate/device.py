@@ -1,9 +1,9 @@
 """A device that records: the streams and events of the ``meta`` device.
 
 The engine looks up streams and events with ``torch.get_device_module(device)``. PyTorch has no such module for the
-``meta`` device. During a recording, `DeviceModule` is registered as this module. Its streams and events do nothing but
-write on the tape. So the tape contains each wait that the engine issues, and a wait that is added to the engine or
-removed from it changes the tape.
+``meta`` device. During a recording, `DeviceModule` is registered as this module. Its streams and events only write on
+the tape. So the tape contains each wait that the engine issues, and a wait that is added to the engine or removed from
+it changes the tape.
 
 ``query()`` of an event returns ``False``: the recorder does not know times. Code that then waits for the event appends
 a wait, which takes no time in the replay if the event is complete by then.

@@ -49,7 +49,7 @@ class Model:
 
 
 class Attention(nn.Module):
-    """Attention with fewer heads of keys and values, if the shape says so."""
+    """Attention with fewer heads of keys and values, if the shape specifies them."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

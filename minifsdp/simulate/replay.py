@@ -131,7 +131,7 @@ class Replay:
     def __init__(self, recording: Recording, card: Card, network: Network) -> None:
         self._recording, self._card, self._network = recording, card, network
         self.host = self._waited = self._slowed_until = 0.0
-        # A CPU computes and communicates on the same cores. The time that both lose is not in the other times.
+        # A CPU computes and communicates on the same cores. This delay is not included in the other times.
         self.delay = 0.0
         # When each stream, the last collective of each group, and each event are complete.
         self.ends: dict[int, float] = defaultdict(float)

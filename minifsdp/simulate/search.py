@@ -1,7 +1,7 @@
 """Searches for the best setting of a model on given machines.
 
 The search simulates each combination of strategy, unit size, shards of a hybrid strategy, micro-batch and activation
-checkpointing. To simulate a large model takes seconds, so each combination is first simulated with two small numbers
+checkpointing. Simulating a large model takes seconds, so each combination is first simulated with two small numbers
 of layers. Time and memory grow by the same amount with each further layer, so two simulations predict the model with
 all its layers. Then the best settings that fit into memory are simulated with all layers.
 

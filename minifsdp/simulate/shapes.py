@@ -1,6 +1,6 @@
 """The sizes of published transformers, by name.
 
-The options of `Shape` are what these models differ in. The number of parameters of each model equals the published one.
+These models differ only in the options of `Shape`. The number of parameters of each model equals the published one.
 
 Worked example, parameters of a block of Llama 3 8B, with width 4096, 32 heads, 8 heads of keys and values, and an
 intermediate width of 14336: attention 2 * 4096**2 + 2 * 4096 * 1024, perceptron 3 * 4096 * 14336, two norms 2 * 4096;

@@ -1,4 +1,4 @@
-"""The tape of a recorded step: what the CPU thread issued, in the order of issue.
+"""The tape of a recorded step: the work that the CPU thread issued, in order.
 
 A recording (``recording.py``) appends an item for each kernel, collective, event, wait, allocation and release.
 ``replay.py`` reads the items and gives each of them a time. Streams, events and blocks of memory have numbers. Stream 0

@@ -211,7 +211,7 @@ def _memory(found: Explanation) -> list[tuple[str, float, str]]:
         ("at most, in the optimizer's step", cost.peak_optimizer, ""),
         ("sent in a step", sum(cost.sent.values()), ", ".join(sent)),
     ]
-    return [(what, num, "the worst moment" if num == cost.peak and not words else words) for what, num, words in lines]
+    return [(what, num, "the peak" if num == cost.peak and not words else words) for what, num, words in lines]
 
 
 def _as_text(found: Explanation) -> Iterator[str]:

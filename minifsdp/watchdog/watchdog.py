@@ -9,20 +9,20 @@ It wakes a few times a second, or when it is called, and does one of four things
    are closed, so each rank's wait ends in an error within seconds instead of at the group's time-out. There are two
    proofs: at one position of the group, two ranks issued different collectives; or a rank has ended without issuing
    this one. Otherwise the rank keeps waiting, and prints the state of each rank once.
-4. *It reports a SIGTERM.* A launcher sends it to all ranks because one has died. The main thread may be blocked in
-   C++, where no Python handler runs, but the signal wakes this thread.
+4. *It reports a SIGTERM.* A launcher sends it to all ranks because one rank has ended. The main thread may be blocked
+   in C++, where no Python handler runs, but the signal wakes this thread.
 
 Worked example: rank 1 omits ``layers.2`` and continues with the all-gather of ``layers.3``. Rank 0 waits for
 ``layers.2``, and rank 1 for ``layers.3``. After two seconds the first rank that queries the other finds that they
 diverge and closes the group. Both raise.
 
-The thread continues after an exception in one look at the store, for instance because the store's host has ended.
+The thread continues after an exception in one read of the store, for instance because the store's host has ended.
 
-On an accelerator, collectives run after the CPU has continued. The main thread also counts as waiting if an event
-behind the last collective is not complete. The reason is printed immediately, and raised when the main thread issues
-its next collective or an optimizer steps, because the results on the device are invalid. The group is aborted to free
-the device. The event is only queried after the main thread issued nothing for `PATIENCE` seconds, and in a mode in
-which a query does not invalidate a capture of a CUDA graph. No GPU has run the abort yet.
+On an accelerator, collectives run after the CPU has continued. The main thread also counts as waiting if an event after
+the last collective is not complete. The reason is printed immediately, and raised when the main thread issues its next
+collective or an optimizer steps, because the results on the device are invalid. The group is aborted to free the
+device. The event is only queried after the main thread issued nothing for `PATIENCE` seconds, and in a mode in which a
+query does not invalidate a capture of a CUDA graph. This abort has not run on a GPU yet.
 
 *In torch:* NCCL has a watchdog in C++, which signals a time-out over the same store. Gloo has none.
 
@@ -229,7 +229,7 @@ class Watchdog:
         """3. Checks whether the main thread waits for a slow rank, or for a collective that cannot complete.
 
         Args:
-            on_device: whether an accelerator may not have completed the last collective.
+            on_device: whether an accelerator has perhaps not completed the last collective.
         """
         self._patience *= 2
         position, is_known = log.last_position, log.waiting is not None

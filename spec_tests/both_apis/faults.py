@@ -36,6 +36,18 @@ def fail_inside_of_a_block(model: Any) -> None:
     hook.remove()
 
 
+def interrupt_a_block(model: Any) -> None:
+    """Interrupts the program, as the user does with Ctrl+C, while a unit is unsharded for its forward."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.blocks[2].linear.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(batch())
+    hook.remove()
+
+
 def fail_in_backward(model: Any) -> None:
     """Raises while a unit is unsharded for its backward."""
 
@@ -52,6 +64,7 @@ def fail_in_backward(model: Any) -> None:
 FAULTS: dict[str, Callable[[Any], None]] = {
     "forward": fail_in_forward,
     "inside": fail_inside_of_a_block,
+    "interrupt": interrupt_a_block,
     "backward": fail_in_backward,
 }
 

@@ -1,6 +1,6 @@
 """Gradient accumulation: micro-batches without communication, and one reduction of their sum.
 
-Tests of what only one API has are in ``fsdp1/test_nosync.py`` and ``fsdp2/test_sync.py``.
+Tests of behaviour that only one API has are in ``fsdp1/test_nosync.py`` and ``fsdp2/test_sync.py``.
 """
 
 from __future__ import annotations

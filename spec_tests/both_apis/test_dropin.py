@@ -117,7 +117,7 @@ def test_only_import_lines_are_changed(program: str, library: str) -> None:
 @ranks(2)
 def test_a_transformer_in_bfloat16_with_accumulation_and_clipping_gives_the_same_numbers() -> None:
     found = compare("transformer_bf16")
-    assert found["losses"][-1] < found["losses"][0], "it learns something"
+    assert found["losses"][-1] < found["losses"][0], "the loss decreases"
 
 
 @pytest.mark.spec("OFF-04", "OFF-08", "SD-FULL-06", "SD-FULL-10", "SUMMON-02", "WRAP-06")
@@ -159,8 +159,8 @@ def test_fine_tuning_with_adapters_in_a_frozen_model_gives_the_same_numbers() ->
 @ranks(2)
 def test_two_models_that_train_each_other_with_closures_give_the_same_numbers() -> None:
     found = compare("adversaries")
-    assert len({*found["judge"], *found["maker"]}) == 10, "both do train"
-    assert found["states"][0] != found["states"][1], "the average trails behind"
+    assert len({*found["judge"], *found["maker"]}) == 10, "both optimizers train"
+    assert found["states"][0] != found["states"][1], "the average changes more slowly"
 
 
 @pytest.mark.spec("LEGACY-05", "LEGACY-10", "LEGACY-12", "WRAP-12")
@@ -189,7 +189,7 @@ def test_script_of_1_11_equals_one_process_and_each_old_name_warns() -> None:
 @ranks(2)
 def test_a_program_with_fully_shard_gives_the_same_numbers(program: str) -> None:
     found = compare(program)
-    assert len(set(found["losses"])) == len(found["losses"]), "it does train"
+    assert len(set(found["losses"])) == len(found["losses"]), "the loss decreases"
 
 
 @pytest.mark.not_simulated("the program creates meshes and saves DTensors")

@@ -155,6 +155,9 @@ def test_submodule_called_after_an_exception_uses_current_values(fault: str) -> 
 @ranks(2)
 def test_only_the_root_may_reset_and_an_unneeded_reset_is_harmless() -> None:
     model = sharded()
+    # The block is the root until the model is used.
+    iterate(model.blocks[0])
+    model.blocks[0].reset_iter_state()
     model.reset_iter_state()
     iterate(model)
     with pytest.raises(RuntimeError, match="root"):

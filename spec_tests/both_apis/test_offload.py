@@ -118,7 +118,7 @@ def test_offload_copies_for_each_all_gather_and_reduction(api: Api, strategy: Sh
             iterate(model, step, optimizer)
         for unit in UNITS[1:]:
             assert of_unit(recorder, unit, *KINDS) == ORDERS[strategy]
-        assert of_unit(recorder, "", *KINDS) == ORDERS[SHARD_GRAD_OP], "the root stays gathered in between"
+        assert of_unit(recorder, "", *KINDS) == ORDERS[SHARD_GRAD_OP], "the root stays unsharded after forward"
         copies = {(event.kind, event.unit): event.num_bytes for event in recorder.events if "2" in event.kind}
         assert copies == {(kind, unit): 4 * (21 if unit else 28) for unit in UNITS for kind in ("H2D", "D2H")}
 
@@ -314,9 +314,9 @@ def test_clipping_returns_the_right_norm_on_every_rank(api: Api, strategy: Shard
             one.grad = gradient.clone()
         norm = torch.nn.utils.clip_grad_norm_(copies, 0.3, float(norm_type))
         returned = model.clip_grad_norm_(0.3, norm_type)
-        everybody = [torch.empty_like(returned) for _ in range(4)]
-        dist.all_gather(everybody, returned)
-        assert all(torch.equal(each, returned) for each in everybody)
+        all_ranks = [torch.empty_like(returned) for _ in range(4)]
+        dist.all_gather(all_ranks, returned)
+        assert all(torch.equal(each, returned) for each in all_ranks)
         torch.testing.assert_close(returned.cpu(), norm.cpu())
         clipped = {name: one.grad for name, one in zip(expected, copies, strict=True)}
         torch.testing.assert_close(api.gradients(model), clipped, rtol=1e-5, atol=1e-6)

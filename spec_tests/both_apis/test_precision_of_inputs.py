@@ -56,7 +56,7 @@ def test_root_casts_its_inputs_by_default_and_with_the_option(
         with torch.set_grad_enabled(gradients):
             model(*args, **kwargs)
         assert_seen(probe, is_cast=is_cast)
-    assert args[1][0].dtype is FP64, "the caller's own tensors stay what they are"
+    assert args[1][0].dtype is FP64, "the caller's tensors are not changed"
 
 
 @pytest.mark.api_spec(wrapper=["MP-14"])
@@ -131,7 +131,7 @@ def test_inner_unit_casts_inputs_only_with_option(api: Api, options: dict[str, A
         model(args, kwargs).sum().backward()
         assert probe.seen["weight"] is BF16
         assert_seen(probe, is_cast=casts)
-    assert args[1][0].dtype is FP64, "the caller's own tensors stay what they are"
+    assert args[1][0].dtype is FP64, "the caller's tensors are not changed"
 
 
 @pytest.mark.spec("MP-13")

@@ -29,7 +29,7 @@ def test_pre_prefetch_all_gathers_before_current_gradients(api: Api) -> None:
     watch = Watch(plain)
     watch.in_backward = lambda unit: trace.recorder.begin("GRAD", unit) and None
     words = backward_words(api.shard(plain))
-    assert words.index("AG3") < words.index("B3"), "issued by the root"
+    assert words.index("AG3") < words.index("B3"), "the root starts them"
     for index in (3, 2, 1):
         gather_of_next = words.index(f"AG{index - 1}")
         assert words.index(f"B{index}") < gather_of_next < words.index(f"GRAD{index}")

@@ -43,11 +43,11 @@ def test_any_training_run_equals_one_process(api: str, num_ranks: int) -> None:
 
 # Minimized failures of earlier runs: the defect, the requirement that it violated, and the program.
 FOUND = {
-    "a frozen unit that another tree takes over": (
+    "a frozen unit that becomes part of another tree": (
         "CTOR-11",
         '{"model":{"kind":"chain","children":[{"kind":"one_sided","unit":true,"frozen":true}]},"apart":0}',
     ),
-    "zero_grad(set_to_none=False) on an unreduced gradient, with a reduced one put aside": (
+    "zero_grad(set_to_none=False) on an unreduced gradient, with a stored reduced one": (
         "FWD-08",
         '{"model":{"kind":"chain","children":[{"kind":"norm"}]},"micro_batches":[false,true],"clears":false,'
         '"bomb":"forward","bomb_at":1}',
@@ -57,7 +57,7 @@ FOUND = {
         '{"model":{"kind":"chain","children":[{"kind":"norm"}]},"micro_batches":[false,true],"clears":false,'
         '"bomb":"forward","bomb_at":1,"originals":true}',
     ),
-    "a kept unit of which one rank stores nothing: only the others saw the step, and gathered": (
+    "a unit that stays unsharded, empty on one rank: only the other ranks noticed the step and gathered": (
         "ORIG-05",
         '{"model":{"kind":"chain","children":[{"kind":"linear","unit":true},{"kind":"own","size":1,"unit":true}]},'
         '"strategy":"SHARD_GRAD_OP","originals":true,"evaluates":"forgotten"}',
@@ -71,14 +71,14 @@ NOT_SIMULATED = {"FWD-08": [pytest.mark.not_simulated("list operators do not cha
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "story",
+    "case",
     [
-        pytest.param(story, marks=[pytest.mark.spec(row), *NOT_SIMULATED.get(row, [])])
-        for story, (row, _) in FOUND.items()
+        pytest.param(case, marks=[pytest.mark.spec(row), *NOT_SIMULATED.get(row, [])])
+        for case, (row, _) in FOUND.items()
     ],
 )
-def test_earlier_property_findings_are_fixed(story: str) -> None:
-    _, line = FOUND[story]
+def test_earlier_property_findings_are_fixed(case: str) -> None:
+    _, line = FOUND[case]
     failure = hunt([from_json(line)])
     if failure is not None:
         pytest.fail(failure, pytrace=False)

@@ -215,7 +215,7 @@ def test_the_constructor_takes_the_arguments_of_torch_and_then_an_old_keyword() 
 @pytest.mark.pure
 def test_table_of_differences_has_no_stale_entry() -> None:
     assert sorted(set(MEANT) - set(differences())) == []
-    assert all(len(reason.split()) > 3 for reason in MEANT.values()), "a reason says why"
+    assert all(len(reason.split()) > 3 for reason in MEANT.values()), "each reason is a sentence"
 
 
 @pytest.mark.pure

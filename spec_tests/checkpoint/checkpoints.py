@@ -71,7 +71,7 @@ def quiet() -> Iterator[None]:
 
 
 def step(
-    model: Callable[..., Tensor], optimizer: torch.optim.Optimizer, number: int, *, everybody: bool = False
+    model: Callable[..., Tensor], optimizer: torch.optim.Optimizer, number: int, *, all_ranks: bool = False
 ) -> float:
     """Runs one training step and returns the loss.
 
@@ -79,10 +79,10 @@ def step(
         model: the model that computes the loss.
         optimizer: the optimizer that updates the model.
         number: index of the step, which selects the batch.
-        everybody: whether to average over the batches of all ranks, as a single process does.
+        all_ranks: whether to average over the batches of all ranks, as a single process does.
     """
     optimizer.zero_grad()
-    who: Iterable[int] = range(dist.get_world_size()) if everybody else [dist.get_rank()]
+    who: Iterable[int] = range(dist.get_world_size()) if all_ranks else [dist.get_rank()]
     losses = [loss_of(model(batch(number, rank, width=3))) for rank in who]
     loss = sum(losses[1:], losses[0]) / len(losses)
     loss.backward()
@@ -114,7 +114,7 @@ def single_process(kind: str = "adam", steps: int = 2) -> dict[str, dict[str, An
     model = make()
     optimizer = OPTIMIZERS[kind](model.parameters())
     for number in range(steps):
-        step(model, optimizer, number, everybody=True)
+        step(model, optimizer, number, all_ranks=True)
     names = [name for name, _ in model.named_parameters()]
     return {names[key]: entries for key, entries in optimizer.state_dict()["state"].items()}
 

@@ -29,7 +29,7 @@ def hybrid() -> MeshGroups:
 def test_agreement_goes_through_shard_then_replicate_group() -> None:
     mesh = hybrid()
     groups = agreement.groups_of([mesh, mesh])
-    assert groups == [mesh.shard, mesh.replicate], "each once, rows first"
+    assert groups == [mesh.shard, mesh.replicate], "each group once, rows first"
     assert agreement.exchange(groups, dist.get_rank() * 10) == {0: 0, 1: 10, 2: 20, 3: 30}
     assert agreement.exchange([], "alone") == {dist.get_rank(): "alone"}
 
@@ -98,6 +98,19 @@ def test_refused_call_does_not_count_as_an_arrival_at_a_later_barrier() -> None:
     group.set_timeout(timedelta(minutes=1))
     dist.barrier()
     assert agreement.monitored_barrier(groups, "state_dict()") == []
+
+
+@pytest.mark.spec("SD-FULL-03")
+@ranks(2)
+def test_keys_of_earlier_calls_are_deleted_from_the_store() -> None:
+    groups = [Group.of(dist.new_group([0, 1]))]
+    store, nums_of_keys = groups[0].process_group.get_group_store(), []
+    for _ in range(3):
+        assert agreement.monitored_barrier(groups, "state_dict()", has_facts=True) == groups
+        dist.barrier()
+        nums_of_keys.append(sum("state_dict()" in key for key in store.list_keys()))
+        dist.barrier()
+    assert nums_of_keys[1] == nums_of_keys[2]
 
 
 @pytest.mark.spec("ORDER-11")

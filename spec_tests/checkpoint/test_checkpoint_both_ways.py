@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from spec_tests.checkpoint.checkpoints import FULL, SHARDED, flat_or_original, in_torch, make, quiet, step, wrapped
 from spec_tests.harness import ranks
+from spec_tests.models.values import assert_same, full_values
 from spec_tests.subject import FullyShardedDataParallel as FSDP
 from spec_tests.subject import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
 
@@ -44,13 +45,13 @@ class Library:
         build: wraps a model.
         write: returns weights and optimizer states by original names, in the given form of state dict.
         read: loads weights and optimizer states.
-        everybody: whether a single process computes the batches of all ranks.
+        all_ranks: whether a single process computes the batches of all ranks.
     """
 
     build: Callable[[nn.Module], nn.Module]
     write: Callable[[Any, Any, StateDictType], tuple[Weights, States]]
     read: Callable[[Any, Any, Weights, States, StateDictType], None]
-    everybody: bool = False
+    all_ranks: bool = False
 
 
 def torch_wrapper(use_orig_params: bool) -> Library:
@@ -96,7 +97,7 @@ LIBRARIES = {
     "fsdp1-original": torch_wrapper(use_orig_params=True),
     "fully_shard": Library(build_in_place, write_by_helpers, read_by_helpers),
     "ddp": Library(DistributedDataParallel, write_by_helpers, read_by_helpers),
-    "plain": Library(lambda model: model, write_by_helpers, read_by_helpers, everybody=True),
+    "plain": Library(lambda model: model, write_by_helpers, read_by_helpers, all_ranks=True),
 }
 # Full dicts of torch's wrapper with original parameters are omitted: on the CPU all states of a parameter share one
 # buffer there and have the values of the last state (seen with torch 2.13).
@@ -117,8 +118,8 @@ def go_on(ours: Any, theirs: Any, library: Library) -> None:
         # A single process only computes the mean loss over all ranks.
         loss = step(*ours, number)
         with quiet():
-            expected = step(*theirs, number, everybody=library.everybody)
-        if not library.everybody:
+            expected = step(*theirs, number, all_ranks=library.all_ranks)
+        if not library.all_ranks:
             assert loss == expected, f"step {number}"
     with FSDP.state_dict_type(ours[0], FULL), quiet():
         weights = ours[0].state_dict()
@@ -137,13 +138,26 @@ def test_checkpoint_of_torch_is_read(keep: bool, name: str, form: StateDictType)
         model = library.build(make())
         optimizer = adam(model.parameters())
         for number in (0, 1):
-            step(model, optimizer, number, everybody=library.everybody)
+            step(model, optimizer, number, all_ranks=library.all_ranks)
         weights, states = library.write(model, optimizer, form)
     ours, restored = mine(keep, seed=7)
     with FSDP.state_dict_type(ours, form):
         ours.load_state_dict(weights)
         FSDP.optim_state_dict_to_load(ours, restored, states, load_directly=True)
     go_on((ours, restored), (model, optimizer), library)
+
+
+@pytest.mark.spec("SD-SHARD-03")
+@ranks(2)
+def test_sharded_bfloat16_checkpoint_of_torch_is_read_although_a_rank_has_no_row_of_a_parameter() -> None:
+    library = LIBRARIES["fsdp1-flat"]
+    with quiet():
+        model = library.build(make().bfloat16())
+        weights, _ = library.write(model, adam(model.parameters()), SHARDED)
+    ours = wrapped(make(7).bfloat16())
+    with FSDP.state_dict_type(ours, SHARDED):
+        ours.load_state_dict(weights)
+    assert_same(full_values(ours), dict(make().bfloat16().named_parameters()), bitwise=True)
 
 
 @pytest.mark.spec("SD-FULL-02", "SD-SHARD-01", "OSD-03", "OSD-04", "OSD-06")

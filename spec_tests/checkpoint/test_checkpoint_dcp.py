@@ -59,7 +59,7 @@ def save(model: FSDP, optimizer: torch.optim.Optimizer, where: Path, group: dist
     checkpoint = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
     with quiet(), Wire() as wire:
         dcp.save(checkpoint, checkpoint_id=where, process_group=group)
-    assert wire.values == [], "no parameter and no moment went from rank to rank"
+    assert wire.values == [], "no rank sent a parameter or a moment"
 
 
 def load(model: FSDP, optimizer: torch.optim.Optimizer, where: Path, group: dist.ProcessGroup | None) -> None:
@@ -120,7 +120,7 @@ def test_a_hybrid_model_is_written_and_read(use_dtensor: bool, tmp_path: Path) -
 @flat_or_original
 @ranks(2)
 def test_fresh_optimizer_continues_bitwise(keep: bool, reads_states_apart: bool, tmp_path: Path) -> None:
-    """A fresh optimizer has no states to load into before its first step, so its states are read apart."""
+    """A fresh optimizer has no states to load into before its first step, so its states are read separately."""
     model, optimizer = trained(None, use_orig_params=keep)
     save(model, optimizer, tmp_path, None)
     again, restored = checkpoints.trained(steps=0, seed=7, use_orig_params=keep)
@@ -134,7 +134,7 @@ def test_fresh_optimizer_continues_bitwise(keep: bool, reads_states_apart: bool,
         FSDP.optim_state_dict_to_load(again, restored, states, load_directly=True)
     else:
         load(again, restored, tmp_path, None)
-        assert not restored.state, "as libraries resume that load in this way, see docs/troubleshoot.md"
+        assert not restored.state, "libraries that load in this way resume so, see docs/troubleshoot.md"
         for parameter in again.parameters():
             parameter.grad = torch.zeros_like(parameter)
         restored.step()

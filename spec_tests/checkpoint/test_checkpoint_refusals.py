@@ -125,6 +125,9 @@ def test_non_strict_load_returns_key_differences(keep: bool) -> None:
     assert sorted(result.missing_keys) == missing
     assert result.unexpected_keys == ["nobody"]
     refused(model, {**other, "table": torch.ones(4)}, "size mismatch for table")
+    on_rank_0 = broken_on_rank_1(model.state_dict(), lambda s: s.pop("net.head.bias"))
+    lacking = "rank 1: net.head.bias: expected a shard, as on other ranks, found none"
+    refused(model, on_rank_0, lacking, load=functools.partial(model.load_state_dict, strict=False))
 
 
 @pytest.mark.spec("SD-SHARD-03", "SD-CFG-08")
@@ -169,6 +172,9 @@ def test_shards_of_another_number_of_ranks_are_refused(keep: bool, form: str) ->
         elsewhere = wrapped(make(), use_orig_params=keep, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
         FSDP.set_state_dict_type(elsewhere, LOCAL)
         refused(elsewhere, state, 'Missing key(s) in state_dict: "first.0.flat_param"')
+        of_double = wrapped(make().double(), use_orig_params=keep)
+        FSDP.set_state_dict_type(of_double, LOCAL)
+        refused(of_double, state, "has 5 elements (torch.float32), but this rank stores 5 (torch.float64)")
     else:
         rows = 2 if dist.get_rank() < 2 else 1
         found = f"on this rank, found ({rows}, 3); a sharded state dict must be loaded by as many ranks as saved it"
@@ -176,7 +182,7 @@ def test_shards_of_another_number_of_ranks_are_refused(keep: bool, form: str) ->
         states = FSDP.optim_state_dict(of_four, optimizer)
         with pytest.raises(RuntimeError, match=r"expected a shard of shape .* on this rank, found"):
             FSDP.optim_state_dict_to_load(of_two, fresh, states)
-    assert of_two.load_state_dict(of_two.state_dict()) == ([], []), "they can go on together"
+    assert of_two.load_state_dict(of_two.state_dict()) == ([], []), "the two can train together"
     dist.barrier()
 
 

@@ -157,7 +157,7 @@ def test_versions_of_modules_are_kept_from_and_to_a_plain_model(keep: bool) -> N
     assert weights(target) == NEW
     state = plain().state_dict()
     model.load_state_dict(state)
-    assert list(state._metadata) == list(plain().state_dict()._metadata), "the caller's dict is as it was"
+    assert list(state._metadata) == list(plain().state_dict()._metadata), "the caller's dict is not changed"
     with FSDP.summon_full_params(model):
         assert weights(model) == NEW
     for version in state._metadata.values():

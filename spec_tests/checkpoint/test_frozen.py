@@ -33,11 +33,11 @@ def plain_run(freeze: str, freeze_later: str | None) -> nn.Module:
     model, resumed = part_of(freeze), part_of(freeze_later)
     optimizer, fresh = adam(model), adam(resumed)
     for number in range(2):
-        step(model, optimizer, number, everybody=True)
+        step(model, optimizer, number, all_ranks=True)
     resumed.load_state_dict(model.state_dict())
     fresh.load_state_dict(optimizer.state_dict())
     for number in range(2, 5):
-        step(resumed, fresh, number, everybody=True)
+        step(resumed, fresh, number, all_ranks=True)
     return resumed
 
 

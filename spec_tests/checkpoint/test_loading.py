@@ -304,7 +304,7 @@ def test_full_state_dict_of_module_in_two_places_loads(is_unit: bool) -> None:
         assert torch.equal(value, plain.state_dict()[name])
     assert torch.equal(model(batch()), plain(batch()))
     loss_of(model(batch())).backward()
-    with pytest.raises(RuntimeError, match="whole tensors"):
+    with pytest.raises(RuntimeError, match="got full tensors"):
         model.load_state_dict(plain.state_dict())
 
 

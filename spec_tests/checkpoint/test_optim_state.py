@@ -161,7 +161,7 @@ def test_the_model_may_be_a_plain_module_or_ddp_around_units(keep: bool) -> None
     plain.first = FSDP(plain.first, use_orig_params=keep)
     plain.second = FSDP(plain.second, use_orig_params=keep)
     optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
-    step(plain, optimizer, 0, everybody=True)
+    step(plain, optimizer, 0, all_ranks=True)
     found = FSDP.optim_state_dict(plain, optimizer)["state"]
     assert found.keys() <= plain.state_dict().keys()
     assert_same_state(found, single_process(steps=1), bitwise=False)
@@ -248,9 +248,12 @@ def test_optimizer_with_names_lists_original_names(keep: bool) -> None:
     model = wrapped(make(), use_orig_params=keep)
     optimizer = torch.optim.Adam(model.named_parameters(), lr=0.01)
     step(model, optimizer, 0)
-    (group,) = FSDP.optim_state_dict(model, optimizer)["param_groups"]
+    states = FSDP.optim_state_dict(model, optimizer)
+    (group,) = states["param_groups"]
     assert group["param_names"] == group["params"]
     assert sorted(group["params"]) == NAMES
+    loadable = FSDP.optim_state_dict_to_load(model, optimizer, states)
+    assert loadable["param_groups"] == optimizer.state_dict()["param_groups"], "with the optimizer's own names"
 
 
 @pytest.mark.spec("OSD-01", "OSD-08")
@@ -291,6 +294,10 @@ def test_states_that_differ_between_the_ranks_are_refused_on_all_ranks(keep: boo
         entries["factors"] = [torch.ones(2)]
     refused(
         of_each_parameter(lambda entries: entries.update(factors=[torch.ones(2, dtype=torch.float64)])),
+        r"optimizer state 'factors' of 'first\.0\.weight': expected .* on rank 1",
+    )
+    refused(
+        of_each_parameter(lambda entries: entries["factors"].append(torch.ones(2))),
         r"optimizer state 'factors' of 'first\.0\.weight': expected .* on rank 1",
     )
     assert FSDP.optim_state_dict(model, optimizer)["state"], "no rank waits"

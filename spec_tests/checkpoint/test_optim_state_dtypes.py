@@ -112,4 +112,4 @@ def test_a_flat_parameter_cannot_have_a_state_in_two_dtypes(form: str) -> None:
     with FSDP.state_dict_type(model, kind, None, config):
         with pytest.raises(RuntimeError, match=r"'exp_avg': a flat parameter stores it only once"):
             FSDP.optim_state_dict_to_load(model, optimizer, mixed)
-        assert FSDP.optim_state_dict_to_load(model, optimizer, states), "they can go on together"
+        assert FSDP.optim_state_dict_to_load(model, optimizer, states), "the two can train together"

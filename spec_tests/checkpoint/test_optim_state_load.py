@@ -101,7 +101,7 @@ def test_argument_order_of_the_examples_is_accepted_with_a_warning() -> None:
 
 
 @pytest.mark.spec("OSD-LOAD-05")
-@pytest.mark.parametrize("nothing", [{}, None])
+@pytest.mark.parametrize("nothing", [{}, None, {"state": {0: {}}, "param_groups": []}])
 @flat_or_original
 @ranks(2)
 def test_with_rank0_only_the_first_ranks_dict_is_enough(keep: bool, nothing: Any) -> None:
@@ -118,7 +118,7 @@ def test_with_rank0_only_the_first_ranks_dict_is_enough(keep: bool, nothing: Any
     assert counts.calls["scatter_"] == 6
     sent = sum(num_bytes for kind, num_bytes in counts.order if kind == "scatter_")
     local_shards = [parameter.numel() for parameter in wrapped(make()).parameters()]
-    assert sent <= 2 * 4 * 2 * sum(local_shards), "no more than each rank's own pieces"
+    assert sent <= 2 * 4 * 2 * sum(local_shards), "only the pieces of each rank"
 
 
 @pytest.mark.spec("OSD-LOAD-05")
@@ -300,8 +300,33 @@ def test_a_parameter_without_dimensions_and_one_without_elements(keep: bool) -> 
         with FSDP.state_dict_type(model, form):
             states = FSDP.optim_state_dict(model, optimizer)
             assert states["state"]["scalar"]["exp_avg"].shape == ()
+            if not keep:
+                # As in a plain optimizer. An optimizer of original parameters has no state for it.
+                assert states["state"].pop("nothing")["exp_avg"].shape == (0, 3)
             found = FSDP.optim_state_dict_to_load(model, optimizer, states)["state"]
             assert_same_state(found, optimizer.state_dict()["state"])
+
+
+class Scalar(nn.Module):
+    """Has only one element, without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+@pytest.mark.spec("OSD-LOAD-01")
+@flat_or_original
+@ranks(2)
+def test_all_parameters_may_be_without_dimensions(keep: bool) -> None:
+    model = FSDP(Scalar().to(device()), use_orig_params=keep)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    train_once(model, optimizer)
+    found = FSDP.optim_state_dict_to_load(model, optimizer, FSDP.optim_state_dict(model, optimizer))["state"]
+    assert_same_state(found, optimizer.state_dict()["state"])
 
 
 @pytest.mark.spec("OSD-LOAD-01")

@@ -25,6 +25,7 @@ from spec_tests.checkpoint.checkpoints import (
 from spec_tests.harness import device, ranks
 from spec_tests.models.values import assert_same, full_values
 from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import ShardedOptimStateDictConfig
 
 States = dict[str, Any]
 
@@ -104,6 +105,19 @@ def test_invalid_or_missing_state_on_one_rank_is_refused_on_all(keep: bool) -> N
             assert FSDP.optim_state_dict_to_load(model, optimizer, states), "no rank waits"
 
 
+@pytest.mark.spec("OSD-LOAD-01", "OSD-06")
+@ranks(2)
+def test_rows_with_another_dtype_on_one_rank_are_refused() -> None:
+    model, optimizer = trained()
+    FSDP.set_state_dict_type(model, SHARDED, None, ShardedOptimStateDictConfig(use_dtensor=True))
+    states = FSDP.optim_state_dict(model, optimizer)
+    if dist.get_rank() == 1:
+        for name in UNIT:
+            states["state"][name]["exp_avg"] = states["state"][name]["exp_avg"].double()
+    part = "rank 0: optimizer state 'exp_avg' of 'second.0.weight': expected a shard of torch.float64"
+    refused_everywhere(model, optimizer, states, part)
+
+
 @pytest.mark.spec("OSD-LOAD-01", "OSD-10")
 @flat_or_original
 @ranks(2)
@@ -125,7 +139,7 @@ def test_parameters_of_one_flat_parameter_in_two_groups_are_refused() -> None:
     matrices = {"params": [p for p in plain.parameters() if p.ndim > 1]}
     vectors = {"params": [p for p in plain.parameters() if p.ndim <= 1], "lr": 0.5}
     optimizer = torch.optim.Adam([matrices, vectors], lr=0.01)
-    step(plain, optimizer, 0, everybody=True)
+    step(plain, optimizer, 0, all_ranks=True)
     with quiet():
         states = FSDP.optim_state_dict(plain, optimizer)
     model, flat = trained(steps=0)

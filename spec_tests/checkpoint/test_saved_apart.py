@@ -323,6 +323,7 @@ def test_views_and_shared_tensors_share_memory_after_a_save(form: str) -> None:
         saved = model.state_dict()
         before = picture(saved)
         assert saved["stats"].data_ptr() == saved["again"].data_ptr()
+        assert memory_of(saved["table"]) != memory_of(plain.table), "another process can write to the table at any time"
         # One copy for both names, and only the elements that an expanded buffer or a view has.
         assert saved["wide"].untyped_storage().nbytes() == saved["first"].untyped_storage().nbytes() == 2 * 4
         for _ in range(2):
@@ -330,6 +331,7 @@ def test_views_and_shared_tensors_share_memory_after_a_save(form: str) -> None:
         assert plain.stats.tolist() == [2, 2, 4, 4]
         assert plain.first.data_ptr() == plain.stats.data_ptr() == plain.again.data_ptr()
         assert plain.table.is_shared()
+        assert saved["stats"].data_ptr() == saved["again"].data_ptr(), "the forward has not made a second copy"
         assert_unchanged(saved, before)
         assert "temporary" not in saved
         # torch cannot copy into an expanded buffer.
@@ -407,6 +409,6 @@ def test_fully_shard_state_dict_shares_shards_not_full_values() -> None:
     gathered = {key: value.full_tensor() for key, value in shown.items() if isinstance(value, DTensor)}
     before = picture(gathered)
     step(model, optimizer)
-    assert all(map(torch.equal, tensors(shown), tensors(model.state_dict()))), "the shown ones have moved on"
+    assert all(map(torch.equal, tensors(shown), tensors(model.state_dict()))), "the first dict changed, too"
     assert_unchanged(gathered, before)
     assert not any(map(torch.equal, before, tensors(get_model_state_dict(model))))

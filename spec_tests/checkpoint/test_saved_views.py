@@ -11,7 +11,7 @@ from spec_tests.subject import FullyShardedDataParallel
 
 
 class Rows(nn.Module):
-    """One row of a table, as a rank uses it that has been given a part of the table. The table is no buffer."""
+    """One row of a table, of which the rank has a part. The table is not a buffer."""
 
     def __init__(self) -> None:
         super().__init__()

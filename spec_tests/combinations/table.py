@@ -40,7 +40,7 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "state": forms_of("fully_shard"),
     },
 }
-# The options that affect what happens between two steps, and when.
+# The options that affect the events between two steps, or their order.
 IN_ITERATION = ("strategy", "parameters", "precision", "offload", "frozen", "accumulation", "hook", "checkpoint")
 
 

@@ -32,11 +32,11 @@ def test_any_options_together_train_and_resume_like_one_process(api: str, num_ra
 
 
 @pytest.mark.spec("PAR-09", "HOOK-10", "ORIG-12")
-@pytest.mark.parametrize("story", REFUSALS)
+@pytest.mark.parametrize("case", REFUSALS)
 @ranks(4)
-def test_exclusive_options_are_refused_in_any_combination(story: str) -> None:
-    refusal = REFUSALS[story]
-    others = [other for name, other in REFUSALS.items() if name != story]
+def test_exclusive_options_are_refused_in_any_combination(case: str) -> None:
+    refusal = REFUSALS[case]
+    others = [other for name, other in REFUSALS.items() if name != case]
     options = {**OPTIONS["fsdp1"], **refusal.values, "ranks": ("4",)}
 
     def is_refused_once(row: Mapping[str, str]) -> bool:
@@ -63,7 +63,7 @@ def test_wanted_pairs_contain_all_values_that_can_be_combined() -> None:
     pairs = set(wanted(options, triples=False))
     assert len(pairs) == 12 - 1
     assert frozenset({("strategy", "HYBRID_SHARD"), ("hook", "communication")}) not in pairs
-    assert set(wanted(options, triples=True)) == pairs, "only two of them take part in an iteration"
+    assert set(wanted(options, triples=True)) == pairs, "only two of the units run in an iteration"
     assert len(list(wanted(OPTIONS["fsdp1"], triples=True))) > 2000
 
 

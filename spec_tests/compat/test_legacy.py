@@ -44,7 +44,7 @@ def test_the_old_keyword_of_the_policy_means_the_new_one_and_warns_once() -> Non
     with pytest.warns(FutureWarning, match="fsdp_auto_wrap_policy=.*auto_wrap_policy=") as caught:
         model = FSDP(two_layers(), fsdp_auto_wrap_policy=POLICY)
     assert len(caught) == 1
-    assert caught[0].filename == __file__, "the warning points to the line that is to be changed"
+    assert caught[0].filename == __file__, "the warning names the line that must be changed"
     assert len(FSDP.fsdp_modules(model)) == 3
 
 

@@ -48,7 +48,7 @@ def plain_trained() -> tuple[nn.Module, torch.optim.Optimizer]:
     model = make()
     optimizer = adam(model.parameters())
     for number in (0, 1):
-        step(model, optimizer, number, everybody=True)
+        step(model, optimizer, number, all_ranks=True)
     return model, optimizer
 
 
@@ -239,7 +239,7 @@ def test_dict_keyed_by_numbers_loads_into_the_optimizer_of_a_plain_model(keep: b
     restored.load_state_dict(numbered)
     for number in (2, 3):
         step(model, optimizer, number)
-        step(plain, restored, number, everybody=True)
+        step(plain, restored, number, all_ranks=True)
     expected = model.state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in plain.state_dict().items())
 
@@ -257,7 +257,7 @@ def test_with_names_a_plain_optimizers_dict_loads_into_that_of_the_wrapped_model
     restored.load_state_dict(old("shard_full_optim_state_dict", named, model, optim=restored))
     for number in (2, 3):
         step(model, restored, number)
-        step(plain, optimizer, number, everybody=True)
+        step(plain, optimizer, number, all_ranks=True)
     found = model.state_dict()
     assert all(torch.equal(value, found[name]) for name, value in plain.state_dict().items())
 

@@ -124,13 +124,13 @@ def check_recipe(keep: bool, strategy: ShardingStrategy, form: str) -> None:
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (plain, model)]
     fresh, path = torch.optim.AdamW(resumed.parameters(), lr=1.0), directory()
     for number in range(2):
-        step(plain, optimizers[0], number, everybody=True)
+        step(plain, optimizers[0], number, all_ranks=True)
         step(model, optimizers[1], number)
     with quiet():
         dcp.save({"app": App(model, optimizers[1], FORMS[form])}, checkpoint_id=path)
         dcp.load({"app": App(resumed, fresh, FORMS[form])}, checkpoint_id=path)
     for number in range(2, 4):
-        step(plain, optimizers[0], number, everybody=True)
+        step(plain, optimizers[0], number, all_ranks=True)
         step(model, optimizers[1], number)
         step(resumed, fresh, number)
     assert_same(full_values(resumed), full_values(model), bitwise=True)
@@ -153,7 +153,7 @@ def check_from_the_first_rank(keep: bool) -> None:
     model, fresh_model = (wrapped(m, use_orig_params=keep) for m in (model, fresh_model))
     optimizer, fresh, oracle = (torch.optim.Adam(m.parameters(), lr=0.01) for m in (model, fresh_model, plain))
     step(model, optimizer, 0)
-    step(plain, oracle, 0, everybody=True)
+    step(plain, oracle, 0, all_ranks=True)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = subject.get_optimizer_state_dict(model, optimizer, options=options)
     expected = helpers.get_optimizer_state_dict(plain, oracle)

@@ -1,4 +1,4 @@
-"""The command that measures the cost of the checks: what is on while it measures, and what it writes."""
+"""The command that measures the cost of the checks: the checks that are on while it measures, and its output."""
 
 from __future__ import annotations
 

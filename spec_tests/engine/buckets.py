@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from minifsdp.engine.bucket import AnyBucket
+from minifsdp.engine.layout import Steps
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.shards import padded_shard_numel
@@ -32,6 +33,7 @@ class OneBucket(PerParameterLayout):
 
     def __init__(self, bucket: AnyBucket) -> None:
         self.buckets, self._handles, self._sharded, self._has_copied = [bucket], [], [], False
+        self.steps = Steps()
 
     def _update_from_buckets(self) -> None:
         pass

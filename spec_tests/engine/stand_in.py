@@ -83,7 +83,7 @@ class StandIn:
 
 
 class Kept:
-    """Replaces a layout. Stores the reduced gradients, and notes its operations."""
+    """Replaces a layout. Stores the reduced gradients, and logs its operations."""
 
     name = "unit"
     offloads = reads_gradient = has_gradient_hooks = False

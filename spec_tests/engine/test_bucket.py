@@ -58,12 +58,12 @@ def test_large_parameters_are_all_gathered_directly_into_their_memory(
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
             gathered(bucket)
         names = {event.name for event in profiler.events() or ()}
-        assert not names & {"aten::empty", "aten::split_with_sizes_copy"}, "no buffer, and nothing to sort"
+        assert not names & {"aten::empty", "aten::split_with_sizes_copy"}, "no buffer is allocated or sorted"
         with CollectiveCounter() as counter:
             gathered(bucket)
         assert counter.num_calls == {"all-gather": 1}
         whole = bucket.leaves[0].untyped_storage().nbytes()
-        assert counter.peak_gathered == whole, "modes are shown the memory that was gathered into"
+        assert counter.peak_gathered == whole, "dispatch modes see the memory of the gathered values"
         for leaf, whole in zip(bucket.leaves, wholes, strict=True):
             assert torch.equal(leaf, whole.to(leaf.dtype))
         bucket.free()

@@ -17,7 +17,7 @@ from minifsdp.engine.mesh import Group, default_group
 from spec_tests.harness import device, ranks
 
 
-def everybody() -> Group:
+def whole_world() -> Group:
     return Group.of(default_group())
 
 
@@ -46,11 +46,11 @@ def test_sum_is_divided_after_it_and_in_float16_also_before_it_as_in_torch(num_r
 def test_collectives_give_the_results_in_the_docstring() -> None:
     rank = dist.get_rank()
     output, local_shard, summed = torch.zeros(4, device=device()), row(0, 0), row(2 * rank + 1, 2 * rank + 2)
-    all_gather(everybody(), output, row(2 * rank + 1, 2 * rank + 2)).wait()
+    all_gather(whole_world(), output, row(2 * rank + 1, 2 * rank + 2)).wait()
     assert output.tolist() == [1, 2, 3, 4]
-    reduce_scatter(everybody(), local_shard, row(*[4 * rank + i for i in (1, 2, 3, 4)])).wait()
+    reduce_scatter(whole_world(), local_shard, row(*[4 * rank + i for i in (1, 2, 3, 4)])).wait()
     assert local_shard.tolist() == [[6, 8], [10, 12]][rank]
-    all_reduce(everybody(), summed).wait()
+    all_reduce(whole_world(), summed).wait()
     assert summed.tolist() == [4, 6]
 
 
@@ -60,14 +60,14 @@ def test_complex_tensors_are_sent_and_summed_like_other_tensors() -> None:
     rank = dist.get_rank()
     mine = torch.tensor([1 + 2j, 3 - 1j], device=device()) * (rank + 1)
     output = torch.zeros(4, dtype=mine.dtype, device=device())
-    all_gather(everybody(), output, mine).wait()
+    all_gather(whole_world(), output, mine).wait()
     assert output.tolist() == [1 + 2j, 3 - 1j, 2 + 4j, 6 - 2j]
     local_shard = torch.zeros(1, dtype=mine.dtype, device=device())
-    reduce_scatter(everybody(), local_shard, mine).wait()
+    reduce_scatter(whole_world(), local_shard, mine).wait()
     assert local_shard.tolist() == [[3 + 6j], [9 - 3j]][rank]
-    broadcast(everybody(), output.mul_(rank))
+    broadcast(whole_world(), output.mul_(rank))
     assert not output.any()
-    all_reduce(everybody(), mine).wait()
+    all_reduce(whole_world(), mine).wait()
     assert mine.tolist() == [3 + 6j, 9 - 3j]
 
 
@@ -81,7 +81,7 @@ def test_source_of_a_broadcast_is_an_index_in_the_group_and_not_a_global_rank() 
 
 
 def _all_reduce_two_ways(num_elements: int) -> tuple[torch.Tensor, torch.Tensor]:
-    group = everybody()
+    group = whole_world()
     gradient = torch.randn(num_elements, generator=torch.Generator().manual_seed(dist.get_rank())).to(device())
     reduced = gradient.clone()
     all_reduce(group, reduced).wait()

@@ -57,7 +57,7 @@ def test_one_rank_unit_computes_in_stored_memory() -> None:
     assert block.up.weight.untyped_storage().data_ptr() == layout.registered.shard.untyped_storage().data_ptr()
     assert layout.free() is None
     layout.use_sharded_params()
-    assert torch.equal(block(draw(0)), a_block()(draw(0))), "the full values may stay in sight"
+    assert torch.equal(block(draw(0)), a_block()(draw(0))), "the full values may stay visible"
 
 
 @pytest.mark.spec("MP-02")

@@ -271,7 +271,7 @@ def test_unawaited_collective_does_not_affect_the_next() -> None:
         local_shard = torch.empty(1)
         collectives.reduce_scatter(group, local_shard, output).wait()
         assert local_shard.item() == 2 * output[group.rank]
-        assert comes_true(lambda: memory() is None), "it is kept until it has come, and no longer"
+        assert comes_true(lambda: memory() is None), "the buffer is kept until the data has arrived"
 
 
 @pytest.mark.spec("WIRE-06")

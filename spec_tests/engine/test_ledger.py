@@ -332,9 +332,9 @@ def test_a_report_needs_no_file(place: str, monkeypatch: pytest.MonkeyPatch) -> 
 def test_drawing_of_a_report_shows_the_last_collectives() -> None:
     from minifsdp.ledger import drawn
 
-    lines = [["world#1", 0, number, f"all-gather {number}", "train.py:1", 0, 8, number] for number in range(4)]
+    lines = [["world#1", n // 3, n % 3, f"all-gather {n}", "train.py:1", 0, 8, n] for n in range(4)]
     picture = drawn({"report": "", "lines": {"0": lines}}, 2)
-    assert re.findall(r"all-gather \d", picture) == ["all-gather 2", "all-gather 3"]
+    assert re.findall(r"epoch \d|all-gather \d", picture) == ["epoch 0", "all-gather 2", "epoch 1", "all-gather 3"]
 
 
 @pytest.mark.spec("LEDGER-07")
@@ -386,12 +386,12 @@ def test_event_is_queried_only_after_a_delay_and_then_dropped() -> None:
 @pytest.mark.pure
 def test_jobs_and_restarts_of_a_job_write_to_separate_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINIFSDP_LEDGER_DIR", str(tmp_path))
-    lives: list[dict[str, str]] = [{}, {"RUN_ID": "a"}, {"RUN_ID": "a", "RESTART_COUNT": "1"}]
+    starts: list[dict[str, str]] = [{}, {"RUN_ID": "a"}, {"RUN_ID": "a", "RESTART_COUNT": "1"}]
     for pid in (10, 11):
         monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
-        for life in lives:
+        for start in starts:
             with monkeypatch.context() as patch:
-                for name, value in life.items():
+                for name, value in start.items():
                     patch.setenv(f"TORCHELASTIC_{name}", value)
                 said = written(Findings({}))
             assert Path(said.split()[-1]).parent == tmp_path

@@ -54,7 +54,7 @@ def test_each_optimizer_from_before_wrapping_warns_once_with_the_numbers_and_cha
         assert "build the optimizer after wrapping" in message
         for old, new in zip(before, gathered(model), strict=True):
             assert torch.equal(old, new)
-        assert warnings_of(optimizer.step) == [], "once is enough"
+        assert warnings_of(optimizer.step) == [], "the second step does not warn"
 
 
 @pytest.mark.spec("PROG-105")

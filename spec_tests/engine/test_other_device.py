@@ -40,7 +40,7 @@ def test_objects_are_sent_from_the_device_of_the_model() -> None:
             for rows in while_all_have_data([torch.ones(2, 4, device=other)] * 2):
                 with torch.no_grad():
                     model(rows)
-                # Autograd knows one simulated device only, so there is no backward.
+                # Autograd supports only one simulated device, so there is no backward.
                 for parameter in model.parameters():
                     parameter.grad = torch.ones_like(parameter)
                 optimizer.step()

@@ -188,6 +188,19 @@ def test_factors_of_replicas_that_differ_after_a_step() -> None:
             train(model)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.spec("AGREE-04")
+@ranks(2)
+def test_a_conversion_to_dtypes_of_one_size_that_differ(layout: str) -> None:
+    model = shard(layout, Net())
+    train(model)
+    model.zero_grad()
+    dtype = HALF[dist.get_rank()]
+    model.to(dtype)
+    with refused("unit '' differs between the ranks", "torch.float16", "torch.bfloat16"):
+        model(batch(dtype))
+
+
 # --- the order of all-gathers without a backward ---
 
 

@@ -65,7 +65,7 @@ def test_hybrid_unit_reduce_scatters_then_all_reduces() -> None:
     scattered, summed = recorder.events
     assert (scattered.kind, scattered.ranks) == ("RS", ((0, 1), (0, 1), (2, 3), (2, 3))[rank])
     assert (summed.kind, summed.ranks) == ("AR", ((0, 2), (1, 3), (0, 2), (1, 3))[rank])
-    assert (scattered.num_bytes, summed.num_bytes) == (16, 8), "all-reduced is only the slice"
+    assert (scattered.num_bytes, summed.num_bytes) == (16, 8), "only the slice is all-reduced"
     assert (scattered.stream, summed.stream) == ("reduce", "all_reduce")
 
 

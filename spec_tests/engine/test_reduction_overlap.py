@@ -84,7 +84,7 @@ def test_memory_drops_by_one_gradient_without_overlap(api: str) -> None:
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
     for one, other in zip(*gradients, strict=True):
         assert torch.equal(_local(one), _local(other))
-    assert peaks[0] - peaks[1] > 0.9 * BLOCK, "the packed gradient of the unit before, and the room for its sum"
+    assert peaks[0] - peaks[1] > 0.9 * BLOCK, "the packed gradient of the previous unit, and the memory of its sum"
 
 
 def _local(gradient: Any) -> torch.Tensor:

@@ -106,7 +106,7 @@ def test_root_takes_over_submodule_that_ran_alone(strategy: ShardingStrategy, be
         with pytest.raises(RuntimeError):
             part(torch.ones(1, 17, device=device()))
     calls = assert_trains(model, mean_gradients(plain, square_loss))
-    assert calls.count("RS" if strategy is not NONE else "AR") == 3, "each unit once, also the one taken over"
+    assert calls.count("RS" if strategy is not NONE else "AR") == 3, "each unit once, also that of the other tree"
     assert part._root_state is model._root_state
     assert part._unit.name == "0"
     assert not part._unit.policy.keep_unsharded_for_backward, "only the root is kept"

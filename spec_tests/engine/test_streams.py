@@ -250,7 +250,7 @@ def test_partial_sum_stays_in_memory_until_the_compute_stream_waits_for_its_all_
     one.all_reduces = True
     reducer.reduce(target, one, Gradient([torch.ones(4)]))
     assert one.partial is None
-    assert partial() is not None, "the all-reduce stream may not have read it yet"
+    assert partial() is not None, "the all-reduce stream may still read the memory"
     reducer.finish()
     assert partial() is None
 

@@ -260,7 +260,7 @@ def test_clipping_offloaded_gradients_takes_one_copy_to_the_device_and_one_back(
         copies.to.clear()
         clip_gradients([((), gradient) for gradient in gradients], 1.0, 2.0, torch.device("cuda", 0))
     assert copies.to.count("cuda") == 1
-    assert copies.to.count("cpu") == 2, "the factor, in each of the two dtypes"
+    assert copies.to.count("cpu") == 2, "the factor, once for each dtype"
 
 
 @pytest.mark.spec("STREAM-10")

@@ -26,7 +26,7 @@ def test_unsharded_tensor_allocates_and_releases_memory_and_keeps_its_shape(dtyp
         tensor.allocate()
         assert storage.size() == tensor.num_bytes
         tensor.alias.fill_(3)
-        assert view.tolist() == [3, 3], "a view of an earlier life sees the values of this one"
+        assert view.tolist() == [3, 3], "a view of the earlier memory shows the new values"
         lifetime.release(tensor.alias)
         assert (tensor.leaf.shape, view.shape) == ((4,), (2,))
 
@@ -41,5 +41,5 @@ def test_unsharded_tensor_uses_the_new_memory_of_its_lender() -> None:
     assert leaf.data_ptr() == lender.data_ptr()
     elsewhere = torch.full((4,), 7.0)
     tensor.use_memory_of(elsewhere)
-    assert tensor.leaf is leaf, "hooks lie on it"
+    assert tensor.leaf is leaf, "it has the hooks"
     assert tensor.leaf.data_ptr() == elsewhere.data_ptr()

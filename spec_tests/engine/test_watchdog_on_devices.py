@@ -1,4 +1,5 @@
-"""The watchdog's thread and an accelerator: what its queries leave alone, and what a hang of the device causes."""
+"""The watchdog's thread and an accelerator: the state that its queries do not change, and the effects of a hang of the
+device."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from minifsdp.engine.collective_log import CollectiveLog, log
 from minifsdp.engine.gloo import close
 from minifsdp.engine.messages import message
 from minifsdp.watchdog import process, watchdog
-from spec_tests.harness import device, rank_among_invented, ranks
+from spec_tests.harness import device, rank_among_fake_ranks, ranks
 from spec_tests.harness.programs import outcome_of_ranks
 from spec_tests.harness.simulated import WORLD
 from spec_tests.subject import fully_shard
@@ -60,7 +61,7 @@ def test_event_is_queried_on_its_device_and_apart_from_captures(monkeypatch: pyt
 @pytest.mark.simulated
 @pytest.mark.spec("LEDGER-21")
 @pytest.mark.parametrize("sets_mode", [True, False], ids=["sets its mode", "mode of a new thread"])
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_query_of_the_watchdog_keeps_a_capture_valid(sets_mode: bool) -> None:
     module = torch.get_device_module(device())
     modes = ("global", "thread_local", "relaxed")
@@ -82,7 +83,7 @@ def test_query_of_the_watchdog_keeps_a_capture_valid(sets_mode: bool) -> None:
 @pytest.mark.accelerator
 @pytest.mark.simulated
 @pytest.mark.spec("LEDGER-22")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_no_parameter_is_updated_with_the_output_of_an_aborted_collective() -> None:
     group: Any = dist.new_group([0, 1])
     mesh = DeviceMesh.from_group(group, device().type)

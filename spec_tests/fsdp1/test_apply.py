@@ -60,7 +60,7 @@ def test_apply_also_visits_the_wrappers_in_the_order_of_torch(use_orig_params: b
     ours = visits_of(wrapped(use_orig_params=use_orig_params), wrappers=True)
     theirs = visits_of(as_torch(seeded(), use_orig_params=use_orig_params), wrappers=True)
     assert [name for name, _ in ours] == [name for name, _ in theirs]
-    assert ours[-1][0] == "FullyShardedDataParallel", "itself, and last"
+    assert ours[-1][0] == "FullyShardedDataParallel", "the module itself is last"
 
 
 def fill(module: nn.Module) -> None:

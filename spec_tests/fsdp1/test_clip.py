@@ -101,7 +101,7 @@ def test_padding_does_not_count() -> None:
     model = FullyShardedDataParallel(nn.Linear(1, 1, bias=False).to(device()))
     model(torch.full((1, 1), 3.0, device=device())).sum().backward()
     for norm_type in NORM_TYPES:
-        assert model.clip_grad_norm_(100.0, norm_type) == 3.0, "three of the four ranks hold nothing but padding"
+        assert model.clip_grad_norm_(100.0, norm_type) == 3.0, "three of the four ranks store only padding"
 
 
 @pytest.mark.spec("CLIP-02")
@@ -176,7 +176,7 @@ def test_norm_function_of_torch_uses_only_local_shards(strategy: ShardingStrateg
     seen = torch.stack(of_all_ranks(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])))
     right = model.clip_grad_norm_(1e6)
     assert seen[0] != seen[1]
-    assert (seen < 0.99 * right).all(), "neither is the norm"
+    assert (seen < 0.99 * right).all(), "the norm is also unchanged"
     torch.testing.assert_close(seen.norm(), right, rtol=1e-6, atol=0.0)
 
 
@@ -223,7 +223,7 @@ def test_the_dtype_of_the_norm_is_the_promotion_of_all_gradients(
     assert norm.dtype is expected
     assert all(torch.equal(each, norm) for each in of_all_ranks(norm))
     torch.testing.assert_close(norm.cpu(), norm_of(gradients).to(expected), rtol=1e-2, atol=0.0)
-    assert [p.grad.dtype for p in model.parameters() if p.grad is not None] == found, "gradients stay what they are"
+    assert [p.grad.dtype for p in model.parameters() if p.grad is not None] == found, "gradients keep their dtype"
 
 
 # --- elements that the norm includes ---

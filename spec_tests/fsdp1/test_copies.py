@@ -54,6 +54,27 @@ def test_pickle_of_fully_shard_model_raises_with_remedy() -> None:
     check_refused(model.blocks[0])
 
 
+@pytest.mark.spec("NEW-22")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("runs_first", [False, True])
+@ranks(2)
+def test_shallow_copy_of_a_wrapper_trains_the_same_parameters(use_orig_params: bool, runs_first: bool) -> None:
+    model = wrapped(use_orig_params=use_orig_params)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if runs_first:
+        iterate(model)
+        optimizer.zero_grad()
+    duplicate = copy.copy(model)
+    iterate(duplicate)
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert gradients
+    optimizer.zero_grad()
+    iterate(model)
+    assert_same({name: dict(model.named_parameters())[name].grad for name in gradients}, gradients)
+    optimizer.step()
+    assert torch.equal(duplicate(batch()), model(batch()))
+
+
 @pytest.mark.spec("PROG-04")
 @ranks(2)
 def test_layer_of_the_root_unit_can_be_copied() -> None:

@@ -398,7 +398,7 @@ def assert_trains_alone(strategy: ShardingStrategy, group: dist.ProcessGroup | N
     for step in range(2):
         with Wire() as wire:
             assert recorded_iteration(model, step) == recorded_iteration(not_sharded, step)
-        assert wire.sent == [], "there is nobody to talk to"
+        assert wire.sent == [], "a single rank sends nothing"
         loss_of(plain(batch(step))).backward()
         assert_same(flat_gradients(model), chunked(plain, {n: p.grad for n, p in plain.named_parameters()}, 1, 0))
         for optimizer in optimizers:

@@ -118,7 +118,7 @@ def test_bf16_supported_requires_a_new_gpu_and_an_nccl_with_bfloat16(
         return True if including_emulation else is_new_enough
 
     def version_of_nccl() -> Any:
-        assert has_nccl, "there is no version to ask for"
+        assert has_nccl, "without NCCL there is no version"
         return version
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

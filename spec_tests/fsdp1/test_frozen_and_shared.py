@@ -106,7 +106,7 @@ def test_frozen_and_trained_original_parameters_may_share_a_unit(strategy: Shard
     values = whole(model, group=group_of(strategy))[0]
     assert_same(values, named(plain), bitwise=False)
     for name, start in named(seeded()).items():
-        assert torch.equal(values[name], start) is (name in frozen), "what is frozen does not move, the rest does"
+        assert torch.equal(values[name], start) is (name in frozen), "only the trainable parameters change"
 
 
 @pytest.mark.spec("ORIG-13", "NOSYNC-05")

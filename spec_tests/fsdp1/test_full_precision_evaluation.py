@@ -146,6 +146,21 @@ def test_one_backward_after_forwards_in_both_modes_gives_the_gradients_of_both()
     torch.testing.assert_close(WRAPPED.gradients(model), expected, rtol=0.02, atol=0.0)
 
 
+@pytest.mark.spec("FRESH-08", "NOSYNC-02")
+@every_strategy
+@ranks(2)
+def test_unreduced_gradients_of_both_modes_are_added_without_rounding(strategy: ShardingStrategy) -> None:
+    """In bfloat16, 1 + 1/512 rounds to 1."""
+    _, model = plain_and_sharded(strategy)
+    with model.no_sync():
+        backward(model)
+        model.eval()
+        (model(batch()).sum() / 512).backward()
+    (model(batch()).sum() / 512).backward()
+    shift = WRAPPED.gradients(model)["1.shift"]
+    assert torch.equal(shift, torch.full_like(shift, 1 + 2 / 512))
+
+
 @pytest.mark.spec("FRESH-08")
 @every_strategy
 @ranks(2)

@@ -181,7 +181,7 @@ def test_in_forward_and_backward_parameters_are_plain_views_of_one_flat_tensor(
         layer = blocks[index].linear
         for name, offset in (("weight", 0), ("bias", WIDTH * WIDTH)):
             tensor = getattr(layer, name)
-            assert is_plain(tensor), "neither a parameter nor anything else special"
+            assert is_plain(tensor), "a plain tensor, not a parameter"
             assert tensor._is_view()
             assert tensor.storage_offset() == offset
             assert torch.equal(tensor, values[f"blocks.{index}.linear.{name}"])

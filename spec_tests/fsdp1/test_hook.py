@@ -13,8 +13,8 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 
 from spec_tests.checkpoint.refusals import refused
 from spec_tests.fsdp1.whole import group_of, odd, whole
-from spec_tests.harness import ranks
-from spec_tests.models.modules import UNITS, seeded
+from spec_tests.harness import device, ranks
+from spec_tests.models.modules import UNITS, WIDTH, seeded
 from spec_tests.models.running import Wire, batch, iterate, loss_of
 from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD, HYBRID_STRATEGIES, NO_SHARD, SHARD_GRAD_OP, wrapped
 from spec_tests.models.values import (
@@ -350,6 +350,19 @@ def test_a_second_registration_is_refused_and_the_first_hook_stays(strategy: Sha
     for hook in (average, note_and_fill):
         with pytest.raises(AssertionError, match=rf"rank {dist.get_rank()}.*already registered"):
             model.register_comm_hook(None, hook)
+    iterate(model)
+    assert len(seen.calls) == len(UNITS)
+
+
+@pytest.mark.spec("HOOK-08")
+@ranks(2)
+def test_a_hook_for_a_larger_model_is_refused_if_an_inner_unit_already_has_one() -> None:
+    inner = wrapped()
+    seen = Seen()
+    inner.register_comm_hook(seen, note_and_fill)
+    model = FullyShardedDataParallel(nn.Sequential(nn.Linear(WIDTH, WIDTH), inner).to(device()))
+    with pytest.raises(AssertionError, match="already registered"):
+        model.register_comm_hook(None, average)
     iterate(model)
     assert len(seen.calls) == len(UNITS)
 

@@ -130,7 +130,7 @@ def test_hybrid_shards_inside_the_node_and_all_reduces_each_shard_between_nodes(
             expected = {("AG", node(), size), ("RS", node(), size), ("AR", replicas(), size // 2)}
             assert set(events) == expected
         sent = sorted((event.kind, event.num_bytes // 4) for event in recorder.events if event.ranks)
-        assert sorted(wire.values) == sent, "and no collective but the recorded ones"
+        assert sorted(wire.values) == sent, "no other collective was started"
         expected_gradients = mean_gradients(plain, [step])
         assert_same(flat_gradients(model), chunked(plain, expected_gradients, 2, dist.get_rank() % 2))
 
@@ -171,7 +171,7 @@ def test_replicas_stay_equal_over_clipped_steps(strategy: ShardingStrategy) -> N
         expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
         norm = model.clip_grad_norm_(0.1)
         torch.testing.assert_close(norm, expected, msg="every element counts once, not once for each replica")
-        assert expected > 0.1, "there was something to clip"
+        assert expected > 0.1, "the norm is above the limit"
         reduced = {name: parameter.grad for name, parameter in plain.named_parameters()}
         assert_same(flat_gradients(model), chunked(plain, reduced, 2, dist.get_rank() % 2))
         for optimizer in optimizers:

@@ -61,7 +61,7 @@ def test_ignored_parameters_are_neither_flattened_nor_sharded_nor_reduced(
     model = FSDP(plain, sharding_strategy=strategy, use_orig_params=keep, **options)
     for step in range(2):
         after = [parameter for module in left_alone for parameter in module.parameters()]
-        assert [id(parameter) for parameter in after] == list(before), "the very same objects"
+        assert [id(parameter) for parameter in after] == list(before), "the same objects"
         assert all(torch.equal(parameter, before[id(parameter)]) for parameter in after)
         mine = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in before)
         assert mine == (others if strategy is ShardingStrategy.NO_SHARD else others // 2)
@@ -131,13 +131,13 @@ def test_buffers_below_an_ignored_module_are_not_changed(spelling: str, many: bo
         mixed_precision=MixedPrecision(buffer_dtype=torch.float64),
         **spelled(spelling, [left_alone]),
     )
-    assert all((other.fixed == 0).all() for other in others), "rank 0 has sent the rest"
+    assert all((other.fixed == 0).all() for other in others), "the other values come from rank 0"
     assert (left_alone[0].learned == dist.get_rank()).all()
-    assert (buffer == dist.get_rank()).all(), "nobody has sent it anywhere"
+    assert (buffer == dist.get_rank()).all(), "no rank has sent it"
     iterate(model)
-    assert all(other.fixed.dtype is torch.float64 for other in others), "the rest was cast at the first forward"
+    assert all(other.fixed.dtype is torch.float64 for other in others), "the others were cast in the first forward"
     assert left_alone[0].fixed is buffer
-    assert buffer.dtype is torch.float32, "nobody has cast it"
+    assert buffer.dtype is torch.float32, "it was not cast"
 
 
 @pytest.mark.spec("IGN-01")
@@ -225,7 +225,7 @@ def test_a_wrapper_cannot_be_ignored(argument: str) -> None:
     plain.blocks[0] = FSDP(plain.blocks[0])
     with refused(ValueError, "FullyShardedDataParallel", "remove it from the list"):
         FSDP(plain, sync_module_states=True, **{argument: [plain.blocks[0]]})
-    assert isinstance(plain.leave.weight, nn.Parameter), "nothing was changed"
+    assert isinstance(plain.leave.weight, nn.Parameter), "no value was changed"
 
 
 @pytest.mark.spec("IGN-05")

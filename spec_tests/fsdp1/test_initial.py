@@ -140,7 +140,7 @@ def test_with_device_id_parameters_and_buffers_are_on_that_device_after_construc
     assert {parameter.device for parameter in model.parameters()} == {device()}
     assert {buffer.device for buffer in model.buffers()} == {device()}
     if device().type == "cpu":
-        assert all(after is buffers[name] for name, after in buffers_of(model).items()), "the very same objects"
+        assert all(after is buffers[name] for name, after in buffers_of(model).items()), "the same objects"
     loss_of(model(batch())).backward()
 
 
@@ -232,7 +232,7 @@ def test_moving_reaches_every_tensor_and_keeps_the_structure() -> None:
             assert other.device.type == "cpu", "the caller's own tensor is not changed"
         else:
             assert one == other
-    assert move(torch.device("cpu"), args[0]) is args[0], "a tensor that is there already is not copied"
+    assert move(torch.device("cpu"), args[0]) is args[0], "a tensor that is already on the device is not copied"
 
 
 @pytest.mark.spec("DEV-08")

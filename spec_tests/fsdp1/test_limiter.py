@@ -212,7 +212,7 @@ def test_limiter_on_a_slow_accelerator_saves_memory_and_records_waits() -> None:
         # Active, not allocated: memory that Python has freed but the device still reads must count.
         peaks[limit_all_gathers] = accelerator.memory_stats()["active_bytes.all.peak"] - before
         waits[limit_all_gathers] = recorder.count("WAIT")
-    assert peaks[True] < 3 * BLOCK_BYTES, "two blocks, and what a block computes"
+    assert peaks[True] < 3 * BLOCK_BYTES, "two blocks, and the activations of a block"
     assert peaks[False] > peaks[True] + 2 * BLOCK_BYTES
     assert waits[True] > 0
     assert waits[False] == 0

@@ -102,7 +102,7 @@ def test_meta_model_is_materialized_and_each_owner_reset_once(units: str, keep: 
     assert resets == [(Parent, 0), (Counted, 1), (Parent, 0), (Counted, 1), (Counted, 1), (Table, 1)]
     for name, value in gathered_values(wrapped).items():
         assert torch.equal(value, torch.full_like(value, {"weight": 0.5, "bias": 0.25}.get(name.split(".")[-1], 1.0)))
-    assert sum(parameter.numel() for parameter in wrapped.parameters()) < 42 + 21 + 24, "and it is sharded"
+    assert sum(parameter.numel() for parameter in wrapped.parameters()) < 42 + 21 + 24, "the module is sharded"
     loss_of(wrapped(batch())).backward()
     assert any(parameter.grad is not None for parameter in wrapped.parameters())
 
@@ -130,7 +130,7 @@ def test_buffer_on_the_meta_device_is_materialized_if_all_parameters_are_real() 
     plain = nn.Sequential(Counted(WIDTH, WIDTH).to(device()), on_meta(Table))
     model = FSDP(plain)
     assert torch.equal(model[1].table, torch.ones(WIDTH, device=device()))
-    assert model[0].num_resets == 0, "what was real stays as it was"
+    assert model[0].num_resets == 0, "parameters with values are not changed"
 
 
 class Initializer:
@@ -168,7 +168,7 @@ def test_materialized_owner_keeps_its_children(units: str, keep: bool) -> None:
     values = gathered_values(FSDP(model, auto_wrap_policy=POLICIES[units], use_orig_params=keep))
     assert (model.num_resets, deferred.num_resets) == (1, 1)
     for name, value in expected.items():
-        assert torch.equal(values[f"0.{name}"], value), "what had values has kept them"
+        assert torch.equal(values[f"0.{name}"], value), "parameters with values keep them"
     assert torch.equal(values["1.weight"], torch.full_like(values["1.weight"], 0.5))
     assert torch.equal(values["scale"], torch.ones_like(values["scale"]))
 
@@ -246,7 +246,7 @@ def test_param_init_fn_gets_only_owners_of_meta_tensors() -> None:
     with pytest.warns(UserWarning, match="containers that do not implement forward"):
         wrapped = FSDP(model, param_init_fn=init, ignored_modules=[model["ignored"]])
     assert [type(module) for module in init.calls] == [nn.BatchNorm1d, nn.Linear, Speechless, Table]
-    assert model["ignored"][0].weight.is_meta, "somebody else's business"
+    assert model["ignored"][0].weight.is_meta, "other modules are not initialized"
     with FSDP.summon_full_params(wrapped):
         assert torch.equal(wrapped["real"].weight, before)
 

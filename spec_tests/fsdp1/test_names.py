@@ -11,6 +11,7 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
+import minifsdp
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import WIDTH, NormedBlock, seeded
 from spec_tests.models.running import batch, iterate
@@ -90,6 +91,32 @@ def test_wrapper_forwards_missing_attributes_to_module() -> None:
 
 @pytest.mark.spec("NAMES-08")
 @ranks(2)
+def test_wrapper_hides_no_attributes_that_torchs_wrapper_shows() -> None:
+    def public(package: Any) -> set[str]:
+        model = package.FullyShardedDataParallel(nn.Linear(4, 4), device_id=device())
+        model(torch.ones(2, 4, device=device())).sum().backward()
+        return {name for name in dir(model) if not name.startswith("_")}
+
+    assert public(minifsdp) - public(torch_fsdp) == {"params_with_grad"}, "torch 1.13 has it (NAMES-09)"
+
+
+@pytest.mark.spec("NAMES-08", "SD-FULL-01")
+@flat_or_original
+@ranks(2)
+def test_a_model_may_have_a_mesh_of_its_own(keep: bool) -> None:
+    """Defect: the wrapper has an attribute ``mesh``, and uses the value that the program sets there."""
+    plain, model = both(use_orig_params=keep)
+    model.module.mesh = "vertices"
+    assert model.mesh == "vertices"
+    model.mesh = model.device_mesh = "faces"
+    assert_same(model.state_dict(), plain.state_dict(), bitwise=True)
+    model.load_state_dict(model.state_dict())
+    iterate(model)
+    assert (model.mesh, model.device_mesh, model.module.mesh) == ("faces", "faces", "vertices")
+
+
+@pytest.mark.spec("NAMES-08")
+@ranks(2)
 def test_indexing_goes_to_the_wrapped_module() -> None:
     layers = [nn.Linear(4, 4, device=device()), nn.Tanh(), FSDP(nn.Linear(4, 4, device=device()))]
     model = FSDP(nn.Sequential(*layers))
@@ -125,7 +152,7 @@ def test_inside_summon_names_are_those_of_the_plain_module(strategy: ShardingStr
             assert [name for name, _ in buffers] == [name for name, _ in plain.named_buffers()]
             assert not any(isinstance(buffer, nn.Parameter) for _, buffer in buffers)
             assert_same(dict(buffers), dict(plain.named_buffers()), bitwise=True)
-        assert all(name.startswith(PREFIX) for name, _ in model.named_parameters()), "and afterwards as before"
+        assert all(name.startswith(PREFIX) for name, _ in model.named_parameters()), "the names are restored afterwards"
         if not has_run:
             for each in (plain.eval(), model.eval()):
                 each(batch())
@@ -210,7 +237,7 @@ def test_fsdp_modules_lists_every_wrapper_below() -> None:
     assert FSDP.fsdp_modules(model.module) == blocks, "the module may be plain"
     assert FSDP.fsdp_modules(blocks[1]) == [blocks[1]]
     assert FSDP.fsdp_modules(nn.Linear(2, 2)) == []
-    assert model.fsdp_modules(blocks[1]) == [blocks[1]], "it is static"
+    assert model.fsdp_modules(blocks[1]) == [blocks[1]], "the method is static"
     several = nn.ModuleDict({"b": blocks[1], "plain": nn.Linear(2, 2), "again": blocks[1], "a": blocks[0]})
     assert FSDP.fsdp_modules(several) == [blocks[1], blocks[0]], "each once, in the order of modules()"
     iterate(model)

@@ -117,7 +117,7 @@ def test_outer_instance_manages_the_parameters_of_no_inner_instance(strategy: Sh
     with trace.record() as recorder:
         model(torch.ones(2, 8, device=device())).sum().backward()
     reduced = {event.unit: event.num_bytes for event in recorder.events if event.kind in ("RS", "AR")}
-    assert reduced == {"": 4 * 20, "0": 4 * 72, "0.1": 4 * 36}, "each gradient travels once"
+    assert reduced == {"": 4 * 20, "0": 4 * 72, "0.1": 4 * 36}, "each gradient is reduced once"
 
 
 @pytest.mark.spec("CTOR-15", "WRAP-15")
@@ -145,7 +145,7 @@ def test_printing_shows_every_unit_as_a_layer(keep: bool) -> None:
     iterate(model[0])
     assert num_printed(model) == 7
     lines = [line.strip() for line in repr(model[0]).splitlines()]
-    assert any(line.startswith("(enter): Linear(") for line in lines), "and what is no unit stays a layer"
+    assert any(line.startswith("(enter): Linear(") for line in lines), "a module that is not a unit stays a layer"
 
 
 def num_printed(model: nn.Module) -> int:

@@ -185,7 +185,7 @@ def test_nested_contexts_end_with_the_outermost() -> None:
     with model.no_sync():
         with model.no_sync():
             assert not reduces(model, 0)
-        assert not reduces(model, 1), "still inside the outer one"
+        assert not reduces(model, 1), "still inside the outer no_sync"
         with model.no_sync():
             pass
         assert not reduces(model, 2)
@@ -209,7 +209,7 @@ def test_exception_inside_no_sync_restores_gradient_sync() -> None:
     with model.no_sync():
         with pytest.raises(KeyError, match="inside"):
             fail()
-        assert not reduces(model, 1), "the outer one is still on"
+        assert not reduces(model, 1), "the outer no_sync is still active"
     assert reduces(model, 2)
 
 

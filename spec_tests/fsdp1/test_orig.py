@@ -88,7 +88,7 @@ def test_by_default_there_is_one_flat_parameter_for_each_unit(strategy: Sharding
         found = dict(model.named_parameters())
         assert len(found) == len(UNITS) == len(FullyShardedDataParallel.fsdp_modules(model))
         assert all(isinstance(parameter, nn.Parameter) and parameter.dim() == 1 for parameter in found.values())
-        assert sorted(by_name(model)) == sorted(UNITS), "each under the path of its unit"
+        assert sorted(by_name(model)) == sorted(UNITS), "each has the path of its unit"
         iterate(model)
 
 
@@ -235,12 +235,12 @@ def test_sharded_parameters_are_contiguous_in_the_memory_of_the_unit_shard(strat
         for unit, names in units.items():
             here = [by_name(model)[name] for name in names if by_name(model)[name].numel()]
             assert len({memory_of(parameter) for parameter in here}) == 1
-            assert here[0].untyped_storage().nbytes() == 4 * -(-sizes[unit] // 2), "the chunk and not more"
+            assert here[0].untyped_storage().nbytes() == 4 * -(-sizes[unit] // 2), "only the chunk"
             ends = [parameter.storage_offset() + parameter.numel() for parameter in here]
             assert [parameter.storage_offset() for parameter in here] == [0, *ends[:-1]]
-            assert memory.setdefault(unit, memory_of(here[0])) == memory_of(here[0]), "made once, for good"
+            assert memory.setdefault(unit, memory_of(here[0])) == memory_of(here[0]), "the view is created only once"
         iterate(model, step, optimizer)
-    assert len(set(memory.values())) == len(UNITS), "and each unit has its own"
+    assert len(set(memory.values())) == len(UNITS), "each unit has a separate one"
 
 
 @pytest.mark.spec("ORIG-04")
@@ -303,7 +303,7 @@ def test_after_the_forward_of_full_shard_the_sharded_parameters_are_visible(stra
     assert {len(shape) for shape in before.values()} == {1}
     for step in range(2):
         loss = loss_of(model(batch(step)))
-        assert visible(model) == before, "the root's too, which is still gathered"
+        assert visible(model) == before, "also those of the root, which is still unsharded"
         assert model.module.leave.weight.dim() == 1
         parts = {name: parameter.detach().clone() for name, parameter in by_name(model).items()}
         assert all(parameter.isfinite().all() for parameter in parts.values())
@@ -430,7 +430,7 @@ def everything_promised(strategy: ShardingStrategy) -> tuple[Any, Any]:
     state = {name: value.tolist() for name, value in model.state_dict().items()}
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         rows = {name: local_rows(value) for name, value in model.state_dict().items()}
-    assert any(rows.values()), "every rank has rows of something"
+    assert any(rows.values()), "every rank has rows of some parameter"
     seen = {name: parameter.numel() for name, parameter in model.named_parameters()}
     return (losses, gradients, state, rows), seen
 
@@ -447,5 +447,5 @@ def test_shard_boundaries_do_not_affect_documented_results(strategy: ShardingStr
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flat, "FlatSharding", CutElsewhere)
         promised_elsewhere, seen_elsewhere = everything_promised(strategy)
-    assert seen != seen_elsewhere, "the ranks do see other parts"
+    assert seen != seen_elsewhere, "the ranks have different parts"
     assert promised == promised_elsewhere

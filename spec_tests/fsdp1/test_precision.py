@@ -70,7 +70,7 @@ def test_without_a_policy_nothing_is_cast(api: Api, strategy: Any, options: dict
         model = api.shard(nn.Sequential(*inner), unit_classes=(Probe,), strategy=strategy, **options)
         with trace.record() as recorder, Wire() as wire:
             model(ones().half()).sum().backward()
-        assert inner[0].seen["x"] is FP16, "inputs stay what they are"
+        assert inner[0].seen["x"] is FP16, "inputs keep their dtype"
         for probe in inner:
             assert probe.seen["weight"] is probe.seen["weight in backward"] is probe.seen["scale"] is dtype
         assert {event.dtype for event in recorder.events if event.ranks} == {dtype}

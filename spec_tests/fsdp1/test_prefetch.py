@@ -63,7 +63,7 @@ def test_post_prefetch_all_gathers_after_reshard_of_current_unit() -> None:
     for index in (3, 2, 1):
         gather_of_next = words.index(f"AG{index - 1}")
         assert words.index(f"GRAD{index}") < words.index(f"FREE{index}") < gather_of_next
-        assert gather_of_next < words.index(f"RS{index}"), "ahead of the reduction, which nobody waits for yet"
+        assert gather_of_next < words.index(f"RS{index}"), "no rank waits for the reduction yet"
         assert gather_of_next < words.index(f"B{index - 1}")
 
 
@@ -274,7 +274,7 @@ def test_forward_prefetch_with_another_order_warns_and_stays_correct(later: Sequ
     model.zero_grad()
     with pytest.warns(UserWarning, match=r"forward_prefetch expects .*order of the first iteration"):
         iterate(model, 2, order=later)
-    assert watch.alive() == [], "what was gathered in vain is dropped at the end of backward"
+    assert watch.alive() == [], "unused gathered parameters are freed at the end of backward"
     check_gradients(model, later, 2)
     # Return to the recorded order, after a parameter change that a stale prefetch would not include.
     with torch.no_grad():

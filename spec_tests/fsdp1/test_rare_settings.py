@@ -69,7 +69,7 @@ def test_frozen_tensor_parallel_parameters_are_not_trained() -> None:
 
 
 class Turned(nn.Module):
-    """A unit that returns a view of what its last operation has computed."""
+    """A unit that returns a view of the result of its last operation."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -120,7 +120,7 @@ def test_a_unit_with_fewer_elements_than_ranks_trains_as_in_one_process() -> Non
     plain = nn.Linear(1, 1, bias=False).to(device())
     torch.nn.init.constant_(plain.weight, 0.5)
     model = FullyShardedDataParallel(copy.deepcopy(plain))
-    assert [p.numel() for p in model.parameters()] == [1], "stored size is equal on all ranks, data or not"
+    assert [p.numel() for p in model.parameters()] == [1], "all ranks store equal sizes, also of padding"
     for rank in range(4):
         (plain(torch.full((1, 1), rank + 1.0, device=device())).sum() / 4).backward()
     model(torch.full((1, 1), dist.get_rank() + 1.0, device=device())).sum().backward()
@@ -279,7 +279,7 @@ def test_resharded_unit_has_no_memory(strategy: ShardingStrategy) -> None:
         last = {event.unit: event.kind for event in recorder.events if event.kind in ("AG", "FREE")}
         freed = {unit for unit, kind in last.items() if kind == "FREE"}
         assert not freed & set(watch.alive())
-        assert unit in watch.alive(), "and what computes has its memory"
+        assert unit in watch.alive(), "a unit that computes has its memory"
         seen.extend(freed)
 
     watch.in_forward = watch.in_backward = check_freed
@@ -312,7 +312,7 @@ def test_allocated_memory_drops_by_freed_bytes() -> None:
         measure("after")
         model(batch(width=width))
         first = allocated["blocks.0"]
-        assert abs(allocated["blocks.3"] - first) < block_bytes // 2, "four blocks have been there, one is there"
+        assert abs(allocated["blocks.3"] - first) < block_bytes // 2, "four blocks were unsharded, one still is"
         measure("end")
     assert first - allocated["end"] > block_bytes
     assert allocated["end"] <= allocated["after"]

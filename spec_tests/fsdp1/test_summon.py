@@ -145,6 +145,22 @@ def test_summon_restores_the_local_shards_on_exit_and_after_an_exception(
     assert_a_step_uses_the_mean_gradient_alone(model, seeded())
 
 
+@pytest.mark.spec("SUMMON-19")
+@ranks(2)
+def test_a_summon_that_fails_at_a_later_unit_restores_the_earlier_units() -> None:
+    model = wrapped(use_orig_params=True)
+    before = named(model)
+    weight = next(model.module.blocks[3].parameters())
+    shard, weight.data = weight.data, torch.zeros(99, device=device())
+    # The program keeps the error, so the garbage collector does not end the contexts of the earlier units.
+    with pytest.raises(RuntimeError) as error, summon(model):
+        pass
+    weight.data = shard
+    assert_same(named(model), before, bitwise=True)
+    assert "99" in str(error.value)
+    assert_a_step_uses_the_mean_gradient_alone(model, seeded())
+
+
 def allocated_bytes(memory: StorageWeakRef) -> int:
     """The size of a storage, or zero if it was deleted or freed."""
     storage = torch.UntypedStorage._new_with_weak_ptr(memory.cdata)

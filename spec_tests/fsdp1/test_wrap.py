@@ -16,6 +16,10 @@ import pytest
 import torch
 import torch.distributed.fsdp.wrap as torch_wrap
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+)
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import minifsdp.wrap
@@ -321,6 +325,21 @@ def test_policy_object_called_directly_equals_torch(answer: Any) -> None:
             assert found == theirs._run_policy(root, ignored, kwargs)
             assert (root in found) is (root not in ignored and (name == "ModuleWrapPolicy" or bool(answer)))
     assert kwargs == {"sharding_strategy": "outer", "prefetch": 2}
+
+
+@pytest.mark.spec("WRAP-18", "NEW-02", "WRAP-05")
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [("CustomPolicy", lambda module: isinstance(module, Block)), ("ModuleWrapPolicy", {Block})],
+    ids=["CustomPolicy", "ModuleWrapPolicy"],
+)
+def test_policy_object_chooses_modules_for_activation_checkpointing(name: str, argument: Any) -> None:
+    def wrapped_paths(package: Any) -> list[str]:
+        model = blocks()
+        apply_activation_checkpointing(model, auto_wrap_policy=getattr(package, name)(argument))
+        return [path for path, module in model.named_modules() if isinstance(module, CheckpointWrapper)]
+
+    assert wrapped_paths(minifsdp.wrap) == wrapped_paths(torch_wrap) == ["parts.0", "parts.1"]
 
 
 @pytest.mark.spec("WRAP-02", "WRAP-12", "NEW-02", "NEW-03")

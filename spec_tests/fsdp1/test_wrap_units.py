@@ -190,10 +190,10 @@ def test_unwrapped_part_is_neither_sharded_nor_synchronized() -> None:
     mean = mean_gradients(reference)
     head = model.leave.weight
     assert head.shape == reference.leave.weight.shape
-    everybody = [torch.empty_like(head) for _ in range(2)]
-    dist.all_gather(everybody, head.grad)
-    assert not torch.equal(*everybody), "each rank has the gradient of its own data"
-    assert torch.allclose(sum(everybody) / 2, mean["leave.weight"])
+    all_ranks = [torch.empty_like(head) for _ in range(2)]
+    dist.all_gather(all_ranks, head.grad)
+    assert not torch.equal(*all_ranks), "each rank has the gradient of its own data"
+    assert torch.allclose(sum(all_ranks) / 2, mean["leave.weight"])
     # The wrapped blocks have correct gradients.
     for index, block in enumerate(model.blocks):
         row = torch.cat([mean[f"blocks.{index}.linear.{name}"].reshape(-1) for name in ("weight", "bias")])
@@ -271,7 +271,7 @@ def losses(model: nn.Module) -> list[float]:
         found.append(iterate(model))
         optimizer.step()
         optimizer.zero_grad()
-    assert found[-1] < found[0], f"it learns nothing: {found}"
+    assert found[-1] < found[0], f"the loss does not decrease: {found}"
     return found
 
 
@@ -293,8 +293,8 @@ def test_batch_norms_become_units_of_their_own_with_mixed_precision_off() -> Non
         iterate(model)
     assert dtypes.of("batch_norm") == {FULL}
     assert dtypes.of("linear") == dtypes.of("layer_norm") == {LOW}
-    assert {dtypes.of_inputs[f"{index}.batch_norm"] for index in (1, 2)} == {FULL}, "cast for it"
-    assert {dtypes.of_inputs[f"{index}.layer_norm"] for index in (1, 2)} == {LOW}, "and cast back"
+    assert {dtypes.of_inputs[f"{index}.batch_norm"] for index in (1, 2)} == {FULL}, "its inputs are cast"
+    assert {dtypes.of_inputs[f"{index}.layer_norm"] for index in (1, 2)} == {LOW}, "its outputs are cast back"
     gathered = {event.unit: event.dtype for event in recorder.events if event.kind == "AG"}
     assert gathered == {"": LOW, "1": LOW, "2": LOW, "1.batch_norm": FULL, "2.batch_norm": FULL}
 
@@ -316,7 +316,7 @@ def test_uncalled_container_warning_equals_torch(kind: str) -> None:
         words = said.split(":")[0]
         assert ours.startswith(f"rank {dist.get_rank()}: {words}: ")
         assert type(container()).__name__ in ours
-        assert by_us[0].filename == __file__, "it points to the line that has wrapped it"
+        assert by_us[0].filename == __file__, "the warning names the line that wrapped the module"
 
 
 class Chosen(nn.ModuleList):
@@ -428,4 +428,4 @@ def test_manually_wrapped_batch_norm_keeps_input_dtype() -> None:
     plain = seeded(normed)
     plain[1].batch_norm.register_forward_hook(lambda module, args, output: seen.append((args[0].dtype, output.dtype)))
     loss_of(by_hand(FSDP, plain)(batch())).backward()
-    assert seen == [(LOW, LOW)], "nobody casts: the layer takes low precision in and computes with its own weights"
+    assert seen == [(LOW, LOW)], "no input is cast: the layer computes in low precision with its weights"

@@ -1,4 +1,4 @@
-"""Special cases: several backwards, hooks, frozen towers, complex numbers, and a second parallelism.
+"""Special cases: several backwards, hooks, frozen submodules, complex numbers, and tensor parallelism.
 
 No single requirement covers these cases, but existing training loops depend on them.
 """

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from spec_tests.fsdp2.test_after_evaluation import (
     EDITS,
@@ -49,6 +51,25 @@ def test_ranks_may_evaluate_different_numbers_of_batches_where_parameters_are_ke
             assert gathers(lambda: evaluate(model)) == 0
         # A forward recorded by autograd all-gathers again, because a change through `.data` cannot be detected.
         assert gathers(lambda: backward(model)) == 3
+
+
+class Checkpointed(Tiny):
+    """Runs its blocks without grad mode, and again in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        result: Tensor = self.head(x)
+        return result
+
+
+@pytest.mark.spec("SHARD-08", "FRESH-03")
+@pytest.mark.parametrize("kind", KEEPS)
+@ranks(2)
+def test_a_checkpointed_unit_is_not_an_evaluation_and_is_kept_for_the_next_forward(kind: str) -> None:
+    model = KEEPS[kind](Checkpointed())
+    assert [gathers(lambda: model(batch())) for _ in range(2)] == [3, 0]
 
 
 @pytest.mark.spec("FRESH-03")

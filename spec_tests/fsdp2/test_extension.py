@@ -85,7 +85,7 @@ def test_eight_bits_learn_almost_like_thirty_two() -> None:
         for step in range(8):
             losses[kind].append(iterate(model, step % 2))
             step_by_hand(model)
-    assert losses[Int8Shards] != losses[None], "it does make a difference"
+    assert losses[Int8Shards] != losses[None], "the extension changes the values"
     torch.testing.assert_close(losses[Int8Shards], losses[None], rtol=0.1, atol=0.01)
     assert losses[Int8Shards][-1] < losses[Int8Shards][1]
 

@@ -210,7 +210,7 @@ def test_extension_methods_set_on_a_local_tensor_work_like_those_of_its_class(fr
     plain = sharded_by(fully_shard, from_meta=from_meta)
     losses = trained(ours)
     assert losses == trained(theirs)
-    assert losses != trained(plain), "it does make a difference"
+    assert losses != trained(plain), "the extension changes the values"
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(local(mine), local(other))
 
@@ -223,7 +223,7 @@ def test_patched_uneven_weight_sends_half_the_bytes() -> None:
     mine = layer.weight._local_tensor
     with count_collectives() as counts:
         output = layer(batch())
-    assert counts.num_bytes["all_gather"] == 4 * WIDTH * 2 + 4 * 4, "and the bias as it is"
+    assert counts.num_bytes["all_gather"] == 4 * WIDTH * 2 + 4 * 4, "the bias is not quantized"
     torch.testing.assert_close(output, usual(batch()), rtol=0.02, atol=0.02)
     layer.reshard()
     assert layer.weight._local_tensor is mine

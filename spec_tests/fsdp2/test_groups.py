@@ -253,16 +253,16 @@ def test_backward_all_gathers_among_local_peers() -> None:
     model = sharded(reshard_after_forward=2)
     shapes = [p.to_local().shape for p in model.parameters()]
     rank = dist.get_rank()
-    everybody, neighbours = (0, 1, 2, 3), ((0, 1), (2, 3))[rank // 2]
+    all_ranks, neighbours = (0, 1, 2, 3), ((0, 1), (2, 3))[rank // 2]
     for step in range(3):
         with trace.record() as forward:
             loss = loss_of(model(batch(step)))
         with trace.record() as backward:
             loss.backward()
-        assert {event.ranks for event in forward.events if event.kind == "AG"} == {everybody}
+        assert {event.ranks for event in forward.events if event.kind == "AG"} == {all_ranks}
         assert {event.ranks for event in backward.events if event.kind == "AG"} == {neighbours}
         assert forward.count("AG") == backward.count("AG") == 5
-        assert {event.ranks for event in backward.events if event.kind == "RS"} == {everybody}
+        assert {event.ranks for event in backward.events if event.kind == "RS"} == {all_ranks}
         # After backward, each rank has its own shards again.
         assert [p.to_local().shape for p in model.parameters()] == shapes
         assert [p.grad.to_local().shape for p in model.parameters()] == shapes
@@ -335,6 +335,17 @@ def test_modules_show_local_peer_shards_after_forward(rows: int, dim: int) -> No
     assert model.weight is owned
     loss.backward()
     assert model.weight is owned and owned.grad.to_local().shape == owned.to_local().shape
+
+
+@pytest.mark.spec("NEW-05")
+@ranks(4)
+def test_a_frozen_parameter_stays_frozen_on_the_smaller_mesh() -> None:
+    model = seeded(lambda: nn.Linear(8, 8))
+    model.bias.requires_grad_(False)
+    fully_shard(model, reshard_after_forward=2)
+    model(batch()[:, :1].expand(-1, 8))
+    assert model.bias.placements == (Replicate(), Shard(0))
+    assert [parameter.requires_grad for parameter in model.parameters()] == [True, False]
 
 
 @pytest.mark.spec("NEW-05")

@@ -129,7 +129,7 @@ def test_layers_of_torch_initialize_their_shards_and_a_container_does_not() -> N
         layer.reset_parameters()
     weight = model[0].weight.full_tensor()
     assert weight.abs().max() <= 1 / 8**0.5
-    assert weight.unique().numel() == weight.numel(), "no rank has drawn what another one drew"
+    assert weight.unique().numel() == weight.numel(), "the ranks drew different values"
     loss_of(model(torch.ones(2, 8, device=device()))).backward()
 
 

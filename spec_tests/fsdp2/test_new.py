@@ -73,6 +73,18 @@ def test_kept_params_need_no_all_gather_in_next_forward() -> None:
     assert recorder.order("FREE") == [f"FREE blocks.{index}" for index in (3, 2, 1, 0)]
 
 
+@pytest.mark.spec("NEW-06")
+@ranks(2)
+def test_an_evaluation_does_not_free_params_that_are_kept_after_backward() -> None:
+    model = sharded()
+    model.set_reshard_after_backward(False)
+    iterate(model)
+    for _ in range(2):
+        with trace.record() as recorder, torch.no_grad():
+            model(batch())
+        assert of_unit(recorder, "", "AG", "FREE") == []
+
+
 @pytest.mark.spec("NEW-11")
 @ranks(2)
 def test_group_unneeded_in_backward_is_not_all_gathered_there() -> None:

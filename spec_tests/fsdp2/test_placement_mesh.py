@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -104,14 +104,71 @@ def test_mesh_with_an_unused_dimension_is_refused() -> None:
         made_by(fully_shard, line_mesh(), FSDPMeshInfo(grid_mesh(), 1))
 
 
-@pytest.mark.spec("NEW-23")
+def gradient_sums(first: int, last: int) -> tuple[Tensor, Tensor]:
+    """The gradients of weight and bias of a linear layer, as sums over the ranks of the two meshes."""
+    weight = sum(batch(0, rank).sum(0) for rank in (first, last))
+    return weight.expand(4, WIDTH), torch.full((4,), 4.0 * len(batch())).to(device())
+
+
+# The factors by which the gradients of weight and bias are multiplied.
+CHANGES: dict[str, tuple[Callable[[Any], None], float, float]] = {
+    "mean": (lambda layer: None, 1 / 2, 1 / 4),
+    "factor": (lambda layer: layer.set_gradient_divide_factor(8.0), 1 / 8, 1 / 8),
+    "hook": (lambda layer: layer.set_all_reduce_hook(lambda reduced: reduced.mul_(3)), 3 / 2, 3 / 4),
+}
+
+
+@pytest.mark.spec("NEW-23", "NEW-09", "NEW-10")
+@pytest.mark.parametrize("change", CHANGES)
 @ranks(4)
-def test_a_gradient_is_the_mean_over_the_ranks_of_its_own_mesh() -> None:
+def test_a_gradient_is_the_mean_over_the_ranks_of_its_own_mesh(change: str) -> None:
     layer, info = nn.Linear(WIDTH, 4, device=device()), FSDPMeshInfo(grid_mesh()["shard"], 0)
-    experts = {layer.weight}
-    fully_shard(layer, mesh=line_mesh(), shard_placement_fn=placed(experts, info))
+    fully_shard(layer, mesh=line_mesh(), shard_placement_fn=placed({layer.weight}, info))
+    apply, *factors = CHANGES[change]
+    apply(layer)
     layer(batch()).sum().backward()
     first = dist.get_rank() // 2 * 2
-    expected = sum(batch(0, rank).sum(0) for rank in (first, first + 1)) / 2
-    torch.testing.assert_close(layer.weight.grad.full_tensor(), expected.expand(4, WIDTH))
+    sums = gradient_sums(first, first + 1)
+    for parameter, total, factor in zip(layer.parameters(), sums, factors, strict=True):
+        torch.testing.assert_close(parameter.grad.full_tensor(), total * factor)
+
+
+@pytest.mark.spec("NEW-23", "NEW-08", "GRAD-03")
+@ranks(4)
+def test_partial_sums_wait_on_each_mesh_and_are_dropped_on_each_mesh() -> None:
+    columns = DeviceMesh(device().type, [[0, 2], [1, 3]], mesh_dim_names=("replicate", "shard"))
+    layer = nn.Linear(WIDTH, 4, device=device())
+    experts = placed({layer.bias}, HSDPMeshInfo(columns, 1, 0))
+    fully_shard(layer, mesh=grid_mesh(), shard_placement_fn=experts)
+    layer.set_requires_all_reduce(False)
+    layer(batch()).sum().backward()
+    assert [parameter.grad for parameter in layer.parameters()] == [None, None]
+    layer.zero_grad()
+    layer.set_requires_all_reduce(True)
+    layer(batch(1)).sum().backward()
+    weight = sum(batch(1, rank).sum(0) for rank in range(4)) / 4
+    torch.testing.assert_close(layer.weight.grad.full_tensor(), weight.expand(4, WIDTH))
     assert layer.bias.grad.full_tensor().tolist() == [len(batch())] * 4
+
+
+class Growing(nn.Linear):
+    """Adds 1 to its parameters in each forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.add_(1)
+        return super().forward(x)
+
+
+@pytest.mark.spec("NEW-23", "PROG-43")
+@ranks(4)
+def test_values_that_a_forward_writes_are_kept_on_each_mesh() -> None:
+    torch.manual_seed(0)
+    layer, info = Growing(WIDTH, 4, device=device()), FSDPMeshInfo(grid_mesh()["shard"], 0)
+    expected = [parameter.detach() + 1 for parameter in layer.parameters()]
+    fully_shard(layer, mesh=line_mesh(), shard_placement_fn=placed({layer.weight}, info))
+    with torch.no_grad():
+        layer(batch())
+    for parameter, values in zip(layer.parameters(), expected, strict=True):
+        assert torch.equal(parameter.full_tensor(), values)

@@ -180,7 +180,7 @@ def test_output_dtype_of_inner_modules_breaks_a_low_precision_layer_without_inpu
 def test_parameters_without_recursion_lists_only_parameters_of_the_module() -> None:
     model = sharded(mp_policy=MixedPrecisionPolicy(BF16, FP32))
     model.unshard()
-    assert list(model.parameters(recurse=False)) == [], "all of the root's are in its layers"
+    assert list(model.parameters(recurse=False)) == [], "all parameters of the root are in its layers"
     own = list(model.enter.parameters(recurse=False))
     assert {p.dtype for p in own} == {BF16}
     assert not any(isinstance(p, DTensor) for p in own)

@@ -15,7 +15,7 @@ from torch import nn
 
 from spec_tests.harness import ranks
 from spec_tests.models.modules import seeded
-from spec_tests.models.running import Watch, batch, iterate, loss_of, recorded_iteration
+from spec_tests.models.running import Watch, batch, iterate, loss_of, recorded_iteration, said
 from spec_tests.models.sharding import sharded
 from spec_tests.models.values import assert_same, full_gradients, full_values
 from spec_tests.subject import trace
@@ -72,6 +72,17 @@ def test_forward_prefetch_list_is_issued_in_order_before_the_layer_runs() -> Non
     model = sharded()
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2], model.blocks[1]])
     words = words_of(model)
+    assert words[: words.index("F0") + 1] == ["AGR", "AG0", "AG2", "AG1", "F0"]
+
+
+@pytest.mark.spec("FS2-PREF-03")
+@ranks(2)
+def test_forward_prefetch_list_is_used_in_an_evaluation() -> None:
+    model = sharded()
+    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2], model.blocks[1]])
+    with trace.record() as recorder, torch.no_grad():
+        model(batch())
+    words = said(recorder.events).split()
     assert words[: words.index("F0") + 1] == ["AGR", "AG0", "AG2", "AG1", "F0"]
 
 

@@ -45,7 +45,7 @@ def test_partial_sums_of_two_experts_are_not_added_up() -> None:
     model.set_requires_all_reduce(True)
     with pytest.raises(RuntimeError, match="has a partial gradient of 2 parameters"):
         iterate(model)
-    assert full_gradients(model) == {}, "no expert gets a gradient of the other one"
+    assert full_gradients(model) == {}, "no expert gets a gradient of another expert"
 
 
 class Adapted(nn.Module):
@@ -133,7 +133,7 @@ def test_integer_parameters_are_not_cast_to_the_param_dtype() -> None:
         loss_of(model(batch())).backward()
         assert model.seen == [torch.int64, torch.bfloat16]
     model.unshard()
-    assert torch.equal(model.codes, seeded(Quantized).codes), "997 is no value of bfloat16"
+    assert torch.equal(model.codes, seeded(Quantized).codes), "997 is not a bfloat16 value"
     model.reshard()
     assert model.scale.grad.dtype is torch.float32
     assert model.codes.grad is None
@@ -193,3 +193,63 @@ def test_a_failed_call_of_one_module_does_not_affect_a_root_that_is_created_late
     x = batch(0, 0, width=8)
     for _ in range(2):
         torch.testing.assert_close(model(x, "left right"), plain(x, "left right"))
+
+
+@pytest.mark.spec("PROG-87", "NEW-15")
+@ranks(2)
+def test_a_forward_that_fails_between_modules_of_a_unit_does_not_affect_the_next_one() -> None:
+    plain = TwoBranches().to(device())
+    model = copy.deepcopy(plain)
+    fully_shard([model.left, model.right])
+    fully_shard(model)
+    x = batch(0, 0, width=8)
+    for _ in range(2):
+        with pytest.raises(AttributeError, match="missing"):
+            model(x, "left missing")
+        torch.testing.assert_close(model(x, "left right"), plain(x, "left right"))
+
+
+class Distilled(nn.Module):
+    """The teacher, which runs last of its unit, computes without grad mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher, self.head = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.student(x)
+        with torch.no_grad():
+            target = self.teacher(x)
+        result: Tensor = self.head(y - target)
+        return result
+
+
+@pytest.mark.spec("NEW-04", "FS2-PREF-02")
+@ranks(2)
+def test_a_unit_is_prefetched_in_backward_if_its_last_module_ran_without_grad_mode() -> None:
+    model = Distilled().to(device())
+    fully_shard([model.student, model.teacher])
+    for module in (model.head, model):
+        fully_shard(module)
+    output = model(batch(0, 0, width=8))
+    with trace.record() as recorder:
+        output.sum().backward()
+    both = "student, teacher"
+    assert recorder.order("AG", "RS") == ["AG head", f"AG {both}", "RS head", f"RS {both}"]
+
+
+@pytest.mark.spec("PROG-87", "NEW-15")
+@ranks(2)
+def test_after_a_failed_forward_an_evaluation_of_the_unit_awaits_no_backward() -> None:
+    model = TwoBranches().to(device())
+    fully_shard([model.left, model.right])
+    fully_shard(model)
+    x = batch(0, 0, width=8)
+    with pytest.raises(AttributeError, match="missing"):
+        model(x, "left missing")
+    with torch.no_grad():
+        model(x, "left right")
+    loss = loss_of(model(x, ""))
+    with trace.record() as recorder:
+        loss.backward()
+    assert "AG left, right" not in recorder.order("AG"), "the unit has no backward"

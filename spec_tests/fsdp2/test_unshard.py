@@ -1,4 +1,4 @@
-"""Unsharding and resharding by hand, also around changes of the shards and around a forward."""
+"""Unsharding and resharding manually, also around changes of the shards and around a forward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from spec_tests.fsdp2.test_fully_shard import SHARDED, own_types
 from spec_tests.harness import plain_tensor, ranks
 from spec_tests.models.modules import seeded
-from spec_tests.models.running import batch, iterate
+from spec_tests.models.running import batch, iterate, of_unit
 from spec_tests.models.sharding import sharded
 from spec_tests.models.values import assert_same, full_gradients, full_values, mean_gradients, named
 from spec_tests.subject import UnshardHandle, fully_shard, trace
@@ -38,7 +38,7 @@ def test_unshard_and_reshard_change_only_own_params_of_group() -> None:
     assert own_types(model.blocks[2]) == {plain_tensor()}, "nested groups are not touched"
     model.blocks[2].reshard()
     model.blocks[2].reshard()
-    assert all(mine is other for mine, other in zip(model.parameters(), before, strict=True)), "for the optimizer"
+    assert all(mine is other for mine, other in zip(model.parameters(), before, strict=True)), "same objects"
     assert_same(full_values(model), plain)
 
 
@@ -54,6 +54,8 @@ def test_only_an_asynchronous_unshard_returns_a_handle() -> None:
     assert own_types(model) == {plain_tensor()}
     waiting.wait()
     model.reshard()
+    waiting.wait()
+    assert own_types(model) == {DTensor}
     model.unshard(async_op=True)
     iterate(model)
     assert_same(full_gradients(model), mean_gradients(seeded()))
@@ -157,3 +159,13 @@ def test_a_unit_that_ran_alone_and_is_unsharded_by_hand_is_not_all_gathered_agai
         found = model(batch())
     assert [event.unit for event in recorder.events if event.kind == "AG"] == [""]
     assert torch.equal(found, expected)
+
+
+@pytest.mark.spec("FS2-13", "CTOR-11")
+@ranks(2)
+def test_a_unit_that_ran_alone_is_freed_after_its_forward_in_a_larger_root() -> None:
+    model = sharded()
+    iterate(model.blocks[0])
+    with trace.record() as recorder:
+        model(batch())
+    assert of_unit(recorder, "blocks.0", "AG", "FREE") == ["AG", "FREE"]

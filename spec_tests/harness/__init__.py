@@ -21,7 +21,7 @@ import torch
 from spec_tests.harness import pool, worker
 from spec_tests.harness.worker import kept
 
-__all__ = ["device", "kept", "plain_tensor", "rank_among_invented", "ranks"]
+__all__ = ["device", "kept", "plain_tensor", "rank_among_fake_ranks", "ranks"]
 
 HANG_LIMIT = 60.0
 
@@ -35,7 +35,7 @@ def ranks(num_ranks: int, timeout: float = HANG_LIMIT) -> Callable[[Callable[...
     return _on_a_pool(num_ranks, timeout, is_alone=False)
 
 
-def rank_among_invented(
+def rank_among_fake_ranks(
     num_ranks: int, timeout: float = HANG_LIMIT
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Runs the test's body in one process: rank 0 of a group whose other ranks are fake. Simulated device only.

@@ -117,8 +117,9 @@ class Accounting:
     Args:
         device: ``"cpu"``, ``"simulated"`` or ``"cuda"``.
         root: the folder that contains ``build/spec-results.json``. Test names are relative to it.
-        engine: what the tests test. The results of another engine than minifsdp are in a file of their own, such as
-            ``build/spec-results-torch.json``, and the errors of its failed tests in ``build/spec-errors-torch.json``.
+        engine: the implementation that is tested. The results of another engine than minifsdp are in a file of their
+            own, such as ``build/spec-results-torch.json``, and the errors of its failed tests in
+            ``build/spec-errors-torch.json``.
     """
 
     def __init__(self, device: str, root: pathlib.Path = ROOT, engine: str = "minifsdp") -> None:
@@ -148,7 +149,7 @@ class Accounting:
             for marker in item.iter_markers("spec"):
                 for row in marker.args or ("",):
                     if row not in self.rows:
-                        raise pytest.UsageError(f"{item.nodeid} carries {row!r}, which is no row of docs/spec.md")
+                        raise pytest.UsageError(f"{item.nodeid} has the marker {row!r}, not a row of docs/spec.md")
                     self.carried.setdefault(item.nodeid, []).append(row)
         if whole_files:
             self.complete_files = {_file_of(item.nodeid) for item in items}

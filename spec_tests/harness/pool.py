@@ -12,7 +12,7 @@ Failures:
   stacks of all ranks.
 * A rank dies: the test fails with the signal that killed it and with its last output.
 * All pass, but one rank has issued more collectives than another: the test fails, because the next one would hang.
-* The session dies: a rank that detects this ends itself.
+* The session ends: a rank that detects this ends, too.
 
 Measured (``spec_tools/tests/test_pool.py``, 2 cores shared with other programs): an empty test on 2 ranks takes
 1.4 ms, one with an all-reduce on 4 ranks 6 ms. A pool starts in 0.15 s once the fork server runs. The server itself

@@ -279,7 +279,7 @@ def join_default_group(seat: Seat) -> None:
         # Otherwise each manual_seed() records its call stack in case an accelerator is initialized later: 6 ms.
         torch.cuda.manual_seed_all = torch.xpu.manual_seed_all = torch.mtia.manual_seed_all = _seed_nothing
     if seat.is_alone:
-        store = simulated.INVENTED_STORE
+        store = simulated.STORE_OF_ONE_PROCESS
         dist.init_process_group("simulated", rank=seat.rank, world_size=seat.num_ranks, store=store)
         return
     dist.init_process_group(
@@ -437,7 +437,7 @@ class Surroundings:
         _destroy_leftover_groups()
         torch.manual_seed(0)
         random.seed(0)
-        # With NCCL a time-out ends the process and shows less than the stacks do, so there only the limit applies.
+        # With NCCL, a time-out ends the process without the stacks, so only the limit applies.
         if device_here.type != "cuda" and limit != self.limit:
             _set_time_limit(timedelta(seconds=0.75 * limit), dist.group.WORLD)
             self.limit = limit

@@ -5,7 +5,7 @@ models that many tests share are in ``modules.py``. A model that only one file n
 
 * ``modules.py``: the layers of the models, and `seeded`, which gives them the same values in every process.
 * ``sharding.py``: `wrapped` and `sharded`, one for each API, with the groups and meshes of four ranks.
-* ``running.py``: batches, one iteration, and what it did: its events, its collectives and its memory.
+* ``running.py``: batches, one iteration, and its events, collectives and memory.
 * ``values.py``: parameters and gradients, the expected ones and those of the sharded model.
 * ``info.py``, ``arrangement.py``, ``calls.py``, ``layers.py``: `MODELS`, a table of small models, each of which is
   difficult in one way.
@@ -23,8 +23,8 @@ the step. A single process that draws all the parts, one after the other, trains
     ranks       rank 0 draws batch(seed, step, 0)       rank 1 draws batch(seed, step, 1)       gradients are averaged
     one process draws batch(seed, step, 0), then batch(seed, step, 1)                           gradients are averaged
 
-The single process does not concatenate the parts, and the ranks do not split a batch: batch norm sees four samples on a
-rank, and must see the same four in the single process.
+The single process does not concatenate the parts, and the ranks do not split a batch: batch norm gets four samples on a
+rank, and must get the same four in the single process.
 
 *In torch:* ``torch.testing._internal.common_fsdp`` has models for the same purpose.
 

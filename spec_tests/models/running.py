@@ -1,4 +1,4 @@
-"""Batches for the models, one iteration, and what it did: its events, its collectives and its memory.
+"""Batches for the models, one iteration, and its events, collectives and memory.
 
 Events are written as short words: ``AG2`` is the all-gather of block 2, ``FREER`` frees the root's unsharded memory,
 and a bar separates forward from backward::

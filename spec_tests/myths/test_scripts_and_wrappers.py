@@ -301,7 +301,7 @@ def place_of(rank: int, local_rank: int, patch: pytest.MonkeyPatch) -> Any:
 def test_the_device_is_chosen_by_the_rank_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     place = place_of(9, 1, monkeypatch)
     assert place.rank == 9
-    # Neither machine has ten GPUs, so the global rank 9 is no device index.
+    # Neither machine has ten GPUs, so the global rank 9 is not a device index.
     assert place.device == torch.device("cuda", 1)
 
 

@@ -27,7 +27,7 @@ from spec_tests.subject import (
 FULL_SHARD, SHARD_GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 
 
-def everybody(value: Any) -> list[Any]:
+def from_all_ranks(value: Any) -> list[Any]:
     """The values of all ranks, by rank."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
@@ -37,7 +37,7 @@ def everybody(value: Any) -> list[Any]:
 @pytest.mark.spec("MYTH-06")
 @ranks(2)
 def test_every_rank_stores_a_shard_of_every_unit() -> None:
-    sizes = everybody([p.numel() for p in wrapped().parameters()])
+    sizes = from_all_ranks([p.numel() for p in wrapped().parameters()])
     assert sizes[0] == sizes[1] == [28, 21, 21, 21, 21]
 
 
@@ -49,7 +49,7 @@ def test_each_rank_computes_full_layers_on_its_own_batch() -> None:
     model.module.blocks[0].register_forward_hook(lambda _, __, out: seen.append(out.detach()))
     with trace.record() as recorder:
         iterate(model)
-    first, second = everybody(seen[0].cpu())
+    first, second = from_all_ranks(seen[0].cpu())
     assert first.shape == second.shape == (3, 6)
     assert not torch.equal(first, second)
     assert {event.kind for event in recorder.events if event.ranks} == {"AG", "RS"}
@@ -63,7 +63,7 @@ def test_all_ranks_communicate_equally_and_own_no_layer() -> None:
     with trace.record() as recorder:
         iterate(model)
     sent = [(e.kind, e.unit, e.num_bytes) for e in recorder.events if e.ranks]
-    assert everybody(sent)[0] == everybody(sent)[1]
+    assert from_all_ranks(sent)[0] == from_all_ranks(sent)[1]
     kinds = {kind for kind, _, _ in sent}
     assert kinds == {"AG", "RS"}
 
@@ -127,8 +127,8 @@ def test_an_optimizer_from_before_the_wrapping_changes_nothing() -> None:
 def test_norm_of_torch_differs_between_ranks_and_the_norm_of_the_method_does_not() -> None:
     model = wrapped()
     iterate(model)
-    local = everybody(float(nn.utils.clip_grad_norm_(model.parameters(), 1e9)))
-    true = everybody(float(model.clip_grad_norm_(1e9)))
+    local = from_all_ranks(float(nn.utils.clip_grad_norm_(model.parameters(), 1e9)))
+    true = from_all_ranks(float(model.clip_grad_norm_(1e9)))
     assert local[0] != local[1]
     assert true[0] == true[1] == pytest.approx((local[0] ** 2 + local[1] ** 2) ** 0.5)
 
@@ -183,7 +183,7 @@ def test_unwrapped_part_is_not_synchronized() -> None:
     model = seeded()
     model.blocks[0] = FullyShardedDataParallel(model.blocks[0], device_id=device())
     iterate(model)
-    first, second = everybody(model.leave.weight.grad.cpu())
+    first, second = from_all_ranks(model.leave.weight.grad.cpu())
     assert not torch.equal(first, second)
 
 
@@ -265,7 +265,7 @@ def test_same_learning_rate_gives_the_result_of_one_process() -> None:
     model = wrapped(sharding_strategy=FULL_SHARD)
     iterate(model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     alone = seeded()
-    batches = everybody(batch().cpu())
+    batches = from_all_ranks(batch().cpu())
     loss = sum(alone(x.to(device())).square().mean() for x in batches) / 2
     loss.backward()
     torch.optim.SGD(alone.parameters(), lr=0.1).step()

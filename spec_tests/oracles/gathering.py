@@ -118,11 +118,11 @@ def gather_chunks(chunks: Chunks, group: dist.ProcessGroup | None) -> Chunks:
     if group is None:
         return chunks
     # Lists of numbers are exact, and pickling so many small tensors would take ten times as long.
-    everybody: list[Any] = [None] * group.size()
+    all_ranks: list[Any] = [None] * group.size()
     dist.all_gather_object(
-        everybody, {key: [as_numbers(row) for row in rows] for key, rows in chunks.items()}, group=group
+        all_ranks, {key: [as_numbers(row) for row in rows] for key, rows in chunks.items()}, group=group
     )
-    return {key: _joined([[from_numbers(row) for row in of_rank[key]] for of_rank in everybody]) for key in chunks}
+    return {key: _joined([[from_numbers(row) for row in of_rank[key]] for of_rank in all_ranks]) for key in chunks}
 
 
 def as_numbers(tensor: Tensor | None) -> Any:

@@ -3,7 +3,7 @@
 A hand-written test covers only cases that its author thought of. Here programs are drawn: a tree of modules, which of
 them are units, a front end, a strategy and other options, and the calls that a user makes. All random tests share one
 description of a program, one function that draws it, one player for each front end, and one reference. Each has its own
-*judge*, which decides what is wrong.
+*judge*, which finds the errors.
 
 A description is plain data, and its JSON form omits defaults. For example::
 
@@ -33,7 +33,7 @@ tests                                  drawn kind    what the judge checks
 * ``draw.py``: draws random programs.
 * ``modules.py``: the plain model, its batches, loss and optimizer.
 * ``front_ends.py``: shards the model.
-* ``sides.py``: what each call does to the sharded model.
+* ``sides.py``: the effect of each call on the sharded model.
 * ``reference.py``: the same for the reference; ``spec_tests/oracles/single.py`` computes its gradients.
 * ``player.py``: runs a program on a rank, and compares after each call.
 * ``judge.py``: sends programs to the ranks, and reduces a failing one until no part can be removed.

@@ -28,11 +28,11 @@ def main(arguments: list[str]) -> int:
     from spec_tests.random_programs.judge import judged, replay_line, simplest
 
     parser = argparse.ArgumentParser(prog="python -m spec_tests.random_programs", description=__doc__)
-    parser.add_argument("program", help="JSON, as a failure has printed it")
-    parser.add_argument("--api", help="who shards, instead of the one in the description")
+    parser.add_argument("program", help="JSON from the report of a failure")
+    parser.add_argument("--api", help="the API, instead of that in the description")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--races", action="store_true", help="on the simulated device, in other orders of the streams")
-    parser.add_argument("--shrink", action="store_true", help="make this program smaller")
+    parser.add_argument("--races", action="store_true", help="simulate the device, with other orders of the streams")
+    parser.add_argument("--shrink", action="store_true", help="simplify this program")
     parser.add_argument("--log", action="store_true", help="print the result of each call")
     chosen = parser.parse_args(arguments)
     pool.use_device(chosen.device)

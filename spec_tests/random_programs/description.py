@@ -139,7 +139,7 @@ class Description:
         bomb: if not ``""``, a micro-batch before each step raises an error in ``"forward"`` or ``"backward"``.
         bomb_at: number of the leaf that raises it.
         resets: whether the iteration is reset manually after that error (``fully_shard``).
-        edits: what the user does with the parameters between steps: ``"write"`` halves the full ones (with
+        edits: how the user changes or reads the parameters between steps: ``"write"`` halves the full ones (with
             ``fully_shard`` the shards), ``"in_place"`` and ``"data"`` halve the shards, ``"read"``, ``"read_on_cpu"``
             and ``"gradients"`` read the full ones; or ``""``.
         saves: the state dict that is taken after each step: ``"full"``, ``"sharded"`` or ``""``.

@@ -47,7 +47,7 @@ class Verdict:
 
     Attributes:
         program: the program.
-        found: what is wrong, or ``None``.
+        found: the finding, or ``None``.
         log: the result of each call on rank 0.
         ended: whether it ended early on some rank, because ranks had made different calls and got an error.
     """

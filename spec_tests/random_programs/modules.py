@@ -72,7 +72,7 @@ class Bang(Exception):
 
 
 class Kept:
-    """The gradients of one forward that hooks of the user keep: of the input and of what the root's parts pass on.
+    """The gradients of one forward that hooks of the user keep: of the input and of the outputs of the root's parts.
 
     A hook keeps the tensor itself, not a copy. So a later write into its memory is a difference.
     """
@@ -124,7 +124,7 @@ class Clock:
         """Each leaf calls this with its number and its result.
 
         Raises:
-            Bang: here, or in a backward hook, if ``bomb`` names this leaf.
+            Raises the error here, or in a backward hook, if ``bomb`` names this leaf.
         """
         if self.bomb == ("forward", number):
             raise Bang

@@ -1,4 +1,4 @@
-"""Runs a program on a rank: makes each call on the sharded model and on the reference, and records what is wrong.
+"""Runs a program on a rank: makes each call on the sharded model and on the reference, and records errors.
 
 After every call, one of these must be true:
 
@@ -179,7 +179,7 @@ class Player:
                 self._note(f"no end: {call} ended in {said}")
         if self.d.is_apart:
             if self.reference.discord:
-                self._note("discord: the ranks have done different things, and all came to the end")
+                self._note("discord: the ranks ran different programs, and all have ended")
             if not self.reference.is_shifted:
                 self._compare_parameters()
 
@@ -273,7 +273,7 @@ class Player:
             entry = re.search(r"#(E-[a-z0-9-]+)", text)
             said = entry.group(1) if entry else text.splitlines()[0]
             if self._is_in_order(call):
-                self._note(f"refused: {call} was in order, and ended in {type(error).__name__}: {text}")
+                self._note(f"refused: {call} is allowed, and raised {type(error).__name__}: {text}")
             return said
         if self.d.is_apart and OF_GLOO.search(text):
             raise error
@@ -283,7 +283,7 @@ class Player:
         leaves_traces |= call["do"] == "load" and self.side.has_to_load(call)
         _, expected = self._try(self.reference, call, ranks) if leaves_traces else (None, None)
         if expected is None and call["do"] in COMPUTING:
-            self._note(f"bare error: {call} went well in one process, and here: {type(error).__name__}: {text}")
+            self._note(f"bare error: {call} succeeded in one process, and raised here: {type(error).__name__}: {text}")
         where = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
         if self.d.steps == 0 and not any(map(is_of_package, where)):
             return f"torch: {type(error).__name__}"
@@ -318,7 +318,7 @@ class Player:
             return MEANINGLESS
         # This rank does not have a state that only the other rank has saved.
         if error is not None and not (self.d.is_apart and call["do"].startswith("load")):
-            self._note(f"lenient: {call} went well here, and in one process: {type(error).__name__}: {error}")
+            self._note(f"lenient: {call} succeeded here, and raised in one process: {type(error).__name__}: {error}")
         if self.d.is_apart or not mine:
             return "ok"
         if isinstance(expected, Tensor):
@@ -424,7 +424,7 @@ class Player:
                     f"{what}, which is not there", torch.zeros_like(expected[name]), expected[name], tolerance
                 )
             elif name in absent and self.d.clears and self.d.steps:
-                self._note(f"differs: {what} is there: {local(parameter.grad)}, and nobody has computed any")
+                self._note(f"differs: {what} is {local(parameter.grad)}, and no backward has computed it")
             else:
                 self._compare(what, parameter.grad, expected[name], tolerance)
 
@@ -482,11 +482,11 @@ class Player:
         if call["do"] != "convert" and not (call["do"] == "step" and rounds):
             return
         shards = {name: local(parameter) for name, parameter in self.side.owned.items()}
-        everybody: list[Any] = [None] * self.d.num_ranks
-        dist.all_gather_object(everybody, shards)
+        all_ranks: list[Any] = [None] * self.d.num_ranks
+        dist.all_gather_object(all_ranks, shards)
         values = dict(self.reference.model.named_parameters())
         with torch.no_grad():
-            for name, value in self.side.joined(everybody).items():
+            for name, value in self.side.joined(all_ranks).items():
                 values[name].copy_(value)
 
 
@@ -514,11 +514,11 @@ def play_all(texts: list[str], folder: str) -> None:
     for text in texts:
         d = from_json(text)
         result = _result_of(d)
-        everybody: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everybody, result)
-        found = _together(d, everybody, result)
+        all_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(all_ranks, result)
+        found = _together(d, all_ranks, result)
         results.append({"log": result["log"], "found": found, "ended": bool(result["ended"])})
-        if any(not all(map(_is_ok, each["log"])) or each["found"] for each in everybody):
+        if any(not all(map(_is_ok, each["log"])) or each["found"] for each in all_ranks):
             # Objects of a failed run must not affect the next one.
             gc.collect()
     pathlib.Path(folder, str(dist.get_rank())).write_text(json.dumps(results))
@@ -528,15 +528,15 @@ def play_all(texts: list[str], folder: str) -> None:
 play_all.body_on_a_rank = play_all  # type: ignore[attr-defined]
 
 
-def _together(d: Description, everybody: list[Any], mine: dict[str, Any]) -> str | None:
-    are_alike = len({tuple(map(_is_ok, result["log"])) for result in everybody}) == 1
+def _together(d: Description, all_ranks: list[Any], mine: dict[str, Any]) -> str | None:
+    are_alike = len({tuple(map(_is_ok, result["log"])) for result in all_ranks}) == 1
     mine["ended"] = mine["ended"] or (d.is_apart and not are_alike)
     if mine["found"] is not None:
         # A finding can be only a consequence: another rank has got an error, and its program has ended.
-        others = d.is_apart and (mine["ended"] or any(result["ended"] for result in everybody))
+        others = d.is_apart and (mine["ended"] or any(result["ended"] for result in all_ranks))
         return None if others and mine["found"].startswith(("discord", "differs")) else mine["found"]
-    if not d.is_apart and not are_alike and not any(result["found"] for result in everybody):
-        return f"the ranks were told different things: {[result['log'] for result in everybody]}"
+    if not d.is_apart and not are_alike and not any(result["found"] for result in all_ranks):
+        return f"the results of the ranks differ: {[result['log'] for result in all_ranks]}"
     return None
 
 

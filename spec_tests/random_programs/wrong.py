@@ -147,7 +147,7 @@ WRONG_WRAPPED: dict[str, Wrong] = {
     "apply a number": lambda side: side.model.apply(3),
     "fsdp_modules of a number": lambda side: FSDP.fsdp_modules(3),
     # If only rank 0 has full parameters, it can compute with them.
-    "call a part that is no unit": lambda side: (
+    "call a part that is not a unit": lambda side: (
         side.hides_from_some or side.part_without_unit(torch.zeros(1, 4, dtype=torch.float64), None)
     ),
 }
@@ -217,5 +217,5 @@ WRONG_COMPOSED: dict[str, Wrong] = {
     "load whole tensors": lambda side: side.model.load_state_dict(
         {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in side.model.state_dict().items()}
     ),
-    "call a part that is no unit": lambda side: side.part_without_unit(torch.zeros(1, 4, dtype=torch.float64), None),
+    "call a part that is not a unit": lambda side: side.part_without_unit(torch.zeros(1, 4, dtype=torch.float64), None),
 }

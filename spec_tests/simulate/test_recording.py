@@ -103,7 +103,7 @@ def test_limiter_of_the_wrapper_makes_the_cpu_wait() -> None:
     assert any(isinstance(item, UseOn) for item in limited.tape.items)
 
 
-# ---- what a recording contains --------------------------------------------------------------------------------------
+# ---- contents of a recording ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.pure
@@ -202,7 +202,7 @@ def test_encoder_and_decoder_and_described_sizes_are_recorded() -> None:
     ]  # fmt: skip
     with pytest.raises(ValueError, match="has no heads"):
         shape_of("layers=2,width=64")
-    with pytest.raises(ValueError, match="is no size of a model"):
+    with pytest.raises(ValueError, match="is not a size of a model"):
         shape_of("layers=2,height=64")
 
 

@@ -1,4 +1,4 @@
-"""Times of operators, collectives and whole tapes, computed by hand."""
+"""Times of operators, collectives and whole tapes, computed manually."""
 
 from __future__ import annotations
 

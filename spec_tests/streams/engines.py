@@ -151,7 +151,7 @@ def call(module: str, function: str, folder: pathlib.Path, *arguments: Any) -> A
     its.close()
     try:
         if not mine.poll(LIMIT):
-            raise RuntimeError(f"{what} has not come to an end in {LIMIT:g} s")
+            raise RuntimeError(f"{what} has not ended in {LIMIT:g} s")
         return mine.recv()
     except EOFError as error:
         process.join()

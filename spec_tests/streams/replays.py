@@ -136,7 +136,8 @@ def _divided(moments: Iterable[Moment], at: Operation, *, is_last: bool) -> list
 
 
 def _apart(moment: Moment) -> Iterator[Moment]:
-    """Copies into buckets that were launched with other operators between them, such as a reduce-scatter, are apart."""
+    """Copies into buckets that were launched with other operators between them, such as a reduce-scatter, are separate
+    boxes."""
     if moment.kind not in SORTING.values():
         yield moment
         return
@@ -180,7 +181,7 @@ class Boxes:
         self.column: dict[Moment, int] = {}
         while len(self.column) < len(waits):
             ready = [box for box in waits if box not in self.column and all(one in self.column for one in waits[box])]
-            assert ready, "boxes that wait for each other"
+            assert ready, "the boxes wait for each other"
             for box in ready:
                 self.column[box] = 1 + max((self.column[one] for one in waits[box]), default=0)
 
@@ -275,9 +276,9 @@ def _last_column(free: Moment, found: Boxes) -> int:
 
 def _race(race: simulated.Race, found: Boxes, shown: Sequence[Moment]) -> dict[str, Any]:
     """The kind of the race, and for each of its accesses: the box, verb, operator and bytes."""
-    told: dict[str, Any] = {"kind": race.kind}
+    result: dict[str, Any] = {"kind": race.kind}
     for key, access, box in (("new", race.new, found.new), ("old", race.old, found.old)):
         if access is not None and box is not None:
             verb = "writes" if access.is_write else "reads"
-            told[key] = [shown.index(box), verb, access.operator, access.low, access.high]
-    return told
+            result[key] = [shown.index(box), verb, access.operator, access.low, access.high]
+    return result

@@ -91,7 +91,7 @@ def _become(num_ranks: int, rank: int) -> None:
     # Collect the objects of an earlier run that was interrupted. Freezing excludes imported modules from collections.
     gc.collect()
     gc.freeze()
-    dist.init_process_group("simulated", rank=rank, world_size=num_ranks, store=simulated.INVENTED_STORE)
+    dist.init_process_group("simulated", rank=rank, world_size=num_ranks, store=simulated.STORE_OF_ONE_PROCESS)
 
 
 def _make_calls(run: _Racing) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from minifsdp.engine import lifetime
 from spec_tests import subject
-from spec_tests.harness import device, rank_among_invented, ranks, simulated
+from spec_tests.harness import device, rank_among_fake_ranks, ranks, simulated
 from spec_tests.harness.simulated import WORLD
 from spec_tests.streams.blocks import Log, flat, logged, per_parameter
 from spec_tests.subject import BackwardPrefetch
@@ -58,17 +58,17 @@ def limits() -> list[str]:
 
 @pytest.mark.spec("PREF-14", "FS2-PREF-01", "COST-03")
 @either_api
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_next_all_gather_may_overlap_forward_of_block(api: str) -> None:
     options = {"limit_all_gathers": False} if api == "wrapper" else {}
     log = logged(APIS[api](**options))
     for block in range(3):
         assert log.order.may_overlap(log.gathers[block + 1], log.products[block])
-        assert log.gathers[block].is_before(log.products[block]), "its own it waits for"
+        assert log.gathers[block].is_before(log.products[block]), "the unit waits for its own all-gather"
 
 
 @pytest.mark.spec("PREF-09")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_pre_prefetch_all_gather_may_overlap_gradients() -> None:
     log = logged(flat(backward_prefetch=BackwardPrefetch.BACKWARD_PRE))
     for step, block in enumerate((3, 2, 1)):
@@ -79,7 +79,7 @@ def test_pre_prefetch_all_gather_may_overlap_gradients() -> None:
 
 
 @pytest.mark.spec("PREF-09")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_post_prefetch_reduction_may_overlap_next_gradients() -> None:
     log = logged(flat(backward_prefetch=BackwardPrefetch.BACKWARD_POST))
     for step, block in enumerate((3, 2, 1)):
@@ -90,7 +90,7 @@ def test_post_prefetch_reduction_may_overlap_next_gradients() -> None:
 
 
 @pytest.mark.spec("PREF-09")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_all_gather_without_prefetch_follows_reduction() -> None:
     log = logged(flat(backward_prefetch=None))
     for step in range(3):
@@ -100,7 +100,7 @@ def test_all_gather_without_prefetch_follows_reduction() -> None:
 
 @pytest.mark.spec("PREF-10")
 @either_api
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_all_gathers_and_reductions_use_separate_streams(api: str) -> None:
     log = logged(APIS[api]())
     (gather_stream,) = {o.stream for o in log.gathers}
@@ -111,7 +111,7 @@ def test_all_gathers_and_reductions_use_separate_streams(api: str) -> None:
 
 @pytest.mark.spec("STREAM-09")
 @either_api
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_the_compute_stream_divides_nothing_and_reduces_nothing(api: str) -> None:
     log = logged(APIS[api]())
     assert len([o for o in log.operations if o.name == "div_"]) == 4
@@ -119,7 +119,7 @@ def test_the_compute_stream_divides_nothing_and_reduces_nothing(api: str) -> Non
 
 
 @pytest.mark.spec("STREAM-17")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_each_all_gather_is_copied_out_before_the_next() -> None:
     log = logged(per_parameter())
     kinds = {"all_gather": "gather", "split_with": "copy"}
@@ -128,7 +128,7 @@ def test_each_all_gather_is_copied_out_before_the_next() -> None:
 
 
 @pytest.mark.spec("STREAM-09", "HYB-04")
-@rank_among_invented(4)
+@rank_among_fake_ranks(4)
 def test_replica_all_reduce_may_overlap_next_reduce_scatter() -> None:
     log = logged(per_parameter(shape=(2, 2)))
     (stream,) = {o.stream for o in log.reductions}
@@ -140,7 +140,7 @@ def test_replica_all_reduce_may_overlap_next_reduce_scatter() -> None:
 
 @pytest.mark.spec("NEW-12")
 @pytest.mark.parametrize("given", [True, False], ids=["event", "no event"])
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_first_all_gather_waits_only_for_given_event(given: bool) -> None:
     sharded = per_parameter()
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
@@ -166,7 +166,7 @@ def test_first_all_gather_waits_only_for_given_event(given: bool) -> None:
 
 @pytest.mark.spec("NEW-17")
 @pytest.mark.parametrize("shared", [True, False])
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_roots_that_share_their_communication_context_share_its_streams(shared: bool) -> None:
     first, second = per_parameter(), per_parameter()
     if shared:
@@ -185,7 +185,7 @@ def test_roots_that_share_their_communication_context_share_its_streams(shared: 
 
 @pytest.mark.spec("LIM-02", "LIM-03")
 @pytest.mark.parametrize("limited", [True, False])
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_only_the_limiter_stops_the_cpu_before_a_third_unit(limited: bool) -> None:
     sharded = flat(limit_all_gathers=limited)
     logged(sharded)
@@ -197,7 +197,7 @@ def test_only_the_limiter_stops_the_cpu_before_a_third_unit(limited: bool) -> No
 
 @pytest.mark.spec("FS2-26", "MIG-14")
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["full", "zero-2"])
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_a_step_of_fully_shard_never_stops_the_cpu_and_never_records_a_stream(options: dict[str, Any]) -> None:
     sharded = per_parameter(**options)
     recorded = []
@@ -212,7 +212,7 @@ def test_a_step_of_fully_shard_never_stops_the_cpu_and_never_records_a_stream(op
 
 @pytest.mark.spec("STREAM-10", "STREAM-11")
 @either_api
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_offload_stops_the_cpu_once_for_all_gradients_of_any_number_of_units(api: str) -> None:
     stops = []
     for num_blocks in (2, 6):
@@ -227,7 +227,7 @@ def test_offload_stops_the_cpu_once_for_all_gradients_of_any_number_of_units(api
 
 @pytest.mark.spec("STREAM-15")
 @either_api
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_offloaded_shards_may_be_written_when_an_evaluation_has_returned(api: str) -> None:
     sharded = offloaded(api)
     with torch.no_grad():
@@ -239,7 +239,7 @@ def test_offloaded_shards_may_be_written_when_an_evaluation_has_returned(api: st
 
 @pytest.mark.spec("STREAM-13")
 @pytest.mark.parametrize("pinned", [True, False])
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_a_batch_may_be_overwritten_when_forward_has_begun(pinned: bool) -> None:
     sharded = flat()
     batch = torch.randn(3, 8)
@@ -250,7 +250,7 @@ def test_a_batch_may_be_overwritten_when_forward_has_begun(pinned: bool) -> None
 
 
 @pytest.mark.spec("STREAM-14")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_clipping_offloaded_gradients_stops_the_cpu_as_often_for_many_as_for_few() -> None:
     stops = []
     for num_blocks in (2, 6):
@@ -292,7 +292,7 @@ def peak(sharded: Any, *, trains: bool = True) -> int:
 
 
 @pytest.mark.spec("STREAM-17")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_prefetch_begins_after_the_output_of_the_all_gather_before_it_was_released() -> None:
     """The units are frozen, so gradients do not hide the memory of all-gathers."""
     model, module = per_parameter(6, WIDE).requires_grad_(False), torch.get_device_module(device())
@@ -308,7 +308,7 @@ def test_prefetch_begins_after_the_output_of_the_all_gather_before_it_was_releas
 
 
 @pytest.mark.spec("PREF-03", "PREF-05")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_backward_pre_holds_one_unit_more_than_backward_post() -> None:
     pre = peak(flat(8, WIDE, backward_prefetch=BackwardPrefetch.BACKWARD_PRE))
     post = peak(flat(8, WIDE, backward_prefetch=BackwardPrefetch.BACKWARD_POST))
@@ -316,14 +316,14 @@ def test_backward_pre_holds_one_unit_more_than_backward_post() -> None:
 
 
 @pytest.mark.spec("LIM-02", "LIM-06")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_without_the_limit_a_slow_device_has_every_unit_in_memory_at_once() -> None:
     assert 2 * UNIT <= peak(flat(8, WIDE), trains=False) < 3 * UNIT
     assert 8 * UNIT <= peak(flat(8, WIDE, limit_all_gathers=False), trains=False) < 9 * UNIT
 
 
 @pytest.mark.spec("FS2-PREF-05")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_each_unit_that_is_prefetched_more_is_one_unit_more_in_memory() -> None:
     found = []
     for ahead in (1, 2, 3):
@@ -336,7 +336,7 @@ def test_each_unit_that_is_prefetched_more_is_one_unit_more_in_memory() -> None:
 
 
 @pytest.mark.spec("FS2-26")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_equal_steps_of_fully_shard_reach_the_same_peak_and_more_blocks_only_store_more() -> None:
     small, large = (peaks(per_parameter(num_blocks, WIDE), 4) for num_blocks in (4, 8))
     assert len(set(small[1:])) == len(set(large[1:])) == 1

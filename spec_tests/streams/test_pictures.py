@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from minifsdp.tools.events import peak_gathered_bytes
-from spec_tests.harness import device, rank_among_invented, simulated
+from spec_tests.harness import device, rank_among_fake_ranks, simulated
 from spec_tests.harness.accounting import ROOT
 from spec_tests.streams import blocks, order, pictures, steps, timelines
 from spec_tests.streams.steps import Moment, Step
@@ -24,16 +24,16 @@ def names(moments: list[Moment], row: str) -> list[str]:
 
 
 @pytest.mark.spec("SIM-11")
-@rank_among_invented(pictures.NUM_RANKS)
+@rank_among_fake_ranks(pictures.NUM_RANKS)
 def test_pictures_in_the_docs_equal_those_of_the_current_engine() -> None:
     written = {path.stem: path.read_text(encoding="utf-8") for path in pictures.FOLDER.glob("*.svg")}
     stale = sorted(name for name, text in pictures.drawn() if written.pop(name, None) != text)
     assert not stale, "if the new order is meant: python -m spec_tests.streams.pictures"
-    assert not written, "pictures that nobody draws"
+    assert not written, "these pictures are not used"
 
 
 @pytest.mark.spec("SIM-03")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_docs_example_of_race_gives_printed_report() -> None:
     page = (ROOT / "docs" / "streams.md").read_text(encoding="utf-8")
     program, report = (page.split(f"```{kind}\n")[1].split("```")[0] for kind in ("python", "text"))
@@ -56,7 +56,7 @@ def test_docs_example_of_race_gives_printed_report() -> None:
 
 
 @pytest.mark.spec("SIM-11")
-@rank_among_invented(4)
+@rank_among_fake_ranks(4)
 def test_every_operator_of_a_step_is_in_one_moment_of_its_stream() -> None:
     for api in ("wrapper", "function"):
         step = step_of(api)
@@ -69,7 +69,7 @@ def test_every_operator_of_a_step_is_in_one_moment_of_its_stream() -> None:
 
 
 @pytest.mark.spec("SIM-11")
-@rank_among_invented(4)
+@rank_among_fake_ranks(4)
 def test_arrows_and_columns_contain_the_order_of_the_log() -> None:
     step = step_of()
     boxes = [moment for moment in step.moments if moment.kind != "FREE"]
@@ -92,7 +92,7 @@ def test_arrows_and_columns_contain_the_order_of_the_log() -> None:
 
 
 @pytest.mark.spec("SIM-11")
-@rank_among_invented(4)
+@rank_among_fake_ranks(4)
 def test_a_timeline_keeps_every_wait_of_the_log() -> None:
     step = pictures.wide()
     run = timelines.played(step)
@@ -107,7 +107,7 @@ def test_a_timeline_keeps_every_wait_of_the_log() -> None:
 
 
 @pytest.mark.spec("SIM-11")
-@rank_among_invented(4)
+@rank_among_fake_ranks(4)
 def test_disabled_limiter_never_stops_cpu_but_uses_more_memory() -> None:
     limited, free = (timelines.played(pictures.wide(limit_all_gathers=value)) for value in (True, False))
     assert limited.stops

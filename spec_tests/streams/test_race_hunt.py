@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from spec_tests.harness import device, rank_among_invented
+from spec_tests.harness import device, rank_among_fake_ranks
 from spec_tools.gpu import races
 from spec_tools.gpu.platforms import Platform
 
 
 class Slept(Platform):
-    """Notes the streams that are kept busy."""
+    """Records the streams that are kept busy."""
 
     streams: list[Any] = []
 
@@ -25,7 +25,7 @@ class Slept(Platform):
 @pytest.mark.accelerator
 @pytest.mark.spec("KIT-06")
 @pytest.mark.parametrize("call", ["record_event", "wait_event"])
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_streams_are_late_before_events_and_waits(call: str) -> None:
     module = torch.get_device_module(device())
     side, event = module.Stream(), module.current_stream().record_event()
@@ -45,7 +45,7 @@ def test_streams_are_late_before_events_and_waits(call: str) -> None:
 @pytest.mark.parametrize(
     "configuration", ["wrapper, side stream", "function, side stream", "function, custom all-gather"]
 )
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_configuration_trains_without_a_race(configuration: str) -> None:
     delays = races.Delays(Slept("simulated", "sim", "simulated"), 2, 0)
     assert len(races.train(configuration, delays)) == races.NUM_STEPS

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from spec_tests.harness import rank_among_invented
+from spec_tests.harness import rank_among_fake_ranks
 from spec_tests.random_programs.description import from_json
 from spec_tests.random_programs.draw import drawn
 from spec_tests.streams.scenarios import play, report, simplest
@@ -23,7 +23,7 @@ NUM_SCENARIOS = {"1": 15, "2": 40, "4": 25, "2x2": 30}
 @pytest.mark.spec("SIM-06")
 @pytest.mark.parametrize("shape", NUM_SCENARIOS)
 @pytest.mark.parametrize("api", ["fsdp1", "fully_shard"])
-@rank_among_invented(1, timeout=300.0)
+@rank_among_fake_ranks(1, timeout=300.0)
 def test_any_scenario_ends_without_a_collision_and_with_equal_bits_in_other_schedules(api: str, shape: str) -> None:
     for scenario in drawn("races", NUM_SCENARIOS[shape], 0, api, shape):
         if play(scenario, NUM_SCHEDULES).finding is not None:
@@ -33,7 +33,7 @@ def test_any_scenario_ends_without_a_collision_and_with_equal_bits_in_other_sche
 @pytest.mark.spec("SIM-06")
 @pytest.mark.parametrize("shape", NUM_SCENARIOS)
 @pytest.mark.parametrize("api", ["fsdp1", "fully_shard"])
-@rank_among_invented(1, timeout=300.0)
+@rank_among_fake_ranks(1, timeout=300.0)
 def test_scenarios_on_a_stream_of_the_user_end_without_a_collision(api: str, shape: str) -> None:
     for scenario in drawn("races", NUM_ON_USERS_STREAM, 1, api, shape):
         scenario = replace(scenario, aside=True)
@@ -43,10 +43,10 @@ def test_scenarios_on_a_stream_of_the_user_end_without_a_collision(api: str, sha
 
 # Findings of earlier searches, simplified; the keys describe the error.
 FOUND = {
-    "the CPU unscales offloaded gradients before it has been told the scale": (
+    "the CPU unscales offloaded gradients before it has received the scale": (
         '{"model":{"kind":"chain","children":[{"unit":true}]},"offload":true,"scales":true}'
     ),
-    "after an error in backward the CPU zeroes gradients that are still on their way to it": (
+    "after an error in backward the CPU zeroes gradients that are still being copied to it": (
         '{"model":{"kind":"chain","children":[{"kind":"own"},{"kind":"own","unit":true},{"unit":true}]},'
         '"offload":true,"clears":false,"bomb":"backward","batches":"plain","hook":"plain","saves":"full"}'
     ),
@@ -60,11 +60,11 @@ FOUND = {
         '"BACKWARD_POST","micro_batches":[true,true,true],"samples":1,"clears":false,"tracks_input":true,"seed":2,'
         '"reads":true,"stepping":"in_backward","edits":"read"}'
     ),
-    "after a forward without a backward the optimizer writes to a shard that was prefetched in vain": (
+    "after a forward without a backward the optimizer writes to a shard that was prefetched and never used": (
         '{"model":{"kind":"chain","children":[{"kind":"own","unit":true,"every":2},{"kind":"unused"}]},'
         '"forward_prefetch":true,"clears":false,"evaluates":"forgotten","tracks_input":true}'
     ),
-    "the CPU writes to a shard that was prefetched in vain": (
+    "the CPU writes to a shard that was prefetched and never used": (
         '{"model":{"kind":"chain","children":[{"unit":true,"checkpoint":"reentrant"},{"unit":true}]},'
         '"api":"fully_shard","originals":true,"backward_prefetch":"","offload":true,"edits":"write","pins":true,'
         '"ahead":2}'
@@ -76,7 +76,7 @@ FOUND = {
 
 
 @pytest.mark.spec("SIM-06")
-@pytest.mark.parametrize("story", FOUND)
-@rank_among_invented(1)
-def test_earlier_scenario_findings_are_fixed(story: str) -> None:
-    assert play(from_json(FOUND[story]), 8).finding is None
+@pytest.mark.parametrize("case", FOUND)
+@rank_among_fake_ranks(1)
+def test_earlier_scenario_findings_are_fixed(case: str) -> None:
+    assert play(from_json(FOUND[case]), 8).finding is None

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spec_tests.harness import device, rank_among_invented, simulated
+from spec_tests.harness import device, rank_among_fake_ranks, simulated
 from spec_tests.models.torch_names import reduce_scatter_single
 from spec_tests.streams.simulation import WORLD, kinds, module, with_and_without_the_wait, zeros
 
@@ -29,7 +29,7 @@ def in_thread(function: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.spec("SIM-12")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_order_of_communicator_hides_no_missing_wait() -> None:
     one, two, output = zeros(8), zeros(8), zeros(4)
     side = module().Stream()
@@ -44,7 +44,7 @@ def test_order_of_communicator_hides_no_missing_wait() -> None:
 
 @pytest.mark.spec("SIM-12")
 @pytest.mark.parametrize("is_same_group", [True, False], ids=["one group", "two groups"])
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_collectives_of_one_communicator_do_not_overlap(is_same_group: bool) -> None:
     other_group = dist.group.WORLD if is_same_group else dist.new_group([0, 1])
     x, one, two, output = zeros(8), zeros(8), zeros(8), zeros(4)
@@ -68,7 +68,7 @@ def test_collectives_of_one_communicator_do_not_overlap(is_same_group: bool) -> 
 
 
 @pytest.mark.spec("SIM-12")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_replay_of_collectives_does_not_use_the_order_of_their_communicator() -> None:
     x, output, side = zeros(8) + 1, zeros(4), module().Stream()
     side.wait_stream(module().current_stream())
@@ -85,7 +85,7 @@ def test_replay_of_collectives_does_not_use_the_order_of_their_communicator() ->
 
 @pytest.mark.spec("SIM-13")
 @pytest.mark.parametrize("is_part", [False, True], ids=["view of a storage", "part of a storage"])
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_record_stream_has_no_effect_on_a_part_of_a_storage(is_part: bool) -> None:
     side = module().Stream()
     with module().stream(side):
@@ -104,7 +104,7 @@ def test_record_stream_has_no_effect_on_a_part_of_a_storage(is_part: bool) -> No
 
 @pytest.mark.spec("SIM-02")
 @with_and_without_the_wait
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_record_stream_covers_the_streams_that_the_recorded_one_waits_for(waits: bool) -> None:
     owner, reader = module().Stream(), module().Stream()
     with module().stream(owner):
@@ -125,7 +125,7 @@ def test_record_stream_covers_the_streams_that_the_recorded_one_waits_for(waits:
 
 
 @pytest.mark.spec("SIM-14")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_abort_from_another_thread_ends_the_wait_and_leaves_garbage() -> None:
     group: Any = dist.new_group([0, 1])
     x = zeros(8)
@@ -158,7 +158,7 @@ def test_abort_from_another_thread_ends_the_wait_and_leaves_garbage() -> None:
 
 
 @pytest.mark.spec("SIM-14")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_time_out_ends_the_wait_for_a_collective_with_an_error() -> None:
     group: Any = dist.new_group([0, 1])
     group.set_timeout(timedelta(seconds=0.3))
@@ -175,7 +175,7 @@ def test_time_out_ends_the_wait_for_a_collective_with_an_error() -> None:
 
 
 @pytest.mark.spec("SIM-14")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_overwritten_output_of_a_lost_collective_is_valid() -> None:
     group: Any = dist.new_group([0, 1])
     x = zeros(8)
@@ -199,7 +199,7 @@ def capture(call: Callable[[], Any], mode: str = "global") -> None:
 @pytest.mark.spec("SIM-15")
 @pytest.mark.parametrize("thread", ["global", "thread_local", "relaxed"])
 @pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_query_of_another_thread_invalidates_a_capture_in_mode_global(mode: str, thread: str) -> None:
     event = module().current_stream().record_event()
     errors: list[str] = []
@@ -232,7 +232,7 @@ CALLS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.spec("SIM-15")
 @pytest.mark.parametrize("call", CALLS)
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_capturing_thread_must_not_ask_for_the_state_of_the_device(call: str) -> None:
     with pytest.raises(RuntimeError, match="previous error during capture"):  # noqa: SIM117
         with module().graph(module().CUDAGraph()):
@@ -242,7 +242,7 @@ def test_capturing_thread_must_not_ask_for_the_state_of_the_device(call: str) ->
 
 
 @pytest.mark.spec("SIM-15")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_capture_has_a_stream_of_its_own_and_records_its_operators() -> None:
     x, before = zeros(4), module().current_stream()
     with module().graph(module().CUDAGraph()):
@@ -258,7 +258,7 @@ def test_capture_has_a_stream_of_its_own_and_records_its_operators() -> None:
 
 @pytest.mark.spec("SIM-16")
 @with_and_without_the_wait
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_each_thread_has_its_own_current_stream(waits: bool) -> None:
     x, side = zeros(8), module().Stream()
     side.wait_stream(module().current_stream())
@@ -279,7 +279,7 @@ def test_each_thread_has_its_own_current_stream(waits: bool) -> None:
 
 
 @pytest.mark.spec("SIM-16")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_each_thread_has_its_own_current_device() -> None:
     def work() -> int:
         before = module().current_device()
@@ -291,7 +291,7 @@ def test_each_thread_has_its_own_current_device() -> None:
 
 
 @pytest.mark.spec("SIM-16")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_threads_lose_no_operation_and_free_all_memory() -> None:
     before, interval, stream = module().memory_allocated(), sys.getswitchinterval(), module().default_stream()
     num_before = stream.clock.get(stream.number, 0)
@@ -329,7 +329,7 @@ def streams_of_backward(*tensors: torch.Tensor) -> list[Any]:
 
 
 @pytest.mark.spec("SIM-17")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_each_node_runs_on_the_stream_of_its_forward() -> None:
     main, side = module().current_stream(), module().Stream()
     x = zeros(4).requires_grad_()
@@ -350,7 +350,7 @@ def test_each_node_runs_on_the_stream_of_its_forward() -> None:
 
 @pytest.mark.spec("SIM-17")
 @pytest.mark.parametrize("reads_on", ["main", "side"])
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_parameter_accumulates_on_the_stream_of_its_first_use(reads_on: str) -> None:
     main, side = module().current_stream(), module().Stream()
     weight, x = zeros(4).requires_grad_(), zeros(4)
@@ -374,7 +374,7 @@ def test_parameter_accumulates_on_the_stream_of_its_first_use(reads_on: str) -> 
 
 @pytest.mark.spec("SIM-17")
 @with_and_without_the_wait
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_backward_from_another_stream_orders_the_gradient_of_the_caller_only(waits: bool) -> None:
     main, side = module().current_stream(), module().Stream()
     weight = zeros(4).requires_grad_()
@@ -392,7 +392,7 @@ def test_backward_from_another_stream_orders_the_gradient_of_the_caller_only(wai
 
 
 @pytest.mark.spec("SIM-17")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_callback_of_the_engine_and_nested_backward_have_the_streams_of_their_callers() -> None:
     main, side = module().current_stream(), module().Stream()
     seen: list[Any] = []
@@ -426,7 +426,7 @@ def test_callback_of_the_engine_and_nested_backward_have_the_streams_of_their_ca
 
 
 @pytest.mark.spec("SIM-17")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_stream_without_a_node_is_not_kept() -> None:
     weight = zeros(4).requires_grad_()
     y = (weight * 2).sum()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from spec_tests.harness import device, rank_among_invented, simulated
+from spec_tests.harness import device, rank_among_fake_ranks, simulated
 from spec_tests.streams.simulation import WORLD, add_on_new_stream, kinds, module, with_and_without_the_wait, zeros
 
 # ---- streams and events ----
@@ -20,7 +20,7 @@ from spec_tests.streams.simulation import WORLD, add_on_new_stream, kinds, modul
 
 @pytest.mark.spec("SIM-01", "SIM-03")
 @with_and_without_the_wait
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_read_on_other_stream_needs_event(waits: bool) -> None:
     x = zeros(8)
     side = add_on_new_stream(x)
@@ -31,7 +31,7 @@ def test_read_on_other_stream_needs_event(waits: bool) -> None:
 
 
 @pytest.mark.spec("SIM-01")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_early_event_does_not_cover_later_work() -> None:
     x, side = zeros(8), module().Stream()
     side.wait_stream(module().current_stream())
@@ -44,7 +44,7 @@ def test_early_event_does_not_cover_later_work() -> None:
 
 
 @pytest.mark.spec("SIM-01")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_synchronize_orders_stream_before_cpu() -> None:
     x = zeros(8)
     side = add_on_new_stream(x)
@@ -55,7 +55,7 @@ def test_synchronize_orders_stream_before_cpu() -> None:
 
 
 @pytest.mark.spec("SIM-03")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_streams_may_touch_different_bytes_of_one_allocation() -> None:
     x = zeros(8)
     add_on_new_stream(x[:4])
@@ -66,7 +66,7 @@ def test_streams_may_touch_different_bytes_of_one_allocation() -> None:
 
 
 @pytest.mark.spec("SIM-03")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_two_readers_do_not_collide() -> None:
     x, side = zeros(8), module().Stream()
     side.wait_stream(module().current_stream())
@@ -77,7 +77,7 @@ def test_two_readers_do_not_collide() -> None:
 
 
 @pytest.mark.spec("SIM-03")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_a_report_names_both_operators_both_streams_and_the_wait_that_is_missing() -> None:
     x, side = zeros(8), module().Stream()
     side.name = "gather stream"
@@ -94,7 +94,7 @@ def test_a_report_names_both_operators_both_streams_and_the_wait_that_is_missing
 
 
 @pytest.mark.spec("SIM-01")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_backward_runs_on_a_thread_of_its_own_and_on_the_default_stream() -> None:
     x = zeros(4).requires_grad_()
     seen = []
@@ -110,7 +110,7 @@ def test_backward_runs_on_a_thread_of_its_own_and_on_the_default_stream() -> Non
 
 @pytest.mark.spec("SIM-02")
 @pytest.mark.parametrize("way", ["not at all", "record_stream", "waits", "keeps it"])
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_memory_returns_to_its_stream_unless_recorded(way: str) -> None:
     side = module().Stream()
     with module().stream(side):
@@ -130,7 +130,7 @@ def test_memory_returns_to_its_stream_unless_recorded(way: str) -> None:
 
 
 @pytest.mark.spec("SIM-02")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_access_to_resized_storage_is_reported() -> None:
     x = zeros(8)
     x.untyped_storage().resize_(0)
@@ -146,7 +146,7 @@ def test_access_to_resized_storage_is_reported() -> None:
 
 @pytest.mark.spec("SIM-02")
 @pytest.mark.parametrize("recorded", [True, False], ids=["record_stream", "waits"])
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_record_stream_delays_memory_reuse(recorded: bool) -> None:
     side = module().Stream()
     module().reset_peak_memory_stats()
@@ -164,7 +164,7 @@ def test_record_stream_delays_memory_reuse(recorded: bool) -> None:
 
 
 @pytest.mark.spec("SIM-02")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_tensor_memory_counts_until_last_view_ends() -> None:
     x = zeros(1024)
     view = x[:10].view(2, 5)
@@ -179,7 +179,7 @@ def test_tensor_memory_counts_until_last_view_ends() -> None:
 
 @pytest.mark.spec("SIM-02")
 @with_and_without_the_wait
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_cpu_must_not_read_pinned_memory_before_its_copy_ends(waits: bool) -> None:
     here = torch.zeros(8).pin_memory()
     here.copy_(zeros(8), non_blocking=True)
@@ -190,7 +190,7 @@ def test_cpu_must_not_read_pinned_memory_before_its_copy_ends(waits: bool) -> No
 
 
 @pytest.mark.spec("SIM-02")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_non_blocking_copy_to_the_cpu_has_pinned_memory() -> None:
     here = zeros(8).to("cpu", non_blocking=True)
     assert here.is_pinned()
@@ -201,7 +201,7 @@ def test_non_blocking_copy_to_the_cpu_has_pinned_memory() -> None:
 
 @pytest.mark.spec("SIM-02")
 @pytest.mark.parametrize("is_pinned", [True, False], ids=["pinned", "pageable"])
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_a_batch_in_pinned_memory_must_not_be_overwritten_while_it_is_copied(is_pinned: bool) -> None:
     batch = torch.ones(8).pin_memory() if is_pinned else torch.ones(8)
     batch.to(device(), non_blocking=True)
@@ -222,7 +222,7 @@ STOPS: dict[str, tuple[Callable[[torch.Tensor], Any], int]] = {
 
 @pytest.mark.spec("SIM-02")
 @pytest.mark.parametrize("what", STOPS)
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_stops_of_the_cpu_are_counted(what: str) -> None:
     does, num_stops = STOPS[what]
     does(zeros(8))
@@ -233,18 +233,18 @@ def test_stops_of_the_cpu_are_counted(what: str) -> None:
 
 
 @pytest.mark.spec("SIM-08")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_the_device_does_not_compute_with_memory_of_the_cpu() -> None:
     with pytest.raises(RuntimeError, match="sim:0 and cpu"):
         zeros(3) + torch.zeros(3)
     with pytest.raises(RuntimeError, match="sim:0 and cpu"):
         torch.zeros(3).add_(zeros(3))
-    assert torch.equal((zeros(3) + torch.tensor(1.0)).cpu(), torch.ones(3)), "a single number is no memory"
+    assert torch.equal((zeros(3) + torch.tensor(1.0)).cpu(), torch.ones(3)), "a single number needs no memory"
     zeros(3).copy_(torch.ones(3))
 
 
 @pytest.mark.spec("SIM-08")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_tensors_of_two_devices_do_not_mix_and_a_third_device_does_not_exist() -> None:
     with pytest.raises(RuntimeError, match="sim:0 and sim:1"):
         zeros(3) + torch.zeros(3, device="sim:1")
@@ -255,7 +255,7 @@ def test_tensors_of_two_devices_do_not_mix_and_a_third_device_does_not_exist() -
 
 
 @pytest.mark.spec("SIM-08")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_a_strict_device_raises_where_the_cpu_reads_too_early() -> None:
     here = torch.zeros(8).pin_memory()
     with WORLD.strict():
@@ -266,7 +266,7 @@ def test_a_strict_device_raises_where_the_cpu_reads_too_early() -> None:
 
 
 @pytest.mark.spec("SIM-08")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_a_strict_device_has_one_queue() -> None:
     x = zeros(8)
     with WORLD.strict():
@@ -278,7 +278,7 @@ def test_a_strict_device_has_one_queue() -> None:
 
 
 @pytest.mark.spec("SIM-01")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_the_current_stream_is_one_of_the_current_device_unless_a_device_is_named() -> None:
     module().set_device(1)
     assert module().current_stream().device == torch.device("sim", 1)

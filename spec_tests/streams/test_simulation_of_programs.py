@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from spec_tests.harness import device, rank_among_invented, ranks, simulated
+from spec_tests.harness import device, rank_among_fake_ranks, ranks, simulated
 from spec_tests.models.torch_names import all_gather_single, reduce_scatter_single
 from spec_tests.streams.simulation import WORLD, kinds, module, with_and_without_the_wait, zeros
 
@@ -19,7 +19,7 @@ from spec_tests.streams.simulation import WORLD, kinds, module, with_and_without
 
 
 @pytest.mark.spec("SIM-04")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_a_synchronous_collective_runs_on_the_current_stream_and_returns_nothing() -> None:
     local_shard, whole, side = zeros(4), zeros(8), module().Stream()
     assert all_gather_single(whole, local_shard) is None
@@ -35,7 +35,7 @@ def test_a_synchronous_collective_runs_on_the_current_stream_and_returns_nothing
 
 @pytest.mark.spec("SIM-04")
 @with_and_without_the_wait
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_an_asynchronous_collective_is_waited_for_by_the_stream_that_calls_wait(waits: bool) -> None:
     whole = zeros(8)
     work = dist.all_reduce(whole, async_op=True)
@@ -44,11 +44,11 @@ def test_an_asynchronous_collective_is_waited_for_by_the_stream_that_calls_wait(
         work.wait()
     whole.sum()
     assert kinds() == ([] if waits else ["race"])
-    assert not WORLD.stops, "the CPU goes on"
+    assert not WORLD.stops, "the CPU continues"
 
 
 @pytest.mark.spec("SIM-04")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_group_keeps_tensors_of_asynchronous_collectives() -> None:
     work = dist.all_reduce(zeros(1024), async_op=True)
     zeros(1024)
@@ -58,7 +58,7 @@ def test_group_keeps_tensors_of_asynchronous_collectives() -> None:
 
 
 @pytest.mark.spec("SIM-04")
-@rank_among_invented(4)
+@rank_among_fake_ranks(4)
 def test_a_collective_of_an_accelerators_group_refuses_memory_of_the_cpu() -> None:
     with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
         dist.all_reduce(torch.zeros(3))
@@ -92,7 +92,7 @@ def test_real_ranks_exchange_real_values(async_op: bool) -> None:
 
 @pytest.mark.spec("SIM-05")
 @with_and_without_the_wait
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_other_schedules_give_the_same_bits_only_without_a_race(waits: bool) -> None:
     x, side = torch.ones(8, device=device()), module().Stream()
     with simulated.Log() as log:
@@ -109,7 +109,7 @@ def test_other_schedules_give_the_same_bits_only_without_a_race(waits: bool) -> 
 
 @pytest.mark.spec("SIM-05")
 @pytest.mark.parametrize("recorded", [True, False], ids=["record_stream", "not at all"])
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_replay_reuses_memory_as_early_as_possible(recorded: bool) -> None:
     side, total = module().Stream(), zeros(1024)
     with simulated.Log() as log:
@@ -127,7 +127,7 @@ def test_replay_reuses_memory_as_early_as_possible(recorded: bool) -> None:
 
 
 @pytest.mark.spec("SIM-05")
-@rank_among_invented(4)
+@rank_among_fake_ranks(4)
 def test_replay_repeats_collectives_and_random_numbers() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).to(device())
     total = zeros(4)
@@ -141,7 +141,7 @@ def test_replay_repeats_collectives_and_random_numbers() -> None:
 
 
 @pytest.mark.spec("SIM-05")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_log_shows_possible_overlap_of_operations() -> None:
     side, x, y = module().Stream(), zeros(8), zeros(8)
     with simulated.Log() as log:
@@ -162,7 +162,7 @@ def test_log_shows_possible_overlap_of_operations() -> None:
 
 
 @pytest.mark.spec("SIM-01")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_a_model_moves_in_place_and_back_as_between_the_cpu_and_cuda() -> None:
     model = nn.Linear(2, 2)
     weight = model.weight
@@ -186,7 +186,7 @@ def test_a_model_moves_in_place_and_back_as_between_the_cpu_and_cuda() -> None:
 
 
 @pytest.mark.spec("SIM-01")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_tensors_of_the_device_are_saved_loaded_and_copied() -> None:
     model = nn.Linear(2, 2).to(device())
     file = io.BytesIO()
@@ -203,7 +203,7 @@ def test_tensors_of_the_device_are_saved_loaded_and_copied() -> None:
 
 
 @pytest.mark.spec("SIM-01")
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_in_place_reshape_changes_original_tensor() -> None:
     x = zeros(2, 3)
     assert x.t_().shape == (3, 2)

@@ -1,4 +1,4 @@
-"""The smallest adapter: step 4 of ``tutorials/naive_fsdp.py`` as a wrapper. It shows what an adapter has to do.
+"""The smallest adapter: step 4 of ``tutorials/naive_fsdp.py`` as a wrapper. It shows the necessary parts of an adapter.
 
 It shards one unit for each block that the policy names, and one for the rest. It has no state dicts and no
 ``fully_shard``, it needs modules that return one tensor, and it refuses all options. The classes of the options are

@@ -125,7 +125,7 @@ def local_sizes(model: nn.Module) -> list[int]:
     return [p.numel() for p in found]
 
 
-def assert_owned_as_told(model: nn.Module, originals: dict[str, int]) -> None:
+def assert_owned_as_reported(model: nn.Module, originals: dict[str, int]) -> None:
     found = explain(model)
     reported = {parameter.name: parameter for unit in found.units for parameter in unit.parameters}
     assert {name: parameter.numel for name, parameter in reported.items()} == originals
@@ -145,7 +145,7 @@ def test_each_rank_owns_the_explained_elements(name: str, api: Api) -> None:
     info = MODELS[name]
     model = info.build()
     originals = {key: parameter.numel() for key, parameter in model.named_parameters()}
-    assert_owned_as_told(api.shard(model, unit_classes=info.unit_classes), originals)
+    assert_owned_as_reported(api.shard(model, unit_classes=info.unit_classes), originals)
 
 
 @pytest.mark.spec("EXPLAIN-02")

@@ -20,7 +20,8 @@ PER_MACHINE = 2
 
 
 def hops(recorder: trace.Recorder) -> list[tuple[str, int, int, float]]:
-    """Kind, sender, receiver and bytes of what this rank sends, if each collective is a ring in the order of ranks."""
+    """Kind, sender, receiver and bytes of each message of this rank, if each collective is a ring in the order of
+    ranks."""
     found, rank = [], dist.get_rank()
     for event in recorder.events:
         if event.kind in ("AG", "RS", "AR"):

@@ -121,7 +121,8 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _pair(action: Callable[[], Any], name: str, on_first: bool, repeats: bool) -> tuple[tuple[float, float], ...]:
-    """Seconds of both clocks, on and off. With ``repeats``, of the second call, as some checks start in the first."""
+    """Seconds of both clocks, on and off. With ``repeats``, of the second call, because some checks start in the
+    first."""
     found = {}
     for is_on in (on_first, not on_first):
         with _with(name) if is_on else _without(name):

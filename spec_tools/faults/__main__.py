@@ -77,7 +77,7 @@ def main() -> int:
     """Runs the command. Returns the number of cells with a problem."""
     parser = argparse.ArgumentParser(prog="python -m spec_tools.faults")
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
-    parser.add_argument("--turns", action="store_true", help="half of them: the victims take turns")
+    parser.add_argument("--turns", action="store_true", help="half of the cells: the faulty rank alternates")
     parser.add_argument("--at-once", type=int, default=6, help="cells that run at the same time")
     options = parser.parse_args()
     begun = time.monotonic()
@@ -95,7 +95,7 @@ def main() -> int:
     wrong = [outcome for outcome in outcomes if outcome.problem]
     for outcome in wrong:
         print(f"\n{outcome.cell}: {outcome.problem}")
-    print(f"\n{len(outcomes)} cells, {len(wrong)} not as they should be, {time.monotonic() - begun:.0f} s")
+    print(f"\n{len(outcomes)} cells, {len(wrong)} with a problem, {time.monotonic() - begun:.0f} s")
     if options.record:
         reported = {"circumstances": circumstances(time.monotonic() - begun), "timeout": TIMEOUT}
         RECORD.write_text(written(reported, rows))

@@ -147,7 +147,7 @@ def run(cell: Cell, losses: list[float], tell: Callable[[Outcome], object] | Non
     for attempt in range(ATTEMPTS):
         with tempfile.TemporaryDirectory() as kept:
             folder = Path(kept)
-            seconds, problem = _first_life(cell, folder)
+            seconds, problem = _first_run(cell, folder)
             if not (folder / "struck").exists() and attempt < ATTEMPTS - 1:
                 continue
             problem = problem or problem_about_disk(folder / "runs", STAGES[cell.stage])
@@ -160,7 +160,7 @@ def run(cell: Cell, losses: list[float], tell: Callable[[Outcome], object] | Non
     return outcome
 
 
-def _first_life(cell: Cell, folder: Path) -> tuple[float, str]:
+def _first_run(cell: Cell, folder: Path) -> tuple[float, str]:
     with _Ranks(cell, cell.fault, folder) as processes:
         victim = processes[cell.faulty]
         comes_true(lambda: (folder / "struck").exists() or not victim.is_alive(), TO_MEET)
@@ -179,7 +179,7 @@ def _reported(cell: Cell, folder: Path) -> Any:
             process.join(2 * TO_MEET)
         if [process.exitcode for process in processes] != [0] * cell.num_ranks:
             return "\n".join(said_by(again, rank) for rank in range(cell.num_ranks))
-    return json.loads((folder / "told").read_text())
+    return json.loads((folder / "result").read_text())
 
 
 class _Ranks:
@@ -231,28 +231,28 @@ def start_ranks(
 
 def _problem(cell: Cell, codes: list[int | None], folder: Path) -> str:
     if not (folder / "struck").exists():
-        return "the fault never came:\n" + said_by(folder, cell.faulty)
+        return "the fault did not occur:\n" + said_by(folder, cell.faulty)
     reported = {rank: said_by(folder, rank) for rank in cell.survivors}
     for (rank, said), code in zip(reported.items(), codes, strict=True):
         if code is None:
             return f"rank {rank} has not ended:\n{said}"
         if code == 0:
-            return f"rank {rank} has ended as if nothing had happened:\n{said}"
-        if "Where every rank is" not in said and not _is_told_by_torch(cell, said):
-            return f"rank {rank} does not tell where every rank is:\n{said}"
-    if not any(_says_what_has_become(cell, said) for said in reported.values()):
-        return "no rank tells what has become of the faulty one:\n" + next(iter(reported.values()))
+            return f"rank {rank} has ended without an error:\n{said}"
+        if "Where every rank is" not in said and not _is_raised_by_torch(cell, said):
+            return f"rank {rank} does not report the position of every rank:\n{said}"
+    if not any(_reports_faulty_rank(cell, said) for said in reported.values()):
+        return "no rank reports the state of the faulty rank:\n" + next(iter(reported.values()))
     return ""
 
 
-def _is_told_by_torch(cell: Cell, said: str) -> bool:
+def _is_raised_by_torch(cell: Cell, said: str) -> bool:
     """Whether torch raised the error. It collects errors of writing and reading files and raises them on all ranks."""
     cause = {"raises": "ValueError: a bad batch", "exits": "SystemExit: 0"}.get(cell.fault)
     ranks = f"CheckpointException ranks:dict_keys([{cell.faulty}])"
     return cell.stage.startswith("inside") and cause is not None and ranks in said and cause in said
 
 
-def _says_what_has_become(cell: Cell, said: str) -> bool:
+def _reports_faulty_rank(cell: Cell, said: str) -> bool:
     """Whether a survivor's error reports the state of the faulty rank, and the unit that the others wait for."""
     takes_store_along = (
         cell.store == "of rank 0" and cell.victim == "rank 0" and cell.fault in ("is killed", "is stopped")
@@ -261,7 +261,7 @@ def _says_what_has_become(cell: Cell, said: str) -> bool:
         return GONE in said or SILENT in said
     what = SAYS[cell.fault].replace("STAGE", cell.stage)
     says = re.search(rf"rank {cell.faulty}: {what}", said) and re.search(WAITED_FOR.get(cell.stage, ""), said)
-    return says is not None or _is_told_by_torch(cell, said)
+    return says is not None or _is_raised_by_torch(cell, said)
 
 
 def problem_about_disk(runs: Path, newest: str) -> str:

@@ -5,10 +5,10 @@
 All other ranks are correct; the matrix checks their reports of the fault. If the job is started again with the fault
 ``none``, as torchrun restarts a job, it continues from its newest checkpoint. ::
 
-    first life    step 1, save, steps 2 and 3, state dicts, loads, save, load, step 4
-    second life   the steps that the newest checkpoint does not contain
+    first run    step 1, save, steps 2 and 3, state dicts, loads, save, load, step 4
+    second run   the steps that the newest checkpoint does not contain
 
-At the end rank 0 writes the losses of all steps to ``FOLDER/told``.
+At the end rank 0 writes the losses of all steps to ``FOLDER/result``.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Job:
         )
 
     def run(self) -> None:
-        """Runs the first life, or without a fault the second."""
+        """The first run, or without a fault the second."""
         self.model = self.sharded()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         api = FunctionApi() if self.api == "function" else WrapperApi("minifsdp")
@@ -150,7 +150,7 @@ class Job:
         while self.training.step < STEPS:
             self.iterate("")
         if dist.get_rank() == 0:
-            (self.folder / "told").write_text(json.dumps(self.training.losses))
+            (self.folder / "result").write_text(json.dumps(self.training.losses))
 
     def everything(self) -> None:
         """Runs all stages, one after the other."""

@@ -2,7 +2,7 @@
 
     python -m spec_tools.faults.new_groups FOLDER
 
-For each of its lives it prints the number of watchdogs and of open pipe ends, and the number of both that are
+For each start it prints the number of watchdogs and of open pipe ends, and the number of both that are
 left after the process group was destroyed.
 """
 
@@ -30,8 +30,8 @@ def num_pipes() -> int:
 def main() -> None:
     torch.set_num_threads(1)
     rank, x = int(os.environ["RANK"]), torch.ones(2, 8)
-    for life in range(2):
-        store = f"file://{sys.argv[1]}/store-{life}"
+    for start in range(2):
+        store = f"file://{sys.argv[1]}/store-{start}"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=timedelta(minutes=5))
         before = num_pipes()
         model = sharded("function", keeps=False, are_equal=True)

@@ -1,8 +1,8 @@
-"""The tutorial's training. In its first life one rank has a fault, in its fourth step or in the save after it.
+"""The tutorial's training. In its first run one rank has a fault, in its fourth step or in the save after it.
 
     torchrun --nproc-per-node 2 --max-restarts 1 spec_tools/faults/restarted.py FAULT VICTIM MOMENT FOLDER OPTIONS ...
 
-Checkpoints are saved every second step. At the end rank 0 writes three values to ``FOLDER/told``: the losses of all
+Checkpoints are saved every second step. At the end rank 0 writes three values to ``FOLDER/result``: the losses of all
 steps, the number of starts of the job, and the number of complete steps at the last start.
 """
 
@@ -15,7 +15,6 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,10 @@ import torch.distributed.checkpoint as dcp
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tutorials"), str(ROOT)]
-STEPS, EVERY, STRUCK_IN = 6, 2, 4
+
+from spec_tools.kills.moments import EVERY, after_call, resumed_training  # noqa: E402
+
+STRUCK_IN = 4
 TIMEOUT = 20.0  # seconds, of all groups; torch's half an hour is too long for a test
 
 
@@ -40,33 +42,19 @@ def strike(fault: str) -> None:
 def main() -> None:
     import train_gpt
 
-    from spec_tools.kills.moments import TINY, after_call, corpus
-
     torch.set_num_threads(1)
     fault, victim, moment, folder, *options = sys.argv[1:]
-    life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    num_restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     dist.distributed_c10d._get_default_timeout = lambda backend: timedelta(seconds=TIMEOUT)
-    if life == 0 and os.environ["RANK"] == victim:
+    if num_restarts == 0 and os.environ["RANK"] == victim:
         if moment == "in a step":
             after_call(torch.optim.AdamW, "step", STRUCK_IN, lambda: strike(fault))
         else:
             # The files of this rank are written, but the other ranks have not received its message yet.
             after_call(dcp.FileSystemWriter, "write_data", STRUCK_IN // EVERY, lambda: strike(fault))
-    begun_at = []
-    resume = train_gpt.resume
-
-    def resumed(checkpoint: Any, *arguments: Any, **options: Any) -> Any:
-        begun_at.append(checkpoint.step)
-        return resume(checkpoint, *arguments, **options)
-
-    train_gpt.resume = resumed
-    runs = str(Path(folder) / "runs")
-    how = [f"--steps={STEPS}", f"--save-every={EVERY}", f"--save={runs}", f"--resume={runs}"]
-    with train_gpt.joined_ranks("cpu") as place:
-        losses = train_gpt.train(train_gpt.parse([*TINY, *how, *options]), corpus(train_gpt), place)
+    reported = resumed_training(train_gpt, Path(folder), options)
     if os.environ["RANK"] == "0":
-        reported = {"losses": losses, "lives": life + 1, "begun at": begun_at}
-        (Path(folder) / "told").write_text(json.dumps(reported))
+        (Path(folder) / "result").write_text(json.dumps({**reported, "starts": num_restarts + 1}))
 
 
 if __name__ == "__main__":

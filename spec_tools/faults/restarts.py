@@ -21,7 +21,7 @@ from pathlib import Path
 from spec_tools.benchmarks.page import circumstances
 from spec_tools.faults.cells import ROOT, problem_about_disk
 from spec_tools.faults.job import FAULTS
-from spec_tools.faults.restarted import EVERY, STEPS, STRUCK_IN
+from spec_tools.faults.restarted import STRUCK_IN
 from spec_tools.kills import moments
 
 RECORD = ROOT / "docs" / "data" / "restarts.json"
@@ -55,7 +55,7 @@ def every_restart() -> Iterator[Restart]:
 
 
 def run_all(restarts: Iterable[Restart], at_once: int = 2) -> list[tuple[float, str]]:
-    """For each job, the duration of both lives in seconds and the problem."""
+    """For each job, the duration of both runs in seconds and the problem."""
     restarts = list(restarts)
     kinds = {(restart.api, restart.strategy): restart for restart in restarts}
     curves = {kind: undisturbed(restart) for kind, restart in kinds.items()}
@@ -84,11 +84,11 @@ def run(restart: Restart, losses: list[float]) -> tuple[float, str]:
         seconds = time.monotonic() - begun
         if done.returncode:
             return seconds, f"torchrun has ended with {done.returncode}: {done.stderr[-3000:]}"
-        reported = json.loads((Path(kept) / "told").read_text())
-        expected = {"losses": losses, "lives": 2, "begun at": [STRUCK_IN - EVERY]}
+        reported = json.loads((Path(kept) / "result").read_text())
+        expected = {"losses": losses, "starts": 2, "begun at": [STRUCK_IN - moments.EVERY]}
         if reported != expected:
             return seconds, f"{reported}, and should be {expected}"
-        return seconds, problem_about_disk(Path(kept) / "runs", f"step-{STEPS:06}")
+        return seconds, problem_about_disk(Path(kept) / "runs", f"step-{moments.STEPS:06}")
 
 
 def main() -> int:
@@ -100,7 +100,7 @@ def main() -> int:
     begun, restarts = time.monotonic(), list(every_restart())
     rows, num_wrong = [], 0
     for restart, (seconds, problem) in zip(restarts, run_all(restarts, options.at_once), strict=True):
-        print(f"{restart}: {problem or 'goes on as if nothing had happened'}, {seconds:.0f} s", flush=True)
+        print(f"{restart}: {problem or 'continues correctly'}, {seconds:.0f} s", flush=True)
         rows.append({**vars(restart), "seconds": None if problem else round(seconds)})
         num_wrong += bool(problem)
     if options.record:

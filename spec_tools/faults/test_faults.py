@@ -248,9 +248,9 @@ def test_errors_of_earlier_process_groups_are_removed(tmp_path: Path) -> None:
     assert codes == [0, 0], said_by(tmp_path, 0) + said_by(tmp_path, 1)
     verdicts = 0
     for rank in range(2):
-        lives = (tmp_path / str(rank) / "stdout").read_text().splitlines()
-        assert [line for line in lives if "caught" not in line] == ["1 2", "left 0 0"] * 2
-        verdicts += lives.count("caught True")
+        lines = (tmp_path / str(rank) / "stdout").read_text().splitlines()
+        assert [line for line in lines if "caught" not in line] == ["1 2", "left 0 0"] * 2
+        verdicts += lines.count("caught True")
     assert verdicts >= 2
 
 

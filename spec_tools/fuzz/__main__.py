@@ -42,8 +42,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--api", choices=APIS, action="append")
     parser.add_argument("--apart", action="store_true", help="programs in which some calls are made by one rank only")
     parser.add_argument("--minutes", type=float, default=60.0, help="end earlier than after all programs")
-    parser.add_argument("--output", type=Path, help="a file for what was found, as JSON")
-    parser.add_argument("--smaller", type=int, default=3, help="how many findings to make smaller")
+    parser.add_argument("--output", type=Path, help="the output file for the findings, as JSON")
+    parser.add_argument("--smaller", type=int, default=3, help="the number of findings to simplify")
     chosen = parser.parse_args(arguments)
     apis = chosen.api or list(APIS)
     runs = RECORDED if chosen.record else [(api, chosen.apart, chosen.number // len(apis)) for api in apis]

@@ -183,13 +183,14 @@ def test_rank_without_full_parameters_neither_saves_nor_loads() -> None:
 
 
 @pytest.mark.spec("FUZZ-06")
+@pytest.mark.parametrize("options", [{}, {"rank0_only": True, "writeback": False}])
 @pytest.mark.parametrize("originals", [False, True])
 @ranks(2)
-def test_clipping_and_step_raise_inside_summon(originals: bool) -> None:
+def test_clipping_and_step_raise_inside_summon(originals: bool, options: dict[str, bool]) -> None:
     model = wrapped(use_orig_params=originals)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(2, WIDTH)).sum().backward()
-    with FSDP.summon_full_params(model):
+    with FSDP.summon_full_params(model, **options):
         with pytest.raises(RuntimeError, match=r"rank .: clip_grad_norm_.. was called while full parameters are summ"):
             model.clip_grad_norm_(1.0)
         with pytest.raises(RuntimeError, match=r"rank .: SGD.step.. was called while full parameters are summoned"):
@@ -236,7 +237,7 @@ def test_ranks_all_gather_alike_after_one_rank_refused_dict() -> None:
     # Full tensors are refused at once. For an empty dict, only the end of the load raises the error that all keys are
     # missing.
     state = plain.state_dict() if dist.get_rank() == 0 else {}
-    with pytest.raises(RuntimeError, match="whole tensors" if dist.get_rank() == 0 else "Missing key"):
+    with pytest.raises(RuntimeError, match="got full tensors" if dist.get_rank() == 0 else "Missing key"):
         model.load_state_dict(state)
     x = torch.ones(2, WIDTH)
     torch.testing.assert_close(model(x), plain(x))

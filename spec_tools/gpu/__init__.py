@@ -19,7 +19,7 @@ stage             what it checks
 ``suite``         the whole test suite with ``--device cuda``
 ``benchmarks``    ``python -m spec_tools.benchmarks``, which always runs on the CPU
 ``races``         do results stay equal bit by bit when streams are delayed at random
-``control``       does what failed fail again alone, and with torch's own FSDPs
+``control``       do failures occur again alone, and with torch's own FSDPs
 ================  ===================================================================================================
 
 ``hardware``, ``links``, ``collectives`` and ``smoke`` are layers: each uses what those before it have checked. If one

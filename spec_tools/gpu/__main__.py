@@ -69,7 +69,7 @@ def _run(settings: Settings, options: argparse.Namespace, build: Path) -> int:
         return kit.run(stages, options.fresh or options.trial)
     except KeyboardInterrupt:
         kit._write_report()  # with the findings of the chunk that was stopped
-        print("\nStopped. The same command goes on from here.")
+        print("\nStopped. The same command continues from here.")
         return 130
     finally:
         progress.close()
@@ -77,9 +77,9 @@ def _run(settings: Settings, options: argparse.Namespace, build: Path) -> int:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m spec_tools.gpu", description=str(__doc__).splitlines()[0])
-    parser.add_argument("--device", choices=PLATFORMS, default="cuda", help="others than cuda try the kit itself")
+    parser.add_argument("--device", choices=PLATFORMS, default="cuda", help="other devices test the kit itself")
     parser.add_argument("--stages", type=_stages, default=NAMES, metavar="A,B", help=f"some of: {', '.join(NAMES)}")
-    parser.add_argument("--fresh", action="store_true", help="also run what is done already")
+    parser.add_argument("--fresh", action="store_true", help="also repeat completed stages")
     parser.add_argument("--limit", type=float, default=900.0, metavar="SECONDS", help="for one chunk (default: 900)")
     parser.add_argument("--quick", action="store_true", help="three files of tests, fewer rounds, fewer delays")
     parser.add_argument("--again", type=int, default=40, metavar="N", help="failed tests that run again (default: 40)")
@@ -179,7 +179,7 @@ class Kit:
 
     def _print_why_it_stops(self, stage: Stage) -> None:
         layer = f" (layer: {stage.layer})" if stage.layer else ""
-        print(f"\n{stage.name}{layer} has failed, so nothing after it was started; --stages runs what you name")
+        print(f"\n{stage.name}{layer} has failed, so no later stage was started; --stages runs the given stages")
         failed = [name for name in self.progress.outcomes if name.split("/")[0] == stage.name]
         name = next(name for name in failed if self.progress.outcomes[name].word != "passed")
         outcome = self.progress.outcomes[name]

@@ -21,7 +21,7 @@ period, so a piece at a wrong position has wrong values. Buffers are filled agai
 also checked after the measurement.
 
 Worked example, bytes of the buffers for a tensor of 1 GiB on 8 ranks: 1 GiB, a shard of 128 MiB, and one block of
-`BLOCK` values. Sizes that do not fit into the free memory of all ranks are skipped, and the row says so.
+`BLOCK` values. Sizes that do not fit into the free memory of all ranks are skipped, and the row gives the reason.
 
 *In torch:* there is no such test. nccl-tests is a program in C++ that must be compiled with the installed NCCL.
 

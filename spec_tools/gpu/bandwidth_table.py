@@ -7,10 +7,10 @@ The table compares ``busbw`` with the peak of the card's link. Its last column i
 * empty: the card is not known, ranks share a device, or the tensor is smaller than `LARGE`, so that the time is mostly
   latency.
 
-No word makes a chunk fail. Wrong values do.
+These words never make a chunk fail. Wrong values do.
 
 A simulator needs the time of a collective from its bytes. Two parameters describe it, for each collective and number of
-ranks: ``seconds = latency + bytes / rate``. They are the least squares of the relative errors. Absolute errors would
+ranks: ``seconds = latency + bytes / rate``. They minimize the squares of the relative errors. Absolute errors would
 ignore small tensors. Worked example: 1 MB in 30 us and 101 MB in 530 us give a latency of 25 us and 200e9 bytes per
 second.
 

@@ -1,7 +1,7 @@
 """Peaks of cards from NVIDIA's public datasheets: the rate of the link between GPUs, and of dense matrix products.
 
 The kit prints measured figures next to these. They are peaks that no program reaches, and no check fails because of
-them. A card that is not in the table has no expected figures, and neither has a part of a card (MIG).
+them. A card that is not in the table, or a part of a card (MIG), has no expected figures.
 
 * ``link``: 1e9 bytes per second in one direction. For NVLink it is half of the figure in a datasheet, which adds both
   directions. A PCIe card has the figure of its slot, also if a bridge connects some of the cards.

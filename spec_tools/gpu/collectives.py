@@ -28,18 +28,37 @@ def work(platform: Platform, num_ranks: int) -> Iterator[dict[str, Any]]:
 
 
 def send() -> str:
-    """Runs an all-gather, a reduce-scatter and an all-reduce; returns the device of this rank."""
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    mine = torch.full((NUM_ELEMENTS,), float(rank), device=device())
-    whole = torch.empty(num_ranks * NUM_ELEMENTS, device=device())
-    dist.all_gather_into_tensor(whole, mine)
-    in_order = torch.arange(num_ranks, device=device(), dtype=torch.float32).repeat_interleave(NUM_ELEMENTS)
-    check("all-gather", whole, in_order)
-    dist.reduce_scatter_tensor(mine, whole)
-    check("reduce-scatter", mine, torch.full_like(mine, float(rank * num_ranks)))
-    dist.all_reduce(mine)
-    check("all-reduce", mine, torch.full_like(mine, float(num_ranks * sum(range(num_ranks)))))
+    """Runs the collectives in the default group, in its halves, and in groups of one rank.
+
+    Hybrid sharding communicates in such groups, and both APIs accept a group of one rank.
+
+    Returns:
+        The device of this rank.
+    """
+    num_ranks = dist.get_world_size()
+    send_in_groups(num_ranks)
+    for size in sorted({1, num_ranks // 2} - {0, num_ranks}):
+        if num_ranks % size == 0:
+            send_in_groups(size)
     return str(device())
+
+
+def send_in_groups(size: int) -> None:
+    """Runs an all-gather, a reduce-scatter and an all-reduce in the group of ``size`` ranks that this rank is in."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    all_ranks = [range(start, start + size) for start in range(0, num_ranks, size)]
+    groups = [dist.group.WORLD] if size == num_ranks else [dist.new_group(ranks) for ranks in all_ranks]
+    group, ranks = groups[rank // size], all_ranks[rank // size]
+    where = f"between ranks {list(ranks)}"
+    mine = torch.full((NUM_ELEMENTS,), float(rank), device=device())
+    whole = torch.empty(size * NUM_ELEMENTS, device=device())
+    dist.all_gather_into_tensor(whole, mine, group=group)
+    in_order = torch.tensor([*ranks], device=device(), dtype=torch.float32).repeat_interleave(NUM_ELEMENTS)
+    check(f"all-gather {where}", whole, in_order)
+    dist.reduce_scatter_tensor(mine, whole, group=group)
+    check(f"reduce-scatter {where}", mine, torch.full_like(mine, float(rank * size)))
+    dist.all_reduce(mine, group=group)
+    check(f"all-reduce {where}", mine, torch.full_like(mine, float(size * sum(ranks))))
 
 
 def check(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:

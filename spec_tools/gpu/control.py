@@ -1,4 +1,4 @@
-"""The control: what failed runs again alone, and then with torch's own FSDP.
+"""The control: runs each failure again alone, and then with torch's own FSDP.
 
 A failed test can have four causes: minifsdp, the machine, a behaviour of torch that minifsdp shares, or chance. Two
 more runs separate them::
@@ -11,7 +11,7 @@ more runs separate them::
     test_unit.py::test_slots     fails    does not apply         not decided
 
 ``docs/data/engine-torch.json`` records which tests fail with torch on CPUs. If torch fails such a test on a GPU too,
-this says nothing, so the verdict is *not decided*. A test does not apply to torch if it tests minifsdp's own code.
+this proves nothing, so the verdict is *not decided*. A test does not apply to torch if it tests minifsdp's own code.
 
 Failed chunks of ``smoke`` run again alone and with torch's FSDPs. Failed chunks of ``steps`` and ``races`` run again
 alone; they contain their own comparison. Each of these runs is a chunk with a limit, so the control also continues
@@ -45,7 +45,7 @@ COMPARED = ("smoke", "steps", "races")
 
 MINIFSDP, MACHINE, TORCH = "minifsdp is wrong", "this machine is wrong", "torch does the same"
 ALONE, OPEN = "passes alone", "not decided"
-# Errors below FSDP. They say something about the machine if torch's FSDP causes them too.
+# Errors below FSDP. They show a problem of the machine if torch's FSDP causes them too.
 OF_MACHINE = re.compile(
     r"NCCL error|NCCL failure|DistBackendError|DistNetworkError|nccl\w*Error|CUDA error|CUDA out of memory|"
     r"CUBLAS_STATUS|CUDNN_STATUS|No space left on device|ended by SIG(?:BUS|KILL)"
@@ -54,7 +54,7 @@ NONDETERMINISTIC = "not deterministic"
 
 
 def failures(outcomes: Mapping[str, Outcome]) -> list[str]:
-    """What failed: names of chunks of `COMPARED`, and tests.
+    """The failures: names of chunks of `COMPARED`, and tests.
 
     The order is that in which they run again. The first variants of different tests come first, so that one broken test
     with many variants does not use all runs.
@@ -139,7 +139,7 @@ def _name(what: str, how: str) -> str:
 
 
 def compare(outcomes: Mapping[str, Outcome]) -> list[dict[str, Any]]:
-    """For each failure: what happened alone and with torch, the verdict, and torch's error."""
+    """For each failure: the outcomes alone and with torch, the verdict, and torch's error."""
     return [_compare(what, outcomes) for what in failures(outcomes)]
 
 

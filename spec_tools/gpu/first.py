@@ -87,7 +87,8 @@ def check_ranks(
     finding = {"outcome": "passed", "ranks": ranks, "lines": lines}
     if all(rank["ok"] for rank in ranks):
         return finding
-    # The last line of the text becomes the reason. Ranks that only wait say less than those with an error.
+    # The last line of the text becomes the reason. The text of an error is more useful than that of a rank that only
+    # waits.
     order = sorted(ranks, key=lambda rank: (bool(rank.get("error")), bool(rank["died"])))
     broken = [lines[rank["rank"]] for rank in order if not rank["ok"]]
     return finding | {"outcome": "failed", "text": "\n".join([*stacks.values(), *broken])}

@@ -46,7 +46,7 @@ def exposed(intervals: Iterable[Interval]) -> float:
 def of_kernels(events: Iterable[Any]) -> list[Interval]:
     """The kernels and copies of a GPU among the profiler's events, in microseconds.
 
-    Ranges of ``record_function`` also appear on the GPU. They are no work, so they are left out.
+    Ranges of ``record_function`` also appear on the GPU. They are not work, so they are omitted.
     """
     return [
         Interval(event.time_range.start, event.time_range.end, "nccl" in event.name.lower())

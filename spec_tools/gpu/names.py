@@ -10,7 +10,7 @@ user. ``without_names`` replaces what is left in all texts of a report::
 
 The last part of a path stays, and for an installed package all parts after ``site-packages``. Paths in ``/dev``,
 ``/proc`` and ``/sys`` are the same on all machines, so they stay. Names such as ``root``, which many machines have,
-stay: they say nothing about a user, and the same words occur in messages.
+stay: they do not identify a user, and the same words occur in messages.
 """
 
 from __future__ import annotations

@@ -140,7 +140,8 @@ class Parent:
         self.store.set(f"{stage.name}/{self.place.rank}", json.dumps(result))
 
     def _was_ended(self, stage: NodeStage, names: Sequence[str]) -> None:
-        """After SIGTERM: torchrun ends all ranks of a machine if one of them has died. The other machines learn it."""
+        """After SIGTERM: torchrun ends all ranks of a machine if one of them has ended. The other machines are
+        notified."""
         self.store.set(f"{stage.name}/failed", str(self.place.rank))
         if not self.store.check([f"{stage.name}/{self.place.rank}"]):
             self._answer(stage, {**_result(0, "others", stage, "", []), "seconds": 0.0})

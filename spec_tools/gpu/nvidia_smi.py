@@ -1,4 +1,5 @@
-"""What ``nvidia-smi`` and the log of the kernel say about the GPUs. Everything is optional: a command can be missing.
+"""Facts about the GPUs from ``nvidia-smi`` and from the log of the kernel. Everything is optional: a command can be
+missing.
 
 Each function has the argument ``ask``, which runs a command and returns its output, or ``None`` if there is none. Tests
 pass a function with recorded texts.

@@ -13,8 +13,8 @@ delays. Values are correct if they equal, bit by bit, those of a *reference*. Th
 after every operator, so that nothing runs in parallel. It is trained twice. If the two results differ, the kernels of
 this machine are not deterministic, races cannot be detected, and the chunk fails with this reason.
 
-The delays come from a dispatch mode. It sees each operator and each collective on the stream on which it is issued, in
-forward, in backward and in the optimizer.
+The delays come from a dispatch mode. It receives each operator and each collective on the stream on which it is issued,
+in forward, in backward and in the optimizer.
 
 Limit: a reported race is real, but races can stay undetected. The report contains the number of delays.
 
@@ -82,7 +82,8 @@ def work(
 
 
 def _joined(findings: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The findings of all ranks for one seed as one finding, with the text of the first rank that saw a difference."""
+    """The findings of all ranks for one seed as one finding, with the text of the first rank that found a
+    difference."""
     stated = next((finding for finding in findings if finding["outcome"] == "failed"), findings[0])
     return {**stated, "delays": sum(finding["delays"] for finding in findings)}
 
@@ -95,7 +96,7 @@ def hunt(name: str, configuration: str, num_seeds: int) -> list[dict[str, Any]]:
     platform = find(name)
     reference = train(configuration, Synchronised(platform))
     again = train(configuration, Synchronised(platform))
-    findings = [_finding("no delays: the kernels are not deterministic, so nothing can be said", 0, reference, again)]
+    findings = [_finding("no delays: the kernels are not deterministic, so races stay hidden", 0, reference, again)]
     for seed in range(num_seeds):
         delays = Delays(platform, seed, dist.get_rank())
         found = train(configuration, delays)

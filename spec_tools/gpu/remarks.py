@@ -1,6 +1,6 @@
 """Warnings about facts of the machine that commonly make a job slow or make it fail, each with its remedy.
 
-A warning is no failure: the stages after it show whether the machine works.
+A warning is not a failure: the stages after it show whether the machine works.
 
 Spec: KIT-11.
 """

@@ -164,11 +164,11 @@ def read(path: Path) -> Report:
     _, begin, rest = path.read_text(encoding="utf-8").rpartition(BEGIN)
     beside = path.with_suffix(".json")
     if not begin and not beside.exists():
-        raise ValueError(f"{path} is no report of python -m spec_tools.gpu: there is no {beside.name} beside it")
+        raise ValueError(f"{path} is not a report of python -m spec_tools.gpu: there is no {beside.name} next to it")
     try:
         report: Report = json.loads(rest.removesuffix(END) if begin else beside.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{beside} is no report of python -m spec_tools.gpu: {error}") from None
+        raise ValueError(f"{beside} is not a report of python -m spec_tools.gpu: {error}") from None
     if report.get("format") != FORMAT:
         raise ValueError(f"{path} has format {report.get('format')}; this version reads format {FORMAT}")
     return report

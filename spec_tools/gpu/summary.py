@@ -45,7 +45,7 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"{_devices(hardware['devices'])}; minifsdp {report['minifsdp']}, {commit}"
         yield ", ".join(f"{name} {version}" for name, version in hardware["versions"].items())
     else:
-        yield f"the hardware was not looked at; minifsdp {report['minifsdp']}, {commit}"
+        yield f"the hardware was not inspected; minifsdp {report['minifsdp']}, {commit}"
     passed, failed = _stages(report)
     yield f"passed: {', '.join(passed) or 'none'}"
     if failed:

@@ -42,7 +42,7 @@ def markdown(report: Mapping[str, Any], json_name: str) -> Iterator[str]:
 
 def _hardware(hardware: Mapping[str, Any]) -> Iterator[str]:
     if not hardware:
-        yield "* the hardware was not looked at"
+        yield "* the hardware was not inspected"
         return
     yield "* " + ", ".join(f"{name} {version}" for name, version in hardware["versions"].items())
     yield f"* {hardware['system']}, {hardware['processors']} processors"
@@ -76,7 +76,7 @@ def _stages(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _control(findings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    yield "What failed ran again in a new process, and then with torch's own FSDP. The verdicts:"
+    yield "Failed stages ran again in a new process, and then with torch's own FSDP. The verdicts:"
     yield from ("", *(f"* {word}: {number}" for word, number in control.counts(findings).items()), "")
     yield from ("| failed | again | with torch | verdict | torch's error |", "|---|---|---|---|---|")
     for line in findings:

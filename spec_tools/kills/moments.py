@@ -158,11 +158,11 @@ def _wait(processes: list[Any], moment: Moment | None) -> None:
 
 
 def _outcome(codes: list[int | None], work: Path) -> Outcome:
-    everybody = range(len(codes))
-    outcome = Outcome(codes, [(work / f"output-{rank}").read_text() for rank in everybody])
+    all_ranks = range(len(codes))
+    outcome = Outcome(codes, [(work / f"output-{rank}").read_text() for rank in all_ranks])
     if (work / "losses").exists():
         outcome.losses = pickle.loads((work / "losses").read_bytes())
-    for rank in everybody:
+    for rank in all_ranks:
         path = work / f"calls-{rank}"
         outcome.calls.append(path.read_text().splitlines() if path.exists() else [])
     return outcome
@@ -205,7 +205,7 @@ def rank_main(
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-        # Skip all cleanup: another rank is dead, and threads that wait for it may never end.
+        # Skip all cleanup: another rank has been killed, and threads that wait for it may never end.
         os._exit(1)
     if rank == 0:
         (work / "losses").write_bytes(pickle.dumps(losses))
@@ -225,6 +225,27 @@ def after_call(owner: Any, name: str, nth: int, action: Callable[[], None]) -> N
         return result
 
     setattr(owner, name, counts)
+
+
+def resumed_training(train_gpt: Any, folder: Path, options: Sequence[str]) -> dict[str, Any]:
+    """Trains for six steps, as one of the ranks of torchrun. Saves at every second step, and resumes.
+
+    Returns:
+        The losses, and the number of complete steps when the training began, if it has resumed.
+    """
+    begun_at = []
+    resume = train_gpt.resume
+
+    def resumed(checkpoint: Any, *arguments: Any, **options: Any) -> Any:
+        begun_at.append(checkpoint.step)
+        return resume(checkpoint, *arguments, **options)
+
+    train_gpt.resume = resumed
+    runs = folder / "runs"
+    how = [f"--steps={STEPS}", f"--save-every={EVERY}", f"--save={runs}", f"--resume={runs}"]
+    with train_gpt.joined_ranks("cpu") as place:
+        losses = train_gpt.train(train_gpt.parse([*TINY, *how, *options]), corpus(train_gpt), place)
+    return {"losses": losses, "begun at": begun_at}
 
 
 def corpus(train_gpt: Any) -> Any:

@@ -16,10 +16,10 @@ from spec_tools.mutants.runner import Result, run
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0 if the tests of all requirements detected their mutants."""
     parser = argparse.ArgumentParser(prog="python -m spec_tools.mutants", description=__doc__)
-    parser.add_argument("words", nargs="*", help="only mutants with one of these in their name or rows")
-    parser.add_argument("--sample", type=int, help="so many of those that were noticed before; writes nothing")
-    parser.add_argument("--seed", type=int, default=0, help="which sample")
-    parser.add_argument("--fresh", action="store_true", help="forget what an interrupted run has found")
+    parser.add_argument("words", nargs="*", help="only mutants whose name or rows contain one of these words")
+    parser.add_argument("--sample", type=int, help="the number of earlier detected mutants to repeat; writes no record")
+    parser.add_argument("--seed", type=int, default=0, help="the seed of the sample")
+    parser.add_argument("--fresh", action="store_true", help="delete the results of an interrupted run")
     options = parser.parse_args(arguments)
     if options.sample:
         names = [name for name in record.noticed_before() if name in MUTANTS]
@@ -52,7 +52,7 @@ def _run(mutant: Mutant) -> Result:
 def _summary(results: Sequence[Result]) -> int:
     missed = [result for result in results if result.blind]
     unnoticed = [result.name for result in missed if not result.red]
-    print(f"\n{len(results)} mutants, {len(unnoticed)} not noticed at all: {', '.join(unnoticed) or 'none'}")
+    print(f"\n{len(results)} mutants, {len(unnoticed)} not detected by any test: {', '.join(unnoticed) or 'none'}")
     for result in missed:
         print(f"  {result.name} ({MUTANTS[result.name].what}): {' '.join(result.blind)}")
     return 1 if missed else 0

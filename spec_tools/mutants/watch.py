@@ -20,7 +20,7 @@ __all__: list[str] = []
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the options for the requirements and for the output file."""
     parser.addoption("--rows", default="", help="run the tests of these rows only")
-    parser.addoption("--red", type=pathlib.Path, help="the file for the rows that turned red, and by which test")
+    parser.addoption("--red", type=pathlib.Path, help="the output file: the rows whose tests failed, with the test")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,4 +1,4 @@
-"""``python -m spec_tools.processes PROGRAM API``: a rank of a program of ``lives.py`` or ``around.py``.
+"""``python -m spec_tools.processes PROGRAM API``: a rank of a program of ``programs.py`` or ``around.py``.
 
 Prints ``right`` when the program has finished, unless the program prints it itself at its end. The last exit
 handler prints how long the main thread has slept since then. Time in which a busy machine runs other processes
@@ -31,12 +31,12 @@ def tell() -> None:
 def main() -> None:
     import torch
 
-    from spec_tools.processes import around, lives
+    from spec_tools.processes import around, programs
 
     name, api = sys.argv[1:]
     torch.set_num_threads(1)
     try:
-        getattr(around if hasattr(around, name) else lives, name)(api)
+        getattr(around if hasattr(around, name) else programs, name)(api)
         if not name.startswith("exit_handlers"):
             print("right", flush=True)
     finally:

@@ -24,9 +24,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from spec_tests.ports import free_port
-from spec_tools.processes import lives
-from spec_tools.processes.launch import SECOND_LIFE
-from spec_tools.processes.lives import PLACE, RANK, SECONDS, WORLD, join, leave, training
+from spec_tools.processes import programs
+from spec_tools.processes.launch import SECOND_RUN
+from spec_tools.processes.programs import PLACE, RANK, SECONDS, WORLD, join, leave, training
 
 APIS = ("wrapper", "fully_shard")
 
@@ -73,11 +73,11 @@ def resume(trained: list[Any]) -> None:
 
 
 def one_rank_raises_once(api: str) -> None:
-    """Rank 1 raises in step 3. torchrun restarts the job, which resumes from step 2; a rank is late in this life."""
+    """Rank 1 raises in step 3. torchrun restarts the job, which resumes from step 2. Then a rank is late."""
     is_second = os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
     if is_second:
-        print(SECOND_LIFE, file=sys.stderr, flush=True)
-    lives.join_life(int(is_second), lives.store_of_launcher())
+        print(SECOND_RUN, file=sys.stderr, flush=True)
+    programs.join_again(int(is_second), programs.store_of_launcher())
     trained = trainings()
     if is_second:
         resume(trained)
@@ -100,7 +100,7 @@ def one_rank_raises_once(api: str) -> None:
 
 
 def train_in_a_child(rank: int, address: str, results: Any) -> None:
-    lives.RANK, lives.WORLD = rank, 2
+    programs.RANK, programs.WORLD = rank, 2
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
     from spec_tests.healthy.programs.support import full_parameters
 
@@ -209,7 +209,7 @@ was_checked = True
 
 
 def console(api: str) -> None:
-    """An `InteractiveConsole` trains. An error that it has shown has no effect, not even at the end.
+    """An `InteractiveConsole` trains. An error that it has shown has no effect, even at the end.
 
     The program does not destroy the group. Rank 0, which hosts the store, ends before rank 1.
     """
@@ -260,9 +260,9 @@ def ipython(api: str) -> None:
 
 
 def two_event_loops(api: str) -> None:
-    """The group lives across two calls of `asyncio.run`. In each, two coroutines train in turn, one with each API.
+    """The group is used in two calls of `asyncio.run`. In each, two coroutines train in turn, one with each API.
 
-    Another task ticks, and the loop handles signals. Between the loops the program trains without one.
+    Another task runs periodically, and the loop handles signals. Between the loops the program trains without one.
     """
     join()
     trained = trainings()
@@ -364,7 +364,7 @@ class SlowStore(dist.Store):
 
 def slow_store(api: str) -> None:
     """The store is a class in Python whose accesses take 50 ms. After the first steps, training does not access it."""
-    store = SlowStore(lives.store_of_launcher())
+    store = SlowStore(programs.store_of_launcher())
     join(store=store, rank=RANK, world_size=WORLD)
     trained = trainings()
     for step in range(3):

@@ -21,7 +21,7 @@ from spec_tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 150.0  # seconds for a program
-SECOND_LIFE = "--- second life ---"  # a line on stderr
+SECOND_RUN = "--- second run ---"  # a line on stderr
 AT_ONCE = 1.5  # seconds that a process may sleep between the end of its program and its exit
 
 
@@ -71,10 +71,10 @@ def problem(launch: Launch) -> str:
 
 
 def after_the_last_restart(errors: str, launch: Launch) -> str:
-    """The part of stderr that must report no error. A restarted program fails in its first life, and marks the next."""
+    """The part of stderr that must report no error. A restarted program fails once, and marks its second run."""
     if launch.launcher != "restarts":
         return errors
-    _, found, rest = errors.rpartition(SECOND_LIFE)
+    _, found, rest = errors.rpartition(SECOND_RUN)
     return rest if found else ""
 
 

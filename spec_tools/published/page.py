@@ -1,6 +1,6 @@
 """The tables of ``docs/tools/simulator-checked.md``, from ``docs/data/published-predictions.csv``.
 
-The text of the page is written by hand. The text between two marks is replaced by these tables, and a test compares
+The text of the page is written manually. The text between two marks is replaced by these tables, and a test compares
 them.
 
 Spec: CHECKED-05.

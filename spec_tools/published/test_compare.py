@@ -80,7 +80,7 @@ def test_constants_belong_to_a_generation_and_rows_of_the_fit_are_marked_and_not
         assert line.is_prediction is not bool(line.fitted)
         assert set(filter(None, line.assumed.split("; "))) <= ASSUMED.keys()
     assert {generation: len(found) for generation, found in of_generation.items() if len(found) != 1} == {}
-    # All rows of the fit have 8 GPUs, but for the card whose rows all have more.
+    # All rows of the fit have 8 GPUs, except for the card whose rows all have more.
     fitted = {line.row for line in LINES if line.fitted}
     assert {ROWS[name].num_gpus for name in fitted if "h200" not in name} == {8}
 

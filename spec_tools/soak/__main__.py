@@ -28,9 +28,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--api", choices=["wrapper", "fully_shard"], action="append")
     parser.add_argument("--strategy", choices=["FULL_SHARD", "SHARD_GRAD_OP"], default="FULL_SHARD")
-    parser.add_argument("--leak", choices=job.LEAKS, default="none", help="to see it found")
+    parser.add_argument("--leak", choices=job.LEAKS, default="none", help="add a leak, which the job must detect")
     parser.add_argument(
-        "--round-of", type=int, default=100, help="steps; behind each it is evaluated, saved and loaded"
+        "--round-of", type=int, default=100, help="the number of steps between evaluations, saves and loads"
     )
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
     chosen = parser.parse_args(arguments)

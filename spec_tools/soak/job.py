@@ -91,9 +91,9 @@ def soak(
         pathlib.Path(folder, "samples.json").write_text(json.dumps([asdict(sample) for sample in samples]))
     found = watch.grown(samples[0], samples[-1])
     # On all ranks, so that none waits for another.
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, found)
-    assert not any(everybody), f"has grown, by rank: {everybody}"
+    all_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_ranks, found)
+    assert not any(all_ranks), f"has grown, by rank: {all_ranks}"
 
 
 # The pool uses this name for the undecorated body of a test.

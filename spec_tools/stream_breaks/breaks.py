@@ -120,11 +120,11 @@ LEFT_OUT = {
     "learn/": "the exercises, whose checks run on CPUs alone",
     "simulate/": "the device of the step simulator, which only writes on a tape",
     "debugging/values.py: collectives.all_reduce(": "is off, and stops the CPU on purpose",
-    "engine/rank_checks.py: self._arrived = ": "only tells `read` that the answer is read later, with `synchronize`",
-    "engine/rank_checks.py: arrived.synchronize(": "a whole backward lies between the question and this",
+    "engine/rank_checks.py: self._arrived = ": "only lets `read` use `synchronize` later",
+    "engine/rank_checks.py: arrived.synchronize(": "a whole backward runs between the all-gather and this line",
     "engine/rank_checks.py: question.wait(": "a stream has waited already, and a CPU needs no order",
     "engine/rank_checks.py: store.wait(": "text of the ranks in the store, not on a stream",
-    "engine/collectives.py: Collective(function.__name__": "what it calls has waited by itself",
+    "engine/collectives.py: Collective(function.__name__": "the called function has waited",
 }
 
 

@@ -204,7 +204,7 @@ def test_size_above_the_limit_is_skipped() -> None:
 
 
 class Diary(Platform):
-    """Writes down what happens on the stream and on the host."""
+    """Records the operations on the stream and on the host."""
 
     did: list[str] = []
 

@@ -1,4 +1,4 @@
-"""The control of the GPU kit: which runs it makes, how it decides, and real runs with a broken package and torch."""
+"""The control of the GPU kit: its runs, its verdicts, and real runs with a broken package and torch."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def sum_wrongly() -> None:
     from spec_tools.gpu import collectives
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_reduce", lambda tensor: tensor.zero_())
+        patch.setattr(dist, "all_reduce", lambda tensor, group: tensor.zero_())
         collectives.send()
 
 
@@ -130,7 +130,11 @@ def outcome_of(text: str, folder: Path, status: int = 1, *, hung: bool = False) 
         (die, "rank_died", "the process died: SIGKILL"),
         (lack_memory, "out_of_memory", "torch.OutOfMemoryError: CUDA out of memory"),
         (access_illegally, "crash", "RuntimeError: CUDA error: an illegal memory access"),
-        (sum_wrongly, "wrong_value", "AssertionError: all-reduce on gloo: element 0 is 0.0, not 2.0"),
+        (
+            sum_wrongly,
+            "wrong_value",
+            "AssertionError: all-reduce between ranks [0, 1] on gloo: element 0 is 0.0",
+        ),
     ],
 )
 def test_failure_on_ranks_has_its_kind(body: Any, kind: str, reason: str, tmp_path: Path) -> None:
@@ -225,7 +229,7 @@ def test_failed_layer_stops_the_run_with_advice(run: Kit, capsys: pytest.Capture
     assert run.run([*layers, stage("smoke", python("smoke/x", ""))]) == 1
     assert list(run.progress.outcomes) == ["hardware/all", "links/all"]
     said = capsys.readouterr().out
-    assert "links (layer: links) has failed, so nothing after it was started" in said
+    assert "links (layer: links) has failed, so no later stage was started" in said
     assert "What failed: links/all: failed; hang: no answer from ranks [0, 1] after 90 s" in said
     assert "This machine: Xid 79. Remedy: replace it" in said
     assert "NCCL_P2P_DISABLE=1 python -m spec_tools.gpu --trial --device cpu --stages links" in said
@@ -315,7 +319,7 @@ def test_recorder_is_configured_with_names_that_torch_reads_and_keeps_settings_o
 
 
 def collected_in(block: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, list[int]]]:
-    """What `evidence.collect` received while ``block`` ran as a part of a chunk."""
+    """The arguments of `evidence.collect` while ``block`` ran as a part of a chunk."""
     seen: list[tuple[Path, list[int]]] = []
     monkeypatch.setenv(chunks.FINDINGS, str(folder / "findings.jsonl"))
     monkeypatch.setenv(chunks.MARK, str(folder))

@@ -1,4 +1,4 @@
-"""The first lines of the GPU kit: one for each rank, and what each kind of broken rank looks like."""
+"""The first lines of the GPU kit: one for each rank, and the line of each kind of broken rank."""
 
 from __future__ import annotations
 
@@ -74,8 +74,15 @@ def ask_for_a_missing_device(seat: Seat, path: Path) -> None:
 
 
 def sum_wrongly(seat: Seat, path: Path) -> None:
+    all_reduce = dist.all_reduce
+
+    def wrong(tensor: torch.Tensor) -> None:
+        # The real one waits until the other rank has joined too. Otherwise the first error can end that rank earlier.
+        all_reduce(tensor)
+        tensor.fill_(7.0)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "all_reduce", lambda tensor: tensor.fill_(7.0))
+        patch.setattr(dist, "all_reduce", wrong)
         first.take_steps(seat, path)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from spec_tests.harness import device, pool, ranks
@@ -73,6 +75,24 @@ def test_three_collectives_are_checked_for_wrong_elements() -> None:
     assert collectives.send() == str(device())
     with pytest.raises(AssertionError, match=r"all-gather on \w+: element 1 is 5\.0, not 2\.0"):
         collectives.check("all-gather", torch.tensor([1.0, 5.0]), torch.tensor([1.0, 2.0]))
+
+
+@pytest.mark.spec("KIT-02")
+@pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
+@pytest.mark.parametrize("size", [1, 2, 4])
+@ranks(4)
+def test_collectives_are_checked_in_groups_of_each_size(size: int) -> None:
+    rank, all_reduce = dist.get_rank(), dist.all_reduce
+
+    def sum_wrongly(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+        all_reduce(tensor, group=group)
+        tensor += group.size() == size
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", sum_wrongly)
+        members = [other for other in range(4) if other // size == rank // size]
+        with pytest.raises(AssertionError, match=re.escape(f"all-reduce between ranks {members} on")):
+            collectives.send()
 
 
 @pytest.mark.spec("KIT-02")
@@ -273,7 +293,7 @@ def test_same_command_resumes_stopped_run(word: signal.Signals, tmp_path: Path) 
         assert len(left) == 1
     else:
         assert (first.exitcode, left) == (130, [])
-        assert (tmp_path / "said").read_text().endswith("Stopped. The same command goes on from here.\n")
+        assert (tmp_path / "said").read_text().endswith("Stopped. The same command continues from here.\n")
     assert "**not complete**: 2 chunks" in (tmp_path / "gpu-report-cpu.md").read_text()
     second.start()
     second.join(120)

@@ -135,7 +135,7 @@ def test_gpu_in_a_bad_state_has_a_warning(change: dict[str, str], about: str, te
     found = warned(look(Machine({}, change), tmp_path))
     assert set(found) == {about, "NVLink"}
     assert text in found[about]
-    # Values that the GPU does not support say nothing.
+    # Values that the GPU does not support have no meaning.
     missing = dict.fromkeys(change, "[N/A]")
     assert set(warned(look(Machine({}, missing), tmp_path))) == {"NVLink"}
 

@@ -1,4 +1,4 @@
-"""The order, the limits and the configurations of the GPU kit, and what it says about a GPU that torch cannot use."""
+"""The order, the limits and the configurations of the GPU kit, and its text about a GPU that torch cannot use."""
 
 from __future__ import annotations
 

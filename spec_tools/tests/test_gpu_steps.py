@@ -151,7 +151,7 @@ class Profiler:
             event("cudaDeviceSynchronize", 30, 40, DeviceType.CPU),
             event("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 5, 15, DeviceType.CUDA),
             event("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", 10, 20, DeviceType.CUDA),
-            # A range on the GPU's timeline, which is no kernel.
+            # A range on the GPU's timeline, which is not a kernel.
             event("FSDP::all_gather", 0, 30, DeviceType.CUDA, note=True),
         ]
 

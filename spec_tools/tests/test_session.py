@@ -89,7 +89,7 @@ def test_unknown_requirement_stops_collection_with_test_name(tmp_path: pathlib.P
     test = "import pytest\n@pytest.mark.spec('CTOR-999')\ndef test_it(): pass\ndef test_other(): pass\n"
     session = run_session(tmp_path, test, "-k", "other")
     assert session.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "test_it.py::test_it carries 'CTOR-999'" in session.stderr
+    assert "test_it.py::test_it has the marker 'CTOR-999'" in session.stderr
     assert "passed" not in session.stdout
 
 

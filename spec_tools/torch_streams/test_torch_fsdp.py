@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from spec_tests.harness import rank_among_invented, simulated
+from spec_tests.harness import rank_among_fake_ranks, simulated
 from spec_tools.torch_streams.torch_fsdp import OPTIONS, PROGRAMS, Program, sharded, train
 from spec_tools.torch_streams.torch_hazards import HAZARDS, by_chunks, forgetting, with_head
 
@@ -45,7 +45,7 @@ def run(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning")
 @pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy is deprecated:FutureWarning")
 @names(1)
-@rank_among_invented(1)
+@rank_among_fake_ranks(1)
 def test_fsdps_of_torch_have_no_races_on_one_rank(name: str) -> None:
     run(name)
 
@@ -54,21 +54,21 @@ def test_fsdps_of_torch_have_no_races_on_one_rank(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning")
 @pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy is deprecated:FutureWarning")
 @names(2)
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_fsdps_of_torch_have_no_races_on_two_ranks(name: str) -> None:
     run(name)
 
 
 @pytest.mark.spec("SIM-10")
 @names(4)
-@rank_among_invented(4)
+@rank_among_fake_ranks(4)
 def test_fsdps_of_torch_have_no_races_on_four_ranks(name: str) -> None:
     run(name)
 
 
 @pytest.mark.spec("SIM-10")
 @pytest.mark.parametrize("name", HAZARDS)
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_torch_fsdp_has_exactly_the_expected_races(name: str) -> None:
     _, program, expected = HAZARDS[name]
     assert collisions(program) == expected
@@ -88,7 +88,7 @@ SCATTER = "reduce_scatter_single"
         ("bf16 reduction, offload", {(SCATTER, "_to_copy")}),
     ],
 )
-@rank_among_invented(4)
+@rank_among_fake_ranks(4)
 def test_race_of_pull_request_180665_is_found_without_the_kept_reference(
     option: str, expected: set[tuple[str, str]]
 ) -> None:
@@ -99,7 +99,7 @@ def test_race_of_pull_request_180665_is_found_without_the_kept_reference(
 @pytest.mark.spec("SIM-09")
 @pytest.mark.parametrize("waits", [True, False], ids=["waits", "does not wait"])
 @pytest.mark.parametrize("option", OPTIONS)
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_partial_groups_need_no_wait_if_the_reduction_inputs_are_kept(option: str, waits: bool) -> None:
     # Answers torch's TODO #181218: there is no race without the wait that was added for partial groups.
     assert collisions(lambda: by_chunks(with_head(**OPTIONS[option]), waits=waits)) == set()
@@ -107,14 +107,14 @@ def test_partial_groups_need_no_wait_if_the_reduction_inputs_are_kept(option: st
 
 @pytest.mark.spec("SIM-09")
 @pytest.mark.parametrize("waits", [True, False], ids=["waits", "does not wait"])
-@rank_among_invented(4)
+@rank_among_fake_ranks(4)
 def test_partial_groups_with_replicas_need_no_wait(waits: bool) -> None:
     assert collisions(lambda: by_chunks(with_head(2, **OPTIONS["bf16 reduction"]), waits=waits)) == set()
 
 
 @pytest.mark.spec("SIM-09")
 @pytest.mark.parametrize("waits", [True, False], ids=["waits", "does not wait"])
-@rank_among_invented(2)
+@rank_among_fake_ranks(2)
 def test_kept_inputs_prevent_races_of_torch_groups(waits: bool) -> None:
     found = collisions(lambda: by_chunks(with_head(), waits=waits, keeps=False))
     assert {earlier for _, earlier in found} == {SCATTER}

@@ -308,7 +308,7 @@ def test_substitute_data_set_has_original_shape() -> None:
         }
     first, second = data
     assert ByT5Tokenizer().decode(first["target_ids"], skip_special_tokens=True) == "Short."
-    assert int(first["source_mask"].sum()) == len("summarize: Longer.") + 1, "the bytes, and the end"
+    assert int(first["source_mask"].sum()) == len("summarize: Longer.") + 1, "the bytes and the end marker"
     assert int(second["source_mask"].sum()) == 512
 
 

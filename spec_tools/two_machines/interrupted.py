@@ -2,10 +2,10 @@
 
     torchrun --nnodes 2 --nproc-per-node 2 --max-restarts 2 spec_tools/two_machines/interrupted.py FOLDER OPTIONS ...
 
-Checkpoints are saved every second step. In the first life, the link is cut between forward and backward of the fourth
-step. In the second life, it is cut in the save after that step, when rank 2 has written its files. Rank 2 creates
+Checkpoints are saved every second step. In the first run, the link is cut between forward and backward of the fourth
+step. In the second run, it is cut in the save after that step, when rank 2 has written its files. Rank 2 creates
 the files ``FOLDER/cut-0`` and ``FOLDER/cut-1`` first. Another process must restore the link. At the end rank 0 writes
-the losses, and the number of complete steps at the start of its last life, to ``FOLDER/told``.
+the losses, and the number of complete steps at its last start, to ``FOLDER/result``.
 
 The time-out of the groups is short when the link is cut, and long otherwise, because a process may start late.
 
@@ -13,7 +13,7 @@ Each batch has four parts, whatever the number of ranks. So two ranks train with
 
 On one machine (``TWO_MACHINES_LINK`` is not set), there is no link, and nothing is cut.
 
-With a link, each life of a rank writes its standard error to its own file. torchrun would replace the file of an
+With a link, each run of a rank writes its standard error to its own file. torchrun would replace the file of an
 attempt when it starts the ranks again without counting a failure.
 
 Spec: MACHINES-07 to MACHINES-10.
@@ -38,10 +38,10 @@ sys.path[:0] = [str(ROOT / "tutorials"), str(ROOT)]
 
 import train_gpt  # noqa: E402
 
-from spec_tools.kills.moments import TINY, after_call, corpus  # noqa: E402
+from spec_tools.kills.moments import after_call, resumed_training  # noqa: E402
 from spec_tools.two_machines.machines import SOCKET, LinkControl  # noqa: E402
 
-STEPS, EVERY, CUT_IN = 6, 2, 4
+CUT_IN = 4
 PARTS = 4  # of a batch
 TIMEOUT, TIMEOUT_AT_START = 5.0, 90.0  # seconds, of all groups
 CUT_BY = 2  # the rank that cuts the link
@@ -58,7 +58,7 @@ def shorten_timeouts() -> None:
 def write_errors_to(folder: Path, rank: int) -> None:
     """Redirects the standard error of this process, also that of its C++ code, to a file in ``folder``.
 
-    The name of the file starts with the number of cuts before this life and the rank.
+    The name of the file starts with the number of cuts before this start and the rank.
     """
     folder.mkdir(exist_ok=True)
     file = os.open(folder / f"{num_cuts(folder.parent)}-{rank}-{time.time_ns()}", os.O_WRONLY | os.O_CREAT)
@@ -75,7 +75,7 @@ def cut(marker: Path) -> None:
 
 
 def prepare_cut(folder: Path) -> None:
-    """Lets rank 2 cut the link in this life, if it must be cut."""
+    """Lets rank 2 cut the link in this run, if it must be cut."""
     number = num_cuts(folder)
     if SOCKET not in os.environ or number == NUM_CUTS:
         return
@@ -92,26 +92,17 @@ def main() -> None:
         write_errors_to(Path(folder) / ERRORS, int(os.environ["RANK"]))
     dist.distributed_c10d._get_default_timeout = lambda backend: timedelta(seconds=TIMEOUT_AT_START)
     prepare_cut(Path(folder))
-    begun_at = []
-    resume, batch_of = train_gpt.resume, train_gpt.batch_of
-
-    def resumed(checkpoint: Any, *arguments: Any, **options: Any) -> Any:
-        begun_at.append(checkpoint.step)
-        return resume(checkpoint, *arguments, **options)
+    batch_of = train_gpt.batch_of
 
     def parts_of(*arguments: Any, rank: int, **options: Any) -> tuple[torch.Tensor, ...]:
         num_parts = PARTS // int(os.environ["WORLD_SIZE"])
         parts = [batch_of(*arguments, rank=rank * num_parts + part, **options) for part in range(num_parts)]
         return tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
 
-    train_gpt.resume, train_gpt.batch_of = resumed, parts_of
-    runs = str(Path(folder) / "runs")
-    how = [f"--steps={STEPS}", f"--save-every={EVERY}", f"--save={runs}", f"--resume={runs}"]
-    with train_gpt.joined_ranks("cpu") as place:
-        losses = train_gpt.train(train_gpt.parse([*TINY, *how, *options]), corpus(train_gpt), place)
-    if place.rank == 0:
-        reported = {"losses": losses, "begun at": begun_at}
-        (Path(folder) / "told").write_text(json.dumps(reported))
+    train_gpt.batch_of = parts_of
+    reported = resumed_training(train_gpt, Path(folder), options)
+    if os.environ["RANK"] == "0":
+        (Path(folder) / "result").write_text(json.dumps(reported))
 
 
 if __name__ == "__main__":

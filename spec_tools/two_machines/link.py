@@ -9,7 +9,7 @@ from one file, and writes them to the other file when they are due::
                      <-- packets --- [ queue, due times ] <-- packets ---
 
 1. *Rate.* A packet of n bytes occupies its direction for 8 n / rate seconds, after the packet before it.
-2. *Delay.* It arrives this much later.
+2. *Delay.* The packet arrives after the delay.
 3. *Backlog.* If a direction is occupied for more than `BACKLOG` seconds in advance, no more packets are read. The
    sender's kernel then keeps them, and TCP waits, as with a full queue of a network card.
 4. *Cut.* All packets are dropped without an error, as if a switch has lost power. Interfaces and addresses stay.

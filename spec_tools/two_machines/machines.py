@@ -107,7 +107,7 @@ class TwoMachines:
     def start(self, number: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
         """Starts a command on machine 0 or 1; ``options`` are those of `subprocess.Popen`."""
         environment = {**os.environ, **self._environment, **options.pop("env", {})}
-        # With its own process numbers, a machine cannot see whether a process of the other one has ended.
+        # With its own process numbers, a machine cannot check whether a process of the other one has ended.
         enter = ["nsenter", f"--net={self._namespaces[number]}"]
         enter += ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
         process = subprocess.Popen([*enter, *command], env=environment, text=True, **options)

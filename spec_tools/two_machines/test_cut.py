@@ -43,7 +43,7 @@ class Interrupted:
     checkpoints: list[list[str]]
 
     def result(self) -> Any:
-        return json.loads((self.folder / "told").read_text())
+        return json.loads((self.folder / "result").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def run(machines: TwoMachines, folder: Path) -> Interrupted:
 
 
 def errors_of_ranks(folder: Path, number: int) -> list[str]:
-    """The standard error of each rank in the lives that followed ``number`` cuts."""
+    """The standard error of each rank in the runs after ``number`` cuts."""
     files = [sorted((folder / interrupted.ERRORS).glob(f"{number}-{rank}-*")) for rank in RANKS]
     return ["".join(path.read_text() for path in paths) for paths in files]
 
@@ -131,7 +131,7 @@ def test_two_ranks_on_one_machine_continue(job: Interrupted, losses: list[float]
     (job.folder / "runs" / "step-000004").rename(runs / "step-000004")
     command = torchrun("--standalone", SCRIPT, str(tmp_path), *OPTIONS)
     subprocess.run(command, cwd=ROOT, timeout=LIMIT, check=True, env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"})
-    result = json.loads((tmp_path / "told").read_text())
+    result = json.loads((tmp_path / "result").read_text())
     assert result["begun at"] == [4]
     assert result["losses"] == pytest.approx(losses, rel=1e-5)
     assert result["losses"][:4] == losses[:4]

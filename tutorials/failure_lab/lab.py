@@ -66,17 +66,17 @@ def on_two_ranks(experiment: Callable[[Any, int], None], broken: Callable[..., A
         sys.exit(start_ranks(sys.argv[0], 2, sys.argv[1:]))
     store, rank, num_ranks = next(dist.rendezvous("env://", timeout=STARTING))
     if num_ranks != 2:
-        sys.exit(f"an experiment needs 2 ranks, but was started with {num_ranks}")
+        sys.exit(f"an experiment needs 2 ranks, and was started with {num_ranks}")
     if options.debug:
         import minifsdp
 
         minifsdp.debug()
     meet(store, "begin", rank, range(2), STARTING)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=LIMIT)
-    failed, story = run(experiment, part, rank)
+    failed, text = run(experiment, part, rank)
     # The ranks print one after the other. If a rank hangs, the other rank waits at most until the limit.
     meet(store, "end", None, range(rank), 3 * LIMIT)
-    print(story, flush=True)
+    print(text, flush=True)
     meet(store, "end", rank, range(2), 3 * LIMIT)
     # Rank 0 can host the store that both ranks use, so it exits last.
     meet(store, "gone", rank, range(2 if rank == 0 else 0), 3 * LIMIT)
@@ -104,12 +104,12 @@ def run(experiment: Callable[[Any, int], None], part: Callable[..., Any], rank: 
     return False, f"rank {rank} has ended well"
 
 
-def meet(store: dist.Store, where: str, mine: int | None, whom: range, limit: timedelta) -> None:
-    """Sets a key in the store for rank ``mine``, and waits at most ``limit`` for the keys of ``whom``."""
+def meet(store: dist.Store, where: str, mine: int | None, others: range, limit: timedelta) -> None:
+    """Sets a key in the store for rank ``mine``, and waits at most ``limit`` for the keys of the ranks ``others``."""
     if mine is not None:
         store.set(f"failure lab/{where}/{mine}", "here")
     try:
-        for rank in whom:
+        for rank in others:
             store.wait([f"failure lab/{where}/{rank}"], limit)
     except dist.DistStoreError:
         if where == "begin":

@@ -37,8 +37,8 @@ class Api(Protocol):
         """Returns the state of both, keyed by the names of the plain model: ``{"model": ..., "optim": ...}``.
 
         Args:
-            model: sharded by this library.
-            optimizer: of its parameters.
+            model: the model, sharded by this library.
+            optimizer: the optimizer of its parameters.
             full: return unsharded tensors in CPU memory, on rank 0 only. Otherwise return ``DTensor``s with this rank's
                 shards.
         """

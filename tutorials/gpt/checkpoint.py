@@ -106,9 +106,9 @@ class Checkpoint:
         Raises:
             CheckpointError: a rank has found a flaw. The message contains file, key, expected and found value.
         """
-        everybody = gathered(flaws)
-        if everybody:
-            raise CheckpointError(problem(self.folder, everybody))
+        all_ranks = gathered(flaws)
+        if all_ranks:
+            raise CheckpointError(problem(self.folder, all_ranks))
 
 
 class CheckpointFolder:

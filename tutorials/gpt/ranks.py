@@ -130,9 +130,9 @@ def store_of_this_start(store: dist.Store, rank: int, num_ranks: int) -> dist.St
     """The part of a store that only this start of the job uses. Every rank must call it.
 
     torchrun keeps the store when it restarts a job, with the addresses of the previous ranks. The number of restarts
-    cannot be used as a prefix, because torchrun counts it on each machine: if a machine learns that another one has
-    restarted before its own ranks have failed, it restarts them, and does not count that. So rank 0 chooses the prefix.
-    The other ranks ask for it under a number that no other process has.
+    cannot be used as a prefix, because torchrun counts it on each machine: if a machine is notified that another one
+    has restarted before its own ranks have failed, it restarts them, and does not count that. So rank 0 chooses the
+    prefix. The other ranks ask for it under a number that no other process has.
 
     Raises:
         RuntimeError: on rank 0, if a rank has not started after some minutes.

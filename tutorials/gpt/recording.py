@@ -51,19 +51,19 @@ class Recordings:
         """Collects the events of all ranks. Rank 0 writes the files. Every rank must call it."""
         if not self._steps:
             return
-        everybody = from_all_ranks(self._steps)
+        all_ranks = from_all_ranks(self._steps)
         if not speaks:
             return
         from minifsdp import timeline
 
         if self.trace is not None:
             # All steps use the time origin of the first step, so that the optimizer step is visible as a gap.
-            events = [[event for _, events in steps for event in events] for steps in everybody]
-            origins = [steps[0][0] for steps in everybody]
+            events = [[event for _, events in steps for event in events] for steps in all_ranks]
+            origins = [steps[0][0] for steps in all_ranks]
             self.trace.write_text(json.dumps(timeline.chrome_trace(events, origins=origins)), encoding="utf-8")
             fact("trace", f"{self.trace}: the last {len(self._steps)} steps, for https://ui.perfetto.dev")
         if self.timeline is not None:
-            last = [steps[-1] for steps in everybody]
+            last = [steps[-1] for steps in all_ranks]
             picture = timeline.svg(
                 [events for _, events in last],
                 origins=[origin for origin, _ in last],

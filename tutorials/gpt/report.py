@@ -183,11 +183,11 @@ def print_stored(mine: Stored, num_parameters: int, *, speaks: bool) -> None:
 
     Without sharding, a float32 parameter has 4 bytes, its gradient 4, and the two averages of AdamW 8.
     """
-    everybody = from_all_ranks(mine)
+    all_ranks = from_all_ranks(mine)
     if not speaks:
         return
     whole = 4 * num_parameters
-    rows = {f"rank {rank}": stored for rank, stored in enumerate(everybody)}
+    rows = {f"rank {rank}": stored for rank, stored in enumerate(all_ranks)}
     rows["not sharded"] = Stored(whole, whole, 2 * whole)
     print(f"\n{'stored, bytes':<14}{'parameters':>14}{'gradients':>14}{'optimizer':>14}{'together':>14}")
     for name, stored in rows.items():

@@ -1,5 +1,5 @@
-/* The arithmetic of minifsdp/tools in JavaScript: formulas.py, peaks.py, cost.py, links.py and activations.py, under their
-   names there. A test runs both on the same jobs and compares every number; what the numbers mean is told there, too. */
+/* The arithmetic of minifsdp/tools in JavaScript: formulas.py, peaks.py, cost.py, links.py and activations.py, with the
+   same names. A test runs both on the same jobs and compares every number. The Python files explain the numbers. */
 (function (root, factory) {
   "use strict";
   if (typeof module === "object" && module.exports) module.exports = factory();
@@ -16,7 +16,7 @@
   const paddedRow = (shapes, numShards) => up(sum(shapes.map(numelOf)), numShards);
   const paddedPerParameter = (shapes, numShards) => sum(shapes.map((shape) => up(shape[0], numShards) * numelOf(shape.slice(1))));
 
-  // --- at the worst moment (peaks.py) ---
+  // --- peaks (peaks.py) ---
   function peakOfForward(sizes, rootSize, { keeps, ahead, sorts }) {
     const twice = sorts ? 2 : 1;
     const moments = [twice * rootSize];
@@ -54,7 +54,7 @@
       const underWay = o.reduces ? o.reduction * after * (1 + share) : 0;
       const stages = [underWay + gathered + (o.sorts ? here : 0), underWay + gathered + o.gradient * here, twice];
       if (o.reduces) {
-        // Of the reduction of the unit before a piece is left when this gradient is put together or packed.
+        // Bytes of the reduction of the previous unit while this gradient is concatenated or packed.
         const left = (o.reduction * after) / o.numShards;
         const cast = o.stored !== o.reduction ? (o.stored * after) / o.numShards : 0;
         stages.push(left + twice, left + o.reduction * here * (1 + share) + cast);
@@ -69,14 +69,14 @@
   const gatherSends = (bytes, ranks) => (bytes * (ranks - 1)) / ranks;
   const allReduceSends = (bytes, ranks) => 2 * gatherSends(bytes, ranks);
 
-  // --- what is trained, and how (job.py) ---
+  // --- trained parameters (job.py) ---
   const DEFAULTS = {
     root: [], strategy: "FULL_SHARD", numShards: 1, numReplicas: 1, perParameter: false, restsWith: null, stored: "float32",
     compute: null, reduce: null, optimizer: 8, scratch: 0, buffers: 0, buffer: null, offload: false, forwardPrefetch: false,
     backwardPrefetch: true, microBatches: 1, noSync: false, activations: 0,
   };
 
-  // The job with what follows from it: how many pieces, and how large each unit is when it is gathered.
+  // The job with derived values: the number of shards, and the unsharded size of each unit.
   function prepared(given) {
     const job = { ...DEFAULTS, ...given };
     if (!STRATEGIES.includes(job.strategy)) throw new Error("strategy must be one of " + STRATEGIES.join(", "));
@@ -92,7 +92,7 @@
     return { job, shards, keeps, borrowed, width, travel, numels, rootNumel, sizes: numels.map((n) => n * width), rootSize: rootNumel * width };
   }
 
-  // In how many gathers and reductions of a step a unit takes part, and in how many gathers the root's own parameters do.
+  // The number of all-gathers and of reductions of a unit in a step, and of all-gathers of the root's own parameters.
   function howOften({ job, shards, keeps }) {
     const reductions = job.noSync ? 1 : job.microBatches;
     if (shards === 1) return { times: 0, ofRoot: 0, reductions };
@@ -100,7 +100,7 @@
     return { times: 2 * job.microBatches, ofRoot: job.microBatches, reductions };
   }
 
-  // Bytes of what rests with fewer ranks, and is gathered among these for backward.
+  // Bytes that stay sharded over fewer ranks, and are all-gathered among these ranks for backward.
   const rested = ({ job, keeps, sizes }) => (job.restsWith && !keeps ? job.microBatches * sum(sizes) : 0);
   const sentForRested = (ready) => gatherSends(rested(ready), ready.job.restsWith || 1);
 
@@ -114,7 +114,7 @@
     };
   }
 
-  // --- over which links, and how long it takes at least (links.py) ---
+  // --- links, and the minimum time (links.py) ---
   function leaving(numRanks, size, apart, perMachine) {
     const span = size * apart, machine = (rank) => Math.floor(rank / perMachine);
     let hops = 0;
@@ -127,7 +127,7 @@
 
   function sentByLink(given, perMachine) {
     const ready = prepared(given), { job, shards } = ready, sent = sentBytes(ready), numRanks = shards * job.numReplicas;
-    // Of each ring: what a rank sends in it, how many ranks are in it, and how far they are apart.
+    // For each ring: the bytes that a rank sends in it, its number of ranks, and the distance between them.
     const rings = {
       AG: [[sent.AG - sentForRested(ready), shards, 1], [sentForRested(ready), job.restsWith || 1, 1]],
       RS: [[sent.RS, shards, 1]],
@@ -148,15 +148,15 @@
     return { compute, communication, overlapped: Math.max(compute, within, between), apart: compute + communication };
   }
 
-  // --- what depends on the batch (activations.py) ---
+  // --- values that depend on the batch (activations.py) ---
   const matricesOf = (shapes) => shapes.filter((shape) => shape.length === 2);
-  // The matrix that gives the scores: the largest of the root.
+  // The matrix that computes the scores: the largest matrix of the root.
   const scoresOf = (job) => matricesOf(job.root || []).reduce((a, b) => (numelOf(b) > numelOf(a) ? b : a), [0, 0]);
 
   function activationBytes(given, tokens, checkpointing) {
     const { job, width } = prepared(given), ofToken = width * tokens, most = (numbers) => Math.max(0, ...numbers);
     const blocks = job.units.map(matricesOf).filter((matrices) => matrices.length);
-    // A matrix keeps what comes in and what goes out.
+    // A matrix keeps its input and its output.
     const kept = blocks.map((matrices) => ofToken * sum(matrices.map(sum)));
     const working = ofToken * most(blocks.flat().map(sum));
     const [vocabulary, hidden] = scoresOf(job), head = tokens * (12 * vocabulary + 2 * width * hidden);
@@ -170,12 +170,12 @@
     return 2 * job.microBatches * tokens * (3 * (sum(blocks.map(sum)) + numelOf(scoresOf(job))) + again);
   }
 
-  // --- all together (cost.py) ---
+  // --- combined (cost.py) ---
   function costOf(given) {
     const ready = prepared(given), { job, shards, keeps, borrowed, width, travel, numels, rootNumel, sizes, rootSize } = ready;
     const atRest = DTYPES[job.stored];
     const elements = (sum(numels) + rootNumel) / shards;
-    // Of the root and of each unit: whether its gradient is put together from those of its parameters.
+    // For the root and each unit: whether its gradient is concatenated from those of its parameters.
     const joins = [job.root, ...job.units].map(
       (shapes, i) => !job.perParameter && (shapes.length > 1 || [rootNumel, ...numels][i] > sum(shapes.map(numelOf))));
     const sorts = job.perParameter && job.units.some((shapes) => shapes.length > 1);

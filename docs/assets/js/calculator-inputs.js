@@ -1,5 +1,5 @@
-/* What the calculator is asked: its fields, what is wrong with one, the address that keeps them all, and the answers.
-   Nothing here knows of a page; calculator.js draws. */
+/* The inputs of the calculator: its fields, their errors, the address that stores them, and the results. This file does
+   not use the page; calculator.js draws. */
 (function (root, factory) {
   "use strict";
   if (typeof module === "object" && module.exports) module.exports = factory(require("./calculator-cost.js"), require("./calculator-models.js"), require("./sliders.js"));
@@ -13,7 +13,8 @@
   const dtypes = same(Object.keys(cost.DTYPES));
   const whole = (value, more = {}) => ({ kind: "number", value, min: 1, whole: true, max: 1e6, ...more });
   const number = (value, more = {}) => ({ kind: "number", value, above: 0, max: 1e9, ...more });
-  // In groups, in the order of the page. `when` says for which other choices a field is there; a `scale` is that of a slider.
+  // Grouped, in the order of the page. `when` lists the choices for which a field is shown; `scale` is the scale of its
+  // slider.
   const GROUPS = {
     "Model": {
       preset: { label: "Model", kind: "choice", value: "Llama-3 8B", options: { ...same(Object.keys(models.PRESETS)), "": "your own lines" } },
@@ -60,7 +61,7 @@
   };
   const FIELDS = Object.assign({}, ...Object.values(GROUPS));
 
-  // The value of a field, and what is wrong with it. Text comes from the page or from an address, so it is not trusted.
+  // The value of a field, and its error. The text comes from the page or from an address, so it is not trusted.
   function checked(field, text) {
     if (field.kind === "box") return { value: text === true || text === "1" };
     if (field.kind === "choice") return Object.hasOwn(field.options, text) ? { value: text } : { error: "no such choice" };
@@ -74,7 +75,7 @@
     return value > max ? { error: `at most ${max.toLocaleString("en")}` } : { value };
   }
 
-  // All fields at once: values, and errors by field; `texts` are what the fields say.
+  // All fields at once: values, and errors by field; `texts` are the texts of the fields.
   function readAll(texts) {
     const read = {}, errors = {};
     for (const [name, field] of Object.entries(FIELDS)) {
@@ -88,13 +89,13 @@
     return { read, errors };
   }
 
-  // --- the address: what differs from how the page begins, behind the # ---
+  // --- the address: the differences from the start values, after the # ---
   const BEGINNING = Object.fromEntries(Object.entries(FIELDS).map(([name, field]) => [name, field.kind === "box" ? field.value : String(field.value)]));
 
   function toAddress(texts) {
     const said = new URLSearchParams();
     for (const [name, text] of Object.entries(texts)) {
-      // A model that has a name is told by it, any other by its lines.
+      // A known model is stored by its name, any other model by its lines.
       if (name === (texts.preset ? "lines" : "preset") || text === BEGINNING[name]) continue;
       said.set(name, text === true ? "1" : text === false ? "0" : text);
     }
@@ -112,8 +113,8 @@
     return texts;
   }
 
-  // --- the answers ---
-  /* The units of a model, `size` neighbours joined into one; the last unit can have fewer. */
+  // --- the results ---
+  /* The units of a model, with `size` neighbours joined into one; the last unit can have fewer. */
   function joined(units, size) {
     const starts = units.map((_, n) => n).filter((n) => n % size === 0);
     return starts.map((n) => units.slice(n, n + size).flat());
@@ -128,7 +129,7 @@
       stored: read.stored, compute: read.compute || null, reduce: read.reduce || null,
       optimizer: Number(read.optimizer), microBatches: read.batches, noSync: read.nosync, offload: read.offload,
     };
-    // Each block is checkpointed, and not each unit.
+    // Each block is checkpointed separately, even if a unit has several blocks.
     const ofBlocks = { ...job, units: read.model.units };
     const activations = read.kept === "typed" ? GB * read.activations : cost.activationBytes(ofBlocks, read.length * read.sequences, read.kept === "blocks");
     return { ...job, activations };

@@ -1,5 +1,5 @@
-/* Models for the calculator: a text, one unit in a line, read into shapes; and the texts of some models by name.
-   A test compares the named ones with the models themselves. */
+/* Models for the calculator: a text with one unit on each line is parsed into shapes; and the texts of some models by
+   name. A test compares the named ones with the models themselves. */
 (function (root, factory) {
   "use strict";
   if (typeof module === "object" && module.exports) module.exports = factory();
@@ -28,14 +28,15 @@
     return { units, root: rootShapes };
   }
 
-  // GPT-2: scores and positions share a root, and the scores are the embedding, turned over.
+  // GPT-2: scores and positions are in the root, and the matrix of the scores is the transposed embedding.
   const gpt = (layers, d, vocabulary, context) =>
     `root: ${vocabulary}x${d}, ${context}x${d}, ${d}, ${d}\n${layers} * ${3 * d}x${d}, ${3 * d}, ${d}x${d}, ${d}, ${4 * d}x${d}, ${4 * d}, ${d}x${4 * d}, ${d}, ${d}, ${d}, ${d}, ${d}`;
-  // Llama: a gate, no biases, `kv` numbers of keys and of values for each token; embedding and scores are two matrices.
+  // Llama: a gated perceptron, no biases, `kv` numbers of keys and of values for each token; embedding and scores have
+  // separate matrices.
   const llama = (layers, d, hidden, kv, vocabulary) =>
     `root: ${vocabulary}x${d}, ${d}, ${vocabulary}x${d}\n${layers} * ${d}x${d}, ${kv}x${d}, ${kv}x${d}, ${d}x${d}, ${hidden}x${d}, ${hidden}x${d}, ${d}x${hidden}, ${d}, ${d}`;
   const PRESETS = {
-    // 32 heads of 128 numbers and 64 of them; in both 8 share their keys and values with the others.
+    // 32 heads of 128 numbers, and 64 heads; both models have 8 heads of keys and values.
     "Llama-3 8B": llama(32, 4096, 14336, 1024, 128256),
     "Llama-3 70B": llama(80, 8192, 28672, 1024, 128256),
     "GPT, 124 M": gpt(12, 768, 50257, 1024),
@@ -44,7 +45,7 @@
     "70 B, gated": llama(80, 8192, 28672, 1024, 32000),
     "four equal units": "4 * 1000",
   };
-  // A name is that of exactly this text; whoever changes a number has a model of their own.
+  // A name belongs to exactly this text; a model with another number is a custom model.
   const nameOf = (text) => Object.keys(PRESETS).find((name) => PRESETS[name] === text.trim()) || "";
 
   return { PRESETS, nameOf, parseModel };

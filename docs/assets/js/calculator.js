@@ -1,5 +1,5 @@
-/* The calculator on its page: the form, the errors beside its fields, and what is drawn of the answers.
-   What is asked and answered is calculator-inputs.js. */
+/* The calculator on its page: the form, the errors next to its fields, and the drawing of the results.
+   calculator-inputs.js computes the inputs and results. */
 (function (root) {
   "use strict";
   const { document, location, history, minifsdpCost: cost, minifsdpModels: models, minifsdpInputs: inputs, minifsdpSliders: sliders } = root;
@@ -21,7 +21,7 @@
   const bytes = (n) => (n < 1000 ? Math.round(n) + " B" : inWords(n, [["TB", 1e12], ["GB", GB], ["MB", 1e6], ["kB", 1e3]]));
   const gib = (n) => (n / GIB).toLocaleString("en", { maximumFractionDigits: 1 }) + " GiB";
   const seconds = (n) => (n ? inWords(n, [["s", 1], ["ms", 1e-3], ["µs", 1e-6]]) : "0 s");
-  // Less than a tenth of the memory is soon gone: an allocator keeps more than it needs.
+  // Less than a tenth of the memory is not enough reserve: an allocator reserves more than it needs.
   const fits = ({ left }, memory) => (left < 0 ? `no, ${gib(-left)} too many` : left < memory / 10 ? `tight, ${gib(left)} left` : `yes, ${gib(left)} left`);
 
   // --- the form ---
@@ -33,7 +33,7 @@
     if (field.kind === "lines") return make("textarea", { id, rows: 4, spellcheck: false });
     return make("input", { id, type: "number", step: field.whole ? 1 : "any", min: field.min ?? 0, inputMode: "decimal" });
   }
-  // A slider below a number. Its label is only for screen readers, because the number has the same one.
+  // A slider below a number. Its label is only for screen readers, because the number has the same label.
   function rangeOf(name, field) {
     if (!field.scale) return [];
     const id = `calc-${name}-slider`;
@@ -61,7 +61,7 @@
     for (const [name, one] of Object.entries(controls)) FIELDS[name].kind === "box" ? (one.checked = values[name]) : (one.value = values[name]);
   }
 
-  // The error of a field stands beside it, and is read aloud with it.
+  // The error of a field is next to it, and screen readers read it with the field.
   function showErrors(errors, read) {
     for (const [name, { all, error, hint }] of Object.entries(parts)) {
       all.hidden = Boolean(FIELDS[name].when && !FIELDS[name].when(read));
@@ -72,11 +72,11 @@
     }
   }
 
-  // --- what is drawn ---
-  // Bars, one for each row, of parts that differ in pattern as well as in colour; a number stands behind each bar.
+  // --- drawing --- Bars, one for each row, of parts that differ in pattern as well as in colour; the number is after
+  // each bar.
   function chart(title, partNames, rows, limit) {
     const totals = rows.map((one) => cost.sum(one.parts));
-    // What is far beyond the limit is cut, or else nothing could be told of what is below it.
+    // Values far beyond the limit are truncated; otherwise values below the limit would be too small to see.
     const most = Math.min(1.02 * Math.max(...totals, limit || 0), 3 * limit || Infinity) || 1;
     const width = (n) => (100 * Math.min(n, most)) / most + "%";
     const legend = partNames.map((name, i) => (name ? make("span", {}, make("i", { className: "calc-part calc-part-" + i }), name) : ""));
@@ -105,11 +105,11 @@
     if (priced.host) moments.push(["on the host", priced.host]);
     return [
       chart(`Memory of a rank with ${own.strategy}, moment by moment`, ["all that is there"], moments.map(([name, n]) => ({ name, parts: [n], text: bytes(n) })), memory),
-      chart("Memory of a rank at the worst moment", ["stored", "gathered units and gradients", "activations"],
+      chart("Peak memory of a rank", ["stored", "gathered units and gradients", "activations"],
         each((one) => ({ parts: [one.priced.stored, one.peak - one.priced.stored - one.activations, one.activations], text: `${bytes(one.peak)}: ${fits(one, memory)}` })), memory),
       chart("Sent by a rank in a step", ["within its machine", "to other machines"],
         each((one) => ({ parts: [one.within, one.between], text: `${bytes(one.within)} + ${bytes(one.between)}` }))),
-      // The second part once more, on a scale of its own: the link is slower, so its bytes weigh more.
+      // The second part again, on its own scale: the link is slower, so its bytes take more time.
       ...(own.job.numShards * own.job.numReplicas > cluster.perMachine
         ? [chart("Of these, sent to other machines", ["", "to other machines"], each((one) => ({ parts: [0, one.between], text: bytes(one.between) })))] : []),
       chart("Time of a step, at least: the thick mark if all overlaps, the whole bar if nothing does", ["compute", "communication"],
@@ -137,7 +137,7 @@
         line("step, if nothing does", (one) => seconds(one.time.apart)))));
   }
 
-  // The sums behind the chosen strategy's time, with their numbers in.
+  // The formulas for the time of the chosen strategy, with their numbers.
   function sums(own, cluster) {
     const { time, links, count } = own, speed = (n) => `${(n / GB).toLocaleString("en")} GB/s`;
     const lines = [`compute = ${count.toExponential(2)} operations / ${cluster.operations.toExponential(2)} a second = ${seconds(time.compute)}`];
@@ -159,7 +159,7 @@
     facts.textContent = `${numel.toLocaleString("en")} parameters in ${units.length} units; the largest unit has ${largest.toLocaleString("en")}.`
       + (own.count ? "" : " It has no matrices, so activations and compute are not estimated.");
     const all = gib(answer.memory), beside = own.left < 0 ? `does not fit in ${all}: ${gib(-own.left)} too many` : `fits in ${all}${own.left < answer.memory / 10 ? ", tightly" : ""}: ${gib(own.left)} left`;
-    verdict.textContent = `${read.strategy} on ${read.ranks.toLocaleString("en")} ranks ${beside} at the worst moment, in ${own.worst}. `
+    verdict.textContent = `${read.strategy} on ${read.ranks.toLocaleString("en")} ranks ${beside} at the peak, in ${own.worst}. `
       + `A step takes at least ${seconds(own.time.overlapped)} if all overlaps, ${seconds(own.time.apart)} if nothing does.`;
     result.replaceChildren(...charts(answer, own), table(answer, own), sums(own, answer.cluster));
   }
@@ -170,7 +170,7 @@
     showErrors(errors, read);
     for (const [name, one] of Object.entries(ranges)) if (name in read) one.show(read[name]);
     link.href = "#" + inputs.toAddress(said);
-    // Nothing but what is behind the # changes, so this is allowed on a page from a disk, too.
+    // Only the part after the # changes, so this is allowed on a page opened from a disk, too.
     if (link.hash !== location.hash) history.replaceState(null, "", link.hash || location.pathname + location.search);
     if (!wrong.length) return draw(read);
     facts.textContent = "";
@@ -192,7 +192,7 @@
     if (event.target === controls.preset) controls.lines.value = models.PRESETS[controls.preset.value];
     update();
   });
-  // An address of this page's headings is none of the calculator's.
+  // The address of a heading on this page is not an address of the calculator.
   const isOurs = () => location.hash === "" || location.hash.includes("=");
   root.addEventListener("hashchange", () => {
     if (isOurs() && location.hash !== link.hash) { fill(inputs.fromAddress(location.hash)); update(); }

@@ -40,7 +40,7 @@
   const entry = () => data.entries.find((one) => one.name === choice.value);
   const replay = () => (intact.checked ? data.intact[entry().model] : entry());
   const boxes = () => replay().boxes.map(([name, row, column, wrong, written, used], index) => ({ name, row, column, wrong, written, used, index }));
-  /* Begins where the order is wrong, or at the end if only memory differs. */
+  /* Starts at the wrong order, or at the end if only the memory differs. */
   function select() {
     const { race } = entry(), all = boxes(), last = Math.max(...all.map((box) => box.column));
     range.max = last;
@@ -65,11 +65,11 @@
     if (x > scrollLeft + clientWidth || x - 2 * COLUMN < scrollLeft) scroller.scrollLeft = x - clientWidth / 2;
   }
   function words({ name, wrong, written, index }) {
-    const { race } = replay(), told = [];
-    if (race && race.new[0] === index) told.push(`Too early: ${entry().early}`);
-    if (race && race.old[0] === index) told.push(`Too late: ${name} should run before the red box at the other end of the dashed line.`);
-    if (wrong) told.push(`${wrong} of ${written} elements that ${name} writes are wrong.`);
-    return told;
+    const { race } = replay(), texts = [];
+    if (race && race.new[0] === index) texts.push(`Too early: ${entry().early}`);
+    if (race && race.old[0] === index) texts.push(`Too late: ${name} should run before the red box at the other end of the dashed line.`);
+    if (wrong) texts.push(`${wrong} of ${written} elements that ${name} writes are wrong.`);
+    return texts;
   }
 
   // --- the picture ---
@@ -106,7 +106,7 @@
       shape("rect", { x: left(column), y: top(row) + 2, width: BOX, height: ROW - 4, rx: 2.5 }),
       shape("text", { x: left(column) + BOX / 2, y: top(row) + 16 }, isWrong ? `${name} \u2260` : name));
   }
-  /* The missing order: from the box that should be first to the box that ran too early. */
+  /* The missing order: from the box that should run first to the box that ran too early. */
   function line(old, early) {
     const end = ({ column, row }, other) => {
       const isBelow = top(other.row) > top(row);

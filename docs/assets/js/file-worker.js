@@ -1,5 +1,6 @@
-/* A page that was opened from a disk may not start a worker, and the search runs in one. There it runs in a hidden frame
-   instead, which has what the search asks of a worker: messages in, messages out, scripts. From a server nothing changes. */
+/* A page opened from a disk cannot start a worker, but the search needs one. So there the search runs in a hidden
+   frame, which provides the functions of a worker that the search uses: messages and scripts. On a server, this file
+   changes nothing. */
 if (location.protocol === "file:") {
   window.Worker = class extends EventTarget {
     constructor(address) {

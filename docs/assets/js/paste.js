@@ -1,5 +1,5 @@
-/* Paste your traceback: shows the entries of this page that pasted text speaks of, while it is typed. They are found by
-   troubles.js. Nothing is stored and nothing is sent. */
+/* Paste your traceback: shows the entries of this page that match pasted text, while the user types. troubles.js finds
+   them. Nothing is stored and nothing is sent. */
 (() => {
   const form = document.getElementById("paste");
   const box = document.getElementById("paste-text");
@@ -13,7 +13,7 @@
     return element;
   }
 
-  /* What stands below an entry's headline, once more: without what the box has said, and without ids. */
+  /* The text below the headline of an entry, as a copy without ids and without the lines that the box shows already. */
   function bodyOf(id) {
     const body = make("div", "paste-body", "");
     let next = document.getElementById(id).nextElementSibling;
@@ -50,8 +50,8 @@
     const { isSure, found } = window.findTroubles(text);
     list.replaceChildren(...found.map((one, i) => show(one, i === 0)));
     const entries = `${found.length} ${found.length === 1 ? "entry" : "entries"}`;
-    if (!found.length) status.textContent = "No entry knows this. Try the last lines of the rank that failed first, or the words of the error without names and numbers.";
-    else if (!isSure) status.textContent = `No message is there as a whole. ${entries} with a part of it: ${found[0].entry.title}`;
+    if (!found.length) status.textContent = "No entry matches this text. Try the last lines of the rank that failed first, or the words of the error without names and numbers.";
+    else if (!isSure) status.textContent = `The text contains no complete message. ${entries} with a part of it: ${found[0].entry.title}`;
     else status.textContent = `${entries} found${found.length > 1 ? ", the likeliest cause first" : ""}: ${found[0].entry.title}`;
   }
 
@@ -78,6 +78,6 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError: train.py FAIL
     box.value = EXAMPLE;
     look();
   });
-  // A browser can keep what was in the box when one comes back to the page.
+  // A browser can keep the text of the box when the user returns to the page.
   look();
 })();

@@ -1,4 +1,4 @@
-/* What a run looks like: lanes and memory over time, and a card for each rank. */
+/* Draws a run: timelines and memory over time, and a card for each rank. */
 (function (root) {
   "use strict";
   const player = root.minifsdpPlayer;
@@ -18,7 +18,7 @@
     return one;
   }
 
-  /* Patterns, once for the whole page: what is reduced differs from what is gathered without its colour, too. */
+  /* Patterns, once for the whole page: reductions also differ from all-gathers without colour. */
   function patterns() {
     const tile = (id, size, ...lines) => shape("pattern", { id, width: size, height: size, patternUnits: "userSpaceOnUse" },
       shape("rect", { width: size, height: size, class: "tile-ground" }), ...lines);
@@ -34,8 +34,8 @@
   const PARTS = ["shards", "optimizer", "gathered", "whole", "reduced"];
   const NAMES = { shards: "shards", optimizer: "Adam", gathered: "gathered", whole: "whole gradients", reduced: "reduced gradients" };
 
-  /* A drawing of all ranks' lanes, as wide as its place. Runs side by side share the milliseconds, the most bytes, and
-     the pixels that these are high. */
+  /* A drawing of the timelines of all ranks, as wide as its container. Runs next to each other have the same scales of
+     time and bytes. */
   function lanes(run, { span, most, room, go }) {
     const place = make("div", { class: "player-lanes" });
     const MEMORY = room;
@@ -86,7 +86,7 @@
       });
       memoryOver(svg, rank, top + 3 * ROW, label, narrow);
     }
-    /* Stacked stairs: each part stands on those below it. */
+    /* Stacked steps: each part is drawn above the parts below it. */
     function memoryOver(svg, rank, top, label, narrow) {
       const { stairs, peak } = player.memory(run, rank);
       const y = (n) => top + MEMORY - ((MEMORY - 3) * n) / most;
@@ -112,7 +112,7 @@
     }
     let now = 0;
     const move = (ms) => { now = ms; if (cursor) cursor.setAttribute("x", x(ms) - 1); };
-    /* To be called when it has a place, and so a width; when that changes, it is drawn again. */
+    /* Call it when the drawing is in the page and has a width; when the width changes, it is drawn again. */
     function begin() {
       draw();
       new ResizeObserver(() => { draw(); move(now); }).observe(place);
@@ -120,7 +120,7 @@
     return { element: place, begin, move };
   }
 
-  /* A round distance of ticks, for about as many of them. */
+  /* A round distance of ticks, for about this number of ticks. */
   function tick(span, number) {
     const rough = span / number, power = 10 ** Math.floor(Math.log10(rough));
     return power * [1, 2, 5, 10].find((n) => n * power >= rough);
@@ -137,7 +137,8 @@
   }
 
   // --- cards ---
-  /* What each rank holds, as bars and in bytes. step(rank, by) goes to a rank's next moment, to(rank, n) to one of it. */
+  /* The memory of each rank, as bars and in bytes. step(rank, by) goes to another moment of a rank, to(rank, n) to its
+     moment n. */
   function cards(run, { step, to }) {
     const largest = Math.max(1, ...run.units.map((unit) => unit.bytes));
     const views = run.ranks.map((_, rank) => card(run, rank, largest, step, to));
@@ -164,7 +165,7 @@
         button("\u203a", `${name}: its next moment`, () => step(rank, 1)), most),
       doing, ...rows.map((row) => row.element), make("p", { class: "card-bytes" }, ...lines));
 
-    /* After moment n of this rank; -1 before its first. */
+    /* After moment n of this rank; -1 is before its first moment. */
     function show(n, isHere) {
       const moments = run.ranks[rank], last = n < 0 ? null : moments[n];
       const states = last ? last.after.states : run.units.map(() => "S").join("");
@@ -178,7 +179,7 @@
     return { element, show };
   }
 
-  /* One unit: where its shard lies in the whole, and how much of the whole is there. */
+  /* One unit: the position of its shard in the unsharded parameters, and the allocated part. */
   function bar(run, rank, u, largest) {
     const unit = run.units[u], share = Math.max(Math.sqrt(unit.bytes / largest) * 100, 14);
     const pieces = run.pieces ? run.pieces[rank][u] : [];

@@ -1,13 +1,13 @@
-/* Recordings of one's own: reads the Chrome trace that minifsdp.timeline.chrome_trace makes, train_gpt.py --trace, too.
+/* Recordings of the user: reads the Chrome trace of minifsdp.timeline.chrome_trace, or of train_gpt.py --trace.
 
-   In it a rank is a process, and an event has a kind (cat), a time in microseconds, a unit, bytes and ranks:
+   A rank is a process, and an event has a kind (cat), a time in microseconds, a unit, bytes and ranks:
      {"ph": "X", "cat": "AG", "pid": 1, "ts": 0, "dur": 2000, "args": {"unit": "0", "bytes": 32, "ranks": [0, 1]}}
-   An all-gather makes a unit unsharded and a FREE makes it sharded; what else a rank holds nobody has written down. */
+   An all-gather makes a unit unsharded, and a FREE makes it sharded. The trace contains no other memory of a rank. */
 (function (root) {
   "use strict";
   const player = root.minifsdpPlayer;
   const LARGEST = 64e6;
-  const ADVICE = "Needed is what train_gpt.py --trace writes, or minifsdp.timeline.chrome_trace.";
+  const ADVICE = "Use a file of train_gpt.py --trace, or of minifsdp.timeline.chrome_trace.";
 
   function read(name, text) {
     const events = eventsOf(name, text);
@@ -48,7 +48,7 @@
     if (wrong) throw new Error(`${name} is damaged: event ${number + 1}, ${event.cat} ${event.args.unit}, has no valid number as "${wrong}".`);
   }
 
-  /* Begins and ends in order of time; of what happens at once, ends come first. */
+  /* Begins and ends in order of time; at equal times, ends come first. */
   function momentsOf(events, names, first) {
     const ms = (micro) => (micro - first) / 1e3;
     return events.flatMap((e) => {

@@ -1,10 +1,10 @@
-/* What a run says at each of its moments; nothing here knows of the page.
+/* The state of a run at each of its moments. This file does not use the page.
 
-   A run, whether it came with the site or from a file of the reader's, is
+   A run, recorded for the site or read from a file of the user, is
      { key, title, units: [{ name, bytes, shard }], ranks: [[moment]], pieces, stacks, knows, remark }
-   and a moment is the begin or end of an event, with what the rank held right after it:
+   and a moment is the begin or end of an event, with the state of the rank right after it:
      { kind, unit, begins, ms, bytes, group, stack, after: { states, whole, reduced, optimizer } }
-   states has a letter for each unit: S sharded, G gathering, U unsharded. Numbers that nobody has recorded are null. */
+   states has a letter for each unit: S sharded, G gathering, U unsharded. Numbers that were not recorded are null. */
 (function (root) {
   "use strict";
   const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
@@ -13,7 +13,7 @@
     return (n / size).toFixed(digits) + " " + unit;
   }
 
-  // Kind: what it is, and what is said of its begin and its end.
+  // Each kind: its name, and the texts for its begin and its end.
   const MEANING = {
     F: ["forward", "begins", "ends"], B: ["backward", "begins", "ends"], AG: ["all-gather", "is issued", "was waited for"],
     RS: ["reduce-scatter", "is issued", "is complete"], AR: ["all-reduce", "is issued", "is complete"],
@@ -24,10 +24,10 @@
   const SPANS = ["F", "B", "AG", "RS", "AR", "WAIT", "STEP"];
   const LANES = { AG: 1, FREE: 1, H2D: 1, BCAST: 1, RS: 2, AR: 2, D2H: 2 };
 
-  // --- a run of the site ---
+  // --- a recorded run of the site ---
   const TORCH = "This is torch's own FSDP, whose functions are not shown here. On the CPU it waits for each collective when it issues it; a gather ends when its data was taken over.";
-  /* There what a moment says of a rank is what held right *before* it. After a moment holds what was noted before the
-     next one; at the very end, what was noted last. */
+  /* In the file, a moment has the state of a rank *before* it. The state after a moment is that of the next moment;
+     after the last one, the last recorded state. */
   function fromSite(key, title, data) {
     const ranks = data.ranks.map((moments) => moments.map(([kind, unit, begins, ms, num, group, stack], n) => {
       const [, , , , , , , states, , reduced, optimizer, whole] = moments[Math.min(n + 1, moments.length - 1)];
@@ -39,9 +39,9 @@
     return { key, title, units, ranks, pieces, stacks, knows: { held: true, source }, remark: source ? "" : TORCH };
   }
 
-  // --- asking a run ---
+  // --- queries about a run ---
   const nameOf = (run, unit) => (unit < 0 ? "" : run.units[unit].name || "root");
-  // A recording of one's own may lack some ranks.
+  // A recording of the user may lack some ranks.
   const rankName = (run, rank) => "rank " + (run.rankNames ? run.rankNames[rank] : rank);
   const isRoot = (run, unit) => unit >= 0 && !run.units[unit].name && run.units.length > 1;
 
@@ -62,27 +62,27 @@
   /* Bytes on a rank after a moment. */
   function held(run, m) {
     const { states, whole, reduced, optimizer } = m.after;
-    // A unit that nobody shares computes in its shard; nothing is gathered for it.
+    // A unit that is not sharded computes with the memory of the shard, and needs no all-gather.
     const gathered = sum(run.units.map((unit, u) => (states[u] !== "S" && unit.shard !== unit.bytes ? unit.bytes : 0)));
     const shards = run.knows.held ? sum(run.units.map((unit) => unit.shard)) : null;
     const parts = { shards, optimizer, gathered, whole, reduced };
     return { ...parts, total: sum(Object.values(parts).map((n) => n || 0)) };
   }
 
-  /* Memory over time: for each moment its time and what is held from then on; and where it was most. */
+  /* Memory over time: for each moment its time and the bytes from then on; and the maximum. */
   function memory(run, rank) {
     const stairs = run.ranks[rank].map((m) => ({ ms: m.ms, ...held(run, m) }));
     const peak = stairs.reduce((best, one, n) => (one.total > stairs[best].total ? n : best), 0);
     return { stairs, peak };
   }
 
-  /* Events as spans: kind, unit, from, to, and a row of their lane in which they lie over nothing else. */
+  /* Events as spans: kind, unit, start, end, and a row of their track in which they overlap no other span. */
   function spans(run, rank) {
     const open = {}, found = [[], [], []];
     for (const m of run.ranks[rank]) {
       const id = m.kind + m.unit;
       if (SPANS.includes(m.kind) && m.begins) open[id] = m;
-      // The root's forward and backward surround all others.
+      // The forward and backward of the root contain those of all other units.
       else if (open[id] && !((m.kind === "F" || m.kind === "B") && isRoot(run, m.unit))) {
         found[LANES[m.kind] || 0].push({ kind: m.kind, unit: m.unit, from: open[id].ms, to: m.ms });
         delete open[id];
@@ -99,7 +99,7 @@
     });
   }
 
-  /* The moments of all ranks of all runs by the clock that they share; each knows how far every rank has come. */
+  /* The moments of all ranks of all runs by their common clock; each has the position of every rank. */
   function frames(runs) {
     const all = runs.flatMap((run, r) => run.ranks.flatMap((moments, rank) =>
       moments.map((moment, n) => ({ r, rank, n, moment, ms: moment.ms }))));

@@ -1,11 +1,12 @@
-/* The functions of the package that run at a moment, with the line at which the rank is. */
+/* The functions of the package that run at a moment, with the current line of the rank. */
 (function (root) {
   "use strict";
   const player = root.minifsdpPlayer;
   const { make } = player;
   let functions = null;
 
-  /* The panel. Its source comes with a script of its own, for a page from a disk may load scripts and no other files. */
+  /* The panel. Its source is in its own script, because a page opened from a disk can load scripts and no other
+     files. */
   function panel(address) {
     const way = make("p", { class: "source-way" });
     const title = make("p", { class: "source-title" });
@@ -17,7 +18,8 @@
     root.minifsdpSource = (found) => { functions = found; if (wanted) draw(); };
     document.head.append(make("script", { src: address }));
 
-    /* frames: of each running function the name, file, address, whether it is a hook that it has laid, and the line. */
+    /* frames: for each running function the name, file, address, whether it is a hook that the named function
+       registered, and the line. */
     function show(run, m) {
       wanted = { run, m };
       frames = run.stacks[m.stack] || [];
@@ -40,7 +42,7 @@
         return one;
       }));
       const here = code.querySelector("[aria-current]");
-      // Only the box is scrolled, never the page.
+      // Only the box scrolls, not the page.
       box.scrollTop += here ? here.getBoundingClientRect().top - box.getBoundingClientRect().top - box.clientHeight / 2.5 : -box.scrollTop;
     }
     function choice(frame, i) {

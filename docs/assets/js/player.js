@@ -1,8 +1,7 @@
-/* The step player on its page: which runs are shown, at which moment, and what moves them.
-
-   A run of the site is a script that calls minifsdpRun(key, data). What a run is, player-run.js tells; player-file.js
-   reads a reader's own, player-draw.js and player-source.js show them. The address keeps runs and moment: #key/30, or
-   #key+key/30 for two that stand side by side. */
+/* The step player on its page: the shown runs, the current moment, and the controls. A run of the site is a script that
+   calls minifsdpRun(key, data). player-run.js explains runs, player-file.js reads the user's recordings, player-draw.js
+   and player-source.js draw. The address stores runs and moment: #key/30, or #key+key/30 for two runs next to each
+   other. */
 (function (root) {
   "use strict";
   const player = root.minifsdpPlayer;
@@ -38,9 +37,10 @@
   const option = (choice, key) => (key === "strategy" && choice.api.endsWith("2") && FSDP2_NAMES[choice[key]]) || CHOICES[key].options[choice[key]];
   const titleOf = (choice) => ["api", "strategy", "prefetch", "wrap"].map((key) => option(choice, key)).join(" \u00b7 ");
 
-  // --- choosing a run ---
+  // --- selecting a run ---
   const exists = (partial) => [...available].some((name) => name.split("-").every((part, n) => !(KEYS[n] in partial) || partial[KEYS[n]] === part));
-  /* Not every combination was recorded. The newest choice stands; the others give way to the first that fits it. */
+  /* Not every combination was recorded. The newest choice is kept, and the others change to the first recorded
+     combination. */
   function settle(choice, fixed) {
     const kept = { [fixed]: choice[fixed] };
     KEYS.filter((k) => k !== fixed).forEach((key) => {
@@ -50,7 +50,7 @@
     });
   }
 
-  /* A form for one of the runs: which of the site's it is, or a file. */
+  /* A form for one of the runs: a recorded run of the site, or a file. */
   function chooser(number) {
     const one = { choice: choiceOf(DEFAULT), file: null, selects: {} };
     const id = (key) => "player-" + key + (number ? "-" + (number + 1) : "");
@@ -61,7 +61,7 @@
     const leave = () => { one.file = null; load(); };
     one.back = make("button", { type: "button", class: "player-button player-back", textContent: "Recorded runs", onclick: leave });
     one.form = make("form", { class: "player-form", onsubmit: () => false });
-    one.form.setAttribute("aria-label", number ? "The run beside it" : "The run");
+    one.form.setAttribute("aria-label", number ? "Second run" : "First run");
     KEYS.forEach((key) => {
       one.selects[key] = make("select", { id: id(key) });
       one.selects[key].addEventListener("change", () => { one.choice[key] = one.selects[key].value; settle(one.choice, key); load(); });
@@ -76,7 +76,7 @@
     KEYS.forEach((key) => {
       selects[key].replaceChildren();
       Object.keys(CHOICES[key].options).forEach((value) => {
-        // Shown if some run of this api has it; chosen without the others, it makes them give way.
+        // Shown if some run of this api has this value; selecting it can change the other choices.
         if (!exists(key === "api" ? { api: value } : { api: choice.api, [key]: value })) return;
         selects[key].append(make("option", { value, textContent: option({ ...choice, [key]: value }, key) }));
       });
@@ -95,13 +95,13 @@
   const beside = button("Compare two runs", "Shows a second run on the same axis", () => {
     number = 3 - number;
     if (number === 2) {
-      // Two equal runs show nothing, so the second one has another strategy.
+      // Two equal runs show no difference, so the second one has another strategy.
       const choice = both[1].choice = { ...both[0].choice, strategy: both[0].choice.strategy === "full" ? "zero2" : "full" };
       settle(choice, "strategy");
     }
     load();
   }, "player-beside");
-  /* The same model by torch on the left, and by this package on the right. */
+  /* The same model with torch on the left, and with this package on the right. */
   const versus = button("Compare with torch", "Shows torch's FSDP on the left and this package on the right", () => {
     const { api, strategy } = both[0].choice, rest = `${api.slice(-1)}-${strategy === "zero2" ? strategy : "full"}-pre-block-2`;
     number = 2;
@@ -109,8 +109,8 @@
     load();
   }, "player-versus");
   const play = button("Play", "Space", toggle, "player-play");
-  const back = button("\u2190", "One moment back", () => { stop(); show(at - 1); });
-  const on = button("\u2192", "One moment on", () => { stop(); show(at + 1); });
+  const back = button("\u2190", "Previous event", () => { stop(); show(at - 1); });
+  const on = button("\u2192", "Next event", () => { stop(); show(at + 1); });
   back.setAttribute("aria-label", back.title);
   on.setAttribute("aria-label", on.title);
   const slider = make("input", { type: "range", min: 0, value: 0, class: "player-slider" });
@@ -159,7 +159,7 @@
   function say(text, isError = false) {
     status.textContent = text;
     status.classList.toggle("is-error", isError);
-    // An error is read where it was made, at the top.
+    // An error is shown at the top, where the user selected the file.
     isError ? headline.before(status) : stage.after(status);
   }
 
@@ -183,7 +183,7 @@
     const span = frames[frames.length - 1].ms || 1;
     const peakOf = (run, rank) => { const { stairs, peak } = player.memory(run, rank); return stairs[peak].total; };
     const most = Math.max(1, ...runs.flatMap((run) => run.ranks.map((_, rank) => peakOf(run, rank))));
-    // Few ranks leave more room for each.
+    // With few ranks, each gets more space.
     const room = runs.length * Math.max(...runs.map((run) => run.ranks.length)) > 2 ? 30 : 58;
     views = runs.map((run, r) => {
       const go = (ms) => { stop(); show(frames.findIndex((frame) => frame.ms >= ms), -1); };
@@ -206,7 +206,7 @@
   }
 
   // --- moving ---
-  /* Moment n of all; what is behind the last means the last, unless -1 is to mean it. */
+  /* Moment n of all ranks; a number after the last moment means the last one, and -1 the state before the first. */
   function show(n, behind = 0) {
     at = n < 0 ? (behind < 0 ? frames.length - 1 : 0) : Math.min(n, frames.length - 1);
     const { r, rank, moment: m, ms, seen } = frames[at], run = runs[r];
@@ -225,7 +225,7 @@
     source.show(run, m);
     keep();
   }
-  /* To the next moment of one rank, or the one before it. */
+  /* To the next or the previous moment of one rank. */
   function step(r, rank, by) {
     const here = frames[at].seen[r][rank];
     const isAt = frames[at].r === r && frames[at].rank === rank;
@@ -247,7 +247,7 @@
     if (timer) return stop();
     if (at >= frames.length - 1) show(0);
     play.textContent = "Pause";
-    // Nobody can listen so fast.
+    // A screen reader cannot read texts this fast.
     headline.setAttribute("aria-live", "off");
     const next = () => {
       if (at >= frames.length - 1) return stop();
@@ -258,8 +258,7 @@
   }
   slider.addEventListener("input", () => { stop(); show(Number(slider.value)); });
 
-  // --- the address ---
-  // Late, for a browser refuses an address that changes too often.
+  // --- the address --- With a delay, because a browser refuses an address that changes too often.
   let keeping = null;
   function keep() {
     clearTimeout(keeping);
@@ -268,7 +267,7 @@
       if (location.hash !== hash) history.replaceState(null, "", hash || location.pathname + location.search);
     }, 250);
   }
-  /* Takes the address's word; false if it says nothing about runs. */
+  /* Reads the runs from the address; returns false if it contains none. */
   function follow() {
     const [, keys, moment] = /^#([^/]*)(?:\/(\d+))?$/.exec(location.hash) || [];
     const asked = keys ? keys.split("+") : [];
@@ -286,7 +285,7 @@
   document.addEventListener("keydown", (event) => {
     const { target, key } = event;
     if (!frames.length || event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
-    // Before anything was clicked, keys go to the page; they are the player's while it is in sight.
+    // Before the first click, keys belong to the page; the player handles them while it is visible.
     if (!(place.contains(target) || (target === document.body && isInSight()))) return;
     if (target.tagName === "SELECT" || target.closest(".source-box")) return;
     const digit = /^Digit(\d)$/.exec(event.code);

@@ -1,4 +1,4 @@
-/* Numbers of lines on the pages that show code. Each is a link to its line, which works without this script, too. */
+/* Line numbers on the pages that show code. Each is a link to its line, which works without this script, too. */
 (function () {
   "use strict";
   const numbers = [...document.querySelectorAll(".sbs-code a[data-n]")];
@@ -21,12 +21,12 @@
       await navigator.clipboard.writeText(number.href);
       say(`Link to ${line} copied`);
     } catch {
-      // Not every browser lets a page write there. The click has put the link into the address.
+      // Not every browser allows a page to write to the clipboard. The click has put the link into the address bar.
       say(`The address bar has the link to ${line}`);
     }
   }
 
-  // Hundreds of stops would be in the way of the Tab key: one number can be reached by it, the arrows go on from there.
+  // A Tab stop for each number would be too many: Tab reaches one number, and the arrow keys reach the others.
   function stop(number) {
     numbers.forEach((one) => { one.tabIndex = one === number ? 0 : -1; });
   }
@@ -53,7 +53,7 @@
   });
   stop(numbers[0]);
 
-  // A line that only records is shown folded, and a line of prose has no number: the code before it stands for it.
+  // A line that only records is folded, and a line of prose has no number: the code before it represents it.
   function toLine() {
     const asked = /^#L(\d+)$/.exec(location.hash);
     if (!asked) return;

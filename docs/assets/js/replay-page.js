@@ -7,7 +7,7 @@
   const { make, shape, tick } = player, { decades, inUnits, powers } = sliders;
 
   // --- settings ---
-  // Of a rank, one way. The recorded model is small, so a GPU is only busy with larger units.
+  // The rate of one rank in one direction. The recorded model is small, so a GPU is only busy with larger units.
   const STARTS = {
     cpus: {
       title: "CPUs", perMachine: 2, bandwidth: 1e9, between: 1e8, latency: 5e-5, speed: 1e10, rows: 32, size: 1, width: 4, ahead: false,

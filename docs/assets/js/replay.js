@@ -42,7 +42,7 @@
     return { shards: ofMachine, replicas: ranks / ofMachine };
   }
 
-  /* Of a recorded collective: its number of ranks, how far they are apart, and its bytes. */
+  /* For a recorded collective: its number of ranks, how far they are apart, and its bytes. */
   function collective({ kind, bytes, group }, recorded, { shards, replicas, size, width }) {
     const scaled = (bytes * size * width) / RECORDED_WIDTH;
     // An all-reduce between replicas sends a shard, which is smaller with more shards.

@@ -1,5 +1,5 @@
-/* What scrolls sideways can be focused, so that the arrow keys scroll it, and has a name for screen readers: tables that
-   the theme has put into a box, and code. The name is that of the heading above. Code is a group and not a region,
+/* Boxes that scroll sideways can be focused, so that the arrow keys scroll them, and have a name for screen readers:
+   tables that the theme has put into a box, and code. The name is the heading above. Code is a group and not a region,
    because a page of source has too many blocks for a list of regions. */
 (function () {
   "use strict";
@@ -22,7 +22,7 @@
     const observer = new ResizeObserver((entries) => entries.forEach((entry) => update(entry.target)));
     const boxes = ":is(.md-typeset__scrollwrap, pre > code)";
     document.querySelectorAll(`article ${boxes}`).forEach((one) => observer.observe(one));
-    // What was folded has its size now.
+    // Folded elements have their size now.
     document.addEventListener("toggle", (event) => event.target.querySelectorAll(boxes).forEach(update), true);
   });
 })();

@@ -1,16 +1,16 @@
-/* What the theme's search does not do by itself:
+/* Additions to the theme's search:
 
-   1. The texts that are searched are loaded when somebody begins to search, and not with each page. The theme hands the
-      index to its worker in a message with `docs`. In the site's index these are empty; the message is held back until
-      the search is opened, and gets its texts then. Queries wait meanwhile: the theme sends none before the worker has
-      said that it is ready.
-   2. An error message finds its entry of "Troubleshoot" first. Its words alone are those of many pages, so a query is
-      also given to what finds pasted tracebacks (troubles.js). */
+   1. The texts for the search are loaded when a user begins to search, and not with each page. The theme passes the
+      index to its worker in a message with `docs`. In the site's index the texts are empty. This script delays the
+      message until the search is opened, and adds the texts. Queries wait meanwhile: the theme sends none before the
+      worker has reported that it is ready.
+   2. An error message finds its entry of "Troubleshoot" first. Its words occur on many pages, so each query is also
+      passed to the search for pasted tracebacks (troubles.js). */
 (function () {
   "use strict";
   const [INDEX, QUERY, ANSWER] = [0, 2, 3];  // Kinds of the theme's messages.
-  const MANY = 6;  // Words from which on a query may be a part of a message rather than words looked for.
-  const MOST = 12;  // Words of such a query that the theme is asked for: it takes a while for each.
+  const MANY = 6;  // Number of words from which on a query may be a part of a message.
+  const MOST = 12;  // Number of words of such a query that the theme searches for, because each takes time.
   const here = document.currentScript.src;
   const scripts = ["../../search/documents.js", "../troubles/known.js", "troubles.js"];
   const Plain = window.Worker;
@@ -42,13 +42,13 @@
 
   window.minifsdpTroubles = troubles;  // for tests
 
-  /* The entries of "Troubleshoot" that a query speaks of, for certain, or with many words in a row. */
+  /* The entries of "Troubleshoot" that a query matches with certainty, or with many consecutive words. */
   function troubles(query) {
     const { isSure, found } = window.findTroubles(query);
     return isSure || isLong(query) ? found.map((one) => `troubleshoot.html#${one.entry.id}`) : [];
   }
 
-  /* A message has colons and dashes, which the theme's search takes for its own signs. */
+  /* A message has colons and dashes, which are operators in the theme's search. */
   function plain(query) {
     if (!isLong(query) && !troubles(query).length) return query;
     return query.replace(/[*+\-:~^"]/g, " ").trim().split(/\s+/).slice(0, MOST).join(" ");
@@ -66,7 +66,7 @@
   window.Worker = class extends Plain {
     constructor(...address) {
       super(...address);
-      this.asked = [];  // Each is answered, in their order.
+      this.asked = [];  // Each query is answered, in order.
       this.addEventListener("message", (event) => this.improve(event));
     }
 
@@ -79,7 +79,7 @@
       } else super.postMessage(message);
     }
 
-    /* Takes an answer from the theme's hands, which would listen next, and hands it on with the entries before it. */
+    /* Receives an answer before the theme does, and passes it on with these entries in front. */
     improve(event) {
       if (event.data.type !== ANSWER || event.isImproved) return;
       event.stopImmediatePropagation();

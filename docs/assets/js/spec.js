@@ -1,4 +1,4 @@
-/* The filter of the spec page. The choice is kept in the address, so that it can be sent to somebody. */
+/* The filter of the spec page. The address stores the choice, so that it can be shared. */
 (function () {
   "use strict";
   const form = document.querySelector(".spec-filter");
@@ -11,13 +11,13 @@
   };
   const count = document.getElementById("spec-count");
   const rows = [...document.querySelectorAll(".spec-row")];
-  // Each headline with what follows it, up to the next.
+  // Each headline with the elements after it, up to the next headline.
   const parts = [...document.querySelectorAll("article h2")].map((head) => {
     const inside = [];
     for (let one = head.nextElementSibling; one && one.tagName !== "H2"; one = one.nextElementSibling) inside.push(one);
     return { all: [head, ...inside], rows: inside.flatMap((one) => (one.matches(".spec-row") ? [one] : [...one.querySelectorAll(".spec-row")])) };
   });
-  // The title of a row's section is the headline above it. A row is also found by the words of this title.
+  // The title of a row's section is the headline above it. The words of this title also find a row.
   const titles = new Map(parts.flatMap((part) => part.rows.map((row) => [row, part.all[0].firstChild.textContent])));
   const texts = rows.map((row) => `${titles.get(row)} ${row.textContent}`.toLowerCase());
 
@@ -33,7 +33,7 @@
       shown += fits;
     });
     count.textContent = shown === rows.length ? `${shown} rows` : `${shown} of ${rows.length} rows`;
-    // A headline above nothing would be noise.
+    // A headline without rows is hidden.
     for (const part of parts) {
       const hide = part.rows.length > 0 && part.rows.every((row) => row.hidden);
       part.all.filter((one) => !one.matches(".spec-row")).forEach((one) => { one.style.display = hide ? "none" : ""; });
@@ -47,7 +47,7 @@
     history.replaceState(history.state, "", location.pathname + query + location.hash);
   }
 
-  // The row or headline that the address names is always shown, and below the filter, which stays in sight.
+  // The row or headline that the address names is always shown, below the filter, which stays visible.
   function toTarget() {
     document.documentElement.style.setProperty("--spec-filter", `${form.offsetHeight}px`);
     const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
@@ -63,7 +63,7 @@
   const asked = new URLSearchParams(location.search);
   for (const [name, field] of Object.entries(fields)) {
     field.value = asked.get(name) || "";
-    // An option that does not exist leaves a list without any.
+    // If the option does not exist, a list has no selection.
     if (field.selectedIndex === -1) field.value = "";
     field.addEventListener("input", () => { apply(); keep(); });
   }

@@ -1,19 +1,19 @@
-/* Finds the entries of the page "Troubleshoot" that a text speaks of: for the box there, and for the search everywhere.
+/* Finds the entries of the page "Troubleshoot" that match a text: for the box on that page, and for the search.
 
-   1. The text is put in order: no colours, no prefixes of launchers, the lines of each rank together.
-   2. Text and known words are squeezed: no white space, no quotes, no capitals. So it does not matter where a terminal
-      has wrapped a line, not even inside a word.
-   3. Each entry is looked for, by its address, by all of its fixed words in order, by single lines, by a part of them.
-   4. What has ended the program comes before warnings, these before what mostly follows from another rank's error,
-      and the launcher's report is the last; then the longer text before the shorter.
+   1. The text is normalized: no colours, no prefixes of launchers, the lines of each rank together.
+   2. White space, quotes and capitals are removed from the text and from the known messages. So it does not matter
+      where a terminal has wrapped a line, even inside a word.
+   3. Each entry is searched by its address, by all of its fixed words in order, by single lines, and by a part of them.
+   4. Errors that end a program come before warnings, then errors that mostly follow from another rank's error, and the
+      launcher's report is last. Longer matches come before shorter ones.
 
-   What is known is made by docs_build/pages/paste.py. Nothing is stored and nothing is sent. */
+   docs_build/pages/paste.py generates the known messages. Nothing is stored and nothing is sent. */
 (() => {
-  const FAR = 6000;        // Characters that a value may fill between two fixed pieces: a list of names, a report.
-  const RUN = 4;           // Words in a row that count as a part of a message.
-  const AT_MOST = 5;       // Entries that are shown.
-  const BEGUN = 25;        // Characters of a message that ends early by which it is known all the same.
-  const SHORT = 1000;      // Characters of a text that may be one message, cut off.
+  const FAR = 6000;        // Characters that a value can have between two fixed parts: a list of names, a report.
+  const RUN = 4;           // Number of consecutive words that count as a part of a message.
+  const AT_MOST = 5;       // Number of entries that are shown.
+  const BEGUN = 25;        // Number of characters of a truncated message that are enough to recognize it.
+  const SHORT = 1000;      // Number of characters of a text that may be one truncated message.
   const IMPORTANCE = { error: 3, warning: 2, follows: 1, launcher: 0 };
 
   const squeeze = (text) => text.toLowerCase().replace(/[\s'"`\u2018\u2019\u201c\u201d\\│]/g, "");
@@ -27,11 +27,11 @@
     const runs = new Set(wholes.concat(lines).flatMap((one) => one.words.flatMap((piece) => runsOf(wordsOf(piece)))));
     return { ...entry, wholes, lines, runs };
   });
-  // In how many entries a run of words is: one that is in several says little.
+  // The number of entries with a sequence of words: a sequence in several entries identifies none.
   const spread = new Map();
   known.forEach((entry) => entry.runs.forEach((run) => spread.set(run, (spread.get(run) || 0) + 1)));
 
-  /* 1. torchrun, srun and pytest each have their own beginning of a line; dates stand before it. */
+  /* 1. torchrun, srun and pytest have their own prefix of a line; dates can be before it. */
   const COLOURS = /\x1b\[[0-9;]*[A-Za-z]/g;
   const BEFORE = /^\s*(?:(?:\[?\d{4}-\d\d-\d\d[T ][\d:.,]+Z?\]?|>|E {2,}|\([\w.]+ pid=\d+[^)]*\))\s*)+/;
   const RANK = /^\s*(?:\[?(?:rank|default|trainer)_?(\d+)\]?:|(\d+):(?=\s))\s?/i;
@@ -52,8 +52,8 @@
     });
   }
 
-  /* 3. The places of all pieces in their order, none too far from the next; null if there is no such row. It is looked
-     for around the longest piece, for short ones are everywhere in a large log. */
+  /* 3. The positions of all parts in order, none too far from the next; null if there are none. The search begins at
+     the longest part, because short parts occur everywhere in a large log. */
   function placesOf(pieces, text) {
     const middle = pieces.reduce((best, piece, i) => (piece.length > pieces[best].length ? i : best), 0);
     for (let at = text.indexOf(pieces[middle]); at >= 0; at = text.indexOf(pieces[middle], at + 1)) {
@@ -79,7 +79,7 @@
   const longest = (pieces) => pieces.reduce((a, b) => (b.length > a.length ? b : a), "").trim().replace(/\s+/g, " ");
   const shorten = (text) => (text.length > 90 ? text.slice(0, 88).replace(/\s+\S*$/, "") + " …" : text);
 
-  /* The end of an address: the longest known one, for the next line of a log can follow without a gap. */
+  /* The end of an address: the longest known one, because the next line of a log can follow without a gap. */
   const addresses = known.map((entry) => entry.id.toLowerCase()).sort((a, b) => b.length - a.length);
   function printed(part) {
     const found = new Set();
@@ -101,8 +101,8 @@
     return best;
   }
 
-  /* A message that was cut off: its first pieces in order, and at the end of the text the beginning of the next one, or
-     no more than a value. The one of which most is there. */
+  /* A truncated message: its first parts in order, and at the end of the text the beginning of the next part, or only a
+     value. The longest match counts. */
   function begun(entry, part) {
     const text = part.squeezed;
     let best = null;
@@ -129,14 +129,14 @@
         const words = byWords(entry, part, entry.wholes, 0);
         if (addressed.has(entry.id.toLowerCase())) {
           found.push({ ...(words || { entry, places: [], part }), weight: 100000, why: `It prints the address of this entry, ${entry.id}.` });
-        } else if (words) found.push({ ...words, why: `All fixed words of this message are there, such as “${words.quote}”.` });
+        } else if (words) found.push({ ...words, why: `The text contains all fixed words of this message, such as “${words.quote}”.` });
         else {
           const cut = begun(entry, part);
-          if (cut) found.push({ ...cut, why: "This message begins so; its end is not there." });
+          if (cut) found.push({ ...cut, why: "The text contains the beginning of this message, without its end." });
         }
       }
     }
-    // Words that are inside of a piece of another message are that message's own.
+    // Words that are inside a part of another message belong to that message.
     const isInside = (inner, outer) => inner !== outer && inner.part === outer.part && inner.places.length > 0 &&
       inner.weight < outer.weight && inner.places.every(([a, b]) => outer.places.some(([c, d]) => c <= a && b <= d));
     return found.filter((one) => !found.some((other) => isInside(one, other)));
@@ -151,11 +151,11 @@
         if (line) found.push({ ...line, why: `A line of this message is there: “${line.quote}”.` });
         const runs = [...entry.runs].filter((run) => said.has(run));
         const weight = runs.reduce((sum, run) => sum + 1 / spread.get(run), 0);
-        // Two runs are five words in a row.
+        // Two sequences of five consecutive words.
         if (runs.length > 1 && weight >= 1) {
           found.push({ entry, weight, part, why: `A part of this message is there: ${runs.length} of its ${entry.runs.size} rows of four words, such as “${runs[0]}”.` });
         }
-        // A few words typed by hand: inside of a message, rather than around it.
+        // A few typed words: they are inside a message, and not around it.
         const isShort = part.squeezed.length >= 12 && part.squeezed.length <= 200;
         if (isShort && entry.wholes.some((one) => one.squeezed.join("\n").includes(part.squeezed) || squeeze(entry.title).includes(part.squeezed))) {
           found.push({ entry, weight: 100 + 100 / entry.title.length, part, why: "Your words are a part of this message." });
@@ -165,7 +165,7 @@
     return found;
   }
 
-  /* 4. One place for each entry, with all ranks that it was found on. */
+  /* 4. One result for each entry, with all ranks on which it was found. */
   function ranked(found) {
     const entries = new Map();
     for (const one of found) {

@@ -1,4 +1,4 @@
-"""Trains a model with batch normalization, and prints what the norm has learned."""
+"""Trains a model with batch normalization, and prints the buffers of the norm."""
 
 from datetime import timedelta
 

@@ -6,7 +6,7 @@ memory that is reused during a copy. Such errors usually pass every test, becaus
 a result.
 
 This package is a device for PyTorch with the name ``sim``. It computes with real values in real memory, one operator
-after the other in program order. It also records what could happen on a device that runs streams concurrently:
+after the other in program order. It also records the orders that a device with concurrent streams allows:
 
 ======================  ============================================================================================
 ``clocks.py``           streams, events, and the happens-before relation between operations
@@ -41,13 +41,13 @@ Spec: SIM-01 to SIM-05, SIM-08, SIM-12 to SIM-17.
 from spec_tests.harness.simulated.install import install, is_available
 from spec_tests.harness.simulated.issue_order import IssueOrder
 from spec_tests.harness.simulated.memory import Access
-from spec_tests.harness.simulated.nccl import INVENTED_STORE
+from spec_tests.harness.simulated.nccl import STORE_OF_ONE_PROCESS
 from spec_tests.harness.simulated.races import Race, SimulatedRaceError
 from spec_tests.harness.simulated.replay import Log, Operation, Verdict
 from spec_tests.harness.simulated.world import WORLD
 
 __all__ = [
-    "INVENTED_STORE",
+    "STORE_OF_ONE_PROCESS",
     "WORLD",
     "Access",
     "IssueOrder",

@@ -165,7 +165,7 @@ def _move_in_place() -> None:
                 self.__dict__["_is_param"] = True
             tensor.settle(self, new._index)  # type: ignore[arg-type]
         if before is not None:
-            before.unwatch(self, WORLD.memory.let_go)
+            before.unwatch(self, WORLD.memory.released)
         for gradient_here in (elsewhere, gradient):
             if gradient_here is not None:
                 if gradient_here.device == self.device:

@@ -155,19 +155,19 @@ class Home:
         """The storage itself."""
         return torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
 
-    def watch(self, tensor: torch.Tensor, let_go: Callable[[Home], None]) -> None:
-        """Calls ``let_go`` when the last watched tensor is deleted or gets other memory (`unwatch`)."""
+    def watch(self, tensor: torch.Tensor, on_release: Callable[[Home], None]) -> None:
+        """Calls ``on_release`` when the last watched tensor is deleted or gets other memory (`unwatch`)."""
         key = id(tensor)
-        self._references[key] = weakref.ref(tensor, lambda _: self._unwatch(key, let_go))
+        self._references[key] = weakref.ref(tensor, lambda _: self._unwatch(key, on_release))
 
-    def unwatch(self, tensor: torch.Tensor, let_go: Callable[[Home], None]) -> None:
+    def unwatch(self, tensor: torch.Tensor, on_release: Callable[[Home], None]) -> None:
         """Stops watching a tensor that got other memory."""
-        self._unwatch(id(tensor), let_go)
+        self._unwatch(id(tensor), on_release)
 
-    def _unwatch(self, key: int, let_go: Callable[[Home], None]) -> None:
+    def _unwatch(self, key: int, on_release: Callable[[Home], None]) -> None:
         self._references.pop(key, None)
         if not self._references:
-            let_go(self)
+            on_release(self)
 
 
 class Memory:
@@ -237,7 +237,7 @@ class Memory:
             join(event.clock, self.streams[number].record_event().clock)
         ghosts = self._given_back[block.owner]
         for access in [*block.ghosts, *block.accesses]:
-            # The block is kept until all that the recorded streams have received, or waited for, is complete.
+            # The block is kept until all work that the recorded streams have received, or waited for, is complete.
             if access.stream == HOST or access.is_before(event.clock):
                 continue
             if access.stream not in ghosts or ghosts[access.stream].number <= access.number:
@@ -334,7 +334,7 @@ class Memory:
             if num_bytes != (0 if home.block is None else home.block.num_bytes):
                 self.resized(storage, stream, lambda: None)
 
-    def let_go(self, home: Home) -> None:
+    def released(self, home: Home) -> None:
         """Called when the last tensor of a storage is deleted. Nearly always the storage is deleted, too."""
         with LOCK:
             if home.is_gone:

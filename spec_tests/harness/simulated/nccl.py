@@ -12,7 +12,7 @@ A `Wire` provides the other ranks' values:
 
 * `GlooWire`: real ranks in other processes, connected by gloo. Training on the simulated device gives bitwise the same
   results as on the CPU.
-* `InventedPeers`: a single process in a group of any size. The values of the fake ranks are computed from this rank's
+* `FakePeers`: a single process in a group of any size. The values of the fake ranks are computed from this rank's
   values. They do not come from a real training, but they depend only on the inputs, which is sufficient for a replay
   in another order.
 
@@ -38,7 +38,7 @@ from spec_tests.harness.simulated.clocks import LOCK, Event, Stream
 from spec_tests.harness.simulated.tensor import Launch, SimTensor, kernel, plain, unnoted
 from spec_tests.harness.simulated.world import WORLD
 
-__all__ = ["INVENTED_STORE", "GlooWire", "InventedPeers", "InventedStore", "SimulatedNccl"]
+__all__ = ["STORE_OF_ONE_PROCESS", "GlooWire", "FakePeers", "StoreOfOneProcess", "SimulatedNccl"]
 
 Tensors = Sequence[torch.Tensor]
 
@@ -82,7 +82,7 @@ class GlooWire:
                 output.div_(self.group.size())
 
 
-class InventedStore(dist.Store):
+class StoreOfOneProcess(dist.Store):
     """The store of a single process with fake peers: a wait returns at once, and no fake rank reports an error."""
 
     def __init__(self) -> None:
@@ -120,10 +120,10 @@ class InventedStore(dist.Store):
 
 
 # Kept permanently: torch keeps only its C++ part alive.
-INVENTED_STORE = InventedStore()
+STORE_OF_ONE_PROCESS = StoreOfOneProcess()
 
 
-class InventedPeers:
+class FakePeers:
     """Fake ranks: rank ``i`` has this rank's values times ``1 + (i - rank) / 8``. Integers are not changed."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -518,6 +518,6 @@ def create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Simul
     while isinstance(inner, dist.PrefixStore):
         inner = inner.underlying_store
     # For a Python store, the prefix store of a new group returns only a plain C++ `Store`.
-    is_alone = isinstance(inner, (FakeStore, InventedStore)) or type(inner) is dist.Store
-    wire = InventedPeers(rank, size) if is_alone else GlooWire(store, rank, size, timeout)
+    is_alone = isinstance(inner, (FakeStore, StoreOfOneProcess)) or type(inner) is dist.Store
+    wire = FakePeers(rank, size) if is_alone else GlooWire(store, rank, size, timeout)
     return SimulatedNccl(store, rank, size, wire, timeout)

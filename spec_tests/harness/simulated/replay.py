@@ -12,7 +12,7 @@ memory one after the other share it again, so an early all-gather overwrites val
 If the checker finds no collision, all orders must give the same bits. If a wait is missing, some order gives
 other bits. The replay and the checker share only the log.
 
-The values of other ranks come from `InventedPeers`. Programs on several real ranks cannot be replayed.
+The values of other ranks come from `FakePeers`. Programs on several real ranks cannot be replayed.
 
 Spec: SIM-05.
 """
@@ -53,7 +53,7 @@ class Place:
     def of(cls, tensor: torch.Tensor) -> Place:
         """The place of a tensor of the device, or of host memory that the device copies from or to."""
         home = tensor._home if isinstance(tensor, SimTensor) else host_home(tensor)
-        assert home.block is not None, "memory that was given back"
+        assert home.block is not None, "the memory was freed"
         item = tensor.element_size()
         offset = home.offset // item + tensor.storage_offset()
         is_conjugate = tensor.is_complex() and tensor.is_conj()

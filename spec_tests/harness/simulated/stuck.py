@@ -30,7 +30,7 @@ class Group(Protocol):
     seconds: float
 
     def abort(self) -> None:
-        """Ends its collectives."""
+        """Ends the collectives of the group."""
 
 
 class Stuck:

@@ -124,7 +124,7 @@ def rebuilt(values: torch.Tensor, requires_grad: bool, is_parameter: bool) -> to
 
 
 loaded: dict[int, tuple[StorageWeakRef, int]] = {}
-"""Storages that ``torch.load`` was told to put on a device, and on which; held weakly, so that no address is reused."""
+"""The storages that ``torch.load`` must put on a device, with the device. Weak references: no address is reused."""
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -152,9 +152,9 @@ def settle(tensor: SimTensor, index: int) -> None:
     before = tensor.__dict__.get("_home")
     tensor._index = index
     tensor._home = WORLD.memory.home_of(tensor.untyped_storage(), WORLD.current_stream(index), index)
-    tensor._home.watch(tensor, WORLD.memory.let_go)
+    tensor._home.watch(tensor, WORLD.memory.released)
     if before is not None and before is not tensor._home:
-        before.unwatch(tensor, WORLD.memory.let_go)
+        before.unwatch(tensor, WORLD.memory.released)
 
 
 def host_home(tensor: torch.Tensor) -> Home:
@@ -512,7 +512,7 @@ def pinned(tensor: torch.Tensor, *, is_pinned: bool = True) -> torch.Tensor:
     if tensor.untyped_storage().nbytes():
         home = host_home(tensor)
         home.block.is_pinned |= is_pinned  # type: ignore[union-attr]
-        home.watch(tensor, WORLD.memory.let_go)
+        home.watch(tensor, WORLD.memory.released)
     return tensor
 
 

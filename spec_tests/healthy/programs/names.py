@@ -205,9 +205,9 @@ def more_ignored_modules_on_one_rank(api: str) -> None:
         optimizer.zero_grad()
         losses.append(float(loss))
     assert losses[2] != losses[0]
-    everybody: list[Any] = [None, None]
-    dist.all_gather_object(everybody, losses)
-    assert everybody[0] == everybody[1]
+    all_ranks: list[Any] = [None, None]
+    dist.all_gather_object(all_ranks, losses)
+    assert all_ranks[0] == all_ranks[1]
 
 
 BOTH = [

@@ -1,4 +1,4 @@
-"""Ordinary programs, which no check may disturb.
+"""Ordinary programs, in which no check may report an error.
 
 Spec: HEALTHY-01, HEALTHY-05, HEALTHY-09.
 """

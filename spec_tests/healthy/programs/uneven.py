@@ -38,17 +38,22 @@ def alone() -> object:
     return [dist.new_group([other]) for other in range(dist.get_world_size())][rank()]
 
 
+def _accumulate(training: Training, counts: list[int], step: int) -> None:
+    """Runs the backwards of a step in which each rank has its own number of micro-batches."""
+    for micro in range(counts[rank()]):
+        with training.syncs(micro, counts[rank()]):
+            training.loss(10 * step + micro).backward()
+    for of_rank, count in enumerate(counts):
+        for micro in range(count):
+            training.plain_loss(of_rank, 10 * step + micro).backward()
+
+
 def micro_batches_while_unsharded(api: str) -> None:
     """Ranks accumulate 3 and 2 micro-batches; parameters are all-gathered once and gradients reduced once."""
     training = Training(api, keep=True)
     counts = [3, 2]
     for step in range(2):
-        for micro in range(counts[rank()]):
-            with training.syncs(micro, counts[rank()]):
-                training.loss(10 * step + micro).backward()
-        for of_rank, count in enumerate(counts):
-            for micro in range(count):
-                training.plain_loss(of_rank, 10 * step + micro).backward()
+        _accumulate(training, counts, step)
         training.update()
     training.check()
 
@@ -59,12 +64,7 @@ def one_micro_batch_and_many(api: str) -> None:
     training.step(99)
     for step in range(2):
         counts = [1, 5] if step == 0 else [5, 1]
-        for micro in range(counts[rank()]):
-            with training.syncs(micro, counts[rank()]):
-                training.loss(10 * step + micro).backward()
-        for of_rank, count in enumerate(counts):
-            for micro in range(count):
-                training.plain_loss(of_rank, 10 * step + micro).backward()
+        _accumulate(training, counts, step)
         training.update()
     training.check()
 
@@ -386,7 +386,7 @@ def ddp_with_join_next_to_it(api: str) -> None:
 
 
 def backward_that_sends_nothing(api: str) -> None:
-    """A micro-batch that neither all-gathers nor reduces is not compared: its groups see no collective."""
+    """A micro-batch that neither all-gathers nor reduces is not compared: its groups have no collective."""
     training = Training(api, keep=True)
     training.step(0)
     group = dist.group.WORLD
@@ -418,7 +418,7 @@ def evaluation_that_sends_nothing(api: str) -> None:
 
 
 def replicas_that_do_not_meet(api: str) -> None:
-    """In a micro-batch without an all-reduce, the groups of replicas see no collective."""
+    """In a micro-batch without an all-reduce, the groups of replicas have no collective."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     training = Training(api, mesh=mesh)
     training.step(0)

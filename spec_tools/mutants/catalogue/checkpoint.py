@@ -134,7 +134,7 @@ MUTANTS = [
         "lone-load-hangs",
         "SD-FULL-03",
         "Loading does not check whether all ranks take part.",
-        replace("before_walk", "[$inner.mesh for $inner in Wrapper.fsdp_modules($wrapper)]", "[]"),
+        replace("before_walk", "[$inner._mesh for $inner in Wrapper.fsdp_modules($wrapper)]", "[]"),
     ),
     Mutant(
         "loading-changes-saved-values",

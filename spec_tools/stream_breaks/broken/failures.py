@@ -1,4 +1,4 @@
-"""Broken handling of failures: hooks that raise, aborted collectives, captures beside the watchdog."""
+"""Broken handling of failures: hooks that raise, aborted collectives, captures while the watchdog runs."""
 
 from __future__ import annotations
 

@@ -72,9 +72,9 @@ def store_of_launcher() -> Any:
     return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), WORLD, is_host)
 
 
-def join_life(life: object, store: Any) -> None:
-    """If a rank destroys its groups early, torch finds its addresses of an earlier life in a store without a prefix."""
-    join(store=dist.PrefixStore(f"life {life}", store), rank=RANK, world_size=WORLD)
+def join_again(number: object, store: Any) -> None:
+    """If a rank destroys its groups early, torch finds its addresses of an earlier run in a store without a prefix."""
+    join(store=dist.PrefixStore(f"run {number}", store), rank=RANK, world_size=WORLD)
 
 
 def destroyed_and_made_again(api: str) -> None:
@@ -89,16 +89,16 @@ def destroyed_and_made_again(api: str) -> None:
 
 
 def destroyed_on_one_rank_first(api: str) -> None:
-    """Rank 0 destroys its groups while rank 1 continues. It waits for a moment only; the store works on."""
+    """Rank 0 destroys its groups while rank 1 continues. It waits only briefly; the store remains available."""
     store = store_of_launcher()
-    join_life(0, store)
+    join_again(0, store)
     train(api)
     dist.barrier()
     time.sleep(SECONDS * RANK)
     started = time.monotonic()
     dist.destroy_process_group()
     assert time.monotonic() - started < 2.5
-    join_life(1, store)
+    join_again(1, store)
     train(api)
     leave()
 
@@ -163,7 +163,7 @@ def process_as_before(api: str) -> None:
     """Hooks, handlers, threads and torch's functions change when a model is sharded, and not after its groups."""
     from spec_tests.harness.process_state import changes, state_of_process
 
-    def one_life(number: int, shards: bool) -> list[str]:
+    def one_run(number: int, shards: bool) -> list[str]:
         join(init_method=f"file://{PLACE}/store-{number}", rank=RANK, world_size=WORLD)
         dist.all_reduce(torch.ones(1))
         if shards:
@@ -174,14 +174,14 @@ def process_as_before(api: str) -> None:
 
     before: dict[str, Any] = {}
     # torch keeps some modules, threads and exit handlers after its first group and its first backward.
-    one_life(0, shards=False)
+    one_run(0, shards=False)
     weight = torch.nn.Parameter(torch.ones(1))
     weight.sum().backward()
     torch.optim.SGD([weight]).step()
     weakref.finalize(Numbers(), id, 0)
     before = state_of_process()
     for number in (1, 2):
-        during = " ".join(one_life(number, shards=True))
+        during = " ".join(one_run(number, shards=True))
         for name in ("exit handlers", "threads", "signal handlers", "wake-up descriptor"):
             assert name in during, during
         assert (found := changes(before, state_of_process())) == [], found
@@ -235,12 +235,12 @@ def no_temporary_folder(api: str) -> None:
 
 
 def started_again(api: str) -> None:
-    """Every rank ends with status 1 in its first life; torchrun starts the job again."""
-    life = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    join_life(life, store_of_launcher())
+    """Every rank ends with status 1 in its first run; torchrun starts the job again."""
+    restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    join_again(restarts, store_of_launcher())
     trained = training(api)
     trained.step(0)
-    if life == "0":
+    if restarts == "0":
         dist.barrier()
         os._exit(1)
     train(api, SECONDS)
@@ -459,7 +459,8 @@ def fork_that_ends_as_programs_do(api: str) -> None:
 
 
 def fork_that_fails_between_steps(api: str) -> None:
-    """Each rank forks a child while its group exists. The child ends with an uncaught error, and the ranks train on."""
+    """Each rank forks a child while its group exists. The child ends with an uncaught error, and the ranks continue to
+    train."""
     join(30.0)
     trained = train(api)
     dist.barrier()
