@@ -55,7 +55,7 @@ BUDGETS = {
     # are not the current device, streams of an earlier root, and errors of devices: 17. A received full state dict that
     # no rank stores: 17. A meta device as device_id: 2.
     "house": 6730,
-    "story": 3237,
+    "story": 3235,
     # Messages of a new order have their own tags: 9 lines.
     TRANSPORT: 179,
     DEBUGGING: 322,
