@@ -49,7 +49,7 @@ def choose_reshard(unit: Unit[PerParameterLayout], choice: bool | int) -> None:
             raise NotImplementedError(message("reshard-number-and-meshes", choice=choice))
         mesh = smaller_mesh(layout.params[0].mesh, choice)
         begin = functools.partial(layout.reshard_to_smaller_mesh, Group.of(mesh.get_group(1)), mesh)
-        post_forward_mesh = PostForwardMesh(begin, layout.unshard_from_full_mesh)
+        post_forward_mesh = PostForwardMesh(begin, layout.unshard_from_full_mesh, choice)
     unit.update_policy(reshard_after_forward=frees, reshard_after_evaluation=frees, post_forward_mesh=post_forward_mesh)
 
 
