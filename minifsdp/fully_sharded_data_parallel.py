@@ -338,7 +338,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         state_dict_config: options.StateDictConfig | None = None,
         optim_state_dict_config: options.OptimStateDictConfig | None = None,
     ) -> options.StateDictSettings:
-        """Sets the form for all units in ``module``, and returns the previous form (SD-CFG-02 to 07).
+        """Sets the form for all units in ``module``, equal on all ranks. Returns the previous form (SD-CFG-02 to 07).
 
         Raises:
             RuntimeError: if a configuration belongs to another type.

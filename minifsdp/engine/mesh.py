@@ -29,6 +29,7 @@ Spec: CTOR-06, CTOR-14, SHARD-11, HYB-01 to HYB-08.
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -201,8 +202,9 @@ def exists(process_group: dist.ProcessGroup) -> bool:
 
 
 # One pair of groups for each default group and node size. Units that were wrapped one by one must share a pair.
-# Creating a group is a collective, which should not be repeated for each of a hundred units.
-_node_groups: dict[tuple[dist.ProcessGroup, int], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+# Creating a group is a collective, which should not be repeated for each of a hundred units. A default group that was
+# destroyed leaves no entry.
+_node_groups = weakref.WeakKeyDictionary[Any, dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]]]()
 
 
 def node_groups(device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -217,12 +219,10 @@ def node_groups(device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGr
     num_ranks, per_node = dist.get_world_size(), node_size(device)
     if num_ranks % per_node:
         raise ValueError(message("uneven-nodes", num_ranks=num_ranks, per_node=per_node))
-    key = (world, per_node)
-    if key not in _node_groups or not all(map(exists, _node_groups[key])):
-        for stale in [k for k in _node_groups if k[0] is not world]:
-            del _node_groups[stale]
+    made = _node_groups.setdefault(world, {})
+    if per_node not in made or not all(map(exists, made[per_node])):
         nodes = [list(range(start, start + per_node)) for start in range(0, num_ranks, per_node)]
         shard, _ = dist.new_subgroups_by_enumeration(nodes)
         replicate, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in zip(*nodes, strict=True)])
-        _node_groups[key] = (shard, replicate)
-    return _node_groups[key]
+        made[per_node] = (shard, replicate)
+    return made[per_node]

@@ -56,8 +56,7 @@ def _only_vmap() -> bool:
 
 
 def _earlier_streams(units: Sequence[tuple[str, Unit]], device: torch.device) -> CommStreams | None:
-    found = (unit.comm_streams for _, unit in units)
-    return next((one for one in found if one is not None and one.device == device), None)
+    return next((found for _, unit in units if (found := unit.comm_streams) and found.device == device), None)
 
 
 class RootState:

@@ -78,10 +78,12 @@ class PostForwardMesh:
     Attributes:
         begin: keeps larger shards before the unsharded parameters are freed. The next all-gather reads these shards.
         end: makes the next all-gather read the normal shards again.
+        num_shards: number of larger shards.
     """
 
     begin: Callable[[], None]
     end: Callable[[], None]
+    num_shards: int
 
 
 @dataclass(frozen=True)
@@ -127,8 +129,7 @@ class Unit(Generic[LayoutT]):
 
     Attributes:
         plan, plans: the first plan, and all plans. Nearly always there is one.
-        name: full name of the module inside the root; set by the root.
-        root_id: the root's units in the collective log; set by the root.
+        name, root_id: full name of the module inside the root, and the root's units in the log; set by the root.
         policy: when the unit is all-gathered, resharded and reduced.
         awaits_backward: whether autograd has recorded a forward whose backward has not begun.
         inner: the units inside this unit's module.

@@ -49,7 +49,7 @@ class _IgnoredByDDP:
 
 
 class FSDPModule:
-    """A module on which ``fully_shard`` was called. It cannot be constructed directly."""
+    """A module on which ``fully_shard`` was called, never constructed directly. All ranks must set equal options."""
 
     _ddp_params_and_buffers_to_ignore = _IgnoredByDDP()
 

@@ -15,6 +15,7 @@ Spec: NEW-05, NEW-06, FS2-13.
 """
 
 import functools
+import weakref
 from typing import Any
 
 import torch.distributed as dist
@@ -48,21 +49,23 @@ def choose_reshard(unit: Unit[PerParameterLayout], choice: bool | int) -> None:
             raise NotImplementedError(message("reshard-number-and-meshes", choice=choice))
         mesh = smaller_mesh(layout.params[0].mesh, choice)
         begin = functools.partial(layout.reshard_to_smaller_mesh, Group.of(mesh.get_group(1)), mesh)
-        post_forward_mesh = PostForwardMesh(begin, layout.unshard_from_full_mesh)
+        post_forward_mesh = PostForwardMesh(begin, layout.unshard_from_full_mesh, choice)
     unit.update_policy(reshard_after_forward=frees, reshard_after_evaluation=frees, post_forward_mesh=post_forward_mesh)
 
 
-_made: dict[tuple[Any, ...], tuple[dist.ProcessGroup, DeviceMesh]] = {}
+# The smaller meshes of each shard group, with one of their groups. A group that was destroyed leaves no entry.
+_meshes = weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], tuple[dist.ProcessGroup, DeviceMesh]]]()
 
 
 def smaller_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
     """``mesh`` reshaped to ``size`` ranks in the last dimension. Every rank of the world must call it."""
-    key = (mesh.get_group(mesh.ndim - 1), tuple(mesh.mesh.flatten().tolist()), mesh.device_type, size)
-    if key not in _made or not exists(_made[key][0]):
+    made = _meshes.setdefault(mesh.get_group(mesh.ndim - 1), {})
+    key = (tuple(mesh.mesh.flatten().tolist()), mesh.device_type, size)
+    if key not in made or not exists(made[key][0]):
         # The mesh does not exist, or its groups have been destroyed since it was created.
-        made = _make(mesh, size)
-        _made[key] = (made.get_group(1), made)
-    return _made[key][1]
+        smaller = _make(mesh, size)
+        made[key] = (smaller.get_group(1), smaller)
+    return made[key][1]
 
 
 def _make(mesh: DeviceMesh, size: int) -> DeviceMesh:

@@ -158,7 +158,7 @@ def _existing(
         num_replicas=mesh.num_ranks // mesh.num_shards,
         per_parameter=isinstance(layout, PerParameterLayout),
         frees=unit.policy.reshard_after_forward and not stays,
-        reshards_to=None if post_forward_mesh is None else post_forward_mesh.begin.args[0].size,  # type: ignore[attr-defined]
+        reshards_to=None if post_forward_mesh is None else post_forward_mesh.num_shards,
         compute=layout.dtype,
         reduce=unit.precision.reduce or layout.dtype,
         offloads=layout.offloads,

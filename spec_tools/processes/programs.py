@@ -159,6 +159,34 @@ def ten_groups(api: str) -> None:
     assert alive <= 1, alive
 
 
+def groups_made_by_the_package(api: str) -> None:
+    """Three default groups. In each, the package makes groups of two ranks: the nodes, or a mesh to reshard to."""
+    from torch import nn
+
+    from minifsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+    from minifsdp.wrap import always_wrap_policy
+
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    hybrid: dict[str, Any] = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    for number in range(3):
+        join(init_method=f"file://{PLACE}/store-{number}", rank=RANK, world_size=WORLD)
+        if api == "wrapper":
+            model: Any = FullyShardedDataParallel(nn.Linear(4, 4), auto_wrap_policy=always_wrap_policy, **hybrid)
+        else:
+            model = fully_shard(nn.Linear(4, 4), reshard_after_forward=2)
+        model(torch.ones(1, 4)).sum().backward()
+        groups = [weakref.ref(group) for group in dist.distributed_c10d._world.pg_map]
+        assert len(groups) == 3
+        del model
+        leave()
+    # torch keeps the groups of the first mesh.
+    until = time.monotonic() + 2
+    while any(group() is not None for group in groups) and time.monotonic() < until:
+        time.sleep(0.02)
+        gc.collect()
+    assert [group() for group in groups] == [None] * 3
+
+
 def process_as_before(api: str) -> None:
     """Hooks, handlers, threads and torch's functions change when a model is sharded, and not after its groups."""
     from spec_tests.harness.process_state import changes, state_of_process

@@ -22,6 +22,7 @@ BOTH = {
         ("two_models_in_turn_with_a_store_each", "plain"),
         ("file_store", "plain"),
         ("ten_groups", "plain"),
+        ("groups_made_by_the_package", "plain"),
         ("ten_new_groups", "plain"),
     ],
     "LEDGER-19": [("process_as_before", "plain")],
@@ -61,7 +62,7 @@ TOGETHER = {
     "HEALTHY-12": [("console", "plain"), ("ipython", "plain")],
     "HEALTHY-13": [("slow_store", "plain"), ("store_behind_a_slow_network", "plain")],
 }
-NUM_PROCESSES = {"host_of_the_store_leaves": 3, "spawned_with_results": 1}
+NUM_PROCESSES = {"host_of_the_store_leaves": 3, "spawned_with_results": 1, "groups_made_by_the_package": 4}
 
 
 def params(table: dict[str, list[tuple[str, str]]], *api: str) -> list[Any]:

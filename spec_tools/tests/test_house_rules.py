@@ -92,7 +92,7 @@ LONGER = {
     "engine/gloo.py": 324,
     "engine/hooks.py": 367,
     "engine/layout.py": 338,
-    "engine/unit.py": 322,
+    "engine/unit.py": 323,
     # Lists every public method of a sharded module.
     "fsdp2/module.py": 315,
     "engine/per_param.py": 377,
@@ -142,7 +142,7 @@ def code_lines(module: str) -> set[int]:
 
 # Code lines of all modules that `fully_shard` imports, without the parts that no training step needs.
 # `bucket` imports `extension` directly: 112 of these.
-FULLY_SHARD = 3041
+FULLY_SHARD = 3042
 NOT_FOR_A_STEP = (
     "checkpoint/",
     "compat/",

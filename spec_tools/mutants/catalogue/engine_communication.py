@@ -111,9 +111,7 @@ MUTANTS = [
         "nodes-replicate-inside",
         "HYB-03",
         "Ranks of one node replicate, and each shard group spans several nodes.",
-        replace(
-            "node_groups", "_node_groups[$key] = ($shard, $replicate)", "_node_groups[$key] = ($replicate, $shard)"
-        ),
+        replace("node_groups", "made[$key] = ($shard, $replicate)", "made[$key] = ($replicate, $shard)"),
     ),
     Mutant(
         "replicas-are-not-reduced",
