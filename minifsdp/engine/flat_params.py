@@ -117,7 +117,7 @@ class RegisteredFlatParam(RegisteredParams):
         flat_param = nn.Parameter(shard, requires_grad=next(iter(parameters)).requires_grad)
         # `isinstance` and other frameworks recognize torch's FlatParameter by these attributes.
         flat_param._is_flat_param = flat_param._fsdp_flattened = True  # type: ignore[attr-defined]
-        placeholders = [PlaceholderParameter(p.shape, p.dtype, p.device, info.path) for p, info in parameters.items()]
+        placeholders = [PlaceholderParameter(p, info.path, flat_param) for p, info in parameters.items()]
         never = [info.path for original, info in parameters.items() if original._post_accumulate_grad_hooks]
         if never:
             warn(message("hooks-on-replaced", parameters=never))

@@ -36,8 +36,9 @@ class PlaceholderParameter(torch.Tensor):
     """A tensor with a shape but no values. Any operation on it raises a ``RuntimeError`` that explains the fix.
 
     Args:
-        shape, dtype, device: those of the parameter that it replaces.
+        original: the parameter that it replaces. It has the same shape, dtype and device.
         path: the parameter's name inside its unit.
+        flat_param: the flat parameter that contains it.
     """
 
     path: str
@@ -46,10 +47,11 @@ class PlaceholderParameter(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device, path: str) -> PlaceholderParameter:
+    def __new__(cls, original: torch.Tensor, path: str, flat_param: torch.Tensor) -> Any:
         """Creates a tensor without memory."""
-        placeholder: PlaceholderParameter = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        placeholder.path = path
+        shape, dtype, device = original.shape, original.dtype, original.device
+        placeholder: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        placeholder.path, placeholder.flat_param = path, flat_param
         return placeholder
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -61,7 +63,9 @@ class PlaceholderParameter(torch.Tensor):
     # These attributes do not go through the dispatcher. They read or set values, or pass them to another library (which
     # would read memory that does not exist), to another process or to a file.
     data = property(_refuse, _refuse)
-    tolist = numpy = share_memory_ = __dlpack__ = __reduce_ex__ = _refuse
+    tolist = numpy = share_memory_ = __dlpack__ = __reduce_ex__ = requires_grad_ = _refuse
+    # A module may read it before its unit is all-gathered. It can change between iterations.
+    requires_grad = property(lambda self: self.flat_param.requires_grad, _refuse)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise RuntimeError(message("copy-of-absent", path=self.path))
@@ -70,8 +74,7 @@ class PlaceholderParameter(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> NoReturn:
-        missing = next(t for t in tensors_in((args, kwargs or {})) if isinstance(t, PlaceholderParameter))
-        _raise_absent(missing.path, missing.shape)
+        next(t for t in tensors_in((args, kwargs or {})) if isinstance(t, PlaceholderParameter))._refuse()
 
 
 # The key of the guard in the forward pre-hooks of a module.

@@ -258,8 +258,8 @@ MUTANTS = [
         "A placeholder can be passed to another library, which reads memory that does not exist.",
         replace(
             "PlaceholderParameter",
-            "tolist = numpy = share_memory_ = __dlpack__ = __reduce_ex__ = _refuse",
-            "tolist = numpy = __reduce_ex__ = _refuse",
+            "tolist = numpy = share_memory_ = __dlpack__ = __reduce_ex__ = requires_grad_ = _refuse",
+            "tolist = numpy = __reduce_ex__ = requires_grad_ = _refuse",
         ),
     ),
     # --- engine/sharded_param.py ---
