@@ -12,10 +12,11 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
 from spec_tests.harness import device, ranks
+from spec_tests.models.apis import WRAPPED
 from spec_tests.models.modules import WIDTH, NormedBlock, seeded
 from spec_tests.models.running import batch, iterate
 from spec_tests.models.sharding import FLAT_STRATEGIES, as_torch, wrapped
-from spec_tests.models.values import assert_same, named
+from spec_tests.models.values import assert_same, mean_gradients, named
 from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy
 
 FSDP = FullyShardedDataParallel
@@ -258,3 +259,19 @@ def unique(plain: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
     """The values without the second names of tied parameters."""
     names = {name for name, _ in [*plain.named_parameters(), *plain.named_buffers()]}
     return {name: value for name, value in values.items() if name in names}
+
+
+@pytest.mark.spec("STATE-01")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@ranks(2)
+def test_a_hook_that_lists_the_parameters_in_backward_does_not_end_it(use_orig_params: bool) -> None:
+    model, numbers = wrapped(use_orig_params=use_orig_params), []
+
+    def observe(_: nn.Module, __: Any, output: Tensor) -> None:
+        output.register_hook(lambda _: numbers.append(len(list(model.parameters()))))
+
+    expected = len(list(model.parameters()))
+    model.blocks[1].register_forward_hook(observe)
+    iterate(model)
+    assert numbers == [expected]
+    assert_same(WRAPPED.gradients(model), mean_gradients(seeded()))
