@@ -12,7 +12,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
 from spec_tests.harness import device, ranks
-from spec_tests.models.apis import WRAPPED
+from spec_tests.models.apis import ORIGINALS, WRAPPED, Wrapper
 from spec_tests.models.modules import WIDTH, NormedBlock, seeded
 from spec_tests.models.running import batch, iterate
 from spec_tests.models.sharding import FLAT_STRATEGIES, as_torch, wrapped
@@ -262,10 +262,10 @@ def unique(plain: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.spec("STATE-01")
-@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("api", [WRAPPED, ORIGINALS], ids=str)
 @ranks(2)
-def test_a_hook_that_lists_the_parameters_in_backward_does_not_end_it(use_orig_params: bool) -> None:
-    model, numbers = wrapped(use_orig_params=use_orig_params), []
+def test_a_hook_that_lists_the_parameters_in_backward_does_not_end_it(api: Wrapper) -> None:
+    model, numbers = api.shard(), []
 
     def observe(_: nn.Module, __: Any, output: Tensor) -> None:
         output.register_hook(lambda _: numbers.append(len(list(model.parameters()))))
@@ -274,4 +274,4 @@ def test_a_hook_that_lists_the_parameters_in_backward_does_not_end_it(use_orig_p
     model.blocks[1].register_forward_hook(observe)
     iterate(model)
     assert numbers == [expected]
-    assert_same(WRAPPED.gradients(model), mean_gradients(seeded()))
+    assert_same(api.gradients(model), mean_gradients(seeded()))
