@@ -16,12 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
 from minifsdp.engine import collectives
 from minifsdp.engine.collective_log import log
 from minifsdp.watchdog import process
 from spec_tests.harness import device, ranks
 from spec_tests.models.running import Wire
+from spec_tests.models.torch_names import ShardPlacementResult
 from spec_tests.subject import FullyShardedDataParallel as FSDP
 from spec_tests.subject import ShardingStrategy, fully_shard
 
@@ -233,6 +235,22 @@ def test_experts_that_only_one_of_four_ranks_has_used_are_noticed_by_all_replica
     model.zero_grad()
     which = int(dist.get_rank() == 3)
     parts_in(model, lambda: model(x, which).sum().backward(), lambda: model(x, 0).sum().backward())
+
+
+@pytest.mark.spec("ORDER-05", "NEW-23")
+@ranks(4)
+def test_experts_on_a_mesh_of_their_own_that_only_some_ranks_have_used_are_noticed() -> None:
+    model: Any = Experts().to(device())
+    experts = set(model.parameters())
+    model.scale = nn.Parameter(torch.ones(4, device=device()))
+    grid = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    place = ShardPlacementResult(None, FSDPMeshInfo(grid["shard"], 0))
+    mesh = init_device_mesh(device().type, (4,))
+    fully_shard(model, mesh=mesh, shard_placement_fn=lambda parameter: place if parameter in experts else None)
+    x = torch.ones(2, WIDTH, device=device())
+    model(x, 0).sum().backward()
+    model.zero_grad()
+    parts_in(model, lambda: model(x, dist.get_rank() % 2).sum().backward(), lambda: model(x, 0).sum().backward())
 
 
 @pytest.mark.spec("ORDER-08")

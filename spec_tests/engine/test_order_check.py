@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -49,3 +50,19 @@ def test_steps_of_another_model_on_some_ranks_cause_no_warning() -> None:
         model(draw(rank)).sum().backward()
         optimizer.step()
     model.state_dict()
+
+
+@pytest.mark.spec("ORDER-13")
+@ranks(2)
+def test_steps_on_one_rank_only_cause_one_warning() -> None:
+    model = FSDP(chain(2), device_id=device())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            model(draw(0)).sum().backward()
+            if dist.get_rank() == 1:
+                optimizer.step()
+        model.state_dict()
+    texts = [str(warning.message) for warning in caught]
+    assert ["have stepped on ranks [1] only" in text for text in texts] == [True]

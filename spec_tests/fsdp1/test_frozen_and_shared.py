@@ -282,6 +282,18 @@ def test_units_cannot_be_tied_after_wrapping(use_orig_params: bool) -> None:
         iterate(model)
 
 
+@pytest.mark.spec("ORIG-16", "CTOR-12")
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@ranks(2)
+def test_units_cannot_be_tied_between_a_forward_and_its_backward(use_orig_params: bool) -> None:
+    model = wrapped(use_orig_params=use_orig_params)
+    first, second = (model.blocks[index].module.linear for index in (1, 2))
+    loss = loss_of(model(batch()))
+    second.weight = first.weight
+    with pytest.raises(RuntimeError, match=r"'blocks.2.linear.weight' .* removed or replaced"):
+        loss.backward()
+
+
 @pytest.mark.spec("ORIG-16", "CTOR-05")
 @ranks(2)
 def test_a_tie_between_a_unit_and_a_module_in_no_unit_is_noticed_at_the_first_step() -> None:

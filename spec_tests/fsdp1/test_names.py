@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 import minifsdp
 from spec_tests.harness import device, ranks
+from spec_tests.models.apis import ORIGINALS, WRAPPED, Wrapper
 from spec_tests.models.modules import WIDTH, NormedBlock, seeded
 from spec_tests.models.running import batch, iterate
 from spec_tests.models.sharding import FLAT_STRATEGIES, as_torch, wrapped
-from spec_tests.models.values import assert_same, named
+from spec_tests.models.values import assert_same, mean_gradients, named
 from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy
 
 FSDP = FullyShardedDataParallel
@@ -285,3 +286,19 @@ def unique(plain: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
     """The values without the second names of tied parameters."""
     names = {name for name, _ in [*plain.named_parameters(), *plain.named_buffers()]}
     return {name: value for name, value in values.items() if name in names}
+
+
+@pytest.mark.spec("STATE-01")
+@pytest.mark.parametrize("api", [WRAPPED, ORIGINALS], ids=str)
+@ranks(2)
+def test_a_hook_that_lists_the_parameters_in_backward_does_not_end_it(api: Wrapper) -> None:
+    model, numbers = api.shard(), []
+
+    def observe(_: nn.Module, __: Any, output: Tensor) -> None:
+        output.register_hook(lambda _: numbers.append(len(list(model.parameters()))))
+
+    expected = len(list(model.parameters()))
+    model.blocks[1].register_forward_hook(observe)
+    iterate(model)
+    assert numbers == [expected]
+    assert_same(api.gradients(model), mean_gradients(seeded()))

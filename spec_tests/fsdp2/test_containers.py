@@ -305,3 +305,29 @@ def test_a_module_may_add_to_a_registered_container_of_its_caller(trains: bool) 
         assert_learns_alike(plain, model, lambda net: run(net)[1].square().mean())
     with torch.set_grad_enabled(trains):
         assert len(run(model)[0].tensors) == 3
+
+
+class Fills(nn.Module):
+    """Puts its result into a list inside of a keyword argument, and removes an entry of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, *, cache: dict[str, Any]) -> None:
+        cache["layers"][0].append(torch.tanh(self.lin(x) + cache.pop("old")))
+
+
+@pytest.mark.spec("PROG-29")
+@ranks(2)
+def test_the_caller_finds_all_changes_of_nested_lists_and_dicts() -> None:
+    def loss(net: Any) -> Tensor:
+        x, results = batch().requires_grad_(), []
+        cache = {"old": x, "layers": [results]}
+        net(x, cache=cache)
+        assert list(cache) == ["layers"]
+        assert cache["layers"][0] is results
+        return results[0].square().mean()
+
+    plain = Fills().to(device())
+    assert_learns_alike(plain, fully_shard(copy.deepcopy(plain)), loss)
