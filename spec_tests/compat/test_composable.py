@@ -57,6 +57,8 @@ def check_same_as_torch(policy: dict[str, Any]) -> None:
         loss_of(model(batch())).backward()
     assert known_of(ours) == known_of(theirs)
     assert sum(fact is not None for fact in known_of(ours)) == 3
+    frozen = _get_module_state(ours.blocks[1])._fsdp_param_group
+    assert (frozen._orig_dtype, frozen._reduce_dtype) == (None, None)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=["plain", "param", "reduce wider", "both"])

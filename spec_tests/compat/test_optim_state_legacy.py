@@ -262,12 +262,13 @@ def test_with_names_a_plain_optimizers_dict_loads_into_that_of_the_wrapped_model
     assert all(torch.equal(value, found[name]) for name, value in plain.state_dict().items())
 
 
-@pytest.mark.spec("OSD-REKEY-04")
+@pytest.mark.spec("OSD-REKEY-01", "OSD-REKEY-04")
 @ranks(1)
 def test_rekey_keeps_a_dict_with_the_requested_keys_and_refuses_an_invalid_one() -> None:
     plain, optimizer = plain_trained()
     numbered = optimizer.state_dict()
-    named = FSDP.rekey_optim_state_dict(numbered, NAME, plain, optim=optimizer)
+    named = FSDP.rekey_optim_state_dict({**numbered, "epoch": 3}, NAME, plain, optim=optimizer)
+    assert named.pop("epoch") == 3
     for given, key_type in ((numbered, NUMBER), (named, NAME)):
         again = FSDP.rekey_optim_state_dict(given, key_type, plain, optim=optimizer)
         assert again["param_groups"] == given["param_groups"]

@@ -13,6 +13,7 @@ from torch import nn
 
 import minifsdp
 from minifsdp.debugging import switch
+from minifsdp.debugging.attach import attached
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.hooks import IterationState
 from minifsdp.engine.per_param import PerParameterLayout
@@ -59,6 +60,26 @@ def test_debug_checks_stay_on_until_the_last_call_ends() -> None:
     assert on() == {"values"}
     inner.off()
     assert on() == set()
+
+
+class Observed:
+    """A class with a method that checks observe."""
+
+    def method(self) -> None:
+        """Does nothing."""
+
+
+@pytest.mark.pure
+@pytest.mark.spec("DEBUG-01", "DEBUG-03")
+def test_a_check_that_ends_first_leaves_the_later_one_on() -> None:
+    original, seen = Observed.method, list[str]()
+    first, second = (attached(Observed, "method", lambda *_, name=name: seen.append(name)) for name in "ab")
+    first.__enter__()
+    with second:
+        first.__exit__(None, None, None)
+        Observed().method()
+    assert seen == ["b"]
+    assert Observed.method is original
 
 
 @pytest.mark.pure

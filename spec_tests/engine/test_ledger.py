@@ -163,6 +163,14 @@ def test_signal_handler_of_the_program_stays_and_a_forked_process_has_none_of_th
         lambda: signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and signal.set_wakeup_fd(-1) == -1
     )
 
+    _, end = os.pipe()
+    os.set_blocking(end, False)
+    watched = signal.set_wakeup_fd(end)
+    try:
+        assert holds_in_a_fork(lambda: signal.set_wakeup_fd(-1) == end)
+    finally:
+        signal.set_wakeup_fd(watched)
+
     def mine(*_: Any) -> None:
         pass
 
@@ -221,6 +229,8 @@ def test_slow_rank_causes_no_repeated_file_and_no_repeated_list() -> None:
         model(torch.ones(2, 8)).sum().backward()
         dist.barrier()
     assert not any(reported)
+    numbers = [number for _, number in listed]
+    assert len({*numbers}) == len(numbers), "once for each request"
     # One of the two waiting ranks reports for both.
     assert bool(listed) == (dist.get_rank() != 1)
     if dist.get_rank() == 2:
@@ -347,6 +357,18 @@ def test_columns_of_a_drawing_are_as_wide_as_their_longest_cell() -> None:
     head, row = drawn({"report": "", "lines": {"0": long, "1": short}}, 40).splitlines()[-2:]
     assert "several.py:15)  all-gather of 'a' (train.py:1)" in row
     assert head.index("rank 1") == row.index("all-gather")
+
+
+@pytest.mark.spec("LEDGER-05")
+@pytest.mark.pure
+def test_the_line_of_an_error_in_a_forward_is_that_of_the_module() -> None:
+    class Failing(torch.nn.Module):
+        def forward(self) -> None:
+            raise LookupError  # the line of the error
+
+    with pytest.raises(LookupError) as caught:
+        Failing()()
+    assert process._line_of(caught.tb) == f"test_ledger.py:{line_of('the line of the error')}"
 
 
 @pytest.mark.spec("LEDGER-13")

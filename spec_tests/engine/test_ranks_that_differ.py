@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from minifsdp.engine.collective_log import CollectiveLog, CollectiveSequence
 from minifsdp.ledger import written
 from minifsdp.watchdog import process, watchdog
-from minifsdp.watchdog.report import Findings, different_ranks
+from minifsdp.watchdog.report import IN_ORDER, Findings, different_ranks
 from spec_tests.harness import device, ranks
 from spec_tests.subject import FullyShardedDataParallel as FSDP
 from spec_tests.subject import MixedPrecision, MixedPrecisionPolicy, StateDictType, fully_shard
@@ -279,12 +279,15 @@ def test_second_thread(layout: str) -> None:
     train(model)
 
 
-@pytest.mark.spec("AGREE-09")
+@pytest.mark.spec("AGREE-09", "LEDGER-12")
 def test_collective_of_a_destroyed_group() -> None:
     log, group = CollectiveLog(), Event()
     sequence = log.sequence_of(group, (0, 1))
     log.record(sequence, "all-gather", 8, None, (), None)
+    log.fatal_error = "a collective was aborted"
     log.clear()
+    assert log.fatal_error == ""
+    assert log.sequence_of(Event(), (0, 1)).key != sequence.key
     with pytest.raises(RuntimeError, match="process group of this model was destroyed"):
         log.record(sequence, "all-gather", 8, None, (), None)
 
@@ -300,6 +303,16 @@ def test_ranks_that_wait_in_two_groups(number: int, is_certain: bool) -> None:
     theirs["sequences"] = {"one#1": [[0, number, 5], [-1, 0, 0]], "two#1": [[0, 1, 5], [-1, 0, 0]]}
     found = Findings({0: mine, 1: theirs}, {})
     assert found.prove_a_hang((sequence, 0, 0), on_cpu=True) is is_certain
+
+
+@pytest.mark.parametrize(("number", "is_certain"), [(0, True), (1, False)])
+@pytest.mark.spec("LEDGER-03")
+def test_a_rank_that_has_ended_in_order_and_may_have_sent_the_collective(number: int, is_certain: bool) -> None:
+    sequence = CollectiveSequence("one#1", (0, 1), group := Event())
+    del group
+    mine: dict[str, Any] = {"rank": 0, "ended": "", "sequences": {"one#1": [[0, 1, 5], [-1, 0, 0]]}}
+    theirs = {"rank": 1, "ended": IN_ORDER, "sequences": {"one#1": [[0, number, 5], [-1, 0, 0]]}}
+    assert Findings({0: mine, 1: theirs}).prove_a_hang((sequence, 0, 0), on_cpu=True) is is_certain
 
 
 @pytest.mark.parametrize("continues", [False, True])
