@@ -1,6 +1,6 @@
 """The `Layout` interface: how a unit's parameters are stored, all-gathered, freed and reduced.
 
-A unit does not depend on how its parameters are stored. It calls about a dozen methods of a *layout*. The layout in
+A unit does not depend on how its parameters are stored. It calls the methods of a *layout*. The layout in
 ``per_param.py`` has one tensor for each parameter, and the layout in ``flat.py`` has one long tensor for all.
 
 Every layout uses two variables. The optimizer updates the *shard*, which is small, in full precision, and always

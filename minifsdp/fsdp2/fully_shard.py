@@ -78,8 +78,8 @@ def fully_shard(
             ranks. Without a default process group, ``None`` first initializes one from the environment that a launcher
             such as torchrun sets.
         reshard_after_forward: ``True`` reshards after forward and all-gathers again for backward; ``False`` keeps the
-            parameters unsharded; an integer n reshards to groups of n ranks; ``None`` means ``True`` for all modules
-            except the root.
+            parameters unsharded; an integer n reshards to groups of n ranks, which all ranks of the job must create
+            together; ``None`` means ``True`` for all modules except the root.
         shard_placement_fn: called with each parameter. Returns ``Shard(dim)``, ``None`` to shard dim 0, or torch's
             ``ShardPlacementResult`` to shard the parameter over another mesh.
         mp_policy: the mixed-precision policy.
