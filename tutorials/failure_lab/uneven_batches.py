@@ -41,9 +41,9 @@ def fixed(batches):
     left = iter(batches)
     while True:
         x = next(left, None)
-        everybody_has = torch.tensor(float(x is not None))
-        dist.all_reduce(everybody_has, dist.ReduceOp.MIN)
-        if not everybody_has:
+        all_have_data = torch.tensor(float(x is not None))
+        dist.all_reduce(all_have_data, dist.ReduceOp.MIN)
+        if not all_have_data:
             return
         yield x
 
