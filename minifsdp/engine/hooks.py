@@ -354,7 +354,7 @@ class IterationState:
 
 def _shares_memory(output: Any, leaves: Sequence[torch.Tensor]) -> bool:
     """Whether a tensor in ``output`` uses the memory of one of ``leaves``. Tensor classes are not inspected."""
-    if torch._C._are_functorch_transforms_active():
+    if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     plain = torch.Tensor, torch.nn.Parameter
     memory = {leaf.untyped_storage().data_ptr() for leaf in leaves if type(leaf) in plain and leaf.numel()} - {0}

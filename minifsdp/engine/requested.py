@@ -44,7 +44,7 @@ from minifsdp.engine.precision import map_tensors, tensors_in
 from minifsdp.engine.unit import Unit
 
 # The number that autograd gives to the next node of this thread.
-next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+next_number: Callable[[], int] = torch.autograd._get_sequence_nr
 
 
 class RequestedParameters:

@@ -50,7 +50,7 @@ from minifsdp.engine.unit import Phase, State, Unit
 
 
 def _only_vmap() -> bool:
-    """Whether ``torch.vmap`` is the only function transform that is active."""
+    """Whether no function transform is active, or only ``torch.vmap``."""
     functorch = torch._C._functorch
     return all(level.key() == functorch.TransformType.Vmap for level in functorch.get_interpreter_stack() or [])
 
@@ -169,7 +169,7 @@ class RootState:
         if self.iteration.in_backward or Phase.FORWARD in [unit.phase for unit in self.units]:
             self.iteration.recover()
         # 2. Check before the first collective, so that a mistake raises an error on every rank.
-        if torch._C._are_functorch_transforms_active() and not _only_vmap():
+        if not _only_vmap():
             raise RuntimeError(message("function-transform", unit=self.units[0].name if self.units else ""))
         for unit in self.units if caller is None else (caller, *caller.inner):
             if unit.phase is Phase.SUMMONED and not unit.layout.is_summoned:
