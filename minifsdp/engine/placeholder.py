@@ -49,10 +49,9 @@ class PlaceholderParameter(torch.Tensor):
     @staticmethod
     def __new__(cls, original: torch.Tensor, path: str, flat_param: torch.Tensor) -> Any:
         """Creates a tensor without memory."""
-        shape, dtype, device = original.shape, original.dtype, original.device
-        placeholder: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        placeholder.path, placeholder.flat_param = path, flat_param
-        return placeholder
+        new: Any = cls._make_wrapper_subclass(cls, original.shape, dtype=original.dtype, device=original.device)
+        new.path, new.flat_param = path, flat_param
+        return new
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PlaceholderParameter({self.path!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
