@@ -163,13 +163,15 @@ def test_signal_handler_of_the_program_stays_and_a_forked_process_has_none_of_th
         lambda: signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and signal.set_wakeup_fd(-1) == -1
     )
 
-    _, end = os.pipe()
+    other_end, end = os.pipe()
     os.set_blocking(end, False)
     watched = signal.set_wakeup_fd(end)
     try:
         assert holds_in_a_fork(lambda: signal.set_wakeup_fd(-1) == end)
     finally:
         signal.set_wakeup_fd(watched)
+        os.close(end)
+        os.close(other_end)
 
     def mine(*_: Any) -> None:
         pass
