@@ -140,9 +140,9 @@ def test_one_process_group_keeps_its_meaning_and_a_pair_means_a_hybrid() -> None
     assert one.process_group is pair[0]
     assert one.world_size == 2
     two = FSDP(seeded(), pair, ShardingStrategy.HYBRID_SHARD, auto_wrap_policy=ModuleWrapPolicy({Block}))
-    assert two.mesh.shard is not None
-    assert two.mesh.replicate is not None
-    assert (two.mesh.shard.process_group, two.mesh.replicate.process_group) == pair
+    assert two._mesh.shard is not None
+    assert two._mesh.replicate is not None
+    assert (two._mesh.shard.process_group, two._mesh.replicate.process_group) == pair
     assert two.process_group is pair[0]
     with trace.record() as recorder:
         iterate(two)

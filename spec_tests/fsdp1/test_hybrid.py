@@ -87,7 +87,7 @@ def test_without_groups_the_ranks_of_a_node_shard_and_equal_local_ranks_replicat
     plain, model = seeded(), on_nodes_of_two(strategy)
     assert_same(flat_parameters(model), chunked(plain, named(plain), 2, dist.get_rank() % 2), bitwise=True)
     units = FullyShardedDataParallel.fsdp_modules(model)
-    assert len({(unit.mesh.shard, unit.mesh.replicate) for unit in units}) == 1, "all units share one pair of groups"
+    assert len({(unit._mesh.shard, unit._mesh.replicate) for unit in units}) == 1, "all units share one pair of groups"
     for unit in units:
         assert tuple(dist.get_process_group_ranks(unit.process_group)) == node()
         assert (unit.world_size, unit.rank) == (2, dist.get_rank() % 2)
