@@ -457,7 +457,7 @@ def test_written_report_is_readable_and_can_be_loaded(tmp_path: Path) -> None:
 def test_invalid_or_newer_report_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "it.md"
     path.write_text("# Something else\n")
-    with pytest.raises(ValueError, match="no report"):
+    with pytest.raises(ValueError, match="is not a report"):
         report.read(path)
     report.write(a_report() | {"format": 99}, path)
     with pytest.raises(ValueError, match="format 99"):

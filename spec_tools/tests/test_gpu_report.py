@@ -141,10 +141,10 @@ def test_report_is_read_from_markdown_json_and_from_an_earlier_file_with_both(tm
     earlier.write_text("# text\n" + report.BEGIN + json.dumps(written) + report.END)
     assert report.read(earlier) == written
     (tmp_path / "run.json").unlink()
-    with pytest.raises(ValueError, match=r"no run\.json beside it"):
+    with pytest.raises(ValueError, match=r"no run\.json next to it"):
         report.read(path)
     (tmp_path / "run.json").write_text("cut off {")
-    with pytest.raises(ValueError, match="no report"):
+    with pytest.raises(ValueError, match="is not a report"):
         report.read(path)
 
 
