@@ -44,7 +44,7 @@ class PlaceholderParameter(torch.Tensor):
     path: str
 
     # Calls go directly to the dispatcher, because the error needs no Python-level overrides.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch.nn.Parameter.__torch_function__
 
     @staticmethod
     def __new__(cls, original: torch.Tensor, path: str, flat_param: torch.Tensor) -> Any:

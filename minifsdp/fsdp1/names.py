@@ -33,7 +33,7 @@ class KeptView(torch.Tensor):
     Its hooks are those of the original parameter, because no gradient passes through the `KeptView` itself.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = nn.Parameter.__torch_function__
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise RuntimeError(message("kept-view", shape=tuple(self.shape)))

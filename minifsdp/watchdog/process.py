@@ -47,7 +47,7 @@ def start() -> None:
     """Called for each process group that is used: starts the watchdog, once for each default process group."""
     if not dist.is_initialized() or (log.store is not None and log.store() is not None):
         return
-    store = own = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
+    store = own = dist.distributed_c10d._get_default_store()
     # Only torch.distributed references the store, until the default group is destroyed.
     log.store = weakref.ref(store, _stop)
     atexit.register(at_exit)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -50,7 +49,7 @@ def test_rank_0_hosts_the_store_unless_torchrun_does(
     store, created = TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False), []
     for name, value in {"is_initialized": True, "get_rank": 0, "get_world_size": 2}.items():
         monkeypatch.setattr(dist, name, lambda value=value: value)
-    monkeypatch.setattr(dist.distributed_c10d._world, "default_pg", SimpleNamespace(get_group_store=lambda: store))
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(process, "Watchdog", lambda *arguments: created.append(arguments))
     monkeypatch.setattr(process, "_watch_signals", lambda: None)
     monkeypatch.setattr(process.log, "store", None)
