@@ -221,7 +221,7 @@ class RegisteredOrigParams(RegisteredParams):
             found, expected = original.numel(), view.numel()
             if found != expected:
                 raise RuntimeError(message("wrong-size", parameter=path, found=found, expected=expected))
-            view.copy_(original.data.clone().reshape(view.shape))
+            view.copy_(original.data.contiguous().reshape(view.shape))
             original.data = view
             # The parameter has its old address again. Only the new version marks an unsharded copy as stale.
             torch.autograd.graph.increment_version(original)

@@ -180,7 +180,7 @@ def _copy_replaced(views: Sequence[torch.Tensor], values: Sequence[torch.Tensor 
         target, source = local_tensor(view), local_tensor(value)
         # A transposed view has the same address.
         if target.data_ptr() != source.data_ptr() or target.stride() != source.stride():
-            target.copy_(source.clone())
+            target.copy_(source.contiguous())
 
 
 def all_gather_by_hand(unit: FlatUnit) -> torch.Tensor:
