@@ -10,6 +10,9 @@ import os
 
 # Before torch is imported: one thread for each rank. Otherwise the threads of two ranks share two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# For each connection to a store, torch asks the DNS server for the names of both ends. If an answer is lost, the C
+# library asks again after 1 second instead of 5. Some tests give all ranks only 3 seconds.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 import pytest
 

@@ -131,6 +131,36 @@ def test_fixed_script_succeeds_on_both_ranks(name: str) -> None:
     assert seconds < LIMIT
 
 
+# Runs the script of its first argument. Rank 1 connects slowly to the store, as with a slow DNS server: for each
+# connection, torch resolves the names of both ends, and a lost answer of the server costs 5 seconds.
+SLOW_CONNECTION = """
+import os, runpy, sys, time
+from torch.distributed import PrefixStore
+
+clone = PrefixStore.clone
+
+def clone_slowly(store):
+    time.sleep(4)
+    return clone(store)
+
+if os.environ["RANK"] == "1":
+    PrefixStore.clone = clone_slowly
+script = sys.argv.pop(1)
+sys.path.insert(0, os.path.dirname(script))
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+@pytest.mark.spec("LAB-03")
+def test_slow_connection_to_the_store_is_no_failure(tmp_path: Path) -> None:
+    script = tmp_path / "connects_slowly.py"
+    script.write_text(SLOW_CONNECTION)
+    fixed = str(LAB / "save_on_rank_0.py"), "--fixed"
+    environment = {**ENVIRONMENT, "MINIFSDP_LEDGER_DIR": str(tmp_path)}
+    ranks = outcome_of_ranks(script, *fixed, num_ranks=2, environment=environment, limit=2 * LIMIT)
+    assert [status for status, _ in ranks] == [0, 0], ranks
+
+
 @pytest.mark.spec("LAB-04", "LEDGER-02")
 @pytest.mark.parametrize("name", HANGS)
 def test_waiting_rank_prints_its_own_and_other_position(name: str) -> None:

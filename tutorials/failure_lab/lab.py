@@ -37,6 +37,9 @@ import torch.distributed as dist
 from gpt.ranks import from_all_ranks, start_ranks, started_by_torchrun
 from torch import Tensor, nn
 
+import minifsdp
+from minifsdp.watchdog import process
+
 __all__ = ["LIMIT", "WrongAnswerError", "batch", "from_all_ranks", "layers", "on_two_ranks"]
 
 LIMIT = timedelta(seconds=3)
@@ -68,11 +71,12 @@ def on_two_ranks(experiment: Callable[[Any, int], None], broken: Callable[..., A
     if num_ranks != 2:
         sys.exit(f"an experiment needs 2 ranks, and was started with {num_ranks}")
     if options.debug:
-        import minifsdp
-
         minifsdp.debug()
     meet(store, "begin", rank, range(2), STARTING)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=LIMIT)
+    # Each rank connects to the store a second time. This can need seconds, because torch resolves host names.
+    process.start()
+    meet(store, "connected", rank, range(2), STARTING)
     failed, text = run(experiment, part, rank)
     # The ranks print one after the other. If a rank hangs, the other rank waits at most until the limit.
     meet(store, "end", None, range(rank), 3 * LIMIT)
@@ -95,10 +99,7 @@ def run(experiment: Callable[[Any, int], None], part: Callable[..., Any], rank: 
             # Run the exit hooks. If rank 0 hosts the store, they would wait for seconds, so skip them there.
             sys.last_value = error
             sys.excepthook(type(error), error, error.__traceback__)
-            if "minifsdp" in sys.modules:
-                from minifsdp.watchdog import process
-
-                process.at_exit()
+            process.at_exit()
         words = "".join(traceback.format_exception_only(error)).rstrip().removeprefix("lab.")
         return True, "\n".join([f"rank {rank} says:", *lines, words])
     return False, f"rank {rank} has ended well"
@@ -112,7 +113,7 @@ def meet(store: dist.Store, where: str, mine: int | None, others: range, limit: 
         for rank in others:
             store.wait([f"failure lab/{where}/{rank}"], limit)
     except dist.DistStoreError:
-        if where == "begin":
+        if where in ("begin", "connected"):
             raise
 
 
