@@ -196,7 +196,7 @@ def _wait_for_all(group: Group, call: str, has_facts: bool, how: str) -> bool:
     begun, limit, (position, hash_before) = time.monotonic(), _time_limit(group), sequence.mark()
     try:
         # Recorded in the collective log, so that reports of other ranks show what this rank waits for.
-        collectives.Collective("barrier", group, 0, _wait, store, f"{key}/complete", limit)
+        collectives.Collective("barrier", group, [], _wait, store, f"{key}/complete", limit, checks_size=False)
     except TimeoutError as error:
         seconds = min(time.monotonic() - begun, limit.total_seconds())
         ranks, report = list(group.ranks), log.diagnosis(position)

@@ -34,6 +34,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,16 +63,19 @@ _IS_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
 _GATHER_METHOD = "all_gather_single" if _IS_RENAMED else "_allgather_base"
 _REDUCE_SCATTER_METHOD = "reduce_scatter_single" if _IS_RENAMED else "_reduce_scatter_base"
 
+_NUM_BYTES = attrgetter("nbytes")
+
 
 class Collective:
     """A collective that was issued, and the handle to wait for it. The constructor issues the collective.
 
     Args:
-        kind, num_bytes, unit, parts, dtype: as in `CollectiveLog.record`.
+        kind, unit, parts: as in `CollectiveLog.record`.
         group: the group; all of its ranks must issue the same collective.
+        data: the input or the output, whichever is larger; empty if it is not a tensor.
         issue: the function that issues the collective. It returns a handle or ``None``.
         arguments: arguments of ``issue``.
-        on_cpu: whether the process group sends data from CPU memory.
+        checks_size: whether the transport between CPUs compares the size first; see ``gloo.py``, 7.
 
     Attributes:
         about: kind and unit, as text.
@@ -86,24 +90,24 @@ class Collective:
         self,
         kind: str,
         group: Group,
-        num_bytes: int,
+        data: Sequence[torch.Tensor],
         issue: Callable[..., Any],
         *arguments: Any,
-        on_cpu: bool = False,
+        checks_size: bool = True,
         unit: str | None = None,
         parts: Sequence[int] = (),
-        dtype: Any = None,
     ) -> None:
         if log.fatal_error:
             raise RuntimeError(log.fatal_error)
-        sequence = group.sequence
+        sequence, num_bytes = group.sequence, sum(map(_NUM_BYTES, data))
+        on_cpu, dtype = (data[0].is_cpu, data[0].dtype) if data else (True, None)
         self.about = kind if unit is None else f"{kind} of {unit!r}" if unit else f"{kind} of the root unit"
         self.position, identity = log.record(sequence, kind, num_bytes, unit, tuple(parts), dtype)
         self._work: Any = None
         self._sizes_agree: Any = None
         log.waiting = self
         try:
-            if on_cpu and sequence.transport is not None:
+            if checks_size and on_cpu and sequence.transport is not None:
                 self._sizes_agree = sequence.transport.check_size(kind, num_bytes, identity, sequence.epoch)
                 if self._sizes_agree is not None and kind != "all-gather":
                     self._read_sizes()
@@ -174,8 +178,8 @@ def all_gather(group: Group, output: torch.Tensor, local_shard: torch.Tensor, un
     if output.is_complex():
         output, local_shard = torch.view_as_real(output), torch.view_as_real(local_shard)
     carrier = group.process_group if group.transport is None or not output.is_cpu else group.transport
-    how = (getattr(carrier, _GATHER_METHOD), output, local_shard, _GATHER)
-    return Collective("all-gather", group, output.nbytes, *how, on_cpu=output.is_cpu, unit=unit, dtype=output.dtype)
+    method = getattr(carrier, _GATHER_METHOD)
+    return Collective("all-gather", group, [output], method, output, local_shard, _GATHER, unit=unit)
 
 
 def ask(group: Group, answers: torch.Tensor, mine: torch.Tensor) -> Collective:
@@ -185,7 +189,7 @@ def ask(group: Group, answers: torch.Tensor, mine: torch.Tensor) -> Collective:
     """
     apart = group.transport.all_gather_apart if group.transport is not None and answers.is_cpu else None
     method = apart or getattr(group.process_group, _GATHER_METHOD)
-    return Collective("order check", group, answers.nbytes, method, answers, mine, _GATHER)
+    return Collective("order check", group, [answers], method, answers, mine, _GATHER, checks_size=False)
 
 
 def all_gathers_each(group: Group | None, outputs: Sequence[torch.Tensor]) -> bool:
@@ -208,10 +212,7 @@ def all_gather_each(
     """
     if outputs[0].is_complex():
         outputs, local_shards = ([torch.view_as_real(each) for each in tensors] for tensors in (outputs, local_shards))
-    num_bytes = sum(output.nbytes for output in outputs)
-    send = group.transport.all_gather_each
-    dtype = outputs[0].dtype
-    return Collective("all-gather", group, num_bytes, send, outputs, local_shards, on_cpu=True, unit=unit, dtype=dtype)
+    return Collective("all-gather", group, outputs, group.transport.all_gather_each, outputs, local_shards, unit=unit)
 
 
 def reduce_scatter(
@@ -226,8 +227,8 @@ def reduce_scatter(
         local_shard, whole = torch.view_as_real(local_shard), torch.view_as_real(whole)
     carrier = group.process_group if group.transport is None or not whole.is_cpu else group.transport
     method = getattr(carrier, _REDUCE_SCATTER_METHOD)
-    what: dict[str, Any] = {"on_cpu": whole.is_cpu, "unit": unit, "parts": parts, "dtype": whole.dtype}
-    return Collective("reduce-scatter", group, whole.nbytes, method, local_shard, whole, _REDUCE_SCATTER, **what)
+    given = (local_shard, whole, _REDUCE_SCATTER)
+    return Collective("reduce-scatter", group, [whole], method, *given, unit=unit, parts=parts)
 
 
 def all_reduce(
@@ -236,8 +237,8 @@ def all_reduce(
     """All-reduce: sums ``tensor`` over the group, in place. Every rank of the group must call it."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    what: dict[str, Any] = {"on_cpu": tensor.is_cpu, "unit": unit, "parts": parts, "dtype": tensor.dtype}
-    return Collective(kind, group, tensor.nbytes, group.process_group.allreduce, [tensor], _ALL_REDUCE, **what)
+    method = group.process_group.allreduce
+    return Collective(kind, group, [tensor], method, [tensor], _ALL_REDUCE, unit=unit, parts=parts)
 
 
 def broadcast(group: Group, tensor: torch.Tensor, source: int = 0) -> None:
@@ -246,8 +247,7 @@ def broadcast(group: Group, tensor: torch.Tensor, source: int = 0) -> None:
     options.rootRank = source
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    send = group.process_group.broadcast
-    Collective("broadcast", group, tensor.nbytes, send, [tensor], options, on_cpu=tensor.is_cpu).wait()
+    Collective("broadcast", group, [tensor], group.process_group.broadcast, [tensor], options).wait()
 
 
 def call(function: Callable[..., Any], group: Group, *arguments: Any, about: str = "", **options: Any) -> None:
@@ -257,9 +257,9 @@ def call(function: Callable[..., Any], group: Group, *arguments: Any, about: str
     """
     issue = partial(function, *arguments, **options, group=group.process_group)
     # Objects are sent between CPUs if the group supports CPU tensors, and otherwise from the current device.
-    on_cpu = all(value.is_cpu for value in arguments if isinstance(value, torch.Tensor))
+    data = [value for value in arguments if isinstance(value, torch.Tensor)]
     with group.on_device():
-        Collective(function.__name__ + about, group, 0, issue, on_cpu=on_cpu).wait()
+        Collective(function.__name__ + about, group, data, issue).wait()
 
 
 @dataclass(frozen=True)

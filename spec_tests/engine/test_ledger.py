@@ -113,14 +113,14 @@ def test_completed_collective_keeps_no_tensor_alive_and_the_log_is_bounded() -> 
         # The wait reads the tensor, as the summation of shards does.
         return SimpleNamespace(wait=lambda: sent.append(tensor.sum()))
 
-    waited_for = Collective("all-gather", group, 4, send, large)
+    waited_for = Collective("all-gather", group, [large], send, large)
     del large
     waited_for.wait()
     assert len(sent) == 1 and memory() is None
     # The watchdog reports the main thread's position while the thread runs, so it must not keep frames with tensors.
     assert not any(isinstance(part, FrameType) for part in way_out_of_main_thread())
     for _ in range(2049):
-        Collective("all-gather", group, 4, lambda: None)
+        Collective("all-gather", group, [], lambda: None)
     assert len(log.entries) == 2048
 
 
@@ -205,10 +205,10 @@ def test_failed_collective_is_no_longer_recorded_as_waiting(error: type[BaseExce
         raise error
 
     with pytest.raises(error):
-        Collective("all-gather", group, 4, fail)
+        Collective("all-gather", group, [], fail)
     assert log.waiting is None
     with pytest.raises(error):
-        Collective("all-gather", group, 4, lambda: SimpleNamespace(wait=fail)).wait()
+        Collective("all-gather", group, [], lambda: SimpleNamespace(wait=fail)).wait()
     assert log.waiting is None
 
 

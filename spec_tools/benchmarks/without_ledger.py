@@ -18,7 +18,7 @@ __all__ = ["without_ledger"]
 
 
 def _issue(
-    self: Collective, kind: str, group: Any, _: int, issue: Callable[..., Any], *arguments: Any, **__: Any
+    self: Collective, kind: str, group: Any, _: Any, issue: Callable[..., Any], *arguments: Any, **__: Any
 ) -> None:
     self.about, self.position = kind, (group.sequence, 0, 0)
     self._work = issue(*arguments)
