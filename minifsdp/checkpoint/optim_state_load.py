@@ -157,7 +157,7 @@ def _problems(given: Any, target: Target) -> list[str]:
     units = list(zip(names.units, _facts_given(names, state), strict=True))
     problems = [*_name_problems(given, target), *_tensor_problems(state, target)]
     # Values are compared with each other only if each of them is valid.
-    return problems or [text for unit, facts in units if unit.is_flat for text in _stored_once(unit, facts, target)]
+    return problems or [text for unit, facts in units if unit.is_flat for text in _stored_once(unit, facts)]
 
 
 def _name_problems(given: Mapping[str, Any], target: Target) -> Iterator[str]:
@@ -198,13 +198,12 @@ def _tensor_problems(state: Mapping[str, Any], target: Target) -> Iterator[str]:
         yield from tensors.all_unsharded((where, tensor) for where, name, tensor in found if name in sharded)
 
 
-def _stored_once(unit: UnitCodec, facts: Facts, target: Target) -> Iterator[str]:
+def _stored_once(unit: UnitCodec, facts: Facts) -> Iterator[str]:
     """A flat parameter has each state once, so all parameters in it must have the same states with equal values."""
     reported = {unit.names[number]: of_parameter for number, of_parameter in facts.items() if of_parameter}
     for number, owner in enumerate(unit.owners):
         # If other parameters of the unit have states, a parameter without states needs an empty entry.
-        is_stepped = owner in target.keys and owner.requires_grad and unit.shapes[number].numel()
-        if reported and number not in facts and is_stepped:
+        if reported and number not in facts and owner.requires_grad and unit.shapes[number].numel():
             yield detail("states-missing", name=unit.names[number], first=next(iter(reported)))
     for key, first, name in differences(reported):
         there, other = (first, name) if key in reported[first] else (name, first)

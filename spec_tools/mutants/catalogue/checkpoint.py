@@ -99,7 +99,11 @@ MUTANTS = [
         "frozen-parameters-need-states",
         "OSD-08",
         "A run with frozen parameters cannot load the optimizer state that it has saved.",
-        replace("_stored_once", "$owner in $known and $owner.requires_grad and $numel", "$owner in $known and $numel"),
+        replace(
+            "_stored_once",
+            "$reported and $lacks and $owner.requires_grad and $numel",
+            "$reported and $lacks and $numel",
+        ),
     ),
     # --- checkpoint/state_dict.py ---
     Mutant(
