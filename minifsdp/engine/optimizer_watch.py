@@ -81,7 +81,7 @@ class OptimizerWatch:
     def note_modules(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         """Called when ``modules``, with their paths, are sharded. Records the names of their parameters."""
         for _, module in modules:
-            self._names[module] = self._names.get(module, frozenset()) | module._parameters.keys()
+            self._names[module] = frozenset(module._parameters)
 
     def _warn_if_added(self, unmanaged: set[torch.Tensor]) -> None:
         """Issues a warning if parameters in ``unmanaged`` were added to a sharded model later."""
