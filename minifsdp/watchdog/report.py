@@ -74,15 +74,16 @@ def state_of_this_rank(ended: str = "", failed_at: str = "") -> State:
         ended: the reason why its program has ended; empty if the program runs.
         failed_at: the line that raised the error that ended the program.
     """
-    waits_for, last = getattr(log.waiting, "about", ""), log.entries[-1] if log.entries else None
+    # Read once, because the main thread may change it.
+    work, last = log.waiting, log.entries[-1] if log.entries else None
     return {
         "rank": rank_of_this_process(),
         "ended": ended,
         "place": failed_at or _place_of_main_thread(),
         "iteration": log.iteration,
         "last": Entry(*last).what if last else "",
-        "waits": waits_for,
-        "waits_at": [at[0].key, list(at[0].ranks), at[1:]] if (at := getattr(log.waiting, "position", None)) else None,
+        "waits": work.about if work else "",
+        "waits_at": [work.position[0].key, list(work.position[0].ranks), work.position[1:]] if work else None,
         "sequences": {one.key: [[one.epoch, one.number, one.digest], one.last_epoch] for one in _sequences()},
     }
 
