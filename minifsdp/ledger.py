@@ -25,15 +25,15 @@ from minifsdp.watchdog.report import Findings
 FOLDER = "MINIFSDP_LEDGER_DIR"
 
 
-def written(found: Findings) -> str:
-    """The report. This function also writes it to a new file in `FOLDER` or in a new folder. The last line names it.
+def write_report(found: Findings) -> str:
+    """Writes the report to a new file, in `FOLDER` or in a new folder. Returns its text; the last line names the file.
 
     Only this user can read the file, because texts of exceptions may contain secrets.
     """
-    words, folder = found.in_words(), os.environ.get(FOLDER)
+    text, folder = found.text(), os.environ.get(FOLDER)
     if folder == "off":
-        return words
-    report = {"report": words, "states": found.states, "lines": found.lists, "diverging": found.diverging}
+        return text
+    report = {"report": text, "states": found.states, "lines": found.lists, "diverging": found.diverging}
     # Two jobs without an ID, two starts of a job, and two reports of a process use different files.
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none").replace("/", "_")
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
@@ -43,11 +43,11 @@ def written(found: Findings) -> str:
         with tempfile.NamedTemporaryFile("w", dir=folder, prefix=prefix, suffix=".json", delete=False) as file:
             json.dump(report, file)
     except OSError as error:
-        return f"{words}\n(could not be written to a file: {error})"
-    return f"{words}\nTo draw it: python -m minifsdp.ledger {file.name}"
+        return f"{text}\n(could not be written to a file: {error})"
+    return f"{text}\nTo draw it: python -m minifsdp.ledger {file.name}"
 
 
-def drawn(report: dict[str, Any], most: int) -> str:
+def table_of(report: dict[str, Any], most: int) -> str:
     """The table as text.
 
     Args:
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("file", type=Path, help="the file that the error message names")
     parser.add_argument("--last", type=int, default=40, help="number of collectives to show, counted from the end")
     options = parser.parse_args()
-    print(drawn(json.loads(options.file.read_text(encoding="utf-8")), options.last))
+    print(table_of(json.loads(options.file.read_text(encoding="utf-8")), options.last))
 
 
 if __name__ == "__main__":

@@ -182,7 +182,7 @@ class Findings(NamedTuple):
     diverging: Mapping[int, Line] = {}
     why: str = ""
 
-    def in_words(self) -> str:
+    def text(self) -> str:
         """The text of the report."""
         ranks_of: dict[str, list[int]] = {}
         for rank, state in self.states.items():

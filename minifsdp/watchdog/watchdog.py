@@ -45,7 +45,7 @@ import torch
 from minifsdp.engine.collective_log import Position, log
 from minifsdp.engine.gloo import close
 from minifsdp.engine.messages import message
-from minifsdp.ledger import written
+from minifsdp.ledger import write_report
 from minifsdp.watchdog import report
 
 TICK = 0.25  # seconds between two looks at the store
@@ -162,7 +162,7 @@ class Watchdog:
         if self._wanted:
             position = self._wanted.pop()
             try:
-                self._found = written(self._find(position, self._channel.ask()))
+                self._found = write_report(self._find(position, self._channel.ask()))
             finally:
                 self._is_found.set()
         self._answer()
@@ -208,7 +208,7 @@ class Watchdog:
         states: dict[int, report.State | None] = {channel.rank: report.state_of_this_rank(failed_at=self.failed_at)}
         if channel.of_host is not None:
             states[channel.of_host["rank"]] = channel.of_host
-        return written(report.Findings(states, {channel.rank: report.lines_of_this_rank()}, why=why))
+        return write_report(report.Findings(states, {channel.rank: report.lines_of_this_rank()}, why=why))
 
     def _is_stuck(self) -> bool:
         """Whether the main thread has waited for the same collective, or for the device, longer than expected."""
@@ -244,7 +244,7 @@ class Watchdog:
         found = self._find(position, self._channel.ask())
         if found.prove_a_hang(position, on_cpu=is_known) and log.last_position == position:
             sequence = position[0]
-            log.fatal_error = message("waits-in-vain", ranks=list(sequence.ranks), report=written(found))
+            log.fatal_error = message("waits-in-vain", ranks=list(sequence.ranks), report=write_report(found))
             if on_device or not is_known:
                 # On an accelerator, the main thread may not wait, or the abort may end the process.
                 print(log.fatal_error, file=sys.stderr, flush=True)
@@ -254,7 +254,7 @@ class Watchdog:
         """After a long wait, one of the waiting ranks prints the state of each rank. All ranks keep waiting."""
         waits = [rank for rank in position[0].ranks if (state := found.states[rank]) and state["waits"]]
         if self._patience >= 16 * PATIENCE and not self._has_printed and self._channel.rank in waits[:1]:
-            print(message("still-waiting", report=found.in_words()), file=sys.stderr, flush=True)
+            print(message("still-waiting", report=found.text()), file=sys.stderr, flush=True)
             self._has_printed = True
 
     def _end_by_sigterm(self) -> None:
@@ -263,7 +263,7 @@ class Watchdog:
         with suppress(Exception):
             # Other ranks get the signal as well, and query this rank at the same time.
             self._publish_exit(report.ENDED_BY_LAUNCHER)
-            text = written(self._find(log.last_position, self._channel.ask()))
+            text = write_report(self._find(log.last_position, self._channel.ask()))
         with suppress(Exception):
             print(message("told-to-end", report=text or self._report_alone()), file=sys.stderr, flush=True)
         if self._is_host:

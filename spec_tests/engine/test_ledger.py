@@ -28,7 +28,7 @@ from minifsdp.engine.collectives import Collective
 from minifsdp.engine.gloo import close
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import way_out_of_main_thread
-from minifsdp.ledger import written
+from minifsdp.ledger import write_report
 from minifsdp.watchdog import process, report
 from minifsdp.watchdog.report import Findings, StoreChannel, lines_of_this_rank, state_of_this_rank
 from minifsdp.watchdog.watchdog import LIMIT, PATIENCE
@@ -316,16 +316,16 @@ def run_python(program: str, given: str = "") -> str:
 @pytest.mark.pure
 def test_report_is_a_new_file_with_access_only_for_its_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINIFSDP_LEDGER_DIR", str(tmp_path))
-    first = Path(written(Findings({})).split()[-1])
+    first = Path(write_report(Findings({})).split()[-1])
     assert first.stat().st_mode & 0o777 == 0o600
     first.unlink()
     target = tmp_path / "of another user"
     first.symlink_to(target)
-    second = Path(written(Findings({})).split()[-1])
+    second = Path(write_report(Findings({})).split()[-1])
     assert not target.exists() and second != first and second.is_file()
     monkeypatch.delenv("MINIFSDP_LEDGER_DIR")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    third = Path(written(Findings({})).split()[-1])
+    third = Path(write_report(Findings({})).split()[-1])
     assert third.parent.parent == tmp_path and third.parent.stat().st_mode & 0o777 == 0o700
 
 
@@ -334,7 +334,7 @@ def test_report_is_a_new_file_with_access_only_for_its_user(tmp_path: Path, monk
 @pytest.mark.parametrize("place", ["off", "/dev/null/none"])
 def test_a_report_needs_no_file(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINIFSDP_LEDGER_DIR", place)
-    said = written(Findings({}))
+    said = write_report(Findings({}))
     assert said.startswith("Where every rank is:")
     assert ("could not be written" in said) == (place != "off")
 
@@ -342,21 +342,21 @@ def test_a_report_needs_no_file(place: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.spec("LEDGER-07")
 @pytest.mark.pure
 def test_drawing_of_a_report_shows_the_last_collectives() -> None:
-    from minifsdp.ledger import drawn
+    from minifsdp.ledger import table_of
 
     lines = [["world#1", n // 3, n % 3, f"all-gather {n}", "train.py:1", 0, 8, n] for n in range(4)]
-    picture = drawn({"report": "", "lines": {"0": lines}}, 2)
+    picture = table_of({"report": "", "lines": {"0": lines}}, 2)
     assert re.findall(r"epoch \d|all-gather \d", picture) == ["epoch 0", "all-gather 2", "epoch 1", "all-gather 3"]
 
 
 @pytest.mark.spec("LEDGER-07")
 @pytest.mark.pure
 def test_columns_of_a_drawing_are_as_wide_as_their_longest_cell() -> None:
-    from minifsdp.ledger import drawn
+    from minifsdp.ledger import table_of
 
     long = [["world#1", 0, 0, "order check in forward", "no_sync_on_one_rank_of_several.py:15", 0, 8, 1]]
     short = [["world#1", 0, 0, "all-gather of 'a'", "train.py:1", 0, 8, 2]]
-    head, row = drawn({"report": "", "lines": {"0": long, "1": short}}, 40).splitlines()[-2:]
+    head, row = table_of({"report": "", "lines": {"0": long, "1": short}}, 40).splitlines()[-2:]
     assert "several.py:15)  all-gather of 'a' (train.py:1)" in row
     assert head.index("rank 1") == row.index("all-gather")
 
@@ -417,7 +417,7 @@ def test_jobs_and_restarts_of_a_job_write_to_separate_files(tmp_path: Path, monk
             with monkeypatch.context() as patch:
                 for name, value in start.items():
                     patch.setenv(f"TORCHELASTIC_{name}", value)
-                said = written(Findings({}))
+                said = write_report(Findings({}))
             assert Path(said.split()[-1]).parent == tmp_path
     assert len({*tmp_path.iterdir()}) == 6
 

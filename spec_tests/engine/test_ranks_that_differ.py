@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minifsdp.engine.collective_log import CollectiveLog, CollectiveSequence
-from minifsdp.ledger import written
+from minifsdp.ledger import write_report
 from minifsdp.watchdog import process, watchdog
 from minifsdp.watchdog.report import IN_ORDER, Findings, different_ranks
 from spec_tests.harness import device, ranks
@@ -324,7 +324,7 @@ def test_a_rank_that_continues_while_the_others_answer_keeps_its_groups(
     of_rank: Any = SimpleNamespace(last_position=(sequence, 0, 0), waiting=object(), fatal_error="")
     monkeypatch.setattr(watchdog, "log", of_rank)
     monkeypatch.setattr(watchdog, "close", closed.append)
-    monkeypatch.setattr(watchdog, "written", lambda findings: "")
+    monkeypatch.setattr(watchdog, "write_report", lambda findings: "")
 
     def find(*_: Any) -> Any:
         if continues:
@@ -364,5 +364,5 @@ def test_long_error(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_run_id_with_a_slash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "team/run")
     monkeypatch.setenv("MINIFSDP_LEDGER_DIR", str(tmp_path))
-    assert "could not be written" not in written(Findings({}, {}))
+    assert "could not be written" not in write_report(Findings({}, {}))
     assert [path.name.startswith("minifsdp-ledger-team_run-") for path in tmp_path.iterdir()] == [True]

@@ -178,7 +178,7 @@ def test_report_is_printed_before_the_abort_on_an_accelerator(
     own = CollectiveLog()
     own.waiting = SimpleNamespace(position=position)
     monkeypatch.setattr(watchdog, "log", own)
-    monkeypatch.setattr(watchdog, "written", lambda _: "the report")
+    monkeypatch.setattr(watchdog, "write_report", lambda _: "the report")
     monkeypatch.setattr(watchdog, "close", lambda _: printed.append(capsys.readouterr().err))
     found = SimpleNamespace(prove_a_hang=lambda *_, **__: True)
     rank: Any = SimpleNamespace(_patience=1.0, _answered=0, _answered_at=0.0, _find=lambda *_: found)

@@ -58,7 +58,7 @@ MUTANTS = [
         "reports-follow-links",
         "LEDGER-20",
         "A report is written through a symbolic link of another user.",
-        replace("written", "tempfile.NamedTemporaryFile(...)", "Path(folder, f'{prefix}.json').open('w')"),
+        replace("write_report", "tempfile.NamedTemporaryFile(...)", "Path(folder, f'{prefix}.json').open('w')"),
     ),
     # --- watchdog/process.py ---
     Mutant(
@@ -105,7 +105,7 @@ MUTANTS = [
         "After a SIGTERM, a waiting rank does not report where the other ranks are.",
         replace(
             "Watchdog._end_by_sigterm",
-            "$text = written(self._find(log.last_position, self._channel.ask()))",
+            "$text = write_report(self._find(log.last_position, self._channel.ask()))",
             "assert log.waiting",
         ),
     ),
