@@ -39,7 +39,7 @@ import torch.distributed as dist
 from minifsdp.engine import collectives, rank_checks
 from minifsdp.engine.collective_log import log
 from minifsdp.engine.mesh import Group, MeshGroups, exists
-from minifsdp.engine.messages import message, rank_of_this_process
+from minifsdp.engine.messages import message, rank_of_this_process, some
 from minifsdp.engine.unit import Unit
 
 T = TypeVar("T")
@@ -139,11 +139,6 @@ def shard_of_first_rank(mesh: MeshGroups, bucket: torch.Tensor | None, mine: tor
     if mesh.replicate is not None:
         collectives.call(dist.broadcast, mesh.replicate, mine, mesh.replicate.ranks[0])
     return mine
-
-
-def some(words: Sequence[str], most: int = MOST_LINES) -> str:
-    """The first words of a list, and the number of words that are left out."""
-    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
 
 def monitored_barrier(

@@ -51,6 +51,11 @@ def detail(entry: str, /, **values: object) -> str:
     return texts()["detail"][entry].format(**values)
 
 
+def some(words: list[str] | tuple[str, ...], most: int = 10) -> str:
+    """The first words of a list for a message, and the number of words that are left out."""
+    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
+
+
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Issues a warning at a line of the program: the innermost frame outside of minifsdp and torch."""
     level, frame = 2, sys._getframe(1)

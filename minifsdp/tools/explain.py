@@ -33,9 +33,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from minifsdp.engine.messages import detail, message, rank_of_this_process
+from minifsdp.engine.messages import detail, message, rank_of_this_process, some
 from minifsdp.tools.cost import Cost, Job, cost_of
-from minifsdp.tools.explain_advice import Advice, advice_for, assumptions, most_common, some
+from minifsdp.tools.explain_advice import MOST_NAMES, Advice, advice_for, assumptions, most_common
 from minifsdp.tools.explain_records import UnitSummary
 from minifsdp.tools.explain_units import choices_of, type_of, units_of
 from minifsdp.tools.formulas import size_of
@@ -228,7 +228,7 @@ def _as_text(found: Explanation) -> Iterator[str]:
     for text in found.assumptions:
         yield from textwrap.wrap(f"Assumed: {text}.", _WIDTH, subsequent_indent="  ")
     for advice in found.warnings:
-        yield from ["", *textwrap.wrap(f"{advice.kind}: {some(advice.units)}", _WIDTH)]
+        yield from ["", *textwrap.wrap(f"{advice.kind}: {some(advice.units, MOST_NAMES)}", _WIDTH)]
         for words in (advice.cause, advice.remedy):
             yield from textwrap.wrap(f"{words}.", _WIDTH, initial_indent="  ", subsequent_indent="  ")
 

@@ -40,7 +40,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from minifsdp.engine.messages import detail
+from minifsdp.engine.messages import detail, some
 from minifsdp.tools.explain_records import UnitSummary
 from minifsdp.tools.explain_units import is_sharded, left_out, type_of
 from minifsdp.tools.formulas import size_of
@@ -49,6 +49,8 @@ from minifsdp.tools.formulas import size_of
 DOMINANT = 0.6
 # Elements of one all-gather.
 KNEE = 33_000_000
+# Names in a list.
+MOST_NAMES = 4
 
 
 @dataclass(frozen=True)
@@ -94,18 +96,13 @@ def advice_for(units: Sequence[UnitSummary]) -> Iterator[Advice]:
         frozen = [parameter for parameter in unit.parameters if not parameter.trained]
         if (unit.is_planned or not unit.per_parameter) and 0 < len(frozen) < len(unit.parameters):
             size = size_of(sum(parameter.numel for parameter in frozen) * unit.compute.itemsize)
-            names = some([parameter.name for parameter in frozen])
+            names = some([parameter.name for parameter in frozen], MOST_NAMES)
             cause = detail("explain-frozen", num=len(frozen), names=names, size=size)
             yield Advice("frozen", (unit.label,), cause, detail("explain-frozen-remedy"))
     for unit in units:  # 5.
         if unit.low_batch_norms:
-            cause = detail("explain-batch-norm", names=some(unit.low_batch_norms))
+            cause = detail("explain-batch-norm", names=some(unit.low_batch_norms, MOST_NAMES))
             yield Advice("batch-norm", (unit.label,), cause, detail("explain-batch-norm-remedy"))
-
-
-def some(names: Sequence[str]) -> str:
-    """The first four names as a list in text, and the number of the others."""
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _candidates(unit: UnitSummary) -> str:
@@ -159,13 +156,13 @@ def assumptions(model: nn.Module, units: Sequence[UnitSummary], like: UnitSummar
         found.append(detail("explain-planned", type=type_of(model)))
     apart = [unit for unit in units if not unit.is_root]
     if nested := [unit.label for unit in apart if any(other.name.startswith(f"{unit.name}.") for other in units)]:
-        found.append(detail("explain-nested", names=some(nested)))
+        found.append(detail("explain-nested", names=some(nested, MOST_NAMES)))
     if any(not unit.trained_shapes for unit in units) and any(unit.trained_shapes for unit in units):
         found.append(detail("explain-frozen-first"))
     mixed = [unit.label for unit in units if not unit.per_parameter and 0 < len(unit.trained_shapes) < len(unit.shapes)]
     if mixed:
-        found.append(detail("explain-mixed", names=some(mixed)))
+        found.append(detail("explain-mixed", names=some(mixed, MOST_NAMES)))
     if is_sharded(model) and (left := left_out(model, units)):
         num_bytes = sum(parameter.nbytes for parameter in left.values())
-        found.append(detail("explain-left-out", names=some(list(left)), size=size_of(num_bytes)))
+        found.append(detail("explain-left-out", names=some(list(left), MOST_NAMES), size=size_of(num_bytes)))
     return found

@@ -74,8 +74,7 @@ def state_of_this_rank(ended: str = "", failed_at: str = "") -> State:
         ended: the reason why its program has ended; empty if the program runs.
         failed_at: the line that raised the error that ended the program.
     """
-    # Read once, because the main thread may change it.
-    work, last = log.waiting, log.entries[-1] if log.entries else None
+    work, last = log.waiting, log.entries[-1] if log.entries else None  # read once: the main thread changes them
     return {
         "rank": rank_of_this_process(),
         "ended": ended,
