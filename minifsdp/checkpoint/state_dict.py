@@ -46,7 +46,7 @@ from minifsdp.engine.messages import message, rank_of_this_process
 from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1 import parts
 from minifsdp.fsdp1.build import FlatUnit
-from minifsdp.fsdp1.full_params import all_gather_by_hand, check_idle, summoned
+from minifsdp.fsdp1.full_params import all_gather_unit, check_idle, summoned
 from minifsdp.fsdp1.wrapper import PREFIX, Wrapper, is_wrapper
 
 
@@ -226,7 +226,7 @@ def _write_unit(codec: UnitCodec, form: Form, state: MutableMapping[str, Any]) -
         layout, group, recorder = codec.layout, codec.group, trace.recorder
         if recorder is not None and group is not None:
             recorder.begin("AG", codec.unit.name, num_bytes=layout.num_bytes, ranks=group.ranks, stream="gather")
-        full_values = layout.views_of(all_gather_by_hand(codec.unit))
+        full_values = layout.views_of(all_gather_unit(codec.unit))
         if is_wanted:
             values = [codec.in_form(full, form, full.device) for full in full_values]
             state.update({key: values[number] for key, number in codec.keys.items()})

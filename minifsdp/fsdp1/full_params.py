@@ -103,7 +103,7 @@ def check_idle(unit: FlatUnit) -> None:
 @contextmanager
 def _one(unit: FlatUnit, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> Generator[None]:
     layout, mesh = unit.layout, unit.plan.mesh
-    flat = all_gather_by_hand(unit)
+    flat = all_gather_unit(unit)
     if offload_to_cpu and mesh.shard is not None:
         flat = flat.cpu()
     gradients = _all_gather_gradients(layout) if with_grads else None
@@ -183,8 +183,8 @@ def _copy_replaced(views: Sequence[torch.Tensor], values: Sequence[torch.Tensor 
             target.copy_(source.contiguous())
 
 
-def all_gather_by_hand(unit: FlatUnit) -> torch.Tensor:
-    """`all_gather_values` of one unit, after all ranks of its shard group have agreed on the unit."""
+def all_gather_unit(unit: FlatUnit) -> torch.Tensor:
+    """The unsharded flat tensor of a unit. All ranks of its shard group must call it, for the same unit."""
     layout, name = unit.layout, unit.name
     if not isinstance(name, UnitName):
         # The unit has no root yet.

@@ -52,7 +52,7 @@ MUTANTS = [
         "summons-without-agreement",
         "AGREE-05",
         "Ranks that summon different units read each other's parameters.",
-        remove("all_gather_by_hand", "agree(...)"),
+        remove("all_gather_unit", "agree(...)"),
     ),
     # --- fsdp1/grad_scaler.py ---
     Mutant(
