@@ -55,8 +55,8 @@ BUDGETS = {
     # are not the current device, streams of an earlier root, and errors of devices: 17. A received full state dict that
     # no rank stores: 17. A meta device as device_id: 2. Penalties that no output of a unit contains, and gradients,
     # buffers and views of weights that share memory: 28.
-    "package": 6761,
-    "core": 3255,
+    "package": 6757,
+    "core": 3252,
     # Messages of a new order have their own tags: 9 lines.
     TRANSPORT: 179,
     DEBUGGING: 322,
@@ -69,14 +69,14 @@ BUDGETS = {
     # on this machine. It ends with its process group, and restores what it replaced.
     WATCHDOG: 491,
     "ledger.py": 46,
-    "checkpoint/": 1190,
+    "checkpoint/": 1185,
     "compat/": 340,
     # The calculator includes data in flight between CPUs, and the time at which a unit's activations are freed.
     TOOLS: 485,
     # The list of tools, and the explanation of an error message.
     COMMAND: 32,
     # For a given model it reports which ranks send between CPUs, and whether reductions overlap.
-    EXPLAIN: 469,
+    EXPLAIN: 468,
     # A recording, a replay, models by name, a search and a command.
     SIMULATE: 1247,
     # The commands, the grader, and the checks of ten exercises.
