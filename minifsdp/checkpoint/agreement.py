@@ -48,8 +48,8 @@ MOST_LINES = 10
 
 
 class StateDictMismatchError(RuntimeError, ValueError):
-    """The state dict does not fit the model or the optimizer. For this, ``nn.Module`` raises `RuntimeError`, and
-    optimizers raise `ValueError`.
+    """The state dict does not fit the model or the optimizer. In this case ``nn.Module`` raises `RuntimeError`, and an
+    optimizer raises `ValueError`.
     """
 
 

@@ -17,6 +17,7 @@ From the bottom layer to the top. Each module uses only modules above it in this
 ``layout``          the interface for storing a unit's parameters
 ``optimizer_watch`` checks before each optimizer step
 ``placeholder``     the placeholder for a parameter that is not available
+``changes``         values that a forward has written into unsharded parameters
 ``flat_tensor``     how a flat parameter is sharded; the unsharded tensor, which autograd owns
 ``flat_params``     the registered parameters of a flat unit: a flat parameter, or the original parameters
 ``flat_gradients``  the gradients of these parameters
@@ -29,6 +30,8 @@ From the bottom layer to the top. Each module uses only modules above it in this
 ``unit``            the state machine: all-gather, wait, reshard
 ``schedule``        prefetching: which unit is all-gathered next
 ``backward_hooks``  detects where a unit's backward starts and ends
+``requested``       a backward that requests registered parameters
+``side_outputs``    pre-backward hooks of activations that attributes keep
 ``hooks``           forward and backward hooks
 ``root``            the root state: lazy start, begin and end of an iteration
 

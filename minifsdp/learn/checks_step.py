@@ -97,7 +97,7 @@ def wait_waits() -> None:
         try:
             getattr(unit, ends)()
         except (AttributeError, RuntimeError) as error:
-            # Not an error of the learner's other code, such as a function that is not written.
+            # Errors of other code are raised unchanged, for example of a function that the learner has not written.
             if isinstance(error, NotImplementedError) or getattr(error, "obj", None) is not None:
                 raise
             raise NotMetError("no-handle", error=error) from error

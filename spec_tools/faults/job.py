@@ -138,7 +138,7 @@ class Job:
         )
 
     def run(self) -> None:
-        """The first run, or without a fault the second."""
+        """The first run; without a fault, the second run, which resumes."""
         self.model = self.sharded()
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
         api = FunctionApi() if self.api == "function" else WrapperApi("minifsdp")

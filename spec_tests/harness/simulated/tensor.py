@@ -124,7 +124,8 @@ def rebuilt(values: torch.Tensor, requires_grad: bool, is_parameter: bool) -> to
 
 
 loaded: dict[int, tuple[StorageWeakRef, int]] = {}
-"""The storages that ``torch.load`` must put on a device, with the device. Weak references: no address is reused."""
+"""By address, the storages that ``torch.load`` must put on a device, and the device. While the weak reference exists,
+no other storage gets the address."""
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
