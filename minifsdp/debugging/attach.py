@@ -14,7 +14,7 @@ of ``end_forward`` inside the block, for all root states, also for those created
 
 Some checks need the complete model. For instance, a model on the meta device gets its values after ``fully_shard``, so
 the check for missing values runs before the first forward (`at_first_use`). Other checks run when a unit is created. If
-such a check is turned on later, a warning names the units that it has missed (`late_units_named`).
+such a check is turned on later, a warning names the units that it has missed (`warn_about_late_units`).
 
 Worked example: ``fully_shard(a)``, ``minifsdp.debug("weights")``, ``fully_shard(b)``, then the first forward of both.
 Unit ``b`` was checked and unit ``a`` was not, so the warning names ``a``.
@@ -95,7 +95,7 @@ def at_first_use(look: Callable[[Sequence[nn.Module], RootState], None]) -> Iter
 
 
 @contextmanager
-def late_units_named(check: str) -> Iterator[None]:
+def warn_about_late_units(check: str) -> Iterator[None]:
     """Inside the block, issues one warning for each root with units that were created before the block.
 
     Args:

@@ -59,7 +59,7 @@ class _FreedMemory(TorchDispatchMode):
 
 
 @contextmanager
-def read_checked() -> Iterator[None]:
+def check_memory() -> Iterator[None]:
     """Checks every operation inside the block, in the thread that enters it and in its backwards."""
     units: weakref.WeakSet[Unit] = weakref.WeakSet()
     with attached(Unit, "reshard", lambda _, unit, *args, **kwargs: units.add(unit)), _FreedMemory(units):

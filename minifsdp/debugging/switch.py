@@ -12,7 +12,7 @@ check       finds                                                          descr
 ==========  =============================================================  ==============
 weights     initial weights that differ between ranks                      ``weights.py``
 values      the first values that are not finite                           ``values.py``
-order       ranks that all-gather different units, in any iteration        `always_compared`
+order       ranks that all-gather different units, in any iteration        `check_order`
 meta        values that were not set after a model was on the meta device  ``unset.py``
 memory      reads of unsharded parameters whose memory is freed            ``freed.py``
 ==========  =============================================================  ==============
@@ -37,16 +37,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
-from minifsdp.debugging.freed import read_checked
-from minifsdp.debugging.unset import filled_and_named
-from minifsdp.debugging.values import looked_at
-from minifsdp.debugging.weights import compared
+from minifsdp.debugging.freed import check_memory
+from minifsdp.debugging.unset import check_unset
+from minifsdp.debugging.values import check_values
+from minifsdp.debugging.weights import check_weights
 from minifsdp.engine.messages import message
 from minifsdp.engine.rank_checks import RankChecks
 
 
 @contextmanager
-def always_compared() -> Iterator[None]:
+def check_order() -> Iterator[None]:
     """The check ``order``: compares every all-gather of a forward inside the block.
 
     By default, ranks compare their all-gathers only before the first all-gather of each unit, to save time
@@ -67,11 +67,11 @@ def always_compared() -> Iterator[None]:
 
 
 CHECKS: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    "weights": compared,
-    "values": looked_at,
-    "order": always_compared,
-    "meta": filled_and_named,
-    "memory": read_checked,
+    "weights": check_weights,
+    "values": check_values,
+    "order": check_order,
+    "meta": check_unset,
+    "memory": check_memory,
 }
 _num_wanted: Counter[str] = Counter()
 _running: dict[str, AbstractContextManager[None]] = {}

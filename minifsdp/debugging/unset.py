@@ -1,8 +1,8 @@
 """Debug check ``meta``: finds values that were not set after a model was built on the meta device.
 
 A model on the meta device has shapes but no memory. ``to_empty`` allocates the memory without initializing it. It
-contains previous data, often zeros, sometimes the weights of another layer. Each module must then set
-its own parameters and buffers in ``reset_parameters``. Buffers are often forgotten, in particular those that are in no
+contains previous data, often zeros, sometimes the weights of another layer. Each module must then set its own
+parameters and buffers in ``reset_parameters``. Buffers are often forgotten, in particular those that are in no
 checkpoint. For instance, a table of rotary frequencies that is all zeros trains to a worse model, without an error.
 
 While the check is on:
@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 from minifsdp.checkpoint.agreement import exchange, groups_of
-from minifsdp.debugging.attach import at_first_use, attached, late_units_named
+from minifsdp.debugging.attach import at_first_use, attached, warn_about_late_units
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.layout import Layout, full_name
 from minifsdp.engine.messages import message, some, warn
@@ -47,10 +47,10 @@ _made: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 @contextmanager
-def filled_and_named() -> Iterator[None]:
+def check_unset() -> Iterator[None]:
     """Inside the block, fills new memory, and reports tensors that are not set later."""
     with (
-        late_units_named("meta"),
+        warn_about_late_units("meta"),
         attached(nn.Module, "to_empty", _after_to_empty),
         attached(Wrapper, "_initialize", _after_initialize),
         at_first_use(_refuse_unset),

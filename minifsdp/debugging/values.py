@@ -55,7 +55,7 @@ _found: weakref.WeakKeyDictionary[Layout, str] = weakref.WeakKeyDictionary()
 
 
 @contextmanager
-def looked_at() -> Iterator[None]:
+def check_values() -> Iterator[None]:
     """Checks the values of all units inside the block."""
     with (
         attached(RootState, "begin_forward", _after_begin),
@@ -136,25 +136,25 @@ def _after_forward(_: Any, root_state: RootState, output: Any) -> None:
         _agree(root_state.units, "forward", root_state.fail_forward)
 
 
-def _agree(units: Sequence[Unit], what: str, tidy: Callable[[], None] | None = None) -> None:
+def _agree(units: Sequence[Unit], what: str, clean_up: Callable[[], None] | None = None) -> None:
     """Raises an error on every rank if any rank has a record. All ranks of the root must call it.
 
     Args:
         units: the units of the root.
         what: "forward" or "backward", for the message.
-        tidy: called before the error is raised.
+        clean_up: called before the error is raised.
     """
     mine = _forget(units)[:1]
     groups = groups_of(plan.mesh for unit in units for plan in unit.plans)
-    if not units or not _anybody(groups, bool(mine), units[0].layout.device):
+    if not units or not _any_rank(groups, bool(mine), units[0].layout.device):
         return
     places = [f"rank {rank}: {place}" for rank, found in exchange(groups, mine).items() for place in found]
-    if tidy is not None:
-        tidy()
+    if clean_up is not None:
+        clean_up()
     raise RuntimeError(message("not-finite", what=what, places="\n".join(places)))
 
 
-def _anybody(groups: Sequence[Group], has_one: bool, device: torch.device) -> bool:
+def _any_rank(groups: Sequence[Group], has_one: bool, device: torch.device) -> bool:
     # As in the order check, dispatch modes that count the collectives of training do not count this one.
     with _disable_current_modes():
         number = torch.tensor([float(has_one)], device=device)

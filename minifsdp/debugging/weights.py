@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from minifsdp.debugging.attach import attached, late_units_named
+from minifsdp.debugging.attach import attached, warn_about_late_units
 from minifsdp.engine.layout import owned_parameters
 from minifsdp.fsdp1.wrapper import Wrapper
 from minifsdp.fsdp2 import fully_shard
@@ -25,10 +25,10 @@ from minifsdp.fsdp2.initial import compare, compare_sharded
 
 
 @contextmanager
-def compared() -> Iterator[None]:
+def check_weights() -> Iterator[None]:
     """Inside the block, compares the parameters of each new unit between ranks."""
     with (
-        late_units_named("weights"),
+        warn_about_late_units("weights"),
         attached(Wrapper, "_initialize", _compare_in_wrapper),
         attached(fully_shard, "compare_while_debugging", lambda _, params: compare_sharded(params)),
     ):

@@ -27,7 +27,7 @@ MUTANTS = [
         "debugging-compares-no-order",
         "DEBUG-07",
         "With the order check on, a different order in a later iteration is not detected before the all-gather.",
-        replace("always_compared", "True", "False"),
+        replace("check_order", "True", "False"),
     ),
     # --- debugging/unset.py ---
     Mutant(
@@ -51,7 +51,7 @@ MUTANTS = [
         "error-about-values-leaves-a-forward",
         "DEBUG-06",
         "After an error of the debug check `values`, the units stay in the middle of a forward.",
-        never("_agree", "$tidy is not None"),
+        never("_agree", "$clean_up is not None"),
     ),
     # --- ledger.py ---
     Mutant(
