@@ -66,7 +66,7 @@ def save(wrapper: Wrapper, walk: Callable[..., dict[str, Any]], *args: Any, **kw
         # Another model may have been saved to the same dict.
         kept.before = dict(given.get("destination") or {})
         gathered = [w for w in inside if not (state_of(w).form.is_local or is_summoned(w))]
-        agree(wrapper, "state_dict()", [MeshGroups(w._mesh.shard, None) for w in gathered], saves_itself)
+        agree(wrapper, [MeshGroups(w._mesh.shard, None) for w in gathered], saves=True)
     with _registered_during_walk(wrapper._unit, runs_custom_code=kept.runs_custom_code):
         state = walk(*args, **kwargs)
         if is_outermost and not given.get("keep_vars"):
@@ -94,17 +94,17 @@ def _unchanged_until_forward(wrappers: Iterable[Wrapper], tensors: Iterable[Tens
     return set(map(memory_of, unchanged))
 
 
-def agree(wrapper: Wrapper, call: str, meshes: Iterable[MeshGroups], has_code: Callable[[nn.Module], bool]) -> None:
+def agree(wrapper: Wrapper, meshes: Iterable[MeshGroups], *, saves: bool) -> None:
     """Waits for all ranks, and stores for each unit whether it must be unsharded, the same on all of the unit's ranks.
 
     The ranks may differ before, because a user may have a hook on one rank only.
 
     Args:
         wrapper: the outermost one.
-        call: the call that all ranks must make.
         meshes: the ranks to wait for.
-        has_code: whether a module has custom code, or a user's hooks, that runs during the call.
+        saves: whether all ranks must call ``state_dict()``; otherwise they must call ``load_state_dict()``.
     """
+    call, has_code = ("state_dict()", saves_itself) if saves else ("load_state_dict()", reads_while_loaded)
     wrappers = Wrapper.fsdp_modules(wrapper)
     # Custom code gets no values of a local dict.
     mine = [
@@ -113,8 +113,7 @@ def agree(wrapper: Wrapper, call: str, meshes: Iterable[MeshGroups], has_code: C
     ]
     # Ranks may have different numbers of units over other groups.
     how = " ".join(sorted({state_of(inner).form.type.name for inner in wrappers}))
-    sending = [w for w in wrappers if has_code is saves_itself or state_of(w).form.is_sharded]
-    unit = next((w._unit for w in sending if w._unit is not None), None)
+    unit = next((w._unit for w in wrappers if w._unit is not None and (saves or state_of(w).form.is_sharded)), None)
     groups = agreement.monitored_barrier(agreement.groups_of(meshes), call, has_facts=any(mine), how=how, unit=unit)
     reported = agreement.exchange(groups, mine)
     for number, inner in enumerate(wrappers):

@@ -101,7 +101,7 @@ def before_walk(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str, 
     if state_dict.is_outermost_here(wrapper, prefix):
         _drop_own_tensors(wrapper, state, prefix)
         meshes = [inner._mesh for inner in Wrapper.fsdp_modules(wrapper)]
-        state_dict.agree(wrapper, "load_state_dict()", meshes, state_dict.reads_while_loaded)
+        state_dict.agree(wrapper, meshes, saves=False)
         # If a plain module contains this one, `strict` is unknown here, and that module checks the keys itself.
         _refuse_misfit(wrapper, form, state, prefix, strict=kept.is_strict)
     rename(state, prefix, prefix + PREFIX)
