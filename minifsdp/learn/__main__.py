@@ -4,9 +4,9 @@
 
     python -m minifsdp.learn list        the exercises
     python -m minifsdp.learn start 4     writes the file for exercise 4 to the folder minifsdp-exercises
-    python -m minifsdp.learn hint 4      prints a hint; one more of three with each call
-    python -m minifsdp.learn check 4     checks the file, and says what is still wrong
-    python -m minifsdp.learn progress    what is solved
+    python -m minifsdp.learn hint 4      prints a hint; each call prints one more, up to three
+    python -m minifsdp.learn check 4     checks the file, and reports the remaining errors
+    python -m minifsdp.learn progress    the solved exercises and the printed hints
 
 *In torch:* no such tool.
 

@@ -111,18 +111,18 @@ def record(setup: Setup) -> Recording:
             stack.enter_context(replaced_functions(memory))
             stack.enter_context(_without_rank_checks())
             stack.enter_context(OperatorMode(tape, memory))
-            sharded, no_sync = _shard(model, setup)
+            sharded, gradient_sync = _shard(model, setup)
             for buffer in sharded.buffers():
                 memory.note(buffer)
             optimizer = _optimizer(setup, sharded)
-            _train(model, sharded, optimizer, no_sync, setup, tape)
+            _train(model, sharded, optimizer, gradient_sync, setup, tape)
             tape.items.clear()
             stored, old_blocks = memory.num_bytes, memory.sizes()
             recorder = MarkingRecorder(tape)
             with _installed(recorder):
-                _train(model, sharded, optimizer, no_sync, setup, tape)
+                _train(model, sharded, optimizer, gradient_sync, setup, tape)
             items = list(tape.items)
-            del sharded, optimizer, no_sync, model.module
+            del sharded, optimizer, gradient_sync, model.module
     finally:
         dist.destroy_process_group()
     tape.items = items
@@ -160,12 +160,12 @@ def _shard_fsdp2(model: models.Model, setup: Setup, mesh: DeviceMesh) -> tuple[n
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshards, mp_policy=precision)
     sharded: FSDPModule = fully_shard(model.module, mesh=mesh, mp_policy=precision)  # type: ignore[assignment]
 
-    def no_sync(synchronizes: bool) -> Any:
-        sharded.set_requires_gradient_sync(synchronizes)
-        sharded.set_is_last_backward(synchronizes)
+    def gradient_sync(enabled: bool) -> Any:
+        sharded.set_requires_gradient_sync(enabled)
+        sharded.set_is_last_backward(enabled)
         return nullcontext()
 
-    return sharded, no_sync  # type: ignore[return-value]
+    return sharded, gradient_sync  # type: ignore[return-value]
 
 
 def _shard_fsdp1(model: models.Model, setup: Setup, mesh: DeviceMesh) -> tuple[nn.Module, Callable[[bool], Any]]:
@@ -185,7 +185,7 @@ def _shard_fsdp1(model: models.Model, setup: Setup, mesh: DeviceMesh) -> tuple[n
         limit_all_gathers=setup.limit_all_gathers,
         use_orig_params=True,
     )
-    return sharded, lambda synchronizes: nullcontext() if synchronizes else sharded.no_sync()
+    return sharded, lambda enabled: nullcontext() if enabled else sharded.no_sync()
 
 
 # ---- training -------------------------------------------------------------------------------------------------------
@@ -222,12 +222,12 @@ def _train(
     model: models.Model,
     sharded: nn.Module,
     optimizer: torch.optim.Optimizer,
-    no_sync: Callable[[bool], Any],
+    gradient_sync: Callable[[bool], Any],
     setup: Setup,
     tape: Tape,
 ) -> None:
     for number in range(setup.accumulation):
-        with no_sync(not setup.no_sync or number == setup.accumulation - 1):
+        with gradient_sync(not setup.no_sync or number == setup.accumulation - 1):
             tape.phase = "forward"
             loss = model.loss(sharded)
             tape.phase = "backward"
