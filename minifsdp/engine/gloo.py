@@ -28,20 +28,18 @@ tensors that store and receive the values. Example: two ranks, a tensor of four 
 6. *Order.* Receives and sends with one tag pair up in the order of their issue, as collectives do. If a receive were
    destroyed, the next receive would get its message. So each exchange stays in a queue until it is complete, even if
    the model is destroyed earlier.
-
 7. *New orders.* Gloo's own collectives pair up by order alone. If two ranks issue collectives of different sizes, gloo
    ends the process in C++. So as long as an order of collectives is new, the ranks exchange one number for each
    collective. An all-gather must not wait for the numbers of other ranks when it is issued, because other ranks may
    depend on something that the program does first. So its shards, of any size, are sent in messages whose tag contains
    its identity. Different all-gathers never receive each other's values, and ``wait()`` reads the numbers. Any other
    collective waits for the numbers before it sends data. In an order that the ranks have agreed on, they exchange none.
+8. *Counts.* Programs count collectives with a ``TorchDispatchMode``. Such a mode sees the operator that another backend
+   would run, on a group that sends no data. So its counts are the same as with other backends.
 
 The environment variable ``MINIFSDP_TRANSPORT`` must be equal on *every* rank. ``collectives`` selects gloo's
 collectives, as for other backends. ``messages`` sends shards of any size in messages. If
 ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` wraps the process group, it compares gloo's collectives, so these are always used.
-
-Programs count collectives with a ``TorchDispatchMode``. Such a mode sees the operator that another backend would run,
-on a group that sends no data. So its counts are the same as with other backends.
 
 *In torch:* FSDP uses gloo's all-gather and reduce-scatter, and waits for each immediately.
 
@@ -97,10 +95,11 @@ class Transport:
         self._backend, self._rank, self._size = backend, backend.rank(), backend.size()
         # Each rank sends to the next rank first, so that not all ranks send to the same rank at once.
         self._others = [(self._rank + distance) % self._size for distance in range(1, self._size)]
-        shown = dist.ProcessGroup(dist.HashStore(), self._rank, self._size)
+        # 8. A group that sends no data. Dispatch modes see its collectives.
+        for_modes = dist.ProcessGroup(dist.HashStore(), self._rank, self._size)
         sends_nothing = FakeProcessGroup._create_internal(self._rank, self._size)
-        shown._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, sends_nothing)
-        self._show_gather, self._show_reduce_scatter = _collectives_of(shown)
+        for_modes._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, sends_nothing)
+        self._gather_for_modes, self._reduce_scatter_for_modes = _collectives_of(for_modes)
         self._gather_in_thread, _ = _collectives_of(backend)
         # 6. The incomplete exchanges of each kind, as lists of messages.
         self._gathers, self._reductions, self._questions = deque[_Messages](), deque[_Messages](), deque[_Messages]()
@@ -157,7 +156,7 @@ class Transport:
     def all_gather_single(self, output: torch.Tensor, local_shard: torch.Tensor, options: Any) -> Handle:
         """Issues an all-gather, with the signature of the process group's method."""
         if torch._C._len_torch_dispatch_stack():
-            self._show_gather(output, local_shard, options)
+            self._gather_for_modes(output, local_shard, options)
         if local_shard.nbytes >= self._least_bytes or not self._is_known:
             outputs = [output.view(self._size, *local_shard.shape)]
             return self._send_to_all(outputs, [local_shard], self._gather_tag, self._gathers)
@@ -191,7 +190,7 @@ class Transport:
         if torch._C._len_torch_dispatch_stack():
             numel = sum(output[0].numel() for output in outputs)
             whole = outputs[0].as_strided((self._size * numel,), (1,))
-            self._show_gather(whole, local_shards[0].as_strided((numel,), (1,)), AllgatherOptions())
+            self._gather_for_modes(whole, local_shards[0].as_strided((numel,), (1,)), AllgatherOptions())
         return self._send_to_all(outputs, local_shards, self._gather_tag, self._gathers)
 
     def _send_to_all(
@@ -208,7 +207,7 @@ class Transport:
     def reduce_scatter_single(self, local_shard: torch.Tensor, whole: torch.Tensor, options: Any) -> Handle:
         """Issues a reduce-scatter, with the signature of the process group's method."""
         if torch._C._len_torch_dispatch_stack():
-            self._show_reduce_scatter(local_shard, whole, options)
+            self._reduce_scatter_for_modes(local_shard, whole, options)
         own = whole.tensor_split(self._size)
         is_small = local_shard.nbytes < self._least_bytes
         if is_small and self._size > 2:
