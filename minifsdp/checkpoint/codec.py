@@ -132,6 +132,8 @@ class UnitCodec:
         device = torch.device("cpu") if form.offload else device
         if not form.is_sharded or self.group is None or not tensors.has_rows(full.shape):
             return full.to(device, copy=True)
+        # `ShardedTensor` supports only row-major order.
+        full = full.contiguous()
         # Split before the copy to the CPU, so that only this rank's rows are copied.
         # If the wrapper was given a mesh, values are DTensors by default.
         if self._wrapper._device_mesh is not None or form.use_dtensor:
@@ -201,7 +203,7 @@ class UnitCodec:
         """Copies this rank's elements of values, given by number, into ``shard``. Rows are all-gathered one by one."""
         for number, value in values.items():
             spec, local_shape = self.layout.specs[number], self.layout.local_shapes[number]
-            elements = local_values(self.unsharded(value).detach(), spec, local_shape).reshape(-1)
+            elements = self._sharding.flattened(number, local_values(self.unsharded(value).detach(), spec, local_shape))
             held = self._sharding.range_in_param(self.mesh.shard_index, number)
             shard[self.places[number]].copy_(elements[held])
             # Released before the next value is all-gathered.

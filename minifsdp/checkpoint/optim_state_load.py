@@ -247,7 +247,10 @@ def _local_shards(
         if form.first_only:
             mine = {n: empty(unit.shapes[n] if shape is None else shape) for n, shape in shapes.items()}
             values = {n: agreement.shard_of_first_rank(unit.mesh, values.get(n), mine[n]) for n in shapes}
-        return {n: unit.unsharded(values[n]).to(local.device, copy=True) for n in shapes}
+        # A fused optimizer needs the memory format of the parameter.
+        full = {n: unit.unsharded(values[n]) for n in shapes}
+        like = {n: unit.owners[n] if unit.owners[n].shape == value.shape else value for n, value in full.items()}
+        return {n: torch.empty_like(like[n], dtype=dtype, device=local.device).copy_(full[n]) for n in shapes}
     if form.first_only:
         bucket = empty(unit.layout.sharding.padded_numel).zero_() if unit.mesh.is_first else None
         views = [] if bucket is None else unit.layout.views_of(bucket)

@@ -6,9 +6,7 @@ The parameters of a unit are concatenated into one 1-D tensor, which is split in
 Advantage: an all-gather is *one* collective that writes directly into the memory that the forward reads, without a copy
 before or after it. Disadvantage: users cannot print, save or clip a shard as a weight.
 
-The views:
-
-1. Each forward creates them at the moment of use. Autograd runs the newest nodes first. Views created earlier, for
+1. Each forward creates its views at the moment of use. Autograd runs the newest nodes first. Views created earlier, for
    example when the all-gather is issued, would be older than the nodes of the previous unit. Then the gradient of this
    unit would be complete only after the backward of the previous unit, and both would need memory.
 2. One ``split`` creates all of them, because its backward is one concatenation into one flat gradient. The
@@ -17,8 +15,7 @@ The views:
 The unsharded tensor lives as long as the shard. Its memory is allocated only while a computation needs it (see
 ``flat_tensor.py``). If evaluation runs in full precision, there is a second unsharded tensor in that dtype.
 
-*In torch:* ``FlatParamHandle`` in ``_flat_param.py``. Its parameter switches between sharded, padded, unsharded,
-low-precision and CPU data. Here the shard and the unsharded leaf are two tensors.
+*In torch:* ``FlatParamHandle`` in ``_flat_param.py``. Its parameter is both the shard and the unsharded tensor.
 
 Spec: SHARD-02, SHARD-03, SHARD-09, SHARD-13, FWD-04, ORIG-12, ORIG-15, MP-02, MP-03, OFF-02, STREAM-05, STREAM-10,
 STREAM-12.
@@ -28,6 +25,7 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,7 +36,7 @@ from minifsdp.engine.changes import changed_values, check_equal_changes
 from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle
 from minifsdp.engine.flat_gradients import FlatGradients
 from minifsdp.engine.flat_params import RegisteredFlatParam, RegisteredOrigParams, RegisteredParams, check_uniform_dtype
-from minifsdp.engine.flat_tensor import FlatSharding, UnshardedTensor, distributed_tensor
+from minifsdp.engine.flat_tensor import FlatSharding, UnshardedTensor, distributed_tensor, memory_orders
 from minifsdp.engine.layout import Gradient, Layout, ParamInfo, Steps
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import Group, MeshGroups
@@ -86,7 +84,7 @@ class FlatLayout(Layout):
         self.is_distributed = any(spec is not None for spec in self.specs)
         values = [local_tensor(original.detach()) for original in parameters]
         self.local_shapes = [value.shape for value in values]
-        self.sharding = FlatSharding(tuple(value.numel() for value in values), mesh.num_shards)
+        self.sharding = FlatSharding(tuple(value.numel() for value in values), mesh.num_shards, memory_orders(values))
         self.shard_range = self.sharding.shard_range(mesh.shard_index)
         shard = self.sharding.make_shard(values, mesh.shard_index).to("cpu" if offload else device)
         if offload and device.type != "cpu":
@@ -213,8 +211,9 @@ class FlatLayout(Layout):
                 self._call_hooks_for(views)
             notify, is_split = self._before_concat, not self.sharding.is_single
             if notify is not None and is_split and leaf.requires_grad and not self.is_distributed:
-                # Register on the backward of the split, which runs after the backward of the view.
-                views[0].grad_fn.next_functions[0][0].register_prehook(notify)  # type: ignore[union-attr]
+                # Register on the backward of the split, which runs after the backward of the view and its permutation.
+                node: Any = views[0].grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+                (node.next_functions[0][0] if 0 in self.sharding.orders else node).register_prehook(notify)
         self._assign(views)
 
     def use_unsharded_params_again(self) -> None:
@@ -249,10 +248,10 @@ class FlatLayout(Layout):
         sharded_params = self.registered.sharded_params
         if self._unsharded.is_borrowed and not self.use_orig_params:
             # Autograd rejects a view of a split after an optimizer step. It accepts a view of a single range.
-            ranges = zip(self.sharding.param_ranges(0), self.local_shapes, self.specs, strict=True)
-            leaf = self._unsharded.leaf
+            leaf, ranges = self._unsharded.leaf, self.sharding.param_ranges(0)
             with torch.enable_grad():
-                self._assign([distributed_tensor(leaf[part].view(shape), spec) for part, shape, spec in ranges])
+                views = self.sharding.shaped([leaf[part] for part in ranges], self.local_shapes)
+                self._assign([distributed_tensor(view, spec) for view, spec in zip(views, self.specs, strict=True)])
             return
         if self._unsharded.leaf._version != self._unsharded.version and not self._unsharded.is_borrowed:
             self._keep_changes()

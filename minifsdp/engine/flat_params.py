@@ -200,7 +200,7 @@ class RegisteredOrigParams(RegisteredParams):
     def parts(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Each parameter's part of a shard: 1-D, or in the original shape if the unit is not sharded."""
         if self._sharding.num_shards == 1:
-            return [shard[part].view(shape) for part, shape in zip(self._ranges, self._shapes, strict=True)]
+            return self.unsharded_parts(shard)
         return [shard[part] for part in self._ranges]
 
     def unsharded_parts(self, flat: torch.Tensor) -> list[torch.Tensor]:

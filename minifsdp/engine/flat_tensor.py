@@ -16,6 +16,10 @@ With one large embedding, a single rank would store most of the model.
 Cost: at most ``num_shards - 1`` elements of padding in each unit. That is negligible for a million parameters on 8
 ranks. In a unit of 5 parameters it can be more than half, which is one reason not to wrap very small modules.
 
+Each parameter keeps its memory format: its elements are concatenated in the order in which its memory has them. In the
+flat tensor, a ``channels_last`` weight of shape (8, 3, 5, 5) is an (8, 5, 5, 3) tensor, and its view is a permutation
+of that. A parameter whose memory has gaps or overlaps becomes contiguous.
+
 A parameter may already be a ``DTensor`` if tensor parallelism has sharded it. Then the flat tensor contains its local
 tensor, and modules have a DTensor again while the unit is unsharded.
 
@@ -73,15 +77,29 @@ def local_values(value: torch.Tensor, spec: dtensor_spec.DTensorSpec | None, loc
     return local_tensor(value)
 
 
+def memory_orders(values: Sequence[torch.Tensor]) -> dict[int, list[int]]:
+    """By number, the dims of each value in the order of its memory, the outermost dim first.
+
+    Row-major values, and values whose memory has gaps or overlaps, are left out.
+    """
+    orders = {}
+    for number, value in enumerate(values):
+        dims = sorted(range(value.ndim), key=lambda dim: (-value.stride()[dim], value.shape[dim] == 1))
+        if dims != sorted(dims) and value.permute(dims).is_contiguous():
+            orders[number] = dims
+    return orders
+
+
 class FlatSharding:
     """How a flat tensor of several parameters is sharded.
 
     Args:
         numels: number of elements of each parameter, in order.
         num_shards: size of the shard group; at least 1.
+        orders: the `memory_orders` of the parameters; ``None`` if all are row-major.
 
     Attributes:
-        numels, num_shards: as given.
+        numels, num_shards, orders: as given.
         numel: number of elements in all parameters, without padding.
         shard_numel: number of elements that each rank stores, including padding.
         padded_numel: number of elements in the flat tensor, including padding.
@@ -89,7 +107,7 @@ class FlatSharding:
         is_single: whether the flat tensor is one parameter without padding.
     """
 
-    def __init__(self, numels: tuple[int, ...], num_shards: int) -> None:
+    def __init__(self, numels: tuple[int, ...], num_shards: int, orders: dict[int, list[int]] | None = None) -> None:
         if num_shards < 1:
             raise ValueError(message("no-ranks", num_shards=num_shards))
         self.numels, self.num_shards, self.numel = numels, num_shards, sum(numels)
@@ -98,7 +116,7 @@ class FlatSharding:
         self.padded_numel = self.shard_numel * num_shards
         padding = self.padded_numel - self.numel
         self.split_sizes = [*numels, padding] if padding else list(numels)
-        self.is_single = len(numels) == 1 and not padding
+        self.is_single, self.orders = len(numels) == 1 and not padding, orders or {}
 
     def shard_range(self, index: int) -> slice:
         """The elements of the padded flat tensor that rank ``index`` stores."""
@@ -120,20 +138,30 @@ class FlatSharding:
     def make_shard(self, values: Sequence[torch.Tensor], index: int) -> torch.Tensor:
         """The shard of rank ``index`` of the concatenated ``values``, in its own memory."""
         flat = values[0].new_zeros(self.padded_numel)
-        for target, value in zip(flat.split(self.split_sizes), values, strict=False):
-            target.copy_(value.reshape(-1))
+        for view, value in zip(self.views(flat, [value.shape for value in values]), values, strict=True):
+            view.copy_(value)
         # Without the clone, the shard would keep the memory of the unsharded tensor alive.
         return flat if self.num_shards == 1 else flat[self.shard_range(index)].clone()
+
+    def flattened(self, number: int, value: torch.Tensor) -> torch.Tensor:
+        """The elements of a value for parameter ``number``, in the order of the flat tensor."""
+        return (value.permute(self.orders[number]) if number in self.orders else value).reshape(-1)
 
     def views(self, flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
         """Views of the parameters in a padded flat tensor, by one split (``flat.py``, 2).
 
         A single parameter without padding needs no split. Its gradient may share memory with other gradients.
         """
-        if self.is_single:
-            return [flat.view(shapes[0])]
+        return self.shaped([flat] if self.is_single else flat.split_with_sizes(self.split_sizes), shapes)
+
+    def shaped(self, parts: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
+        """Views of 1-D ``parts`` of a flat tensor in the shapes and memory formats of the parameters."""
         # The padding comes last and has no shape.
-        return [part.view(shape) for part, shape in zip(flat.split_with_sizes(self.split_sizes), shapes, strict=False)]
+        views = [part.view(shape) for part, shape in zip(parts, shapes, strict=False)]
+        for number, dims in self.orders.items():
+            stored = parts[number].view([shapes[number][dim] for dim in dims])
+            views[number] = stored.movedim(sorted(dims), dims)
+        return views
 
 
 class UnshardedTensor:

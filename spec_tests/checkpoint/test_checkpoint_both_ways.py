@@ -23,11 +23,25 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from spec_tests.checkpoint.checkpoints import FULL, SHARDED, flat_or_original, in_torch, make, quiet, step, wrapped
-from spec_tests.harness import ranks
+from spec_tests.checkpoint.checkpoints import (
+    FULL,
+    LOCAL,
+    SHARDED,
+    flat_or_original,
+    full_or_sharded,
+    gathered,
+    in_torch,
+    make,
+    quiet,
+    step,
+    wrapped,
+)
+from spec_tests.harness import device, ranks
+from spec_tests.models.modules import seeded
+from spec_tests.models.sharding import FULL_SHARD, NO_SHARD
 from spec_tests.models.values import assert_same, full_values
 from spec_tests.subject import FullyShardedDataParallel as FSDP
-from spec_tests.subject import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
+from spec_tests.subject import ShardedOptimStateDictConfig, ShardedStateDictConfig, ShardingStrategy, StateDictType
 
 Weights = dict[str, Any]
 States = dict[str, Any]
@@ -178,3 +192,83 @@ def test_torch_reads_our_checkpoint(keep: bool, name: str, form: StateDictType) 
         restored = adam(model.parameters())
         library.read(model, restored, weights, states, form)
     go_on((ours, optimizer), (model, restored), library)
+
+
+# --- memory formats ---
+
+
+def columns(seed: int = 0) -> nn.Module:
+    """A model with matrices in column-major order."""
+    model = seeded(lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)), seed)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.t().contiguous().t()
+    return model
+
+
+# torch refuses to save these matrices in sharded form.
+@pytest.mark.spec("SD-FULL-08", "SD-LOCAL-01", "SD-LOCAL-03")
+@pytest.mark.parametrize("form", [FULL, LOCAL], ids=["full", "local"])
+@flat_or_original
+@ranks(2)
+def test_column_major_weights_of_torch_are_read(keep: bool, form: StateDictType) -> None:
+    with quiet():
+        theirs, ours = in_torch(columns()), wrapped(columns(7), use_orig_params=keep)
+        with torch_fsdp.FullyShardedDataParallel.state_dict_type(theirs, torch_fsdp.StateDictType[form.name]):
+            weights = theirs.state_dict()
+    with FSDP.state_dict_type(ours, form):
+        ours.load_state_dict(weights)
+    assert_same(full_values(ours), dict(columns().named_parameters()), bitwise=True)
+
+
+@pytest.mark.spec("SD-FULL-02", "SD-SHARD-01", "SD-LOCAL-01")
+@pytest.mark.parametrize("form", [FULL, SHARDED, LOCAL], ids=["full", "sharded", "local"])
+@flat_or_original
+@ranks(2)
+def test_torch_reads_our_column_major_weights(keep: bool, form: StateDictType) -> None:
+    with quiet():
+        theirs, ours = in_torch(columns(7)), wrapped(columns(), use_orig_params=keep)
+        with FSDP.state_dict_type(ours, form):
+            weights = {name.replace("flat_param", "_flat_param"): value for name, value in ours.state_dict().items()}
+        with torch_fsdp.FullyShardedDataParallel.state_dict_type(theirs, torch_fsdp.StateDictType[form.name]):
+            theirs.load_state_dict(weights)
+        with torch_fsdp.FullyShardedDataParallel.summon_full_params(theirs):
+            assert_same(dict(theirs.named_parameters()), dict(columns().named_parameters()), bitwise=True)
+
+
+@pytest.mark.spec("OSD-04", "OSD-06", "OSD-LOAD-03")
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
+@full_or_sharded
+@flat_or_original
+@ranks(2)
+def test_optimizer_states_of_column_major_weights_are_saved_and_loaded(
+    keep: bool, form: StateDictType, strategy: ShardingStrategy
+) -> None:
+    plain = columns().to(device())
+    ours, later = (wrapped(columns(), sharding_strategy=strategy, use_orig_params=keep) for _ in range(2))
+    # A fused optimizer uses the elements in the order of their memory.
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.01, fused=True) for model in (plain, ours, later)]
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.linspace(-1, 1, 12, device=device()).view(3, 4)).square().sum().backward()
+        optimizer.step()
+
+    for _ in range(2):
+        train(plain, optimizers[0])
+        train(ours, optimizers[1])
+    with FSDP.state_dict_type(ours, form):
+        weights, states = ours.state_dict(), FSDP.optim_state_dict(ours, optimizers[1])
+    for name, parameter in plain.named_parameters():
+        for key, value in optimizers[0].state[parameter].items():
+            torch.testing.assert_close(gathered(states["state"][name][key]), value, check_device=False)
+    if strategy is NO_SHARD or form is FULL:
+        # As in a checkpoint of a model with row-major matrices.
+        for of_parameter in states["state"].values():
+            of_parameter.update({key: value.contiguous() for key, value in of_parameter.items()})
+    with FSDP.state_dict_type(later, form):
+        later.load_state_dict(weights)
+        FSDP.optim_state_dict_to_load(later, optimizers[2], states, load_directly=True)
+    train(plain, optimizers[0])
+    train(later, optimizers[2])
+    for name, value in full_values(later).items():
+        torch.testing.assert_close(value, plain.get_parameter(name).detach())

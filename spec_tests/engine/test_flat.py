@@ -74,6 +74,28 @@ def test_one_rank_cast_unit_frees_its_copy() -> None:
     assert view.untyped_storage().size() == 0
 
 
+@pytest.mark.spec("COST-03")
+@ranks(1)
+def test_the_gradient_before_is_freed_when_the_gradients_of_all_weights_are_computed() -> None:
+    """Defect: the callback belongs to the first weight, whose view has more nodes if it is transposed."""
+    for weight in (torch.ones(2, 3), torch.ones(3, 2).t()):
+        module, calls = nn.Module(), list[str]()
+        module.first, module.second = nn.Parameter(weight), nn.Parameter(torch.ones(2))
+        layout = lay_out(module.to(device()))
+        layout.on_gradient(lambda calls=calls: calls.append("complete"), lambda *_, calls=calls: calls.append("free"))
+        all_gather(layout)
+        layout.use_unsharded_params()
+        for name in ("first", "second"):
+            getattr(module, name).register_hook(lambda _, name=name, calls=calls: calls.append(name))
+        (module.second * module.first.sum(1)).sum().backward()
+        assert sorted(calls[:2]) == ["first", "second"]
+        assert calls[2:] == ["free", "complete"]
+        layout.use_unsharded_params()
+        calls.clear()
+        module.second.sum().backward()
+        assert calls == ["free", "complete"]
+
+
 # --- parameters that can share a unit ---
 
 

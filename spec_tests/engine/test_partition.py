@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minifsdp.engine.flat_tensor import FlatSharding
+from minifsdp.engine.flat_tensor import FlatSharding, memory_orders
 
 shardings = st.builds(
     FlatSharding,
@@ -54,3 +54,20 @@ def test_slices_of_all_shards_rebuild_every_param(sharding: FlatSharding) -> Non
         assert torch.equal(torch.cat(parts), parameter)
         assert (parameter > 0).all(), "padding is never inside a parameter"
         assert parameter.untyped_storage().data_ptr() == row.untyped_storage().data_ptr()
+
+
+@pytest.mark.pure
+@pytest.mark.spec("FWD-04")
+@given(st.lists(st.integers(1, 3), max_size=5), st.data())
+def test_views_have_the_strides_of_the_parameters(sizes: list[int], data: st.DataObject) -> None:
+    value = torch.randn(sizes).permute(data.draw(st.permutations(range(len(sizes)))))
+    orders = memory_orders([value, torch.empty(2)])
+    assert (0 not in orders) == (value.stride() == torch.empty(value.shape).stride())
+    alone, padded = FlatSharding((value.numel(),), 1, orders), FlatSharding((value.numel(), 2), 3, orders)
+    for sharding in (alone, padded):
+        flat = torch.zeros(sharding.padded_numel)
+        flat[: value.numel()] = sharding.flattened(0, value)
+        view, *_ = sharding.views(flat, [value.shape, torch.Size([2])])
+        assert torch.equal(view, value)
+        assert view.stride() == value.stride()
+    assert torch.equal(alone.make_shard([value], 0), alone.flattened(0, value))

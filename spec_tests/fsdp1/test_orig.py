@@ -409,8 +409,8 @@ def test_with_no_shard_original_parameters_are_readable_all_the_time_and_never_s
 class CutElsewhere(FlatSharding):
     """Adds three elements of padding to each shard, so that each rank stores other parts of the parameters."""
 
-    def __init__(self, numels: tuple[int, ...], num_shards: int) -> None:
-        super().__init__(numels, num_shards)
+    def __init__(self, numels: tuple[int, ...], num_shards: int, orders: dict[int, list[int]]) -> None:
+        super().__init__(numels, num_shards, orders)
         self.shard_numel += 3
         self.padded_numel = self.shard_numel * num_shards
         self.split_sizes, self.is_single = [*numels, self.padded_numel - self.numel], False

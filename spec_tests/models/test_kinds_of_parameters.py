@@ -1,4 +1,4 @@
-"""Optimizers that need whole parameters, sparse gradients, parameters without elements, and attributes of parameters.
+"""Optimizers that need whole parameters, sparse gradients, parameters without elements, attributes, memory formats.
 
 See ``nets.py`` for the model and for the ways in which it is sharded.
 """
@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from spec_tests.harness import device, ranks
+from spec_tests.models.apis import ORIGINALS, WRAPPED
 from spec_tests.models.nets import (
     ALL,
     Net,
+    around,
     assert_equal_weights,
     backward,
     every_kind,
@@ -24,7 +26,9 @@ from spec_tests.models.nets import (
     warnings_of,
     weights_of,
 )
+from spec_tests.models.sharding import NO_SHARD
 from spec_tests.subject import (
+    CPUOffload,
     FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
@@ -173,3 +177,101 @@ def test_vmap_over_inputs_computes_what_the_plain_model_computes() -> None:
         step(plain)
         step(model)
         assert_equal_weights(model, plain)
+
+
+# --- memory formats ---
+
+
+class Formats(nn.Module):
+    """Two ``channels_last`` weights, a transposed weight, and a weight with gaps in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.deep = nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1, groups=4, bias=False)
+        for conv in (self.wide, self.deep):
+            conv.weight.data = conv.weight.data.to(memory_format=torch.channels_last)
+        self.transposed, self.gaps = nn.Parameter(torch.empty(6, 16).t()), nn.Parameter(torch.empty(6, 16)[:, ::2])
+        self.seen: list[tuple[int, ...]] = []
+
+    def weights(self) -> list[Tensor]:
+        return [self.wide.weight, self.deep.weight, self.transposed, self.gaps]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = [weight.stride() for weight in self.weights()]
+        result: Tensor = self.deep(self.wide(x.view(4, 2, 2, 2))).flatten(1) @ self.transposed @ self.gaps
+        return result
+
+
+# The weight with gaps becomes contiguous.
+STRIDES: list[tuple[int, ...]] = [(18, 1, 6, 2), (9, 1, 3, 1), (1, 16), (8, 1)]
+BFLOAT16, ON_CPU = MixedPrecision(param_dtype=torch.bfloat16), CPUOffload(offload_params=True)
+WITH_FORMATS = {
+    **{kind: shard for kind, shard in ALL.items() if not kind.startswith("fully_shard")},
+    "flat bfloat16": around(WRAPPED, NO_SHARD, mixed_precision=BFLOAT16),
+    "original bfloat16": around(ORIGINALS, mixed_precision=BFLOAT16),
+    "flat offloaded": around(WRAPPED, cpu_offload=ON_CPU),
+    "original offloaded": around(ORIGINALS, NO_SHARD, cpu_offload=ON_CPU),
+}
+every_format = pytest.mark.parametrize("kind", WITH_FORMATS)
+
+
+def formats_in(model: nn.Module) -> Formats:
+    return next(module for module in model.modules() if isinstance(module, Formats))
+
+
+def with_formats(kind: str) -> tuple[Any, Any]:
+    """A plain model, and an equal sharded one. A hook changes the gradient of one weight."""
+    plain, model = Net(Formats(), nn.Linear(8, 8)).to(device()), Net(Formats(), nn.Linear(8, 8))
+    for net in (plain, model):
+        formats_in(net).wide.weight.register_hook(mask)
+    return plain, WITH_FORMATS[kind](model)
+
+
+def mask(gradient: Tensor) -> Tensor:
+    factors = torch.linspace(0, 1, gradient.numel(), dtype=gradient.dtype, device=gradient.device)
+    return gradient * factors.view(gradient.shape)
+
+
+@pytest.mark.spec("FWD-04", "PROG-40", "NOSYNC-02")
+@every_format
+@ranks(2)
+def test_a_weight_has_its_memory_format_in_forward_and_learns_the_values_of_a_single_process(kind: str) -> None:
+    plain, model = with_formats(kind)
+    for _ in range(2):
+        backward(plain)
+        with model.no_sync():
+            backward(model)
+        for net in (plain, model):
+            step(net)
+            net.zero_grad()
+        assert formats_in(model).seen == STRIDES
+    assert formats_in(plain).seen[:3] == STRIDES[:3]
+    if "bfloat16" not in kind:
+        assert_equal_weights(model, plain)
+
+
+@pytest.mark.spec("ORIG-04")
+@ranks(2)
+def test_an_unsharded_original_weight_its_gradient_and_its_states_have_its_memory_format() -> None:
+    _, model = with_formats("original NO_SHARD")
+    optimizer = torch.optim.Adam(model.parameters())
+    backward(model)
+    optimizer.step()
+    weights: list[Any] = formats_in(model).weights()
+    for found in (weights, [w.grad for w in weights], [optimizer.state[w]["exp_avg"] for w in weights]):
+        assert [tensor.stride() for tensor in found] == STRIDES
+
+
+@pytest.mark.spec("SUMMON-02", "SUMMON-07", "SD-FULL-01")
+@every_format
+@ranks(2)
+def test_a_full_parameter_has_its_memory_format_and_keeps_its_changes(kind: str) -> None:
+    plain, model = with_formats(kind)
+    assert_equal_weights(model, plain)
+    with FullyShardedDataParallel.summon_full_params(model), torch.no_grad():
+        assert [weight.stride() for weight in formats_in(model).weights()] == STRIDES
+        for name, parameter in model.named_parameters():
+            assert torch.equal(parameter, plain.get_parameter(name))
+            parameter.copy_(torch.arange(float(parameter.numel())).view(parameter.shape))
+    for value in model.state_dict().values():
+        assert value.flatten().tolist() == [*range(value.numel())]

@@ -54,9 +54,9 @@ BUDGETS = {
     # per root: 44. Gradients that share memory, and their dtypes: 50. The order check of each unit: 12. Devices that
     # are not the current device, streams of an earlier root, and errors of devices: 17. A received full state dict that
     # no rank stores: 17. A meta device as device_id: 2. Penalties that no output of a unit contains, and gradients,
-    # buffers and views of weights that share memory: 28.
-    "package": 6757,
-    "core": 3252,
+    # buffers and views of weights that share memory: 28. Memory formats of weights: 18.
+    "package": 6775,
+    "core": 3266,
     # Messages of a new order have their own tags: 9 lines.
     TRANSPORT: 179,
     DEBUGGING: 322,
@@ -69,7 +69,7 @@ BUDGETS = {
     # on this machine. It ends with its process group, and restores what it replaced.
     WATCHDOG: 491,
     "ledger.py": 46,
-    "checkpoint/": 1185,
+    "checkpoint/": 1187,
     "compat/": 340,
     # The calculator includes data in flight between CPUs, and the time at which a unit's activations are freed.
     TOOLS: 485,
