@@ -394,7 +394,9 @@ def assert_trains_alone(strategy: ShardingStrategy, group: dist.ProcessGroup | N
     sizes = {unit: parameter.shape for unit, parameter in flat_parameters(model).items()}
     assert sizes == {unit: parameter.shape for unit, parameter in flat_parameters(not_sharded).items()}
     assert sum(size.numel() for size in sizes.values()) == sum(p.numel() for p in plain.parameters())
-    optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (plain, model)]
+    # Flat tensors have other sizes and addresses, so another kernel may compute a step on a GPU. With this rate, a step
+    # of SGD has only one rounding, so every kernel gets the same bits.
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (plain, model)]
     for step in range(2):
         with Wire() as wire:
             assert recorded_iteration(model, step) == recorded_iteration(not_sharded, step)
