@@ -40,6 +40,7 @@ from minifsdp.engine import collectives, rank_checks
 from minifsdp.engine.collective_log import log
 from minifsdp.engine.mesh import Group, MeshGroups, exists
 from minifsdp.engine.messages import message, rank_of_this_process, some
+from minifsdp.engine.precision import map_tensors
 from minifsdp.engine.unit import Unit
 
 T = TypeVar("T")
@@ -70,7 +71,7 @@ def exchange(groups: Sequence[Group], mine: T) -> dict[int, T]:
 
     With several groups, each exchange includes the values received in the previous ones.
     """
-    known = {rank_of_this_process(): mine}
+    known = {rank_of_this_process(): _sendable(mine) if groups else mine}
     for group in groups:
         others: list[Any] = [None] * group.size
         collectives.call(dist.all_gather_object, group, others, known)
@@ -124,8 +125,15 @@ def value_of_first_rank(value: T, mesh: MeshGroups) -> T:
     box = [value]
     for group in (mesh.replicate, mesh.shard):
         if group is not None:
+            box = [_sendable(box[0])]
             collectives.call(dist.broadcast_object_list, group, box, group.ranks[0])
     return box[0]
+
+
+def _sendable(value: T) -> T:
+    """``value`` with CPU tensors. A tensor of an accelerator would arrive on the accelerator with the same index."""
+    copied: T = map_tensors(lambda tensor: tensor if tensor.is_meta else tensor.cpu(), value)
+    return copied
 
 
 def shard_of_first_rank(mesh: MeshGroups, bucket: torch.Tensor | None, mine: torch.Tensor) -> torch.Tensor:

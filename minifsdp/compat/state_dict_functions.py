@@ -133,8 +133,7 @@ def _received(model: nn.Module, given: Mapping[str, Any], mesh: MeshGroups) -> t
     of_unit = {key: unit for unit in (UnitCodec(w, start) for start, w in sharded) for key in unit.keys}
 
     def receive(key: str) -> Any:
-        # A tensor on rank 0's accelerator would arrive on the same accelerator.
-        value = agreement.value_of_first_rank(optim_state.copied(given.get(key), offload=True), mesh)
+        value = agreement.value_of_first_rank(given.get(key), mesh)
         return value if key not in of_unit else of_unit[key].rows(key, value)
 
     # Each full value is released before the next one is received, so no rank stores the model.

@@ -42,7 +42,7 @@ import torch
 from torch import nn
 
 from minifsdp.engine import collectives
-from minifsdp.engine.comm_streams import CommStream, compute_event
+from minifsdp.engine.comm_streams import CommStream, compute_event, current_stream
 from minifsdp.engine.extension import ExtendedBucket, is_extended
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.sharded_param import VERSION, Options, ShardedParam
@@ -145,8 +145,9 @@ class Bucket:
         self.copy_in(local_shards)
         # The buffer and the source of the all-gather in flight, and its stream.
         self._in_flight: tuple[torch.Tensor, _Source, CommStream] | None = None
-        # The event after which a source other than `_own` has its values.
+        # The event after which a source other than `_own` has its values, and the stream that allocated the leaves.
         self._written_at: Any = None
+        self._stream: Any = None
         self.free()
 
     def _aligned(self, numel: int) -> int:
@@ -197,6 +198,7 @@ class Bucket:
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None and self._copies:
             self._storage.resize_(self._unsharded.nbytes)
+            self._stream = None if self.device.type == "cpu" else current_stream(self.device)
             buffer, source, comm_stream = in_flight
             sorted_by_rank = buffer.view(source.num_shards, -1)
             if source.is_split_only:
@@ -219,9 +221,12 @@ class Bucket:
                 torch.cat([local_shard.view(shape) for local_shard in part], dim=param.dim, out=leaf.data)
 
     def free(self) -> None:
-        """Frees the memory of `leaves`. It was allocated and read on the compute stream, so no wait is needed."""
+        """Frees the memory of `leaves`. Nearly always it was allocated and read on one stream, so no wait is needed."""
         self._in_flight = None
         if not self.is_borrowed:
+            if self._stream is not None and self._stream != (stream := current_stream(self.device)):
+                # Units that stay unsharded can be used on several streams of the user.
+                self._unsharded.record_stream(stream)
             self._storage.resize_(0)
 
     # --- resharding to a smaller mesh ---

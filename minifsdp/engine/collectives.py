@@ -11,7 +11,8 @@ Dividing after the sum costs least, because then only this rank's shard must be 
 overflow (the largest value is 65504), so one part of the division happens before the sum and one part after it. Both
 divisors are powers of two, as close to the square root as possible: 8 ranks divide by 4 before and by 2 after the sum.
 
-Backends do not support complex numbers, so their real and imaginary parts are sent and summed.
+Backends do not support complex numbers, so their real and imaginary parts are summed. Collectives that only copy send
+bytes if gloo or NCCL does not support the dtype.
 
 The functions call the methods of the ``ProcessGroup`` directly, with option objects created once. The public functions
 of ``torch.distributed`` look up the group, check dtypes and wrap exceptions in each call, which for tiny units costs
@@ -64,6 +65,14 @@ _GATHER_METHOD = "all_gather_single" if _IS_RENAMED else "_allgather_base"
 _REDUCE_SCATTER_METHOD = "reduce_scatter_single" if _IS_RENAMED else "_reduce_scatter_base"
 
 _NUM_BYTES = attrgetter("nbytes")
+# The dtypes that both gloo and NCCL can send.
+_FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
+_SENDABLE = {*_FLOATS, torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64}
+
+
+def _sendable(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, or its bytes if not all backends can send its dtype."""
+    return tensor if tensor.dtype in _SENDABLE else tensor.view(torch.uint8)
 
 
 class Collective:
@@ -175,11 +184,10 @@ def all_gather(group: Group, output: torch.Tensor, local_shard: torch.Tensor, un
         local_shard: 1-D, contiguous, the same number of elements on every rank.
         unit: the name of the unit, if the collective belongs to a unit. The functions below have the same argument.
     """
-    if output.is_complex():
-        output, local_shard = torch.view_as_real(output), torch.view_as_real(local_shard)
     carrier = group.process_group if group.transport is None or not output.is_cpu else group.transport
     method = getattr(carrier, _GATHER_METHOD)
-    return Collective("all-gather", group, [output], method, output, local_shard, _GATHER, unit=unit)
+    given = (_sendable(output), _sendable(local_shard), _GATHER)
+    return Collective("all-gather", group, [output], method, *given, unit=unit)
 
 
 def ask(group: Group, answers: torch.Tensor, mine: torch.Tensor) -> Collective:
@@ -245,9 +253,8 @@ def broadcast(group: Group, tensor: torch.Tensor, source: int = 0) -> None:
     """Copies ``tensor`` from position ``source`` to all ranks of the group and waits. Every rank must call it."""
     options = _on_current_stream(c10d.BroadcastOptions())
     options.rootRank = source
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    Collective("broadcast", group, [tensor], group.process_group.broadcast, [tensor], options).wait()
+    method = group.process_group.broadcast
+    Collective("broadcast", group, [tensor], method, [_sendable(tensor)], options).wait()
 
 
 def call(function: Callable[..., Any], group: Group, *arguments: Any, about: str = "", **options: Any) -> None:

@@ -320,8 +320,10 @@ def test_default_process_group_is_used_without_a_given_group() -> None:
 @pytest.mark.pure
 def test_error_without_process_group_names_init_process_group(strategy: ShardingStrategy | None) -> None:
     assert not dist.is_initialized()
+    # The device is given, because this process belongs to no rank and must not create a context on a GPU.
+    options: Any = {"auto_wrap_policy": ModuleWrapPolicy({Block}), "device_id": torch.device("cpu")}
     with pytest.raises(RuntimeError, match="init_process_group"):
-        FSDP(Stack(), sharding_strategy=strategy, auto_wrap_policy=ModuleWrapPolicy({Block}))
+        FSDP(Stack(), sharding_strategy=strategy, **options)
 
 
 @pytest.mark.spec("CTOR-17")
@@ -394,7 +396,9 @@ def assert_trains_alone(strategy: ShardingStrategy, group: dist.ProcessGroup | N
     sizes = {unit: parameter.shape for unit, parameter in flat_parameters(model).items()}
     assert sizes == {unit: parameter.shape for unit, parameter in flat_parameters(not_sharded).items()}
     assert sum(size.numel() for size in sizes.values()) == sum(p.numel() for p in plain.parameters())
-    optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (plain, model)]
+    # Flat tensors have other sizes and addresses, so another kernel may compute a step on a GPU. With this rate, a step
+    # of SGD has only one rounding, so every kernel gets the same bits.
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (plain, model)]
     for step in range(2):
         with Wire() as wire:
             assert recorded_iteration(model, step) == recorded_iteration(not_sharded, step)
@@ -418,7 +422,9 @@ def test_single_rank_warning_equals_torch_and_appears_once_for_many_units(strate
     with warnings.catch_warnings(record=True) as by_us:
         warnings.simplefilter("default")  # the default for a program that sets no filter
         model = wrapped(sharding_strategy=strategy)
-    (said,), (ours,) = ([str(each.message) for each in caught] for caught in (by_torch, by_us))
+    # Torch can give other warnings on an accelerator. Every warning of minifsdp begins with the rank.
+    (said,) = [text for each in by_torch if "NO_SHARD" in (text := str(each.message))]
+    (ours,) = [text for each in by_us if (text := str(each.message)).startswith("rank ")]
     assert ours.startswith(f"rank 0: {said.removesuffix('.')}: ")
     assert "torchrun" in ours
     assert {unit.sharding_strategy for unit in FSDP.fsdp_modules(model)} == {NO_SHARD}
@@ -431,7 +437,7 @@ def test_no_shard_and_multiple_ranks_give_no_warning() -> None:
     with caught_warnings() as caught:
         wrapped(sharding_strategy=NO_SHARD, process_group=alone)
         wrapped()
-    assert caught == []
+    assert [each for each in caught if str(each.message).startswith("rank ")] == []
 
 
 @pytest.mark.spec("CTOR-18", "HYB-05")

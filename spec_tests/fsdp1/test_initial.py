@@ -316,6 +316,16 @@ def test_with_sync_every_rank_has_the_parameters_and_buffers_of_rank_0(strategy:
 
 
 @pytest.mark.spec("SYNC-02")
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.float8_e4m3fn, torch.complex64], ids=str)
+@ranks(2)
+def test_with_sync_buffers_have_any_dtype(dtype: torch.dtype) -> None:
+    plain = nn.Linear(2, 2)
+    plain.register_buffer("table", torch.tensor([0, dist.get_rank(), 1 - dist.get_rank()]).to(dtype))
+    model = FullyShardedDataParallel(plain, sync_module_states=True, device_id=device())
+    assert model.table.to(torch.complex64).tolist() == [0.0, 0.0, 1.0]
+
+
+@pytest.mark.spec("SYNC-02")
 @ranks(4)
 def test_with_sync_a_hybrid_has_one_source_for_all_its_ranks() -> None:
     options = {"sharding_strategy": HYBRID_SHARD, "process_group": grid()}

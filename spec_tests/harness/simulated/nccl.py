@@ -16,7 +16,8 @@ A `Wire` provides the other ranks' values:
   values. They do not come from a real training, but they depend only on the inputs, which is sufficient for a replay
   in another order.
 
-Like NCCL, it refuses CPU tensors. The collectives of one group run in the order of their issue: see ``issue_order.py``.
+Like NCCL, it refuses CPU tensors and some dtypes. The collectives of one group run in the order of their issue: see
+``issue_order.py``.
 
 Spec: SIM-04.
 """
@@ -43,6 +44,10 @@ __all__ = ["STORE_OF_ONE_PROCESS", "GlooWire", "FakePeers", "StoreOfOneProcess",
 Tensors = Sequence[torch.Tensor]
 
 _communicators = itertools.count(1)
+
+# The dtypes of `getNcclDataType` of torch. Without floats of 8 bits, whose sums need a new GPU.
+_FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
+DTYPES = {*_FLOATS, torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64}
 
 
 class Wire(Protocol):
@@ -311,6 +316,8 @@ class SimulatedNccl(dist.ProcessGroup):
                 raise RuntimeError(f"No backend type associated with device type {tensor.device.type} (in {name})")
             if not tensor.is_contiguous():
                 raise ValueError(f"Tensors must be contiguous (in {name})")
+            if tensor.dtype not in DTYPES:
+                raise TypeError(f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}")
         self.num_collectives += 1
         index = writes[0]._index if writes else reads[0]._index if reads else 0  # type: ignore[attr-defined]
         is_asynchronous = self.has_threads or bool(getattr(options, "asyncOp", True))
