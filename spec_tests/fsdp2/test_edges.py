@@ -287,3 +287,17 @@ def test_gradients_of_parameters_that_tensor_parallelism_replicates_are_summed()
     loss_of(model(batch())).backward()
     sums = {name: 2 * gradient for name, gradient in mean_gradients(plain, [0]).items()}
     assert_same(full_gradients(model), sums, bitwise=False)
+
+
+@pytest.mark.spec("NEW-05")
+@ranks(4)
+def test_a_parameter_of_tensor_parallelism_stays_registered_on_a_smaller_mesh() -> None:
+    mesh = init_device_mesh(device().type, (4, 1), mesh_dim_names=("data", "tensor"))
+    plain, model = (seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH))) for _ in range(2))
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["data"], reshard_after_forward=2)
+    registered = model[0].weight
+    loss = loss_of(model(batch()))
+    assert model[0].weight is registered
+    loss.backward()
+    assert_same(full_gradients(model), mean_gradients(plain, [0]), bitwise=False)
