@@ -7,6 +7,7 @@ gradients over the ranks equals the gradient of the copy.
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -25,6 +26,7 @@ from spec_tests.subject import (
     ShardingStrategy,
     fully_shard,
     register_fsdp_forward_method,
+    trace,
 )
 
 Optimizer = torch.optim.Optimizer
@@ -388,3 +390,25 @@ def test_parameters_of_another_dtype_that_are_assigned_after_an_evaluation_are_u
         for name, parameter in list(model.named_parameters()):
             setattr(model, name, nn.Parameter(parameter.double()))
         torch.testing.assert_close(model(x.double()), plain.double()(x.double()))
+
+
+@pytest.mark.spec("FRESH-01", "NEW-05")
+@ranks(4)
+def test_after_an_evaluation_before_a_backward_modules_have_the_parameters_of_the_full_mesh() -> None:
+    model = in_place(reshard_after_forward=2)(Tiny().to(device()))
+    parameters = list(model.parameters())
+    loss = model(batch()).sum()
+    evaluate(model)
+    assert all(map(operator.is_, model.parameters(), parameters))
+    loss.backward()
+
+
+@pytest.mark.spec("SHARD-14")
+@ranks(2)
+def test_an_evaluation_before_a_backward_frees_all_units() -> None:
+    model = FREES["FULL_SHARD"](Tiny())
+    loss = model(batch()).sum()
+    with trace.record() as recorder:
+        evaluate(model)
+    assert recorder.count("FREE") == 3
+    loss.backward()
