@@ -328,7 +328,6 @@ class IterationState:
             # The user may summon the parameters of one unit while other units compute. 6. A forward may be running.
             if unit.phase not in (Phase.SUMMONED, Phase.FORWARD):
                 unit.phase = Phase.IDLE
-        self._spans.clear()
         self.in_backward = False
 
     def watch(self, output: Any) -> None:

@@ -100,7 +100,6 @@ def clip_grad_norm(wrapper: Wrapper, max_norm: float, norm_type: float) -> torch
             reduced.
     """
     wrapper._only_on_the_root("clip_grad_norm_()")
-    wrapper._current_root_state()
     layouts = [w._unit.layout for w in Wrapper.fsdp_modules(wrapper) if w._unit is not None]
     optimizer_watch.watch.check_reduced("clip_grad_norm_()", layouts)
     parts = [part for layout in layouts for part in gradient_parts(layout)]

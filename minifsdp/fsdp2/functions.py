@@ -14,7 +14,6 @@ Spec: FS2-19, FS2-20, NEW-13, NEW-17.
 """
 
 import functools
-import types
 from typing import Any
 
 from torch import nn
@@ -87,17 +86,17 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name)
 
     @functools.wraps(method)
-    def call_as_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def call_as_forward(*args: Any, **kwargs: Any) -> Any:
         num_running = len(state.running)
         try:
-            args, kwargs = state.pre_forward(self, args, kwargs)
+            args, kwargs = state.pre_forward(module, args, kwargs)
             output = method(*args, **kwargs)
-            return state.post_forward(self, args, kwargs, output)
+            return state.post_forward(module, args, kwargs, output)
         except BaseException:
             state.fail_calls(num_running)
             raise
 
-    setattr(module, method_name, types.MethodType(call_as_forward, module))
+    setattr(module, method_name, call_as_forward)
 
 
 def share_comm_ctx(modules: list[Any]) -> None:

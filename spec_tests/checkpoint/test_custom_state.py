@@ -88,6 +88,18 @@ def test_custom_state_code_of_a_module_uses_full_values(keep: bool, assign: bool
     assert_same(state, expected)
 
 
+@pytest.mark.spec("SD-FULL-08")
+@flat_or_original
+@ranks(2)
+def test_parameters_are_sharded_after_an_error_in_custom_code(keep: bool) -> None:
+    model = sharded(plain_model(Upright), keep)
+    state, shapes = model.state_dict(), [parameter.shape for parameter in model.parameters()]
+    model[0].register_load_state_dict_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.load_state_dict(state)
+    assert [parameter.shape for parameter in model.parameters()] == shapes
+
+
 @pytest.mark.spec("SD-FULL-13", "SD-FULL-09")
 @flat_or_original
 @ranks(2)

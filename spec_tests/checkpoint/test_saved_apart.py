@@ -302,6 +302,8 @@ class Views(nn.Module):
         self.register_buffer("again", self.stats)
         self.register_buffer("wide", torch.ones(2, 1).expand(2, 1000))
         self.register_buffer("temporary", torch.zeros(2), persistent=False)
+        self.register_buffer("wave", torch.tensor([1j]))
+        self.register_buffer("mirrored", self.wave.conj())
         self.rest = self.stats[2:]
         self.table = nn.Parameter(torch.zeros(3).share_memory_(), requires_grad=False)
 
@@ -323,6 +325,7 @@ def test_views_and_shared_tensors_share_memory_after_a_save(form: str) -> None:
         saved = model.state_dict()
         before = picture(saved)
         assert saved["stats"].data_ptr() == saved["again"].data_ptr()
+        assert (saved["wave"].item(), saved["mirrored"].item()) == (1j, -1j)
         assert memory_of(saved["table"]) != memory_of(plain.table), "another process can write to the table at any time"
         # One copy for both names, and only the elements that an expanded buffer or a view has.
         assert saved["wide"].untyped_storage().nbytes() == saved["first"].untyped_storage().nbytes() == 2 * 4

@@ -93,8 +93,11 @@ def reset_all(model: nn.Module) -> None:
 def test_new_memory_contains_no_plausible_values_in_debug_mode() -> None:
     with torch.device("meta"):
         model = nn.Sequential(Rotary(True), nn.Sequential(nn.BatchNorm1d(3)).to(torch.bfloat16))
+    outer = nn.Sequential(nn.Linear(1, 1))
     with minifsdp.debug("meta"):
         model.to_empty(device="cpu")
+        outer.to_empty(device="cpu", recurse=False)
+    assert not outer[0].weight.isnan(), "the values of an inner module stay"
     assert all(parameter.isnan().all() for parameter in model.parameters())
     floats = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
     integers = [buffer for buffer in model.buffers() if not buffer.is_floating_point()]

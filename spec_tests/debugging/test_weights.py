@@ -73,14 +73,16 @@ def test_hybrid_mesh_warns_on_every_rank(api: Api, rank: int, named: str) -> Non
 
 @pytest.mark.spec("DEBUG-04")
 @all_apis
+@pytest.mark.parametrize("bit", ["lowest", "sign"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @ranks(2)
-def test_one_different_bit_is_reported_and_nan_equals_itself(api: Api, dtype: torch.dtype) -> None:
+def test_one_different_bit_is_reported_and_nan_equals_itself(api: Api, dtype: torch.dtype, bit: str) -> None:
     model = seeded().to(dtype)
     with torch.no_grad():
         model.enter.weight.fill_(float("nan"))
     last, far = model.leave.bias, torch.full((1,), 9.0, dtype=dtype, device=device())
-    on_rank(1, lambda: last[-1:].copy_(torch.nextafter(last[-1:], far)))
+    other = -last[-1:] if bit == "sign" else torch.nextafter(last[-1:], far)
+    on_rank(1, lambda: last[-1:].copy_(other))
     with minifsdp.debug("weights"), said() as texts:
         api.shard(model)
     assert [text.count("on rank(s) 1") for text in texts] == [1]

@@ -134,6 +134,11 @@ DIFFERENT: dict[str, tuple[Callable[[str], Any], Callable[[str], Any], str]] = {
         lambda layout: shard(layout, Net().bfloat16()),
         "torch.float16.*torch.bfloat16",
     ),
+    "stored dtype": (
+        lambda layout: shard(layout, Net(), param_dtype=HALF[0]),
+        lambda layout: shard(layout, Net().to(HALF[0]), param_dtype=HALF[0]),
+        "torch.float32, .*torch.float16, ",
+    ),
     "compute dtype": (
         lambda layout: shard(layout, Net(), param_dtype=HALF[0]),
         lambda layout: shard(layout, Net(), param_dtype=HALF[1]),

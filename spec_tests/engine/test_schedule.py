@@ -44,6 +44,7 @@ def iterate(schedule: Schedule, *order: Any) -> None:
         ("ca", "ca", "c-"),  # In this iteration, the second unit of the iteration before does not run.
         ("aba", "aba", "ba-"),
         ("aabb", "aabb", "aa--"),  # A unit does not prefetch itself.
+        ("abbb", "abbb", "aaa-"),
     ],
 )
 def test_backward_prefetches_in_the_reverse_order_in_which_forwards_of_this_iteration_ended(

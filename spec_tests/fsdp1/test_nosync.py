@@ -6,6 +6,7 @@ Inside, a backward keeps this rank's unreduced, unsharded gradient. The first ba
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -368,3 +369,15 @@ def test_only_zero_grad_clears_a_reduced_gradient_that_an_unreduced_one_replaces
     (mine,) = [parameter.grad for parameter in parameters if parameter.grad is not None]
     expected = {"both": [1.0, 1.0], "second": [3.0, 1.0], "neither": [3.0, 2.0]}[clears]
     assert mine.unique().tolist() == [expected[dist.get_rank()]]
+
+
+@pytest.mark.spec("NOSYNC-02")
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@ranks(2)
+def test_an_unreduced_gradient_of_zeros_is_added_to_the_reduced_gradient(use_orig_params: bool) -> None:
+    model = FullyShardedDataParallel(UsesOneLayer(), device_id=device(), use_orig_params=use_orig_params)
+    for factor in (1, 0, 1):
+        with model.no_sync() if factor == 0 else contextlib.nullcontext():
+            (factor * model(torch.ones(1, 4, device=device()), both=True)).backward()
+    (mine,) = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    assert mine.unique().tolist() == [2.0]

@@ -81,6 +81,19 @@ def test_without_a_policy_nothing_is_cast(api: Api, strategy: Any, options: dict
 # --- buffers ---
 
 
+@pytest.mark.spec("MP-10")
+@ranks(2)
+def test_a_buffer_with_two_names_is_saved_in_its_own_precision_under_both_names() -> None:
+    plain = nn.Linear(2, 2)
+    plain.register_buffer("one", torch.ones(2))
+    plain.register_buffer("two", plain.one)
+    model = FullyShardedDataParallel(plain, mixed_precision=MixedPrecision(buffer_dtype=BF16), device_id=device())
+    model(torch.ones(1, 2, device=device()))
+    assert plain.two.dtype is BF16
+    state = model.state_dict()
+    assert state["one"].dtype is state["two"].dtype is FP32
+
+
 @pytest.mark.spec("MP-09", "MP-17", "MP-28")
 @pytest.mark.parametrize("with_gradients", [True, False])
 @three

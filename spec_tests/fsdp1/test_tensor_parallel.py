@@ -211,6 +211,17 @@ def test_original_parameters_between_computations_are_ordinary_local_shards() ->
         loss_of(model(mine(0))).backward()
 
 
+@pytest.mark.spec("CTOR-05")
+@ranks(4)
+def test_step_of_an_optimizer_with_replaced_parameters_of_tensor_parallelism_causes_a_warning() -> None:
+    model: nn.Module = cut(seeded(Tower), meshes(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = FSDP(model, device_mesh=meshes(2, 2)["shard"], use_orig_params=True)
+    loss_of(model(mine(0))).backward()
+    with pytest.warns(UserWarning, match="8 of 14 parameters of this SGD were replaced"):
+        optimizer.step()
+
+
 @pytest.mark.spec("NEW-01", "CLIP-02", "CLIP-03")
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, "inf"])
 @either

@@ -7,6 +7,7 @@ gradients over the ranks equals the gradient of the copy.
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -18,11 +19,14 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.tensor import DTensor
 
 from spec_tests.harness import device, ranks
+from spec_tests.models.modules import seeded
 from spec_tests.models.sharding import sharded
 from spec_tests.subject import (
     FullyShardedDataParallel,
     ShardingStrategy,
+    fully_shard,
     register_fsdp_forward_method,
+    trace,
 )
 
 Optimizer = torch.optim.Optimizer
@@ -373,3 +377,38 @@ def test_an_optimizer_in_backward_that_is_attached_after_an_evaluation_steps(kin
         for _ in range(2):
             backward(one)
     assert torch.allclose(evaluate(model), evaluate(plain), atol=1e-5)
+
+
+@pytest.mark.spec("FRESH-02")
+@ranks(2)
+def test_parameters_of_another_dtype_that_are_assigned_after_an_evaluation_are_used() -> None:
+    plain, model = (seeded(lambda: nn.Linear(8, 8)) for _ in range(2))
+    fully_shard(model, reshard_after_forward=False)
+    x = torch.ones(2, 8, device=device())
+    with torch.no_grad():
+        model(x)
+        for name, parameter in list(model.named_parameters()):
+            setattr(model, name, nn.Parameter(parameter.double()))
+        torch.testing.assert_close(model(x.double()), plain.double()(x.double()))
+
+
+@pytest.mark.spec("FRESH-01", "NEW-05")
+@ranks(4)
+def test_after_an_evaluation_before_a_backward_modules_have_the_parameters_of_the_full_mesh() -> None:
+    model = in_place(reshard_after_forward=2)(Tiny().to(device()))
+    parameters = list(model.parameters())
+    loss = model(batch()).sum()
+    evaluate(model)
+    assert all(map(operator.is_, model.parameters(), parameters))
+    loss.backward()
+
+
+@pytest.mark.spec("SHARD-14")
+@ranks(2)
+def test_an_evaluation_before_a_backward_frees_all_units() -> None:
+    model = FREES["FULL_SHARD"](Tiny())
+    loss = model(batch()).sum()
+    with trace.record() as recorder:
+        evaluate(model)
+    assert recorder.count("FREE") == 3
+    loss.backward()

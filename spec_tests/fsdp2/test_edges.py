@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from spec_tests.fsdp2.gradients import assert_mean_gradients, mean_gradients_of, step_with
 from spec_tests.fsdp2.test_counts import WHOLE
@@ -274,3 +274,30 @@ def test_data_parallel_and_tensor_parallel_use_different_mesh_dimensions() -> No
         optimizer.zero_grad()
         step_with(expected, plain, oracle)
     assert_same(full_values(model), named(plain))
+
+
+@pytest.mark.spec("FS2-04")
+@ranks(4)
+def test_gradients_of_parameters_that_tensor_parallelism_replicates_are_summed() -> None:
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("data", "tensor"))
+    plain, model = (seeded(lambda: nn.Sequential(nn.LayerNorm(WIDTH))) for _ in range(2))
+    # Each rank has a part of the sequence.
+    parallelize_module(model, mesh["tensor"], {"0": SequenceParallel(sequence_dim=0, use_local_output=True)})
+    fully_shard(model, mesh=mesh["data"])
+    loss_of(model(batch())).backward()
+    sums = {name: 2 * gradient for name, gradient in mean_gradients(plain, [0]).items()}
+    assert_same(full_gradients(model), sums, bitwise=False)
+
+
+@pytest.mark.spec("NEW-05")
+@ranks(4)
+def test_a_parameter_of_tensor_parallelism_stays_registered_on_a_smaller_mesh() -> None:
+    mesh = init_device_mesh(device().type, (4, 1), mesh_dim_names=("data", "tensor"))
+    plain, model = (seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH))) for _ in range(2))
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["data"], reshard_after_forward=2)
+    registered = model[0].weight
+    loss = loss_of(model(batch()))
+    assert model[0].weight is registered
+    loss.backward()
+    assert_same(full_gradients(model), mean_gradients(plain, [0]), bitwise=False)

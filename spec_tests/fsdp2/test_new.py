@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -258,6 +259,7 @@ def test_registered_method_all_gathers_and_reshards() -> None:
     model, plain = seeded(Generates), seeded(Generates)
     fully_shard(model, reshard_after_forward=True)
     register_fsdp_forward_method(model, "encode")
+    assert inspect.signature(model.encode) == inspect.signature(plain.encode)
     for step in range(2):
         with trace.record() as recorder:
             output = model.encode(batch(step), scale=0.5)
