@@ -185,7 +185,7 @@ class IterationState:
         The check does not depend on the tensors that autograd has saved. A first layer only needs its input in
         backward. To find this out, the engine would have to search the graph of the unit.
         """
-        self._versions, self._changed = self._current_versions() if is_known else None, set()
+        self._versions = self._current_versions() if is_known else None
 
     def _current_versions(self) -> tuple[int, list[int]]:
         # The version of a parameter does not show every step, see ``optimizer_watch.py``.
@@ -200,7 +200,8 @@ class IterationState:
         """Called by the first hook of this root that runs in a backward."""
         if not self.in_backward:
             self.in_backward = True
-            if self._versions is not None and self._current_versions() != self._versions:
+            # 6. The latest forward is a running one if it was not recorded, such as an evaluation that computes forces.
+            if self._versions is not None and not self.in_forward and self._current_versions() != self._versions:
                 self._changed = self._changed_units(*self._versions)
             self.rank_checks.begin_backward()
             # 3. Only possible during a backward.
@@ -328,6 +329,7 @@ class IterationState:
             # The user may summon the parameters of one unit while other units compute. 6. A forward may be running.
             if unit.phase not in (Phase.SUMMONED, Phase.FORWARD):
                 unit.phase = Phase.IDLE
+        self._changed = set()
         self.in_backward = False
 
     def watch(self, output: Any) -> None:

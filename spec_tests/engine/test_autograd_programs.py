@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 
 from spec_tests.engine.autograd_models import (
     Forces,
+    ForcesInEvaluation,
     ForcesWithoutGraph,
     GivesDict,
     GivesView,
@@ -88,6 +89,13 @@ def requested_input_first(model: nn.Module, x: Tensor) -> None:
 def forces(model: nn.Module, x: Tensor) -> None:
     energy, force = model(x)
     (energy**2 + force.pow(2).sum()).backward()
+
+
+def evaluated_forces(model: nn.Module, x: Tensor) -> None:
+    # The second evaluation follows an optimizer step.
+    with torch.no_grad():
+        model(x)
+    forces(model, x)
 
 
 def penalty(model: nn.Module, x: Tensor) -> None:
@@ -172,6 +180,7 @@ CASES: dict[str, tuple[Callable[..., None], Callable[[], Net]]] = {
     ("PROG-20", "an input"): (requested_input_first, Net),
     ("PROG-23", "forces"): (forces, Forces),
     ("PROG-23", "forces without a graph"): (forces, ForcesWithoutGraph),
+    ("PROG-23", "forces in an evaluation"): (evaluated_forces, ForcesInEvaluation),
     ("PROG-24", "penalty"): (penalty, Net),
     ("PROG-24", "penalty among forwards"): (penalty_among_forwards, Net),
     ("PROG-24", "penalty of recomputed blocks"): (penalty, Recomputed),
