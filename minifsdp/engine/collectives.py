@@ -65,14 +65,9 @@ _GATHER_METHOD = "all_gather_single" if _IS_RENAMED else "_allgather_base"
 _REDUCE_SCATTER_METHOD = "reduce_scatter_single" if _IS_RENAMED else "_reduce_scatter_base"
 
 _NUM_BYTES = attrgetter("nbytes")
-# The dtypes that both gloo and NCCL can send.
+# The dtypes that both gloo and NCCL can send. Tensors of other dtypes are sent as bytes.
 _FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
 _SENDABLE = {*_FLOATS, torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64}
-
-
-def _sendable(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor``, or its bytes if not all backends can send its dtype."""
-    return tensor if tensor.dtype in _SENDABLE else tensor.view(torch.uint8)
 
 
 class Collective:
@@ -186,8 +181,10 @@ def all_gather(group: Group, output: torch.Tensor, local_shard: torch.Tensor, un
     """
     carrier = group.process_group if group.transport is None or not output.is_cpu else group.transport
     method = getattr(carrier, _GATHER_METHOD)
-    given = (_sendable(output), _sendable(local_shard), _GATHER)
-    return Collective("all-gather", group, [output], method, *given, unit=unit)
+    sent = [output, local_shard]
+    if output.dtype not in _SENDABLE:
+        sent = [tensor.view(torch.uint8) for tensor in sent]
+    return Collective("all-gather", group, [output], method, *sent, _GATHER, unit=unit)
 
 
 def ask(group: Group, answers: torch.Tensor, mine: torch.Tensor) -> Collective:
@@ -253,8 +250,8 @@ def broadcast(group: Group, tensor: torch.Tensor, source: int = 0) -> None:
     """Copies ``tensor`` from position ``source`` to all ranks of the group and waits. Every rank must call it."""
     options = _on_current_stream(c10d.BroadcastOptions())
     options.rootRank = source
-    method = group.process_group.broadcast
-    Collective("broadcast", group, [tensor], method, [_sendable(tensor)], options).wait()
+    sent = tensor if tensor.dtype in _SENDABLE else tensor.view(torch.uint8)
+    Collective("broadcast", group, [tensor], group.process_group.broadcast, [sent], options).wait()
 
 
 def call(function: Callable[..., Any], group: Group, *arguments: Any, about: str = "", **options: Any) -> None:

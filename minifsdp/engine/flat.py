@@ -251,7 +251,9 @@ class FlatLayout(Layout):
             leaf, ranges = self._unsharded.leaf, self.sharding.param_ranges(0)
             with torch.enable_grad():
                 views = self.sharding.shaped([leaf[part] for part in ranges], self.local_shapes)
-                self._assign([distributed_tensor(view, spec) for view, spec in zip(views, self.specs, strict=True)])
+                if self.is_distributed:
+                    views = [distributed_tensor(view, spec) for view, spec in zip(views, self.specs, strict=True)]
+            self._assign(views)
             return
         if self._unsharded.leaf._version != self._unsharded.version and not self._unsharded.is_borrowed:
             self._keep_changes()

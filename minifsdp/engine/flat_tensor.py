@@ -152,11 +152,14 @@ class FlatSharding:
 
         A single parameter without padding needs no split. Its gradient may share memory with other gradients.
         """
-        return self.shaped([flat] if self.is_single else flat.split_with_sizes(self.split_sizes), shapes)
+        parts = [flat] if self.is_single else flat.split_with_sizes(self.split_sizes)
+        if self.orders:
+            return self.shaped(parts, shapes)
+        # The padding comes last and has no shape.
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=False)]
 
     def shaped(self, parts: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
         """Views of 1-D ``parts`` of a flat tensor in the shapes and memory formats of the parameters."""
-        # The padding comes last and has no shape.
         views = [part.view(shape) for part, shape in zip(parts, shapes, strict=False)]
         for number, dims in self.orders.items():
             stored = parts[number].view([shapes[number][dim] for dim in dims])
