@@ -23,11 +23,15 @@ create states with a step of gradients that are zero, as torch's functions do.
 With ``broadcast_from_rank0``, each rank keeps its rows of a value that arrives, and releases the value. The rows are
 then loaded as those of a sharded dict. So a rank never stores the full dict.
 
+``torch.compile(module)`` adds ``_orig_mod`` to the names of parameters. These functions remove it, so that a model that
+is not compiled can load the dict.
+
 *In torch:* ``torch/distributed/checkpoint/state_dict.py``, with the same signatures.
 
 Spec: PROG-63, PROG-64, PROG-92, PROG-93, PROG-97, SCALE-04.
 """
 
+import copy
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -98,11 +102,16 @@ def get_model_state_dict(
     model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
     """The model's state. Every rank must call it."""
-    if options is None or not options.ignore_frozen_params or not Wrapper.fsdp_modules(model):
+    options = options or StateDictOptions()
+    if not (submodules or options.ignore_frozen_params) or not Wrapper.fsdp_modules(model):
         return get_with_frozen(model, submodules=submodules, options=options)
-    state = get_with_frozen(model, submodules=submodules, options=replace(options, ignore_frozen_params=False))
-    owners = ParameterNames(model).owners
-    return {name: value for name, value in state.items() if name not in owners or owners[name].requires_grad}
+    state = get_with_frozen(model, options=replace(options, ignore_frozen_params=False))
+    owners = ParameterNames(model).owners if options.ignore_frozen_params else {}
+    frozen = {_uncompiled(name) for name, owner in owners.items() if not owner.requires_grad}
+    paths = [path for path, module in model.named_modules() if module in submodules] if submodules else [""]
+    starts, keeps = [_uncompiled(dotted(path)) for path in paths], options.keep_submodule_prefixes
+    parts = [(name, start) for start in starts for name in state if name.startswith(start) and name not in frozen]
+    return {name if keeps else name.removeprefix(start): state[name] for name, start in parts}
 
 
 def set_model_state_dict(
@@ -118,7 +127,8 @@ def set_model_state_dict(
         if options.full_state_dict and (wrappers := Wrapper.fsdp_modules(model)):
             model_state_dict, has_rows = _received(model, model_state_dict, wrappers[0]._mesh)
             options = replace(options, broadcast_from_rank0=False, full_state_dict=not has_rows)
-    return set_without_broadcast(model, model_state_dict, options=options)
+    # Torch's function adds entries to the dict.
+    return set_without_broadcast(model, copy.copy(model_state_dict), options=options)
 
 
 def _received(model: nn.Module, given: Mapping[str, Any], mesh: MeshGroups) -> tuple[dict[str, Any], bool]:
@@ -153,18 +163,19 @@ def get_optimizer_state_dict(
         _agree(model, "get_optimizer_state_dict()", sends=options is not None and options.full_state_dict)
         reshard_all(model)
         return get_without_wrappers(model, optimizers, submodules=submodules, options=options)
-    options = options or StateDictOptions()
-    merged: dict[str, Any] = {"state": {}, "param_groups": []}
-    for optimizer in _listed(optimizers):
+    options, listed = options or StateDictOptions(), _listed(optimizers)
+    merged: dict[str, Any] = {"state": {}, "param_groups": []} if listed else {}
+    for optimizer in listed:
         if not optimizer.state:
             # Torch's function creates the states of any optimizer. Its result is not used.
             get_without_wrappers(nn.ParameterList(parameters_of(optimizer.param_groups)), optimizer)
         saved = optim_state.save(model, optimizer, optimizer.state_dict(), _form(options))
         if not saved:
             return {}
+        saved = _renamed(saved, {name: _uncompiled(name) for name in parameters_of(saved["param_groups"])})
         merged["state"].update(saved["state"])
         merged["param_groups"].extend(saved["param_groups"])
-    return _flattened(merged) if options.flatten_optimizer_state_dict else merged
+    return _flattened(merged) if merged and options.flatten_optimizer_state_dict else merged
 
 
 def set_optimizer_state_dict(
@@ -188,11 +199,12 @@ def set_optimizer_state_dict(
     for optimizer in listed:
         target, given = optim_state_load.Target(model, optimizer, form), optim_state_dict
         groups = [target.names.originals_of(group["params"]) for group in optimizer.param_groups]
+        names = {_uncompiled(name): name for group in groups for name in group}
         if given and "state" not in given:
-            given = _unflattened(given, groups)
+            given = _unflattened(given, [list(map(_uncompiled, group)) for group in groups])
         if given and len(listed) > 1:
-            given = _part(given, {name for group in groups for name in group})
-        optimizer.load_state_dict(optim_state_load.load(target, given))
+            given = _part(given, {*names})
+        optimizer.load_state_dict(optim_state_load.load(target, _renamed(given or {}, names)))
 
 
 def _agree(model: nn.Module, call: str, *, sends: bool) -> None:
@@ -211,6 +223,22 @@ def _form(options: StateDictOptions) -> Form:
     if not options.full_state_dict:
         return Form(StateDictType.SHARDED_STATE_DICT, offload=options.cpu_offload)
     return Form(offload=options.cpu_offload, first_only=options.cpu_offload or options.broadcast_from_rank0)
+
+
+def _uncompiled(name: str) -> str:
+    """A name without the attribute that ``torch.compile(module)`` adds, as in the results of torch's functions."""
+    return name.replace("_orig_mod.", "")
+
+
+def _renamed(given: Mapping[str, Any], new: Mapping[str, str]) -> dict[str, Any]:
+    """A dict with other names of parameters. Names that ``new`` does not contain are kept."""
+    renamed = dict(given)
+    if "state" in given:
+        renamed["state"] = {new.get(name, name): of for name, of in given["state"].items()}
+    if "param_groups" in given:
+        groups = given["param_groups"]
+        renamed["param_groups"] = [{**of, "params": [new.get(name, name) for name in of["params"]]} for of in groups]
+    return renamed
 
 
 def _part(given: Mapping[str, Any], names: set[str]) -> dict[str, Any]:

@@ -178,6 +178,77 @@ def test_rank_0_gets_the_full_state_of_the_optimizer_and_gives_it_to_all(keep: b
     check_from_the_first_rank(keep=keep)
 
 
+def compiled(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A wrapped model with a compiled module in the unit of the root, and a compiled, frozen unit."""
+    model: Any = make(seed)
+    model.first.requires_grad_(False)
+    model.head = torch.compile(model.head, backend="eager")
+    model = wrapped(model, use_orig_params=True)
+    model.module.first = torch.compile(model.first, backend="eager")
+    return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def values_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
+    model_state, optimizer_state = subject.get_state_dict(model, optimizer, options=options)
+    found = (model_state | optimizer_state).items()
+    return {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in found}
+
+
+@pytest.mark.parametrize("form", [*FORMS, "from rank 0"])
+@pytest.mark.spec("PROG-63", "PROG-92", "PROG-97")
+@ranks(2)
+def test_names_of_a_compiled_model_are_those_of_the_plain_model(form: str) -> None:
+    model, optimizer = compiled()
+    step(model, optimizer, 0)
+    plain: nn.Module = wrapped(make(1), use_orig_params=True)
+    sends = form == "from rank 0"
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True) if sends else FORMS[form]
+    with quiet():
+        weights, states = subject.get_state_dict(model, optimizer, options=options)
+        trained = subject.get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
+        assert weights.keys() == make().state_dict().keys()
+        assert list(trained) == [name for name in weights if not name.startswith("first.")]
+        if sends and dist.get_rank():
+            weights, states = {}, {}
+        expected = values_of(model, optimizer)
+        for other, fresh in ((plain, torch.optim.Adam(plain.parameters())), compiled(seed=1)):
+            subject.set_state_dict(other, fresh, model_state_dict=weights, optim_state_dict=states, options=options)
+            assert values_of(other, fresh) == expected
+
+
+@pytest.mark.parametrize("keeps_prefix", [False, True])
+@pytest.mark.spec("PROG-63")
+@ranks(2)
+def test_the_state_of_submodules_has_the_names_of_the_model_or_of_the_submodule(keeps_prefix: bool) -> None:
+    model: Any = compiled()[0]
+    options = StateDictOptions(full_state_dict=True, keep_submodule_prefixes=keeps_prefix)
+    for name, part in (("first", model.first), ("head", model.head)):
+        with quiet():
+            state = subject.get_model_state_dict(model, submodules={part}, options=options)
+        expected = make().get_submodule(name).state_dict(prefix=f"{name}." if keeps_prefix else "")
+        assert_same(state, expected, bitwise=True)
+
+
+@flat_or_original
+@pytest.mark.spec("PROG-63")
+@ranks(2)
+def test_a_dict_is_not_changed_when_it_is_loaded(keep: bool) -> None:
+    model, state = wrapped(make(), use_orig_params=keep), make(1).state_dict()
+    subject.set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
+    assert list(state) == list(make().state_dict())
+    assert_same(full_values(model), dict(make(1).named_parameters()), bitwise=True)
+
+
+@pytest.mark.spec("PROG-63")
+@ranks(2)
+def test_without_an_optimizer_there_is_no_optimizer_state() -> None:
+    model = wrapped(make())
+    weights, states = subject.get_state_dict(model, ())
+    assert states == {}
+    subject.set_state_dict(model, (), model_state_dict=weights, optim_state_dict=states)
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.spec("PROG-63")
 def test_signatures_are_those_of_torch(name: str) -> None:
