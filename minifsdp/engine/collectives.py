@@ -63,9 +63,8 @@ _IS_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
 _GATHER_METHOD = "all_gather_single" if _IS_RENAMED else "_allgather_base"
 _REDUCE_SCATTER_METHOD = "reduce_scatter_single" if _IS_RENAMED else "_reduce_scatter_base"
 
-# The dtypes that both gloo and NCCL can send.
-_FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
-_SENDABLE = {*_FLOATS, torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64}
+# Both gloo and NCCL can send these dtypes, and other dtypes as bytes.
+_SENDABLE = {torch.half, torch.bfloat16, torch.float, torch.double, torch.uint8, torch.int, torch.long}
 
 
 def _sendable(tensor: torch.Tensor) -> torch.Tensor:
