@@ -40,7 +40,7 @@ from minifsdp.engine import collectives, rank_checks
 from minifsdp.engine.collective_log import log
 from minifsdp.engine.mesh import Group, MeshGroups, exists
 from minifsdp.engine.messages import message, rank_of_this_process, some
-from minifsdp.engine.precision import map_tensors
+from minifsdp.engine.precision import move
 from minifsdp.engine.unit import Unit
 
 T = TypeVar("T")
@@ -71,7 +71,8 @@ def exchange(groups: Sequence[Group], mine: T) -> dict[int, T]:
 
     With several groups, each exchange includes the values received in the previous ones.
     """
-    known = {rank_of_this_process(): _sendable(mine) if groups else mine}
+    # A tensor of an accelerator would arrive on the accelerator with the same index, which belongs to another rank.
+    known = {rank_of_this_process(): move(torch.device("cpu"), mine) if groups else mine}
     for group in groups:
         others: list[Any] = [None] * group.size
         collectives.call(dist.all_gather_object, group, others, known)
@@ -122,18 +123,11 @@ def refuse_lacking(groups: Sequence[Group], mine: Iterable[str], opening: str = 
 
 def value_of_first_rank(value: T, mesh: MeshGroups) -> T:
     """Returns the first rank's value. It is broadcast to that rank's replicas, then in each of their shard groups."""
-    box = [value]
+    box = [value if mesh.num_ranks == 1 else move(torch.device("cpu"), value)]
     for group in (mesh.replicate, mesh.shard):
         if group is not None:
-            box = [_sendable(box[0])]
             collectives.call(dist.broadcast_object_list, group, box, group.ranks[0])
     return box[0]
-
-
-def _sendable(value: T) -> T:
-    """``value`` with CPU tensors. A tensor of an accelerator would arrive on the accelerator with the same index."""
-    copied: T = map_tensors(lambda tensor: tensor if tensor.is_meta else tensor.cpu(), value)
-    return copied
 
 
 def shard_of_first_rank(mesh: MeshGroups, bucket: torch.Tensor | None, mine: torch.Tensor) -> torch.Tensor:

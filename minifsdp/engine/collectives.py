@@ -65,9 +65,8 @@ _GATHER_METHOD = "all_gather_single" if _IS_RENAMED else "_allgather_base"
 _REDUCE_SCATTER_METHOD = "reduce_scatter_single" if _IS_RENAMED else "_reduce_scatter_base"
 
 _NUM_BYTES = attrgetter("nbytes")
-# The dtypes that both gloo and NCCL can send. Tensors of other dtypes are sent as bytes.
-_FLOATS = torch.float16, torch.bfloat16, torch.float32, torch.float64
-_SENDABLE = {*_FLOATS, torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64}
+# Both gloo and NCCL can send these dtypes, and other dtypes as bytes.
+_SENDABLE = {torch.half, torch.bfloat16, torch.float, torch.double, torch.uint8, torch.int, torch.long}
 
 
 class Collective:

@@ -110,7 +110,7 @@ def fully_shard(
     owners = modules_of_unit(modules, _is_apart)
     parameters = owned_parameters(owners, set(ignored_params or ()))
     _move_to(device, owners, parameters)
-    params = _sharded_params(parameters, mesh, device, shard_placement_fn)
+    params = _sharded_params(parameters, mesh, shard_placement_fn)
     compare_while_debugging(params)
     optimizer_watch.watch.note_modules(modules_of_unit(modules, lambda one: state_of(one) is not None))
     options = _options(device, mp_policy, offload_policy)
@@ -155,13 +155,13 @@ def _default_mesh() -> DeviceMesh:
     return init_device_mesh(device.type if device is not None else "cpu", (torch.distributed.get_world_size(),))
 
 
-def _groups_of(mesh: DeviceMesh, device: torch.device) -> MeshGroups:
+def _groups_of(mesh: DeviceMesh) -> MeshGroups:
     """This rank's shard group and replicate group on the user's mesh, see ``mesh.py``."""
     if mesh.ndim == 1:
-        return MeshGroups.sharded(Group.of(mesh.get_group(), device))
+        return MeshGroups.sharded(Group.of(mesh.get_group()))
     if mesh.ndim != 2:
         raise ValueError(message("mesh-axes", ndim=mesh.ndim, mesh=mesh))
-    return MeshGroups.hybrid(shard=Group.of(mesh.get_group(1), device), replicate=Group.of(mesh.get_group(0), device))
+    return MeshGroups.hybrid(shard=Group.of(mesh.get_group(1)), replicate=Group.of(mesh.get_group(0)))
 
 
 def _is_apart(module: nn.Module) -> bool:
@@ -184,13 +184,10 @@ def _move_to(
 
 
 def _sharded_params(
-    parameters: dict[nn.Parameter, ParamInfo],
-    mesh: DeviceMesh,
-    device: torch.device,
-    placement_fn: Callable[[nn.Parameter], Any] | None,
+    parameters: dict[nn.Parameter, ParamInfo], mesh: DeviceMesh, placement_fn: Callable[[nn.Parameter], Any] | None
 ) -> list[ShardedParam]:
     """Chooses for each parameter how it is sharded, and over which mesh."""
-    mesh_groups = {mesh: _groups_of(mesh, device)}
+    mesh_groups = {mesh: _groups_of(mesh)}
     found = []
     for parameter, info in parameters.items():
         placement: Any = placement_fn(parameter) if placement_fn else None
@@ -198,7 +195,7 @@ def _sharded_params(
         if hasattr(placement, "mesh_info"):
             placement, own_mesh = placement.placement, _mesh_of(placement.mesh_info, info.path)
         if own_mesh not in mesh_groups:
-            mesh_groups[own_mesh] = _groups_of(own_mesh, device)
+            mesh_groups[own_mesh] = _groups_of(own_mesh)
         found.append(ShardedParam(info, parameter, own_mesh, mesh_groups[own_mesh], placement))
     return found
 
