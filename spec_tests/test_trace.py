@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 
 import pytest
@@ -137,6 +138,7 @@ def test_every_span_of_a_step_has_ended_when_the_step_has() -> None:
     for event in recorder.events:
         assert (event.end == event.start) == (event.kind in moments), event
     assert [event.start for event in recorder.events] == sorted(event.start for event in recorder.events)
+    assert pickle.loads(pickle.dumps(recorder.events)) == recorder.events
 
 
 @ranks(2)

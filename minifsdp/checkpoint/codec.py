@@ -113,12 +113,12 @@ class UnitCodec:
         """Every parameter's full value on the compute device. All ranks of the shard group must call it.
 
         Args:
-            values: this rank's values by number; the rest of its shard is zero.
+            values: this rank's values by number; the other values of the result are not initialized.
             dtype: the dtype of the values.
         """
         # This rank's shard is filled in place in the bucket, so that the all-gather needs no memory for it.
         bucket = torch.empty(self._sharding.padded_numel, dtype=dtype, device=self.layout.device)
-        shard = bucket[self._sharding.shard_range(self.mesh.shard_index)].zero_()
+        shard = bucket[self._sharding.shard_range(self.mesh.shard_index)]
         for number, value in values.items():
             place = self.places[number]
             # The state of a flat parameter already has the layout of the local shard.

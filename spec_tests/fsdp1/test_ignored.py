@@ -214,6 +214,15 @@ def test_with_a_policy_ignored_parameters_are_in_no_unit(spelling: str, keep: bo
     assert torch.equal(biases[1].grad, mine["leave.bias"])
 
 
+@pytest.mark.spec("IGN-01", "ORIG-16")
+@ranks(2)
+def test_two_units_may_share_an_ignored_weight() -> None:
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plain[1].weight = weight = plain[0].weight
+    model = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), ignored_states=[weight], device_id=device())
+    assert [layer.weight is weight for layer in model] == [True, True]
+
+
 # --- invalid arguments ---
 
 
