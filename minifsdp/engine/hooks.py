@@ -30,7 +30,7 @@ running. Two rules change:
 A backward can run *inside a forward*, and with ``create_graph=True``, for example to compute forces from an energy:
 
 6. The end of a backward inside a forward does not reshard: the modules still compute, and the next backward needs the
-   parameters.
+   parameters. The end of the forward completes the reductions, because possibly, no other backward follows.
 7. The graph that ``create_graph=True`` records refers to the parameters as well, and no hook of a module's output
    precedes its nodes. So the units in it stay unsharded until the gradients of their parameters are computed, or until
    the parameters change. A gradient of a parameter cannot have a graph itself, because its reduction is outside of
@@ -77,6 +77,7 @@ class IterationState:
         backward_hooks: for each unit, the object that calls its backward hooks.
         in_forward: whether a forward of this root is running.
         in_backward: whether a backward of this root has begun and not ended.
+        ended_in_forward: whether a backward has ended inside the forward that is running.
         is_recorded: whether grad mode was on when the outermost of the running forwards began.
         num_forwards: number of outermost forwards that have begun.
         is_last_backward: whether the end of the next backward is the end of the iteration.
@@ -84,7 +85,7 @@ class IterationState:
 
     def __init__(self, units: list[Unit], reducer: Reducer, rank_checks: RankChecks, schedule: Schedule) -> None:
         self.units, self.reducer, self.rank_checks, self.schedule = units, reducer, rank_checks, schedule
-        self.in_forward = self.in_backward = self.is_recorded = False
+        self.in_forward = self.in_backward = self.ended_in_forward = self.is_recorded = False
         self.is_last_backward, self.num_forwards = True, 0
         self._deferred: Unit | None = None
         self._spans: dict[Unit, trace.Event] = {}
@@ -200,7 +201,7 @@ class IterationState:
         """Called by the first hook of this root that runs in a backward."""
         if not self.in_backward:
             self.in_backward = True
-            # 6. The latest forward is a running one if it was not recorded, such as an evaluation that computes forces.
+            # 6. A backward inside a forward does not belong to the last recorded forward.
             if self._versions is not None and not self.in_forward and self._current_versions() != self._versions:
                 self._changed = self._changed_units(*self._versions)
             self.rank_checks.begin_backward()
@@ -316,7 +317,18 @@ class IterationState:
                     self._close(unit)
             self.schedule.end_iteration()
             self._forget_backward()
-        # 6. Inside a forward, the next backward waits for the reductions.
+        self.ended_in_forward = self.in_forward
+        self._leave_backward()
+
+    def end_inner_backward(self) -> None:
+        """6. Called at the end of a forward with a backward inside it."""
+        self.in_backward, self.ended_in_forward = True, False
+        for unit in reversed(self.units):
+            # A unit that still computed then has kept its gradient.
+            if unit.layout.has_gradient and not unit.awaits_backward:
+                self.post_backward(unit)
+        if self.is_last_backward:
+            self.reducer.finish()
         self._leave_backward()
 
     def _forget_backward(self) -> None:
@@ -359,7 +371,8 @@ def _shares_memory(output: Any, leaves: Sequence[torch.Tensor]) -> bool:
         return False
     plain = torch.Tensor, torch.nn.Parameter
     memory = {leaf.untyped_storage().data_ptr() for leaf in leaves if type(leaf) in plain and leaf.numel()} - {0}
-    return any(type(t) in plain and t.untyped_storage().data_ptr() in memory for t in tensors_in(output))
+    strided = (t for t in tensors_in(output) if t.layout is torch.strided)
+    return any(type(t) in plain and t.untyped_storage().data_ptr() in memory for t in strided)
 
 
 def _check_still_summoned(unit: Unit, *_: Any) -> None:

@@ -21,6 +21,10 @@ Worked example: ``backward(inputs=[shard of a.weight, x])``. The nested backward
 Autograd calls the hooks of a registered parameter when it executes the node, in each backward, and without a gradient.
 A `ParameterHook` replaces each hook before, and ignores this call. The user may have registered the hook at any time.
 
+An output from which the module has computed other outputs, for example a hidden state, gets no node. The program may
+need its gradient, and the graph of the other outputs would not contain the node. So a loss of such an output has no
+path to the registered parameters, and a backward that requests them raises an error.
+
 The outputs of an inner unit pass through such a node as well, if the module has recorded a newer operation, for example
 a penalty on its weights that it appends to a list of the program. Autograd runs the newest node first. So without the
 node, the backward of the penalty would read the weights before the pre-backward hook of the output runs.
@@ -66,17 +70,18 @@ class RequestedParameters:
         """Called after a recorded forward of the root; returns the output to pass to the caller."""
         return _passed(self._watch, output) if isinstance(output, torch.Tensor | tuple | list | dict) else output
 
-    def _watch(self, output: torch.Tensor) -> torch.Tensor:
+    def _watch(self, output: torch.Tensor, is_used: bool) -> torch.Tensor:
         edge = get_gradient_edge(output)
         passed = _with_node(output, *self._paths)
-        passed.register_hook(partial(self._compute, edge))
+        passed.register_hook(partial(self._compute, edge, is_used))
         return passed
 
-    def _compute(self, edge: GradientEdge, gradient: torch.Tensor | None) -> None:
+    def _compute(self, edge: GradientEdge, is_used: bool, gradient: torch.Tensor | None) -> None:
         """Computes the requested gradients in a nested backward. Does nothing in a backward that requests nothing.
 
         Args:
             edge: where the graph of the root's module begins.
+            is_used: whether the module has computed outputs from other outputs.
             gradient: the gradient of the output there, if there is one.
         """
         for hooks in [h for p in self._paths for h in (p._backward_hooks, p._post_accumulate_grad_hooks) if h]:
@@ -96,6 +101,8 @@ class RequestedParameters:
             elif 0 < len(requested) < len(trained):
                 raise RuntimeError(message("part-of-unit", unit=unit.name, num=len(requested), number=len(trained)))
             inputs += leaves if requested else []
+        if inputs and is_used:
+            raise RuntimeError(message("requested-of-outputs", unit=self._units[0].name))
         if inputs and gradient is not None:
             # With ``create_graph=True``, the hooks of the units raise the error.
             create_graph = torch.is_grad_enabled()
@@ -109,16 +116,31 @@ def with_newest_node(unit: Unit, output: Any) -> Any:
     for tensor in [output] if isinstance(output, torch.Tensor) else tensors_in(output):
         if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() == next_number() - 1:
             return output
-    return _passed(_with_node, output)
+    return _passed(lambda tensor, _: _with_node(tensor), output)
 
 
-def _passed(pass_through: Callable[[torch.Tensor], torch.Tensor], output: Any) -> Any:
+def _passed(pass_through: Callable[[torch.Tensor, bool], torch.Tensor], output: Any) -> Any:
     outputs = {id(tensor): tensor for tensor in tensors_in(output) if tensor.grad_fn is not None}
     # A view of another output must stay a view of it, because the caller may change one of them in place.
-    passed = {key: pass_through(tensor) for key, tensor in outputs.items() if id(tensor._base) not in outputs}
+    edges = {key: get_gradient_edge(t)[:2] for key, t in outputs.items() if id(t._base) not in outputs}
+    used = _used_by_others(set(edges.values())) if len(edges) > 1 else set()
+    passed = {key: pass_through(outputs[key], bool(used)) for key, edge in edges.items() if edge not in used}
     if all(id(tensor) == key for key, tensor in passed.items()):
         return output
     return map_tensors(lambda tensor: passed.get(id(tensor), tensor), output)
+
+
+def _used_by_others(outputs: set[tuple[Any, int]]) -> set[tuple[Any, int]]:
+    """The outputs from which others were computed. Only searches nodes that are newer than the oldest output."""
+    used, seen, left = set(), set(), [node for node, _ in outputs]
+    oldest = min(node._sequence_nr() for node in left)
+    while left:
+        if (node := left.pop()) not in seen:
+            seen.add(node)
+            newer = [edge for edge in node.next_functions if edge[0] and edge[0]._sequence_nr() >= oldest]
+            used |= outputs.intersection(newer)
+            left += [node for node, _ in newer]
+    return used
 
 
 def _with_node(output: torch.Tensor, *paths: torch.Tensor) -> torch.Tensor:

@@ -211,6 +211,8 @@ class RootState:
     def end_forward(self, output: Any) -> Any:
         """Called when the outermost call has returned. Returns the output to pass to the caller."""
         self.iteration.in_forward, self._thread = False, 0
+        if self.iteration.ended_in_forward:
+            self.iteration.end_inner_backward()
         if self.iteration.is_recorded:
             output = self._requested.watch_output(output)
             self.iteration.note_versions(is_known=True)

@@ -70,6 +70,11 @@ class GivesWeight(Block):
         return super().forward(x), self.router.weight
 
 
+class GivesSparse(Block):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x).to_sparse()
+
+
 class Net(nn.Module):
     """Two blocks between parameters of the root."""
 
@@ -100,6 +105,13 @@ class ReadsWeights(Net):
         for block in self.blocks:
             x, weight = block(x)
             x = x + (weight.sum() * x).tanh()
+        return self.head(x)
+
+
+class ReadsSparse(Net):
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x).to_dense()
         return self.head(x)
 
 

@@ -21,6 +21,7 @@ from spec_tests.engine.autograd_models import (
     ForcesInEvaluation,
     ForcesWithoutGraph,
     GivesDict,
+    GivesSparse,
     GivesView,
     GivesWeight,
     InPlace,
@@ -31,12 +32,14 @@ from spec_tests.engine.autograd_models import (
     Net,
     OneDict,
     OneList,
+    ReadsSparse,
     ReadsWeights,
     Recomputed,
     SumsPenalties,
     UsesInputAgain,
     blocks_of,
     layouts,
+    original,
     units_of,
 )
 from spec_tests.engine.kinds import shard
@@ -197,6 +200,7 @@ CASES: dict[str, tuple[Callable[..., None], Callable[[], Net]]] = {
     ("PROG-32", "view"): (read, lambda: ReadsWeights(GivesView)),
     ("PROG-32", "weight"): (read, lambda: ReadsWeights(GivesWeight)),
     ("PROG-32", "evaluation"): (evaluated_first, lambda: ReadsWeights(GivesView)),
+    ("PROG-80", "sparse"): (plain, lambda: ReadsSparse(GivesSparse)),
 }
 
 
@@ -236,6 +240,14 @@ def graph_of_requested_gradients(model: nn.Module, x: Tensor) -> None:
     model(x).pow(2).mean().backward(create_graph=True, inputs=parameters)
 
 
+def requested_of_hidden(model: nn.Module, x: Tensor) -> None:
+    parameters = list(model.parameters())
+    handle = original(model).register_forward_hook(lambda _, __, output: (output, output.mean()), prepend=True)
+    output, mean = model(x)
+    handle.remove()
+    (output.pow(2).mean() + mean).backward(inputs=parameters)
+
+
 def step_before_backward(model: nn.Module, x: Tensor) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     plain(model, x)
@@ -263,6 +275,7 @@ REFUSED: dict[str, tuple[Callable[..., None], str]] = {
     ("PROG-22", "one"): (gradients_of_parameters, "autograd-grad"),
     ("PROG-25", "one"): (graph_of_gradients, "graph-of-gradients"),
     ("PROG-25", "requested"): (graph_of_requested_gradients, "graph-of-gradients"),
+    ("PROG-99", "hidden"): (requested_of_hidden, "requested-of-outputs"),
     ("PROG-26", "step"): (step_before_backward, "changed-since-forward"),
     ("PROG-26", "average"): (average_before_backward, "changed-since-forward"),
     ("PROG-31", "one"): (transform, "function-transform"),

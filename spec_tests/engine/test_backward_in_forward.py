@@ -51,6 +51,16 @@ class WithAuxiliaryLoss(WithForces):
         return self.head(x.detach() + 1) + y
 
 
+class WithLocalLosses(WithForces):
+    """Trains each layer and the head with a loss inside its own forward. No backward follows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x.detach())
+            self.head(x).square().mean().backward()
+        return x.detach()
+
+
 def sharded(model: Any) -> Any:
     for layer in model.layers:
         fully_shard(layer)
@@ -84,3 +94,14 @@ def test_gradients_of_a_unit_that_still_computes_are_reduced_in_the_outer_backwa
         assert of_unit(recorder, "", "RS") == ["RS"] * (step >= num_unreduced)
     for found, expected in zip(gradients(model), gradients(plain), strict=True):
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.spec("PROG-23")
+@ranks(2)
+def test_all_gradients_are_reduced_at_the_end_of_a_forward_that_no_backward_follows() -> None:
+    plain = WithLocalLosses().to(device())
+    model = sharded(copy.deepcopy(plain))
+    for step in range(2):
+        torch.testing.assert_close(model(batch(step)), plain(batch(step)))
+        for found, expected in zip(gradients(model), gradients(plain), strict=True):
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)

@@ -46,7 +46,8 @@ class Keeper(nn.Module):
         if self.kind == "marked":
             h.retain_grad()
             h.mark = "kept"  # type: ignore[attr-defined]
-        return {"twice": {"last": h, "hidden": (x, h)}, "view": (h, h[:, 0]), "class": Pair(h, 2 * h)}.get(self.kind, h)
+        forms = {"twice": {"last": h, "hidden": (x, h)}, "view": (h, h[:, 0]), "class": Pair(h, 2 * h)}
+        return {**forms, "inner": (self.head(h), {"hidden": [h, x]})}.get(self.kind, h)
 
 
 def twice(model: Any, x: Tensor) -> Tensor:
@@ -74,6 +75,21 @@ def kept(model: Any, x: Tensor) -> Tensor:
     return inside.kept.pow(2).sum()
 
 
+def inner(model: Any, x: Tensor) -> Tensor:
+    # The input has a graph of its own.
+    x = 2 * x.clone().requires_grad_()
+    output, named = model(x)
+    tensors = [x, *named["hidden"]]
+    for tensor in tensors:
+        tensor.retain_grad()
+    loss: Tensor = output.pow(2).sum()
+    loss.backward(retain_graph=True)
+    retained = [tensor.grad.clone() for tensor in tensors if tensor.grad is not None]
+    for found, expected in zip(retained, torch.autograd.grad(loss, tensors, retain_graph=True), strict=True):
+        torch.testing.assert_close(found, expected)
+    return named["hidden"][0].sum()
+
+
 def own_class(model: Any, x: Tensor) -> Tensor:
     output = model(x)
     assert type(output) is Pair
@@ -99,6 +115,7 @@ PROGRAMS: dict[str, Program] = {
     "view": view,
     "view changed": view_changed,
     "kept": kept,
+    "inner": inner,
     "class": own_class,
     "marked": marked,
 }
