@@ -416,8 +416,9 @@ def each_resharded_on_another_stream() -> Any:
     side.wait_stream(main)
     with module.stream(side):
         losses.append(loss_of(model))
-        for block in model.children():
-            block.reshard()
+        for one in model.modules():
+            if hasattr(one, "reshard"):
+                one.reshard()
     # The allocator can give the memory of the parameters to these tensors.
     losses += [torch.zeros(size, device=DEVICE) for size in range(16, 512, 16)]
     main.wait_stream(side)
