@@ -408,6 +408,24 @@ def each_on_a_stream_of_the_user() -> Any:
 
 
 @program(2)
+def each_resharded_on_another_stream() -> Any:
+    """Blocks that stay unsharded are used on two streams, and freed on the second one."""
+    model, module = each(reshard_after_forward=False), torch.get_device_module(DEVICE)
+    main, side = module.current_stream(), module.Stream()
+    losses = [loss_of(model)]
+    side.wait_stream(main)
+    with module.stream(side):
+        losses.append(loss_of(model))
+        for one in model.modules():
+            if hasattr(one, "reshard"):
+                one.reshard()
+    # The allocator can give the memory of the parameters to these tensors.
+    losses += [torch.zeros(size, device=DEVICE) for size in range(16, 512, 16)]
+    main.wait_stream(side)
+    return losses
+
+
+@program(2)
 def each_used_often_with_the_optimizer_in_backward() -> Any:
     """The optimizer uses the gradients of the last use while the block is all-gathered for the first use."""
     model = chain(Checkpointed, num_blocks=1)

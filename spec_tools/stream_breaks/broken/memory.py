@@ -58,6 +58,12 @@ BREAKS = [
         "each_full",
     ),
     Break(
+        "forgets-the-second-stream",
+        "The memory of parameters is freed while another stream than the one that allocated it reads them.",
+        replace("Bucket.free", "self._unsharded.record_stream(stream)", "pass"),
+        "each_resharded_on_another_stream",
+    ),
+    Break(
         "extension-neither-tells-nor-waits",
         "The buffers of an all-gather extension are freed while the compute stream reads them.",
         replace(
