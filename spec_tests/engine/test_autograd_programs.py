@@ -133,7 +133,7 @@ def output_gradients(model: nn.Module, x: Tensor) -> None:
 
 def kept(model: nn.Module, x: Tensor) -> None:
     model(x)
-    torch.stack([block.kept[0] for block in blocks_of(model)]).sum().backward()
+    torch.stack([block.kept["losses"][0] for block in blocks_of(model)]).sum().backward()
 
 
 def hooked(model: nn.Module, x: Tensor) -> None:
