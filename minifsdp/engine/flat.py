@@ -251,6 +251,7 @@ class FlatLayout(Layout):
             leaf, ranges = self._unsharded.leaf, self.sharding.param_ranges(0)
             with torch.enable_grad():
                 views = self.sharding.shaped([leaf[part] for part in ranges], self.local_shapes)
+                # With tensor parallelism, modules have DTensors.
                 if self.is_distributed:
                     views = [distributed_tensor(view, spec) for view, spec in zip(views, self.specs, strict=True)]
             self._assign(views)

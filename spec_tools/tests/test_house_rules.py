@@ -90,7 +90,7 @@ LONGER = {
     "checkpoint/state_dict_options.py": 308,
     "engine/collective_log.py": 343,
     "fsdp1/wrapper.py": 329,
-    "engine/flat.py": 409,
+    "engine/flat.py": 410,
     "engine/gloo.py": 323,
     "engine/hooks.py": 381,
     "engine/layout.py": 338,
