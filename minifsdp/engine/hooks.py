@@ -30,7 +30,7 @@ running. Two rules change:
 A backward can run *inside a forward*, and with ``create_graph=True``, for example to compute forces from an energy:
 
 6. The end of a backward inside a forward does not reshard: the modules still compute, and the next backward needs the
-   parameters. The end of the forward completes the reductions, because possibly, no other backward follows.
+   parameters. The end of the forward completes the reductions, because it can be the last backward.
 7. The graph that ``create_graph=True`` records refers to the parameters as well, and no hook of a module's output
    precedes its nodes. So the units in it stay unsharded until the gradients of their parameters are computed, or until
    the parameters change. A gradient of a parameter cannot have a graph itself, because its reduction is outside of
