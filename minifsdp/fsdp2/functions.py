@@ -14,6 +14,7 @@ Spec: FS2-19, FS2-20, NEW-13, NEW-17.
 """
 
 import functools
+import types
 from typing import Any
 
 from torch import nn
@@ -85,18 +86,19 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         raise ValueError(message("no-such-method", type=type(module), method_name=method_name))
     method = getattr(module, method_name)
 
-    @functools.wraps(method)
-    def call_as_forward(*args: Any, **kwargs: Any) -> Any:
+    # The wrapped function of a method, so that its signature still begins with `self`.
+    @functools.wraps(getattr(method, "__func__", method))
+    def call_as_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         num_running = len(state.running)
         try:
-            args, kwargs = state.pre_forward(module, args, kwargs)
+            args, kwargs = state.pre_forward(self, args, kwargs)
             output = method(*args, **kwargs)
-            return state.post_forward(module, args, kwargs, output)
+            return state.post_forward(self, args, kwargs, output)
         except BaseException:
             state.fail_calls(num_running)
             raise
 
-    setattr(module, method_name, call_as_forward)
+    setattr(module, method_name, types.MethodType(call_as_forward, module))
 
 
 def share_comm_ctx(modules: list[Any]) -> None:

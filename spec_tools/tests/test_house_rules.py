@@ -57,7 +57,7 @@ BUDGETS = {
     # buffers and views of weights that share memory: 28. Memory formats of weights: 18.
     # State dicts of compiled models and of submodules: 18. Gradients of hidden states, and losses inside a forward: 27.
     # Memory that several streams of the user read, and dtypes that backends cannot send: 8.
-    "package": 6828,
+    "package": 6829,
     "core": 3289,
     # Messages of a new order have their own tags: 9 lines.
     TRANSPORT: 179,
