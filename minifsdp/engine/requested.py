@@ -68,7 +68,8 @@ class RequestedParameters:
 
     def watch_output(self, output: Any) -> Any:
         """Called after a recorded forward of the root; returns the output to pass to the caller."""
-        return _passed(self._watch, output) if isinstance(output, torch.Tensor | tuple | list | dict) else output
+        is_plain = isinstance(output, torch.Tensor | tuple | list | dict)
+        return _passed(self._watch, output, skips_used=True) if is_plain else output
 
     def _watch(self, output: torch.Tensor, is_used: bool) -> torch.Tensor:
         edge = get_gradient_edge(output)
@@ -116,14 +117,14 @@ def with_newest_node(unit: Unit, output: Any) -> Any:
     for tensor in [output] if isinstance(output, torch.Tensor) else tensors_in(output):
         if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() == next_number() - 1:
             return output
-    return _passed(lambda tensor, _: _with_node(tensor), output)
+    return _passed(lambda tensor, _: _with_node(tensor), output, skips_used=False)
 
 
-def _passed(pass_through: Callable[[torch.Tensor, bool], torch.Tensor], output: Any) -> Any:
+def _passed(pass_through: Callable[[torch.Tensor, bool], torch.Tensor], output: Any, *, skips_used: bool) -> Any:
     outputs = {id(tensor): tensor for tensor in tensors_in(output) if tensor.grad_fn is not None}
     # A view of another output must stay a view of it, because the caller may change one of them in place.
     edges = {key: get_gradient_edge(t)[:2] for key, t in outputs.items() if id(t._base) not in outputs}
-    used = _used_by_others(set(edges.values())) if len(edges) > 1 else set()
+    used = _used_by_others(set(edges.values())) if skips_used and len(edges) > 1 else set()
     passed = {key: pass_through(outputs[key], bool(used)) for key, edge in edges.items() if edge not in used}
     if all(id(tensor) == key for key, tensor in passed.items()):
         return output

@@ -60,6 +60,16 @@ class ListsPenalty(Block):
         return y
 
 
+class ListsPenaltyOfTwoOutputs(Block):
+    def forward(self, x: Tensor, penalties: list[Tensor] | None = None) -> Any:
+        assert penalties is not None
+        y = x + self.second(torch.tanh(self.first(x)))
+        # The caller only uses the first output, from which the second one is computed.
+        both = y, self.router(y)
+        penalties.append(self.second.weight.square().mean())
+        return both
+
+
 class GivesView(Block):
     def forward(self, x: Tensor) -> Any:
         return super().forward(x), self.router.weight.t()
@@ -128,7 +138,8 @@ class SumsPenalties(Net):
     def forward(self, x: Tensor) -> Any:
         penalties: list[Tensor] = []
         for block in self.blocks:
-            x = block(x, penalties)
+            output = block(x, penalties)
+            x = output[0] if isinstance(output, tuple) else output
         assert len(penalties) == len(self.blocks)
         return self.head(x) + sum(penalties)
 
