@@ -15,7 +15,7 @@ from spec_tools.mutants import record
 from spec_tools.mutants.catalogue import EVERY, MUTANTS
 from spec_tools.mutants.mutant import PACKAGE, Mutant, broken
 from spec_tools.mutants.runner import Result, files_of
-from spec_tools.tests.test_house_rules import MODULES, num_code_lines
+from spec_tools.size import size_of
 
 # Sections that are not about the package's code: recipes, their checkpoints after the failure of a rank, the kit for
 # GPUs, published measurements, pages, and the simulation, which has broken engines of its own, in
@@ -48,7 +48,7 @@ def test_each_mutant_applies_and_its_result_compiles() -> None:
 
 def test_mutants_are_spread_over_the_modules_by_their_size() -> None:
     found = Counter(broken(mutant).path.relative_to(PACKAGE).as_posix() for mutant in EVERY)
-    sizes = {module: num_code_lines(module) for module in MODULES}
+    sizes = {path.relative_to(PACKAGE).as_posix(): size_of([path]).statements for path in PACKAGE.rglob("*.py")}
     few = [module for module, size in sizes.items() if size > 60 and found[module] < max(1, size // 100)]
     many = [module for module, size in sizes.items() if found[module] > 1 + size // 20]
     assert (few, many) == ([], [])
