@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from minifsdp.engine.messages import rank_of_this_process
-from minifsdp.watchdog.report import Findings
+from minifsdp.watchdog.report import IDENTITY, Findings
 
 FOLDER = "MINIFSDP_LEDGER_DIR"
 
@@ -33,7 +33,7 @@ def write_report(found: Findings) -> str:
     text, folder = found.text(), os.environ.get(FOLDER)
     if folder == "off":
         return text
-    report = {"report": text, "states": found.states, "lines": found.lists, "diverging": found.diverging}
+    report = {"report": text, "states": found.states, "lines": found.lists, "diverging": found.diverging or found.other_units}
     # Two jobs without an ID, two starts of a job, and two reports of a process use different files.
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none").replace("/", "_")
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
@@ -64,7 +64,7 @@ def table_of(report: dict[str, Any], most: int) -> str:
             heads = "".join(f"rank {rank}".ljust(width) for rank in columns)
             text.append(f"group {group}, epoch {epoch}".ljust(24) + heads)
         there = [column.get((group, epoch, number)) for column in columns.values()]
-        mark = ">" if len({line[7] for line in there if line}) > 1 else " "
+        mark = ">" if len({tuple(line[IDENTITY:]) for line in there if line}) > 1 else " "
         cells = "".join((f"{line[3]} ({line[4]})" if line else "").ljust(width) for line in there)
         text.append(f"{number:>6}{mark:>16}  {cells}".rstrip())
     return "\n".join(text)

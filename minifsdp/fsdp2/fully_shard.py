@@ -221,7 +221,7 @@ def _make_unit(
     layout = PerParameterLayout(params, options)
     dtype = options.precision.reduces_in(layout.dtype)
     plans = [ReducePlan.mean(groups, dtype) for groups in dict.fromkeys(param.mesh_groups for param in params)]
-    unit = Unit(module, layout, plans, options.precision, UnitPolicy(reshard_after_forward=True)).counted()
+    unit = Unit(module, layout, plans, options.precision, UnitPolicy(reshard_after_forward=True))
     choose_reshard(unit, True if reshard is None else reshard)
     return unit
 

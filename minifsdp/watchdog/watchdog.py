@@ -199,7 +199,8 @@ class Watchdog:
             epoch, ranks = report.different_ranks(*position[:2], states)
             if len(ranks) > 1:
                 lists = channel.lists(ranks[: report.MOST_RANKS], LIMIT)
-                return report.Findings(states, lists, report.divergence(position[0].key, epoch, lists))
+                at = (position[0].key, epoch, lists)
+                return report.Findings(states, lists, report.divergence(*at), report.divergence(*at, report.OF_UNIT))
         return report.Findings(states, {channel.rank: report.lines_of_this_rank()})
 
     def _report_alone(self) -> str:
