@@ -62,9 +62,8 @@ _SYSTEM = Path("/proc")
 GONE = "The state of the other ranks is unknown: the host of the store, usually rank 0, has ended."
 SILENT = "The state of the other ranks is unknown: the store does not answer. Its host is stopped or out of reach."
 MOST_RANKS = 16  # lines of a report
-# Two ways in which a rank ends: without an exit record, and by the signal of a launcher.
-LOST = "without an exit record, usually by SIGKILL or a crash: its process no longer exists"
-ENDED_BY_LAUNCHER = "by SIGTERM"
+# Two ways in which a rank ends: without an exit record, and in order.
+LOST = "without an exit record, usually by a signal or a crash: its process no longer exists"
 IN_ORDER = "at the end of its program"
 
 
@@ -157,11 +156,10 @@ def divergence(key: str, epoch: int, lists: Mapping[int, list[Line]], what: int 
 def _of_rank(state: State | None) -> str:
     if state is None:
         return "no answer: it is stopped, has sharded no model, is blocked outside of Python, or its machine is lost"
-    if state["ended"] not in ("", ENDED_BY_LAUNCHER):
+    if state["ended"]:
         return f"has ended, {state['ended']}" + (f" ({state['place']})" if state["ended"].startswith("by ") else "")
     doing = f"waits for {state['waits']}" if state["waits"] else f"last sent: {state['last'] or 'nothing'}"
-    ending = "; got SIGTERM" if state["ended"] else ""
-    return f"{state['place']}, iteration {state['iteration']}; {doing}{ending}"
+    return f"{state['place']}, iteration {state['iteration']}; {doing}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
