@@ -192,7 +192,9 @@ class Findings(NamedTuple):
         lines = ["Where every rank is:", *said[:MOST_RANKS]]
         if len(said) > MOST_RANKS:
             lines.append(f"and {len(said) - MOST_RANKS} more")
-        if found := self.diverging or self.other_units:
+        # Other units at an earlier position are usually the cause.
+        both = filter(None, (self.diverging, self.other_units))
+        if found := min(both, key=lambda lines: next(iter(lines.values()))[2], default=None):
             key, _, number = next(iter(found.values()))[:3]
             group = key.partition("#")[0]
             lines.append(f"The ranks diverge at collective {number} of group {group} since its last comparison:")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event, Thread
@@ -236,12 +237,15 @@ def test_second_thread(layout: str) -> None:
 
 @pytest.mark.spec("AGREE-09", "LEDGER-12")
 def test_collective_of_a_destroyed_group() -> None:
-    log, group = CollectiveLog(), Event()
+    log, group, store = CollectiveLog(), Event(), Event()
     sequence = log.sequence_of(group, (0, 1))
+    sequence.store = weakref.ref(store)
     log.record(sequence, "all-gather", 8, None, (), None)
     log.fatal_error = "a collective was aborted"
+    del store
     log.clear()
     assert log.fatal_error == ""
+    assert not sequence.entries and not log.sequences
     with pytest.raises(RuntimeError, match="process group of this model was destroyed"):
         log.record(sequence, "all-gather", 8, None, (), None)
 
@@ -279,12 +283,11 @@ def test_a_rank_that_continues_while_the_others_answer_keeps_its_groups(
     of_rank: Any = SimpleNamespace(last_position=(sequence, 0, 0), waiting=object(), fatal_error="")
     monkeypatch.setattr(watchdog, "log", of_rank)
     monkeypatch.setattr(watchdog, "close", closed.append)
-    monkeypatch.setattr(watchdog, "write_report", lambda findings: "")
 
     def find(*_: Any) -> Any:
         if continues:
             of_rank.last_position = (sequence, 0, of_rank.last_position[2] + 1)
-        return SimpleNamespace(prove_a_hang=lambda *_, **options: True)
+        return SimpleNamespace(prove_a_hang=lambda *_, **options: True, text=lambda: "")
 
     channel = SimpleNamespace(ask=lambda: 1)
     rank: Any = SimpleNamespace(_patience=1.0, _answered=0, _answered_at=0.0, _channel=channel, _find=find)
@@ -308,7 +311,7 @@ def test_ranks_in_different_epochs_are_compared_in_the_epoch_of_the_last_rank() 
 @pytest.mark.spec("AGREE-11")
 def test_long_error(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[str] = []
-    of_rank: Any = SimpleNamespace(leave=ends.append, failed_at="")
+    of_rank: Any = SimpleNamespace(leave=ends.append, failed_at="", last=None)
     monkeypatch.setattr(sys, "last_value", ValueError("x" * 1_000_000), raising=False)
     monkeypatch.setattr(sys, "last_traceback", None, raising=False)
     process._leave_exit_record(of_rank)
