@@ -71,24 +71,28 @@ class Loose:
         return [parameter for unit in self.units for parameter in unit.parameters()]
 
 
-def two(api: Api, *names: str, added: str = "", make: Callable[[], Any] = layer) -> Any:
+def two(api: Api, *names: str, added: str = "", make: Callable[[], Any] = layer, **options: Any) -> Any:
     """A model with a unit for each name. The names in ``added`` give another order of construction."""
-    units = {name: api.unit(make()) for name in names}
+    units = {name: api.unit(make(), **options) for name in names}
     return Model(list(names), **{name: units[name] for name in added or names})
 
 
 def another_model_before(api: Api) -> Any:
     api.unit(two(api, "a", "b"))
-    return api.unit(two(api, "a", "b"))
+    return two(api, "a", "b")
+
+
+def two_roots(api: Api) -> Any:
+    return Loose(*(api.unit(layer(), strategy=SHARD_GRAD_OP) for _ in range(2)))
 
 
 CASES: dict[str, tuple[Callable[[Api], Any], Callable[[Api], Any]]] = {
     "other names": (lambda api: two(api, "a", "b"), lambda api: two(api, "x", "y")),
     "other names of parameters": (lambda api: two(api, "a", "b"), lambda api: two(api, "a", "b", make=Bias)),
-    "one more level": (lambda api: two(api, "a", "b"), lambda api: Model(["inner"], inner=two(api, "a", "b"))),
+    "one more level": (lambda api: two(api, "a", "b"), lambda api: nn.Sequential(two(api, "a", "b"))),
     "another order of construction": (lambda api: two(api, "a", "b"), lambda api: two(api, "a", "b", added="ba")),
     "another model before": (lambda api: two(api, "a", "b"), another_model_before),
-    "two roots instead of one": (lambda api: two(api, "a", "b"), lambda api: Loose(api.unit(layer()), api.unit(layer()))),
+    "two roots instead of one": (lambda api: two(api, "a", "b", strategy=SHARD_GRAD_OP), two_roots),
 }
 
 
@@ -98,7 +102,7 @@ CASES: dict[str, tuple[Callable[[Api], Any], Callable[[Api], Any]]] = {
 @ranks(2)
 def test_a_job_whose_names_differ_is_not_ended(api: Api, name: str) -> None:
     model = CASES[name][dist.get_rank()](api)
-    if isinstance(model, Model):
+    if isinstance(model, nn.Module):
         model = api.unit(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []

@@ -72,7 +72,7 @@ OF_GLOO = re.compile(r"[Tt]imed out|[Tt]imeout|Connection (closed|reset)|gloo|Br
 # Errors for ranks that have made different calls; their state is unknown afterwards. Other errors leave the state
 # unchanged.
 PARTED = re.compile(
-    r"E-(about-to-part|collective-failed|different-order|missing-ranks|order-differs|state-dict-refused|waits-in-vain)"
+    r"E-(about-to-part|collective-failed|missing-ranks|order-differs|state-dict-refused|waits-in-vain)"
 )
 # Python's own message, which names the function.
 PYTHONS = re.compile(r"\(\) got an unexpected keyword argument")

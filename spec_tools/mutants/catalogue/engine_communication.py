@@ -166,6 +166,12 @@ MUTANTS = [
         always("RankChecks.compare", "$sequence in self._used"),
     ),
     Mutant(
+        "equal-units-are-one-unit",
+        "ORDER-01",
+        "Ranks can run equal units in different order without a warning.",
+        never("RankChecks.read_now", "$has_other_units and not self._has_warned_of_units"),
+    ),
+    Mutant(
         "uneven-steps-without-a-warning",
         "ORDER-13",
         "no_sync() on one rank of a model that stays unsharded causes no warning.",
