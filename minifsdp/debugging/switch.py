@@ -49,12 +49,12 @@ from minifsdp.engine.rank_checks import RankChecks
 def check_order() -> Iterator[None]:
     """The check ``order``: an error instead of a warning if the ranks use different units of equal sizes.
 
-    By default, a backward raises an error if kinds, sizes or dtypes of its collectives differ between the ranks, and only
+    By default, a backward raises an error if kinds, sizes or dtypes of its collectives differ between ranks. It only
     warns if the numbers of their units differ (``engine/rank_checks.py``), because ranks may build the same unit in
     different models. With this check, both raise the same error. Use it if all ranks build equal models.
 
     Worked example, two ranks, units ``a`` and ``b`` of equal sizes; rank 0 runs ``a b``, and rank 1 runs ``b a``. Then
-    the backward of both ranks raises an error that contains "rank 0: all-gather of 'a'" and "rank 1: all-gather of 'b'".
+    the backward of both ranks raises an error with "rank 0: all-gather of 'a'" and "rank 1: all-gather of 'b'".
 
     Cost: none.
     """

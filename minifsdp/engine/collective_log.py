@@ -19,7 +19,7 @@ names, nor the line in the program.
 Worked example, two ranks in group ``0``::
 
     rank 0      0: all-gather of 40 bytes      1: all-gather of 80 bytes      hash 5f1d...
-    rank 1      0: all-gather of 40 bytes      1: all-gather of 96 bytes      hash 90ab...     they diverge at position 1
+    rank 1      0: all-gather of 40 bytes      1: all-gather of 96 bytes      hash 90ab...     differ at position 1
 
 Cost: one Python call for each collective. The log keeps the last 2,048 entries, about one megabyte.
 
@@ -42,6 +42,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from minifsdp.engine.messages import NOT_THE_PROGRAM, message, way_out_of_main_thread
+
+MOST_ENTRIES: int | None = 2048  # in each sequence
 
 
 class UnitName(str):
@@ -89,7 +91,7 @@ class CollectiveSequence:
 
     def __init__(self, key: str, ranks: tuple[int, ...], process_group: Any) -> None:
         self.key, self.ranks, self.process_group = key, ranks, weakref.ref(process_group)
-        self.entries: deque[tuple[Any, ...]] = deque(maxlen=2048)
+        self.entries: deque[tuple[Any, ...]] = deque(maxlen=MOST_ENTRIES)
         self.epoch = self.number = self.digest = self.of_units = 0
         self.last_epoch = (-1, 0, 0, 0)
         self.transport: Any = None
@@ -215,7 +217,7 @@ class CollectiveLog:
     def record(
         self, sequence: CollectiveSequence, kind: str, num_bytes: int, unit: str | None, parts: Parts, dtype: Any
     ) -> tuple[Position, int]:
-        """Adds a collective, which the caller issues next. Returns its position, and a hash of its kind, size and dtype.
+        """Adds a collective, which the caller issues next. Returns its position, and a hash of kind, size and dtype.
 
         Args:
             sequence, kind, num_bytes, unit, parts: as in `Entry`; ``unit`` is empty for the outermost module's unit.

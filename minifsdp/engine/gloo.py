@@ -57,7 +57,6 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
-from zlib import crc32
 
 import torch
 import torch.distributed as dist

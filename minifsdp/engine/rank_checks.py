@@ -76,9 +76,7 @@ class RankChecks:
     unread: ClassVar[list[RankChecks]] = []
     in_backward: ClassVar[dict[int, weakref.WeakSet[RankChecks]]] = {}
 
-    def __init__(
-        self, meshes: Sequence[MeshGroups], comm_streams: CommStreams, used: set[CollectiveSequence]
-    ) -> None:
+    def __init__(self, meshes: Sequence[MeshGroups], comm_streams: CommStreams, used: set[CollectiveSequence]) -> None:
         self._comm_streams, self._used = comm_streams, used
         groups = [mesh.shard for mesh in meshes] + [mesh.replicate for mesh in meshes]
         self._groups = {group.sequence: group for group in groups if group is not None}

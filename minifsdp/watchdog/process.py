@@ -1,12 +1,13 @@
 """Starts and ends the watchdog, and handles the end of the process.
 
 1. *It starts* when a model is sharded over a process group that has other ranks and a store that reaches them.
-2. *It ends* when the default process group is destroyed. The thread and its store connection are closed, the exit handler
-   is removed, and the collective log is cleared. The next default group gets a new watchdog. Threads of gloo get a moment
-   to release tensors (`_let_threads_finish`).
+2. *It ends* when the default process group is destroyed. The thread and its store connection are closed, the exit
+   handler is removed, and the collective log is cleared. The next default group gets a new watchdog. Threads of gloo
+   get a moment to release tensors (`_let_threads_finish`).
 3. *The program ends* while the group exists. The exit handler publishes the reason, which may be an exception. If the
    exception is of a collective that this package did not issue, the report about the other ranks is printed. If the
-   exception contains a report, the report is also written to a file. An exception that the program catches leaves no file.
+   exception contains a report, the report is also written to a file. An exception that the program catches leaves no
+   file.
 
 While the group exists, the process has one more thread, which ``threading`` does not list, one more connection to the
 store, and one exit handler. A forked process has no watchdog.

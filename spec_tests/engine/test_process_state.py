@@ -29,8 +29,8 @@ pytestmark = [pytest.mark.cpu, pytest.mark.pure]
 # `state_of_process` lists threads, signal handlers, the wake-up descriptor, exit handlers, the environment, files in
 # the current and the temporary folder, hooks of Python and of torch, and functions and classes of torch.
 HOOKS = ["exit handlers", "torch.optim.optimizer._global_optimizer_pre_hooks"]
-# Moment: what has changed, the number of further threads of the operating system, and of further descriptors. The thread
-# waits for questions of other ranks, on a connection of its own to the store.
+# Moment: what has changed, the number of further threads of the operating system, and of further descriptors. The
+# thread waits for questions of other ranks, on a connection of its own to the store.
 TABLE: dict[str, tuple[list[str], int, int]] = {
     "before": ([], 0, 0),
     "while the group lives": (HOOKS, 1, 1),

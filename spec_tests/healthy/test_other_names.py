@@ -128,7 +128,11 @@ def test_a_part_of_a_model_on_one_rank_is_the_whole_model_on_another(api: Api) -
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     a = api.unit(layer(), strategy=SHARD_GRAD_OP)
     if dist.get_rank() == 0:
-        own = {"process_group": alone} if api.name != "fully_shard" else {"mesh": DeviceMesh.from_group(alone, device().type)}
+        own = (
+            {"process_group": alone}
+            if api.name != "fully_shard"
+            else {"mesh": DeviceMesh.from_group(alone, device().type)}
+        )
         model = Model(["a", "b"], a=a, b=api.unit(layer(), strategy=SHARD_GRAD_OP, **own))
     for which in "abaab":
         x = torch.ones(2, WIDTH, device=device())

@@ -16,7 +16,6 @@ import pytest
 from minifsdp.watchdog.report import LOST
 from spec_tests.harness import pool
 from spec_tests.harness.programs import run_module
-from spec_tests.waiting import comes_true
 from spec_tools.faults import __main__ as matrix
 from spec_tools.faults import cells, restarts
 from spec_tools.faults.cells import (

@@ -31,7 +31,11 @@ MUTANTS = [
         "a-rank-ends-the-groups-of-others",
         "LEDGER-19",
         "If ranks are threads, the first one that destroys its groups ends the groups of the others.",
-        replace("CollectiveLog.record", "$sequence.store() is None", "not all(o.store() for o in [*self.sequences.values()])"),
+        replace(
+            "CollectiveLog.record",
+            "$sequence.store() is None",
+            "not all(o.store() for o in [*self.sequences.values()])",
+        ),
     ),
     # --- engine/collectives.py ---
     Mutant(
