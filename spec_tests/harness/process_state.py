@@ -77,7 +77,8 @@ def state_of_process() -> dict[str, Any]:
         "exit handlers": list(exit_handlers),
         "threads": sorted(thread.name for thread in threading.enumerate()),
         "environment": dict(os.environ),
-        "files": sorted(os.listdir(os.getcwd()) + os.listdir(tempfile.gettempdir())),
+        # Other programs use the folder for temporary files as well.
+        "files": [name for name in os.listdir(tempfile.gettempdir()) if "minifsdp" in name],
         "hooks of the import system": (list(sys.meta_path), list(sys.path_hooks)),
         "attributes of nn.Module": {name: id(value) for name, value in vars(nn.Module).items()},
     }
