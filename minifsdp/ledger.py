@@ -1,4 +1,4 @@
-"""Report files: the watchdog writes a file when a collective has failed. ``python -m minifsdp.ledger FILE`` prints it.
+"""Report files: a process that ends by a failed collective writes a file. ``python -m minifsdp.ledger FILE`` prints it.
 
 The command prints the state of every rank, and below it the last collectives of the group, with one column for each
 rank and one line for each position. ``>`` marks the lines in which the ranks differ::
@@ -20,20 +20,25 @@ from pathlib import Path
 from typing import Any
 
 from minifsdp.engine.messages import rank_of_this_process
-from minifsdp.watchdog.report import Findings
+from minifsdp.watchdog.report import IDENTITY, Findings
 
 FOLDER = "MINIFSDP_LEDGER_DIR"
 
 
 def write_report(found: Findings) -> str:
-    """Writes the report to a new file, in `FOLDER` or in a new folder. Returns its text; the last line names the file.
+    """Writes the report to a new file, in `FOLDER` or in a new folder. Returns a line that names the file.
 
     Only this user can read the file, because texts of exceptions may contain secrets.
     """
-    text, folder = found.text(), os.environ.get(FOLDER)
+    folder = os.environ.get(FOLDER)
     if folder == "off":
-        return text
-    report = {"report": text, "states": found.states, "lines": found.lists, "diverging": found.diverging}
+        return ""
+    report = {
+        "report": found.text(),
+        "states": found.states,
+        "lines": found.lists,
+        "diverging": found.diverging or found.other_units,
+    }
     # Two jobs without an ID, two starts of a job, and two reports of a process use different files.
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none").replace("/", "_")
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
@@ -43,8 +48,8 @@ def write_report(found: Findings) -> str:
         with tempfile.NamedTemporaryFile("w", dir=folder, prefix=prefix, suffix=".json", delete=False) as file:
             json.dump(report, file)
     except OSError as error:
-        return f"{text}\n(could not be written to a file: {error})"
-    return f"{text}\nTo draw it: python -m minifsdp.ledger {file.name}"
+        return f"(the report could not be written to a file: {error})"
+    return f"To draw the report: python -m minifsdp.ledger {file.name}"
 
 
 def table_of(report: dict[str, Any], most: int) -> str:
@@ -64,7 +69,7 @@ def table_of(report: dict[str, Any], most: int) -> str:
             heads = "".join(f"rank {rank}".ljust(width) for rank in columns)
             text.append(f"group {group}, epoch {epoch}".ljust(24) + heads)
         there = [column.get((group, epoch, number)) for column in columns.values()]
-        mark = ">" if len({line[7] for line in there if line}) > 1 else " "
+        mark = ">" if len({tuple(line[IDENTITY:]) for line in there if line}) > 1 else " "
         cells = "".join((f"{line[3]} ({line[4]})" if line else "").ljust(width) for line in there)
         text.append(f"{number:>6}{mark:>16}  {cells}".rstrip())
     return "\n".join(text)

@@ -41,7 +41,6 @@ from minifsdp.engine.collective_log import log
 from minifsdp.engine.mesh import Group, MeshGroups, exists
 from minifsdp.engine.messages import message, rank_of_this_process, some
 from minifsdp.engine.precision import move
-from minifsdp.engine.unit import Unit
 
 T = TypeVar("T")
 # A state dict of another model can have a problem in every key, on a thousand ranks.
@@ -143,9 +142,7 @@ def shard_of_first_rank(mesh: MeshGroups, bucket: torch.Tensor | None, mine: tor
     return mine
 
 
-def monitored_barrier(
-    groups: Sequence[Group], call: str, *, has_facts: bool = False, how: str = "", unit: Unit | None = None
-) -> list[Group]:
+def monitored_barrier(groups: Sequence[Group], call: str, *, has_facts: bool = False, how: str = "") -> list[Group]:
     """Waits until every rank of the groups has made the same call. All of them must call it.
 
     Args:
@@ -153,8 +150,6 @@ def monitored_barrier(
         call: the name of the call, for the message and for the keys in the store.
         has_facts: whether this rank has a fact to send. This is rare, so ranks exchange facts only if it is set.
         how: options of the call that must be equal on all ranks, as text.
-        unit: a unit of the model, if the call sends values. Raises an error if the ranks pass units of different models
-            that the group has used before.
 
     Returns:
         The groups in which any rank has set ``has_facts``; all ranks of a group return the same.
@@ -164,8 +159,7 @@ def monitored_barrier(
             Also raised if the ranks have issued different collectives before, or have different options.
     """
     rank_checks.read_all()
-    numbers = {} if unit is None else {group: group.sequence.number_of(unit.root_id) for group in groups}
-    return [group for group in groups if _any_has_facts(group, call, has_facts, how + numbers.get(group, ""))]
+    return [group for group in groups if _any_has_facts(group, call, has_facts, how)]
 
 
 def _any_has_facts(group: Group, call: str, has_facts: bool, how: str) -> bool:
@@ -190,16 +184,16 @@ def _wait_for_all(group: Group, call: str, has_facts: bool, how: str) -> bool:
         # Only the last rank reads what all ranks have written.
         texts = sorted({text.decode() for text in store.multi_get([f"{key}/{index}" for index in range(group.size)])})
         store.set(f"{key}/complete", f"{texts[0]} on one rank, {texts[-1]} on another" if len(texts) > 1 else "")
-    begun, limit, (position, hash_before) = time.monotonic(), _time_limit(group), sequence.mark()
+    begun, limit, before = time.monotonic(), _time_limit(group), sequence.now
     try:
         # Recorded in the collective log, so that reports of other ranks show what this rank waits for.
         collectives.Collective("barrier", group, [], _wait, store, f"{key}/complete", limit, checks_size=False)
     except TimeoutError as error:
         seconds = min(time.monotonic() - begun, limit.total_seconds())
-        ranks, report = list(group.ranks), log.diagnosis(position)
+        ranks, report = list(group.ranks), log.diagnosis((sequence, *before[:2]))
         missing = [rank for index, rank in enumerate(ranks) if not store.check([f"{key}/{index}"])]
         # Undo this call in the store and in the log, so that all ranks can call again and their logs still match.
-        log.undo(position, hash_before)
+        sequence.undo(before)
         store.add(arrived, -1)
         store.delete_key(f"{key}/{group.rank}")
         raise RuntimeError(
@@ -207,7 +201,7 @@ def _wait_for_all(group: Group, call: str, has_facts: bool, how: str) -> bool:
         ) from error
     store.delete_key(f"{key}/{group.rank}")
     if differs := store.get(f"{key}/complete").decode():
-        report = log.diagnosis(position)
+        report = log.diagnosis((sequence, *before[:2]))
         sequence.begin_epoch()
         raise RuntimeError(message("call-differs", call=call, differs=differs, report=report))
     for mark in ("complete", "facts") if group.rank == 0 and number else ():

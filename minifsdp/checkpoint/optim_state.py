@@ -77,7 +77,7 @@ def save(
     """
     names = ParameterNames(model)
     groups = agreement.groups_of(unit.mesh for unit in names.units)
-    agreement.monitored_barrier(groups, "optim_state_dict()", unit=names.units[0].unit if names.units else None)
+    agreement.monitored_barrier(groups, "optim_state_dict()")
     keys, problems = _parameters_by_key(names, optimizer, given)
     states = {keys[key]: entries for key, entries in given["state"].items() if key in keys}
     by_unit, differences = _facts_of_all_ranks(names, states)

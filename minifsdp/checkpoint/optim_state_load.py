@@ -90,9 +90,7 @@ def load(target: Target, given: Any, *, communicates: bool = True) -> dict[str, 
     if not names.units:
         raise ValueError(message("optimizer-without-fsdp", type=type(target.model).__name__))
     groups = agreement.groups_of(unit.mesh for unit in names.units) if communicates else []
-    # Each rank reads a full dict of its own, in any order of the models.
-    sends = names.units[0].unit if first_only or target.form.is_sharded else None
-    agreement.monitored_barrier(groups, "optim_state_dict_to_load()", unit=sends)
+    agreement.monitored_barrier(groups, "optim_state_dict_to_load()")
     mesh = names.units[0].mesh
     # An empty dict fits any optimizer.
     source = given if not first_only or mesh.is_first else {"state": {}}

@@ -113,8 +113,7 @@ def agree(wrapper: Wrapper, meshes: Iterable[MeshGroups], *, saves: bool) -> Non
     ]
     # Ranks may have different numbers of units over other groups.
     how = " ".join(sorted({state_of(inner).form.type.name for inner in wrappers}))
-    unit = next((w._unit for w in wrappers if w._unit is not None and (saves or state_of(w).form.is_sharded)), None)
-    groups = agreement.monitored_barrier(agreement.groups_of(meshes), call, has_facts=any(mine), how=how, unit=unit)
+    groups = agreement.monitored_barrier(agreement.groups_of(meshes), call, has_facts=any(mine), how=how)
     reported = agreement.exchange(groups, mine)
     for number, inner in enumerate(wrappers):
         group = inner._mesh.shard

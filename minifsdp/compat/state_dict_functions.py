@@ -208,11 +208,11 @@ def set_optimizer_state_dict(
 
 
 def _agree(model: nn.Module, call: str, *, sends: bool) -> None:
-    """Refuses a call that sends values, if the ranks make it for different models."""
+    """Refuses a call that sends values, if the ranks issued different collectives before it."""
     found = [state.unit for _, state in states_in(model)] + [w._unit for w in Wrapper.fsdp_modules(model)]
     units = [unit for unit in found if sends and unit is not None]
     if units:
-        agreement.monitored_barrier(agreement.groups_of(unit.plan.mesh for unit in units), call, unit=units[0])
+        agreement.monitored_barrier(agreement.groups_of(unit.plan.mesh for unit in units), call)
 
 
 def _listed(optimizers: Optimizers) -> list[Optimizer]:

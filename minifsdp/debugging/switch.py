@@ -12,7 +12,7 @@ check       finds                                                          descr
 ==========  =============================================================  ==============
 weights     initial weights that differ between ranks                      ``weights.py``
 values      the first values that are not finite                           ``values.py``
-order       ranks that all-gather different units, in any iteration        `check_order`
+order       ranks that use different units in a backward                   `check_order`
 meta        values that were not set after a model was on the meta device  ``unset.py``
 memory      reads of unsharded parameters whose memory is freed            ``freed.py``
 ==========  =============================================================  ==============
@@ -47,23 +47,22 @@ from minifsdp.engine.rank_checks import RankChecks
 
 @contextmanager
 def check_order() -> Iterator[None]:
-    """The check ``order``: compares every all-gather of a forward inside the block.
+    """The check ``order``: an error instead of a warning if the ranks use different units of equal sizes.
 
-    By default, ranks compare their all-gathers only before the first all-gather of each unit, to save time
-    (``engine/rank_checks.py``). If the order differs only in a later iteration, for instance because a batch has an
-    image or an expert got no tokens, this is not detected. Two units of equal size then get each other's weights. With
-    this check, every all-gather of a forward is compared first, and a difference raises an error with both names.
+    By default, a backward raises an error if kinds, sizes or dtypes of its collectives differ between ranks. It only
+    warns if the numbers of their units differ (``engine/rank_checks.py``), because ranks may build the same unit in
+    different models. With this check, both raise the same error. Use it if all ranks build equal models.
 
-    Worked example, two ranks, units ``a`` and ``b``; both ranks run ``a b`` in the first iteration, and rank 1 runs
-    ``b a`` in the second. Then both ranks raise an error that contains "rank 0: 'a', rank 1: 'b'".
+    Worked example, two ranks, units ``a`` and ``b`` of equal sizes; rank 0 runs ``a b``, and rank 1 runs ``b a``. Then
+    the backward of both ranks raises an error with "rank 0: all-gather of 'a'" and "rank 1: all-gather of 'b'".
 
-    Cost: one small collective for each unit and forward, and a wait for it.
+    Cost: none.
     """
-    RankChecks.always = True
+    RankChecks.is_strict = True
     try:
         yield
     finally:
-        RankChecks.always = False
+        RankChecks.is_strict = False
 
 
 CHECKS: dict[str, Callable[[], AbstractContextManager[None]]] = {

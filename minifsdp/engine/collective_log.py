@@ -11,14 +11,15 @@ the collectives of all ranks finds both. So ``collectives.py`` calls `Collective
 3. *Epoch.* The ranks compare their hashes at the end of each backward (``rank_checks.py``) and then start a new epoch.
    A position is an epoch and a number in it. Ranks in different epochs are not compared.
 
-The ranks compare the `identity` of each collective: kind, number of bytes, dtype, and unit. The unit is identified by
-its parameters' shapes and names (see `Unit.named`), and by the number of its root in this group. The ranks never
-compare the line in the program, because correct ranks may issue the same collective from different lines.
+The ranks compare the `identity` of each collective: kind, number of bytes, dtype, and the numbers of the reduced
+parameters. All ranks of a correct collective have these in common. A second hash contains the number of each unit in
+its root. It only leads to a warning, because a rank may build the same unit in another root. The ranks never compare
+names, nor the line in the program.
 
-Worked example, two ranks in group ``0``, each with one unit that the other rank does not have::
+Worked example, two ranks in group ``0``::
 
-    rank 0      0: all-gather a      1: all-gather b      hash 5f1d...
-    rank 1      0: all-gather a      1: all-gather c      hash 90ab...     the ranks diverge at position 1
+    rank 0      0: all-gather of 40 bytes      1: all-gather of 80 bytes      hash 5f1d...
+    rank 1      0: all-gather of 40 bytes      1: all-gather of 96 bytes      hash 90ab...     differ at position 1
 
 Cost: one Python call for each collective. The log keeps the last 2,048 entries, about one megabyte.
 
@@ -29,75 +30,46 @@ Spec: LEDGER-01, LEDGER-02, LEDGER-19, ORDER-01, ORDER-11.
 
 from __future__ import annotations
 
-import itertools
 import sys
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from hashlib import blake2b
 from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 from zlib import crc32
 
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
 from minifsdp.engine.messages import NOT_THE_PROGRAM, message, way_out_of_main_thread
 
-# Name components that wrappers add and that do not identify a parameter.
-_OF_WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "module"}
-_tree_numbers = itertools.count()
-
-
-class RootId:
-    """The units of one root, for the log.
-
-    Attributes:
-        number: number of this root in this process.
-        used: the sequences in which these units issued a collective since the last backward began.
-    """
-
-    def __init__(self) -> None:
-        self.number, self.used = next(_tree_numbers), set[CollectiveSequence]()
+MOST_ENTRIES: int | None = 2048  # in each sequence
 
 
 class UnitName(str):
-    """The full name of a unit, and how the ranks identify it.
+    """The full name of a unit inside its root, with the facts that the log needs.
 
     Args:
         name: full name of the unit's module inside the root.
-        digest: hash of the unit's number among equal units, and of the shapes and names of the parameters, without
-            indices and without the components that wrappers add.
-        root_id: the units of the same root.
-        facts: returns the properties of the unit that are equal on all ranks, as text.
-        built: a key that equal units have in common, and the number of equal units that this process constructed
-            earlier, see `CollectiveSequence.count_unit`.
+        number: the number of the unit among the units of its root with the same ranks.
+        used: the sequences in which units of this root issued a collective since the last backward began.
 
     Attributes:
-        identities: the identity of the unit in each sequence. Cleared if the facts change.
-        digest, root_id, facts, built: as given.
+        number, used: as given.
     """
 
-    digest: int
-    root_id: RootId
-    identities: dict[CollectiveSequence, int]
-    facts: Callable[[], list[str]]
-    built: tuple[int, int]
+    number: int
+    used: set[CollectiveSequence]
 
-    def __new__(
-        cls, name: str, digest: int, root_id: RootId, facts: Callable[[], list[str]], built: tuple[int, int]
-    ) -> UnitName:
+    def __new__(cls, name: str, number: int, used: set[CollectiveSequence]) -> UnitName:
         """Adds the attributes to an ordinary string."""
         made = super().__new__(cls, name)
-        made.digest, made.root_id, made.facts, made.built, made.identities = digest, root_id, facts, built, {}
+        made.number, made.used = number, used
         return made
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         """Makes a copy an ordinary string, because the copy does not belong to a root of this process."""
         return str, (str(self),)
-
-
-def clean_path(path: str) -> str:
-    """A path without the components that can be different on each rank: indices, and names from wrappers."""
-    return ".".join(part for part in path.split(".") if not (part.isdigit() or part in _OF_WRAPPERS))
 
 
 class CollectiveSequence:
@@ -109,85 +81,44 @@ class CollectiveSequence:
         process_group: the group, referenced weakly, because it is the key of this sequence in the log.
 
     Attributes:
+        entries: the last collectives, as plain tuples of the fields of `Entry`, which the garbage collector ignores.
+        store: a weak reference to the store of the default process group.
         epoch, number: number of comparisons so far, and of collectives issued since the last one.
-        hash: hash of these collectives.
-        last_epoch: epoch, number and digest of the previous epoch.
+        digest, of_units: hashes of these collectives, and of the numbers of their units.
+        last_epoch: epoch, number and hashes of the previous epoch.
         transport, device: the transport between CPUs, and the accelerator of the group's last model; or ``None``.
-        agreed: identities of the units that all ranks agreed to all-gather (``rank_checks.py``).
-        num_disagreements: how often they did not agree.
     """
 
     def __init__(self, key: str, ranks: tuple[int, ...], process_group: Any) -> None:
         self.key, self.ranks, self.process_group = key, ranks, weakref.ref(process_group)
-        self.epoch, self.number = 0, 0
-        self.hash: Any = blake2b(digest_size=7)
-        self.last_epoch = (-1, 0, self.digest)
+        self.entries: deque[tuple[Any, ...]] = deque(maxlen=MOST_ENTRIES)
+        self.epoch = self.number = self.digest = self.of_units = 0
+        self.last_epoch = (-1, 0, 0, 0)
         self.transport: Any = None
         self.device: Any = None
-        self.agreed, self.num_disagreements = set[int](), 0
-        self._root_numbers: dict[int, int] = {}
-        self._built = Counter[int]()
+        # Only torch.distributed references the store, until the default group, and with it all groups, is destroyed.
+        self.store = weakref.ref(c10d._get_default_store() if dist.is_initialized() else process_group)
+
+    @property
+    def now(self) -> tuple[int, int, int, int]:
+        """Epoch, number and hashes."""
+        return self.epoch, self.number, self.digest, self.of_units
 
     def begin_epoch(self) -> None:
         """Starts a new epoch, at the same position on all ranks."""
-        self.last_epoch = (self.epoch, self.number, self.digest)
-        self.epoch, self.number, self.hash = self.epoch + 1, 0, blake2b(digest_size=7)
+        self.last_epoch = self.now
+        self.epoch += 1
+        self.number = self.digest = self.of_units = 0
+
+    def undo(self, before: tuple[int, int, int, int]) -> None:
+        """Removes the last entry, which no other rank has. Pass the earlier value of `now`."""
+        _, self.number, self.digest, self.of_units = before
+        self.entries.pop()
 
     def forget_sizes(self) -> None:
         """Forgets the sizes that the ranks have compared. All ranks call it after a mismatch."""
         if self.transport is not None:
             self.transport.forget_sizes()
-
-    def mark(self) -> tuple[Position, Any]:
-        """The position of the next collective, and a copy of the hash, for `CollectiveLog.undo`."""
-        return (self, self.epoch, self.number), self.hash.copy()
-
-    def identity_of(self, unit: UnitName) -> int:
-        """Identifies a unit on this group: its parameters, and the number of its root among the roots that used it."""
-        number = self._root_numbers.setdefault(unit.root_id.number, len(self._root_numbers))
-        unit.identities[self] = identity = crc32(f"{number} {unit.facts()}".encode(), unit.digest)
-        return identity
-
-    def number_of(self, root_id: RootId) -> str:
-        """The number of a root among the roots that used this group, as text; empty before its first collective."""
-        number = self._root_numbers.get(root_id.number)
-        return "" if number is None else f" model number {number + 1} in the order of first use"
-
-    def count_unit(self, key: int) -> tuple[int, int]:
-        """Counts a unit that was constructed over this group. Returns ``key`` and the number of earlier equal units.
-
-        Args:
-            key: hash of the parameters; the same for equal units.
-        """
-        self._built[key] += 1
-        return key, self._built[key] - 1
-
-    def question_about(self, unit: UnitName) -> int:
-        """The identity of a unit (32 bits), its number among equal units, and how many of these there are."""
-        key, number = unit.built
-        return self.identity_of(unit) | number % 2**15 << 32 | self._built[key] % 2**15 << 47
-
-    @staticmethod
-    def agree(questions: Sequence[int]) -> bool:
-        """Whether all ranks refer to the same unit.
-
-        If the ranks constructed different numbers of equal units, the order of construction proves nothing.
-        """
-        numbers = {question >> 32 & 0x7FFF for question in questions}
-        totals = {question >> 47 for question in questions}
-        return len({question & 0xFFFFFFFF for question in questions}) == 1 and (len(numbers) == 1 or len(totals) > 1)
-
-    @property
-    def digest(self) -> int:
-        """The hash of this epoch's order, 56 bits."""
-        return int.from_bytes(self.hash.digest(), "big")
-
-
-class _DestroyedGroup:
-    """Replaces the hash of a sequence, and refuses collectives of a process group that was destroyed."""
-
-    def update(self, _: bytes) -> None:
-        raise RuntimeError(message("destroyed-group"))
 
 
 Position = tuple[CollectiveSequence, int, int]  # a sequence, an epoch, and a number in it
@@ -202,7 +133,8 @@ class Entry(NamedTuple):
         unit, parts: the unit, or ``None``, and the numbers of its parameters that have a gradient.
         num_bytes: the size of the input or of the output, whichever is larger.
         iteration: the iteration of this rank.
-        identity: the value that the ranks compare.
+        identity, of_unit: the values that the ranks compare: a hash of what all ranks have in common, and the number of
+            the unit in its root, -1 without a root.
         group, epoch, number: its position: the key of the group's sequence, the epoch, and the number in it.
         inside: the function that the program called; ``None`` if unknown.
         code, line: innermost line of the program; ``None`` in a thread that the program did not start.
@@ -214,6 +146,7 @@ class Entry(NamedTuple):
     num_bytes: int
     iteration: int
     identity: int
+    of_unit: int
     group: str
     epoch: int
     number: int
@@ -247,7 +180,6 @@ class CollectiveLog:
     """The collectives of this process. There is one log, `log`. The watchdog thread reads it.
 
     Attributes:
-        entries: the last collectives, as plain tuples of the fields of `Entry`, which the garbage collector ignores.
         sequences: the sequence of each process group.
         iteration: number of outermost forwards on this rank.
         num_steps: number of optimizer steps.
@@ -261,7 +193,6 @@ class CollectiveLog:
     """
 
     def __init__(self) -> None:
-        self.entries: deque[tuple[Any, ...]] = deque(maxlen=2048)
         self.sequences: weakref.WeakKeyDictionary[Any, CollectiveSequence] = weakref.WeakKeyDictionary()
         self.iteration = self.num_steps = 0
         self.waiting: Any = None
@@ -285,20 +216,27 @@ class CollectiveLog:
 
     def record(
         self, sequence: CollectiveSequence, kind: str, num_bytes: int, unit: str | None, parts: Parts, dtype: Any
-    ) -> tuple[Position, bytes]:
-        """Adds a collective, which the caller issues next. Returns its position and its identity.
+    ) -> tuple[Position, int]:
+        """Adds a collective, which the caller issues next. Returns its position, and a hash of kind, size and dtype.
 
         Args:
             sequence, kind, num_bytes, unit, parts: as in `Entry`; ``unit`` is empty for the outermost module's unit.
             dtype: dtype of the elements, if known.
+
+        Raises:
+            RuntimeError: if the process group was destroyed.
         """
-        of_unit: Any = unit
+        if sequence.store() is None:
+            raise RuntimeError(message("destroyed-group"))
+        of_unit = -1
         if isinstance(unit, UnitName):
-            unit.root_id.used.add(sequence)
-            of_unit = unit.identities.get(sequence) or sequence.identity_of(unit)
-            unit = str(unit)
-        identity = f"{kind} {num_bytes} {dtype} {of_unit} {parts};".encode()
-        sequence.hash.update(identity)
+            unit.used.add(sequence)
+            of_unit, unit = unit.number, str(unit)
+        shape = crc32(f"{kind} {num_bytes} {dtype}".encode())
+        # Unlike the hash of a text, the hash of numbers is the same in all processes.
+        identity = hash((shape, *parts))
+        sequence.digest = hash((sequence.digest, identity))
+        sequence.of_units = hash((sequence.of_units, of_unit))
         # 1. The innermost frame of the program.
         inside = frame = sys._getframe(1)
         while frame and frame.f_globals.get("__name__", "").partition(".")[0] in NOT_THE_PROGRAM:
@@ -308,16 +246,10 @@ class CollectiveLog:
             # An autograd thread, on an accelerator. The program waits for it in the main thread.
             place = way_out_of_main_thread()
         position = (sequence.key, sequence.epoch, sequence.number)
-        self.entries.append((kind, unit, parts, num_bytes, self.iteration, crc32(identity), *position, *place))
+        sequence.entries.append((kind, unit, parts, num_bytes, self.iteration, identity, of_unit, *position, *place))
         self.latest = (sequence, sequence.epoch, sequence.number)
         sequence.number += 1
-        return self.latest, identity
-
-    def undo(self, position: Position, hash_before: Any) -> None:
-        """Removes the last entry, which no other rank has. Pass the earlier result of `CollectiveSequence.mark`."""
-        sequence, _, number = position
-        sequence.number, sequence.hash = number, hash_before
-        self.entries.pop()
+        return self.latest, shape
 
     def diagnosis(self, position: Position) -> str:
         """The watchdog's report about all ranks, on separate lines. Empty if there is no watchdog."""
@@ -331,13 +263,13 @@ class CollectiveLog:
         return self.latest if waiting is None else waiting.position
 
     def clear(self) -> None:
-        """Called when the default process group, and with it all other groups, was destroyed."""
+        """Called when a default process group, and with it all other groups, was destroyed."""
         self.waiting = self.latest = self.last_event = None
         self.fatal_error = ""
-        for sequence in self.sequences.values():
-            sequence.hash = _DestroyedGroup()
-        self.sequences.clear()
-        self.entries.clear()
+        for process_group, sequence in list(self.sequences.items()):
+            if sequence.store() is None:
+                sequence.entries.clear()
+                del self.sequences[process_group]
 
 
 log = CollectiveLog()

@@ -105,13 +105,13 @@ class Collective:
         sequence, num_bytes = group.sequence, sum(map(_NUM_BYTES, data))
         on_cpu, dtype = (data[0].is_cpu, data[0].dtype) if data else (True, None)
         self.about = kind if unit is None else f"{kind} of {unit!r}" if unit else f"{kind} of the root unit"
-        self.position, identity = log.record(sequence, kind, num_bytes, unit, tuple(parts), dtype)
+        self.position, shape = log.record(sequence, kind, num_bytes, unit, tuple(parts), dtype)
         self._work: Any = None
         self._sizes_agree: Any = None
         log.waiting = self
         try:
             if checks_size and on_cpu and sequence.transport is not None:
-                self._sizes_agree = sequence.transport.check_size(kind, num_bytes, identity, sequence.epoch)
+                self._sizes_agree = sequence.transport.check_size(shape, num_bytes, sequence.epoch)
                 if self._sizes_agree is not None and kind != "all-gather":
                     self._read_sizes()
             self._work = issue(*arguments)

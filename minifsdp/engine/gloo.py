@@ -32,8 +32,9 @@ tensors that store and receive the values. Example: two ranks, a tensor of four 
    ends the process in C++. So as long as an order of collectives is new, the ranks exchange one number for each
    collective. An all-gather must not wait for the numbers of other ranks when it is issued, because other ranks may
    depend on something that the program does first. So its shards, of any size, are sent in messages whose tag contains
-   its identity. Different all-gathers never receive each other's values, and ``wait()`` reads the numbers. Any other
-   collective waits for the numbers before it sends data. In an order that the ranks have agreed on, they exchange none.
+   its size. All-gathers of different sizes never receive each other's values, and ``wait()`` reads the numbers. Any
+   other collective waits for the numbers before it sends data. In an order that the ranks have agreed on, they exchange
+   none.
 8. *Counts.* Programs count collectives with a ``TorchDispatchMode``. Such a mode sees the operator that another backend
    would run, on a group that sends no data. So its counts are the same as with other backends.
 
@@ -56,7 +57,6 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
-from zlib import crc32
 
 import torch
 import torch.distributed as dist
@@ -104,15 +104,20 @@ class Transport:
         # 6. The incomplete exchanges of each kind, as lists of messages.
         self._gathers, self._reductions, self._questions = deque[_Messages](), deque[_Messages](), deque[_Messages]()
         self._is_known, self._gather_tag = True, _GATHER_TAGS
-        # The size of the next collective, for each order that the ranks have compared.
+        # The kind, size and dtype of the next collective, for each order that the ranks have compared.
         self._known: dict[tuple[int, ...], int] = {}
         # The number of mismatches so far. It is a part of each tag, so that earlier messages never match later ones.
         self._num_errors = self._salt = 0
         # The epoch of the last collective, and the last sizes in this epoch.
         self._epoch, self._recent = -1, deque[int]()
 
-    def check_size(self, kind: str, num_bytes: int, identity: bytes, epoch: int) -> Callable[[], bool | None] | None:
+    def check_size(self, shape: int, num_bytes: int, epoch: int) -> Callable[[], bool | None] | None:
         """7. Called before each collective. Ensures that no rank receives data of a size that it does not expect.
+
+        Args:
+            shape: hash of the kind, the size and the dtype.
+            num_bytes: the size.
+            epoch: the epoch in the collective log.
 
         Returns:
             ``None`` if the ranks have compared this order before. Otherwise a function that waits for the numbers of
@@ -120,9 +125,9 @@ class Transport:
         """
         if epoch != self._epoch:
             self._epoch, self._recent = epoch, deque(maxlen=_NUM_RECENT)
-        shape, order, agrees = crc32(kind.encode()) + (num_bytes << 32), tuple(self._recent), None
+        order, agrees = tuple(self._recent), None
         is_known = self._is_known = self._known.get(order) == shape
-        self._gather_tag = _GATHER_TAGS + ((num_bytes if is_known else crc32(identity)) ^ self._salt) % _GATHER_TAGS
+        self._gather_tag = _GATHER_TAGS + (num_bytes ^ self._salt) % _GATHER_TAGS
         if not is_known:
             if len(self._known) >= _MOST_KNOWN:
                 # All ranks clear at the same position.

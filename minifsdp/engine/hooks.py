@@ -113,9 +113,7 @@ class IterationState:
         if unit.state is not State.UNSHARDED:
             unit.is_for_evaluation = not self.is_recorded
             if unit.state is State.SHARDED:
-                if self.rank_checks.always:
-                    unit.rank_checks = self.rank_checks
-                unit.unshard(is_ahead=False)
+                unit.unshard()
         if torch.is_grad_enabled():
             self.schedule.enter(unit)
             if self.schedule.forward_prefetch and (next_one := self.schedule.next_forward(unit)) is not None:
@@ -204,7 +202,7 @@ class IterationState:
             # 6. A backward inside a forward does not belong to the last recorded forward.
             if self._versions is not None and not self.in_forward and self._current_versions() != self._versions:
                 self._changed = self._changed_units(*self._versions)
-            self.rank_checks.begin_backward()
+            self.rank_checks.begin_backward(graph_task())
             # 3. Only possible during a backward.
             Variable._execution_engine.queue_callback(self.end_backward)
 

@@ -103,10 +103,6 @@ class Group:
             ranks = tuple(range(size))
         if rank < 0:
             raise ValueError(message("not-a-member", group=f"the given process group {ranks}"))
-        # Imported here, because the watchdog imports the engine.
-        from minifsdp.watchdog.process import start
-
-        start()
         group = cls(process_group, size, rank, ranks)
         if device is not None and device.type != "cpu":
             group.sequence.device = device

@@ -247,7 +247,7 @@ class Reducer:
             new.event = _noted("RS", new, shard, "reduce") if trace.recorder is not None else None
             if replicas is not None and new.all_reduces and isinstance(name, UnitName):
                 # The all-reduce is issued later, possibly after the ranks compare this backward.
-                name.root_id.used.add(replicas.sequence)
+                name.used.add(replicas.sequence)
             return collectives.reduce_scatter(shard, new.local_shard, new.whole, name, new.gradient.numbers)
         if replicas is not None and new.all_reduces:
             # 4. Without a shard group the all-reduce is the only collective, so it can be issued immediately.

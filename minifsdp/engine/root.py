@@ -36,11 +36,12 @@ import torch
 
 from minifsdp.engine import requested, validation
 from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task
-from minifsdp.engine.collective_log import RootId, log
+from minifsdp.engine.collective_log import CollectiveSequence, UnitName, log
 from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.hooks import IterationState
 from minifsdp.engine.layout import Steps
 from minifsdp.engine.lifetime import RateLimiter
+from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import message
 from minifsdp.engine.rank_checks import RankChecks
 from minifsdp.engine.reduce import Reducer
@@ -98,23 +99,22 @@ class RootState:
         # The thread of the outermost forward that is running; 0 if none.
         self._thread = 0
         self.after_optimizer: Any = None
-        # A root state that is created again, for example after a conversion, keeps its identity for other ranks.
-        root_id, num_equal = units[0][1].root_id if units else RootId(), Counter[str]()
+        used, numbers = set[CollectiveSequence](), Counter[MeshGroups]()
         for name, unit in units:
-            unit.root_id = root_id
-            # The ranks compare their collectives by these names.
-            unit.name = unit.layout.name = unit.named(name, num_equal)
+            mesh = unit.plan.mesh
+            unit.name = unit.layout.name = UnitName(name, numbers[mesh], used)
+            numbers[mesh] += 1
             unit.update_policy(keep_unsharded_for_backward=unit is outermost and keeps_outermost)
             if unit.phase is not Phase.SUMMONED:
                 unit.layout.refresh_from_module()
             unit.plan_reductions()
         meshes = [plan.mesh for unit in self.units for plan in unit.plans]
-        rank_checks = RankChecks(meshes, self.comm_streams, root_id)
+        rank_checks = RankChecks(meshes, self.comm_streams, used)
         by_module = {unit.module: unit for unit in self.units}
         # Keep the steps that were counted before the units had a common root.
         steps = max((unit.layout.steps for unit in self.units), key=lambda steps: steps.count, default=Steps())
         for unit in self.units:
-            unit.join(self.comm_streams, self.limiter, rank_checks)
+            unit.join(self.comm_streams, self.limiter)
             unit.layout.steps = steps
             inside = (by_module.get(module) for module in unit.module.modules())
             unit.inner = frozenset(other for other in inside if other is not None and other is not unit)

@@ -31,25 +31,21 @@ Spec: SHARD-04, SHARD-08, SHARD-13, PREF-02 to PREF-06, LIM-02.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Any, Generic, Self
-from zlib import crc32
+from typing import Any, Generic
 
 from torch import nn
 from typing_extensions import TypeVar
 
 from minifsdp import trace
 from minifsdp.engine import optimizer_watch
-from minifsdp.engine.collective_log import RootId, UnitName, clean_path
 from minifsdp.engine.comm_streams import CommStreams, Handle
 from minifsdp.engine.layout import Layout, full_name
 from minifsdp.engine.lifetime import RateLimiter
 from minifsdp.engine.messages import message
 from minifsdp.engine.precision import Precision
-from minifsdp.engine.rank_checks import RankChecks
 from minifsdp.engine.reduce import ReducePlan
 
 
@@ -129,7 +125,7 @@ class Unit(Generic[LayoutT]):
 
     Attributes:
         plan, plans: the first plan, and all plans. Nearly always there is one.
-        name, root_id: full name of the module inside the root, and the root's units in the log; set by the root.
+        name: full name of the module inside the root; set by the root.
         policy: when the unit is all-gathered, resharded and reduced.
         awaits_backward: whether autograd has recorded a forward whose backward has not begun.
         inner: the units inside this unit's module.
@@ -152,7 +148,7 @@ class Unit(Generic[LayoutT]):
         self.module, self.layout, self.precision = module, layout, precision
         self.plans, self.plan = plans, plans[0]
         self.policy = policy
-        self.name, self.root_id = type(module).__name__, RootId()
+        self.name = type(module).__name__
         self.state, self.phase = State.SHARDED, Phase.IDLE
         self.planned_for: object = None
         self.awaits_backward = self.is_for_evaluation = False
@@ -162,12 +158,8 @@ class Unit(Generic[LayoutT]):
         # Those of the root, see `join`. ``None``, and a limiter that never waits, until the unit has a root.
         self.comm_streams: CommStreams | None = None
         self.limiter = RateLimiter(enabled=False)
-        # ``None`` as soon as all ranks agree on this unit.
-        self.rank_checks: RankChecks | None = None
         self._handle: Handle | None = None
         self._event: trace.Event | None = None
-        self._all_checks: RankChecks | None = None
-        self._built = (0, 0)
         optimizer_watch.watch.add(layout)
 
     def update_policy(self, **changes: Any) -> None:
@@ -179,75 +171,16 @@ class Unit(Generic[LayoutT]):
         self.planned_for = self.layout.dtype
         for plan in self.plans:
             plan.use(self.precision.reduces_in(self.planned_for))
-        self.check_again()
 
-    def named(self, name: str, num_equal: Counter[str]) -> UnitName:
-        """The name by which the ranks compare the collectives of this unit.
-
-        An index in a path does not identify a unit, because ranks may have different numbers of ignored modules. So
-        units that are equal except for indices are numbered: ``layers.4`` and ``layers.7`` of one rank get the numbers
-        0 and 1, and so do ``layers.5`` and ``layers.8`` of another rank.
-
-        Args:
-            name: full name of the unit's module inside the root.
-            num_equal: the number of units of this root with equal parameters and ranks so far. Adds 1 for this unit.
-        """
-        groups = [group for plan in self.plans for group in (plan.mesh.shard, plan.mesh.replicate)]
-        ranks = [group.ranks for group in groups if group is not None]
-        shapes = [(clean_path(f"{name}.{info.path}"), tuple(info.shape)) for info in self.layout.parameters]
-        # Ranks of different shard groups compare their replicas, so the group is not a part of the digest.
-        equal = repr((shapes, ranks))
-        digest = crc32(repr((shapes, num_equal[equal])).encode())
-        num_equal[equal] += 1
-        return UnitName(name, digest, self.root_id, self._facts, self._built)
-
-    def counted(self) -> Self:
-        """Counts this unit among the equal units over its shard group, after its construction. Returns the unit."""
-        if (shard := self.plan.mesh.shard) is not None:
-            shapes = [(clean_path(info.path), info.shape) for info in self.layout.parameters]
-            self._built = shard.sequence.count_unit(crc32(repr(shapes).encode()))
-        return self
-
-    def _facts(self) -> list[str]:
-        """The properties that are equal on all ranks, as text: the parameters in order, and options of the unit."""
-        # A flat parameter has the properties of all its parameters.
-        local = self.layout.local_parameters()
-        facts = [f"unsharded parameters in {self.layout.dtype}"]
-        for number, info in enumerate(self.layout.parameters):
-            mine = local[min(number, len(local) - 1)]
-            about = f"{tuple(info.shape)}, {mine.dtype}, requires_grad={mine.requires_grad}"
-            facts.append(f"parameter {clean_path(info.path)!r} of shape {about}")
-        # Ranks that divide by other factors, or reduce in another dtype, would get other gradients.
-        for plan in self.plans:
-            divisor = plan.scaling.before * plan.scaling.after
-            sizes = f"{plan.mesh.num_shards} shards and {plan.mesh.num_ranks} ranks"
-            facts.append(f"gradients reduced in {plan.dtype}, divided by {divisor:g}, over {sizes}")
-        return facts
-
-    def check_again(self) -> None:
-        """Compares the unit between all ranks again before its next all-gather, because its facts have changed."""
-        if isinstance(self.name, UnitName):
-            self.name.identities.clear()
-        self.rank_checks = self._all_checks
-
-    def join(self, comm_streams: CommStreams, limiter: RateLimiter, rank_checks: RankChecks | None = None) -> None:
-        """Adds the unit to a root. The unit then uses the root's communication streams, rate limiter and checks."""
+    def join(self, comm_streams: CommStreams, limiter: RateLimiter) -> None:
+        """Adds the unit to a root. The unit then uses the root's communication streams and rate limiter."""
         self.comm_streams, self.limiter = comm_streams, limiter
-        self.rank_checks = self._all_checks = rank_checks
 
-    def unshard(self, *, is_ahead: bool = True) -> None:
-        """SHARDED -> GATHERING: issues the all-gather. Does nothing in other states and in the phase SUMMONED.
-
-        Args:
-            is_ahead: whether the caller may do other work before it waits.
-        """
+    def unshard(self) -> None:
+        """SHARDED -> GATHERING: issues the all-gather. Does nothing in other states and in the phase SUMMONED."""
         # A unit in the user's prefetch list may not have a root yet. Then its own forward all-gathers it.
         if self.state is not State.SHARDED or self.phase is Phase.SUMMONED or self.comm_streams is None:
             return
-        if self.rank_checks is not None:
-            self.rank_checks.before_all_gather(self.name, self.plan.mesh.shard)
-            if not is_ahead and self.rank_checks.before_use(self.name):
-                self.rank_checks = None
         self.limiter.throttle(self.name)
         layout = self.layout
         if trace.recorder is not None and layout.offloads:
@@ -269,8 +202,6 @@ class Unit(Generic[LayoutT]):
             return
         if self.state is State.SHARDED:
             raise RuntimeError(message("never-gathered", name=self.name))
-        if self.rank_checks is not None and self.rank_checks.before_use(self.name):
-            self.rank_checks = None
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.wait()

@@ -25,6 +25,7 @@ from minifsdp.engine.messages import message, warn
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp1 import policies
 from minifsdp.fsdp1.options import CPUOffload, GroupPair, Options, ProcessGroups, ShardingStrategy
+from minifsdp.watchdog import process
 
 # All units of this API use the flat layout.
 FlatUnit = Unit[FlatLayout]
@@ -77,6 +78,7 @@ def choose_mesh(options: Options, strategy: ShardingStrategy, device: torch.devi
         ValueError: if groups or mesh dimensions do not match the strategy, or group and mesh were both given (NEW-01).
         TypeError: if ``process_group`` is neither a group nor a pair of groups.
     """
+    process.start()
     given = options.process_group if options.device_mesh is None else _groups_of_mesh(options, strategy)
     if strategy in HYBRID:
         pair = _hybrid_groups(given, options, strategy, device)

@@ -30,7 +30,6 @@ leaves unreduced gradients in some cases.
 Spec: SUMMON-01 to SUMMON-20, PROG-01 to PROG-03, APPLY-01 to APPLY-04, NAMES-02, NAMES-03, MP-18.
 """
 
-from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -40,11 +39,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from minifsdp.engine import collectives, optimizer_watch
 from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task
-from minifsdp.engine.collective_log import UnitName
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.flat_params import assign_gradients
 from minifsdp.engine.messages import message, warn
-from minifsdp.engine.rank_checks import agree
 from minifsdp.engine.shards import local_tensor
 from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1.build import FlatUnit
@@ -185,12 +182,7 @@ def _copy_replaced(views: Sequence[torch.Tensor], values: Sequence[torch.Tensor 
 
 def all_gather_unit(unit: FlatUnit) -> torch.Tensor:
     """The unsharded flat tensor of a unit. All ranks of its shard group must call it, for the same unit."""
-    layout, name = unit.layout, unit.name
-    if not isinstance(name, UnitName):
-        # The unit has no root yet.
-        name = unit.name = unit.named(name, Counter())
-    agree(name, layout.mesh.shard, layout.device)
-    return all_gather_values(layout, name=name)
+    return all_gather_values(unit.layout, name=unit.name)
 
 
 def all_gather_values(layout: FlatLayout, shard: torch.Tensor | None = None, name: str | None = None) -> torch.Tensor:

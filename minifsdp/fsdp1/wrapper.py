@@ -162,7 +162,7 @@ class Wrapper(nn.Module):
         is_sharded = self._mesh.shard is not None
         reshard = self.sharding_strategy in build.RESHARDS_AFTER_FORWARD if is_sharded else layout.is_copied
         policy = UnitPolicy(reshard_after_forward=reshard, reshard_after_evaluation=reshard or not is_sharded)
-        return Unit(module, layout, [plan], precision, policy).counted()
+        return Unit(module, layout, [plan], precision, policy)
 
     # --- the wrapped module ---
 

@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from minifsdp.compat.composable import ParamGroup
+from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD
 from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.precision import cast_floating, move
@@ -230,7 +231,7 @@ class FSDPState:
         """
         iteration = self.current_root_state().iteration
         iteration.in_backward = True
-        iteration.rank_checks.begin_backward()
+        iteration.rank_checks.begin_backward(NOT_IN_BACKWARD)
         iteration.end_backward()
 
     @property

@@ -46,6 +46,7 @@ from minifsdp.fsdp2.initial import compare_while_debugging
 from minifsdp.fsdp2.module import sharded_class
 from minifsdp.fsdp2.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from minifsdp.fsdp2.reshard import choose_reshard
+from minifsdp.watchdog import process
 
 # Torch's own CPUOffloadPolicy would be treated as no offload.
 _OFFLOAD = Kind(
@@ -157,6 +158,7 @@ def _default_mesh() -> DeviceMesh:
 
 def _groups_of(mesh: DeviceMesh) -> MeshGroups:
     """This rank's shard group and replicate group on the user's mesh, see ``mesh.py``."""
+    process.start()
     if mesh.ndim == 1:
         return MeshGroups.sharded(Group.of(mesh.get_group()))
     if mesh.ndim != 2:
@@ -221,7 +223,7 @@ def _make_unit(
     layout = PerParameterLayout(params, options)
     dtype = options.precision.reduces_in(layout.dtype)
     plans = [ReducePlan.mean(groups, dtype) for groups in dict.fromkeys(param.mesh_groups for param in params)]
-    unit = Unit(module, layout, plans, options.precision, UnitPolicy(reshard_after_forward=True)).counted()
+    unit = Unit(module, layout, plans, options.precision, UnitPolicy(reshard_after_forward=True))
     choose_reshard(unit, True if reshard is None else reshard)
     return unit
 

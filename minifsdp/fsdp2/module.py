@@ -138,7 +138,6 @@ class FSDPModule:
         for unit in _units(self, recurse=False):
             for plan in unit.plans:
                 plan.scaling = Scaling.of(factor, plan.dtype)
-            unit.check_again()
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor` (NEW-10)."""

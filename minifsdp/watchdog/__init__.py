@@ -4,7 +4,7 @@
 the store of ``torch.distributed``. It uses a separate thread, so it also works if the main thread or the device is
 blocked:
 
-* ``process.py``: the start and the end of the watchdog, signals, and the end of the program;
+* ``process.py``: the start and the end of the watchdog, and the end of the program;
 * ``watchdog.py``: the thread, and its channel through the store;
 * ``report.py``: the state of a rank, the position where two ranks diverge, and the text of a report.
 

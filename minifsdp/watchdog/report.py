@@ -51,7 +51,8 @@ from minifsdp.engine.collective_log import CollectiveSequence, Entry, Position, 
 from minifsdp.engine.messages import rank_of_this_process, way_out_of_main_thread
 
 State = dict[str, Any]
-Line = list[Any]  # sequence, epoch, number, what, where, iteration, bytes, identity
+Line = list[Any]  # sequence, epoch, number, what, where, iteration, bytes, identity, number of the unit
+IDENTITY, OF_UNIT = 7, 8  # the fields of a line that are compared
 EXIT_RECORD = 1 << 60  # the number of an answer to all questions
 HASTE = 0.05  # seconds between two reads while answers are expected
 _DESTROYED = "destroyed"  # the key that counts the ranks that have destroyed the group
@@ -61,9 +62,8 @@ _SYSTEM = Path("/proc")
 GONE = "The state of the other ranks is unknown: the host of the store, usually rank 0, has ended."
 SILENT = "The state of the other ranks is unknown: the store does not answer. Its host is stopped or out of reach."
 MOST_RANKS = 16  # lines of a report
-# Two ways in which a rank ends: without an exit record, and by the signal of a launcher.
-LOST = "without an exit record, usually by SIGKILL or a crash: its process no longer exists"
-ENDED_BY_LAUNCHER = "by SIGTERM"
+# Two ways in which a rank ends: without an exit record, and in order.
+LOST = "without an exit record, usually by a signal or a crash: its process no longer exists"
 IN_ORDER = "at the end of its program"
 
 
@@ -74,16 +74,16 @@ def state_of_this_rank(ended: str = "", failed_at: str = "") -> State:
         ended: the reason why its program has ended; empty if the program runs.
         failed_at: the line that raised the error that ended the program.
     """
-    work, last = log.waiting, log.entries[-1] if log.entries else None  # read once: the main thread changes them
+    work, latest = log.waiting, log.latest  # read once: the main thread changes them
     return {
         "rank": rank_of_this_process(),
         "ended": ended,
         "place": failed_at or _place_of_main_thread(),
         "iteration": log.iteration,
-        "last": Entry(*last).what if last else "",
+        "last": Entry(*latest[0].entries[-1]).what if latest and latest[0].entries else "",
         "waits": work.about if work else "",
         "waits_at": [work.position[0].key, list(work.position[0].ranks), work.position[1:]] if work else None,
-        "sequences": {one.key: [[one.epoch, one.number, one.digest], one.last_epoch] for one in _sequences()},
+        "sequences": {one.key: [one.now, one.last_epoch] for one in _sequences()},
     }
 
 
@@ -94,11 +94,11 @@ def state_of_lost(rank: int) -> State:
 
 def lines_of_this_rank() -> list[Line]:
     """The last collectives of this rank, in the current and the previous epoch of each sequence."""
-    oldest = {sequence.key: sequence.epoch - 1 for sequence in _sequences()}
     return [
-        [e.group, e.epoch, e.number, e.what, where(e.code, e.line), e.iteration, e.num_bytes, e.identity]
-        for e in itertools.starmap(Entry, tuple(log.entries))
-        if e.epoch >= oldest.get(e.group, e.epoch + 1)
+        [e.group, e.epoch, e.number, e.what, where(e.code, e.line), e.iteration, e.num_bytes, e.identity, e.of_unit]
+        for sequence in _sequences()
+        for e in itertools.starmap(Entry, tuple(sequence.entries))
+        if e.epoch >= sequence.epoch - 1
     ]
 
 
@@ -134,12 +134,13 @@ def different_ranks(
     return epoch, list(first.values())
 
 
-def divergence(key: str, epoch: int, lists: Mapping[int, list[Line]]) -> dict[int, Line]:
+def divergence(key: str, epoch: int, lists: Mapping[int, list[Line]], what: int = IDENTITY) -> dict[int, Line]:
     """The first position of a sequence where ranks issued different collectives; empty if there is none.
 
     Args:
         key, epoch: of the sequence.
         lists: the last collectives of the ranks to compare.
+        what: the field of their lines to compare: `IDENTITY`, or `OF_UNIT` for collectives of different units.
 
     Returns:
         The collective of each of these ranks at that position.
@@ -147,7 +148,7 @@ def divergence(key: str, epoch: int, lists: Mapping[int, list[Line]]) -> dict[in
     of_epoch = {rank: {line[2]: line for line in lines if line[:2] == [key, epoch]} for rank, lines in lists.items()}
     for number in sorted({number for of_rank in of_epoch.values() for number in of_rank}):
         there = {rank: of_rank[number] for rank, of_rank in of_epoch.items() if number in of_rank}
-        if len({line[7] for line in there.values()}) > 1:
+        if len({line[what] for line in there.values()}) > 1:
             return there
     return {}
 
@@ -155,11 +156,10 @@ def divergence(key: str, epoch: int, lists: Mapping[int, list[Line]]) -> dict[in
 def _of_rank(state: State | None) -> str:
     if state is None:
         return "no answer: it is stopped, has sharded no model, is blocked outside of Python, or its machine is lost"
-    if state["ended"] not in ("", ENDED_BY_LAUNCHER):
+    if state["ended"]:
         return f"has ended, {state['ended']}" + (f" ({state['place']})" if state["ended"].startswith("by ") else "")
     doing = f"waits for {state['waits']}" if state["waits"] else f"last sent: {state['last'] or 'nothing'}"
-    ending = "; got SIGTERM" if state["ended"] else ""
-    return f"{state['place']}, iteration {state['iteration']}; {doing}{ending}"
+    return f"{state['place']}, iteration {state['iteration']}; {doing}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -173,12 +173,14 @@ class Findings(NamedTuple):
         states: the states of all ranks; ``None`` for those without an answer.
         lists: the last collectives of some ranks.
         diverging: the collectives of these ranks at the position where they diverge, see `divergence`.
+        other_units: the same where the ranks only issued collectives of different units.
         why: the reason if no other rank could be queried.
     """
 
     states: Mapping[int, State | None]
     lists: Mapping[int, list[Line]] = {}
     diverging: Mapping[int, Line] = {}
+    other_units: Mapping[int, Line] = {}
     why: str = ""
 
     def text(self) -> str:
@@ -190,11 +192,13 @@ class Findings(NamedTuple):
         lines = ["Where every rank is:", *said[:MOST_RANKS]]
         if len(said) > MOST_RANKS:
             lines.append(f"and {len(said) - MOST_RANKS} more")
-        if self.diverging:
-            key, _, number = next(iter(self.diverging.values()))[:3]
+        # Other units at an earlier position are usually the cause.
+        both = filter(None, (self.diverging, self.other_units))
+        if found := min(both, key=lambda lines: next(iter(lines.values()))[2], default=None):
+            key, _, number = next(iter(found.values()))[:3]
             group = key.partition("#")[0]
             lines.append(f"The ranks diverge at collective {number} of group {group} since its last comparison:")
-            lines += [f"rank {rank}: {what} ({at})" for rank, (_, _, _, what, at, *_) in self.diverging.items()]
+            lines += [f"rank {rank}: {what} ({at})" for rank, (_, _, _, what, at, *_) in found.items()]
         return "\n".join([*lines, self.why]).rstrip()
 
     def prove_a_hang(self, position: Position, *, on_cpu: bool) -> bool:

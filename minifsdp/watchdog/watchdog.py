@@ -1,6 +1,6 @@
 """The watchdog: a thread that publishes the state of this rank, and queries the others when this rank waits too long.
 
-It wakes a few times a second, or when it is called, and does one of four things:
+It wakes a few times a second, or when it is called, and does one of three things:
 
 1. *It answers.* If another rank sent a query, it publishes this rank's state, even if the main thread is blocked.
 2. *It queries for the main thread* after a failed collective: the error then reports the position of every rank.
@@ -9,12 +9,13 @@ It wakes a few times a second, or when it is called, and does one of four things
    are closed, so each rank's wait ends in an error within seconds instead of at the group's time-out. There are two
    proofs: at one position of the group, two ranks issued different collectives; or a rank has ended without issuing
    this one. Otherwise the rank keeps waiting, and prints the state of each rank once.
-4. *It reports a SIGTERM.* A launcher sends it to all ranks because one rank has ended. The main thread may be blocked
-   in C++, where no Python handler runs, but the signal wakes this thread.
 
 Worked example: rank 1 omits ``layers.2`` and continues with the all-gather of ``layers.3``. Rank 0 waits for
 ``layers.2``, and rank 1 for ``layers.3``. After two seconds the first rank that queries the other finds that they
 diverge and closes the group. Both raise.
+
+The main thread may be blocked in C++, where it can neither answer nor query. So this needs a thread. It is started by
+``_thread`` and not listed by ``threading``, so programs that list or join their threads do not see it.
 
 The thread continues after an exception in one read of the store, for instance because the store's host has ended.
 
@@ -26,17 +27,15 @@ query does not invalidate a capture of a CUDA graph. This abort has not run on a
 
 *In torch:* NCCL has a watchdog in C++, which signals a time-out over the same store. Gloo has none.
 
-Spec: LEDGER-03, LEDGER-04, LEDGER-06, LEDGER-12 to LEDGER-16, LEDGER-18, LEDGER-21, HEALTHY-01.
+Spec: LEDGER-03, LEDGER-04, LEDGER-12 to LEDGER-16, LEDGER-18, LEDGER-21, HEALTHY-01.
 """
 
+import _thread
 import ctypes
 import os
-import select
-import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -45,7 +44,6 @@ import torch
 from minifsdp.engine.collective_log import Position, log
 from minifsdp.engine.gloo import close
 from minifsdp.engine.messages import message
-from minifsdp.ledger import write_report
 from minifsdp.watchdog import report
 
 TICK = 0.25  # seconds between two looks at the store
@@ -60,53 +58,54 @@ class Watchdog:
     Args:
         store: the store of the default group.
         is_host: whether the store ends with this process.
-        handles_sigterm: returns whether to report a SIGTERM.
 
     Attributes:
-        thread: the thread.
-        wake_up_end: one end of a pipe; a byte written to it wakes the thread.
         failed_at: the line that raised the error that ends this program.
+        last: the findings of the last report.
     """
 
-    def __init__(self, store: Any, is_host: bool, handles_sigterm: Callable[[], bool]) -> None:
-        self._is_host, self._handles_sigterm = is_host, handles_sigterm
+    def __init__(self, store: Any, is_host: bool) -> None:
+        self._is_host, self._process = is_host, os.getpid()
         self._channel = report.StoreChannel(store, self._answer)
-        self._pipe_end, self.wake_up_end = os.pipe()
-        # `signal.set_wakeup_fd` requires this.
-        os.set_blocking(self.wake_up_end, False)
         self._answered, self._answered_at, self._listed = 0, 0.0, 0
         self._asking = threading.Lock()
         self._wanted: list[Position | None] = []
-        self._found, self._is_found = "", threading.Event()
+        self.last: report.Findings | None = None
+        self._is_found = threading.Event()
         self._stuck_at: Any = None
         self._stuck_since, self._patience = 0.0, PATIENCE
-        self._has_printed = self._has_sigterm = False
-        self._ended, self._stopped = "", threading.Event()
+        self._has_printed = False
+        self._ended, self._stopped, self._has_ended = "", threading.Event(), threading.Event()
         self.failed_at = ""
+        self._called = threading.Event()
         # The first look is immediate. After it, other ranks can determine whether this process has ended.
-        self._wake()
-        self.thread = threading.Thread(target=self._run, name="minifsdp watchdog", daemon=True)
-        self.thread.start()
+        self._called.set()
+        _thread.start_new_thread(self._run, ())
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether the thread runs in this process, and not in one that has forked this process."""
+        return self._process == os.getpid()
 
     # --- called by the main thread ---
 
     def ask(self, position: Position | None) -> str:
         """2. A report about all ranks, with the position where the ranks of the group of ``position`` diverge."""
+        if not self.is_of_this_process:
+            return ""
         with self._asking:
             self._is_found.clear()
-            self._wanted, self._found = [position], ""
-            self._wake()
+            self._wanted, self.last = [position], None
+            self._called.set()
             self._is_found.wait(3 * LIMIT + 2 * TICK)
-            return self._found or self._report_alone()
+            self.last = self.last or self._find_alone()
+            return self.last.text()
 
     def stop(self) -> None:
         """Ends the thread without an exit record: the group was destroyed, and the program continues."""
         self._stopped.set()
-        self._wake()
-        self.thread.join(LIMIT)
-        if not self.thread.is_alive():
-            os.close(self._pipe_end)
-            os.close(self.wake_up_end)
+        self._called.set()
+        if self.is_of_this_process and self._has_ended.wait(LIMIT):
             with suppress(Exception):
                 self._channel.delete_keys(DESTROY_LIMIT)
 
@@ -122,20 +121,11 @@ class Watchdog:
             for sequence in list(log.sequences.values()):
                 close(sequence.process_group())
         self._ended = ended
-        self._wake()
-        self.thread.join(LIMIT)
+        self._called.set()
+        self._has_ended.wait(LIMIT)
         if self._is_host:
             with suppress(Exception):
                 self._channel.states(report.EXIT_RECORD, 2 * LIMIT if is_failure else 2 * TICK)
-
-    def report_sigterm(self) -> None:
-        """Called by the signal handler."""
-        self._has_sigterm = True
-        self._wake()
-
-    def _wake(self) -> None:
-        with suppress(OSError):
-            os.write(self.wake_up_end, bytes(1))
 
     # --- the thread ---
 
@@ -150,19 +140,17 @@ class Watchdog:
             with suppress(Exception):
                 self._publish_exit(self._ended)
         self._is_found.set()
+        self._has_ended.set()
 
     def _look(self) -> None:
-        """Sleeps for a moment or until it is woken, and then does one of the four things if necessary."""
+        """Sleeps for a moment or until it is called, and then does one of the three things if necessary."""
         was_asked = time.monotonic() - self._answered_at < PATIENCE
-        ready, _, _ = select.select([self._pipe_end], [], [], report.HASTE if was_asked else TICK)
-        # The pipe contains numbers of signals, and zeros from `_wake`.
-        signals = os.read(self._pipe_end, 64) if ready else b""
-        if self._has_sigterm or (signal.SIGTERM in signals and self._handles_sigterm()):
-            self._end_by_sigterm()
+        self._called.wait(report.HASTE if was_asked else TICK)
+        self._called.clear()
         if self._wanted:
             position = self._wanted.pop()
             try:
-                self._found = write_report(self._find(position, self._channel.ask()))
+                self.last = self._find(position, self._channel.ask())
             finally:
                 self._is_found.set()
         self._answer()
@@ -199,16 +187,17 @@ class Watchdog:
             epoch, ranks = report.different_ranks(*position[:2], states)
             if len(ranks) > 1:
                 lists = channel.lists(ranks[: report.MOST_RANKS], LIMIT)
-                return report.Findings(states, lists, report.divergence(position[0].key, epoch, lists))
+                at = (position[0].key, epoch, lists)
+                return report.Findings(states, lists, report.divergence(*at), report.divergence(*at, report.OF_UNIT))
         return report.Findings(states, {channel.rank: report.lines_of_this_rank()})
 
-    def _report_alone(self) -> str:
-        """The report if no other rank can be queried."""
+    def _find_alone(self) -> report.Findings:
+        """The findings if no other rank can be queried."""
         channel, why = self._channel, report.GONE if self._channel.is_gone else report.SILENT
         states: dict[int, report.State | None] = {channel.rank: report.state_of_this_rank(failed_at=self.failed_at)}
         if channel.of_host is not None:
             states[channel.of_host["rank"]] = channel.of_host
-        return write_report(report.Findings(states, {channel.rank: report.lines_of_this_rank()}, why=why))
+        return report.Findings(states, {channel.rank: report.lines_of_this_rank()}, why=why)
 
     def _is_stuck(self) -> bool:
         """Whether the main thread has waited for the same collective, or for the device, longer than expected."""
@@ -244,7 +233,8 @@ class Watchdog:
         found = self._find(position, self._channel.ask())
         if found.prove_a_hang(position, on_cpu=is_known) and log.last_position == position:
             sequence = position[0]
-            log.fatal_error = message("waits-in-vain", ranks=list(sequence.ranks), report=write_report(found))
+            self.last = found
+            log.fatal_error = message("waits-in-vain", ranks=list(sequence.ranks), report=found.text())
             if on_device or not is_known:
                 # On an accelerator, the main thread may not wait, or the abort may end the process.
                 print(log.fatal_error, file=sys.stderr, flush=True)
@@ -256,19 +246,6 @@ class Watchdog:
         if self._patience >= 16 * PATIENCE and not self._has_printed and self._channel.rank in waits[:1]:
             print(message("still-waiting", report=found.text()), file=sys.stderr, flush=True)
             self._has_printed = True
-
-    def _end_by_sigterm(self) -> None:
-        """4. Prints the report and ends the process."""
-        text = ""
-        with suppress(Exception):
-            # Other ranks get the signal as well, and query this rank at the same time.
-            self._publish_exit(report.ENDED_BY_LAUNCHER)
-            text = write_report(self._find(log.last_position, self._channel.ask()))
-        with suppress(Exception):
-            print(message("told-to-end", report=text or self._report_alone()), file=sys.stderr, flush=True)
-        if self._is_host:
-            time.sleep(TICK)
-        os._exit(128 + signal.SIGTERM)
 
 
 def _is_complete(event: Any) -> bool:

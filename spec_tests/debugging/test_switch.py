@@ -126,12 +126,12 @@ def test_switched_off_debug_mode_restores_all_classes(leaves_early: bool) -> Non
     look = fully_shard.compare_while_debugging
     first, second = minifsdp.debug("weights", "values"), minifsdp.debug()
     assert everything_of_classes() != before
-    assert RankChecks.always
+    assert RankChecks.is_strict
     for one in (first, second) if leaves_early else (second, first):
         one.off()
     assert everything_of_classes() == before
     assert fully_shard.compare_while_debugging is look
-    assert not RankChecks.always
+    assert not RankChecks.is_strict
 
 
 def everything_of_classes() -> list[dict[str, int]]:

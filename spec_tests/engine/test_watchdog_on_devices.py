@@ -178,9 +178,8 @@ def test_report_is_printed_before_the_abort_on_an_accelerator(
     own = CollectiveLog()
     own.waiting = SimpleNamespace(position=position)
     monkeypatch.setattr(watchdog, "log", own)
-    monkeypatch.setattr(watchdog, "write_report", lambda _: "the report")
     monkeypatch.setattr(watchdog, "close", lambda _: printed.append(capsys.readouterr().err))
-    found = SimpleNamespace(prove_a_hang=lambda *_, **__: True)
+    found = SimpleNamespace(prove_a_hang=lambda *_, **__: True, text=lambda: "the report")
     rank: Any = SimpleNamespace(_patience=1.0, _answered=0, _answered_at=0.0, _find=lambda *_: found)
     rank._channel = SimpleNamespace(ask=lambda: 1)
     watchdog.Watchdog._examine(rank, on_device=on_device)
@@ -205,7 +204,7 @@ def test_an_error_of_the_device_at_the_end_is_no_difference_between_ranks(monkey
             raise RuntimeError(text)
 
         monkeypatch.setattr(process, "read_all", read_all)
-        process._leave_exit_record(SimpleNamespace(leave=ends.append))  # type: ignore[arg-type]
+        process._leave_exit_record(SimpleNamespace(leave=ends.append, last=None))  # type: ignore[arg-type]
     assert ends == [f"by RuntimeError: {what}" for what in errors]
 
 

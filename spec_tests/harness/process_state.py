@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import signal
 import sys
+import tempfile
 import threading
 from typing import Any
 
@@ -74,6 +76,10 @@ def state_of_process() -> dict[str, Any]:
         "wake-up descriptor": wake_up,
         "exit handlers": list(exit_handlers),
         "threads": sorted(thread.name for thread in threading.enumerate()),
+        "environment": dict(os.environ),
+        # Other programs use the folder for temporary files as well.
+        "files": [name for name in os.listdir(tempfile.gettempdir()) if "minifsdp" in name],
+        "hooks of the import system": (list(sys.meta_path), list(sys.path_hooks)),
         "attributes of nn.Module": {name: id(value) for name, value in vars(nn.Module).items()},
     }
     for place in _PLACES:

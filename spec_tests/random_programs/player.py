@@ -71,9 +71,7 @@ OURS = re.compile(r"(^|\n|\s)rank \d+: ")
 OF_GLOO = re.compile(r"[Tt]imed out|[Tt]imeout|Connection (closed|reset)|gloo|Broken pipe|Socket|recv", re.DOTALL)
 # Errors for ranks that have made different calls; their state is unknown afterwards. Other errors leave the state
 # unchanged.
-PARTED = re.compile(
-    r"E-(about-to-part|collective-failed|different-order|missing-ranks|order-differs|state-dict-refused|waits-in-vain)"
-)
+PARTED = re.compile(r"E-(about-to-part|collective-failed|missing-ranks|order-differs|state-dict-refused|waits-in-vain)")
 # Python's own message, which names the function.
 PYTHONS = re.compile(r"\(\) got an unexpected keyword argument")
 # A unit that runs in every other step only confuses a prefetch. The next three are also in ``pyproject.toml``.

@@ -13,7 +13,6 @@ import pathlib
 import sys
 import threading
 import tracemalloc
-from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -22,8 +21,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from minifsdp.engine import gloo
-from minifsdp.engine.collective_log import log
+from minifsdp.engine import collective_log, gloo
 from minifsdp.engine.comm_streams import CommStreams
 from spec_tools.soak import watch
 
@@ -77,7 +75,7 @@ def soak(
         os.environ["MINIFSDP_TRANSPORT"] = "messages"
         mock.patch.object(gloo._Exchange, "wait", _wait_without_removal).start()
     # A short log is full before the first count. A log without a limit grows.
-    mock.patch.object(log, "entries", deque(maxlen=None if leak == "ledger" else 64)).start()
+    mock.patch.object(collective_log, "MOST_ENTRIES", None if leak == "ledger" else 64).start()
     try:
         samples = _train(api, strategy, num_steps, num_warm, checkpoints, LEAKS[leak], round_of)
     finally:

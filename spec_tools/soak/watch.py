@@ -77,7 +77,8 @@ def taken(step: int, folder: pathlib.Path) -> Sample:
         threads=max(threading.active_count(), len(os.listdir("/proc/self/task"))),
         objects=len(ours),
         queued=_num_queued(),
-        ledger=len(log.entries) + sum(len(transport._known) for transport in gloo._transports.values()),
+        ledger=sum(len(one.entries) for one in log.sequences.values())
+        + sum(len(transport._known) for transport in gloo._transports.values()),
         on_disk=len([*folder.rglob("*")]),
         python_bytes=tracemalloc.get_traced_memory()[0] if tracemalloc.is_tracing() else 0,
         resident_bytes=_resident(),

@@ -122,8 +122,7 @@ LEFT_OUT = {
     "debugging/values.py: collectives.all_reduce(": "is off, and stops the CPU on purpose",
     "engine/rank_checks.py: self._arrived = ": "only lets `read` use `synchronize` later",
     "engine/rank_checks.py: arrived.synchronize(": "a whole backward runs between the all-gather and this line",
-    "engine/rank_checks.py: question.wait(": "a stream has waited already, and a CPU needs no order",
-    "engine/rank_checks.py: store.wait(": "text of the ranks in the store, not on a stream",
+    "engine/rank_checks.py: asked[-1].wait(": "a stream has waited already, and a CPU needs no order",
     "engine/collectives.py: Collective(function.__name__": "the called function has waited",
 }
 

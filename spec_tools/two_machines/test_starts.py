@@ -51,7 +51,6 @@ def test_rank_0_hosts_the_store_unless_torchrun_does(
         monkeypatch.setattr(dist, name, lambda value=value: value)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(process, "Watchdog", lambda *arguments: created.append(arguments))
-    monkeypatch.setattr(process, "_watch_signals", lambda: None)
     monkeypatch.setattr(process.log, "store", None)
     monkeypatch.setattr(process.log, "watchdog", None)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)

@@ -25,7 +25,7 @@ MUTANTS = [
         "tried-alone-and-written-down",
         "ORDER-11",
         "A refused state dict of one rank stays in the log, so the next step is refused, too.",
-        remove("_wait_for_all", "log.undo($position, $hash_before)"),
+        remove("_wait_for_all", "$sequence.undo($before)"),
     ),
     # --- checkpoint/codec.py ---
     Mutant(

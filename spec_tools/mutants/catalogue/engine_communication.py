@@ -13,7 +13,7 @@ MUTANTS = [
         "log-without-entries",
         "LEDGER-01",
         "The collective log records nothing.",
-        replace("CollectiveLog.record", "self.entries.append", "len"),
+        replace("CollectiveLog.record", "$sequence.entries.append", "len"),
     ),
     Mutant(
         "a-sequence-keeps-its-group",
@@ -22,16 +22,20 @@ MUTANTS = [
         replace("CollectiveSequence.__init__", "weakref.ref($process_group)", "lambda: $process_group"),
     ),
     Mutant(
-        "order-of-construction-is-not-compared",
-        "AGREE-01",
-        "Two models of one class run in another order with each other's weights.",
-        replace("CollectiveSequence.agree", "$question and (len($numbers) == 1 or len($totals) > 1)", "$question"),
+        "names-end-a-job",
+        "HEALTHY-04",
+        "Ranks that build the same units in other models count as issuing different collectives.",
+        replace("CollectiveLog.record", "hash(($shape, *$parts))", "hash((shape, of_unit, *parts))"),
     ),
     Mutant(
-        "names-of-wrappers-count",
-        "HEALTHY-04",
-        "Ranks that wrap their modules differently count as issuing different collectives.",
-        replace("clean_path", "$part.isdigit() or $part in _OF_WRAPPERS", "$part.isdigit()"),
+        "a-rank-ends-the-groups-of-others",
+        "LEDGER-19",
+        "If ranks are threads, the first one that destroys its groups ends the groups of the others.",
+        replace(
+            "CollectiveLog.record",
+            "$sequence.store() is None",
+            "not all(o.store() for o in [*self.sequences.values()])",
+        ),
     ),
     # --- engine/collectives.py ---
     Mutant(
@@ -150,20 +154,32 @@ MUTANTS = [
     Mutant(
         "order-is-not-checked",
         "NEW-19",
-        "Ranks that all-gather different units receive each other's weights.",
-        always("_read", "$sequence.agree($answers.tolist())"),
+        "While debugging, units in another order only cause a warning.",
+        never("RankChecks.compare", "self.is_strict or self._is_detailed"),
+    ),
+    Mutant(
+        "two-roots-ask-twice",
+        "HEALTHY-04",
+        "A rank with two roots compares twice in a backward in which a rank with one root compares once.",
+        remove("RankChecks.begin_backward", "$backwards.setdefault(...).add(self)"),
     ),
     Mutant(
         "a-frozen-backward-asks",
         "ORDER-08 HEALTHY-02",
         "A backward through frozen parameters, which issues no collective, is compared.",
-        always("RankChecks.compare", "$sequence in self._root_id.used"),
+        always("RankChecks.compare", "$sequence in self._used"),
+    ),
+    Mutant(
+        "equal-units-are-one-unit",
+        "ORDER-01",
+        "Ranks can run equal units in different order without a warning.",
+        never("RankChecks.read_now", "$has_other_units and not self._has_warned_of_units"),
     ),
     Mutant(
         "uneven-steps-without-a-warning",
         "ORDER-13",
         "no_sync() on one rank of a model that stays unsharded causes no warning.",
-        never("RankChecks._warn_of_uneven_steps", "len(set($have_stepped)) > 1"),
+        never("RankChecks.read_now", "len(set($have_stepped)) > 1 and not self._has_warned_of_steps"),
     ),
     # --- engine/reduce.py ---
     Mutant(

@@ -211,20 +211,4 @@ MUTANTS = [
             "self.precision.reduces_in(self.layout.local_parameters()[0].dtype)",
         ),
     ),
-    Mutant(
-        "equal-units-are-one-unit",
-        "ORDER-01",
-        "Ranks can run equal units in different order without an error.",
-        remove("Unit.named", "$num_equal[$equal] += 1"),
-    ),
-    Mutant(
-        "divisors-are-not-compared",
-        "AGREE-04",
-        "Ranks divide the shards of one gradient by different numbers.",
-        replace(
-            "Unit._facts",
-            "f'gradients reduced in {$plan.dtype}, divided by {$divisor:g}, over {$sizes}'",
-            "f'gradients reduced in {$plan.dtype}, over {$sizes}'",
-        ),
-    ),
 ]

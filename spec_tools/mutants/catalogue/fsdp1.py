@@ -48,12 +48,6 @@ MUTANTS = [
         "A backward inside summon_full_params leaves unreduced gradients.",
         remove("_full_params", "$node.register_prehook(partial(_refuse_backward, $unit.name))"),
     ),
-    Mutant(
-        "summons-without-agreement",
-        "AGREE-05",
-        "Ranks that summon different units read each other's parameters.",
-        remove("all_gather_unit", "agree(...)"),
-    ),
     # --- fsdp1/grad_scaler.py ---
     Mutant(
         "each-rank-decides-about-inf",

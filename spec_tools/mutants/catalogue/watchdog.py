@@ -71,7 +71,7 @@ MUTANTS = [
         "forked-child-keeps-the-watchdog",
         "HEALTHY-09",
         "A forked child that fails closes the connections of its parent's process groups.",
-        remove("_forget_in_child", "log.watchdog = None"),
+        replace("Watchdog.is_of_this_process", "self._process == os.getpid()", "True"),
     ),
     # --- watchdog/report.py ---
     Mutant(
@@ -99,16 +99,6 @@ MUTANTS = [
         remove("different_ranks", "$epoch = min([$epoch, *($now[0] for $now, $_ in $both_of.values())])"),
     ),
     # --- watchdog/watchdog.py ---
-    Mutant(
-        "sigterm-without-a-report",
-        "LEDGER-06",
-        "After a SIGTERM, a waiting rank does not report where the other ranks are.",
-        replace(
-            "Watchdog._end_by_sigterm",
-            "$text = write_report(self._find(log.last_position, self._channel.ask()))",
-            "assert log.waiting",
-        ),
-    ),
     Mutant(
         "a-failed-look-is-the-last",
         "LEDGER-14",
