@@ -111,6 +111,10 @@ class RankChecks:
 
     # --- before an all-gather ---
 
+    def use_comm_streams(self, comm_streams: CommStreams) -> None:
+        """Uses other communication streams from the next check on."""
+        self._comm_streams = comm_streams
+
     def before_all_gather(self, unit: Any, group: Group | None) -> None:
         """Called before an all-gather of ``unit`` is issued. All ranks of its shard group must call it."""
         if group is None:
