@@ -58,6 +58,7 @@ class FlatLayout(Layout):
         precision: the dtype of the unsharded tensor, and whether sharded gradients keep the dtype of the reduction.
         offload: whether the shard is stored on the CPU.
         use_orig_params: whether the original parameters stay registered, as 1-D views, instead of a flat parameter.
+        shows_kept: whether modules have the unsharded parameters between forward and backward if memory is kept.
 
     Attributes:
         specs, local_shapes: for each parameter, its spec if it is a DTensor, and its shape in the flat tensor.
@@ -76,6 +77,7 @@ class FlatLayout(Layout):
         *,
         offload: bool = False,
         use_orig_params: bool = False,
+        shows_kept: bool = False,
     ) -> None:
         check_uniform_dtype(module, parameters)
         self.mesh, self.device, self.offloads, self.use_orig_params = mesh, device, offload, use_orig_params
@@ -95,6 +97,7 @@ class FlatLayout(Layout):
         else:
             self.registered = RegisteredFlatParam(module, parameters, shard)
         self.gradients = FlatGradients(self.registered)
+        self._shows_kept = shows_kept
         self._precision, self.steps = precision, Steps()
         self._variants: dict[torch.dtype, UnshardedTensor] = {}
         self.use_stored_dtype(False)
@@ -164,7 +167,6 @@ class FlatLayout(Layout):
             comm_streams.all_gather.wait_compute()
             self._is_written = False
         self._last_all_gather = self.steps.count, self.registered.stamp()
-        self.is_marked_stale = False
         output, shard, group = self._unsharded, self.registered.shard.data, self.mesh.shard
         if output.is_borrowed:
             output.use_memory_of(shard)
@@ -236,7 +238,7 @@ class FlatLayout(Layout):
 
     def use_kept_params(self, *, is_kept: bool) -> None:
         """Assigns the sharded tensors, unless the strategy keeps original parameters unsharded (ORIG-09)."""
-        if is_kept and self.use_orig_params and self.mesh.shard is not None:
+        if is_kept and self._shows_kept:
             for view, original in zip(self._assigned, self.registered.sharded_params, strict=True):
                 # The user may register hooks on the view.
                 vars(view)["original"] = original
@@ -396,11 +398,6 @@ class FlatLayout(Layout):
         self._assign(self._assigned)
         self.registered.use_sharded_params()
         return [info for info, parameter, index in found if parameter is not full_params[index]]
-
-    def mark_stale(self) -> None:
-        """Marks the unsharded tensor as stale. Called after a change that `stamp` does not detect."""
-        self._last_all_gather = None
-        self.is_marked_stale = True
 
 
 def _complete(this: weakref.ref[FlatLayout], leaf: torch.Tensor) -> None:

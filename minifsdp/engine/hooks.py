@@ -95,6 +95,8 @@ class IterationState:
         # The versions of the parameters after the last recorded forward, and units whose parameters have changed since.
         self._versions: tuple[int, list[int]] | None = None
         self._changed: set[Unit] = set()
+        # Units whose parameters were summoned since then. Their backward uses the new values.
+        self.summoned: set[Unit] = set()
         for unit in units:
             has_leaf_hook = unit.layout.on_gradient(partial(self.post_backward, unit), reducer.before_concat)
             kind = backward_hooks.LeafHooks if has_leaf_hook else backward_hooks.InputsHooks
@@ -110,18 +112,17 @@ class IterationState:
         if self._deferred is not None:
             self._run_deferred_reshard(self._deferred, unit)
         unit.phase = Phase.FORWARD
-        if unit.state is not State.UNSHARDED:
-            unit.is_for_evaluation = not self.is_recorded
-            if unit.state is State.SHARDED:
-                unit.unshard()
+        if unit.state is State.SHARDED:
+            unit.unshard()
+        unit.wait()
+        unit.layout.use_unsharded_params()
+        # Prefetch only now, because the all-gather buffer of this unit has been freed.
         if torch.is_grad_enabled():
             self.schedule.enter(unit)
             if self.schedule.forward_prefetch and (next_one := self.schedule.next_forward(unit)) is not None:
                 next_one.unshard()
         for ahead in unit.policy.prefetch_in_forward or ():
             ahead.unshard()
-        unit.wait()
-        unit.layout.use_unsharded_params()
         if trace.recorder is not None:
             self._spans[unit] = trace.recorder.begin("F", unit.name)
 
@@ -162,19 +163,10 @@ class IterationState:
                 # 5. The backward of the recomputed part runs next.
                 self._deferred = unit
                 return
-        if self._frees_after_forward(unit):
+        if unit.policy.reshard_after_forward and not unit.keeps_for_graph:
             unit.reshard(to_smaller_mesh=unit.awaits_backward and self.is_recorded)
         else:
-            unit.layout.use_kept_params(is_kept=not unit.policy.reshard_after_forward)
-
-    def _frees_after_forward(self, unit: Unit) -> bool:
-        if unit.keeps_for_graph:
-            return False
-        if unit.policy.reshard_after_forward:
-            # The root's backward runs right after its forward: resharding would only cause another all-gather.
-            return not (unit.policy.keep_unsharded_for_backward and unit.awaits_backward and self.is_recorded)
-        # A part without grad mode inside a recorded forward is not an evaluation: it is checkpointed, and runs again.
-        return unit.policy.reshard_after_evaluation and unit.policy.reshard_after_backward and not self.is_recorded
+            unit.layout.use_kept_params(is_kept=True)
 
     # --- backward ---
 
@@ -185,6 +177,7 @@ class IterationState:
         backward. To find this out, the engine would have to search the graph of the unit.
         """
         self._versions = self._current_versions() if is_known else None
+        self.summoned.clear()
 
     def _current_versions(self) -> tuple[int, list[int]]:
         # The version of a parameter does not show every step, see ``optimizer_watch.py``.
@@ -192,8 +185,9 @@ class IterationState:
 
     def _changed_units(self, num_steps: int, versions: list[int]) -> set[Unit]:
         edited = {p for p, version in zip(self._parameters, versions, strict=True) if p._version != version}
-        layouts = [(unit, unit.layout) for unit in self.units if not unit.layout.is_marked_stale]
-        return {u for u, lay in layouts if lay.stepped_at > num_steps or not edited.isdisjoint(lay.local_parameters())}
+        layouts = [(unit, unit.layout) for unit in self.units]
+        changed = {unit for unit, layout in layouts if not edited.isdisjoint(layout.local_parameters())}
+        return changed - self.summoned | {unit for unit, layout in layouts if layout.stepped_at > num_steps}
 
     def begin_backward(self) -> None:
         """Called by the first hook of this root that runs in a backward."""
@@ -277,7 +271,7 @@ class IterationState:
         if deferred is arriving or arriving in deferred.inner:
             return
         self._deferred = None
-        is_freed = deferred.policy.reshard_after_forward and not deferred.policy.keep_unsharded_for_backward
+        is_freed = deferred.policy.reshard_after_forward
         if is_freed and deferred.phase is not Phase.PRE_BACKWARD and not deferred.keeps_for_graph:
             deferred.reshard()
 
@@ -301,6 +295,7 @@ class IterationState:
             if unit.phase not in (Phase.POST_BACKWARD, Phase.FORWARD) and self.backward_hooks[unit].is_overdue():
                 self.post_backward(unit)
         if not self.in_forward and not self.is_last_backward:
+            self.reducer.finish_on_cpu()
             # This iteration has another backward, which waits for these reductions and uses the recorded order.
             for unit in self.units:
                 unit.num_pending = max(0, unit.num_pending - 1)

@@ -190,7 +190,6 @@ class Layout(Protocol):
         is_summoned: whether the modules have the parameters from ``summon_full_params``.
         shards_are_distributed: whether the optimizer's parameters are DTensors, which compute over all ranks.
         steps: the number of optimizer steps, shared by all units of the root.
-        is_marked_stale: whether the shard was written since the last all-gather, possibly without a change.
         stepped_at: the number of the last optimizer step on parameters of this layout that had gradients.
     """
 
@@ -202,7 +201,6 @@ class Layout(Protocol):
     parameters: list[ParamInfo]
     leaves: list[torch.Tensor]
     reduces_unused: bool = False
-    is_marked_stale: bool = False
     stepped_at: int = 0
     is_summoned: bool = False
     shards_are_distributed: bool = False
@@ -272,8 +270,7 @@ class Layout(Protocol):
         """Registers the tensors that modules have between forward and backward if memory is kept.
 
         Args:
-            is_kept: whether the memory is kept because of the unit's strategy. Otherwise the memory is kept for another
-                reason. For example, the root stays unsharded because its backward runs first.
+            is_kept: whether the memory is kept for a backward, and not for the next iteration.
         """
 
     def use_sharded_params(self) -> None:

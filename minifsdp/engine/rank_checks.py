@@ -92,6 +92,10 @@ class RankChecks:
         self._graph_task = -1
         self._of_others = dict[CollectiveSequence, Group]()
 
+    def use_comm_streams(self, comm_streams: CommStreams) -> None:
+        """Uses other communication streams from the next check on."""
+        self._comm_streams = comm_streams
+
     def begin_backward(self, graph_task: int) -> None:
         """Called when a backward begins; ``graph_task`` is its ID."""
         self._used.clear()

@@ -147,6 +147,10 @@ class Reducer:
         # Gradients that are being copied to the CPU. The CPU must wait before it reads them. Dropped if backward fails.
         self._arriving: list[tuple[Layout, Gradient, torch.Tensor]] = []
 
+    def use_comm_streams(self, comm_streams: CommStreams) -> None:
+        """Uses other communication streams from the next reduction on."""
+        self._comm_streams = comm_streams
+
     def reduce(self, layout: Layout, plan: ReducePlan, gradient: Gradient) -> None:
         """Issues a unit's reduction, then completes the previous one. All ranks must call it, in the same order."""
         before = self._in_flight
@@ -207,6 +211,11 @@ class Reducer:
     def finish_open(self) -> None:
         """Completes reductions that an earlier backward has left in flight, if any."""
         if self._in_flight is not None or self._arriving:
+            self.finish()
+
+    def finish_on_cpu(self) -> None:
+        """Completes the reduction in flight, unless an accelerator can run it while the next micro-batch computes."""
+        if self._comm_streams.reduce.stream is None:
             self.finish()
 
     def drop(self) -> None:

@@ -112,7 +112,7 @@ class RequestedParameters:
 
 def with_newest_node(unit: Unit, output: Any) -> Any:
     """Called after a forward of a unit; returns the output to pass to the caller."""
-    if not unit.policy.reshard_after_forward or unit.policy.keep_unsharded_for_backward or not torch.is_grad_enabled():
+    if not unit.policy.reshard_after_forward or not torch.is_grad_enabled():
         return output
     for tensor in [output] if isinstance(output, torch.Tensor) else tensors_in(output):
         if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() == next_number() - 1:

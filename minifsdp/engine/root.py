@@ -13,9 +13,8 @@ The beginning of an iteration does the following, in this order:
 1. If the previous iteration ended in an exception (a unit is in forward or a backward never ended), reset every unit.
 2. Accept or reject tensors that users have registered instead of parameters.
 3. Make the all-gather stream wait for the compute stream, which has just run the optimizer.
-4. Reshard units whose shard has changed since the all-gather. An example is the root after a recorded forward without a
-   backward. Units that an evaluation has left unsharded are always resharded before a recorded forward, because the
-   layout cannot detect a change through ``.data``.
+4. Reshard units whose shard has changed since the all-gather. An example is a step after an evaluation, which leaves
+   the root unsharded. The layout cannot detect a change through ``.data``.
 5. At the end, if no backward can follow, register the sharded parameters on the modules, even where memory is kept. An
    optimizer that is created now, or a change of the parameters, must affect the trainable parameters.
 
@@ -70,7 +69,6 @@ class RootState:
         backward_prefetch: when backward prefetches the next unit; ``None`` disables prefetching.
         forward_prefetch: whether forward prefetches the next unit.
         limit_all_gathers: whether the rate limiter is enabled.
-        keeps_outermost: whether ``outermost`` stays unsharded until its backward, whatever its strategy.
         comm_streams: streams that are shared with other roots; ``None`` for those of an earlier root of the units, or
             new ones. The cache of an allocator belongs to a stream, so new streams would need new memory.
 
@@ -88,7 +86,6 @@ class RootState:
         backward_prefetch: BackwardPrefetch | None,
         forward_prefetch: bool,
         limit_all_gathers: bool,
-        keeps_outermost: bool = True,
         comm_streams: CommStreams | None = None,
     ) -> None:
         self.device, self.outermost, self._caller = device, outermost, outermost
@@ -104,7 +101,6 @@ class RootState:
             mesh = unit.plan.mesh
             unit.name = unit.layout.name = UnitName(name, numbers[mesh], used)
             numbers[mesh] += 1
-            unit.update_policy(keep_unsharded_for_backward=unit is outermost and keeps_outermost)
             if unit.phase is not Phase.SUMMONED:
                 unit.layout.refresh_from_module()
             unit.plan_reductions()
@@ -137,6 +133,16 @@ class RootState:
         for unit in idle:
             unit.layout.on_gradient(None)
         self.is_dissolved = True
+
+    def use_comm_streams(self, comm_streams: CommStreams) -> None:
+        """Makes the units use these streams from now on."""
+        for comm_stream in (self.comm_streams.all_gather, self.comm_streams.reduce, self.comm_streams.all_reduce):
+            comm_stream.join()
+        self.comm_streams = comm_streams
+        self.iteration.reducer.use_comm_streams(comm_streams)
+        self.iteration.rank_checks.use_comm_streams(comm_streams)
+        for unit in self.units:
+            unit.comm_streams = comm_streams
 
     def begin_forward(self, caller: Unit | None = None) -> bool:
         """Called when a forward of any unit begins.
@@ -187,16 +193,12 @@ class RootState:
         log.iteration += 1
         self._side_outputs.watch_hooked_modules()
         # 4. Reshard units whose shard has changed since the all-gather.
-        is_recorded = self.iteration.is_recorded = torch.is_grad_enabled()
-        if is_recorded:
+        self.iteration.is_recorded = torch.is_grad_enabled()
+        if self.iteration.is_recorded:
             self.iteration.note_versions(is_known=False)
         for unit in self.units:
             is_sharded = unit.state is State.SHARDED and unit.policy.post_forward_mesh is None
-            if unit.phase is Phase.SUMMONED or is_sharded:
-                continue
-            # A recorded forward does not use memory of an evaluation.
-            is_unwanted = unit.is_for_evaluation and (is_recorded or unit.policy.reshard_after_evaluation)
-            if is_unwanted or unit.layout.is_stale():
+            if unit.phase is not Phase.SUMMONED and not is_sharded and unit.layout.is_stale():
                 unit.reshard()
 
     def check_thread(self) -> None:
@@ -222,13 +224,10 @@ class RootState:
         units = self.units if self._caller is None else (self._caller,)
         if self.iteration.is_recorded and any(unit.counted_in == self.iteration.num_forwards for unit in units):
             return output
-        # 5. Memory is kept for later evaluations, or for the backward of an earlier forward.
+        # 5. Memory is kept for later forwards, or for the backward of an earlier forward.
         for unit in self.units:
             if unit.ran_in == self.iteration.num_forwards and unit.state is not State.SHARDED:
                 unit.layout.use_sharded_params()
-                # With grad mode, autograd may need the memory for a loss that is not in the output. Later forwards do
-                # not use this memory.
-                unit.is_for_evaluation |= self.iteration.is_recorded and not unit.awaits_backward
         if any(unit.layout.offloads for unit in self.units):
             # No backward will wait for the copies of the shards, and the user may write to the shards next.
             self.comm_streams.all_gather.synchronize()

@@ -87,11 +87,9 @@ class UnitPolicy:
     """When a unit is all-gathered, resharded and reduced. Immutable: a change replaces the whole policy.
 
     Attributes:
-        reshard_after_forward: reshard after forward and all-gather again for backward; otherwise, stay unsharded.
+        reshard_after_forward: reshard after each forward and all-gather again for backward; otherwise, stay unsharded
+            until the backward, or until the shard changes. Later forwards then need no all-gather.
         reshard_after_backward: reshard after a backward.
-        reshard_after_evaluation: reshard after a forward without grad mode, even if the unit would stay unsharded for a
-            backward. If False, later evaluations use the memory again.
-        keep_unsharded_for_backward: keep the root unit unsharded until its backward, because its backward runs first.
         post_forward_mesh: the smaller mesh to which the unit is resharded after forward, if any.
         unshards_in_backward: whether backward needs the parameters.
         prefetch_in_forward, prefetch_in_backward: units to prefetch after this one; ``None`` uses the schedule.
@@ -100,8 +98,6 @@ class UnitPolicy:
 
     reshard_after_forward: bool
     reshard_after_backward: bool = True
-    reshard_after_evaluation: bool = True
-    keep_unsharded_for_backward: bool = False
     post_forward_mesh: PostForwardMesh | None = None
     unshards_in_backward: bool = True
     prefetch_in_forward: tuple[Unit, ...] | None = None
@@ -135,7 +131,6 @@ class Unit(Generic[LayoutT]):
         ran_in: the number of the latest outermost forward in which the unit ran; -1 before the first one.
         planned_for: the dtype of the unsharded parameters when the reductions were planned.
         num_uses: number of recorded forwards since the last backward, only for units without trainable parameters.
-        is_for_evaluation: whether the parameters were all-gathered for a forward without a backward.
         keeps_for_graph: whether a backward with ``create_graph=True`` used the parameters. The graph of its gradients
             refers to them, so they stay unsharded until the gradients of the parameters are computed.
         returns_parameters: whether the module's output is a parameter or a view of one. The unit then stays unsharded
@@ -151,8 +146,7 @@ class Unit(Generic[LayoutT]):
         self.name = type(module).__name__
         self.state, self.phase = State.SHARDED, Phase.IDLE
         self.planned_for: object = None
-        self.awaits_backward = self.is_for_evaluation = False
-        self.keeps_for_graph = self.returns_parameters = False
+        self.awaits_backward = self.keeps_for_graph = self.returns_parameters = False
         self.inner: frozenset[Unit] = frozenset()
         self.graph_task, self.num_uses, self.num_pending, self.counted_in, self.ran_in = -1, 0, 0, -1, -1
         # Those of the root, see `join`. ``None``, and a limiter that never waits, until the unit has a root.

@@ -113,6 +113,9 @@ def _one(unit: FlatUnit, writeback: bool, rank0_only: bool, offload_to_cpu: bool
             yield
     finally:
         unit.phase = Phase.IDLE
+        if writeback:
+            # The next forward or backward uses the new values.
+            unit.reshard()
         optimizer_watch.watch.summoned.discard(layout)
 
 
@@ -153,8 +156,6 @@ def _full_params(unit: FlatUnit, flat: torch.Tensor, gradients: FullGradients | 
             _copy_replaced(layout.views_of(flat), new_values)
             if layout.mesh.shard is not None:
                 layout.overwrite(flat[layout.shard_range])
-            # If the unit is not sharded, `flat` is the shard. A copy in another dtype may exist.
-            layout.mark_stale()
         if keeps and gradients is not None:
             _copy_replaced(layout.views_of(gradients[0]), new_gradients)
             present = [gradient is not None for gradient in new_gradients]

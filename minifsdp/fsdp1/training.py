@@ -35,15 +35,16 @@ def no_sync(wrapper: Wrapper) -> Generator[None]:
         RuntimeError: if ``wrapper`` is not the root.
     """
     wrapper._only_on_the_root("no_sync()")
-    units = wrapper._current_root_state().units
-    before = [(unit.policy.reduces, unit.policy.reshard_after_backward) for unit in units]
-    for unit in units:
-        # A unit that stays unsharded between forward and backward stays unsharded until the backward that reduces.
-        unit.update_policy(reduces=False, reshard_after_backward=unit.policy.reshard_after_forward)
+    wrapper._current_root_state()
+    wrappers = [(one._unit, one._reshards) for one in Wrapper.fsdp_modules(wrapper) if one._unit is not None]
+    before = [(unit, unit.policy.reduces, unit.policy.reshard_after_backward) for unit, _ in wrappers]
+    for unit, reshards in wrappers:
+        # A strategy that keeps units between forward and backward also keeps them until the backward that reduces.
+        unit.update_policy(reduces=False, reshard_after_backward=reshards)
     try:
         yield
     finally:
-        for unit, (reduces, reshards) in zip(units, before, strict=True):
+        for unit, reduces, reshards in before:
             unit.update_policy(reduces=reduces, reshard_after_backward=reshards)
 
 
@@ -77,6 +78,8 @@ def full_params(module: nn.Module, recurse: bool, **options: bool) -> Generator[
         finally:
             for wrapper, shown in zip(wrappers, before, strict=True):
                 wrapper._shows_clean_names = shown
+                if wrapper._root_state is not None and wrapper._unit is not None:
+                    wrapper._root_state.iteration.summoned.add(wrapper._unit)
 
 
 def clear_gradients(module: nn.Module, set_to_none: bool) -> None:
@@ -120,8 +123,6 @@ def register_comm_hook(wrapper: Wrapper, state: object, hook: Callable[..., Any]
     """
     if wrapper._is_inner:
         raise AssertionError(message("hook-root-only"))
-    if wrapper._root_state is not None:
-        raise RuntimeError(message("hook-too-late"))
     wrappers = Wrapper.fsdp_modules(wrapper)
     # Raise this error even with a single replica, because the same program would raise it on several nodes.
     if any(inner.sharding_strategy in HYBRID for inner in wrappers):
@@ -129,5 +130,7 @@ def register_comm_hook(wrapper: Wrapper, state: object, hook: Callable[..., Any]
     units = [inner._unit for inner in wrappers if inner._unit is not None]
     if any(unit.plan.hook is not None for unit in units):
         raise AssertionError(message("hook-twice"))
+    if wrapper._root_state is not None:
+        raise RuntimeError(message("hook-too-late"))
     for unit in units:
         unit.plan.hook = functools.partial(hook, state)

@@ -101,6 +101,8 @@ class Wrapper(nn.Module):
         # Values in state dicts that use the memory of a buffer or an ignored parameter.
         self._shared_values: list[weakref.ref[torch.Tensor]] = []
         self._is_inner = self._is_outermost = self._shows_clean_names = False
+        # Whether the strategy reshards the unit after forward, unless this wrapper is the root.
+        self._reshards = False
         if options.auto_wrap_policy is not None:
             inner = self._options_of_inner(options, groups)
             wrap.auto_wrap(module, options.auto_wrap_policy, inner_class, inner, *ignored)
@@ -148,6 +150,8 @@ class Wrapper(nn.Module):
             return None
         chosen = self.mixed_precision
         precision = Precision(chosen.param_dtype, chosen.reduce_dtype, chosen.keep_low_precision_grads)
+        is_sharded = self._mesh.shard is not None
+        reshards = self.sharding_strategy in build.RESHARDS_AFTER_FORWARD
         layout = FlatLayout(
             module,
             parameters,
@@ -156,12 +160,12 @@ class Wrapper(nn.Module):
             precision,
             offload=self.cpu_offload.offload_params,
             use_orig_params=self._use_orig_params,
+            shows_kept=self._use_orig_params and is_sharded and not reshards,
         )
         plan = ReducePlan.mean(self._mesh, precision.reduces_in(layout.dtype))
         # A unit that is not sharded, and computes in a copy in another dtype, frees the copy.
-        is_sharded = self._mesh.shard is not None
-        reshard = self.sharding_strategy in build.RESHARDS_AFTER_FORWARD if is_sharded else layout.is_copied
-        policy = UnitPolicy(reshard_after_forward=reshard, reshard_after_evaluation=reshard or not is_sharded)
+        self._reshards = reshards if is_sharded else layout.is_copied
+        policy = UnitPolicy(reshard_after_forward=self._reshards)
         return Unit(module, layout, [plan], precision, policy)
 
     # --- the wrapped module ---
@@ -290,6 +294,10 @@ class Wrapper(nn.Module):
         for _, wrapper in wrappers:
             wrapper._root_state = root_state
             wrapper._is_outermost = wrapper is self
+            if wrapper._unit is not None:
+                # The backward of the root runs right after its forward.
+                is_kept = wrapper is self and self._mesh.shard is not None
+                wrapper._unit.update_policy(reshard_after_forward=wrapper._reshards and not is_kept)
             wrapper._cast_buffers()
         return root_state
 

@@ -209,7 +209,6 @@ class FSDPState:
             backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
             forward_prefetch=False,
             limit_all_gathers=False,
-            keeps_outermost=False,
             comm_streams=self.shared_comm_streams,
         )
         grouped = [state for state in found if len(state.modules) > 1]

@@ -102,7 +102,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[Any]) -> None:
-    """Makes roots, such as pipeline stages, share communication streams (NEW-17). Call it before the first forward.
+    """Makes roots, such as pipeline stages, share communication streams, from now on (NEW-17).
 
     Args:
         modules: the roots, which ``fully_shard`` was called on. An empty list has no effect.
@@ -112,6 +112,9 @@ def share_comm_ctx(modules: list[Any]) -> None:
     """
     require(MODULES, "share_comm_ctx", modules=modules)
     if states := [listed(module) for module in modules]:
-        comm_streams = CommStreams(states[0].device)
+        first = states[0].root_state
+        comm_streams = first.comm_streams if first is not None else CommStreams(states[0].device)
         for state in states:
             state.shared_comm_streams = comm_streams
+            if state.root_state is not None:
+                state.root_state.use_comm_streams(comm_streams)

@@ -50,7 +50,7 @@ def choose_reshard(unit: Unit[PerParameterLayout], choice: bool | int) -> None:
         mesh = smaller_mesh(layout.params[0].mesh, choice)
         begin = functools.partial(layout.reshard_to_smaller_mesh, Group.of(mesh.get_group(1)), mesh)
         post_forward_mesh = PostForwardMesh(begin, layout.unshard_from_full_mesh, choice)
-    unit.update_policy(reshard_after_forward=frees, reshard_after_evaluation=frees, post_forward_mesh=post_forward_mesh)
+    unit.update_policy(reshard_after_forward=frees, post_forward_mesh=post_forward_mesh)
 
 
 # The smaller meshes of each shard group, with one of their groups. A group that was destroyed leaves no entry.

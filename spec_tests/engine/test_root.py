@@ -55,7 +55,7 @@ def test_unit_with_the_first_outer_forward_is_the_root() -> None:
     model(draw(0))
     root, first, second = units_of(model)
     assert [unit.name for unit in (root, first, second)] == ["", "0", "1"]
-    assert [unit.policy.keep_unsharded_for_backward for unit in (root, first, second)] == [True, False, False]
+    assert [unit.policy.reshard_after_forward for unit in (root, first, second)] == [False, True, True]
     tree = model._root_state
     assert all(wrapper._root_state is tree for wrapper in FSDP.fsdp_modules(model))
     assert tree.outermost is root
@@ -109,7 +109,7 @@ def test_root_takes_over_submodule_that_ran_alone(strategy: ShardingStrategy, be
     assert calls.count("RS" if strategy is not NONE else "AR") == 3, "each unit once, also that of the other tree"
     assert part._root_state is model._root_state
     assert part._unit.name == "0"
-    assert not part._unit.policy.keep_unsharded_for_backward, "only the root is kept"
+    assert part._unit.policy.reshard_after_forward is (strategy is FULL), "only the root is kept"
 
 
 @ranks(2)

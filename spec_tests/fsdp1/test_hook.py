@@ -356,6 +356,16 @@ def test_a_second_registration_is_refused_and_the_first_hook_stays(strategy: Sha
 
 @pytest.mark.spec("HOOK-08")
 @ranks(2)
+def test_a_second_registration_after_a_forward_is_called_a_second_one() -> None:
+    model = wrapped()
+    model.register_comm_hook(Seen(), note_and_fill)
+    iterate(model)
+    with pytest.raises(AssertionError, match="already registered"):
+        model.register_comm_hook(None, average)
+
+
+@pytest.mark.spec("HOOK-08")
+@ranks(2)
 def test_a_hook_for_a_larger_model_is_refused_if_an_inner_unit_already_has_one() -> None:
     inner = wrapped()
     seen = Seen()

@@ -259,6 +259,8 @@ EDITS: dict[str, Edit] = {
     "frozen and thawed": freeze_and_thaw,
     "averaged": evaluate_average,
 }
+# The root, or every unit, stays unsharded after a forward.
+KEEPS_ROOT = [kind for kind in ALL if "NO_SHARD" not in kind and kind != "fully_shard True"]
 WITHOUT_A_TRACE = ["scaled by data", "scaled by a list operator"]
 PLACES = ["before the step", "between micro-batches", "between backward and step", "logged"]
 
@@ -296,8 +298,8 @@ def run(model: nn.Module, place: str, edit: Edit) -> list[Tensor]:
 @ranks(2)
 def test_changes_of_params_after_evaluation_persist(kind: str, place: str) -> None:
     for name, edit in EDITS.items():
-        if place == "logged" and kind in KEEPS and name in WITHOUT_A_TRACE:
-            # Parameters that stay unsharded for a backward are not all-gathered again. torch does the same.
+        if name in WITHOUT_A_TRACE and kind in KEEPS_ROOT:
+            # Parameters that stay unsharded are not all-gathered again. torch does the same. See the next tests.
             continue
         plain = Tiny().to(device())
         model = ALL[kind](copy.deepcopy(plain))
@@ -312,11 +314,33 @@ def test_changes_of_params_after_evaluation_persist(kind: str, place: str) -> No
 def test_evaluation_after_an_evaluation_uses_every_kind_of_change(kind: str, name: str) -> None:
     plain = Tiny().to(device())
     model = FREES[kind](copy.deepcopy(plain))
+    is_limited = name in WITHOUT_A_TRACE and kind in KEEPS_ROOT
     for _ in range(2):
         for one in (model, plain):
             evaluate(one)
-            EDITS[name](one)
+            EDITS[name](one.blocks if is_limited else one)
         assert torch.allclose(evaluate(model), evaluate(plain), atol=1e-6)
+
+
+@pytest.mark.spec("FRESH-03")
+@pytest.mark.parametrize("name", WITHOUT_A_TRACE)
+@pytest.mark.parametrize("reshards", [False, True])
+@pytest.mark.parametrize("kind", KEEPS_ROOT)
+@ranks(2)
+def test_a_change_that_is_not_counted_is_used_after_a_reshard_or_a_backward(
+    kind: str, reshards: bool, name: str
+) -> None:
+    plain = Tiny().to(device())
+    model = ALL[kind](copy.deepcopy(plain))
+    for one in (model, plain):
+        evaluate(one)
+        EDITS[name](one)
+    if reshards and "fully_shard" in kind:
+        for unit in (model, *model.blocks):
+            unit.reshard()
+    else:
+        backward(model)
+    assert torch.allclose(evaluate(model), evaluate(plain), atol=1e-6)
 
 
 @pytest.mark.spec("FRESH-02")
@@ -405,10 +429,10 @@ def test_after_an_evaluation_before_a_backward_modules_have_the_parameters_of_th
 
 @pytest.mark.spec("SHARD-14")
 @ranks(2)
-def test_an_evaluation_before_a_backward_frees_all_units() -> None:
+def test_an_evaluation_before_a_backward_frees_all_units_except_the_root() -> None:
     model = FREES["FULL_SHARD"](Tiny())
     loss = model(batch()).sum()
     with trace.record() as recorder:
         evaluate(model)
-    assert recorder.count("FREE") == 3
+    assert recorder.count("FREE") == 2
     loss.backward()

@@ -370,6 +370,30 @@ def test_roots_have_the_same_comm_streams_only_after_sharing_them() -> None:
         assert (first is second) is is_shared
 
 
+@pytest.mark.spec("NEW-17")
+@pytest.mark.parametrize("moment", ["after a step", "between forward and backward", "after another call"])
+@ranks(2)
+def test_streams_can_be_shared_at_any_time(moment: str) -> None:
+    stages, usual = two_stages(), two_stages()
+    if moment == "after a step":
+        for stage in (*stages, *usual):
+            iterate(stage)
+            stage.zero_grad()
+    if moment == "after another call":
+        share_comm_ctx(stages[1:])
+        iterate(stages[1])
+        stages[1].zero_grad()
+    losses = [stage(batch()).square().mean() for stage in (*stages, *usual)]
+    share_comm_ctx(stages)
+    for loss in losses:
+        loss.backward()
+    for mine, other in zip(stages, usual, strict=True):
+        assert_same(full_gradients(mine), full_gradients(other))
+    states = [state_of(stage).root_state for stage in stages]
+    used = {id(unit.comm_streams) for state in states for unit in state.units}
+    assert used == {id(states[0].comm_streams)} == {id(states[1].comm_streams)}
+
+
 SPECIAL: dict[str, Callable[[Any], Any]] = {
     "set_custom_all_gather": lambda model: model.set_custom_all_gather(object()),
     "set_custom_reduce_scatter": lambda model: model.set_custom_reduce_scatter(object()),

@@ -185,6 +185,17 @@ def test_several_backwards_of_one_iteration_give_the_sum() -> None:
 
 
 @pytest.mark.spec("NEW-07")
+@pytest.mark.not_simulated("an accelerator continues with the last reduction")
+@ranks(2)
+def test_every_backward_sets_all_gradients_on_cpus() -> None:
+    model = sharded()
+    model.set_is_last_backward(False)
+    for steps in ((0,), (0, 1)):
+        loss_of(model(batch(steps[-1]))).backward()
+        assert_same(full_gradients(model), accumulated_gradients(seeded(), *((step,) for step in steps)), bitwise=False)
+
+
+@pytest.mark.spec("NEW-07")
 @ranks(2)
 def test_prefetch_uses_the_orders_of_earlier_forwards_until_the_last_backward() -> None:
     """Two forwards, then two backwards: the second backward also prefetches in the right order."""
