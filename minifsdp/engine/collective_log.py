@@ -40,7 +40,7 @@ from types import CodeType
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from minifsdp.engine.messages import NOT_THE_PROGRAM, message, way_out_of_main_thread
+from minifsdp.engine.messages import Place, message, way_out, way_out_of_main_thread
 
 # Name components that wrappers add and that do not identify a parameter.
 _OF_WRAPPERS = {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "module"}
@@ -205,7 +205,8 @@ class Entry(NamedTuple):
         identity: the value that the ranks compare.
         group, epoch, number: its position: the key of the group's sequence, the epoch, and the number in it.
         inside: the function that the program called; ``None`` if unknown.
-        code, line: innermost line of the program; ``None`` in a thread that the program did not start.
+        code, line: the line of the program that called it: of a unit's collective, the line that called the outermost
+            forward, or the backward. ``None`` in a thread that the program did not start.
     """
 
     kind: str
@@ -213,7 +214,7 @@ class Entry(NamedTuple):
     parts: Parts
     num_bytes: int
     iteration: int
-    identity: int
+    identity: bytes
     group: str
     epoch: int
     number: int
@@ -254,6 +255,7 @@ class CollectiveLog:
         waiting: the `Collective` that the main thread waits for.
         latest: the position of the last collective.
         last_event: an accelerator's event after the last work on a communication stream.
+        place: the place in the program that runs a forward or a backward; ``None`` outside of both.
         fatal_error: set by the watchdog if no further collective can complete: the text of the error.
         watchdog: the watchdog of the default process group, if there is one.
         store: a weak reference to the store of the default process group. The log is cleared when the store is deleted.
@@ -267,6 +269,7 @@ class CollectiveLog:
         self.waiting: Any = None
         self.latest: Position | None = None
         self.last_event: Any = None
+        self.place: Place | None = None
         self.fatal_error = ""
         self.watchdog: Any = None
         self.store: weakref.ref[Any] | None = None
@@ -299,19 +302,19 @@ class CollectiveLog:
             unit = str(unit)
         identity = f"{kind} {num_bytes} {dtype} {of_unit} {parts};".encode()
         sequence.hash.update(identity)
-        # 1. The innermost frame of the program.
-        inside = frame = sys._getframe(1)
-        while frame and frame.f_globals.get("__name__", "").partition(".")[0] in NOT_THE_PROGRAM:
-            inside, frame = frame, frame.f_back  # type: ignore[assignment]
-        place = (inside and inside.f_code, frame and frame.f_code, frame and frame.f_lineno)
-        if frame is None:
-            # An autograd thread, on an accelerator. The program waits for it in the main thread.
-            place = way_out_of_main_thread()
+        # 1. The collectives of units use the place of the forward or backward, because a walk takes longer than all else.
+        place = self.place if unit is not None and self.place is not None else self.place_in_program()
         position = (sequence.key, sequence.epoch, sequence.number)
-        self.entries.append((kind, unit, parts, num_bytes, self.iteration, crc32(identity), *position, *place))
+        self.entries.append((kind, unit, parts, num_bytes, self.iteration, identity, *position, *place))
         self.latest = (sequence, sequence.epoch, sequence.number)
         sequence.number += 1
         return self.latest, identity
+
+    def place_in_program(self) -> Place:
+        """The innermost line of the program that has called this function, and the function that it has called."""
+        place = way_out(sys._getframe(1))
+        # An autograd thread, on an accelerator, has no such line. The program waits for it in the main thread.
+        return way_out_of_main_thread() if place[1] is None else place
 
     def undo(self, position: Position, hash_before: Any) -> None:
         """Removes the last entry, which no other rank has. Pass the earlier result of `CollectiveSequence.mark`."""
@@ -332,7 +335,7 @@ class CollectiveLog:
 
     def clear(self) -> None:
         """Called when the default process group, and with it all other groups, was destroyed."""
-        self.waiting = self.latest = self.last_event = None
+        self.waiting = self.latest = self.last_event = self.place = None
         self.fatal_error = ""
         for sequence in self.sequences.values():
             sequence.hash = _DestroyedGroup()

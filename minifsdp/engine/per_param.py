@@ -231,7 +231,7 @@ class PerParameterLayout(Layout):
         """
         registered = self._registered
         for dictionary, attribute, index in self._attributes:
-            if dictionary.get(attribute.name) is not registered[index]:
+            if attribute.name not in dictionary or dictionary[attribute.name] is not registered[index]:
                 raise self.replaced_error(attribute)
         self._register(self.leaves)
 
@@ -293,7 +293,7 @@ class PerParameterLayout(Layout):
                 param.unreduced = None
             if part is None and self.reduces_unused and with_unreduced and param.parameter.requires_grad:
                 part = torch.zeros(param.shape, dtype=param.leaf.dtype, device=self.device)
-            if part is not None and part.numel():
+            if part is not None and 0 not in part.shape:
                 taken.numbers.append(number)
                 taken.parts.append(part)
             elif part is not None:
@@ -323,14 +323,14 @@ class PerParameterLayout(Layout):
 
     def pack(self, gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False) -> torch.Tensor:
         """2. Splits the gradients and sorts the shards by rank, with zeros as padding."""
-        parts, dtypes, chunk_numel = [], set(), 0
+        parts, is_mixed, chunk_numel = [], dtype.is_complex, 0
         num = self.params[gradient.numbers[0]].num_shards
         for number, part in zip(gradient.numbers, gradient.parts, strict=True):
             param = self.params[number]
             parts.append(part if param.dim == 0 else torch.cat(part.chunk(num, param.dim)))
-            dtypes.add(part.dtype)
+            is_mixed |= part.dtype is not gradient.parts[0].dtype
             chunk_numel += param.chunk_numel
-        if len(dtypes) > 1 or dtype.is_complex:
+        if is_mixed:
             parts = [part.to(dtype) for part in parts]
         packed = torch.empty(num * chunk_numel, dtype=dtype, device=self.device)
         # This operator casts during the copy, so there is no second copy of all gradients.
@@ -348,16 +348,17 @@ class PerParameterLayout(Layout):
     def accept_gradient(self, gradient: Gradient, local_shard: torch.Tensor) -> None:
         """3. Adds DTensors around the parts of ``local_shard`` to ``.grad``."""
         # If `copy_to_host` did not copy, copy here, with one wait for all parameters.
-        local_shard = local_shard.to(self.params[0].local_shard.device)
+        device = self.params[0].local_shard.device
+        if local_shard.device != device:
+            local_shard = local_shard.to(device)
         start = 0
         for number in gradient.numbers:
             param = self.params[number]
-            part = local_shard[start : start + param.local_shard.numel()].view(param.local_shard.shape)
+            part = local_shard.as_strided(param.local_shard.shape, param.local_shard.stride(), start)
             start += param.chunk_numel
-            if part.is_complex() and not param.local_shard.is_complex():
-                part = part.real.contiguous()
             if part.dtype is not param.local_shard.dtype:
-                part = part.to(param.local_shard.dtype)
+                is_real = part.is_complex() and not param.local_shard.is_complex()
+                part = (part.real if is_real else part).to(param.local_shard.dtype)
             before = param.parameter.grad
             if before is None:
                 # Reuse the spec object: optimizer operators compare both specs, which is fast for one object.
