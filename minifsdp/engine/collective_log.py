@@ -5,7 +5,8 @@ that the others wait for. Or it trains on wrong numbers, because two ranks issue
 the collectives of all ranks finds both. So ``collectives.py`` calls `CollectiveLog.record` for each collective:
 
 1. *Kind, unit, size, code line.* The entry has the kind, the unit, the number of bytes, the iteration, and the line of
-   the program that led to the collective. It stores code objects, whose names are looked up when the entry is read.
+   the program that led to the collective. This line is looked up once for each forward and each backward, because that
+   takes longer than the rest of the entry. The entry stores code objects, whose names are looked up when it is read.
 2. *Position in its process group.* Collectives of one process group pair up by order. So each group has a
    `CollectiveSequence`: a position, and a hash of all collectives up to this position. Equal hashes mean equal order.
 3. *Epoch.* The ranks compare their hashes at the end of each backward (``rank_checks.py``) and then start a new epoch.
@@ -34,6 +35,7 @@ import sys
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from types import CodeType
@@ -204,9 +206,8 @@ class Entry(NamedTuple):
         iteration: the iteration of this rank.
         identity: the value that the ranks compare.
         group, epoch, number: its position: the key of the group's sequence, the epoch, and the number in it.
-        inside: the function that the program called; ``None`` if unknown.
-        code, line: the line of the program that called it: of a unit's collective, the line that called the outermost
-            forward, or the backward. ``None`` in a thread that the program did not start.
+        place: the function that the program has called, and the code and line that called it. For a collective of a
+            unit, this is the call of the outermost forward or of the backward. See `way_out`.
     """
 
     kind: str
@@ -218,16 +219,14 @@ class Entry(NamedTuple):
     group: str
     epoch: int
     number: int
-    inside: CodeType | None
-    code: CodeType | None
-    line: int | None
+    place: Place
 
     @property
     def what(self) -> str:
         """The collective as text: "all-gather of 'a' in forward"."""
         unit = "" if self.unit is None else f" of {self.unit!r}" if self.unit else " of the root unit"
         parts = f", its parameters {list(self.parts)}" if self.parts else ""
-        return f"{self.kind}{unit}{parts} in {called(self.inside)}"
+        return f"{self.kind}{unit}{parts} in {called(self.place[0])}"
 
 
 def where(code: CodeType | None, line: int | None) -> str:
@@ -242,6 +241,12 @@ def called(code: CodeType | None) -> str:
     if code.co_name == "__call__" or code.co_name.endswith("_call_impl"):
         return "forward"
     return f"{code.co_qualname.split('.')[-2:][0]}()" if code.co_name == "__init__" else code.co_name
+
+
+@lru_cache(maxsize=4096)
+def _identity(kind: str, num_bytes: int, dtype: Any, unit: Any, parts: Parts) -> bytes:
+    # A step repeats the collectives of earlier steps.
+    return f"{kind} {num_bytes} {dtype} {unit} {parts};".encode()
 
 
 class CollectiveLog:
@@ -300,13 +305,13 @@ class CollectiveLog:
             unit.root_id.used.add(sequence)
             of_unit = unit.identities.get(sequence) or sequence.identity_of(unit)
             unit = str(unit)
-        identity = f"{kind} {num_bytes} {dtype} {of_unit} {parts};".encode()
+        identity = _identity(kind, num_bytes, dtype, of_unit, parts)
         sequence.hash.update(identity)
-        # 1. The collectives of units use the place of the forward or backward, because a walk takes longer than all else.
+        # 1. The units of a forward or of a backward share its place.
         place = self.place if unit is not None and self.place is not None else self.place_in_program()
-        position = (sequence.key, sequence.epoch, sequence.number)
-        self.entries.append((kind, unit, parts, num_bytes, self.iteration, identity, *position, *place))
-        self.latest = (sequence, sequence.epoch, sequence.number)
+        key, epoch, number = sequence.key, sequence.epoch, sequence.number
+        self.entries.append((kind, unit, parts, num_bytes, self.iteration, identity, key, epoch, number, place))
+        self.latest = (sequence, epoch, number)
         sequence.number += 1
         return self.latest, identity
 

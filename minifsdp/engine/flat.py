@@ -314,10 +314,10 @@ class FlatLayout(Layout):
         if gradient is None:
             return None
         # Without a split, the gradient may share memory with other gradients of autograd.
-        hooks = list((self.registered.shard._backward_hooks or {}).values())
+        hooks = self.registered.shard._backward_hooks
         self._is_shared = bool(hooks) or self.sharding.is_single
         # Call the user's hooks on a flat parameter. Autograd does not call them, because its leaf is another tensor.
-        for hook in hooks:
+        for hook in list(hooks.values()) if hooks else ():
             changed = hook(gradient)
             gradient = gradient if changed is None else changed.contiguous()
         if with_unreduced:

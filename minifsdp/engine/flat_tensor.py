@@ -164,10 +164,9 @@ class FlatSharding:
             parts = [flat] if self.is_single else flat.split_with_sizes(self.split_sizes)
         # A vector needs no view. The first parameter always has one, so it is never `flat` itself. The padding comes
         # last and has no shape.
-        views = [parts[0].view(shapes[0])]
-        for part, shape in zip(parts[1:], shapes[1:], strict=False):
-            views.append(part if part.shape == shape else part.view(shape))
-        for number, dims in self.orders.items():
+        first, pairs = parts[0], zip(parts, shapes, strict=False)
+        views = [part.view(shape) if part is first or part.shape != shape else part for part, shape in pairs]
+        for number, dims in self.orders.items() if self.orders else ():
             stored = parts[number].view([shapes[number][dim] for dim in dims])
             views[number] = stored.movedim(sorted(dims), dims)
         return views

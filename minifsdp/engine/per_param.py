@@ -210,13 +210,14 @@ class PerParameterLayout(Layout):
         """Accepts tensors that the user has registered instead of the unit's tensors, and values in other memory."""
         is_edited = False
         for dictionary, attribute, index in self._attributes:
-            found, param = dictionary.get(attribute.name), self.params[index]
-            if found is not self._registered[index]:
-                if not isinstance(found, nn.Parameter) or not param.fits(found):
-                    raise self.replaced_error(attribute)
-                param.parameter, is_edited = found, True
-            elif local_shard_of(param.parameter) is not param.local_shard:
-                is_edited = True
+            name, param = attribute.name, self.params[index]
+            if name in dictionary and dictionary[name] is self._registered[index]:
+                is_edited |= local_shard_of(param.parameter) is not param.local_shard
+                continue
+            found = dictionary.get(name)
+            if not isinstance(found, nn.Parameter) or not param.fits(found):
+                raise self.replaced_error(attribute)
+            param.parameter, is_edited = found, True
         if is_edited:
             self._update_buckets(is_edited=True)
         elif len(self.buckets) > 1:

@@ -78,9 +78,10 @@ def test_collective_log_contains_all_data_of_the_collectives_of_a_step() -> None
     assert {entry.num_bytes for entry in gathers} == {128}, "a weight and a bias of each layer, and their padding"
     for entry in entries():
         assert entry.iteration == iteration + 1
-        assert entry.code is not None
-        assert Path(entry.code.co_filename) == Path(__file__)
-        assert entry.line == line_of("the step")
+        _, code, line = entry.place
+        assert code is not None
+        assert Path(code.co_filename) == Path(__file__)
+        assert line == line_of("the step")
     assert lines_of_this_rank()[0][3] == "all-gather of '0' in forward"
     assert lines_of_this_rank()[-1][3] == "order check in backward"
 
