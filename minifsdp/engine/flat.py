@@ -284,7 +284,8 @@ class FlatLayout(Layout):
             dictionary[attribute.name] = tensors[index]
             if attribute.second_places:
                 attribute.update_second_places(tensors[index])
-        if self._guards and self._is_guarded is not (tensors is self.registered.sharded_params):
+        is_unfit = tensors is self.registered.sharded_params or self._on_gradient is None
+        if self._guards and self._is_guarded is not is_unfit:
             self._update_guards()
 
     def _update_guards(self) -> None:
