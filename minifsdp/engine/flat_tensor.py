@@ -147,9 +147,7 @@ class FlatSharding:
         """The elements of a value for parameter ``number``, in the order of the flat tensor."""
         return (value.permute(self.orders[number]) if number in self.orders else value).reshape(-1)
 
-    def views(
-        self, flat: torch.Tensor, shapes: Sequence[torch.Size], *, by_split: bool = True
-    ) -> list[torch.Tensor]:
+    def views(self, flat: torch.Tensor, shapes: Sequence[torch.Size], *, by_split: bool = True) -> list[torch.Tensor]:
         """Views of the parameters in a padded flat tensor, in their shapes and memory formats.
 
         Args:

@@ -352,14 +352,18 @@ class PerParameterLayout(Layout):
         device = self.params[0].local_shard.device
         if local_shard.device != device:
             local_shard = local_shard.to(device)
-        start = 0
-        for number in gradient.numbers:
+        sizes = [self.params[number].chunk_numel for number in gradient.numbers]
+        for number, part in zip(gradient.numbers, local_shard.split_with_sizes(sizes), strict=True):
             param = self.params[number]
-            part = local_shard.as_strided(param.local_shard.shape, param.local_shard.stride(), start)
-            start += param.chunk_numel
+            numel = param.local_shard.numel()
+            if numel < param.chunk_numel:
+                part = part[:numel]
+            if part.shape != param.local_shard.shape:
+                part = part.view(param.local_shard.shape)
             if part.dtype is not param.local_shard.dtype:
-                is_real = part.is_complex() and not param.local_shard.is_complex()
-                part = (part.real if is_real else part).to(param.local_shard.dtype)
+                if part.is_complex() and not param.local_shard.is_complex():
+                    part = part.real.contiguous()
+                part = part.to(param.local_shard.dtype)
             before = param.parameter.grad
             if before is None:
                 # Reuse the spec object: optimizer operators compare both specs, which is fast for one object.

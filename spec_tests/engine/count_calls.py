@@ -1,4 +1,4 @@
-"""The engine's cost in Python calls, calls into C and operators, counted in a separate process and printed as one line of JSON.
+"""The engine's cost in Python calls, calls into C and operators, counted in a separate process and printed as JSON.
 
 A fake process group sends no data, so one process is enough and never waits. The fake group must be the default group,
 so the program needs its own process. With 48 tiny units, the work per iteration is small compared to the work per unit.

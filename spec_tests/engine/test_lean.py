@@ -50,7 +50,7 @@ PER_PARAMETER = {
     "a view of the input, and its backward": 2,
     "memory for the all-gather, its view by rank, and a copy to the parameters": 3,
     "memory for the packed gradients, its view by rank, and a copy from the gradients": 3,
-    "a view of the result for each of two gradients": 2,
+    "a split of the result, and a view of the matrix": 2,
     "the division of the sum": 1,
 }
 OPERATORS = {
