@@ -206,8 +206,9 @@ class Entry(NamedTuple):
         iteration: the iteration of this rank.
         identity: the value that the ranks compare.
         group, epoch, number: its position: the key of the group's sequence, the epoch, and the number in it.
-        place: the function that the program has called, and the code and line that called it. For a collective of a
-            unit, this is the call of the outermost forward or of the backward. See `way_out`.
+        inside: the function that the program called; ``None`` if unknown.
+        code, line: the line of the program that called it. For a collective of a unit, this is the call of the
+            outermost forward or of the backward. ``None`` in a thread that the program did not start.
     """
 
     kind: str
@@ -219,14 +220,16 @@ class Entry(NamedTuple):
     group: str
     epoch: int
     number: int
-    place: Place
+    inside: CodeType | None
+    code: CodeType | None
+    line: int | None
 
     @property
     def what(self) -> str:
         """The collective as text: "all-gather of 'a' in forward"."""
         unit = "" if self.unit is None else f" of {self.unit!r}" if self.unit else " of the root unit"
         parts = f", its parameters {list(self.parts)}" if self.parts else ""
-        return f"{self.kind}{unit}{parts} in {called(self.place[0])}"
+        return f"{self.kind}{unit}{parts} in {called(self.inside)}"
 
 
 def where(code: CodeType | None, line: int | None) -> str:
@@ -309,9 +312,9 @@ class CollectiveLog:
         sequence.hash.update(identity)
         # 1. The units of a forward or of a backward share its place.
         place = self.place if unit is not None and self.place is not None else self.place_in_program()
-        key, epoch, number = sequence.key, sequence.epoch, sequence.number
-        self.entries.append((kind, unit, parts, num_bytes, self.iteration, identity, key, epoch, number, place))
-        self.latest = (sequence, epoch, number)
+        position = (sequence.key, sequence.epoch, sequence.number)
+        self.entries.append((kind, unit, parts, num_bytes, self.iteration, identity, *position, *place))
+        self.latest = (sequence, sequence.epoch, sequence.number)
         sequence.number += 1
         return self.latest, identity
 

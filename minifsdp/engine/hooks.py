@@ -59,7 +59,7 @@ from minifsdp.engine.messages import message, warn
 from minifsdp.engine.precision import tensors_in
 from minifsdp.engine.rank_checks import RankChecks
 from minifsdp.engine.reduce import Reducer
-from minifsdp.engine.requested import next_number, with_newest_node
+from minifsdp.engine.requested import with_newest_node
 from minifsdp.engine.schedule import BackwardPrefetch, Schedule
 from minifsdp.engine.sharded_param import REQUIRES_GRAD, VERSION
 from minifsdp.engine.unit import Phase, State, Unit
@@ -135,9 +135,7 @@ class IterationState:
                 register_pre_backward_hook(output, partial(_check_still_summoned, unit))
         elif unit.phase is not Phase.PRE_BACKWARD:
             if unit.policy.reshard_after_forward:
-                node = output.grad_fn if isinstance(output, torch.Tensor) else None
-                if node is None or node._sequence_nr() != next_number() - 1:
-                    output = with_newest_node(unit, output)
+                output = with_newest_node(unit, output)
             self.leave_forward(unit, is_recorded=self.watch_output(unit, inputs, output))
         return output
 

@@ -239,7 +239,6 @@ class RootState:
     def fail_forward(self) -> None:
         """Called when the outermost call has raised an error. Resets the units to their state before the forward."""
         self.iteration.in_forward, self._thread = False, 0
-        log.place = None
         self.iteration.recover()
 
     def recover_after_error(self) -> None:

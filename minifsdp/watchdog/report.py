@@ -97,7 +97,7 @@ def lines_of_this_rank() -> list[Line]:
     """The last collectives of this rank, in the current and the previous epoch of each sequence."""
     oldest = {sequence.key: sequence.epoch - 1 for sequence in _sequences()}
     return [
-        [e.group, e.epoch, e.number, e.what, where(*e.place[1:]), e.iteration, e.num_bytes, crc32(e.identity)]
+        [e.group, e.epoch, e.number, e.what, where(e.code, e.line), e.iteration, e.num_bytes, crc32(e.identity)]
         for e in itertools.starmap(Entry, tuple(log.entries))
         if e.epoch >= oldest.get(e.group, e.epoch + 1)
     ]
