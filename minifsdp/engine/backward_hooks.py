@@ -108,7 +108,7 @@ class InputsHooks(LeafHooks):
         watched = [tensor for tensor in tensors_in(inputs, others) if tensor.requires_grad]
         if not watched:
             return inputs
-        if any(tensor.requires_grad for tensor in others):
+        if others and any(tensor.requires_grad for tensor in others):
             # The module may change a container that is not a tuple, list or dict, so it needs the caller's object.
             # Hooks on the caller's tensors run later, because they also wait for the caller's other operations.
             register_multi_grad_hook(watched, self._reached)

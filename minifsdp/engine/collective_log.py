@@ -5,7 +5,8 @@ that the others wait for. Or it trains on wrong numbers, because two ranks issue
 the collectives of all ranks finds both. So ``collectives.py`` calls `CollectiveLog.record` for each collective:
 
 1. *Kind, unit, size, code line.* The entry has the kind, the unit, the number of bytes, the iteration, and the line of
-   the program that led to the collective. It stores code objects, whose names are looked up when the entry is read.
+   the program that led to the collective. This line is looked up once for each forward and each backward, because that
+   takes longer than the rest of the entry. The entry stores code objects, whose names are looked up when it is read.
 2. *Position in its process group.* Collectives of one process group pair up by order. So each group has a
    `CollectiveSequence`: a position, and a hash of all collectives up to this position. Equal hashes mean equal order.
 3. *Epoch.* The ranks compare their hashes at the end of each backward (``rank_checks.py``) and then start a new epoch.
@@ -33,6 +34,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter, deque
+from functools import lru_cache
 from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
@@ -41,7 +43,7 @@ from zlib import crc32
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from minifsdp.engine.messages import NOT_THE_PROGRAM, message, way_out_of_main_thread
+from minifsdp.engine.messages import Place, message, way_out, way_out_of_main_thread
 
 MOST_ENTRIES: int | None = 2048  # in each sequence
 
@@ -137,7 +139,8 @@ class Entry(NamedTuple):
             the unit in its root, -1 without a root.
         group, epoch, number: its position: the key of the group's sequence, the epoch, and the number in it.
         inside: the function that the program called; ``None`` if unknown.
-        code, line: innermost line of the program; ``None`` in a thread that the program did not start.
+        code, line: the line of the program that called it. For a collective of a unit, this is the call of the
+            outermost forward or of the backward. ``None`` in a thread that the program did not start.
     """
 
     kind: str
@@ -176,6 +179,12 @@ def called(code: CodeType | None) -> str:
     return f"{code.co_qualname.split('.')[-2:][0]}()" if code.co_name == "__init__" else code.co_name
 
 
+@lru_cache(maxsize=4096)
+def _shape(kind: str, num_bytes: int, dtype: Any) -> int:
+    # A step repeats the collectives of earlier steps.
+    return crc32(f"{kind} {num_bytes} {dtype}".encode())
+
+
 class CollectiveLog:
     """The collectives of this process. There is one log, `log`. The watchdog thread reads it.
 
@@ -186,6 +195,7 @@ class CollectiveLog:
         waiting: the `Collective` that the main thread waits for.
         latest: the position of the last collective.
         last_event: an accelerator's event after the last work on a communication stream.
+        place: the place in the program that runs a forward or a backward; ``None`` outside of both.
         fatal_error: set by the watchdog if no further collective can complete: the text of the error.
         watchdog: the watchdog of the default process group, if there is one.
         store: a weak reference to the store of the default process group. The log is cleared when the store is deleted.
@@ -198,6 +208,7 @@ class CollectiveLog:
         self.waiting: Any = None
         self.latest: Position | None = None
         self.last_event: Any = None
+        self.place: Place | None = None
         self.fatal_error = ""
         self.watchdog: Any = None
         self.store: weakref.ref[Any] | None = None
@@ -232,24 +243,24 @@ class CollectiveLog:
         if isinstance(unit, UnitName):
             unit.used.add(sequence)
             of_unit, unit = unit.number, str(unit)
-        shape = crc32(f"{kind} {num_bytes} {dtype}".encode())
+        shape = _shape(kind, num_bytes, dtype)
         # Unlike the hash of a text, the hash of numbers is the same in all processes.
         identity = hash((shape, *parts))
         sequence.digest = hash((sequence.digest, identity))
         sequence.of_units = hash((sequence.of_units, of_unit))
-        # 1. The innermost frame of the program.
-        inside = frame = sys._getframe(1)
-        while frame and frame.f_globals.get("__name__", "").partition(".")[0] in NOT_THE_PROGRAM:
-            inside, frame = frame, frame.f_back  # type: ignore[assignment]
-        place = (inside and inside.f_code, frame and frame.f_code, frame and frame.f_lineno)
-        if frame is None:
-            # An autograd thread, on an accelerator. The program waits for it in the main thread.
-            place = way_out_of_main_thread()
+        # 1. The units of a forward or of a backward share its place.
+        place = self.place if unit is not None and self.place is not None else self.place_in_program()
         position = (sequence.key, sequence.epoch, sequence.number)
         sequence.entries.append((kind, unit, parts, num_bytes, self.iteration, identity, of_unit, *position, *place))
         self.latest = (sequence, sequence.epoch, sequence.number)
         sequence.number += 1
         return self.latest, shape
+
+    def place_in_program(self) -> Place:
+        """The innermost line of the program that has called this function, and the function that it has called."""
+        place = way_out(sys._getframe(1))
+        # An autograd thread, on an accelerator, has no such line. The program waits for it in the main thread.
+        return way_out_of_main_thread() if place[1] is None else place
 
     def diagnosis(self, position: Position) -> str:
         """The watchdog's report about all ranks, on separate lines. Empty if there is no watchdog."""
@@ -264,7 +275,7 @@ class CollectiveLog:
 
     def clear(self) -> None:
         """Called when a default process group, and with it all other groups, was destroyed."""
-        self.waiting = self.latest = self.last_event = None
+        self.waiting = self.latest = self.last_event = self.place = None
         self.fatal_error = ""
         for process_group, sequence in list(self.sequences.items()):
             if sequence.store() is None:

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from minifsdp.engine import collectives, lifetime, optimizer_watch
 from minifsdp.engine.changes import changed_values, check_equal_changes
@@ -115,6 +116,7 @@ class FlatLayout(Layout):
         always = self._unsharded.is_borrowed and not use_orig_params
         # Placeholders raise an error without a guard.
         self._guards = guards_for(self.parameters) if use_orig_params or always else []
+        self._is_guarded = False
         self._assign(self.views_of(self._unsharded.leaf) if always else self.registered.sharded_params)
 
     # --- the unsharded tensor ---
@@ -195,7 +197,7 @@ class FlatLayout(Layout):
         """Raises an error if a module has a tensor other than the one that was assigned last."""
         assigned = self._assigned
         for dictionary, attribute, index in self._attributes:
-            if dictionary.get(attribute.name) is not assigned[index]:
+            if attribute.name not in dictionary or dictionary[attribute.name] is not assigned[index]:
                 raise self.replaced_error(attribute)
 
     def use_unsharded_params(self) -> None:
@@ -205,6 +207,7 @@ class FlatLayout(Layout):
         requires_grad = self.registered.requires_grad
         if leaf.requires_grad is not requires_grad:
             leaf.requires_grad_(requires_grad)
+            self._unsharded.lasting_views = None
         # Notes 1 and 2: create the views at the moment of use, with one split.
         views = self.views_of(leaf)
         if torch.is_grad_enabled():
@@ -249,19 +252,24 @@ class FlatLayout(Layout):
         """Assigns the sharded tensors to the modules, or views of a flat parameter that is always unsharded."""
         sharded_params = self.registered.sharded_params
         if self._unsharded.is_borrowed and not self.use_orig_params:
-            # Autograd rejects a view of a split after an optimizer step. It accepts a view of a single range.
-            leaf, ranges = self._unsharded.leaf, self.sharding.param_ranges(0)
-            with torch.enable_grad():
-                views = self.sharding.shaped([leaf[part] for part in ranges], self.local_shapes)
-                # With tensor parallelism, modules have DTensors.
-                if self.is_distributed:
-                    views = [distributed_tensor(view, spec) for view, spec in zip(views, self.specs, strict=True)]
-            self._assign(views)
+            self._assign(self._lasting_views())
             return
         if self._unsharded.leaf._version != self._unsharded.version and not self._unsharded.is_borrowed:
             self._keep_changes()
         if self._assigned is not sharded_params:
             self._assign(sharded_params)
+
+    def _lasting_views(self) -> list[torch.Tensor]:
+        """Views of a flat parameter that is always unsharded, for the time between forwards.
+
+        Autograd rejects a view of a split after an optimizer step. It accepts a view of a single range, at any time, so
+        these views are created once.
+        """
+        unsharded = self._unsharded
+        if unsharded.lasting_views is None:
+            with torch.inference_mode(False), torch.enable_grad(), _disable_current_modes():
+                unsharded.lasting_views = self.views_of(unsharded.leaf, by_split=False)
+        return unsharded.lasting_views
 
     def _keep_changes(self) -> None:
         """Copies values that the user's forward has written to the unsharded tensor into the shard."""
@@ -278,14 +286,16 @@ class FlatLayout(Layout):
             dictionary[attribute.name] = tensors[index]
             if attribute.second_places:
                 attribute.update_second_places(tensors[index])
-        if self._guards:
+        is_unfit = tensors is self.registered.sharded_params or self._on_gradient is None
+        if self._guards and self._is_guarded is not is_unfit:
             self._update_guards()
 
     def _update_guards(self) -> None:
         """Adds or removes the forward guards. Sharded modules and modules without a gradient callback must not run."""
         is_unfit = self._assigned is self.registered.sharded_params or self._on_gradient is None
+        self._is_guarded = is_unfit and not self.is_summoned
         for hooks, hook in self._guards:
-            if is_unfit and not self.is_summoned:
+            if self._is_guarded:
                 hooks[GUARD] = hook
             else:
                 hooks.pop(GUARD, None)
@@ -299,17 +309,18 @@ class FlatLayout(Layout):
 
     def take_gradient(self, *, with_unreduced: bool) -> Gradient | None:
         """Takes the flat gradient of forwards in both precisions, and adds the unreduced gradient if requested."""
-        gradient, self._unsharded.leaf.grad = self._unsharded.leaf.grad, None
-        for variant in self._variants.values() if len(self._variants) > 1 else ():
-            if (other := variant.leaf.grad) is not None:
-                gradient, variant.leaf.grad = other if gradient is None else gradient + other, None
+        gradient: torch.Tensor | None = None
+        for leaf in self.leaves:
+            if (other := leaf.grad) is not None:
+                gradient = other if gradient is None else gradient + other
+                leaf.grad = None
         if gradient is None:
             return None
         # Without a split, the gradient may share memory with other gradients of autograd.
-        hooks = list((self.registered.shard._backward_hooks or {}).values())
+        hooks = self.registered.shard._backward_hooks
         self._is_shared = bool(hooks) or self.sharding.is_single
         # Call the user's hooks on a flat parameter. Autograd does not call them, because its leaf is another tensor.
-        for hook in hooks:
+        for hook in list(hooks.values()) if hooks else ():
             changed = hook(gradient)
             gradient = gradient if changed is None else changed.contiguous()
         if with_unreduced:
@@ -326,7 +337,9 @@ class FlatLayout(Layout):
 
     def pack(self, gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False) -> torch.Tensor:
         """Returns the flat gradient in ``dtype``. A flat gradient is already packed."""
-        return gradient.parts[0].to(dtype, copy=is_written and self._is_shared)
+        part = gradient.parts[0]
+        is_copied = is_written and self._is_shared
+        return part.to(dtype, copy=is_copied) if is_copied or part.dtype is not dtype else part
 
     def copy_to_host(self, local_shard: torch.Tensor) -> torch.Tensor:
         """Casts on the device, because a cast on the CPU would wait for the copy. PyTorch pins the copy's memory."""
@@ -336,8 +349,9 @@ class FlatLayout(Layout):
 
     def accept_gradient(self, gradient: Gradient, local_shard: torch.Tensor) -> None:
         """Adds a reduced gradient shard to ``.grad``."""
-        if not self._precision.keep_reduce_dtype:
-            local_shard = local_shard.to(self.registered.shard.dtype)
+        dtype = self.registered.shard.dtype
+        if local_shard.dtype is not dtype and not self._precision.keep_reduce_dtype:
+            local_shard = local_shard.to(dtype)
         self.gradients.add_reduced(local_shard)
 
     @property
@@ -367,9 +381,9 @@ class FlatLayout(Layout):
         self.registered.overwrite(shard)
         self._is_written = True
 
-    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+    def views_of(self, flat: torch.Tensor, *, by_split: bool = True) -> list[torch.Tensor]:
         """The parameters in an unsharded flat tensor: views in the original shapes, or DTensors of them."""
-        views = self.sharding.views(flat, self.local_shapes)
+        views = self.sharding.views(flat, self.local_shapes, by_split=by_split)
         if self.is_distributed:
             views = [distributed_tensor(view, spec) for view, spec in zip(views, self.specs, strict=True)]
         for index, attributes in self.registered.user_attributes:

@@ -51,7 +51,7 @@ class FlatGradients:
         """Adds a shard of a reduced gradient to ``.grad`` of the trained parameters."""
         for parameter, part in zip(self._parameters, self._registered.parts(shard), strict=True):
             # An original parameter without elements on this rank gets no gradient.
-            if not parameter.requires_grad or (part is not shard and part.numel() == 0):
+            if not parameter.requires_grad or (part is not shard and 0 in part.shape):
                 continue
             if parameter.grad is None:
                 assign_gradient(parameter, part)

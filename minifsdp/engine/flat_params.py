@@ -164,7 +164,8 @@ class RegisteredOrigParams(RegisteredParams):
         self.shard, self.parameters, self.sharded_params = shard, registered, registered
         self._sharding, self._shapes = sharding, [parameter.shape for parameter in registered]
         self.user_attributes = _user_attributes(parameters)
-        self._ranges = sharding.param_ranges(index)
+        sizes = [part.stop - part.start for part in sharding.param_ranges(index)]
+        self._split_sizes = [*sizes, sharding.shard_numel - sum(sizes)]
         self._shard_views = self.parts(shard)
         self._paths = [info.path for info in parameters.values()]
         for original, info in parameters.items():
@@ -201,7 +202,7 @@ class RegisteredOrigParams(RegisteredParams):
         """Each parameter's part of a shard: 1-D, or in the original shape if the unit is not sharded."""
         if self._sharding.num_shards == 1:
             return self.unsharded_parts(shard)
-        return [shard[part] for part in self._ranges]
+        return list(shard.split_with_sizes(self._split_sizes)[: len(self._shapes)])
 
     def unsharded_parts(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Each parameter in an unsharded flat tensor, in its original shape."""

@@ -147,21 +147,24 @@ class FlatSharding:
         """The elements of a value for parameter ``number``, in the order of the flat tensor."""
         return (value.permute(self.orders[number]) if number in self.orders else value).reshape(-1)
 
-    def views(self, flat: torch.Tensor, shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
-        """Views of the parameters in a padded flat tensor, by one split (``flat.py``, 2).
+    def views(self, flat: torch.Tensor, shapes: Sequence[torch.Size], *, by_split: bool = True) -> list[torch.Tensor]:
+        """Views of the parameters in a padded flat tensor, in their shapes and memory formats.
 
-        A single parameter without padding needs no split. Its gradient may share memory with other gradients.
+        Args:
+            flat: the tensor.
+            shapes: the shapes of the parameters.
+            by_split: whether all views come from one split (``flat.py``, 2). A single parameter without padding needs
+                no split. Its gradient may share memory with other gradients.
         """
-        parts = [flat] if self.is_single else flat.split_with_sizes(self.split_sizes)
-        if self.orders:
-            return self.shaped(parts, shapes)
-        # The padding comes last and has no shape.
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=False)]
-
-    def shaped(self, parts: Sequence[torch.Tensor], shapes: Sequence[torch.Size]) -> list[torch.Tensor]:
-        """Views of 1-D ``parts`` of a flat tensor in the shapes and memory formats of the parameters."""
-        views = [part.view(shape) for part, shape in zip(parts, shapes, strict=False)]
-        for number, dims in self.orders.items():
+        if not by_split:
+            parts = [flat[start:stop] for start, stop in pairwise(accumulate(self.numels, initial=0))]
+        else:
+            parts = [flat] if self.is_single else flat.split_with_sizes(self.split_sizes)
+        # A vector needs no view. The first parameter always has one, so it is never `flat` itself. The padding comes
+        # last and has no shape.
+        first, pairs = parts[0], zip(parts, shapes, strict=False)
+        views = [part.view(shape) if part is first or part.shape != shape else part for part, shape in pairs]
+        for number, dims in self.orders.items() if self.orders else ():
             stored = parts[number].view([shapes[number][dim] for dim in dims])
             views[number] = stored.movedim(sorted(dims), dims)
         return views
@@ -180,6 +183,7 @@ class UnshardedTensor:
         leaf: the tensor; autograd accumulates gradients into it.
         alias: the same memory, for writing.
         num_bytes: its size while it has memory.
+        lasting_views: views of `leaf` that modules have between forwards; ``None`` until they are needed.
         version: the version of `leaf` at the last check for changes by the user.
     """
 
@@ -191,6 +195,7 @@ class UnshardedTensor:
         self.alias = tensor.data
         self.leaf = tensor.requires_grad_()
         self.version = tensor._version
+        self.lasting_views: list[torch.Tensor] | None = None
         if lender is None:
             self.alias.untyped_storage().resize_(0)
 
@@ -198,6 +203,7 @@ class UnshardedTensor:
         """Uses the memory of ``lender`` from now on, if the user has given the shard other memory."""
         if lender.data_ptr() != self.alias.data_ptr():
             self.alias = self.leaf.data = lender
+            self.lasting_views = None
 
     def allocate(self) -> None:
         """Allocates memory, with undefined values."""

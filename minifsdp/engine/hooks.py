@@ -54,11 +54,12 @@ from torch.autograd import Variable
 from minifsdp import trace
 from minifsdp.engine import backward_hooks
 from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task, register_pre_backward_hook
+from minifsdp.engine.collective_log import log
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.precision import tensors_in
 from minifsdp.engine.rank_checks import RankChecks
 from minifsdp.engine.reduce import Reducer
-from minifsdp.engine.requested import next_number, with_newest_node
+from minifsdp.engine.requested import with_newest_node
 from minifsdp.engine.schedule import BackwardPrefetch, Schedule
 from minifsdp.engine.sharded_param import REQUIRES_GRAD, VERSION
 from minifsdp.engine.unit import Phase, State, Unit
@@ -132,8 +133,7 @@ class IterationState:
             if torch.is_grad_enabled():
                 register_pre_backward_hook(output, partial(_check_still_summoned, unit))
         elif unit.phase is not Phase.PRE_BACKWARD:
-            node = output.grad_fn if isinstance(output, torch.Tensor) else None
-            if node is None or node._sequence_nr() != next_number() - 1:
+            if unit.policy.reshard_after_forward:
                 output = with_newest_node(unit, output)
             self.leave_forward(unit, is_recorded=self.watch_output(unit, inputs, output))
         return output
@@ -193,6 +193,7 @@ class IterationState:
         """Called by the first hook of this root that runs in a backward."""
         if not self.in_backward:
             self.in_backward = True
+            log.place = log.place_in_program()
             # 6. A backward inside a forward does not belong to the last recorded forward.
             if self._versions is not None and not self.in_forward and self._current_versions() != self._versions:
                 self._changed = self._changed_units(*self._versions)
@@ -335,7 +336,7 @@ class IterationState:
             if unit.phase not in (Phase.SUMMONED, Phase.FORWARD):
                 unit.phase = Phase.IDLE
         self._changed = set()
-        self.in_backward = False
+        self.in_backward, log.place = False, None
 
     def watch(self, output: Any) -> None:
         """Detects the beginning of backward for an outermost module without its own parameters."""

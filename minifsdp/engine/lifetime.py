@@ -88,7 +88,7 @@ class RateLimiter:
         if len(self._events) < self.num_in_flight:
             return
         oldest = self._events.popleft()
-        if oldest.query():
+        if oldest is DONE or oldest.query():
             return
         waiting = trace.recorder.begin("WAIT", unit_name) if trace.recorder is not None else None
         oldest.synchronize()

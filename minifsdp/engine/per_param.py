@@ -210,13 +210,14 @@ class PerParameterLayout(Layout):
         """Accepts tensors that the user has registered instead of the unit's tensors, and values in other memory."""
         is_edited = False
         for dictionary, attribute, index in self._attributes:
-            found, param = dictionary.get(attribute.name), self.params[index]
-            if found is not self._registered[index]:
-                if not isinstance(found, nn.Parameter) or not param.fits(found):
-                    raise self.replaced_error(attribute)
-                param.parameter, is_edited = found, True
-            elif local_shard_of(param.parameter) is not param.local_shard:
-                is_edited = True
+            name, param = attribute.name, self.params[index]
+            if name in dictionary and dictionary[name] is self._registered[index]:
+                is_edited |= local_shard_of(param.parameter) is not param.local_shard
+                continue
+            found = dictionary.get(name)
+            if not isinstance(found, nn.Parameter) or not param.fits(found):
+                raise self.replaced_error(attribute)
+            param.parameter, is_edited = found, True
         if is_edited:
             self._update_buckets(is_edited=True)
         elif len(self.buckets) > 1:
@@ -231,7 +232,7 @@ class PerParameterLayout(Layout):
         """
         registered = self._registered
         for dictionary, attribute, index in self._attributes:
-            if dictionary.get(attribute.name) is not registered[index]:
+            if attribute.name not in dictionary or dictionary[attribute.name] is not registered[index]:
                 raise self.replaced_error(attribute)
         self._register(self.leaves)
 
@@ -293,7 +294,7 @@ class PerParameterLayout(Layout):
                 param.unreduced = None
             if part is None and self.reduces_unused and with_unreduced and param.parameter.requires_grad:
                 part = torch.zeros(param.shape, dtype=param.leaf.dtype, device=self.device)
-            if part is not None and part.numel():
+            if part is not None and 0 not in part.shape:
                 taken.numbers.append(number)
                 taken.parts.append(part)
             elif part is not None:
@@ -323,14 +324,14 @@ class PerParameterLayout(Layout):
 
     def pack(self, gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False) -> torch.Tensor:
         """2. Splits the gradients and sorts the shards by rank, with zeros as padding."""
-        parts, dtypes, chunk_numel = [], set(), 0
+        parts, is_mixed, chunk_numel = [], dtype.is_complex, 0
         num = self.params[gradient.numbers[0]].num_shards
         for number, part in zip(gradient.numbers, gradient.parts, strict=True):
             param = self.params[number]
             parts.append(part if param.dim == 0 else torch.cat(part.chunk(num, param.dim)))
-            dtypes.add(part.dtype)
+            is_mixed |= part.dtype is not gradient.parts[0].dtype
             chunk_numel += param.chunk_numel
-        if len(dtypes) > 1 or dtype.is_complex:
+        if is_mixed:
             parts = [part.to(dtype) for part in parts]
         packed = torch.empty(num * chunk_numel, dtype=dtype, device=self.device)
         # This operator casts during the copy, so there is no second copy of all gradients.
@@ -348,15 +349,20 @@ class PerParameterLayout(Layout):
     def accept_gradient(self, gradient: Gradient, local_shard: torch.Tensor) -> None:
         """3. Adds DTensors around the parts of ``local_shard`` to ``.grad``."""
         # If `copy_to_host` did not copy, copy here, with one wait for all parameters.
-        local_shard = local_shard.to(self.params[0].local_shard.device)
-        start = 0
-        for number in gradient.numbers:
+        device = self.params[0].local_shard.device
+        if local_shard.device != device:
+            local_shard = local_shard.to(device)
+        sizes = [self.params[number].chunk_numel for number in gradient.numbers]
+        for number, part in zip(gradient.numbers, local_shard.split_with_sizes(sizes), strict=True):
             param = self.params[number]
-            part = local_shard[start : start + param.local_shard.numel()].view(param.local_shard.shape)
-            start += param.chunk_numel
-            if part.is_complex() and not param.local_shard.is_complex():
-                part = part.real.contiguous()
+            numel = param.local_shard.numel()
+            if numel < param.chunk_numel:
+                part = part[:numel]
+            if part.shape != param.local_shard.shape:
+                part = part.view(param.local_shard.shape)
             if part.dtype is not param.local_shard.dtype:
+                if part.is_complex() and not param.local_shard.is_complex():
+                    part = part.real.contiguous()
                 part = part.to(param.local_shard.dtype)
             before = param.parameter.grad
             if before is None:

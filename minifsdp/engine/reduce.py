@@ -284,7 +284,8 @@ class Reducer:
         if old is None:
             return
         is_ended = self._comm_streams.reduce.stream is not None
-        (old.ended if is_ended else old.scattered).wait()
+        if (handle := old.ended if is_ended else old.scattered) is not COMPLETED:
+            handle.wait()
         if trace.recorder is not None:
             trace.recorder.finish(old.event)
         if not is_ended:

@@ -112,11 +112,13 @@ class RequestedParameters:
 
 def with_newest_node(unit: Unit, output: Any) -> Any:
     """Called after a forward of a unit; returns the output to pass to the caller."""
-    if not unit.policy.reshard_after_forward or not torch.is_grad_enabled():
+    if not unit.policy.reshard_after_forward:
         return output
     for tensor in [output] if isinstance(output, torch.Tensor) else tensors_in(output):
         if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() == next_number() - 1:
             return output
+    if not torch.is_grad_enabled():
+        return output
     return _passed(lambda tensor, _: _with_node(tensor), output, skips_used=False)
 
 

@@ -166,6 +166,7 @@ class RootState:
             self._thread = 0
             raise
         self.iteration.in_forward, self._caller = True, caller
+        log.place = log.place_in_program()
         self.iteration.num_forwards += 1
         return True
 
@@ -213,6 +214,7 @@ class RootState:
     def end_forward(self, output: Any) -> Any:
         """Called when the outermost call has returned. Returns the output to pass to the caller."""
         self.iteration.in_forward, self._thread = False, 0
+        log.place = None
         if self.iteration.ended_in_forward:
             self.iteration.end_inner_backward()
         if self.iteration.is_recorded:

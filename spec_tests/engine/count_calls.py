@@ -1,4 +1,4 @@
-"""The engine's cost in Python calls, counted in a separate process and printed as one line of JSON.
+"""The engine's cost in Python calls, calls into C and operators, counted in a separate process and printed as JSON.
 
 A fake process group sends no data, so one process is enough and never waits. The fake group must be the default group,
 so the program needs its own process. With 48 tiny units, the work per iteration is small compared to the work per unit.
@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 NUM_UNITS = 48
 
@@ -61,12 +62,17 @@ def warmed_up(model: nn.Module) -> Callable[[], None]:
     return lambda: step(model, x)
 
 
-def calls_by_file(action: Callable[[], None]) -> Counter[str]:
-    """Calls of Python functions while ``action`` runs, by the file that defines the function."""
+def calls_by_file(action: Callable[[], None], counts: str = "call") -> Counter[str]:
+    """Calls of Python functions while ``action`` runs, by the file that defines the function.
+
+    Args:
+        action: the function to run.
+        counts: ``"c_call"`` counts the calls of functions and methods that are written in C, by the file that calls.
+    """
     counted: Counter[str] = Counter()
 
     def notice(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call":
+        if event == counts:
             counted[frame.f_code.co_filename] += 1
 
     sys.setprofile(notice)
@@ -77,17 +83,43 @@ def calls_by_file(action: Callable[[], None]) -> Counter[str]:
     return counted
 
 
-def per_unit(model: nn.Module) -> float:
-    plain = calls_by_file(warmed_up(build())).total()
-    return (calls_by_file(warmed_up(model)).total() - plain) / NUM_UNITS
+class Operators(TorchDispatchMode):
+    """Counts the operators that PyTorch's dispatcher executes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num += 1
+        return function(*args, **(kwargs or {}))
 
 
-def of_the_ledger(action: Callable[[], None]) -> float:
+def operators(action: Callable[[], None]) -> int:
+    with Operators() as counted:
+        action()
+    return counted.num
+
+
+def per_unit(model: nn.Module, count: Callable[[Callable[[], None]], int]) -> float:
+    return (count(warmed_up(model)) - count(warmed_up(build()))) / NUM_UNITS
+
+
+def costs(model: nn.Module) -> dict[str, float]:
+    """What a unit adds to a step of the plain model."""
+    return {
+        "calls": per_unit(model, lambda action: calls_by_file(action).total()),
+        "calls into C": per_unit(model, lambda action: calls_by_file(action, "c_call").total()),
+        "operators": per_unit(model, operators),
+    }
+
+
+def of_the_ledger(action: Callable[[], None], counts: str) -> float:
     """Calls per unit of the collective log and of the check that all ranks issue the same collectives."""
-    from minifsdp.engine import collective_log, rank_checks
+    from minifsdp.engine import collective_log, messages, rank_checks
 
-    counted = calls_by_file(action)
-    return (counted[collective_log.__file__] + counted[rank_checks.__file__]) / NUM_UNITS
+    counted = calls_by_file(action, counts)
+    return sum(counted[module.__file__] for module in (collective_log, messages, rank_checks)) / NUM_UNITS
 
 
 def costly_calls(action: Callable[[], None]) -> dict[str, int]:
@@ -131,29 +163,26 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     cpu = torch.device("cpu")
-    answer: dict[str, Any] = {"calls": {}, "costly": {"probe": costly_calls(probe)}, "trace": {}, "ledger": {}}
+    answer: dict[str, Any] = {"costs": {}, "costly": {"probe": costly_calls(probe)}, "trace": {}, "ledger": {}}
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
         for original in (False, True):
             key = f"{strategy} {'original' if original else 'flat'}"
             ours = warmed_up(model := sharded(minifsdp, strategy, use_orig_params=original))
             answer["costly"][key] = costly_calls(ours)
             answer["trace"][key] = calls_by_file(ours)[trace.__file__]
-            answer["ledger"][key] = of_the_ledger(ours)
-            answer["calls"][f"minifsdp {key}"] = per_unit(model)
-    for original in (False, True):
-        options = {"use_orig_params": original, "device_id": cpu}
-        theirs = sharded(torch_fsdp, "FULL_SHARD", **options)
-        name = f"FULL_SHARD {'original' if original else 'flat'}"
-        answer["costly"][f"torch {name}"] = costly_calls(warmed_up(theirs))
-        answer["calls"][f"torch {name}"] = per_unit(theirs)
+            answer["ledger"][key] = {counts: of_the_ledger(ours, counts) for counts in ("call", "c_call")}
+            answer["costs"][f"minifsdp {key}"] = costs(model)
+            theirs = sharded(torch_fsdp, strategy, use_orig_params=original, device_id=cpu)
+            answer["costly"][f"torch {key}"] = costly_calls(warmed_up(theirs))
+            answer["costs"][f"torch {key}"] = costs(theirs)
     for keeps in (False, True):
         key = f"fully_shard {'keeps' if keeps else 'frees'}"
         ours = warmed_up(model := fully_sharded(minifsdp, keeps=keeps))
         answer["costly"][key] = costly_calls(ours)
         answer["trace"][key] = calls_by_file(ours)[trace.__file__]
-        answer["ledger"][key] = of_the_ledger(ours)
-        answer["calls"][f"minifsdp {key}"] = per_unit(model)
-        answer["calls"][f"torch {key}"] = per_unit(fully_sharded(torch_fsdp, keeps=keeps))
+        answer["ledger"][key] = {counts: of_the_ledger(ours, counts) for counts in ("call", "c_call")}
+        answer["costs"][f"minifsdp {key}"] = costs(model)
+        answer["costs"][f"torch {key}"] = costs(fully_sharded(torch_fsdp, keeps=keeps))
     with trace.record():
         answer["trace"]["recording"] = calls_by_file(warmed_up(sharded(minifsdp, "FULL_SHARD")))[trace.__file__]
     print(json.dumps(answer))

@@ -90,6 +90,40 @@ def test_collective_log_contains_all_data_of_the_collectives_of_a_step() -> None
 
 
 @pytest.mark.spec("LEDGER-01")
+@pytest.mark.not_simulated("a frame of the simulation calls the backward")
+@pytest.mark.parametrize("fails_in", [None, "forward", "backward"])
+@ranks(2)
+def test_each_collective_has_the_line_of_the_forward_the_backward_or_the_call_that_issued_it(
+    fails_in: str | None,
+) -> None:
+    model = shard_each(chain(2))
+    train_once(model)
+
+    def fail(*_: Any) -> None:
+        if fails_in is not None:
+            raise LookupError
+
+    handle = model.module[1].register_forward_pre_hook(fail) if fails_in == "forward" else None
+    log.entries.clear()
+    try:
+        output = model(draw(dist.get_rank()))  # the forward
+        output.register_hook(fail)
+        output.sum().backward()  # the backward
+    except LookupError:
+        if handle is not None:
+            handle.remove()
+    model(draw(dist.get_rank()))  # the next forward
+    units_of(model)[0].unshard()  # the call
+    lines = list(dict.fromkeys(entry.line for entry in entries() if entry.unit is not None))
+    words = {
+        None: ["the forward", "the backward", "the next forward", "the call"],
+        "forward": ["the forward", "the next forward", "the call"],
+        "backward": ["the forward", "the next forward", "the call"],
+    }
+    assert lines == [line_of(word) for word in words[fails_in]]
+
+
+@pytest.mark.spec("LEDGER-01")
 @ranks(2)
 def test_collective_log_includes_state_dicts_clipping_and_the_scaler() -> None:
     model = FSDP(MLP(), device_id=device())

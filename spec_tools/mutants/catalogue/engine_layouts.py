@@ -93,8 +93,8 @@ MUTANTS = [
         "Gradients are reduced in the dtype in which they were computed.",
         replace(
             "FlatLayout.pack",
-            "$gradient.parts[0].to($dtype, copy=$is_written and self._is_shared)",
-            "$gradient.parts[0]",
+            "$part.to($dtype, copy=$is_copied)",
+            "$part",
         ),
     ),
     Mutant(
@@ -202,8 +202,8 @@ MUTANTS = [
     Mutant(
         "gradients-without-gaps",
         "FS2-OPT-04 FS2-13 FS2-06",
-        "On ranks with fewer rows gradients of later parameters are shifted.",
-        replace("PerParameterLayout.accept_gradient", "$param.chunk_numel", "$param.local_shard.numel()"),
+        "On ranks with fewer rows, gradients are shifted by the padding.",
+        replace("PerParameterLayout.accept_gradient", "$part[:$numel]", "$part[-$numel:]"),
     ),
     Mutant(
         "never-stale",
