@@ -182,10 +182,6 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         """Same as ``nn.Module``, but without wrapper prefixes inside ``summon_full_params`` (NAMES-03)."""
         return names.shown(self, super().named_buffers(*args, **kwargs))
 
-    def _fqn_modifiers(self) -> dict[str, str]:
-        """The attributes that keys of a state dict omit, read by ``torch.distributed.checkpoint`` (PROG-98)."""
-        return names.OmittedNames(getattr(self.module, "_fqn_modifiers", dict)(), **{"": FSDP_WRAPPED_MODULE})
-
     def __getattr__(self, name: str) -> Any:
         """Looks up an attribute in the wrapped module if the wrapper does not have it (NAMES-08)."""
         try:
@@ -531,6 +527,8 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         return optim_state_legacy.rekey(optim_state_dict, optim_state_key_type, target)
 
     # --- names of torch that frameworks read, see ``compat/wrapper_names.py`` ---
+
+    __class__ = property(wrapper_names.class_for_caller)  # type: ignore[assignment]
 
     @property
     def params(self) -> list[Any]:

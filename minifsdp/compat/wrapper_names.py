@@ -28,10 +28,14 @@ Spec: NAMES-08, NAMES-11, ORIG-01, SD-CFG-02, START-08, START-09.
 """
 
 import dataclasses
+import functools
+import sys
 from enum import Enum
 from typing import Any, NoReturn
 
 import torch
+from torch.distributed.checkpoint import state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchWrapper
 from torch.distributed.fsdp import api as torch_api
 
 from minifsdp.checkpoint import state_dict_options
@@ -86,6 +90,18 @@ class Slice:
             parameter.data = parameter.data.to(values.device, values.dtype)
         layout.refresh_from_module()
         layout.overwrite_local(values)
+
+
+def class_for_caller(wrapper: Wrapper) -> type:
+    """The wrapper's class; for torch's functions for state dicts, a subclass of it and of torch's wrapper (PROG-98)."""
+    if sys._getframe(1).f_globals.get("__name__") == state_dict.__name__:
+        return _torchs_class(type(wrapper))
+    return type(wrapper)
+
+
+@functools.cache
+def _torchs_class(own: type) -> type:
+    return type(own.__name__, (own, TorchWrapper), {})
 
 
 def flat_parameter(wrapper: Wrapper) -> Any:
