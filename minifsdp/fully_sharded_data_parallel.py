@@ -550,6 +550,11 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
     def _is_root(self) -> bool | None:  # type: ignore[override]
         return None if self._root_state is None else self._is_outermost
 
+    @_is_root.setter
+    def _is_root(self, _: bool) -> NoReturn:
+        # Torch's functions for optimizer states set this attribute before they read other private ones.
+        raise AttributeError(message("foreign-optimizer-state", name="_is_root"))
+
     _sync_gradients = property(wrapper_names.reduces_gradients)
 
     # Torch's `_post_backward_final_callback`, which Composer calls when memory runs out, reads these five attributes.

@@ -155,11 +155,13 @@ def get_optimizer_state_dict(
             # Torch's function creates the states of any optimizer. Its result is not used.
             get_without_wrappers(nn.ParameterList(parameters_of(optimizer.param_groups)), optimizer)
         saved = optim_state.save(model, optimizer, optimizer.state_dict(), _form(options))
-        if not saved:
-            return {}
-        saved = _renamed(saved, {name: _uncompiled(name) for name in parameters_of(saved["param_groups"])})
-        merged["state"].update(saved["state"])
-        merged["param_groups"].extend(saved["param_groups"])
+        # Only the first rank may get a result, but all ranks convert the states of all optimizers.
+        if saved:
+            saved = _renamed(saved, {name: _uncompiled(name) for name in parameters_of(saved["param_groups"])})
+            merged["state"].update(saved["state"])
+            merged["param_groups"].extend(saved["param_groups"])
+    if options.cpu_offload and not merged.get("param_groups"):
+        return {}
     return _flattened(merged) if merged and options.flatten_optimizer_state_dict else merged
 
 
