@@ -182,10 +182,6 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         """Same as ``nn.Module``, but without wrapper prefixes inside ``summon_full_params`` (NAMES-03)."""
         return names.shown(self, super().named_buffers(*args, **kwargs))
 
-    def _fqn_modifiers(self) -> dict[str, str]:
-        """The attributes that keys of a state dict omit, read by ``torch.distributed.checkpoint`` (PROG-98)."""
-        return names.OmittedNames(getattr(self.module, "_fqn_modifiers", dict)(), **{"": FSDP_WRAPPED_MODULE})
-
     def __getattr__(self, name: str) -> Any:
         """Looks up an attribute in the wrapped module if the wrapper does not have it (NAMES-08)."""
         try:
@@ -532,6 +528,8 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
 
     # --- names of torch that frameworks read, see ``compat/wrapper_names.py`` ---
 
+    __class__ = property(wrapper_names.class_for_caller)  # type: ignore[assignment]
+
     @property
     def params(self) -> list[Any]:
         """A list of the flat parameter; empty if there is none."""
@@ -551,6 +549,11 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
     @property
     def _is_root(self) -> bool | None:  # type: ignore[override]
         return None if self._root_state is None else self._is_outermost
+
+    @_is_root.setter
+    def _is_root(self, _: bool) -> NoReturn:
+        # Torch's functions for optimizer states set this attribute before they read other private ones.
+        raise AttributeError(message("foreign-optimizer-state", name="_is_root"))
 
     _sync_gradients = property(wrapper_names.reduces_gradients)
 

@@ -39,8 +39,8 @@ from typing import Any
 from torch import nn
 
 # Imported as objects: a program may replace the names in torch's module by the functions below.
-from torch.distributed.checkpoint.state_dict import StateDictOptions
-from torch.distributed.checkpoint.state_dict import get_model_state_dict as get_with_frozen
+from torch.distributed.checkpoint.state_dict import StateDictOptions, _unflatten_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict as get_model_state_dict
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as get_without_wrappers
 from torch.distributed.checkpoint.state_dict import set_model_state_dict as set_without_broadcast
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as set_without_wrappers
@@ -98,22 +98,6 @@ def set_state_dict(
     return set_model_state_dict(model, model_state_dict, options=options)
 
 
-def get_model_state_dict(
-    model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
-) -> dict[str, Any]:
-    """The model's state. Every rank must call it."""
-    options = options or StateDictOptions()
-    if not (submodules or options.ignore_frozen_params) or not Wrapper.fsdp_modules(model):
-        return get_with_frozen(model, submodules=submodules, options=options)
-    state = get_with_frozen(model, options=replace(options, ignore_frozen_params=False))
-    owners = ParameterNames(model).owners if options.ignore_frozen_params else {}
-    frozen = {_uncompiled(name) for name, owner in owners.items() if not owner.requires_grad}
-    paths = [path for path, module in model.named_modules() if module in submodules] if submodules else [""]
-    starts, keeps = [_uncompiled(dotted(path)) for path in paths], options.keep_submodule_prefixes
-    parts = [(name, start) for start in starts for name in state if name.startswith(start) and name not in frozen]
-    return {name if keeps else name.removeprefix(start): state[name] for name, start in parts}
-
-
 def set_model_state_dict(
     model: nn.Module, model_state_dict: dict[str, Any], *, options: StateDictOptions | None = None
 ) -> Any:
@@ -125,7 +109,8 @@ def set_model_state_dict(
     if options is not None and options.broadcast_from_rank0:
         _agree(model, "set_model_state_dict()", sends=True)
         if options.full_state_dict and (wrappers := Wrapper.fsdp_modules(model)):
-            model_state_dict, has_rows = _received(model, model_state_dict, wrappers[0]._mesh)
+            given = _unflatten_model_state_dict(model, model_state_dict)
+            model_state_dict, has_rows = _received(model, given, wrappers[0]._mesh)
             options = replace(options, broadcast_from_rank0=False, full_state_dict=not has_rows)
     # Torch's function adds entries to the dict.
     return set_without_broadcast(model, copy.copy(model_state_dict), options=options)
@@ -170,11 +155,13 @@ def get_optimizer_state_dict(
             # Torch's function creates the states of any optimizer. Its result is not used.
             get_without_wrappers(nn.ParameterList(parameters_of(optimizer.param_groups)), optimizer)
         saved = optim_state.save(model, optimizer, optimizer.state_dict(), _form(options))
-        if not saved:
-            return {}
-        saved = _renamed(saved, {name: _uncompiled(name) for name in parameters_of(saved["param_groups"])})
-        merged["state"].update(saved["state"])
-        merged["param_groups"].extend(saved["param_groups"])
+        # Only the first rank may get a result, but all ranks convert the states of all optimizers.
+        if saved:
+            saved = _renamed(saved, {name: _uncompiled(name) for name in parameters_of(saved["param_groups"])})
+            merged["state"].update(saved["state"])
+            merged["param_groups"].extend(saved["param_groups"])
+    if options.cpu_offload and not merged.get("param_groups"):
+        return {}
     return _flattened(merged) if merged and options.flatten_optimizer_state_dict else merged
 
 

@@ -28,11 +28,16 @@ Spec: NAMES-08, NAMES-11, ORIG-01, SD-CFG-02, START-08, START-09.
 """
 
 import dataclasses
+import functools
+import sys
 from enum import Enum
 from typing import Any, NoReturn
 
 import torch
+from torch.distributed.checkpoint import state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel as TorchWrapper
 from torch.distributed.fsdp import api as torch_api
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from minifsdp.checkpoint import state_dict_options
 from minifsdp.checkpoint.state_dict_options import state_of
@@ -86,6 +91,22 @@ class Slice:
             parameter.data = parameter.data.to(values.device, values.dtype)
         layout.refresh_from_module()
         layout.overwrite_local(values)
+
+
+def class_for_caller(wrapper: Wrapper) -> type:
+    """The wrapper's class; for torch's functions for state dicts, a subclass of it and of torch's wrapper (PROG-98)."""
+    frame = sys._getframe(1)
+    is_torchs_function = frame.f_globals.get("__name__") == state_dict.__name__
+    # For a wrapper, torch's function fails at the name of the extra state of the wrapped module.
+    if is_torchs_function and frame.f_locals.get("curr_obj_name") != _EXTRA_STATE_KEY_SUFFIX:
+        return _torchs_class(type(wrapper))
+    return type(wrapper)
+
+
+@functools.cache
+def _torchs_class(own: type) -> type:
+    """A class that only ``isinstance`` uses. It has no objects."""
+    return type(own.__name__, (own, TorchWrapper), {})
 
 
 def flat_parameter(wrapper: Wrapper) -> Any:

@@ -9,7 +9,7 @@ Worked example: the weight of ``FSDP(Sequential(FSDP(Linear(2, 2))))`` is named
 
 *In torch:* methods of the wrapper class.
 
-Spec: NAMES-02, NAMES-03, PROG-05, PROG-98, PROG-100.
+Spec: NAMES-02, NAMES-03, PROG-05, PROG-100.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from minifsdp.engine.messages import message
-from minifsdp.fsdp1.wrapper import PREFIX, WRAPPED, Wrapper
+from minifsdp.fsdp1.wrapper import PREFIX, Wrapper
 
 T = TypeVar("T")
 
@@ -45,20 +45,6 @@ class KeptView(torch.Tensor):
     grad_fn = property(lambda self: get_gradient_edge(self.original).node)
     register_hook = property(attrgetter("original.register_hook"))
     register_post_accumulate_grad_hook = property(attrgetter("original.register_post_accumulate_grad_hook"))
-
-
-class OmittedNames(dict[str, str]):
-    """Attributes that a key of a state dict omits, for ``torch.distributed.checkpoint.state_dict``.
-
-    These functions ask for the name of the wrapped module only if they look up a parameter's name as if the wrapper
-    were torch's. The result of this lookup would not be in the state dict (PROG-98).
-    """
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """The omitted attribute after ``key``."""
-        if key == WRAPPED:
-            raise RuntimeError(message("torchs-state-dict-function"))
-        return super().get(key, default)
 
 
 def kept_views(named: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tuple[str, nn.Parameter]]:
