@@ -188,12 +188,15 @@ class Form:
         first_only: only the first rank gets the result, or provides the dict to load.
         use_dtensor: rows are ``DTensor`` or, if False, ``ShardedTensor``. With ``None``, they are ``DTensor`` if the
             wrapper was given a mesh.
+        is_complete: full values are plain tensors also with tensor parallelism, and only its first rank is the first;
+            otherwise they are the ``DTensor``s of tensor parallelism.
     """
 
     type: StateDictType = StateDictType.FULL_STATE_DICT
     offload: bool = True
     first_only: bool = False
     use_dtensor: bool | None = None
+    is_complete: bool = False
 
     @classmethod
     def of(cls, type: StateDictType | None, config: StateDictConfig | OptimStateDictConfig | None) -> Self:
