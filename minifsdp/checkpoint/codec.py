@@ -129,6 +129,11 @@ class UnitCodec:
             collectives.all_gather(self.group, bucket, shard).wait()
         return self.layout.views_of(bucket)
 
+    def as_parameter(self, number: int, value: torch.Tensor) -> torch.Tensor:
+        """The ``DTensor`` of tensor parallelism of this rank's part of a value, or the value itself."""
+        is_part = value.shape == self.layout.local_shapes[number]
+        return distributed_tensor(value, self.layout.specs[number] if is_part else None)
+
     def in_form(self, full: torch.Tensor, form: Form, device: torch.device) -> Any:
         """A copy of a full value in the requested form; on ``device`` unless it is offloaded."""
         device = torch.device("cpu") if form.offload else device
@@ -149,7 +154,7 @@ class UnitCodec:
         number = self.keys[key]
         if not isinstance(value, torch.Tensor) or value.shape != self.shapes[number]:
             return value
-        full = distributed_tensor(self.local_full(number, value), self.layout.specs[number])
+        full = self.as_parameter(number, self.local_full(number, value))
         return self.in_form(full, Form(StateDictType.SHARDED_STATE_DICT), value.device)
 
     def local_shard(self, form: Form) -> Any:

@@ -288,7 +288,9 @@ def _in_form(
     """
     held = [number for number in shapes if unit.keeps_shapes or unit.holds(number)]
     full: Any = {number: states[unit.owners[number]][key] for number in held}
-    if not unit.keeps_shapes:
+    if unit.keeps_shapes:
+        full = {number: unit.as_parameter(number, value) for number, value in full.items()}
+    else:
         full = unit.all_gathered(full, dtype)
     device = unit.layout.local_values().device
     return {} if form is None else {number: unit.in_form(full[number], form, device) for number in shapes}

@@ -44,7 +44,6 @@ from minifsdp.checkpoint import agreement, tensors
 from minifsdp.checkpoint.codec import ParameterNames, UnitCodec, parameters_of, regrouped, tensor_parallel_groups
 from minifsdp.checkpoint.optim_state import Facts, Shapes, copied, differences, each_state, facts_of
 from minifsdp.checkpoint.state_dict_options import Form
-from minifsdp.engine.flat_tensor import distributed_tensor
 from minifsdp.engine.messages import detail, message
 from minifsdp.engine.shards import local_tensor
 
@@ -277,10 +276,9 @@ def _local_shards(
 
 def _like_owner(unit: UnitCodec, number: int, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A copy of a state as its unsharded parameter has it: with its memory format, which a fused optimizer needs."""
-    own, spec = local_tensor(unit.owners[number]), unit.layout.specs[number]
-    fits = own.shape == value.shape
-    copy_of = torch.empty_like(own if fits else value, dtype=dtype, device=own.device).copy_(value)
-    return distributed_tensor(copy_of, spec if fits else None)
+    own = unit.owners[number]
+    like = own if own.shape == value.shape else value
+    return torch.empty_like(like, dtype=dtype, device=own.device).copy_(value)
 
 
 # ---- 3. keys --------------------------------------------------------------------------------------------------------
