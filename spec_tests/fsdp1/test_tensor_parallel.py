@@ -403,6 +403,7 @@ def test_training_resumes_from_the_full_states_of_both(
         weights, states = (weights, states) if dist.get_rank() == 0 else ({}, {})
     fresh.state.clear()
     set_state_dict(other, fresh, model_state_dict=weights, optim_state_dict=states, options=options)
+    fresh.zero_grad()
     loss_of(other(batch(2, 0))).backward()
     fresh.step()
     assert_same(get_model_state_dict(other, options=EACH_RANK), plain_states(3)[0].state_dict())
