@@ -46,7 +46,7 @@ from minifsdp.compat.flat_param import FlatParameter
 from minifsdp.compat.legacy import policy_by_either_name
 from minifsdp.engine.compiler import step_over_this_package
 from minifsdp.engine.flat_params import FLAT_NAME as FLAT_PARAM
-from minifsdp.engine.messages import message, warn_renamed
+from minifsdp.engine.messages import message, warn, warn_renamed
 from minifsdp.engine.schedule import BackwardPrefetch
 from minifsdp.fsdp1 import names, parts, training
 from minifsdp.fsdp1.options import CPUOffload, MixedPrecision, Options, ProcessGroups, ShardingStrategy
@@ -304,14 +304,17 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
 
     # --- the model's state ---
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
         """The state in the chosen form, full by default (SD-FULL, SD-SHARD, SD-LOCAL). Every rank must call it.
 
         Takes the arguments of ``nn.Module.state_dict``. The form is set by `set_state_dict_type` or `state_dict_type`.
         The dict does not change when training continues. With ``keep_vars=True``, however, buffers and parameters that
         belong to no unit are the model's own tensors.
         """
-        return state_dict.save(self, super().state_dict, *args, **kwargs)
+        named = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
+        return state_dict.save(self, super().state_dict, *args, **named)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads a state in the chosen form (SD-FULL-08, SD-SHARD-03, SD-LOCAL-03). Every rank must call it.
@@ -339,8 +342,11 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         Raises:
             RuntimeError: if a configuration belongs to another type.
             AssertionError: if the units had different forms before.
+
+        Deprecated, as in torch: use ``minifsdp.get_state_dict`` and ``minifsdp.set_state_dict``.
         """
         require(arguments.MODULE, "set_state_dict_type", module=module)
+        warn(message("state-dict-type-deprecated"), FutureWarning)
         return options.set_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
     @staticmethod
@@ -362,6 +368,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
     ) -> AbstractContextManager[None]:
         """Sets the form like `set_state_dict_type`, for the duration of a ``with`` block (SD-CFG-08)."""
         require(arguments.MODULE, "state_dict_type", module=module)
+        warn(message("state-dict-type-deprecated"), FutureWarning)
         return options.type_in_block(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
     # --- the optimizer's state ---
@@ -375,6 +382,8 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
     ) -> dict[str, Any]:
         """Returns the optimizer's state by original names, in the model's chosen form. Every rank must call it.
 
+        If the local form is chosen, the result has the sharded form.
+
         Args:
             model: a wrapper, or a module that contains wrappers.
             optim: an optimizer of the model's parameters.
@@ -385,7 +394,6 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
             ``"state"`` keyed by names and ``"param_groups"`` with names; empty with ``rank0_only`` on other ranks.
 
         Raises:
-            NotImplementedError: if the local form is chosen.
             RuntimeError: on all ranks, if the ranks' states do not match, or the optimizer has parameters that the
                 model does not have. Also if a rank does not call this method.
         """
@@ -451,9 +459,13 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         """Returns the state by original names, each rank with its shards. Every rank must call it.
 
         Deprecated: use ``optim_state_dict``. Use the result with the sharded type of the model's state dict. Pass it
-        to `flatten_sharded_optim_state_dict` before an optimizer loads it.
+        to `flatten_sharded_optim_state_dict` before an optimizer loads it. Values are ``ShardedTensor``s also with a
+        ``device_mesh``, unless the optimizer's configuration has ``_use_dtensor=True``.
         """
-        return optim_state_legacy.save("sharded_optim_state_dict", model, optim, SHARDED, group)
+        require(arguments.MODULE, "sharded_optim_state_dict", model=model)
+        use_dtensor = getattr(options.get_type(model).optim_state_dict_config, "_use_dtensor", False)
+        form = Form(StateDictType.SHARDED_STATE_DICT, use_dtensor=use_dtensor)
+        return optim_state_legacy.save("sharded_optim_state_dict", model, optim, form, group)
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -521,7 +533,8 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
             optim: an optimizer of the parameters of ``model``.
 
         Raises:
-            ValueError: if the key type is unknown, or a key of the dict has no counterpart.
+            AssertionError: if the key type is unknown.
+            ValueError: if a key of the dict has no counterpart.
         """
         target = optim_state_legacy.target("rekey_optim_state_dict", model, optim_input, optim, Form())
         return optim_state_legacy.rekey(optim_state_dict, optim_state_key_type, target)

@@ -225,12 +225,12 @@ def lesson_untranslated(place: Place) -> None:
 # ---- 3. a sharded checkpoint, on fewer ranks ----
 
 
-# DTensors. The default is ShardedTensor, which torch has deprecated. torch's classes have no argument `use_dtensor`:
-# with torch, a wrapper with a `device_mesh` saves DTensors.
+# DTensors. The default is ShardedTensor, which torch has deprecated. torch needs a wrapper with a `device_mesh`, which
+# always saves DTensors.
 SHARDED = (
     StateDictType.SHARDED_STATE_DICT,
-    ShardedStateDictConfig(use_dtensor=True),
-    ShardedOptimStateDictConfig(use_dtensor=True),
+    ShardedStateDictConfig(_use_dtensor=True),
+    ShardedOptimStateDictConfig(_use_dtensor=True),
 )
 
 

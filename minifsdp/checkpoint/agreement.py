@@ -120,12 +120,12 @@ def refuse_lacking(groups: Sequence[Group], mine: Iterable[str], opening: str = 
     refuse_together(groups, sorted(everywhere - here), opening)
 
 
-def value_of_first_rank(value: T, mesh: MeshGroups) -> T:
-    """Returns the first rank's value. It is broadcast to that rank's replicas, then in each of their shard groups."""
-    box = [value if mesh.num_ranks == 1 else move(torch.device("cpu"), value)]
-    for group in (mesh.replicate, mesh.shard):
-        if group is not None:
-            collectives.call(dist.broadcast_object_list, group, box, group.ranks[0])
+def value_of_first_rank(value: T, groups: Iterable[Group | None]) -> T:
+    """Returns the first rank's value. It is broadcast in one group after the other. ``None`` is a group of one rank."""
+    existing = [group for group in groups if group is not None]
+    box = [move(torch.device("cpu"), value) if existing else value]
+    for group in existing:
+        collectives.call(dist.broadcast_object_list, group, box, group.ranks[0])
     return box[0]
 
 

@@ -35,13 +35,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.overrides import is_tensor_like
 
 from minifsdp.checkpoint import tensors
 from minifsdp.checkpoint.state_dict_options import Form, StateDictType
 from minifsdp.engine import collectives
 from minifsdp.engine.flat_params import FLAT_NAME
-from minifsdp.engine.flat_tensor import local_values
+from minifsdp.engine.flat_tensor import distributed_tensor, local_values
+from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import detail
 from minifsdp.engine.shards import shard_of
 from minifsdp.fsdp1.full_params import check_idle
@@ -127,16 +129,22 @@ class UnitCodec:
             collectives.all_gather(self.group, bucket, shard).wait()
         return self.layout.views_of(bucket)
 
+    def as_parameter(self, number: int, value: torch.Tensor) -> torch.Tensor:
+        """The ``DTensor`` of tensor parallelism of this rank's part of a value, or the value itself."""
+        is_part = value.shape == self.layout.local_shapes[number]
+        return distributed_tensor(value, self.layout.specs[number] if is_part else None)
+
     def in_form(self, full: torch.Tensor, form: Form, device: torch.device) -> Any:
         """A copy of a full value in the requested form; on ``device`` unless it is offloaded."""
         device = torch.device("cpu") if form.offload else device
         if not form.is_sharded or self.group is None or not tensors.has_rows(full.shape):
-            return full.to(device, copy=True)
+            # Tensor parallelism all-gathers on the compute device, so before the copy to the CPU.
+            return (tensors.complete(full) if form.is_complete else full).to(device, copy=True)
         # `ShardedTensor` supports only row-major order.
         full = full.contiguous()
         # Split before the copy to the CPU, so that only this rank's rows are copied.
-        # If the wrapper was given a mesh, values are DTensors by default.
-        if self._wrapper._device_mesh is not None or form.use_dtensor:
+        by_default = self._wrapper._device_mesh is not None
+        if isinstance(full, DTensor) or (by_default if form.use_dtensor is None else form.use_dtensor):
             return tensors.as_dtensor(full, self.group, self._device_mesh, device)
         rows = shard_of(full, 0, self.group.size, self.group.rank).to(device, copy=True)
         return tensors.as_sharded_tensor(rows, full.shape, self.group)
@@ -144,10 +152,10 @@ class UnitCodec:
     def rows(self, key: str, value: Any) -> Any:
         """This rank's rows of a full value for the parameter ``key``, on the CPU; an unsuitable value is returned."""
         number = self.keys[key]
-        fits = isinstance(value, torch.Tensor) and value.shape == self.shapes[number]
-        if not fits or self.layout.specs[number] is not None:
+        if not isinstance(value, torch.Tensor) or value.shape != self.shapes[number]:
             return value
-        return self.in_form(value, Form(StateDictType.SHARDED_STATE_DICT), value.device)
+        full = self.as_parameter(number, self.local_full(number, value))
+        return self.in_form(full, Form(StateDictType.SHARDED_STATE_DICT), value.device)
 
     def local_shard(self, form: Form) -> Any:
         """A copy of this rank's shard for a local state dict."""
@@ -179,7 +187,7 @@ class UnitCodec:
             yield detail("no-tensor", key=where, type=type(value).__name__)
         elif tuple(value.size()) != shape and not any_shape:
             yield detail("size-mismatch-of-unit", key=where, shape=shape, found=tuple(value.size()))
-        else:
+        elif not tensors.is_sharded_like(value, self.layout.specs[self.keys[key]]):
             yield from tensors.misplaced_rows(value, where, self.group, is_sharded=form.is_sharded)
 
     def given_shard(self, state: Mapping[str, Any]) -> torch.Tensor | None:
@@ -199,11 +207,15 @@ class UnitCodec:
         # Some frameworks use lazy tensors, which read their values from the file in `copy_`.
         return torch.empty(tuple(value.size()), dtype=value.dtype).copy_(value)
 
+    def local_full(self, number: int, value: Any) -> torch.Tensor:
+        """`unsharded`, for a value of parameter ``number``. With tensor parallelism, this rank's part of it."""
+        spec, local_shape = self.layout.specs[number], self.layout.local_shapes[number]
+        return local_values(self.unsharded(value).detach(), spec, local_shape)
+
     def copy_into(self, shard: torch.Tensor, values: Mapping[int, Any]) -> torch.Tensor:
         """Copies this rank's elements of values, given by number, into ``shard``. Rows are all-gathered one by one."""
         for number, value in values.items():
-            spec, local_shape = self.layout.specs[number], self.layout.local_shapes[number]
-            elements = self._sharding.flattened(number, local_values(self.unsharded(value).detach(), spec, local_shape))
+            elements = self._sharding.flattened(number, self.local_full(number, value))
             held = self._sharding.range_in_param(self.mesh.shard_index, number)
             shard[self.places[number]].copy_(elements[held])
             # Released before the next value is all-gathered.
@@ -262,6 +274,12 @@ class ParameterNames:
         """Describes the problem if an optimizer has parameters that the model does not have."""
         shapes = [tuple(parameter.shape) for parameter in parameters if parameter not in self.of]
         return [detail("foreign-parameters", number=len(shapes), shapes=shapes[:5])] if shapes else []
+
+
+def tensor_parallel_groups(units: Iterable[UnitCodec]) -> list[Group]:
+    """The groups of tensor parallelism of units. Together with the groups of FSDP, they contain all ranks."""
+    meshes = dict.fromkeys(spec.mesh for unit in units for spec in unit.layout.specs if spec is not None)
+    return [Group.of(mesh.get_group(axis)) for mesh in meshes for axis in range(mesh.ndim)]
 
 
 def parameters_of(groups: Iterable[Mapping[str, Any]]) -> list[Any]:

@@ -41,8 +41,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
-from minifsdp.checkpoint import agreement
-from minifsdp.checkpoint.codec import ParameterNames, UnitCodec, parameters_of, regrouped
+from minifsdp.checkpoint import agreement, tensors
+from minifsdp.checkpoint.codec import ParameterNames, UnitCodec, parameters_of, regrouped, tensor_parallel_groups
 from minifsdp.checkpoint.state_dict_options import Form
 from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import detail, message, rank_of_this_process, warn
@@ -78,21 +78,26 @@ def save(
     names = ParameterNames(model)
     groups = agreement.groups_of(unit.mesh for unit in names.units)
     agreement.monitored_barrier(groups, "optim_state_dict()")
+    tensor_parallel = tensor_parallel_groups(names.units) if form.is_complete else []
     keys, problems = _parameters_by_key(names, optimizer, given)
     states = {keys[key]: entries for key, entries in given["state"].items() if key in keys}
     by_unit, differences = _facts_of_all_ranks(names, states)
     # A rank whose keys are invalid seems to lack all states, so its own problems are listed first.
-    agreement.refuse_together(groups, [*problems, *differences])
+    agreement.refuse_together([*groups, *tensor_parallel], [*problems, *differences])
+    # The first ranks of the units all-gather the values of tensor parallelism, and one of them keeps the result.
     is_wanted = not form.first_only or _is_first(names, group)
+    is_kept = is_wanted and not (form.first_only and any(group.rank for group in tensor_parallel))
     found: dict[Any, Any] = {}
     for unit, facts in zip(names.units, by_unit, strict=True):
         by_number = each_state(facts, partial(_in_form, unit, states, form if is_wanted else None))
-        found.update({unit.names[number]: entries for number, entries in by_number.items()})
-    if not is_wanted:
-        return {}
+        if is_kept:
+            found.update({unit.names[number]: entries for number, entries in by_number.items()})
     for parameter, name in names.outside.items():
-        if parameter in states:
-            found[name] = {key: copied(value, offload=form.offload) for key, value in states[parameter].items()}
+        if is_wanted and parameter in states:
+            values = {key: tensors.complete(v) if form.is_complete else v for key, v in states[parameter].items()}
+            found[name] = {key: copied(value, offload=form.offload) for key, value in values.items()}
+    if not is_kept:
+        return {}
     # The dict has the order of the model, which is the same on all ranks, because code that all-gathers the values of
     # a sharded dict iterates over it in order.
     unknown = {key: copy.deepcopy(entries) for key, entries in given["state"].items() if key not in keys}
@@ -283,7 +288,9 @@ def _in_form(
     """
     held = [number for number in shapes if unit.keeps_shapes or unit.holds(number)]
     full: Any = {number: states[unit.owners[number]][key] for number in held}
-    if not unit.keeps_shapes:
+    if unit.keeps_shapes:
+        full = {number: unit.as_parameter(number, value) for number, value in full.items()}
+    else:
         full = unit.all_gathered(full, dtype)
     device = unit.layout.local_values().device
     return {} if form is None else {number: unit.in_form(full[number], form, device) for number in shapes}

@@ -38,12 +38,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from minifsdp.checkpoint import agreement, tensors
-from minifsdp.checkpoint.codec import ParameterNames, UnitCodec, parameters_of, regrouped
+from minifsdp.checkpoint.codec import ParameterNames, UnitCodec, parameters_of, regrouped, tensor_parallel_groups
 from minifsdp.checkpoint.optim_state import Facts, Shapes, copied, differences, each_state, facts_of
 from minifsdp.checkpoint.state_dict_options import Form
 from minifsdp.engine.messages import detail, message
+from minifsdp.engine.shards import local_tensor
 
 
 class Target:
@@ -58,6 +60,7 @@ class Target:
 
     Attributes:
         names: the parameter names of the model.
+        tensor_parallel: the groups of tensor parallelism, if ``form.is_complete``.
         keys: the keys of the parameters in the optimizer's own state dict: numbers, counted over its groups, or names.
     """
 
@@ -66,6 +69,7 @@ class Target:
     ) -> None:
         self.model, self.optim, self.form, self.by_name, self.is_lenient = model, optim, form, by_name, is_lenient
         self.names = ParameterNames(model)
+        self.tensor_parallel = tensor_parallel_groups(self.names.units) if form.is_complete else []
         names = self.names.current_names if by_name else {}
         parameters: list[nn.Parameter] = parameters_of(optim.param_groups)
         self.keys = {parameter: names.get(parameter, number) for number, parameter in enumerate(parameters)}
@@ -90,15 +94,17 @@ def load(target: Target, given: Any, *, communicates: bool = True) -> dict[str, 
     if not names.units:
         raise ValueError(message("optimizer-without-fsdp", type=type(target.model).__name__))
     groups = agreement.groups_of(unit.mesh for unit in names.units) if communicates else []
+    tensor_parallel = target.tensor_parallel
     agreement.monitored_barrier(groups, "optim_state_dict_to_load()")
     mesh = names.units[0].mesh
     # An empty dict fits any optimizer.
-    source = given if not first_only or mesh.is_first else {"state": {}}
+    is_first = mesh.is_first and not any(group.rank for group in tensor_parallel)
+    source = given if is_first or not first_only else {"state": {}}
     problems = names.unknown(target.keys) or _problems(source, target)
     if first_only:
         apart = [unit for unit in names.units if unit.mesh.is_first is not mesh.is_first]
         problems += [detail("first-rank-apart", unit=unit.unit.name) for unit in apart]
-    agreement.refuse_together(groups, problems)
+    agreement.refuse_together([*groups, *tensor_parallel], problems)
     state, in_units = source["state"], {name for unit in names.units for name in unit.names}
     if not first_only:
         # Rows are all-gathered one by one, so each rank must have them, with the same dtype.
@@ -108,7 +114,9 @@ def load(target: Target, given: Any, *, communicates: bool = True) -> dict[str, 
         agreement.refuse_lacking(groups, mine)
     rest = {name: entries for name, entries in state.items() if name not in in_units}
     outline = _facts_given(names, state), rest, source.get("param_groups")
-    by_unit, rest, given_groups = agreement.value_of_first_rank(outline, mesh) if first_only else outline
+    if first_only:
+        outline = agreement.value_of_first_rank(outline, [*tensor_parallel, mesh.replicate, mesh.shard])
+    by_unit, rest, given_groups = outline
     loaded: dict[Any, Any] = {}
     for unit, facts in zip(names.units, by_unit, strict=True):
         loaded.update(_states_of(unit, facts, state, target))
@@ -188,7 +196,7 @@ def _tensor_problems(state: Mapping[str, Any], target: Target) -> Iterator[str]:
         if unit is not None:
             any_shape = unit.keeps_shapes or tensor.ndim == 0
             yield from unit.misfit(name, where, tensor, form, any_shape=any_shape)
-        else:
+        elif not tensors.is_sharded_like(tensor, names.owners[name]):
             # The parameter may have been in a unit when the dict was written.
             yield from tensors.misplaced_rows(tensor, where, names.units[0].group, is_sharded=form.is_sharded)
     if form.is_sharded:
@@ -225,39 +233,50 @@ def _states_of(unit: UnitCodec, facts: Facts, given: Mapping[str, Any], target: 
         target: the optimizer.
     """
     result: dict[Any, dict[str, Any]] = {}
-    # An optimizer creates no state for an empty shard. One that is keyed by names expects an entry for every name.
-    keeps_all = unit.is_flat or unit.keeps_shapes or target.by_name
-    for number, entries in each_state(facts, partial(_local_shards, unit, given, target.form)).items():
+    keeps_all = unit.is_flat or unit.keeps_shapes
+    for number, entries in each_state(facts, partial(_local_shards, unit, given, target)).items():
         owner = unit.owners[number]
-        if entries and owner in target.keys and (keeps_all or unit.holds(number)):
+        # An optimizer creates no state for an empty shard without a gradient. One that is keyed by names expects
+        # exactly the entries that it has.
+        is_expected = keeps_all or unit.holds(number) or (target.by_name and owner in target.optim.state)
+        if entries and owner in target.keys and is_expected:
             # All parameters in a flat parameter have the same entries.
             result.setdefault(target.keys[owner], entries)
     return result
 
 
 def _local_shards(
-    unit: UnitCodec, given: Mapping[str, Any], form: Form, key: str, dtype: torch.dtype, shapes: Shapes
+    unit: UnitCodec, given: Mapping[str, Any], target: Target, key: str, dtype: torch.dtype, shapes: Shapes
 ) -> dict[int, torch.Tensor]:
     """The values of one state, by number. Communicates: all ranks of the unit's mesh must call it."""
     values = {n: given[unit.names[n]][key] for n in shapes if key in given.get(unit.names[n], {})}
     local, empty = unit.layout.local_values(), partial(torch.empty, dtype=dtype, device=unit.layout.device)
+    first_only, layout = target.form.first_only, unit.layout
+    if first_only and target.tensor_parallel:
+        sent = {n: agreement.value_of_first_rank(values.get(n), target.tensor_parallel) for n in shapes}
+        values = {n: value for n, value in sent.items() if unit.mesh.is_first}
     if unit.keeps_shapes:
-        if form.first_only:
-            mine = {n: empty(unit.shapes[n] if shape is None else shape) for n, shape in shapes.items()}
+        values = {n: unit.local_full(n, value) for n, value in values.items()}
+        if first_only:
+            mine = {n: empty(layout.local_shapes[n] if shape is None else shape) for n, shape in shapes.items()}
             values = {n: agreement.shard_of_first_rank(unit.mesh, values.get(n), mine[n]) for n in shapes}
-        # A fused optimizer needs the memory format of the parameter.
-        full = {n: unit.unsharded(values[n]) for n in shapes}
-        like = {n: unit.owners[n] if unit.owners[n].shape == value.shape else value for n, value in full.items()}
-        return {n: torch.empty_like(like[n], dtype=dtype, device=local.device).copy_(full[n]) for n in shapes}
-    if form.first_only:
-        bucket = empty(unit.layout.sharding.padded_numel).zero_() if unit.mesh.is_first else None
-        views = [] if bucket is None else unit.layout.views_of(bucket)
+        return {n: _like_owner(unit, n, values[n], dtype) for n in shapes}
+    if first_only:
+        bucket = empty(layout.sharding.padded_numel).zero_() if unit.mesh.is_first else None
+        views = [] if bucket is None else layout.views_of(bucket)
         for n, value in values.items():
-            views[n].copy_(value)
+            local_tensor(views[n]).copy_(unit.local_full(n, value))
         shard = agreement.shard_of_first_rank(unit.mesh, bucket, empty(local.shape)).to(local.device)
     else:
         shard = unit.copy_into(torch.zeros_like(local, dtype=dtype), values)
     return {n: shard if unit.is_flat else shard[unit.places[n]].clone() for n in shapes}
+
+
+def _like_owner(unit: UnitCodec, number: int, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy of a state as its unsharded parameter has it: with its memory format, which a fused optimizer needs."""
+    own = unit.owners[number]
+    like = own if own.shape == value.shape else value
+    return torch.empty_like(like, dtype=dtype, device=own.device).copy_(value)
 
 
 # ---- 3. keys --------------------------------------------------------------------------------------------------------
@@ -270,12 +289,19 @@ def _rest(rest: Mapping[Any, Any], target: Target) -> dict[Any, Any]:
     # In the order of the model, because the order of the optimizer may differ between ranks.
     for parameter, name in names.outside.items():
         if parameter in target.keys and name in rest:
-            # The parameter may have been in a unit when the dict was written.
-            found[target.keys[parameter]] = {
-                key: copied(value) if tensors.local_rows(value) is None else names.units[0].unsharded(value)
-                for key, value in rest[name].items()
-            }
+            entries = rest[name].items()
+            found[target.keys[parameter]] = {key: _outside(parameter, value, names.units[0]) for key, value in entries}
     return found
+
+
+def _outside(parameter: nn.Parameter, value: Any, unit: UnitCodec) -> Any:
+    """A copy of a state of a parameter outside of all units."""
+    is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    if isinstance(parameter, DTensor) and is_plain and value.shape == parameter.shape:
+        return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    # The parameter may have been in a unit when the dict was written.
+    is_whole = tensors.local_rows(value) is None or tensors.is_sharded_like(value, parameter)
+    return copied(value) if is_whole else unit.unsharded(value)
 
 
 def _numbered_groups(given: Sequence[Mapping[str, Any]], target: Target) -> list[dict[str, Any]]:

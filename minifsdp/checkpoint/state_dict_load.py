@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parameter import is_lazy
 
 from minifsdp.checkpoint import agreement, state_dict, tensors
@@ -104,6 +105,7 @@ def before_walk(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str, 
         state_dict.agree(wrapper, meshes, saves=False)
         # If a plain module contains this one, `strict` is unknown here, and that module checks the keys itself.
         _refuse_misfit(wrapper, form, state, prefix, strict=kept.is_strict)
+        _distribute_plain_values(wrapper, state, prefix)
     rename(state, prefix, prefix + PREFIX)
     kept.unsharded.close()
     kept.missing, kept.not_for_the_walk = [], set()
@@ -116,7 +118,7 @@ def before_walk(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str, 
         # Rows are all-gathered into full tensors, because a module's custom code expects full tensors.
         for key in codec.keys:
             if tensors.local_rows(state.get(key)) is not None:
-                state[key] = codec.unsharded(state[key])
+                state[key] = codec.as_parameter(codec.keys[key], codec.unsharded(state[key]))
         return
     check_idle(unit)
     kept.not_for_the_walk = {codec.flat_key, *codec.keys}
@@ -167,6 +169,15 @@ def _drop_own_tensors(wrapper: Wrapper, state: MutableMapping[str, Any], prefix:
         is_flat = key.endswith(FLAT_NAME) and isinstance(state[key], nn.Parameter)
         if is_flat or id(state[key]) in own:
             del state[key]
+
+
+def _distribute_plain_values(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str) -> None:
+    """Converts full values of parameters that are ``DTensor``s: tensor parallelism has sharded them, and no unit."""
+    for name, parameter in wrapper.named_parameters():
+        key = prefix + plain_path(name)
+        value = state.get(key)
+        if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and tensors.local_rows(value) is None:
+            state[key] = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 # ---- the check before the walk --------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ Spec: SD-CFG-01 to SD-CFG-18.
 
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Self
 
@@ -51,11 +51,9 @@ class StateDictConfig:
 
     Attributes:
         offload_to_cpu: move values to the CPU, unit by unit.
-        use_dtensor: sharded values are ``DTensor`` instead of ``ShardedTensor``.
     """
 
     offload_to_cpu: bool = False
-    use_dtensor: bool = False
 
 
 @dataclass
@@ -64,19 +62,18 @@ class FullStateDictConfig(StateDictConfig):
 
     Attributes:
         offload_to_cpu: move values to the CPU, unit by unit.
-        use_dtensor: has no effect, because full values are ordinary tensors.
         rank0_only: the first rank gets all entries, the others an empty dict.
     """
 
     rank0_only: bool = False
 
 
+@dataclass
 class LocalStateDictConfig(StateDictConfig):
     """For the local form.
 
     Attributes:
         offload_to_cpu: move the local shards to the CPU.
-        use_dtensor: has no effect, because local shards are not wrapped.
     """
 
 
@@ -86,9 +83,8 @@ class ShardedStateDictConfig(StateDictConfig):
 
     Attributes:
         offload_to_cpu: move this rank's rows to the CPU.
-        use_dtensor: values are ``DTensor`` instead of ``ShardedTensor``. A wrapper with a ``device_mesh`` always has
+        _use_dtensor: values are ``DTensor`` instead of ``ShardedTensor``. A wrapper with a ``device_mesh`` always has
             ``DTensor`` values.
-        _use_dtensor: torch's name of ``use_dtensor``.
     """
 
     _use_dtensor: bool = False
@@ -100,11 +96,9 @@ class OptimStateDictConfig:
 
     Attributes:
         offload_to_cpu: move values to the CPU, unit by unit.
-        use_dtensor: sharded values are ``DTensor`` instead of ``ShardedTensor``.
     """
 
     offload_to_cpu: bool = True
-    use_dtensor: bool = False
 
 
 @dataclass
@@ -113,7 +107,6 @@ class FullOptimStateDictConfig(OptimStateDictConfig):
 
     Attributes:
         offload_to_cpu: move values to the CPU, unit by unit.
-        use_dtensor: has no effect, because full values are ordinary tensors.
         rank0_only: the first rank gets the state, the others an empty dict.
     """
 
@@ -126,8 +119,8 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
 
     Attributes:
         offload_to_cpu: move this rank's rows to the CPU.
-        use_dtensor: values are ``DTensor`` instead of ``ShardedTensor``.
-        _use_dtensor: torch's name of ``use_dtensor``.
+        _use_dtensor: values are ``DTensor`` instead of ``ShardedTensor``. A wrapper with a ``device_mesh`` always has
+            ``DTensor`` values.
     """
 
     _use_dtensor: bool = False
@@ -135,11 +128,10 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """For the local form, which `optim_state_dict` does not support.
+    """For the local form. The optimizer's state then has the sharded form.
 
     Attributes:
-        offload_to_cpu: move values to the CPU; off by default.
-        use_dtensor: has no effect.
+        offload_to_cpu: move this rank's rows to the CPU; off by default.
     """
 
     offload_to_cpu: bool = False
@@ -150,14 +142,14 @@ class StateDictSettings:
     """A type with the configurations for the model and for the optimizer.
 
     Attributes:
-        state_dict_type: the form.
+        state_dict_type: the form; ``None`` if a module has no unit.
         state_dict_config: the configuration for the model, of the class that belongs to the form.
         optim_state_dict_config: the configuration for the optimizer, of the class that belongs to the form.
     """
 
-    state_dict_type: StateDictType | None = StateDictType.FULL_STATE_DICT
-    state_dict_config: StateDictConfig | None = field(default_factory=FullStateDictConfig)
-    optim_state_dict_config: OptimStateDictConfig | None = field(default_factory=FullOptimStateDictConfig)
+    state_dict_type: StateDictType | None
+    state_dict_config: StateDictConfig | None
+    optim_state_dict_config: OptimStateDictConfig | None
 
 
 _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
@@ -194,21 +186,24 @@ class Form:
         type: full values, this rank's rows, or the local shard.
         offload: values are moved to the CPU; otherwise they stay on their device.
         first_only: only the first rank gets the result, or provides the dict to load.
-        use_dtensor: rows are wrapped as ``DTensor`` even if the wrapper was not given a mesh; otherwise as
-            ``ShardedTensor``.
+        use_dtensor: rows are ``DTensor`` or, if False, ``ShardedTensor``. With ``None``, they are ``DTensor`` if the
+            wrapper was given a mesh.
+        is_complete: full values are plain tensors also with tensor parallelism, and only its first rank is the first;
+            otherwise they are the ``DTensor``s of tensor parallelism.
     """
 
     type: StateDictType = StateDictType.FULL_STATE_DICT
     offload: bool = True
     first_only: bool = False
-    use_dtensor: bool = False
+    use_dtensor: bool | None = None
+    is_complete: bool = False
 
     @classmethod
     def of(cls, type: StateDictType | None, config: StateDictConfig | OptimStateDictConfig | None) -> Self:
         """The form for a model's settings; a model without units has no settings and gets the full form."""
         if type is None or config is None:
             return cls()
-        use_dtensor = config.use_dtensor or getattr(config, "_use_dtensor", False)
+        use_dtensor = getattr(config, "_use_dtensor", False) or None
         return cls(type, config.offload_to_cpu, getattr(config, "rank0_only", False), use_dtensor)
 
     @property
@@ -239,7 +234,7 @@ class StateDictState:
     """
 
     def __init__(self) -> None:
-        self.settings = StateDictSettings()
+        self.settings = settings_for(StateDictType.FULL_STATE_DICT, None, None)
         self.before: Mapping[str, Any] = {}
         self.is_strict = self.runs_custom_code = False
         self.unsharded = ExitStack()
@@ -286,15 +281,14 @@ def get_type(module: nn.Module) -> StateDictSettings:
 
 
 def form_for_optimizer(model: nn.Module) -> Form:
-    """The form of the optimizer's state that is set for all units in ``model``.
+    """The form of the optimizer's state that is set for all units in ``model``; the sharded one in place of the local.
 
-    Raises:
-        NotImplementedError: the local form is chosen.
+    A local dict would contain shards of flat parameters, which only the optimizers of this run have.
     """
     settings = get_type(model)
-    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-        raise NotImplementedError(message("no-local-optimizer"))
-    return Form.of(settings.state_dict_type, settings.optim_state_dict_config)
+    is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
+    type = StateDictType.SHARDED_STATE_DICT if is_local else settings.state_dict_type
+    return Form.of(type, settings.optim_state_dict_config)
 
 
 @contextmanager

@@ -120,6 +120,17 @@ def on_this_rank(value: Tensor) -> Tensor:
     return value if rows is None else rows
 
 
+def is_sharded_like(value: Any, other: Any) -> bool:
+    """Whether a value is a ``DTensor`` on the mesh of ``other``, a ``DTensor`` or a spec, with the same placements."""
+    same_kind = isinstance(value, DTensor) and hasattr(other, "device_mesh")
+    return same_kind and (value.device_mesh, value.placements) == (other.device_mesh, other.placements)
+
+
+def complete(value: Any) -> Any:
+    """The full tensor of a ``DTensor``; other values are returned. All ranks of its mesh must call it."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
 def placement_of(value: DTensor) -> str:
     """The ranks and the placements of a DTensor, for messages."""
     return f"on ranks {value.device_mesh.mesh.tolist()} with placements {value.placements}"
@@ -178,7 +189,8 @@ def gathered_rows(value: Any, group: Group | None, device: torch.device) -> Tens
         device: the device of the all-gather.
     """
     rows = on_this_rank(value)
-    if group is None:
+    if group is None or (isinstance(value, DTensor) and not _axes_in(value, group)):
+        # The ranks of the group have equal rows, which tensor parallelism has sharded.
         return rows
     shape = _shape_in_group(value, group)
     mine = torch.zeros(shard_shape(shape, 0, group.size, 0), dtype=rows.dtype, device=device)
@@ -192,15 +204,19 @@ def _shape_in_group(value: Any, group: Group | None) -> torch.Size:
     """The shape of the tensor that the ranks of ``group`` share; with tensor parallelism, smaller than the value."""
     if not isinstance(value, DTensor) or group is None:
         return torch.Size(value.size())
+    of_fsdp = _axes_in(value, group)
+    placements = [Replicate() if axis in of_fsdp else placement for axis, placement in enumerate(value.placements)]
+    return torch.Size(compute_local_shape_and_global_offset(value.shape, value.device_mesh, placements)[0])
+
+
+def _axes_in(value: DTensor, group: Group) -> set[int]:
+    """The axes of the value's mesh that contain several ranks of ``group``: the axes of FSDP.
+
+    Two ranks of ``group`` never hold different parts of tensor parallelism.
+    """
     mesh = value.device_mesh
-    # Two ranks of `group` never hold different parts of tensor parallelism. An axis that contains two ranks of `group`
-    # is an axis of FSDP.
     of_axes = [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in range(mesh.ndim)]
-    placements = [
-        Replicate() if len({*ranks} & {*group.ranks}) > 1 else placement
-        for ranks, placement in zip(of_axes, value.placements, strict=True)
-    ]
-    return torch.Size(compute_local_shape_and_global_offset(value.shape, mesh, placements)[0])
+    return {axis for axis, ranks in enumerate(of_axes) if len({*ranks} & {*group.ranks}) > 1}
 
 
 # ---- copies ---------------------------------------------------------------------------------------------------------

@@ -91,11 +91,12 @@ def rekey(given: dict[str, Any], key_type: OptimStateKeyType, target: Target) ->
     """A full dict with names or IDs as keys.
 
     Raises:
-        ValueError: if the key type is unknown, or a key of the dict has no counterpart.
+        AssertionError: if the key type is unknown.
+        ValueError: if a key of the dict has no counterpart.
     """
     if key_type not in (OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID):
         members = ", ".join(f"OptimStateKeyType.{member.name}" for member in OptimStateKeyType)
-        raise ValueError(message("key-type", members=members, key_type=key_type))
+        raise AssertionError(message("key-type", members=members, key_type=key_type))
     to_names = key_type is OptimStateKeyType.PARAM_NAME
     keys = [*given["state"], *parameters_of(given["param_groups"])]
     if all(isinstance(key, str) is to_names for key in keys):

@@ -20,6 +20,8 @@ Worked example, Adam and a unit with ``weight`` (2 x 3) on two ranks, for some o
 An optimizer that has not taken a step has no states. ``dcp.load`` needs tensors to read into, so the functions first
 create states with a step of gradients that are zero, as torch's functions do.
 
+With tensor parallelism, values of a full dict are plain tensors, and rank 0 means its first rank, too.
+
 With ``broadcast_from_rank0``, each rank keeps its rows of a value that arrives, and releases the value. The rows are
 then loaded as those of a sharded dict. So a rank never stores the full dict.
 
@@ -39,24 +41,47 @@ from typing import Any
 from torch import nn
 
 # Imported as objects: a program may replace the names in torch's module by the functions below.
-from torch.distributed.checkpoint.state_dict import StateDictOptions, _unflatten_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    FQNS_T,
+    DictValueType,
+    ListDictValueType,
+    OptimizerStateType,
+    PrimitiveType,
+    StateDictOptions,
+    ValueType,
+)
 from torch.distributed.checkpoint.state_dict import get_model_state_dict as get_model_state_dict
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as get_without_wrappers
 from torch.distributed.checkpoint.state_dict import set_model_state_dict as set_without_broadcast
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as set_without_wrappers
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from minifsdp.checkpoint import agreement, optim_state, optim_state_load
-from minifsdp.checkpoint.codec import ParameterNames, UnitCodec, dotted, parameters_of
+from minifsdp.checkpoint.codec import (
+    UnitCodec,
+    dotted,
+    parameters_of,
+    plain_path,
+    tensor_parallel_groups,
+)
 from minifsdp.checkpoint.loading import reshard_all
 from minifsdp.checkpoint.state_dict_options import Form, StateDictType
 from minifsdp.checkpoint.tensors import local_rows
 from minifsdp.engine.mesh import MeshGroups
+from minifsdp.engine.messages import message, warn
 from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1.wrapper import Wrapper
 from minifsdp.fsdp2.fsdp_state import states_in
 
 __all__ = [
+    "DictValueType",
+    "FQNS_T",
+    "ListDictValueType",
+    "OptimizerStateType",
+    "PrimitiveType",
+    "StateDictOptions",
+    "ValueType",
     "get_model_state_dict",
     "get_optimizer_state_dict",
     "get_state_dict",
@@ -103,14 +128,22 @@ def set_model_state_dict(
 ) -> Any:
     """Loads the model's state. Every rank must call it.
 
+    Args:
+        model: the model.
+        model_state_dict: values by name, or dicts by submodule.
+        options: see torch's function.
+
     Returns:
         The missing and the unexpected keys.
     """
+    if any(isinstance(key, nn.Module) for key in model_state_dict):
+        warn(message("states-of-submodules", argument="modules as keys"), FutureWarning)
+        starts, given = _prefixes(model), model_state_dict.items()
+        model_state_dict = {starts[m] + name: value for m, of in given if m in starts for name, value in of.items()}
     if options is not None and options.broadcast_from_rank0:
         _agree(model, "set_model_state_dict()", sends=True)
         if options.full_state_dict and (wrappers := Wrapper.fsdp_modules(model)):
-            given = _unflatten_model_state_dict(model, model_state_dict)
-            model_state_dict, has_rows = _received(model, given, wrappers[0]._mesh)
+            model_state_dict, has_rows = _received(model, model_state_dict, wrappers[0]._mesh)
             options = replace(options, broadcast_from_rank0=False, full_state_dict=not has_rows)
     # Torch's function adds entries to the dict.
     return set_without_broadcast(model, copy.copy(model_state_dict), options=options)
@@ -125,14 +158,16 @@ def _received(model: nn.Module, given: Mapping[str, Any], mesh: MeshGroups) -> t
     wrappers = [(dotted(path), module) for path, module in model.named_modules() if isinstance(module, Wrapper)]
     # Modules whose full parameters are summoned load full values.
     sharded = [(start, w) for start, w in wrappers if w._unit is not None and w._unit.phase is not Phase.SUMMONED]
-    of_unit = {key: unit for unit in (UnitCodec(w, start) for start, w in sharded) for key in unit.keys}
+    units = [UnitCodec(w, start) for start, w in sharded]
+    of_unit, groups = {key: unit for unit in units for key in unit.keys}, [mesh.replicate, mesh.shard]
+    groups[:0] = tensor_parallel_groups(units)
 
     def receive(key: str) -> Any:
-        value = agreement.value_of_first_rank(given.get(key), mesh)
+        value = agreement.value_of_first_rank(given.get(key), groups)
         return value if key not in of_unit else of_unit[key].rows(key, value)
 
     # Each full value is released before the next one is received, so no rank stores the model.
-    received = {key: receive(key) for key in agreement.value_of_first_rank(list(given), mesh)}
+    received = {key: receive(key) for key in agreement.value_of_first_rank(list(given), groups)}
     return received, any(local_rows(value) is not None for value in received.values())
 
 
@@ -209,7 +244,17 @@ def _listed(optimizers: Optimizers) -> list[Optimizer]:
 def _form(options: StateDictOptions) -> Form:
     if not options.full_state_dict:
         return Form(StateDictType.SHARDED_STATE_DICT, offload=options.cpu_offload)
-    return Form(offload=options.cpu_offload, first_only=options.cpu_offload or options.broadcast_from_rank0)
+    first_only = options.cpu_offload or options.broadcast_from_rank0
+    return Form(offload=options.cpu_offload, first_only=first_only, is_complete=True)
+
+
+def _prefixes(model: nn.Module) -> dict[nn.Module, str]:
+    """For each module of a model, the prefix of its names in the results of torch's functions."""
+    prefixes: dict[nn.Module, str] = {}
+    for path, module in model.named_modules():
+        inner = (path + ".").removeprefix("module.") if isinstance(model, DistributedDataParallel) else path + "."
+        prefixes[module] = _uncompiled(plain_path(inner)).removeprefix(".")
+    return prefixes
 
 
 def _uncompiled(name: str) -> str:

@@ -70,23 +70,10 @@ SUBMODULES = {
     "wrap": ["_Policy", "_module_wrap_policy", "_or_policy"],
 }
 
-BY_DOCUMENT = "the flag has this name, in every class, in the documents (SD-CFG-12 to 15); torch has made it private"
 MEANT = {
     "FullyShardedDataParallel()": "a superset: takes a keyword of torch 1.11 at the end, with a warning (LEGACY-01)",
     "FullyShardedDataParallel.params": "torch sets the list on each instance instead (NAMES-11)",
     "FullyShardedDataParallel.params_with_grad": "a property of torch 1.13, kept with a warning (NAMES-09)",
-    "FullyShardedDataParallel.state_dict": "passes on whatever nn.Module.state_dict takes, by position too",
-    "StateDictSettings.state_dict_type": "a superset: what every unit begins with is the default (SD-CFG-01)",
-    "StateDictSettings.state_dict_config": "a superset: what every unit begins with is the default (SD-CFG-01)",
-    "StateDictSettings.optim_state_dict_config": "a superset: what every unit begins with is the default (SD-CFG-01)",
-    "FullOptimStateDictConfig.use_dtensor": BY_DOCUMENT,
-    "FullStateDictConfig.use_dtensor": BY_DOCUMENT,
-    "LocalOptimStateDictConfig.use_dtensor": BY_DOCUMENT,
-    "LocalStateDictConfig.use_dtensor": BY_DOCUMENT,
-    "OptimStateDictConfig.use_dtensor": BY_DOCUMENT,
-    "ShardedOptimStateDictConfig.use_dtensor": BY_DOCUMENT,
-    "ShardedStateDictConfig.use_dtensor": BY_DOCUMENT,
-    "StateDictConfig.use_dtensor": BY_DOCUMENT,
 }
 
 

@@ -32,7 +32,12 @@ from spec_tests.checkpoint.checkpoints import (
 )
 from spec_tests.harness import ranks
 from spec_tests.models.sharding import HYBRID_SHARD, NO_SHARD, grid
-from spec_tests.subject import FullOptimStateDictConfig, ShardedOptimStateDictConfig, ShardedStateDictConfig
+from spec_tests.subject import (
+    FullOptimStateDictConfig,
+    LocalOptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+)
 from spec_tests.subject import FullyShardedDataParallel as FSDP
 
 TORCH = torch_fsdp.FullyShardedDataParallel
@@ -143,14 +148,28 @@ def shards_of(value: ShardedTensor) -> list[tuple[Any, torch.Tensor]]:
 
 
 @pytest.mark.spec("OSD-07")
+@pytest.mark.parametrize("offload", [False, True])
+@flat_or_original
 @ranks(2)
-def test_local_state_dict_type_is_refused_for_optimizer_states() -> None:
-    model, optimizer = trained(steps=1)
-    with (
-        FSDP.state_dict_type(model, LOCAL),
-        pytest.raises(NotImplementedError, match=r"rank \d.*not support LOCAL_STATE_DICT"),
-    ):
-        FSDP.optim_state_dict(model, optimizer)
+def test_the_local_type_gives_the_sharded_form_of_optimizer_states_as_in_torch(keep: bool, offload: bool) -> None:
+    model, optimizer = trained(use_orig_params=keep)
+    other, theirs = as_torch("adam", use_orig_params=keep)
+    with FSDP.state_dict_type(model, SHARDED, None, ShardedOptimStateDictConfig(offload_to_cpu=offload)):
+        expected = FSDP.optim_state_dict(model, optimizer)
+    with FSDP.state_dict_type(model, LOCAL, None, LocalOptimStateDictConfig(offload_to_cpu=offload)):
+        found = FSDP.optim_state_dict(model, optimizer)
+        loadable = FSDP.optim_state_dict_to_load(model, optimizer, found)
+    with quiet(), TORCH.state_dict_type(other, torch_fsdp.StateDictType.LOCAL_STATE_DICT):
+        in_torch_too = TORCH.optim_state_dict(other, theirs)["state"]
+    assert {name: {key: type(value) for key, value in of.items()} for name, of in found["state"].items()} == {
+        name: {key: type(value) for key, value in of.items()} for name, of in in_torch_too.items()
+    }
+    for name, of in expected["state"].items():
+        ours, rows = (shards_of(one["state"][name]["exp_avg"])[0][1] for one in (found, expected))
+        assert torch.equal(ours, rows)
+        assert ours.device == rows.device
+        assert torch.equal(of["step"], found["state"][name]["step"])
+    assert_same_state(loadable["state"], optimizer.state_dict()["state"])
 
 
 @pytest.mark.spec("OSD-09", "SD-CFG-11")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 from spec_tests.checkpoint.checkpoints import (
@@ -27,7 +28,7 @@ from spec_tests.checkpoint.checkpoints import (
 from spec_tests.checkpoint.refusals import caught_warnings
 from spec_tests.harness import device, ranks
 from spec_tests.models.running import batch
-from spec_tests.models.sharding import NO_SHARD, SHARD_GRAD_OP, grid
+from spec_tests.models.sharding import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, grid
 from spec_tests.oracles import count_collectives
 from spec_tests.subject import FullOptimStateDictConfig, FullStateDictConfig, ModuleWrapPolicy
 from spec_tests.subject import FullyShardedDataParallel as FSDP
@@ -171,6 +172,73 @@ def test_an_optimizer_that_is_keyed_by_names_saves_and_loads_states(keep: bool) 
     train()
     named.load_state_dict(FSDP.optim_state_dict_to_load(model, named, states, is_named_optimizer=True))
     assert_same_state(FSDP.optim_state_dict(model, named)["state"], states["state"])
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    parameters = list(model.parameters())
+    return [{"params": parameters[:1], "lr": 0.1}, {"params": parameters[1:]}]
+
+
+def frozen(model: Any) -> dict[str, Any]:
+    model.first.requires_grad_(False)
+    return {}
+
+
+def tied(model: Any) -> dict[str, Any]:
+    model.second[0] = nn.Linear(5, 5, device=device())
+    model.second.append(nn.Linear(5, 5, device=device()))
+    model.second[-1].weight = model.second[0].weight
+    return {}
+
+
+# By name of the case, a change of the model that returns options of the wrapper, and the groups of the optimizer.
+NAMED = {
+    "one group": (lambda _: {}, lambda _: None),
+    "two groups": (lambda _: {}, two_groups),
+    "frozen": (frozen, lambda _: None),
+    "tied": (tied, lambda _: None),
+    "ignored": (lambda model: {"ignored_states": list(model.head.parameters())}, lambda _: None),
+}
+
+
+def saved_and_loaded(model: Any, groups: Any = None, width: int = 3) -> list[dict[str, Any]]:
+    """The states of an optimizer with names as keys after a step, and after it has saved and loaded them."""
+    with quiet():
+        from torch.distributed.optim import _NamedOptimizer
+
+        named = _NamedOptimizer(model.named_parameters(), torch.optim.Adam, groups, lr=0.01)
+        train_once(model, named, size=width)
+        own = copy.deepcopy(named.state_dict()["state"])
+        found = model.optim_state_dict_to_load(model, named, model.optim_state_dict(model, named), True)
+        named.load_state_dict(found)
+    assert found["state"].keys() == own.keys()
+    return [own, named.state_dict()["state"]]
+
+
+@pytest.mark.spec("OSD-LOAD-06")
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
+@pytest.mark.parametrize("case", NAMED)
+@flat_or_original
+@ranks(2)
+def test_an_optimizer_that_is_keyed_by_names_loads_the_states_that_it_has(keep: bool, case: str, strategy: Any) -> None:
+    """After a step, an optimizer has states for the parameters with a gradient, so not for those without elements."""
+    change, groups_of = NAMED[case]
+    plain = make()
+    options = change(plain)
+    model = wrapped(plain, use_orig_params=keep, sharding_strategy=strategy, **options)
+    before, after = saved_and_loaded(model, groups_of(model))
+    assert_same_state(after, before)
+
+
+@pytest.mark.spec("OSD-LOAD-06")
+@pytest.mark.parametrize("width", [8, 64])
+@ranks(2)
+def test_an_optimizer_that_is_keyed_by_names_has_the_entries_of_torch(width: int) -> None:
+    """Compares names. With flat parameters, torch raises KeyError, and with original ones it loads other values."""
+    kinds = FSDP, torch_fsdp.FullyShardedDataParallel
+    models = [kind(nn.Linear(width, 8, device=device()), use_orig_params=True, device_id=device()) for kind in kinds]
+    ours, theirs = (saved_and_loaded(model, width=width) for model in models)
+    assert [sorted(state) for state in ours] == [sorted(state) for state in theirs]
 
 
 class OneIdle(nn.Module):

@@ -109,7 +109,7 @@ def test_invalid_or_missing_state_on_one_rank_is_refused_on_all(keep: bool) -> N
 @ranks(2)
 def test_rows_with_another_dtype_on_one_rank_are_refused() -> None:
     model, optimizer = trained()
-    FSDP.set_state_dict_type(model, SHARDED, None, ShardedOptimStateDictConfig(use_dtensor=True))
+    FSDP.set_state_dict_type(model, SHARDED, None, ShardedOptimStateDictConfig(_use_dtensor=True))
     states = FSDP.optim_state_dict(model, optimizer)
     if dist.get_rank() == 1:
         for name in UNIT:

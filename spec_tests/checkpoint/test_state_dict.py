@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
+import itertools
 from typing import Any
 
 import pytest
@@ -12,9 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import api as torch_api
 from torch.distributed.tensor import DTensor
 
 from spec_tests.checkpoint.checkpoints import FULL, LOCAL, SHARDED, flat_or_original, is_plain
+from spec_tests.checkpoint.refusals import caught_warnings
 from spec_tests.harness import device, ranks
 from spec_tests.models.sharding import grid
 from spec_tests.subject import (
@@ -346,28 +350,68 @@ CONFIGS: dict[StateDictType, tuple[Any, Any]] = {
     SHARDED: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
     LOCAL: (LocalStateDictConfig, LocalOptimStateDictConfig),
 }
-USUAL = {"offload_to_cpu": False, "use_dtensor": False}
+CLASSES = [StateDictConfig, OptimStateDictConfig, *(config for pair in CONFIGS.values() for config in pair)]
 
 
-@pytest.mark.spec("SD-CFG-12", "SD-CFG-13", "SD-CFG-14", "SD-CFG-15")
-def test_the_configurations_have_these_fields_and_defaults() -> None:
-    assert fields_of(StateDictConfig) == USUAL
-    assert fields_of(FullStateDictConfig) == {**USUAL, "rank0_only": False}
-    assert fields_of(ShardedStateDictConfig) == fields_of(LocalStateDictConfig) == USUAL
-    offloads = {**USUAL, "offload_to_cpu": True}
-    assert fields_of(OptimStateDictConfig) == fields_of(ShardedOptimStateDictConfig) == offloads
-    assert fields_of(FullOptimStateDictConfig) == {**offloads, "rank0_only": False}
-    assert fields_of(LocalOptimStateDictConfig) == USUAL
-    for of_model, of_optimizer in CONFIGS.values():
-        assert issubclass(of_model, StateDictConfig)
-        assert issubclass(of_optimizer, OptimStateDictConfig)
-    for config in (ShardedStateDictConfig, LocalStateDictConfig, ShardedOptimStateDictConfig, StateDictConfig):
-        with pytest.raises(TypeError, match="rank0_only"):
-            config(rank0_only=True)
+@pytest.mark.spec("SD-CFG-12", "SD-CFG-13", "SD-CFG-14", "SD-CFG-15", "SD-CFG-16")
+@pytest.mark.parametrize("cls", [*CLASSES, StateDictSettings], ids=lambda cls: cls.__name__)
+def test_a_configuration_has_the_fields_positions_defaults_and_base_classes_of_torch(cls: Any) -> None:
+    theirs = getattr(torch_api, cls.__name__)
+    for of in (dataclasses.fields, lambda one: inspect.signature(one).parameters.values()):
+        assert [(f.name, f.default) for f in of(cls)] == [(f.name, f.default) for f in of(theirs)]
+    assert [base.__name__ for base in cls.__mro__] == [base.__name__ for base in theirs.__mro__]
+    assert [dataclasses.is_dataclass(c) and "__init__" in vars(c) for c in cls.__mro__] == [
+        dataclasses.is_dataclass(c) and "__init__" in vars(c) for c in theirs.__mro__
+    ]
 
 
-def fields_of(config: Any) -> dict[str, Any]:
-    return {field.name: field.default for field in dataclasses.fields(config) if not field.name.startswith("_")}
+@pytest.mark.spec("SD-CFG-12", "SD-CFG-13", "SD-CFG-14", "SD-CFG-15", "SD-CFG-18")
+@pytest.mark.parametrize("number", range(4), ids=lambda number: f"{number} positional")
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_positional_arguments_of_a_configuration_mean_the_same_as_in_torch(cls: Any, number: int) -> None:
+    theirs = getattr(torch_api, cls.__name__)
+    for values in itertools.product([True, False], repeat=number):
+        assert made_with(cls, *values) == made_with(theirs, *values)
+    for name in ("rank0_only", "use_dtensor", "_use_dtensor", "offload_to_cpu"):
+        assert made_with(cls, **{name: True}) == made_with(theirs, **{name: True})
+
+
+def made_with(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """The fields of a new configuration; the type of the error if it cannot be made."""
+    try:
+        return dataclasses.asdict(cls(*args, **kwargs))
+    except TypeError as error:
+        return type(error)
+
+
+@pytest.mark.spec("SD-CFG-13")
+@ranks(2)
+def test_rank0_only_by_position_gives_the_dict_to_rank_0_alone() -> None:
+    model = sharded(plain_model())
+    optimizer = torch.optim.Adam(model.parameters())
+    FSDP.set_state_dict_type(model, FULL, FullStateDictConfig(True, True), FullOptimStateDictConfig(True, True))
+    assert bool(model.state_dict()) == bool(FSDP.optim_state_dict(model, optimizer)) == (dist.get_rank() == 0)
+
+
+@pytest.mark.spec("SD-CFG-20")
+@ranks(2)
+def test_the_functions_that_choose_a_form_warn_once_that_they_are_deprecated() -> None:
+    model = sharded(plain_model())
+    with caught_warnings() as caught:
+        FSDP.set_state_dict_type(model, SHARDED)
+        with FSDP.state_dict_type(model, FULL):
+            model.state_dict()
+            FSDP.get_state_dict_type(model)
+    assert [(w.category, w.filename) for w in caught] == [(FutureWarning, __file__)] * 2
+    assert all("FSDP.state_dict_type() and FSDP.set_state_dict_type() are deprecated" in str(w.message) for w in caught)
+
+
+@pytest.mark.spec("SD-CFG-19")
+def test_state_dict_names_its_arguments_as_a_plain_module_does() -> None:
+    ours, theirs = (inspect.signature(cls.state_dict).parameters.values() for cls in (FSDP, nn.Module))
+    assert [(p.name, p.kind, p.default) for p in ours] == [(p.name, p.kind, p.default) for p in theirs]
+    with pytest.raises(TypeError, match="state_dict_type"):
+        FSDP.state_dict(nn.Linear(1, 1), state_dict_type=FULL)
 
 
 @pytest.mark.spec("SD-CFG-12")
@@ -396,7 +440,7 @@ def test_settings_are_a_plain_record() -> None:
     [
         pytest.param(FULL, {}, id="full"),
         pytest.param(SHARDED, {}, id="sharded", marks=pytest.mark.spec("SD-SHARD-08")),
-        pytest.param(SHARDED, {"use_dtensor": True}, id="dtensor", marks=pytest.mark.spec("SD-CFG-18")),
+        pytest.param(SHARDED, {"_use_dtensor": True}, id="dtensor", marks=pytest.mark.spec("SD-CFG-18")),
         pytest.param(LOCAL, {}, id="local"),
     ],
 )

@@ -14,11 +14,15 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
+import minifsdp
 from spec_tests.checkpoint.checkpoints import assert_same_state, flat_or_original, gathered, make, quiet, step, wrapped
 from spec_tests.checkpoint.refusals import caught_warnings
 from spec_tests.harness import device, ranks
 from spec_tests.models.running import Wire
+from spec_tests.models.sharding import FULL_SHARD, NO_SHARD
 from spec_tests.subject import FullyShardedDataParallel as FSDP
 from spec_tests.subject import ModuleWrapPolicy, OptimStateKeyType, trace
 
@@ -110,6 +114,49 @@ def test_legacy_full_optim_state_dict_equals_that_of_torch() -> None:
         expected = wrapper.full_optim_state_dict(other, theirs, rank0_only=False)
     assert found["param_groups"] == expected["param_groups"]
     assert_same_state(found["state"], expected["state"])
+
+
+@pytest.mark.spec("OSD-SHD-01", "OSD-FLAT-01", "NEW-01")
+@pytest.mark.parametrize("configured", [None, False, True], ids=["default", "_use_dtensor=False", "_use_dtensor=True"])
+@pytest.mark.parametrize("sizes", [(2,), (2, 2)], ids=["1-D", "2-D"])
+@flat_or_original
+@ranks(4)
+def test_legacy_sharded_optim_state_dict_with_a_mesh_has_the_types_of_torch(
+    keep: bool, sizes: tuple[int, ...], configured: bool | None
+) -> None:
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    options = {"use_orig_params": keep, "device_mesh": mesh if len(sizes) == 2 else mesh["shard"]}
+    kinds, states = [], []
+    for library in (minifsdp, torch_fsdp):
+        wrapper: Any = library.FullyShardedDataParallel
+        strategy = library.ShardingStrategy["HYBRID_SHARD" if len(sizes) == 2 else "FULL_SHARD"]
+        model = wrapper(make(), sharding_strategy=strategy, device_id=device(), **options)
+        optimizer = adam(model.parameters())
+        step(model, optimizer, 0)
+        with quiet():
+            if configured is not None:
+                config = library.ShardedOptimStateDictConfig(_use_dtensor=configured)
+                wrapper.set_state_dict_type(model, library.StateDictType.SHARDED_STATE_DICT, None, config)
+            states.append(wrapper.sharded_optim_state_dict(model, optimizer)["state"])
+            if library is minifsdp:
+                loadable = wrapper.flatten_sharded_optim_state_dict({"state": states[0]}, model, optimizer)
+                assert_same_state(loadable["state"], optimizer.state_dict()["state"])
+        kinds.append({name: {key: type(value) for key, value in of.items()} for name, of in states[-1].items()})
+    assert kinds[0] == kinds[1]
+    sharded = DTensor if configured else ShardedTensor
+    assert kinds[0]["head.weight"]["exp_avg"] is sharded
+
+
+@pytest.mark.spec("OSD-FULL-04")
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
+@flat_or_original
+@ranks(2)
+def test_legacy_full_optim_state_dict_never_aliases_the_optimizer(keep: bool, strategy: Any) -> None:
+    model, optimizer = trained(keep, sharding_strategy=strategy)
+    state = old("full_optim_state_dict", model, optimizer, rank0_only=False)["state"]
+    before = copy.deepcopy(state)
+    step(model, optimizer, 2)
+    assert_same_state(state, before)
 
 
 @pytest.mark.spec("OSD-FULL-05", "LEGACY-12")
@@ -273,7 +320,9 @@ def test_rekey_keeps_a_dict_with_the_requested_keys_and_refuses_an_invalid_one()
         again = FSDP.rekey_optim_state_dict(given, key_type, plain, optim=optimizer)
         assert again["param_groups"] == given["param_groups"]
         assert_same_state(again["state"], given["state"])
-    with pytest.raises(ValueError, match=r"rank 0: optim_state_key_type must be one of OptimStateKeyType.PARAM_NAME"):
+    with pytest.raises(
+        AssertionError, match=r"rank 0: optim_state_key_type must be one of OptimStateKeyType.PARAM_NAME"
+    ):
         FSDP.rekey_optim_state_dict(named, "PARAM_ID", plain)
     with pytest.raises(ValueError, match=r"rank 0: .*has the keys \['scale'"):
         FSDP.rekey_optim_state_dict(named, NUMBER, nn.Linear(2, 2))

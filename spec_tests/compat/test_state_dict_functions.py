@@ -18,14 +18,15 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 import minifsdp
 from spec_tests import subject
-from spec_tests.checkpoint.checkpoints import flat_or_original, make, quiet, step, wrapped
+from spec_tests.checkpoint.checkpoints import flat_or_original, fully_sharded, in_torch, make, quiet, step, wrapped
+from spec_tests.checkpoint.refusals import caught_warnings
 from spec_tests.harness import ranks
 from spec_tests.models.sharding import FLAT_STRATEGIES
 from spec_tests.models.values import assert_same, full_values
 from spec_tests.subject import ShardingStrategy
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
-NAMES = minifsdp.compat.state_dict_functions.__all__
+FUNCTIONS = [name for name in helpers.__all__ if name.startswith(("get_", "set_"))]
 FORMS = {
     "sharded": StateDictOptions(),
     "full": StateDictOptions(full_state_dict=True),
@@ -240,13 +241,86 @@ def test_without_an_optimizer_there_is_no_optimizer_state() -> None:
     subject.set_state_dict(model, (), model_state_dict=weights, optim_state_dict=states)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.spec("PROG-63")
+@pytest.mark.parametrize("name", helpers.__all__)
+@pytest.mark.spec("PROG-63", "PROG-108")
 def test_signatures_are_those_of_torch(name: str) -> None:
+    assert name in minifsdp.__all__
+    if name not in FUNCTIONS:
+        assert getattr(minifsdp, name) is getattr(helpers, name)
+        return
     ours, theirs = (inspect.signature(getattr(module, name)).parameters for module in (minifsdp, helpers))
     assert [(p.name, p.kind, p.default) for p in ours.values()] == [
         (p.name, p.kind, p.default) for p in theirs.values()
     ]
+
+
+# By name of the case, the modules of `make()` whose dicts are given.
+SUBMODULES = {"all": ["first", "second", "head"], "nested": ["first.0", "second"], "root": [""], "one": ["second"]}
+
+
+@pytest.mark.parametrize("parts", SUBMODULES)
+@pytest.mark.parametrize("form", ["full", "sharded", "from rank 0"])
+@pytest.mark.parametrize("kind", ["flat", "original", "inner", "fully_shard", "plain"])
+@pytest.mark.spec("PROG-107")
+@ranks(2)
+def test_keys_of_a_model_state_may_be_submodules(kind: str, form: str, parts: str) -> None:
+    """``inner``: the keys are the wrappers instead of the wrapped modules."""
+    model, source = of_kind(kind, 1), of_kind(kind, 0)
+    sends = form == "from rank 0"
+    options = StateDictOptions(full_state_dict=form != "sharded", strict=False)
+    with quiet():
+        saved = subject.get_model_state_dict(source, options=options)
+    dotted = {name: f"{name}." if name else "" for name in SUBMODULES[parts]}
+    given = {
+        module_at(model, name, kind): {key.removeprefix(start): v for key, v in saved.items() if key.startswith(start)}
+        for name, start in dotted.items()
+    }
+    if sends:
+        options.broadcast_from_rank0 = True
+        given = given if dist.get_rank() == 0 else {}
+    with caught_warnings() as caught:
+        result = subject.set_model_state_dict(model, given, options=options)
+    loaded = {name for name in make().state_dict() if name.startswith(tuple(dotted.values()))}
+    with quiet():
+        found = subject.get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    expected = {name: make(name not in loaded).state_dict()[name] for name in found}
+    assert_same(found, expected, bitwise=True)
+    assert result.unexpected_keys == []
+    ours = [w for w in caught if "the states of submodules" in str(w.message)]
+    assert [(w.category, w.filename) for w in ours] == [(FutureWarning, __file__)] * bool(given)
+
+
+def of_kind(kind: str, seed: int) -> nn.Module:
+    if kind == "plain":
+        return make(seed)
+    return (
+        fully_sharded(make(seed)) if kind == "fully_shard" else wrapped(make(seed), use_orig_params=kind == "original")
+    )
+
+
+def module_at(model: Any, name: str, kind: str) -> nn.Module:
+    if kind == "inner" and name == "":
+        return model
+    plain = model if kind in ("plain", "fully_shard") else model.module
+    for part in name.split(".") if name else ():
+        plain = getattr(getattr(plain, "module", plain) if kind != "inner" else plain, part)
+    return plain if kind in ("inner", "plain", "fully_shard") else getattr(plain, "module", plain)
+
+
+@pytest.mark.spec("PROG-107")
+@ranks(2)
+def test_the_states_of_modules_are_loaded_as_in_torchs_own_wrapper() -> None:
+    """With flat parameters, torch refuses full dicts."""
+    for module, make_wrapper in ((minifsdp, wrapped), (helpers, in_torch)):
+        model: Any = make_wrapper(make(1), use_orig_params=True)
+        given = {inner: make(0).get_submodule(name).state_dict() for name, inner in model.module.named_children()}
+        options = StateDictOptions(full_state_dict=True, strict=False)
+        with quiet():
+            result = module.set_model_state_dict(model, given, options=options)
+            found = module.get_model_state_dict(model, options=options)
+        expected = {name: make(name == "scale").state_dict()[name] for name in found}
+        assert_same(found, expected, bitwise=True)
+        assert result.unexpected_keys == []
 
 
 def two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:

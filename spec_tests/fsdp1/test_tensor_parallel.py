@@ -13,7 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as checkpoints
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -23,8 +25,18 @@ from spec_tests.models.modules import seeded
 from spec_tests.models.running import loss_of
 from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD, HYBRID_SHARD, SHARD_GRAD_OP
 from spec_tests.models.values import assert_same, full
+from spec_tests.subject import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    ModuleWrapPolicy,
+    ShardingStrategy,
+    StateDictType,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from spec_tests.subject import FullyShardedDataParallel as FSDP
-from spec_tests.subject import MixedPrecision, ModuleWrapPolicy, ShardingStrategy, StateDictType
 
 WIDTH, HIDDEN = 4, 8
 either = pytest.mark.parametrize("use_orig_params", [False, True])
@@ -313,3 +325,116 @@ def test_training_resumes_from_sharded_dict_of_both() -> None:
         second.load_state_dict(FSDP.optim_state_dict_to_load(other, second, of_optimizer))
     steps(other, second, range(2, 4))
     expect(other, alone(4))
+
+
+def stepped(use_orig_params: bool, strategy: ShardingStrategy = FULL_SHARD) -> tuple[FSDP, torch.optim.Optimizer]:
+    """A model with an ignored layer that tensor parallelism has sharded, and its optimizer after two steps."""
+    plain = cut(seeded(Tower), meshes(2, 2))
+    ignored = list(plain.layers[1].up.parameters())
+    options = {"use_orig_params": use_orig_params, "sharding_strategy": strategy, "ignored_states": ignored}
+    model = FSDP(plain, device_mesh=meshes(2, 2)["shard"], auto_wrap_policy=ModuleWrapPolicy({Layer}), **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(model(batch(step, 0))).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def plain_states(num_steps: int = 2) -> tuple[nn.Module, dict[str, Any]]:
+    """The plain model after the steps of `stepped`, and the state of its optimizer by name."""
+    model = seeded(Tower)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        loss_of(model(batch(step, 0))).backward()
+        optimizer.step()
+    names = [name for name, _ in model.named_parameters()]
+    return model, {names[number]: entries for number, entries in optimizer.state_dict()["state"].items()}
+
+
+def is_full(value: Any) -> bool:
+    return not isinstance(value, (DTensor, ShardedTensor))
+
+
+EACH_RANK = StateDictOptions(full_state_dict=True)
+STRATEGIES = [FULL_SHARD, SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
+
+
+@pytest.mark.spec("NEW-01", "PROG-106")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("offload", [False, True])
+@either
+@ranks(4)
+def test_full_states_of_both_are_plain_tensors_and_offloaded_ones_are_on_rank_0_alone(
+    use_orig_params: bool, offload: bool, strategy: ShardingStrategy
+) -> None:
+    model, optimizer = stepped(use_orig_params, strategy)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
+    weights, states = get_state_dict(model, optimizer, options=options)
+    if offload and dist.get_rank() > 0:
+        assert (weights, states) == ({}, {})
+        return
+    plain, expected = plain_states()
+    assert_same(weights, plain.state_dict())
+    assert sorted(states["state"]) == sorted(expected)
+    for name, entries in expected.items():
+        assert all(is_full(states["state"][name][key]) for key in entries)
+        assert_same(states["state"][name], {key: value.to(device()) for key, value in entries.items()})
+
+
+@pytest.mark.spec("NEW-01", "PROG-106")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("source", ["each rank", "rank 0", "rows"])
+@either
+@ranks(4)
+def test_training_resumes_from_the_full_states_of_both(
+    use_orig_params: bool, source: str, strategy: ShardingStrategy
+) -> None:
+    model, optimizer = stepped(use_orig_params, strategy)
+    other, fresh = stepped(use_orig_params, strategy)
+    with FSDP.summon_full_params(other), torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    options = StateDictOptions(full_state_dict=source != "rows")
+    weights, states = get_state_dict(model, optimizer, options=options)
+    if source == "rank 0":
+        options.broadcast_from_rank0 = True
+        weights, states = (weights, states) if dist.get_rank() == 0 else ({}, {})
+    fresh.state.clear()
+    set_state_dict(other, fresh, model_state_dict=weights, optim_state_dict=states, options=options)
+    fresh.zero_grad()
+    loss_of(other(batch(2, 0))).backward()
+    fresh.step()
+    assert_same(get_model_state_dict(other, options=EACH_RANK), plain_states(3)[0].state_dict())
+
+
+@pytest.mark.spec("NEW-01", "SD-FULL-08", "OSD-LOAD-01", "PROG-106")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("form", ["full", "sharded", "rank0"])
+@either
+@ranks(4)
+def test_each_form_of_both_loads_again(use_orig_params: bool, form: str, strategy: ShardingStrategy) -> None:
+    """Full states of these methods are the DTensors of tensor parallelism, as in torch."""
+    model, optimizer = stepped(use_orig_params, strategy)
+    other, fresh = stepped(use_orig_params, strategy)
+    own = optimizer.state_dict()["state"]
+    of_model, of_optimizer = FullStateDictConfig(), FullOptimStateDictConfig(rank0_only=form == "rank0")
+    for one in (model, other):
+        if form == "sharded":
+            FSDP.set_state_dict_type(one, StateDictType.SHARDED_STATE_DICT)
+        else:
+            FSDP.set_state_dict_type(one, StateDictType.FULL_STATE_DICT, of_model, of_optimizer)
+    states = FSDP.optim_state_dict(model, optimizer)
+    if states:
+        assert isinstance(states["state"]["layers.0.up.weight"]["exp_avg"], DTensor)
+    for entries in fresh.state.values():
+        entries["exp_avg"].zero_()
+    fresh.load_state_dict(FSDP.optim_state_dict_to_load(other, fresh, states))
+    found = fresh.state_dict()["state"]
+    assert found.keys() == own.keys()
+    for number, entries in own.items():
+        assert {key: type(value) for key, value in found[number].items()} == {k: type(v) for k, v in entries.items()}
+        assert_same({k: full(v) for k, v in found[number].items()}, {k: full(v) for k, v in entries.items()})
+    other.load_state_dict(model.state_dict())
+    expect(other, plain_states()[0])

@@ -408,7 +408,7 @@ class ByWrapper(Sharded):
             "full": ("Full", {"offload_to_cpu": self.d.seed % 2 == 1}),
             "rank0": ("Full", {"rank0_only": True, "offload_to_cpu": True}),
             "sharded": ("Sharded", {"offload_to_cpu": self.d.seed % 2 == 1}),
-            "dtensor": ("Sharded", {"use_dtensor": True}),
+            "dtensor": ("Sharded", {"_use_dtensor": True}),
             "local": ("Local", {}),
         }[form]
         return FSDP.state_dict_type(
@@ -424,7 +424,7 @@ class ByWrapper(Sharded):
 
     def optimizer_state(self, form: str) -> dict[str, Any]:
         if form == "local" and self.d.resumes:
-            # This form has no transformed optimizer state (OSD-07).
+            # The optimizer's own dict belongs to the same run as local shards.
             return copy.deepcopy(self.optimizer.state_dict())
         with self._chosen(form):
             return FSDP.optim_state_dict(self.model, self.optimizer)
