@@ -197,7 +197,7 @@ class UnitCodec:
         if isinstance(value, torch.Tensor):
             return value
         # Some frameworks use lazy tensors, which read their values from the file in `copy_`.
-        return torch.empty(tuple(value.size()), dtype=value.dtype).copy_(value)
+        return torch.empty(tuple(value.size()), dtype=value.dtype, device="cpu").copy_(value)
 
     def copy_into(self, shard: torch.Tensor, values: Mapping[int, Any]) -> torch.Tensor:
         """Copies this rank's elements of values, given by number, into ``shard``. Rows are all-gathered one by one."""

@@ -182,7 +182,7 @@ def facts_of(entries: Mapping[str, Any], shape: Sequence[int], elementwise: Cont
 def copied(value: Any, *, offload: bool = False) -> Any:
     """A copy of a value in its own memory, because an optimizer increments its step counter in place."""
     if isinstance(value, Number):
-        return torch.tensor(value.value, dtype=value.dtype)
+        return torch.tensor(value.value, dtype=value.dtype, device="cpu")
     if isinstance(value, torch.Tensor):
         return value.to("cpu" if offload else value.device, copy=True)
     # Also copies lists of tensors: some optimizers keep a history.

@@ -103,7 +103,7 @@ class RankChecks:
         self._all_gathered: dict[str, None] = {}
         # At the end of a backward: the questions, the answers of the last group, and an accelerator's event after them.
         self._asked: list[collectives.Collective] = []
-        self._answers = torch.empty(0)
+        self._answers: Any = None
         self._arrived: Any = None
         # Number of steps of all optimizers, and of those of this root, when the questions were issued.
         self._num_steps = self._num_own_steps = 0
@@ -153,7 +153,7 @@ class RankChecks:
         with _disable_current_modes(), self._comm_streams.all_gather as comm_stream:
             for sequence, group in groups:
                 # Kernels fill this tensor, one number after the other. A copy from the CPU would block the CPU.
-                mine = torch.full((4,), sequence.digest, device=self._comm_streams.device)
+                mine = torch.full((4,), sequence.digest, dtype=torch.int64, device=self._comm_streams.device)
                 mine[1], mine[2], mine[3] = sequence.number, 0, has_stepped
                 if self._asked:
                     # The question to the next group contains whether the last group differs.
@@ -227,9 +227,10 @@ def _ask(unit: Any, group: Group, device: torch.device) -> _Question:
     sequence.agreed.add(sequence.identity_of(unit))
     # This question is not a part of training: dispatch modes for counting, and fake tensor modes, do not see it.
     with _disable_current_modes():
-        mine = sequence.question_about(unit)
-        answers = torch.full((group.size,), mine, device=device)
-        return collectives.ask(group, answers, torch.tensor([mine], device=device)), answers
+        # A kernel fills this tensor. A copy from the CPU would block the CPU.
+        mine = torch.full((1,), sequence.question_about(unit), dtype=torch.int64, device=device)
+        answers = mine.repeat(group.size)
+        return collectives.ask(group, answers, mine), answers
 
 
 def _read(unit: Any, question: _Question, before: Sequence[str] = ()) -> None:

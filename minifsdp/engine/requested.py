@@ -62,7 +62,7 @@ class RequestedParameters:
         self._units = units
         # No user requests this tensor, so autograd only reaches its node in a backward that requests nothing.
         with torch.inference_mode(False):
-            self._unrequested = torch.zeros(0, requires_grad=True)
+            self._unrequested = torch.zeros(0, dtype=torch.float32, device="cpu", requires_grad=True)
             self._probe = get_gradient_edge(self._unrequested).node
         self._paths = [self._unrequested, *(p for unit in units for p in unit.layout.local_parameters())]
 
