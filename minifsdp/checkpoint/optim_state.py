@@ -44,6 +44,7 @@ from torch.utils._pytree import tree_flatten
 from minifsdp.checkpoint import agreement
 from minifsdp.checkpoint.codec import ParameterNames, UnitCodec, parameters_of, regrouped
 from minifsdp.checkpoint.state_dict_options import Form
+from minifsdp.engine.lifetime import outside_inference_mode
 from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import detail, message, rank_of_this_process, warn
 
@@ -56,6 +57,7 @@ Shapes = dict[int, tuple[int, ...] | None]
 
 
 @torch.no_grad()
+@outside_inference_mode
 def save(
     model: nn.Module, optimizer: Any, given: Mapping[str, Any], form: Form, group: dist.ProcessGroup | None = None
 ) -> dict[str, Any]:

@@ -51,6 +51,7 @@ from minifsdp.checkpoint.codec import ParameterNames, UnitCodec, dotted, paramet
 from minifsdp.checkpoint.loading import reshard_all
 from minifsdp.checkpoint.state_dict_options import Form, StateDictType
 from minifsdp.checkpoint.tensors import local_rows
+from minifsdp.engine.lifetime import outside_inference_mode
 from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1.wrapper import Wrapper
@@ -98,6 +99,7 @@ def set_state_dict(
     return set_model_state_dict(model, model_state_dict, options=options)
 
 
+@outside_inference_mode
 def get_model_state_dict(
     model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
@@ -114,6 +116,7 @@ def get_model_state_dict(
     return {name if keeps else name.removeprefix(start): state[name] for name, start in parts}
 
 
+@outside_inference_mode
 def set_model_state_dict(
     model: nn.Module, model_state_dict: dict[str, Any], *, options: StateDictOptions | None = None
 ) -> Any:
@@ -151,6 +154,7 @@ def _received(model: nn.Module, given: Mapping[str, Any], mesh: MeshGroups) -> t
     return received, any(local_rows(value) is not None for value in received.values())
 
 
+@outside_inference_mode
 def get_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
@@ -178,6 +182,7 @@ def get_optimizer_state_dict(
     return _flattened(merged) if merged and options.flatten_optimizer_state_dict else merged
 
 
+@outside_inference_mode
 def set_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
