@@ -97,9 +97,6 @@ class PerParameterLayout(Layout):
         self._options = replace(self._options, offload=False)
         buckets = assign_to_buckets(self.params, local_shards, self._options, self.buckets)
         for param in self.params:
-            if param.parameter.is_inference():
-                # Converted or loaded in inference mode. Such a tensor has no version, and cannot be trained.
-                param.replace_original()
             set_local_shard(param.parameter, param.local_shard)
         # Values were copied into the memory of an existing bucket or of a new bucket.
         self._has_copied |= is_edited or self.buckets != buckets

@@ -250,6 +250,7 @@ class FSDPModule:
 
     # --- overrides of nn.Module methods ---
 
+    @outside_inference_mode
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Applies ``to``, ``half`` or ``to_empty`` to the shards. The unit adapts at its next use (FS2-28)."""
         self.reshard()
@@ -259,6 +260,11 @@ class FSDPModule:
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The sharded parameters and the buffers. In inference mode, a ``DTensor`` cannot be detached."""
         return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    @outside_inference_mode
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Loads values. With ``assign=True``, the optimizer can update the new parameters."""
+        return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clears gradients, including those of sharded parameters that are currently unsharded (FUZZ-04)."""

@@ -38,14 +38,20 @@ def test_every_tensor_of_the_package_names_its_device_and_dtype(module: str) -> 
 
 @pytest.mark.parametrize(
     "call",
-    ["torch.zeros(2)", "torch.tensor([1], device=x.device)", "torch.full((2,), 1.0, dtype=x.dtype)", "torch.as_tensor(x)"],
+    [
+        "torch.zeros(2)",
+        "torch.tensor([1], device=x.device)",
+        "torch.full((2,), 1.0, dtype=x.dtype)",
+        "torch.as_tensor(x)",
+    ],
 )
 def test_a_call_without_device_or_dtype_is_found(call: str) -> None:
     assert incomplete_factories(call) == [f"line 1: {ast.unparse(ast.parse(call))}"]
 
 
 @pytest.mark.parametrize(
-    "call", ["torch.zeros(2, dtype=x.dtype, device=x.device)", "x.new_zeros(2)", "torch.empty_like(x)", "torch.cat([x])"]
+    "call",
+    ["torch.zeros(2, dtype=x.dtype, device=x.device)", "x.new_zeros(2)", "torch.empty_like(x)", "torch.cat([x])"],
 )
 def test_a_complete_call_is_not_found(call: str) -> None:
     assert incomplete_factories(call) == []
