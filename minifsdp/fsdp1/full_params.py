@@ -137,8 +137,8 @@ def _full_params(unit: FlatUnit, flat: torch.Tensor, gradients: FullGradients | 
             ``None``.
     """
     layout = unit.layout
-    # `nodes` exist only while something refers to them.
-    full_params, nodes = _use_full_params(unit, flat, gradients)
+    # `_nodes` exist only while something refers to them.
+    full_params, _nodes = _use_full_params(unit, flat, gradients)
     try:
         yield
         # A parameter that was frozen at the beginning has no hook.

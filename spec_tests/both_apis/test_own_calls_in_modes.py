@@ -6,7 +6,6 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
