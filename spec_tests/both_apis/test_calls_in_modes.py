@@ -233,7 +233,8 @@ def full_params(pair: Pair) -> None:
 def changed_full_params(pair: Pair) -> None:
     if pair.api == FULLY_SHARD:
         # Values that are written to unsharded parameters are not kept.
-        return full_params(pair)
+        full_params(pair)
+        return
     with pair.mode(), FullyShardedDataParallel.summon_full_params(pair.model), torch.no_grad():
         for value in (*pair.model.parameters(), *pair.plain.parameters()):
             value.mul_(0.5)
@@ -282,8 +283,9 @@ def conversion(pair: Pair) -> None:
     pair.optimizer, pair.plain_optimizer = adam(pair.model), adam(pair.plain)
 
 
-# For each call, the modes in which torch's FSDPs raise an error, in the call or in the next step. In inference mode, they
-# create tensors that autograd cannot save and that later steps cannot change. They cannot be converted after a step.
+# For each call, the modes in which torch's FSDPs raise an error, in the call or in the next step. In inference mode,
+# they create tensors that autograd cannot save and that later steps cannot change. They cannot be converted after a
+# step.
 IN_INFERENCE, IN_ALL = ("inference_mode",), tuple(MODES)
 CALLS: dict[Callable[[Pair], None], tuple[str, ...]] = {
     construct: IN_INFERENCE,
