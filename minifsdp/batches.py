@@ -99,7 +99,7 @@ def _fetch(loader: Iterator[Any], ranks: Group, device: torch.device, comm_strea
         batch = error
     has_one = isinstance(batch, list) and len(batch) == 1
     with comm_stream:
-        num_without = torch.full((1,), 0 if has_one else 1, device=device)
+        num_without = torch.full((1,), not has_one, dtype=torch.int64, device=device)
         work = collectives.all_reduce(ranks, num_without, kind="while_all_have_data")
         if comm_stream.stream is not None:
             work.wait()
@@ -139,7 +139,7 @@ def token_scale(num_tokens: int | torch.Tensor, group: dist.ProcessGroup | None 
     ranks = Group.of(group or default_group("group"))
     given = num_tokens.device if isinstance(num_tokens, torch.Tensor) else torch.device("cpu")
     device = _device_to_send_from(ranks, given)
-    total = torch.as_tensor(num_tokens, device=device).detach().clone().to(torch.float64).reshape(1)
+    total = torch.as_tensor(num_tokens, dtype=torch.float64, device=device).detach().clone().reshape(1)
     collectives.all_reduce(ranks, total, kind="token_scale").wait()
     return torch.where(total > 0, ranks.size / total, 0.0).float().squeeze(0)
 

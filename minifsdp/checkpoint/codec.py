@@ -205,7 +205,7 @@ class UnitCodec:
         if isinstance(value, torch.Tensor):
             return value
         # Some frameworks use lazy tensors, which read their values from the file in `copy_`.
-        return torch.empty(tuple(value.size()), dtype=value.dtype).copy_(value)
+        return torch.empty(tuple(value.size()), dtype=value.dtype, device="cpu").copy_(value)
 
     def local_full(self, number: int, value: Any) -> torch.Tensor:
         """`unsharded`, for a value of parameter ``number``. With tensor parallelism, this rank's part of it."""

@@ -44,6 +44,7 @@ from torch.utils._pytree import tree_flatten
 from minifsdp.checkpoint import agreement, tensors
 from minifsdp.checkpoint.codec import ParameterNames, UnitCodec, parameters_of, regrouped, tensor_parallel_groups
 from minifsdp.checkpoint.state_dict_options import Form
+from minifsdp.engine.lifetime import outside_inference_mode
 from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import detail, message, rank_of_this_process, warn
 
@@ -56,6 +57,7 @@ Shapes = dict[int, tuple[int, ...] | None]
 
 
 @torch.no_grad()
+@outside_inference_mode
 def save(
     model: nn.Module, optimizer: Any, given: Mapping[str, Any], form: Form, group: dist.ProcessGroup | None = None
 ) -> dict[str, Any]:
@@ -187,7 +189,7 @@ def facts_of(entries: Mapping[str, Any], shape: Sequence[int], elementwise: Cont
 def copied(value: Any, *, offload: bool = False) -> Any:
     """A copy of a value in its own memory, because an optimizer increments its step counter in place."""
     if isinstance(value, Number):
-        return torch.tensor(value.value, dtype=value.dtype)
+        return torch.tensor(value.value, dtype=value.dtype, device="cpu")
     if isinstance(value, torch.Tensor):
         return value.to("cpu" if offload else value.device, copy=True)
     # Also copies lists of tensors: some optimizers keep a history.

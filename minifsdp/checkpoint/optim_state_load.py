@@ -44,6 +44,7 @@ from minifsdp.checkpoint import agreement, tensors
 from minifsdp.checkpoint.codec import ParameterNames, UnitCodec, parameters_of, regrouped, tensor_parallel_groups
 from minifsdp.checkpoint.optim_state import Facts, Shapes, copied, differences, each_state, facts_of
 from minifsdp.checkpoint.state_dict_options import Form
+from minifsdp.engine.lifetime import outside_inference_mode
 from minifsdp.engine.messages import detail, message
 from minifsdp.engine.shards import local_tensor
 
@@ -77,6 +78,7 @@ class Target:
 
 @torch.no_grad()
 @tensors.no_deprecation_warning()
+@outside_inference_mode
 def load(target: Target, given: Any, *, communicates: bool = True) -> dict[str, Any]:
     """The dict for the optimizer's ``load_state_dict`` on this rank. All ranks of the model's groups must call it.
 

@@ -156,7 +156,8 @@ def _registered_during_walk(unit: FlatUnit | None, *, runs_custom_code: bool) ->
         # Empty tensors for hidden original parameters, so that the walk writes keys in their order.
         hidden = [] if unit.layout.use_orig_params else _places_of(unit)
         for place in hidden:
-            place.module._parameters[place.name] = nn.Parameter(torch.empty(0), requires_grad=False)
+            empty = unit.layout.local_values().new_empty(0)
+            place.module._parameters[place.name] = nn.Parameter(empty, requires_grad=False)
         try:
             yield
         finally:

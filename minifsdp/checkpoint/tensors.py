@@ -110,7 +110,7 @@ def local_rows(value: Any) -> Tensor | None:
         return value.to_local()
     if isinstance(value, sharded_tensor.ShardedTensor):
         shards, size = value.local_shards(), value.size()
-        return shards[0].tensor if shards else torch.empty((0, *size[1:]), dtype=value.dtype)
+        return shards[0].tensor if shards else torch.empty((0, *size[1:]), dtype=value.dtype, device="cpu")
     return None
 
 

@@ -36,6 +36,6 @@ class FlatParameter(nn.Parameter, metaclass=_MarkerCheck):
 
     def __new__(cls, data: torch.Tensor | None = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
         """Creates an ordinary parameter with the marker attribute."""
-        parameter = nn.Parameter(torch.empty(0) if data is None else data, requires_grad)
+        parameter = nn.Parameter(data, requires_grad)  # type: ignore[arg-type]
         parameter._is_flat_param = True  # type: ignore[attr-defined]
         return parameter

@@ -50,7 +50,7 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     ValueType,
 )
-from torch.distributed.checkpoint.state_dict import get_model_state_dict as get_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict as get_in_current_mode
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as get_without_wrappers
 from torch.distributed.checkpoint.state_dict import set_model_state_dict as set_without_broadcast
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as set_without_wrappers
@@ -68,6 +68,7 @@ from minifsdp.checkpoint.codec import (
 from minifsdp.checkpoint.loading import reshard_all
 from minifsdp.checkpoint.state_dict_options import Form, StateDictType
 from minifsdp.checkpoint.tensors import local_rows
+from minifsdp.engine.lifetime import outside_inference_mode
 from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.unit import Phase
@@ -91,6 +92,9 @@ __all__ = [
 ]
 
 Optimizers = Optimizer | Iterable[Optimizer]
+
+# Torch's function supports wrappers, see ``wrapper_names.py``.
+get_model_state_dict = outside_inference_mode(get_in_current_mode)
 
 
 def get_state_dict(
@@ -123,6 +127,7 @@ def set_state_dict(
     return set_model_state_dict(model, model_state_dict, options=options)
 
 
+@outside_inference_mode
 def set_model_state_dict(
     model: nn.Module, model_state_dict: dict[str, Any], *, options: StateDictOptions | None = None
 ) -> Any:
@@ -171,6 +176,7 @@ def _received(model: nn.Module, given: Mapping[str, Any], mesh: MeshGroups) -> t
     return received, any(local_rows(value) is not None for value in received.values())
 
 
+@outside_inference_mode
 def get_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
@@ -200,6 +206,7 @@ def get_optimizer_state_dict(
     return _flattened(merged) if merged and options.flatten_optimizer_state_dict else merged
 
 
+@outside_inference_mode
 def set_optimizer_state_dict(
     model: nn.Module,
     optimizers: Optimizers,

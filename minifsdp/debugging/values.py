@@ -157,7 +157,7 @@ def _agree(units: Sequence[Unit], what: str, clean_up: Callable[[], None] | None
 def _any_rank(groups: Sequence[Group], has_one: bool, device: torch.device) -> bool:
     # As in the order check, dispatch modes that count the collectives of training do not count this one.
     with _disable_current_modes():
-        number = torch.tensor([float(has_one)], device=device)
+        number = torch.full((1,), has_one, dtype=torch.int64, device=device)
         for group in groups:
             # The result of one group is part of the input to the next group.
             collectives.all_reduce(group, number).wait()

@@ -41,6 +41,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d as c10d
 
 from minifsdp.engine.collective_log import log
@@ -65,6 +66,8 @@ _GATHER_METHOD = "all_gather_single" if _IS_RENAMED else "_allgather_base"
 _REDUCE_SCATTER_METHOD = "reduce_scatter_single" if _IS_RENAMED else "_reduce_scatter_base"
 
 _NUM_BYTES = attrgetter("nbytes")
+# A fake tensor has no memory: a backend that sends it reads other memory, or ends the process.
+_active_mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
 # Both gloo and NCCL can send these dtypes, and other dtypes as bytes.
 _SENDABLE = {torch.half, torch.bfloat16, torch.float, torch.double, torch.uint8, torch.int, torch.long}
 
@@ -86,7 +89,7 @@ class Collective:
 
     Raises:
         RuntimeError: if the collective cannot complete, because another rank has exited or issues a different
-            collective.
+            collective. Also raised for fake tensors, unless the backend of the group is the fake one.
     """
 
     def __init__(
@@ -102,9 +105,12 @@ class Collective:
     ) -> None:
         if log.fatal_error:
             raise RuntimeError(log.fatal_error)
+        self.about = kind if unit is None else f"{kind} of {unit!r}" if unit else f"{kind} of the root unit"
+        is_fake = _active_mode(_FAKE) is not None or (data and data[0].__class__ is FakeTensor)
+        if is_fake and dist.get_backend(group.process_group) != "fake":
+            raise RuntimeError(message("fake-tensors", what=self.about, ranks=list(group.ranks)))
         sequence, num_bytes = group.sequence, sum(map(_NUM_BYTES, data))
         on_cpu, dtype = (data[0].is_cpu, data[0].dtype) if data else (True, None)
-        self.about = kind if unit is None else f"{kind} of {unit!r}" if unit else f"{kind} of the root unit"
         self.position, shape = log.record(sequence, kind, num_bytes, unit, tuple(parts), dtype)
         self._work: Any = None
         self._sizes_agree: Any = None

@@ -91,6 +91,7 @@ class ExtendedBucket:
         """Never equal to an earlier stamp, because a change inside a tensor subclass cannot be detected."""
         return object()
 
+    @lifetime.outside_inference_mode
     def prepare_all_gather(self, comm_stream: CommStream) -> list[tuple[Any, Any]]:
         """Calls the first method. Returns an output and an input of an all-gather for each tensor that it returns."""
         if self._freed_at is not None:
@@ -121,6 +122,7 @@ class ExtendedBucket:
         padded.narrow(self._dim, 0, tensor.shape[self._dim]).copy_(tensor)
         return padded
 
+    @lifetime.outside_inference_mode
     def copy_out(self) -> bool:
         """2. Creates the leaf, or fills it."""
         for tensor, num_bytes in self._inner:

@@ -68,6 +68,7 @@ class FlatLayout(Layout):
         is_stored, is_recorded_stored: whether to compute in the stored dtype, now and in the last recorded forward.
     """
 
+    @lifetime.outside_inference_mode
     def __init__(
         self,
         module: nn.Module,
@@ -143,6 +144,7 @@ class FlatLayout(Layout):
         self._update_guards()
         return True
 
+    @lifetime.outside_inference_mode
     def refresh_from_module(self) -> None:
         """Adapts to a shard whose dtype has changed, for example after ``model.half()``."""
         self.registered.refresh_from_module()

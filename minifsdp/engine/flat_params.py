@@ -160,7 +160,7 @@ class RegisteredOrigParams(RegisteredParams):
     def __init__(
         self, parameters: Mapping[nn.Parameter, ParamInfo], shard: torch.Tensor, sharding: FlatSharding, index: int
     ) -> None:
-        registered = [_ordinary(original) if isinstance(original, DTensor) else original for original in parameters]
+        registered = [_ordinary(p) if isinstance(p, DTensor) or p.is_inference() else p for p in parameters]
         self.shard, self.parameters, self.sharded_params = shard, registered, registered
         self._sharding, self._shapes = sharding, [parameter.shape for parameter in registered]
         self.user_attributes = _user_attributes(parameters)
@@ -168,8 +168,8 @@ class RegisteredOrigParams(RegisteredParams):
         self._split_sizes = [*sizes, sharding.shard_numel - sum(sizes)]
         self._shard_views = self.parts(shard)
         self._paths = [info.path for info in parameters.values()]
-        for original, info in parameters.items():
-            validation.note_taken(original, info.path, is_replaced=isinstance(original, DTensor))
+        for (original, info), parameter in zip(parameters.items(), registered, strict=True):
+            validation.note_taken(original, info.path, is_replaced=parameter is not original)
             for attribute in info.attributes:
                 validation.note_place(attribute.module, attribute.name, None)
         frozen = _frozen_among_trained(parameters)
@@ -276,8 +276,9 @@ def check_uniform_dtype(module: nn.Module, parameters: Mapping[nn.Parameter, Par
 
 
 def _ordinary(original: nn.Parameter) -> nn.Parameter:
-    """An ordinary parameter that replaces a ``DTensor``. It becomes a view of the shard later."""
-    ordinary = nn.Parameter(local_tensor(original.detach()), requires_grad=original.requires_grad)
+    """A parameter that replaces a ``DTensor`` or an inference tensor. It becomes a view of the shard later."""
+    local = local_tensor(original.detach())
+    ordinary = nn.Parameter(local.new_empty(()).expand(local.shape), requires_grad=original.requires_grad)
     share_hooks(original, ordinary)
     return ordinary
 

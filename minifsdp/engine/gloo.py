@@ -146,8 +146,9 @@ class Transport:
 
     def _compare(self, number: int) -> Callable[[], bool | None]:
         with _disable_current_modes():
-            numbers, num_errors = torch.empty(self._size, dtype=torch.int64), self._num_errors
-            exchange = self.all_gather_apart(numbers, torch.tensor([number]), None, _SIZES_TAG)
+            mine = torch.tensor([number], dtype=torch.int64, device="cpu")
+            numbers, num_errors = mine.repeat(self._size), self._num_errors
+            exchange = self.all_gather_apart(numbers, mine, None, _SIZES_TAG)
 
         def agrees() -> bool | None:
             if num_errors != self._num_errors:
@@ -323,6 +324,7 @@ def close(process_group: Any) -> None:
             if is_gloo:
                 # The backend cannot abort. But a receive that times out closes all connections of its group.
                 other = (backend.rank() + 1) % backend.size()
-                backend.recv([torch.zeros(1)], other, _UNSENT_TAG).wait(timedelta(milliseconds=1))
+                unsent = torch.zeros(1, dtype=torch.uint8, device="cpu")
+                backend.recv([unsent], other, _UNSENT_TAG).wait(timedelta(milliseconds=1))
             else:
                 backend.abort()

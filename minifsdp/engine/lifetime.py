@@ -18,6 +18,9 @@ reads the block. Two mechanisms are needed:
 Why two? With one unit in flight, the all-gather could not overlap with the compute before it. With three units, one
 more unit uses memory, and the step is no faster if the network is fast enough.
 
+A tensor that is created in ``torch.inference_mode()`` never has a version counter, and autograd cannot save it. So
+memory that stays for later calls is created `outside_inference_mode`, even if a program only evaluates at first.
+
 On the CPU, memory is free when `release` returns, so the events are complete from the start and the limiter never
 waits. The queue is still used, because tests put slow events in it to check the limiter.
 
@@ -26,13 +29,31 @@ waits. The queue is still used, because tests put slow events in it to check the
 Spec: LIM-01 to LIM-06.
 """
 
+import functools
 from collections import deque
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 
 from minifsdp import trace
 from minifsdp.engine.comm_streams import current_stream
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def outside_inference_mode(function: Callable[P, T]) -> Callable[P, T]:
+    """A function that runs ``function`` without the inference mode of its caller. Grad mode stays off there."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return call
 
 
 class ReleaseEvent(Protocol):

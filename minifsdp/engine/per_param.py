@@ -65,6 +65,7 @@ class PerParameterLayout(Layout):
 
     shards_are_distributed = True
 
+    @lifetime.outside_inference_mode
     def __init__(self, params: Sequence[ShardedParam], options: Options) -> None:
         self.params, self._options = params, options
         self.device, self.offloads, self._pins = options.device, options.offload, options.pin
@@ -83,6 +84,7 @@ class PerParameterLayout(Layout):
         self._registered: list[torch.Tensor] = []
         self._update_from_buckets()
 
+    @lifetime.outside_inference_mode
     def _update_buckets(self, *, is_edited: bool) -> None:
         """Copies the current values of the parameters into their buckets. Raises an error if they have two devices."""
         self.unshard_from_full_mesh()

@@ -83,7 +83,7 @@ class RankChecks:
         self._is_detailed = dist.is_initialized() and get_debug_level() == DebugLevel.DETAIL
         # The questions, the answers of the last group, and an accelerator's event after them.
         self._asked: list[collectives.Collective] = []
-        self._answers = torch.empty(0)
+        self._answers: Any = None
         self._arrived: Any = None
         # Number of steps of all optimizers, and of those of this root, when the questions were issued.
         self._num_steps = self._num_own_steps = 0
@@ -129,7 +129,7 @@ class RankChecks:
         with _disable_current_modes(), self._comm_streams.all_gather as comm_stream:
             for sequence, group in groups:
                 # Kernels fill this tensor, one number after the other. A copy from the CPU would block the CPU.
-                mine = torch.full((3,), sequence.digest, device=self._comm_streams.device)
+                mine = torch.full((3,), sequence.digest, dtype=torch.int64, device=self._comm_streams.device)
                 mine[1], mine[2] = sequence.of_units, has_stepped
                 if self.is_strict or self._is_detailed:
                     mine[0] ^= mine[1]

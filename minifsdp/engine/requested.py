@@ -43,6 +43,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from minifsdp.engine.layout import ParameterHook, users_hooks
+from minifsdp.engine.lifetime import outside_inference_mode
 from minifsdp.engine.messages import message
 from minifsdp.engine.precision import map_tensors, tensors_in
 from minifsdp.engine.unit import Unit
@@ -58,12 +59,12 @@ class RequestedParameters:
         units: the units of the root.
     """
 
+    @outside_inference_mode
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
         # No user requests this tensor, so autograd only reaches its node in a backward that requests nothing.
-        with torch.inference_mode(False):
-            self._unrequested = torch.zeros(0, requires_grad=True)
-            self._probe = get_gradient_edge(self._unrequested).node
+        self._unrequested = torch.zeros(0, dtype=torch.float32, device="cpu", requires_grad=True)
+        self._probe = get_gradient_edge(self._unrequested).node
         self._paths = [self._unrequested, *(p for unit in units for p in unit.layout.local_parameters())]
 
     def watch_output(self, output: Any) -> Any:

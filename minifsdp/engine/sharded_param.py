@@ -136,7 +136,7 @@ class ShardedParam:
         self.parameter = self.leaf = self.plain_leaf = original
         self.unreduced: torch.Tensor | None = None
         self._user_attributes: dict[str, Any] = {}
-        self.is_trained, self.version = original.requires_grad, original._version
+        self.is_trained, self.version = original.requires_grad, 0
 
     def _make_spec(self, original: nn.Parameter, mesh: DeviceMesh) -> dtensor_spec.DTensorSpec:
         dim, inner = self.dim, self._tensor_parallel

@@ -33,14 +33,17 @@ Spec: SUMMON-01 to SUMMON-20, PROG-01 to PROG-03, APPLY-01 to APPLY-04, NAMES-02
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from minifsdp.engine import collectives, optimizer_watch
 from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.flat_params import assign_gradients
+from minifsdp.engine.lifetime import outside_inference_mode
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.shards import local_tensor
 from minifsdp.engine.unit import Phase
@@ -102,7 +105,7 @@ def _one(unit: FlatUnit, writeback: bool, rank0_only: bool, offload_to_cpu: bool
     layout, mesh = unit.layout, unit.plan.mesh
     flat = all_gather_unit(unit)
     if offload_to_cpu and mesh.shard is not None:
-        flat = flat.cpu()
+        flat = outside_inference_mode(flat.cpu)()
     gradients = _all_gather_gradients(layout) if with_grads else None
     is_registered = mesh.is_first or not rank0_only
     # With `rank0_only`, a forward raises an error on the other ranks, because they have no unsharded parameters.
@@ -134,15 +137,8 @@ def _full_params(unit: FlatUnit, flat: torch.Tensor, gradients: FullGradients | 
             ``None``.
     """
     layout = unit.layout
-    full_params = layout.use_full_params(flat)
-    if gradients is not None:
-        views = zip(layout.views_of(gradients[0]), gradients[1], strict=True)
-        # With ``keep_low_precision_grads``, gradients have another dtype than the parameters.
-        assign_gradients(full_params, [view if is_there else None for view, is_there in views])
-    # The nodes exist only while something refers to them.
-    nodes = [get_gradient_edge(parameter).node for parameter in full_params if parameter.requires_grad]
-    for node in nodes:
-        node.register_prehook(partial(_refuse_backward, unit.name))
+    # `_nodes` exist only while something refers to them.
+    full_params, _nodes = _use_full_params(unit, flat, gradients)
     try:
         yield
         # A parameter that was frozen at the beginning has no hook.
@@ -162,6 +158,22 @@ def _full_params(unit: FlatUnit, flat: torch.Tensor, gradients: FullGradients | 
             layout.gradients.overwrite_reduced(gradients[0][layout.shard_range], present)
         if replaced:
             raise layout.replaced_error(replaced[0])
+
+
+@outside_inference_mode
+def _use_full_params(
+    unit: FlatUnit, flat: torch.Tensor, gradients: FullGradients | None
+) -> tuple[list[nn.Parameter], list[Any]]:
+    """Registers unsharded parameters. Returns them, and their accumulation nodes with a hook on each."""
+    full_params = unit.layout.use_full_params(flat)
+    if gradients is not None:
+        views = zip(unit.layout.views_of(gradients[0]), gradients[1], strict=True)
+        # With ``keep_low_precision_grads``, gradients have another dtype than the parameters.
+        assign_gradients(full_params, [view if is_there else None for view, is_there in views])
+    nodes = [get_gradient_edge(parameter).node for parameter in full_params if parameter.requires_grad]
+    for node in nodes:
+        node.register_prehook(partial(_refuse_backward, unit.name))
+    return full_params, nodes
 
 
 def _refuse_backward(unit_name: str, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -186,6 +198,7 @@ def all_gather_unit(unit: FlatUnit) -> torch.Tensor:
     return all_gather_values(unit.layout, name=unit.name)
 
 
+@outside_inference_mode
 def all_gather_values(layout: FlatLayout, shard: torch.Tensor | None = None, name: str | None = None) -> torch.Tensor:
     """The unsharded flat tensor in the stored dtype; the shard itself if nothing is sharded.
 

@@ -103,7 +103,8 @@ def _norm(gradients: Iterable[torch.Tensor], norm_type: float, device: torch.dev
         of_devices.setdefault(gradient.device, []).append(one)
     norms = [torch.stack(of_one).to(device) for of_one in of_devices.values()]
     together = torch.cat(norms) if norms else torch.zeros(1, dtype=torch.float32, device=device)
-    return torch.as_tensor(torch.linalg.vector_norm(together, norm_type))
+    norm: torch.Tensor = torch.linalg.vector_norm(together, norm_type)
+    return norm
 
 
 def _sum_over(group: Group, local: torch.Tensor, norm_type: float) -> torch.Tensor:
@@ -111,6 +112,6 @@ def _sum_over(group: Group, local: torch.Tensor, norm_type: float) -> torch.Tens
     if norm_type == math.inf:
         collectives.call(dist.all_reduce, group, local, dist.ReduceOp.MAX, about=about)
         return local
-    power = local**norm_type
+    power: torch.Tensor = local**norm_type
     collectives.call(dist.all_reduce, group, power, about=about)
-    return torch.as_tensor(power ** (1.0 / norm_type))
+    return power ** (1.0 / norm_type)

@@ -41,6 +41,7 @@ from torch import nn
 from minifsdp.engine import optimizer_watch, validation
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.layout import owned_parameters
+from minifsdp.engine.lifetime import outside_inference_mode
 from minifsdp.engine.messages import message
 from minifsdp.engine.precision import Precision, cast_floating, move
 from minifsdp.engine.reduce import ReducePlan
@@ -323,6 +324,7 @@ class Wrapper(nn.Module):
                         # Modules that share the buffer still share it.
                         buffer.data = cast
 
+    @outside_inference_mode
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         # Dtype or device may have changed. The layout adapts to this, and the next forward creates a new root state.

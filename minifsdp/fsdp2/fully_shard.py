@@ -106,7 +106,7 @@ def fully_shard(
     modules = _checked_modules(module)
     mesh = mesh if mesh is not None else _default_mesh()
     # With the index of the current device.
-    device = torch.empty(0, device=mesh.device_type).device
+    device = torch.empty(0, dtype=torch.uint8, device=mesh.device_type).device
     # 1. Collect in module order. A parameter that is tied inside the unit stays one parameter.
     owners = modules_of_unit(modules, _is_apart)
     parameters = owned_parameters(owners, set(ignored_params or ()))

@@ -78,5 +78,5 @@ def _checksum_of_bits(values: torch.Tensor) -> int:
         return 0
     bits = values.reshape(-1).view(_INTEGERS[values.element_size()]).to(torch.int64)
     # Odd weights, because an even weight would drop the highest bit.
-    places = torch.arange(1, 2 * len(bits), 2, device=bits.device)
+    places = torch.arange(1, 2 * len(bits), 2, dtype=torch.int64, device=bits.device)
     return int((bits * places).sum())

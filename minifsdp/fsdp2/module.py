@@ -26,6 +26,7 @@ import torch.distributed.fsdp as torch_fsdp
 
 from minifsdp.arguments import FACTOR, FUNCTION, MODULES, SWITCH, Kind, is_a, require
 from minifsdp.engine.collectives import Scaling
+from minifsdp.engine.lifetime import outside_inference_mode
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.unit import Unit
@@ -248,10 +249,21 @@ class FSDPModule:
 
     # --- overrides of nn.Module methods ---
 
+    @outside_inference_mode
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Applies ``to``, ``half`` or ``to_empty`` to the shards. The unit adapts at its next use (FS2-28)."""
         self.reshard()
         return super()._apply(*args, **kwargs)  # type: ignore[misc]
+
+    @outside_inference_mode
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The sharded parameters and the buffers. In inference mode, a ``DTensor`` cannot be detached."""
+        return super().state_dict(*args, **kwargs)  # type: ignore[misc]
+
+    @outside_inference_mode
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Loads values. With ``assign=True``, the optimizer can update the new parameters."""
+        return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clears gradients, including those of sharded parameters that are currently unsharded (FUZZ-04)."""

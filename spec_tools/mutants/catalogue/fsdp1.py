@@ -46,7 +46,7 @@ MUTANTS = [
         "backward-while-summoned-is-accepted",
         "PROG-02",
         "A backward inside summon_full_params leaves unreduced gradients.",
-        remove("_full_params", "$node.register_prehook(partial(_refuse_backward, $unit.name))"),
+        remove("_use_full_params", "$node.register_prehook(partial(_refuse_backward, $unit.name))"),
     ),
     # --- fsdp1/grad_scaler.py ---
     Mutant(
