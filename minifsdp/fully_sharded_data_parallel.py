@@ -32,6 +32,9 @@ from typing import Any, NoReturn, Self
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._comm_hooks import LOW_PRECISION_HOOKS as LOW_PRECISION_HOOKS
+from torch.distributed.fsdp._common_utils import HandleTrainingState as HandleTrainingState
+from torch.distributed.fsdp._common_utils import TrainingState as TrainingState
 from torch.distributed.fsdp._common_utils import _FSDPState
 from torch.optim import Optimizer
 
@@ -49,7 +52,9 @@ from minifsdp.engine.flat_params import FLAT_NAME as FLAT_PARAM
 from minifsdp.engine.messages import message, warn_renamed
 from minifsdp.engine.schedule import BackwardPrefetch
 from minifsdp.fsdp1 import names, parts, training
-from minifsdp.fsdp1.options import CPUOffload, MixedPrecision, Options, ProcessGroups, ShardingStrategy
+from minifsdp.fsdp1.build import HYBRID_SHARDING_STRATEGIES as HYBRID_SHARDING_STRATEGIES
+from minifsdp.fsdp1.options import CPUOffload, MixedPrecision, Options, ShardingStrategy
+from minifsdp.fsdp1.options import ProcessGroupType as ProcessGroupType
 from minifsdp.fsdp1.policies import CustomPolicy, ModuleWrapPolicy
 from minifsdp.fsdp1.wrapper import PREFIX as FSDP_PREFIX
 from minifsdp.fsdp1.wrapper import WRAPPED as FSDP_WRAPPED_MODULE
@@ -109,7 +114,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
     def __init__(
         self,
         module: nn.Module,
-        process_group: ProcessGroups | None = None,
+        process_group: ProcessGroupType = None,
         sharding_strategy: ShardingStrategy | None = None,
         cpu_offload: CPUOffload | None = None,
         auto_wrap_policy: Any = None,
@@ -552,6 +557,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
     def _is_root(self) -> bool | None:  # type: ignore[override]
         return None if self._root_state is None else self._is_outermost
 
+    training_state = property(wrapper_names.training_state)  # type: ignore[assignment]
     _sync_gradients = property(wrapper_names.reduces_gradients)
 
     # Torch's `_post_backward_final_callback`, which Composer calls when memory runs out, reads these five attributes.
