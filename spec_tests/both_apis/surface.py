@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 __all__ = ["MODULES", "differences", "names_of"]
@@ -57,9 +58,11 @@ Facts = dict[str, list[str]]
 
 def names_of(module: ModuleType) -> list[str]:
     """The names that a program can import from ``module``: public ones, and private ones that docstrings name."""
-    public = [name for name, value in vars(module).items() if not name.startswith("_") and _belongs(value)]
-    listed = set(public) | set(getattr(module, "__all__", []))
-    texts = " ".join(inspect.getdoc(vars(module).get(name)) or "" for name in vars(module) if name in listed)
+    # The module of state dicts imports many names of FSDP, which belong to FSDP's modules.
+    listed = {*getattr(module, "__all__", [])}
+    if module.__name__ != STATE_DICT:
+        listed |= {name for name, value in vars(module).items() if not name.startswith("_") and _belongs(value)}
+    texts = " ".join(inspect.getdoc(vars(module)[name]) or "" for name in listed)
     named = {name for name in re.findall(r"\b_[a-z]\w+", texts) if name in vars(module)}
     imported = {name for name in PROGRAMS_IMPORT if name in vars(module)}
     return sorted(listed | named | imported)
@@ -68,7 +71,7 @@ def names_of(module: ModuleType) -> list[str]:
 def _belongs(value: Any) -> bool:
     """Whether a value is a part of FSDP, and not a module or a helper of Python that the file has imported."""
     if isinstance(value, (type, FunctionType)):
-        return value.__module__.startswith((TORCH, STATE_DICT, "minifsdp"))
+        return value.__module__.startswith((TORCH, "minifsdp"))
     # Type aliases, such as `FQNS_T`, have the module `typing` too.
     is_alias = hasattr(value, "__args__")
     return is_alias or isinstance(value, (str, list, tuple, enum.Enum))
@@ -94,7 +97,7 @@ def words_of_call(function: Any) -> list[str]:
     parameters = inspect.signature(function).parameters.values()
     words = [f"{KINDS[p.kind]}{p.name}{words_of_default(p.default)}" for p in parameters]
     attributes = {name: value for name, value in vars(function).items() if name.isupper()}
-    return words + [f"attribute {name} = {value}" for name, value in attributes.items()]
+    return words + [f"attribute {name} = {attributes[name]}" for name in sorted(attributes)]
 
 
 def words_of_field(field: dataclasses.Field[Any]) -> str:
@@ -113,11 +116,12 @@ def words_of_class(cls: type, other: Any) -> Iterator[str]:
     if dataclasses.is_dataclass(cls):
         yield "dataclass"
         yield from (name for name, is_set in vars_of(cls.__dataclass_params__) if is_set is True and name != "init")
-    names = [base.__name__ for base in getattr(other, "__mro__", ())]
-    for base in cls.__mro__[1:-1]:
-        # A class may have more bases, which are internal.
-        if not base.__module__.startswith("minifsdp") or base.__name__ in names or not base.__name__.startswith("_"):
-            yield f"base {base.__name__}"
+    bases = {base.__name__: base for base in cls.__mro__[1:-1] if base.__name__ != cls.__name__}
+    names = {base.__name__ for base in getattr(other, "__mro__", ())}
+    for name, base in bases.items():
+        # minifsdp has more base classes, which are internal.
+        if name in names or not base.__module__.startswith("minifsdp") or hasattr(torch_fsdp, name):
+            yield f"base {name}"
 
 
 def vars_of(parameters: Any) -> list[tuple[str, Any]]:
