@@ -313,14 +313,17 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
 
     # --- the model's state ---
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(  # type: ignore[override]
+        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
         """The state in the chosen form, full by default (SD-FULL, SD-SHARD, SD-LOCAL). Every rank must call it.
 
         Takes the arguments of ``nn.Module.state_dict``. The form is set by `set_state_dict_type` or `state_dict_type`.
         The dict does not change when training continues. With ``keep_vars=True``, however, buffers and parameters that
         belong to no unit are the model's own tensors.
         """
-        return state_dict.save(self, super().state_dict, *args, **kwargs)
+        named = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
+        return state_dict.save(self, super().state_dict, *args, **named)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads a state in the chosen form (SD-FULL-08, SD-SHARD-03, SD-LOCAL-03). Every rank must call it.

@@ -59,7 +59,7 @@ def save(wrapper: Wrapper, walk: Callable[..., dict[str, Any]], *args: Any, **kw
         *args, **kwargs: the arguments of ``nn.Module.state_dict``.
     """
     wrapper._recover_after_error()
-    given = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)) | kwargs
+    given = kwargs | dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
     prefix, kept, inside = given.get("prefix", ""), state_of(wrapper), Wrapper.fsdp_modules(wrapper)
     is_outermost = is_outermost_here(wrapper, prefix)
     if is_outermost:
