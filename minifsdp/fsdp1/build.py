@@ -70,7 +70,9 @@ def strategy_on(mesh: MeshGroups, strategy: ShardingStrategy) -> ShardingStrateg
     return strategy
 
 
-def choose_mesh(options: Options, strategy: ShardingStrategy, device: torch.device) -> tuple[MeshGroups, ProcessGroupType]:
+def choose_mesh(
+    options: Options, strategy: ShardingStrategy, device: torch.device
+) -> tuple[MeshGroups, ProcessGroupType]:
     """Returns the shard and replicate groups for a strategy, and the process groups to pass to inner units.
 
     Every rank must call it, because a hybrid strategy creates its groups if the user passed none.

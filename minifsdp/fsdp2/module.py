@@ -244,7 +244,9 @@ class FSDPModule:
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Not supported (NEW-18), except with ``enable=False``."""
         if enable:
-            raise _not_offered("set_separate_reduce_scatter_group", "one process group; reductions have their own stream")
+            raise _not_offered(
+                "set_separate_reduce_scatter_group", "one process group; reductions have their own stream"
+            )
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Not supported (NEW-18), except with 1, the default.

@@ -161,7 +161,8 @@ def facts_of(name: str, value: Any, other: Any) -> Facts:
         return dict(facts_of_class(name, value, other))
     if callable(value) and not hasattr(value, "__args__"):
         return {name: ["call", *words_of_call(value)]}
-    return {name: [repr(value).replace("minifsdp.", TORCH + ".")]}
+    # `Union[A, B]` and `A | B` are the same type.
+    return {name: [repr(part) for part in getattr(value, "__args__", (value,))]}
 
 
 # --- comparing ---

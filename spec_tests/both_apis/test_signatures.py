@@ -164,7 +164,8 @@ def test_the_comparison_finds_each_kind_of_difference(case: str) -> None:
 @pytest.mark.spec("CTOR-01")
 def test_the_constructor_takes_the_arguments_of_torch_and_then_an_old_keyword() -> None:
     names = [
-        list(inspect.signature(cls).parameters) for cls in (FullyShardedDataParallel, torch_fsdp.FullyShardedDataParallel)
+        list(inspect.signature(cls).parameters)
+        for cls in (FullyShardedDataParallel, torch_fsdp.FullyShardedDataParallel)
     ]
     assert names[0] == [*names[1], "fsdp_auto_wrap_policy"]
 

@@ -307,7 +307,15 @@ def test_a_hook_that_lists_the_parameters_in_backward_does_not_end_it(api: Wrapp
 
 # --- attributes that libraries read ---
 
-MOMENTS = ["forward of a block", "forward of the root", "between", "backward of a block", "after", "summoned", "applied"]
+MOMENTS = [
+    "forward of a block",
+    "forward of the root",
+    "between",
+    "backward of a block",
+    "after",
+    "summoned",
+    "applied",
+]
 
 
 def states_seen(model: Any, block: nn.Module) -> dict[str, list[str]]:
