@@ -20,9 +20,9 @@ The functions of ``torch.distributed.checkpoint.state_dict`` set three more attr
 save and load the model correctly. They do not support the optimizer state, because torch's code reads internals of the
 handle. Reading these raises an error that names the functions of ``state_dict_functions.py``.
 
-*In torch:* ``params``, ``_has_params``, ``_flat_param``, ``_handle``, ``_is_root``, ``_state_dict_type``,
-``_state_dict_config``, ``_optim_state_dict_config``, ``_sync_gradients``, ``training_state`` and the attributes of ``_FSDPState`` that
-``_post_backward_final_callback`` reads.
+*In torch:* ``params``, ``_has_params``, ``_flat_param``, ``_handle``, ``_is_root``, ``training_state``,
+``_state_dict_type``, ``_state_dict_config``, ``_optim_state_dict_config``, ``_sync_gradients`` and the attributes of
+``_FSDPState`` that ``_post_backward_final_callback`` reads.
 
 Spec: NAMES-08, NAMES-11, NAMES-12, ORIG-01, SD-CFG-02, START-08, START-09.
 """

@@ -14,7 +14,6 @@ import inspect
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
