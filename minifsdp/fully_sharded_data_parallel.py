@@ -32,7 +32,8 @@ from typing import Any, NoReturn, Self
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp._common_utils import _FSDPState
+from torch.distributed.algorithms._comm_hooks import LOW_PRECISION_HOOKS
+from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState, _FSDPState
 from torch.optim import Optimizer
 
 from minifsdp import api, arguments
@@ -49,7 +50,8 @@ from minifsdp.engine.flat_params import FLAT_NAME as FLAT_PARAM
 from minifsdp.engine.messages import message, warn, warn_renamed
 from minifsdp.engine.schedule import BackwardPrefetch
 from minifsdp.fsdp1 import names, parts, training
-from minifsdp.fsdp1.options import CPUOffload, MixedPrecision, Options, ProcessGroups, ShardingStrategy
+from minifsdp.fsdp1.build import HYBRID_SHARDING_STRATEGIES
+from minifsdp.fsdp1.options import CPUOffload, MixedPrecision, Options, ProcessGroupType, ShardingStrategy
 from minifsdp.fsdp1.policies import CustomPolicy, ModuleWrapPolicy
 from minifsdp.fsdp1.wrapper import PREFIX as FSDP_PREFIX
 from minifsdp.fsdp1.wrapper import WRAPPED as FSDP_WRAPPED_MODULE
@@ -62,8 +64,13 @@ __all__ = [
     "FSDP_WRAPPED_MODULE",
     "FlatParameter",
     "FullyShardedDataParallel",
+    "HYBRID_SHARDING_STRATEGIES",
+    "HandleTrainingState",
+    "LOW_PRECISION_HOOKS",
     "ModuleWrapPolicy",
     "OptimStateKeyType",
+    "ProcessGroupType",
+    "TrainingState",
 ]
 __all__ += api.__all__
 
@@ -109,7 +116,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
     def __init__(
         self,
         module: nn.Module,
-        process_group: ProcessGroups | None = None,
+        process_group: ProcessGroupType = None,
         sharding_strategy: ShardingStrategy | None = None,
         cpu_offload: CPUOffload | None = None,
         auto_wrap_policy: Any = None,
@@ -313,8 +320,8 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         The dict does not change when training continues. With ``keep_vars=True``, however, buffers and parameters that
         belong to no unit are the model's own tensors.
         """
-        named = {"destination": destination, "prefix": prefix, "keep_vars": keep_vars}
-        return state_dict.save(self, super().state_dict, *args, **named)
+        walk = super().state_dict
+        return state_dict.save(self, walk, *args, destination=destination, prefix=prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads a state in the chosen form (SD-FULL-08, SD-SHARD-03, SD-LOCAL-03). Every rank must call it.
@@ -568,6 +575,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         # Torch's functions for optimizer states set this attribute before they read other private ones.
         raise AttributeError(message("foreign-optimizer-state", name="_is_root"))
 
+    training_state = property(wrapper_names.training_state)  # type: ignore[assignment]
     _sync_gradients = property(wrapper_names.reduces_gradients)
 
     # Torch's `_post_backward_final_callback`, which Composer calls when memory runs out, reads these five attributes.

@@ -1,12 +1,15 @@
 """Wrapping policies at the same import path as in torch: ``from minifsdp.wrap import ModuleWrapPolicy``.
 
-The code and its documentation are in ``fsdp1/policies.py`` and ``fsdp1/wrap.py``.
+The code and its documentation are in ``fsdp1/policies.py`` and ``fsdp1/wrap.py``. ``_recursive_wrap`` is torch's own
+function: it wraps the modules that a policy chooses with any class.
 
 Spec: WRAP-02 to WRAP-16, LEGACY-02, NEW-02, NEW-03.
 """
 
 # `__all__` below lists the exported names.
 # ruff: noqa: F403, F405
+
+from torch.distributed.fsdp.wrap import _recursive_wrap as _recursive_wrap
 
 from minifsdp.fsdp1.policies import *
 from minifsdp.fsdp1.policies import _module_wrap_policy, _or_policy, _Policy

@@ -99,7 +99,9 @@ def _source() -> str:
 def _held(hook: str) -> str:
     """The memory of a rank after a hook, in words."""
     step, unit = after(hook), recordings.find(RUN)["units"][_place()]
-    held = f"Each rank stores {size_of(unit['bytes'] if step.is_whole else unit['shard'])} of its parameters"
+    held = f"Each rank stores {size_of(unit['shard'])} of its parameters"
+    if step.is_whole:
+        held += f", and {size_of(unit['bytes'])} of unsharded parameters"
     if step.is_reducing:
         held += ", and the reduction of the unsharded gradient is in flight"
     if step.gradient:

@@ -20,11 +20,11 @@ The functions of ``torch.distributed.checkpoint.state_dict`` set three more attr
 save and load the model correctly. They do not support the optimizer state, because torch's code reads internals of the
 handle. Reading these raises an error that names the functions of ``state_dict_functions.py``.
 
-*In torch:* ``params``, ``_has_params``, ``_flat_param``, ``_handle``, ``_is_root``, ``_state_dict_type``,
-``_state_dict_config``, ``_optim_state_dict_config``, ``_sync_gradients`` and the attributes of ``_FSDPState`` that
-``_post_backward_final_callback`` reads.
+*In torch:* ``params``, ``_has_params``, ``_flat_param``, ``_handle``, ``_is_root``, ``training_state``,
+``_state_dict_type``, ``_state_dict_config``, ``_optim_state_dict_config``, ``_sync_gradients`` and the attributes of
+``_FSDPState`` that ``_post_backward_final_callback`` reads.
 
-Spec: NAMES-08, NAMES-11, ORIG-01, SD-CFG-02, START-08, START-09.
+Spec: NAMES-08, NAMES-11, NAMES-12, ORIG-01, SD-CFG-02, START-08, START-09.
 """
 
 import dataclasses
@@ -37,11 +37,13 @@ import torch
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchWrapper
 from torch.distributed.fsdp import api as torch_api
+from torch.distributed.fsdp._common_utils import TrainingState
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from minifsdp.checkpoint import state_dict_options
 from minifsdp.checkpoint.state_dict_options import state_of
 from minifsdp.engine.messages import message
+from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1.build import FlatUnit
 from minifsdp.fsdp1.wrapper import Wrapper
 
@@ -119,6 +121,17 @@ def flat_parameter(wrapper: Wrapper) -> Any:
     (parameter,) = wrapper._unit.layout.local_parameters()
     parameter._fqns = handle._fqns  # type: ignore[attr-defined]
     return parameter
+
+
+def training_state(wrapper: Wrapper) -> TrainingState:
+    """What a wrapper is doing. An outermost wrapper without parameters does what its root does."""
+    if wrapper._shows_clean_names:
+        return TrainingState.SUMMON_FULL_PARAMS
+    if wrapper._unit is not None:
+        is_busy = wrapper._unit.phase is not Phase.IDLE
+    else:
+        is_busy = wrapper._is_outermost and wrapper._root_state is not None and wrapper._root_state.is_busy
+    return TrainingState.FORWARD_BACKWARD if is_busy else TrainingState.IDLE
 
 
 def reduces_gradients(wrapper: Wrapper) -> bool:

@@ -1,7 +1,7 @@
 """Lets a debugging check observe the engine while the check is on.
 
-The modules of the training step contain no code for debugging. A check that is on replaces a method by a wrapper, which
-calls the method and then the functions of the check::
+The modules of the training step contain no code of the checks in this folder. A check that is on replaces a method by a
+wrapper, which calls the method and then the functions of the check::
 
     IterationState.pre_forward        the method itself, while no check is on
     IterationState.pre_forward        observed(): the method, then ``values`` inspects the unsharded parameters

@@ -36,5 +36,5 @@ def check_weights() -> Iterator[None]:
 
 
 def _compare_in_wrapper(_: None, wrapper: Wrapper, modules: list[tuple[str, nn.Module]], options: Any) -> None:
-    if parameters := owned_parameters(modules, wrapper._ignored_parameters):
+    if parameters := owned_parameters(modules, wrapper._ignored_params):
         compare(type(wrapper.module).__name__, parameters.items(), wrapper._mesh)

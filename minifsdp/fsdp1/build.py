@@ -24,13 +24,13 @@ from minifsdp.engine.mesh import Group, MeshGroups, default_group, node_groups
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp1 import policies
-from minifsdp.fsdp1.options import CPUOffload, GroupPair, Options, ProcessGroups, ShardingStrategy
+from minifsdp.fsdp1.options import CPUOffload, GroupPair, Options, ProcessGroupType, ShardingStrategy
 from minifsdp.watchdog import process
 
 # All units of this API use the flat layout.
 FlatUnit = Unit[FlatLayout]
 
-HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+HYBRID_SHARDING_STRATEGIES = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
 RESHARDS_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 
@@ -60,15 +60,20 @@ def check_options(module: Any, options: Options) -> None:
 def strategy_on(mesh: MeshGroups, strategy: ShardingStrategy) -> ShardingStrategy:
     """Returns ``strategy``, or ``NO_SHARD`` with a warning if the shard group has one rank (CTOR-18).
 
-    The warning contains no module name and is always issued from the same line, so Python shows it only once.
+    ``NO_SHARD`` of several ranks is deprecated (SHARD-18). The warnings contain no module name and are always issued
+    from the same line, so Python shows each only once.
     """
-    if mesh.shard is not None or strategy is ShardingStrategy.NO_SHARD:
-        return strategy
-    warn(message("nobody-to-shard-with", strategy=strategy))
-    return ShardingStrategy.NO_SHARD
+    if strategy is not ShardingStrategy.NO_SHARD and mesh.shard is None:
+        warn(message("nobody-to-shard-with", strategy=strategy))
+        return ShardingStrategy.NO_SHARD
+    if strategy is ShardingStrategy.NO_SHARD and mesh.replicate is not None:
+        warn(message("no-shard-deprecated"), FutureWarning)
+    return strategy
 
 
-def choose_mesh(options: Options, strategy: ShardingStrategy, device: torch.device) -> tuple[MeshGroups, ProcessGroups]:
+def choose_mesh(
+    options: Options, strategy: ShardingStrategy, device: torch.device
+) -> tuple[MeshGroups, ProcessGroupType]:
     """Returns the shard and replicate groups for a strategy, and the process groups to pass to inner units.
 
     Every rank must call it, because a hybrid strategy creates its groups if the user passed none.
@@ -80,7 +85,7 @@ def choose_mesh(options: Options, strategy: ShardingStrategy, device: torch.devi
     """
     process.start()
     given = options.process_group if options.device_mesh is None else _groups_of_mesh(options, strategy)
-    if strategy in HYBRID:
+    if strategy in HYBRID_SHARDING_STRATEGIES:
         pair = _hybrid_groups(given, options, strategy, device)
         return MeshGroups.hybrid(Group.of(pair[0], device), Group.of(pair[1], device)), pair
     if isinstance(given, (tuple, list)):
@@ -94,7 +99,7 @@ def choose_mesh(options: Options, strategy: ShardingStrategy, device: torch.devi
 
 def _groups_of_mesh(options: Options, strategy: ShardingStrategy) -> Any:
     """The process group of a ``DeviceMesh``, or its pair of groups for a hybrid strategy."""
-    mesh, num_axes = options.device_mesh, 2 if strategy in HYBRID else 1
+    mesh, num_axes = options.device_mesh, 2 if strategy in HYBRID_SHARDING_STRATEGIES else 1
     if options.process_group is not None:
         raise ValueError(message("group-and-mesh"))
     if mesh.ndim != num_axes:

@@ -4,17 +4,17 @@ Before a unit is sharded, its parameters must have values, be on the right devic
 ranks. Each of the three steps handles the modules of one unit only, so a device never holds the whole unsharded model:
 
 1. *materialize*: modules that were built on the meta device have shapes but no memory. They get memory, and their own
-   ``reset_parameters()`` is called. If the user passes ``param_init_fn``, it does both. Each module initializes only
-   the tensors that it owns directly, not those of its children, so no tensor is initialized twice. Modules that already
-   have values are not changed. If several modules share a parameter, it gets memory once and stays shared; otherwise
-   each module would train a copy.
+   ``reset_parameters()`` is called. If the user passes ``param_init_fn``, it does both. It is then called for each
+   module of the unit, outer modules first, also for modules that own no tensors. A function that initializes only the
+   tensors that a module owns directly initializes each tensor once. Modules that already have values are not changed.
+   If several modules share a parameter, it gets memory once and stays shared; otherwise each module would train a copy.
 2. *move*: modules move to ``device_id``, if it is given. Otherwise, if the module is on the CPU and the compute device
    is an accelerator, the unit is sharded on the CPU and only its shards move. This is slower, so it causes a warning.
 3. *synchronize*: rank 0 broadcasts its values. Without this step, each rank keeps its own random values, and the shards
    form a mix of several models, unless all ranks use the same seed.
 
 *In torch:* ``_materialize_meta_module``, ``_move_module_to_device`` and ``_sync_module_params_and_buffers`` in
-``_init_utils.py``. There, the first function resets all modules, including modules that are not on the meta device.
+``_init_utils.py``. There, the first function also initializes modules of the unit that have values, and replaces them.
 
 Spec: DEV-03 to DEV-06, META-01 to META-11, SYNC-01 to SYNC-05.
 """
@@ -41,7 +41,7 @@ def _own_tensors(module: nn.Module, ignored: set[nn.Parameter]) -> list[torch.Te
 
 
 def materialize(modules: Modules, param_init_fn: Any, device: torch.device, ignored: set[nn.Parameter]) -> None:
-    """1. Allocates and initializes the unit's modules that own tensors on the meta device.
+    """1. Allocates and initializes the unit's modules, if some own tensors on the meta device.
 
     Raises:
         ValueError: if ``param_init_fn`` is needed and not callable.
@@ -52,25 +52,49 @@ def materialize(modules: Modules, param_init_fn: Any, device: torch.device, igno
     if on_meta and param_init_fn is not None and not callable(param_init_fn):
         raise ValueError(message("init-fn-type", param_init_fn=param_init_fn))
     on_meta = on_meta or _deferred(modules, ignored)
+    if not on_meta:
+        return
+    owners = {module for _, module in on_meta}
+    for path, module in _by_level(modules):
+        # `param_init_fn` can initialize the tensors of a container, which owns none.
+        is_container = param_init_fn is not None and not _own_tensors(module, set())
+        if is_container or module in owners:
+            _initialize(path, module, param_init_fn, device, ignored)
     for path, module in on_meta:
-        before = _parameters_on_meta(module)
-        for owner, name, parameter in before:
-            # Allocation replaces a parameter object, so a parameter that another module shares may already have a new
-            # object.
-            if hasattr(parameter, "_materialized"):
-                setattr(owner, name, parameter._materialized)
-        if before and not any(t.is_meta for t in _own_tensors(module, ignored)):
-            continue
-        if param_init_fn is not None:
-            param_init_fn(module)
-        else:
-            _reset(path, module, device)
-        for owner, name, parameter in before:
-            if owner._parameters[name] is not parameter:
-                parameter._materialized = owner._parameters[name]  # type: ignore[attr-defined]
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         if left := [name for name, tensor in tensors if tensor.is_meta]:
             raise RuntimeError(message("init-fn-left-meta", left=left, path=path, type=type(module).__name__))
+
+
+def _by_level(modules: Modules) -> Modules:
+    """The modules in the order in which torch initializes them, so that equal seeds give equal values."""
+    left = {module: path for path, module in modules}
+    root = modules[0][1]
+    ordered = [(left.pop(root), root)]
+    for _, module in ordered:
+        ordered += [(left.pop(child), child) for child in module.children() if child in left]
+    return ordered
+
+
+def _initialize(
+    path: str, module: nn.Module, param_init_fn: Any, device: torch.device, ignored: set[nn.Parameter]
+) -> None:
+    before = _parameters_on_meta(module)
+    for owner, name, parameter in before:
+        # Allocation replaces a parameter object, so a parameter that another module shares may already have a new
+        # object.
+        if hasattr(parameter, "_materialized"):
+            setattr(owner, name, parameter._materialized)
+    is_owner = any(owner is module for owner, _, _ in before)
+    if is_owner and not any(t.is_meta for t in _own_tensors(module, ignored)):
+        return
+    if param_init_fn is not None:
+        param_init_fn(module)
+    else:
+        _reset(path, module, device)
+    for owner, name, parameter in before:
+        if owner._parameters[name] is not parameter:
+            parameter._materialized = owner._parameters[name]  # type: ignore[attr-defined]
 
 
 def _parameters_on_meta(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:

@@ -79,7 +79,7 @@ class CPUOffload:
 
 
 GroupPair = tuple[dist.ProcessGroup, dist.ProcessGroup]
-ProcessGroups = dist.ProcessGroup | GroupPair
+ProcessGroupType = dist.ProcessGroup | GroupPair | None
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Options:
     That class documents the arguments. Order and defaults are those of torch.
     """
 
-    process_group: ProcessGroups | None = None
+    process_group: ProcessGroupType = None
     sharding_strategy: ShardingStrategy | None = None
     cpu_offload: CPUOffload | None = None
     auto_wrap_policy: Any = None

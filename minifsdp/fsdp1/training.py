@@ -21,7 +21,7 @@ from minifsdp.engine import optimizer_watch
 from minifsdp.engine.messages import message
 from minifsdp.engine.shards import local_tensor
 from minifsdp.engine.unit import Phase
-from minifsdp.fsdp1.build import HYBRID
+from minifsdp.fsdp1.build import HYBRID_SHARDING_STRATEGIES
 from minifsdp.fsdp1.full_params import UnitIsBusyError, summoned
 from minifsdp.fsdp1.training_aids import clip_gradients, gradient_parts, groups_of
 from minifsdp.fsdp1.wrapper import Wrapper
@@ -125,12 +125,14 @@ def register_comm_hook(wrapper: Wrapper, state: object, hook: Callable[..., Any]
         raise AssertionError(message("hook-root-only"))
     wrappers = Wrapper.fsdp_modules(wrapper)
     # Raise this error even with a single replica, because the same program would raise it on several nodes.
-    if any(inner.sharding_strategy in HYBRID for inner in wrappers):
+    if any(inner.sharding_strategy in HYBRID_SHARDING_STRATEGIES for inner in wrappers):
         raise AssertionError(message("hook-hybrid"))
-    units = [inner._unit for inner in wrappers if inner._unit is not None]
-    if any(unit.plan.hook is not None for unit in units):
+    if any(inner._comm_hook is not None for inner in wrappers):
         raise AssertionError(message("hook-twice"))
     if wrapper._root_state is not None:
         raise RuntimeError(message("hook-too-late"))
-    for unit in units:
-        unit.plan.hook = functools.partial(hook, state)
+    for inner in wrappers:
+        inner._comm_hook = hook
+        inner._comm_hook_state = state
+        if inner._unit is not None:
+            inner._unit.plan.hook = functools.partial(hook, state)

@@ -50,7 +50,7 @@ from minifsdp.engine.unit import Phase, Unit, UnitPolicy, modules_of_unit
 from minifsdp.fsdp1 import build, initial, wrap
 from minifsdp.fsdp1.compiling import warn_if_compiled
 from minifsdp.fsdp1.ignored import find_ignored
-from minifsdp.fsdp1.options import CPUOffload, MixedPrecision, Options, ProcessGroups, ShardingStrategy
+from minifsdp.fsdp1.options import CPUOffload, MixedPrecision, Options, ProcessGroupType, ShardingStrategy
 
 WRAPPED = "_fsdp_wrapped_module"
 PREFIX = WRAPPED + "."
@@ -82,8 +82,8 @@ class Wrapper(nn.Module):
         super().__init__()
         strategy = options.sharding_strategy or ShardingStrategy.FULL_SHARD
         ignored = find_ignored(module, options.ignored_modules, options.ignored_states, is_wrapper)
-        self._ignored_modules, self._ignored_parameters = ignored
-        self.compute_device = build.compute_device(module, options.device_id, self._ignored_parameters)
+        self._ignored_modules, self._ignored_params = ignored
+        self.compute_device = build.compute_device(module, options.device_id, self._ignored_params)
         validation.check_one_api(module, "FullyShardedDataParallel")
         self._mesh, groups = build.choose_mesh(options, strategy, self.compute_device)
         # With a hybrid strategy, this is the shard group.
@@ -99,6 +99,8 @@ class Wrapper(nn.Module):
         self._full_precision_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
         self._buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         self._root_state: RootState | None = None
+        self._comm_hook: Callable[..., Any] | None = None
+        self._comm_hook_state: object = None
         # Values in state dicts that use the memory of a buffer or an ignored parameter.
         self._shared_values: list[weakref.ref[torch.Tensor]] = []
         self._is_inner = self._is_outermost = self._shows_clean_names = False
@@ -115,7 +117,7 @@ class Wrapper(nn.Module):
         self._unit = self._make_unit(module, modules)
         optimizer_watch.watch.note_modules([("", self), *modules_of_unit([module], is_wrapper)])
 
-    def _options_of_inner(self, options: Options, groups: ProcessGroups) -> dict[str, Any]:
+    def _options_of_inner(self, options: Options, groups: ProcessGroupType) -> dict[str, Any]:
         """Arguments for the units of an auto-wrap policy: these options with groups and ignored modules resolved."""
         return {
             **vars(options),
@@ -123,7 +125,7 @@ class Wrapper(nn.Module):
             "auto_wrap_policy": None,
             # If the user passed modules, pass modules, because an inner unit must ignore their buffers too.
             "ignored_modules": self._ignored_modules or None,
-            "ignored_states": None if self._ignored_modules else self._ignored_parameters,
+            "ignored_states": None if self._ignored_modules else self._ignored_params,
         }
 
     def _own_modules(self) -> list[tuple[str, nn.Module]]:
@@ -133,9 +135,9 @@ class Wrapper(nn.Module):
 
     def _initialize(self, modules: list[tuple[str, nn.Module]], options: Options) -> None:
         """Materializes this unit's initial values, moves them to the device and, if requested, broadcasts them."""
-        ignored = {*self._ignored_parameters, *build.flattened_in(modules)}
+        ignored = {*self._ignored_params, *build.flattened_in(modules)}
         initial.materialize(modules, options.param_init_fn, self.compute_device, ignored)
-        self._ignored_parameters = initial.current(self._ignored_parameters)
+        self._ignored_params = initial.current(self._ignored_params)
         ignored = initial.current(ignored)
         if options.device_id is not None:
             initial.move_modules(modules, self.compute_device, ignored)
@@ -146,7 +148,7 @@ class Wrapper(nn.Module):
 
     def _make_unit(self, module: nn.Module, modules: list[tuple[str, nn.Module]]) -> build.FlatUnit | None:
         """Creates the unit of the parameters that no inner wrapper manages. Returns ``None`` if there are none."""
-        parameters = owned_parameters(modules, self._ignored_parameters)
+        parameters = owned_parameters(modules, self._ignored_params)
         if not parameters:
             return None
         chosen = self.mixed_precision

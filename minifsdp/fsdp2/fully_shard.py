@@ -126,12 +126,16 @@ def fully_shard(
     return module
 
 
+class NoModulesError(ValueError, IndexError):
+    """``fully_shard`` got an empty list. Torch raises ``IndexError``."""
+
+
 def _checked_modules(given: Any) -> list[nn.Module]:
     modules = list(given) if isinstance(given, list | tuple) else [given]
     if wrong := [one for one in modules if not isinstance(one, nn.Module)]:
         raise TypeError(message("fully-shard-type", wrong=wrong[0]))
     if not modules:
-        raise ValueError(message("no-modules"))
+        raise NoModulesError(message("no-modules"))
     for module in modules:
         # In a list of several modules, the forwards of the other modules all-gather its parameters.
         if len(modules) == 1 and validation.is_only_called_in_parts(module):

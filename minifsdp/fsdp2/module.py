@@ -34,6 +34,8 @@ from minifsdp.fsdp2.fsdp_state import ATTRIBUTE, FSDPState, state_of, states_in
 from minifsdp.fsdp2.functions import UnshardHandle, issue_all_gather, listed
 from minifsdp.fsdp2.reshard import choose_reshard
 
+INTEGER = Kind("an integer", lambda value: isinstance(value, int) and not isinstance(value, bool))
+POSITIVE = Kind("at least 1", lambda value: value >= 1, ValueError)
 RESHARD = Kind("a bool here; a number of ranks can be chosen when fully_shard() is called", is_a(bool), ValueError)
 
 
@@ -142,7 +144,7 @@ class FSDPModule:
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor` (NEW-10)."""
-        warn(message("divide-factor-renamed"), FutureWarning)
+        warn(message("divide-factor-renamed"), DeprecationWarning)
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
@@ -239,13 +241,27 @@ class FSDPModule:
         """Not supported (NEW-18)."""
         raise _not_offered("set_symm_mem_for_comm", "PyTorch's own allocator")
 
-    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> NoReturn:
-        """Not supported (NEW-18)."""
-        raise _not_offered("set_separate_reduce_scatter_group", "one process group; reductions have their own stream")
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Not supported (NEW-18), except with ``enable=False``."""
+        if enable:
+            raise _not_offered(
+                "set_separate_reduce_scatter_group", "one process group; reductions have their own stream"
+            )
 
-    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> NoReturn:
-        """Not supported (NEW-18)."""
-        raise _not_offered("set_reduce_scatter_max_input_buffers", "the default of one reduction in flight")
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Not supported (NEW-18), except with 1, the default.
+
+        Raises:
+            TypeError: if the value is not an integer, or is a bool.
+            ValueError: if the value is smaller than 1.
+        """
+        require(INTEGER, "set_reduce_scatter_max_input_buffers", max_input_buffers=max_input_buffers)
+        require(POSITIVE, "set_reduce_scatter_max_input_buffers", max_input_buffers=max_input_buffers)
+        if max_input_buffers > 1:
+            raise _not_offered("set_reduce_scatter_max_input_buffers", "1, the default of one reduction in flight")
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """No effect (NEW-18). In torch, it sets the stream that allocates the memory of all-gathers."""
 
     # --- overrides of nn.Module methods ---
 

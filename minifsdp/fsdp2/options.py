@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from minifsdp.engine.messages import message
+
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
@@ -43,14 +45,35 @@ class CPUOffloadPolicy(OffloadPolicy):
     pin_memory: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass
 class DataParallelMeshDims:
-    """Names of the mesh dimensions for data parallelism.
+    """Names of the mesh dimensions for data parallelism. At least one of the two must be given.
 
     Attributes:
         shard: the dimensions to shard parameters over.
         replicate: the dimensions to replicate parameters over.
+
+    Raises:
+        ValueError: if neither is given.
     """
 
     shard: str | tuple[str, ...] | None = None
     replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard is None and self.replicate is None:
+            raise ValueError(message("no-mesh-dims"))
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """The dimensions to shard over, as a tuple; empty for none."""
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """The dimensions to replicate over, as a tuple; empty for none."""
+        return _names(self.replicate)
+
+
+def _names(dims: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (dims,) if isinstance(dims, str) else tuple(dims or ())

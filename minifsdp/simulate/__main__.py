@@ -37,8 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command. Returns the exit status."""
     parser = _parser()
     given = parser.parse_args(arguments)
-    # Sharding over one rank is a valid setting here.
-    warnings.filterwarnings("ignore", message=".*FSDP is switching to use `NO_SHARD`")
+    # Sharding over one rank, and `NO_SHARD`, are valid settings here.
+    warnings.filterwarnings("ignore", message=".*`NO_SHARD`")
     try:
         card, network = _card(given), _network(given)
         setups = [_setup(given, strategy) for strategy in given.strategy]

@@ -1,23 +1,19 @@
-"""Names, parameters and defaults must equal those of ``torch.distributed.fsdp``, or differ on purpose.
+"""Names, signatures, fields and base classes are those of torch, or a row of a table explains the difference.
 
-A script can migrate by changing one import line only if all names that it uses exist and have the same signatures. One
-function converts both libraries into plain facts::
-
-    {"CPUOffload": "dataclass(offload_params: bool = False)", ...}
-
-The tests compare these facts. `MEANT` lists each difference with its reason. A difference that is not listed fails, and
-so does an entry without a difference. The comparison uses the installed torch, so the tests detect a renamed symbol as
-soon as a new version is installed.
+A script can migrate by changing its import lines only if all names that it uses exist and have the same signatures.
+``surface.py`` describes both packages as facts and compares them. The table is on the page *API*. A difference without
+a row fails, and so does a row without a difference. The comparison uses the installed torch, so the tests detect a
+renamed symbol as soon as a new version is installed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
 import importlib
 import inspect
-from collections.abc import Iterator
-from types import ModuleType
+import re
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,195 +22,151 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 import minifsdp
-from spec_tests import subject
+from spec_tests.both_apis.surface import MODULES, differences, differences_of, names_of
 from spec_tests.harness import device, ranks
-from spec_tests.subject import FlatParameter, FullyShardedDataParallel
+from spec_tests.models.modules import seeded
+from spec_tests.subject import FlatParameter, FullyShardedDataParallel, MixedPrecision
 
-# Names that minifsdp does not have, with the reason. Calls that set `dp_mesh_dims` are refused (NEW-18).
-MISSING = {"DataParallelMeshDims": "describes a mesh of several parallelisms at once, for dp_mesh_dims"}
-
-# Features that PyTorch added after 2.11, the oldest supported version. minifsdp offers them with every version.
-SINCE_2_11 = {
-    "dp_mesh_dims",
-    "reset_iter_state",
-    "set_reduce_scatter_max_input_buffers",
-    "set_reduce_scatter_unused_params",
-    "set_separate_reduce_scatter_group",
-    "set_symm_mem_for_comm",
-}
-
-# For each path below `torch.distributed.fsdp`: names that scripts import although they are not in `__all__`.
-SUBMODULES = {
-    "api": [],
-    "fully_sharded_data_parallel": [
-        "BackwardPrefetch",
-        "CPUOffload",
-        "FLAT_PARAM",
-        "FSDP_PREFIX",
-        "FSDP_WRAPPED_MODULE",
-        "FlatParameter",
-        "FullOptimStateDictConfig",
-        "FullStateDictConfig",
-        "LocalOptimStateDictConfig",
-        "LocalStateDictConfig",
-        "MixedPrecision",
-        "OptimStateDictConfig",
-        "ShardedOptimStateDictConfig",
-        "ShardedStateDictConfig",
-        "ShardingStrategy",
-        "StateDictConfig",
-        "StateDictSettings",
-        "StateDictType",
-    ],
-    "sharded_grad_scaler": ["ShardedGradScaler"],
-    "wrap": ["_Policy", "_module_wrap_policy", "_or_policy"],
-}
-
-MEANT = {
-    "FullyShardedDataParallel()": "a superset: takes a keyword of torch 1.11 at the end, with a warning (LEGACY-01)",
-    "FullyShardedDataParallel.params": "torch sets the list on each instance instead (NAMES-11)",
-    "FullyShardedDataParallel.params_with_grad": "a property of torch 1.13, kept with a warning (NAMES-09)",
-}
+API_PAGE = Path(minifsdp.__file__).parents[1] / "docs" / "api.md"
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
-# --- extracting facts ---
+# --- the table ---
 
 
-def said_of_default(default: Any) -> str:
-    """A text for a default value that does not depend on the library that defines its class."""
-    if default is inspect.Parameter.empty:
-        return ""
-    if isinstance(default, enum.Enum):
-        return f" = {type(default).__name__}.{default.name}"
-    if dataclasses.is_dataclass(default) and not isinstance(default, type):
-        values = ", ".join(f"{f.name}={getattr(default, f.name)!r}" for f in dataclasses.fields(default))
-        return f" = {type(default).__name__}({values})"
-    return f" = {default.__qualname__ if isinstance(default, type) else repr(default)}"
+@dataclass(frozen=True)
+class Row:
+    """A row of the table of differences: the versions of torch that it is about, the difference, and its reason."""
+
+    name: str
+    versions: str
+    difference: str
+    reason: str
+
+    @property
+    def applies(self) -> bool:
+        """Whether the row is about the installed torch: "all", "before 2.13", or "from 2.15"."""
+        words, _, number = self.versions.rpartition(" ")
+        limit = tuple(int(part) for part in number.split(".")) if words else ()
+        return {"": True, "before": limit > VERSION, "from": limit <= VERSION}[words]
 
 
-def said_of_call(function: Any, counterpart: Any = None) -> str:
-    """Names, order, kinds and defaults of the parameters, without annotations, which may differ.
-
-    Leaves out the parameters that an older torch does not have in the counterpart.
-    """
-    too_new = SINCE_2_11 - {*inspect.signature(counterpart or function).parameters}
-    marks = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    marks[inspect.Parameter.KEYWORD_ONLY] = "by keyword "
-    parameters = inspect.signature(function).parameters.values()
-    said = [f"{marks.get(p.kind, '')}{p.name}{said_of_default(p.default)}" for p in parameters if p.name not in too_new]
-    return ", ".join(said)
+def rows_of_the_page() -> list[Row]:
+    section = API_PAGE.read_text().partition("{ #differences-from-torch }")[2]
+    table = section.partition("| name | torch |")[2].partition("\n\n")[0]
+    lines = [line.strip("|").split(" | ") for line in table.splitlines() if line.startswith("| `")]
+    return [Row(line[0].strip(" `"), line[1], line[2], line[3].strip()) for line in lines]
 
 
-def said_of_field(field: dataclasses.Field[Any]) -> str:
-    default = field.default
-    if default is dataclasses.MISSING:
-        made = field.default_factory
-        default = inspect.Parameter.empty if made is dataclasses.MISSING else made()
-    return f"{field.name}{said_of_default(default)}"
+ROWS = [row for row in rows_of_the_page() if row.applies]
 
 
-def facts_of_class(name: str, cls: type, attributes: set[str]) -> Iterator[tuple[str, str]]:
-    if issubclass(cls, enum.Enum):
-        yield name, "enum " + ", ".join(f"{member.name}={member.value}" for member in cls)
-        return
-    if dataclasses.is_dataclass(cls):
-        bases = [base.__name__ for base in cls.__mro__[1:-1]]
-        yield name, f"dataclass of {bases}" + (", frozen" if cls.__dataclass_params__.frozen else "")
-        for field in dataclasses.fields(cls):
-            yield f"{name}.{field.name}", said_of_field(field)
-        return
-    yield f"{name}()", said_of_call(cls)
-    for attribute in sorted(attributes):
-        found = inspect.getattr_static(cls, attribute, None)
-        key = f"{name}.{attribute}"
-        if isinstance(found, property):
-            yield key, "property"
-        elif callable(found) or isinstance(found, staticmethod):
-            kind = "static " if isinstance(found, staticmethod) else ""
-            yield key, f"{kind}({said_of_call(getattr(cls, attribute))})"
-
-
-def public_attributes(cls: Any) -> set[str]:
-    """Public attributes that the class, or a base class in its own library, adds or overrides."""
-    own = [b for b in getattr(cls, "__mro__", ()) if b.__module__.startswith(("torch.distributed.fsdp", "minifsdp"))]
-    found = {name for base in own for name in vars(base) if not name.startswith("_")}
-    # `FSDPModule` may override methods that every module has (FUZZ-04).
-    return found if getattr(cls, "__name__", "") != "FSDPModule" else {n for n in found if not hasattr(nn.Module, n)}
-
-
-def facts_of(module: ModuleType, other: ModuleType, names: list[str]) -> dict[str, str]:
-    """Facts about ``module``. A class has facts about every attribute that its version in either module defines."""
-    facts: dict[str, str] = {}
-    for name in names:
-        found = getattr(module, name, None)
-        if found is None:
-            facts[name] = "missing"
-        elif isinstance(found, type):
-            attributes = public_attributes(found) | public_attributes(getattr(other, name, None))
-            facts.update(facts_of_class(name, found, attributes))
-        elif callable(found):
-            facts[name] = f"function({said_of_call(found, getattr(other, name, None))})"
-        else:
-            facts[name] = repr(found)
-    return facts
-
-
-def modules_and_names() -> Iterator[tuple[str, ModuleType, ModuleType, list[str]]]:
-    """Pairs of a torch module and a minifsdp module, with the names that both must have."""
-    yield "", torch_fsdp, minifsdp, [*sorted(set(torch_fsdp.__all__) - set(MISSING)), "FlatParameter"]
-    for path, names in SUBMODULES.items():
-        theirs = importlib.import_module(f"torch.distributed.fsdp.{path}")
-        ours = importlib.import_module(f"minifsdp.{path}")
-        yield path, theirs, ours, sorted({*names, *getattr(theirs, "__all__", [])})
-
-
-def differences() -> dict[str, tuple[str, str]]:
-    found = {}
-    for _, theirs, ours, names in modules_and_names():
-        expected, present = facts_of(theirs, ours, names), facts_of(ours, theirs, names)
-        for key in {**expected, **present}:
-            pair = (expected.get(key, "missing"), present.get(key, "missing"))
-            is_too_new = pair[0] == "missing" and key.rpartition(".")[2] in SINCE_2_11
-            if pair[0] != pair[1] and not is_too_new:
-                found[key] = pair
-    return found
+def is_pending(name: str) -> bool:
+    """Names that are being added to the package."""
+    new_in_2_15 = {"GradientReductionHandle", "MixedPrecisionPolicy.param_dtype_override_fn"}
+    methods = {"finalize_backward", "set_keep_unsharded_storage", "set_manual_backward_finalization"}
+    new_in_2_15 |= {f"FSDPModule.{method}" for method in methods}
+    is_of_states = re.match(r"\w*StateDictConfig\b|StateDictSettings\b|state_dict\.", name) is not None
+    return name in new_in_2_15 or is_of_states or (name == "fully_shard" and VERSION >= (2, 15))
 
 
 # --- the tests ---
 
 
-@pytest.mark.spec("CTOR-01", "SHARD-01", "MP-01", "OFF-01", "SD-CFG-02", "SUMMON-01", "OSD-01", "OSD-LOAD-01")
-@pytest.mark.spec("FS2-01", "FS2-20", "FS2-27", "MIG-21", "NEW-06", "NEW-17", "NEW-18")
+@pytest.mark.spec("NAMES-13", "CTOR-01", "SHARD-01", "MP-01", "OFF-01", "SD-CFG-02", "SUMMON-01", "OSD-01")
+@pytest.mark.spec("OSD-LOAD-01", "FS2-01", "FS2-20", "FS2-27", "MIG-21", "NEW-06", "NEW-17", "NEW-18")
 @pytest.mark.pure
-def test_every_difference_to_the_installed_torch_is_listed() -> None:
-    found = {key: f"torch: {theirs}\n    here:  {ours}" for key, (theirs, ours) in differences().items()}
-    not_meant = [f"{key}\n    {pair}" for key, pair in found.items() if key not in MEANT]
-    assert not not_meant, "\n".join(not_meant)
+def test_every_difference_from_the_installed_torch_is_a_row_of_the_page() -> None:
+    explained = {(row.name, row.difference) for row in ROWS}
+    found = {(name, difference) for name, difference in differences().items() if not is_pending(name)}
+    assert sorted(found - explained) == [], "add a row to docs/api.md, or remove the difference"
+    assert sorted(explained - found) == [], "there is no such difference, remove the row of docs/api.md"
+
+
+@pytest.mark.spec("NAMES-13")
+@pytest.mark.pure
+def test_every_row_names_a_reason_and_a_requirement_or_a_part_of_the_page() -> None:
+    assert len(ROWS) > 5
+    for row in ROWS:
+        assert re.search(r"\([A-Z0-9-]+-\d+\)|\]\(#[a-z-]+\)", row.reason), row
+        assert len(row.reason.split()) > 3, row
+
+
+@pytest.mark.pure
+def test_the_compared_modules_contain_the_names_that_programs_import() -> None:
+    names = {prefix + name for prefix, path, _ in MODULES for name in names_of(importlib.import_module(path))}
+    assert {"FullyShardedDataParallel", "FlatParameter", "wrap.ModuleWrapPolicy", "wrap._or_policy"} <= names
+    assert {"fully_sharded_data_parallel.TrainingState", "fully_sharded_data_parallel.FLAT_PARAM"} <= names
+    assert {"fully_sharded_data_parallel.ProcessGroupType", "wrap._recursive_wrap"} <= names
+    assert {"_fully_shard.Comm", "sharded_grad_scaler.ShardedGradScaler", "state_dict.get_state_dict"} <= names
+    assert not {name for name in names if name.endswith((".Any", ".Enum", ".dataclass", ".deprecated", ".nn"))}
+
+
+@dataclass
+class Options:
+    first: int = 1
+    second: bool = False
+
+
+@dataclass(frozen=True)
+class Frozen:
+    first: int = 1
+    second: bool = False
+
+
+@dataclass
+class Swapped:
+    second: bool = False
+    first: int = 1
+
+
+@dataclass
+class Another:
+    first: int = 2
+    second: bool = False
+
+
+class Longer(Options, dict):  # type: ignore[type-arg]
+    pass
+
+
+Swapped.__name__ = Frozen.__name__ = Another.__name__ = Longer.__name__ = "Options"
+
+CASES: dict[str, tuple[Any, Any, dict[str, str]]] = {
+    "equal": (lambda a, b=1: None, lambda a, b=1: None, {}),
+    "a name": (lambda a: None, None, {"x": "missing"}),
+    "a default": (lambda a, b=1: None, lambda a, b=2: None, {"x": "without `b = 1`, with `b = 2`"}),
+    "the order": (lambda a, b: None, lambda b, a: None, {"x": "in another order"}),
+    "the kind": (lambda a, b: None, lambda a, *, b: None, {"x": "without `b`, with `keyword b`"}),
+    "the name of a parameter": (lambda a: None, lambda b: None, {"x": "without `a`, with `b`"}),
+    "an additional parameter": (lambda a: None, lambda a, c=None: None, {"x": "with `c = None`"}),
+    "a value": ("_flat_param", "flat", {"x": "without `'_flat_param'`, with `'flat'`"}),
+    "frozen": (Options, Frozen, {"x": "with `frozen`"}),
+    "the default of a field": (Options, Another, {"x.first": "without `first = 1`, with `first = 2`"}),
+    "the order of fields": (
+        Options,
+        Swapped,
+        {"x.first": "without `field 0`, with `field 1`", "x.second": "without `field 1`, with `field 0`"},
+    ),
+    "a base class": (Options, Longer, {"x": "with `base dict`"}),
+}
+
+
+@pytest.mark.pure
+@pytest.mark.parametrize("case", CASES)
+def test_the_comparison_finds_each_kind_of_difference(case: str) -> None:
+    theirs, ours, expected = CASES[case]
+    assert differences_of("x", theirs, ours) == expected
 
 
 @pytest.mark.pure
 @pytest.mark.spec("CTOR-01")
 def test_the_constructor_takes_the_arguments_of_torch_and_then_an_old_keyword() -> None:
-    ours, theirs = said_of_call(FullyShardedDataParallel), said_of_call(torch_fsdp.FullyShardedDataParallel)
-    assert ours == f"{theirs}, by keyword fsdp_auto_wrap_policy = None"
-
-
-@pytest.mark.pure
-def test_table_of_differences_has_no_stale_entry() -> None:
-    assert sorted(set(MEANT) - set(differences())) == []
-    assert all(len(reason.split()) > 3 for reason in MEANT.values()), "each reason is a sentence"
-
-
-@pytest.mark.pure
-def test_comparison_finds_a_different_default_a_different_order_and_a_missing_name() -> None:
-    theirs, ours = ModuleType("theirs"), ModuleType("ours")
-    theirs.call, ours.call = (lambda a, b=1: None), (lambda a, b=2: None)
-    theirs.other, ours.other = (lambda a, b: None), (lambda b, a: None)
-    theirs.gone = Iterator
-    facts = [facts_of(*pair, ["call", "other", "gone"]) for pair in ((theirs, ours), (ours, theirs))]
-    assert facts[0]["call"] != facts[1]["call"]
-    assert facts[0]["other"] != facts[1]["other"]
-    assert facts[1]["gone"] == "missing" and "missing" not in facts[0].values()
+    names = [
+        list(inspect.signature(cls).parameters)
+        for cls in (FullyShardedDataParallel, torch_fsdp.FullyShardedDataParallel)
+    ]
+    assert names[0] == [*names[1], "fsdp_auto_wrap_policy"]
 
 
 @pytest.mark.pure
@@ -229,7 +181,7 @@ def test_a_wrong_argument_is_an_error_that_names_the_class() -> None:
 
 @pytest.mark.pure
 def test_the_submodules_are_reachable_after_importing_the_package() -> None:
-    for path in SUBMODULES:
+    for path in ("api", "fully_sharded_data_parallel", "sharded_grad_scaler", "wrap"):
         assert getattr(minifsdp, path) is importlib.import_module(f"minifsdp.{path}")
         assert hasattr(torch_fsdp, path), "torch's package has it as an attribute, too"
 
@@ -268,10 +220,13 @@ def test_check_is_root_identifies_root_wrapper() -> None:
     assert [wrapper.check_is_root() for wrapper in FullyShardedDataParallel.fsdp_modules(model)] == [True, False]
 
 
-@pytest.mark.pure
-def test_the_fields_of_every_option_can_be_set_afterwards() -> None:
+@pytest.mark.spec("MP-01")
+@ranks(2)
+def test_fields_of_an_option_that_are_set_afterwards_are_used() -> None:
     # Scripts create an options object first and set its fields from their arguments.
-    for cls in (subject.MixedPrecision, subject.CPUOffload, subject.FullStateDictConfig):
-        option = cls()
-        for field in dataclasses.fields(option):
-            setattr(option, field.name, getattr(option, field.name))
+    precision = MixedPrecision()
+    precision.param_dtype = torch.bfloat16
+    precision.cast_forward_inputs = True
+    model = FullyShardedDataParallel(seeded(), mixed_precision=precision)
+    assert model(torch.ones(2, 6, device=device())).dtype is torch.bfloat16
+    assert dataclasses.replace(precision, param_dtype=None).cast_forward_inputs is True

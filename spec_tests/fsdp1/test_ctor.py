@@ -432,12 +432,34 @@ def test_single_rank_warning_equals_torch_and_appears_once_for_many_units(strate
 
 @pytest.mark.spec("CTOR-18")
 @ranks(2)
-def test_no_shard_and_multiple_ranks_give_no_warning() -> None:
+def test_no_shard_with_one_rank_and_full_shard_with_several_give_no_warning() -> None:
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     with caught_warnings() as caught:
         wrapped(sharding_strategy=NO_SHARD, process_group=alone)
         wrapped()
     assert [each for each in caught if str(each.message).startswith("rank ")] == []
+
+
+@pytest.mark.spec("SHARD-18", "CTOR-18")
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.cpu
+@ranks(2)
+def test_the_warnings_about_a_strategy_have_the_classes_of_torch(strategy: str, num_ranks: int) -> None:
+    own = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    group = own if num_ranks == 1 else dist.group.WORLD
+    about: list[list[tuple[str, str]]] = []
+    for wrapper, strategies in ((FSDP, ShardingStrategy), (torch_fsdp.FullyShardedDataParallel, None)):
+        options = strategies or torch_fsdp.ShardingStrategy
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            wrapper(seeded(), group, options[strategy], device_id=torch.device("cpu"))
+        texts = [(each.category.__name__, str(each.message)) for each in caught]
+        about.append([(name, "deprecated" if "deprecated" in text else "") for name, text in texts if "SHARD" in text])
+    ours, theirs = about
+    assert ours == theirs
+    expected = {("NO_SHARD", 2): [("FutureWarning", "deprecated")], ("NO_SHARD", 1): []}
+    assert ours == expected.get((strategy, num_ranks), [("UserWarning", "")] if num_ranks == 1 else [])
 
 
 @pytest.mark.spec("CTOR-18", "HYB-05")

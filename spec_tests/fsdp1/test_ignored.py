@@ -91,6 +91,19 @@ def test_a_single_parameter_of_a_layer_can_be_ignored() -> None:
         assert_same(named(model), named(reference), bitwise=True)
 
 
+@pytest.mark.spec("IGN-01")
+@pytest.mark.parametrize("units", ["one unit", "a unit for each block"])
+@ranks(2)
+def test_ignored_modules_can_be_an_iterator(units: str) -> None:
+    plain = seeded()
+    policy = ModuleWrapPolicy({Block}) if units == "a unit for each block" else None
+    model = FSDP(plain, ignored_modules=iter([plain.blocks[0], plain.leave]), auto_wrap_policy=policy)
+    ignored = {name for name, parameter in plain.named_parameters() if "_flat_param" not in name}
+    assert ignored == {f"{path}.{name}" for path in ("blocks.0.linear", "leave") for name in ("weight", "bias")}
+    iterate(model)
+    assert torch.equal(plain.leave.bias.grad, local_gradients(seeded(), [0], dist.get_rank())["leave.bias"])
+
+
 class Shift(nn.Module):
     """Adds a parameter and a buffer to its input."""
 

@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
 from spec_tests.checkpoint.refusals import refused
@@ -173,19 +174,20 @@ def test_materialized_owner_keeps_its_children(units: str, keep: bool) -> None:
     assert torch.equal(values["scale"], torch.ones_like(values["scale"]))
 
 
-@pytest.mark.spec("META-03", "META-04")
+@pytest.mark.spec("META-03", "META-04", "META-06")
 @as_units
 @ranks(2)
-def test_param_init_fn_is_called_once_per_owner(units: str) -> None:
+def test_param_init_fn_is_called_once_for_every_module(units: str) -> None:
     model = on_meta(counted)
     modules = list(model.modules())
-    owners = [module for module in modules if isinstance(module, (Counted, Table))]
     init = Initializer()
     wrapped = FSDP(model, auto_wrap_policy=POLICIES[units], param_init_fn=init)
-    assert Counter(map(id, init.calls)) == Counter(map(id, owners))
+    # With one unit for each module, the units of a `Parent` and of the `Tanh` have nothing on the meta device.
+    owners = [module for module in modules if isinstance(module, (Counted, Table))]
+    assert Counter(map(id, init.calls)) == Counter(map(id, modules if units == "one unit" else owners))
     assert all(module.num_resets == 0 for module in modules if hasattr(module, "num_resets"))
     values = {float(value.unique()) for value in gathered_values(wrapped).values()}
-    assert values == {1.0, 2.0, 3.0, 4.0}
+    assert len(values) == 4
 
 
 class Speechless(nn.Module):
@@ -224,7 +226,7 @@ def test_an_init_that_leaves_something_on_the_meta_device_is_refused() -> None:
 
 @pytest.mark.spec("META-06")
 @ranks(2)
-def test_param_init_fn_gets_only_owners_of_meta_tensors() -> None:
+def test_param_init_fn_gets_containers_and_owners_of_meta_tensors_but_no_module_that_has_values() -> None:
     def build() -> nn.Module:
         return nn.ModuleDict(
             {
@@ -245,10 +247,90 @@ def test_param_init_fn_gets_only_owners_of_meta_tensors() -> None:
     init = Initializer()
     with pytest.warns(UserWarning, match="containers that do not implement forward"):
         wrapped = FSDP(model, param_init_fn=init, ignored_modules=[model["ignored"]])
-    assert [type(module) for module in init.calls] == [nn.BatchNorm1d, nn.Linear, Speechless, Table]
+    outer = [nn.ModuleDict, nn.BatchNorm1d, nn.ModuleList, Table]
+    assert [type(module) for module in init.calls] == [*outer, nn.Linear, nn.ReLU, nn.Sequential, Speechless]
     assert model["ignored"][0].weight.is_meta, "other modules are not initialized"
     with FSDP.summon_full_params(wrapped):
         assert torch.equal(wrapped["real"].weight, before)
+
+
+def fill(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        nn.init.normal_(parameter)
+
+
+def each_module(module: nn.Module) -> None:
+    module.to_empty(device=device(), recurse=False)
+    fill(module)
+
+
+def the_container(module: nn.Module) -> None:
+    """Initializes the layers of a block together, as models with a method `init_weights` do."""
+    if isinstance(module, NormedBlock):
+        module.to_empty(device=device())
+        module.apply(fill)
+
+
+def memory_of_all_then_each(module: nn.Module) -> None:
+    """Allocates a module with everything in it. Each module then fills its own tensors."""
+    module.to_empty(device=device())
+    fill(module)
+
+
+def memory_by_the_outermost(module: nn.Module) -> None:
+    if any(tensor.is_meta for tensor in module.parameters()):
+        module.to_empty(device=device())
+    fill(module)
+
+
+@pytest.mark.spec("META-03", "META-06")
+@pytest.mark.parametrize("init", [each_module, the_container, memory_of_all_then_each, memory_by_the_outermost])
+@pytest.mark.parametrize("units", ["one unit", "a unit for each block"])
+@pytest.mark.cpu
+@ranks(2)
+def test_an_initializer_is_called_for_the_modules_and_gives_the_values_of_torch(
+    init: Callable[[nn.Module], None], units: str
+) -> None:
+    def initialized(wrapper: Any) -> tuple[list[str], dict[str, Tensor]]:
+        model = on_meta(lambda: nn.Sequential(NormedBlock(), nn.Sequential(NormedBlock(), nn.ReLU())))
+        paths = {module: path for path, module in model.named_modules()}
+        calls: list[str] = []
+
+        def recorded(module: nn.Module) -> None:
+            calls.append(paths[module])
+            init(module)
+
+        torch.manual_seed(3)
+        policy = None if units == "one unit" else torch_fsdp.wrap.ModuleWrapPolicy({NormedBlock})
+        model = wrapper(model, param_init_fn=recorded, auto_wrap_policy=policy, device_id=torch.device("cpu"))
+        with wrapper.summon_full_params(model):
+            return calls, {name: value.detach().clone() for name, value in flat_parameters_of(model)}
+
+    calls, values = initialized(FSDP)
+    expected_calls, expected = initialized(torch_fsdp.FullyShardedDataParallel)
+    assert calls == expected_calls
+    assert_same(values, expected, bitwise=True)
+
+
+def flat_parameters_of(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The unsharded parameters in order, whose names inside the context do not differ."""
+    return [(name.replace("_fsdp_wrapped_module.", ""), value) for name, value in model.named_parameters()]
+
+
+@pytest.mark.spec("META-02")
+@pytest.mark.cpu
+@ranks(2)
+def test_default_initialization_gives_the_random_values_of_torch() -> None:
+    def layers() -> nn.Module:
+        inner = nn.Sequential(nn.Linear(4, 3), nn.Sequential(nn.Linear(3, 3), nn.Embedding(5, 2)))
+        return nn.Sequential(inner, nn.Linear(3, 4))
+
+    torch.manual_seed(5)
+    values = gathered_values(FSDP(on_meta(layers)))
+    torch.manual_seed(5)
+    model = torch_fsdp.FullyShardedDataParallel(on_meta(layers), device_id=torch.device("cpu"))
+    with torch_fsdp.FullyShardedDataParallel.summon_full_params(model):
+        assert_same(values, dict(flat_parameters_of(model)), bitwise=True)
 
 
 @pytest.mark.spec("META-06")
@@ -288,6 +370,8 @@ def test_policy_units_are_materialized_sent_and_sharded_one_after_the_other() ->
     calls: list[tuple[str, int, int, int]] = []
 
     def init(module: nn.Module) -> None:
+        if not hasattr(module, "reset_parameters"):
+            return
         num_real = sum(not p.is_meta and p.dim() == 2 for p in model.parameters())
         calls.append((paths[module], len(FSDP.fsdp_modules(model)), recorder.count("BCAST"), num_real))
         module.to_empty(device=device(), recurse=False)
@@ -406,5 +490,8 @@ def test_a_deferred_model_is_initialised_by_param_init_fn_if_there_is_one(units:
         plain = deferred_init(lambda: nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2)))
         layers = list(plain)
         model = FSDP(plain, auto_wrap_policy=POLICIES[units], param_init_fn=init)
-    assert init.calls == layers
-    assert {float(value.unique()) for value in gathered_values(model).values()} == {1.0, 2.0}
+    expected = [plain, *layers] if units == "one unit" else layers
+    assert init.calls == expected
+    # The value of a layer is the number of its call.
+    numbers = {float(expected.index(layer) + 1) for layer in layers}
+    assert {float(value.unique()) for value in gathered_values(model).values()} == numbers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from typing import Any
 
@@ -302,3 +303,92 @@ def test_a_hook_that_lists_the_parameters_in_backward_does_not_end_it(api: Wrapp
     iterate(model)
     assert numbers == [expected]
     assert_same(api.gradients(model), mean_gradients(seeded()))
+
+
+# --- attributes that libraries read ---
+
+MOMENTS = [
+    "forward of a block",
+    "forward of the root",
+    "between",
+    "backward of a block",
+    "after",
+    "summoned",
+    "applied",
+]
+
+
+def states_seen(model: Any, block: nn.Module) -> dict[str, list[str]]:
+    """For each moment, the states of the root and of one block. ``block`` is the module inside the block's wrapper."""
+    wrappers = model, next(module for module in model.modules() if getattr(module, "module", None) is block)
+    seen: dict[str, list[str]] = {}
+
+    def note(moment: str) -> None:
+        seen.setdefault(moment, [wrapper.training_state.name for wrapper in wrappers])
+
+    def note_in_backward(_: nn.Module, __: Any, output: Tensor) -> None:
+        note("forward of a block")
+        output.register_hook(lambda _: note("backward of a block"))
+
+    handles = [block.register_forward_hook(note_in_backward)]
+    handles += [model.module.register_forward_hook(lambda *_: note("forward of the root"))]
+    output = model(batch())
+    note("between")
+    output.sum().backward()
+    for handle in handles:
+        handle.remove()
+    note("after")
+    with type(model).summon_full_params(model):
+        note("summoned")
+    model.apply(lambda module: note("applied") if module is block else None)
+    return seen
+
+
+@pytest.mark.spec("NAMES-12")
+@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
+@pytest.mark.parametrize("root", ["with parameters", "without parameters"])
+@flat_or_original
+@pytest.mark.cpu
+@ranks(2)
+def test_training_state_is_that_of_torch_at_each_moment(strategy: ShardingStrategy, root: str, keep: bool) -> None:
+    def build() -> tuple[nn.Module, nn.Module]:
+        model = seeded() if root == "with parameters" else nn.Sequential(*seeded().blocks)
+        return model, (model.blocks if root == "with parameters" else model)[1]
+
+    (plain, block), (same, same_block) = build(), build()
+    options: dict[str, Any] = {"use_orig_params": keep}
+    seen = states_seen(wrapped(plain, sharding_strategy=strategy, **options), block)
+    theirs = as_torch(same, sharding_strategy=torch_fsdp.ShardingStrategy[strategy.name], **options)
+    assert seen == states_seen(theirs, same_block)
+    assert sorted(seen) == sorted(MOMENTS)
+
+
+@pytest.mark.spec("NAMES-12")
+@ranks(2)
+def test_training_state_is_idle_after_an_error_in_forward() -> None:
+    model = wrapped()
+
+    def fail(*_: Any) -> None:
+        raise ArithmeticError(model.training_state.name)
+
+    handle = model.blocks[1].module.register_forward_hook(fail)
+    with pytest.raises(ArithmeticError, match="FORWARD_BACKWARD"):
+        model(batch())
+    handle.remove()
+    assert {wrapper.training_state.name for wrapper in FSDP.fsdp_modules(model)} == {"IDLE"}
+
+
+@pytest.mark.spec("NAMES-12")
+@pytest.mark.cpu
+@ranks(2)
+def test_hook_and_ignored_parameters_of_a_wrapper_are_those_of_torch() -> None:
+    def attributes(wrapper: Any) -> list[Any]:
+        plain = seeded()
+        model = wrapper(plain, ignored_states=[plain.enter.weight], device_id=torch.device("cpu"))
+        before = model._comm_hook, model._comm_hook_state
+        hook = functools.partial(print, end="")
+        model.register_comm_hook("state", hook)
+        ignored = [parameter is plain.enter.weight for parameter in model._ignored_params]
+        return [before, model._comm_hook is hook, model._comm_hook_state, ignored]
+
+    assert attributes(FSDP) == attributes(torch_fsdp.FullyShardedDataParallel) == [(None, None), True, "state", [True]]

@@ -240,10 +240,9 @@ def test_parameters_kept_by_no_sync_are_not_used_after_an_optimizer_step() -> No
     assert not torch.equal(before, after)
 
 
-@pytest.mark.spec("SHARD-11", "SHARD-18")
+@pytest.mark.spec("SHARD-11")
 @ranks(2)
 def test_no_shard_replicates_parameters_gradients_and_optimizer_state() -> None:
-    # A warning would be an error.
     plain = seeded()
     model = wrapped(sharding_strategy=NO_SHARD)
     optimizer = torch.optim.Adam(model.parameters())

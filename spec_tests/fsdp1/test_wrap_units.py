@@ -18,6 +18,7 @@ import torch.distributed.fsdp.wrap as torch_policies
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from spec_tests import subject
 from spec_tests.checkpoint.refusals import caught_warnings
 from spec_tests.fsdp1.whole import assert_a_step_uses_the_mean_gradient_alone
 from spec_tests.harness import device, ranks
@@ -429,3 +430,28 @@ def test_manually_wrapped_batch_norm_keeps_input_dtype() -> None:
     plain[1].batch_norm.register_forward_hook(lambda module, args, output: seen.append((args[0].dtype, output.dtype)))
     loss_of(by_hand(FSDP, plain)(batch())).backward()
     assert seen == [(LOW, LOW)], "no input is cast: the layer computes in low precision with its weights"
+
+
+# --- the private function that programs import ---
+
+
+@pytest.mark.spec("NAMES-13", "WRAP-05")
+@pytest.mark.parametrize("only_children", [False, True])
+@ranks(2)
+def test_recursive_wrap_creates_the_units_that_a_policy_chooses(only_children: bool) -> None:
+    chosen: set[type[nn.Module]] = {Block, Stack}
+    policy = functools.partial(subject.wrap._module_wrap_policy, module_classes=chosen)
+    plain = seeded()
+    num_elements = sum(parameter.numel() for parameter in plain.parameters())
+    num_in_blocks = sum(parameter.numel() for parameter in plain.blocks.parameters())
+    result = subject.wrap._recursive_wrap(
+        plain, policy, FSDP, ignored_modules=set(), ignored_params=set(), only_wrap_children=only_children
+    )
+    model, num_wrapped = result
+    assert isinstance(model, FSDP) is not only_children
+    assert len(FSDP.fsdp_modules(model)) == (4 if only_children else 5)
+    assert num_wrapped == (num_in_blocks if only_children else num_elements)
+    if only_children:
+        iterate(model)
+    else:
+        assert_a_step_uses_the_mean_gradient_alone(model, seeded())

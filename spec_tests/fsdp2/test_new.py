@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from minifsdp.engine.comm_streams import CommStream
@@ -26,7 +27,7 @@ from spec_tests.models.running import batch, iterate, loss_of, of_unit, recorded
 from spec_tests.models.sharding import FULL_SHARD, HYBRID_SHARD, sharded
 from spec_tests.models.values import assert_same, full_gradients, full_values, mean_gradients
 from spec_tests.oracles import Recipe, assert_same_training, tolerance_for, train_fsdp2, train_single
-from spec_tests.subject import fully_shard, register_fsdp_forward_method, share_comm_ctx, trace
+from spec_tests.subject import DataParallelMeshDims, fully_shard, register_fsdp_forward_method, share_comm_ctx, trace
 
 # --- switches for memory (NEW-06, NEW-11) ---
 
@@ -186,10 +187,23 @@ def test_sum_only_communication_changes_no_bit() -> None:
 
 
 @pytest.mark.spec("NEW-10")
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2,)], ids=str)
+@ranks(2)
+def test_a_factor_replaces_the_number_of_ranks_on_a_mesh_of_any_shape(sizes: tuple[int, ...]) -> None:
+    model = fully_shard(seeded(), mesh=init_device_mesh(device().type, sizes))
+    model.set_gradient_divide_factor(8.0)
+    iterate(model)
+    # The sum of two ranks divided by 8, instead of by 2.
+    expected = {name: gradient / 4 for name, gradient in mean_gradients(seeded()).items()}
+    assert_same(full_gradients(model), expected)
+
+
+@pytest.mark.spec("NEW-10")
 @ranks(2)
 def test_the_older_name_of_the_factor_warns_and_works() -> None:
     model = sharded()
-    with pytest.warns((FutureWarning, DeprecationWarning), match="set_gradient_divide_factor"):
+    # The class of torch's warning.
+    with pytest.warns(DeprecationWarning, match="set_gradient_divide_factor"):
         model.blocks[0].set_reduce_scatter_divide_factor(1.0)
     iterate(model)
     expected = mean_gradients(seeded())["blocks.0.linear.weight"] * 2
@@ -422,3 +436,79 @@ def test_special_hardware_option_works_or_names_alternative(name: str) -> None:
         assert any(word in message for word in ("use ", "pass "))
     iterate(model)
     assert_same(full_gradients(model), mean_gradients(seeded()))
+
+
+def outcome(call: Callable[[], Any]) -> str:
+    """The name of the exception that a call raises; "ok" if it raises none."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__
+    return "ok"
+
+
+# The name and arguments of a method, and its outcome in torch 2.13.
+VALUES: list[tuple[str, Any, str]] = [
+    ("set_reduce_scatter_max_input_buffers", 1, "ok"),
+    ("set_reduce_scatter_max_input_buffers", 0, "ValueError"),
+    ("set_reduce_scatter_max_input_buffers", -1, "ValueError"),
+    ("set_reduce_scatter_max_input_buffers", True, "TypeError"),
+    ("set_reduce_scatter_max_input_buffers", False, "TypeError"),
+    ("set_reduce_scatter_max_input_buffers", 1.0, "TypeError"),
+    ("set_reduce_scatter_max_input_buffers", "1", "TypeError"),
+    ("set_separate_reduce_scatter_group", False, "ok"),
+    ("set_allocate_memory_from_process_group_for_comm", False, "ok"),
+    ("_set_unshard_async_op", True, "ok"),
+    ("_set_unshard_async_op", False, "ok"),
+]
+
+
+@pytest.mark.spec("NEW-18")
+@pytest.mark.parametrize(("name", "value", "in_torch"), VALUES)
+@ranks(2)
+def test_the_default_of_an_option_has_no_effect_and_a_wrong_value_has_the_error_of_torch(
+    name: str, value: Any, in_torch: str
+) -> None:
+    model, theirs = sharded(), torch_fsdp.fully_shard(seeded())
+    # Torch 2.11 does not have all of these methods.
+    if hasattr(torch_fsdp.FSDPModule, name):
+        assert outcome(lambda: getattr(theirs, name)(value)) == in_torch
+    assert outcome(lambda: getattr(model, name)(value)) == in_torch
+    iterate(model)
+    assert_same(full_gradients(model), mean_gradients(seeded()))
+
+
+DIMS: list[tuple[dict[str, Any], Any]] = [
+    ({}, "ValueError"),
+    ({"shard": None, "replicate": None}, "ValueError"),
+    ({"shard": "dp"}, (("dp",), ())),
+    ({"shard": ("dp", "cp")}, (("dp", "cp"), ())),
+    ({"replicate": "pods"}, ((), ("pods",))),
+    ({"shard": ["dp"], "replicate": ("pods", "racks")}, (("dp",), ("pods", "racks"))),
+    ({"shard": ()}, ((), ())),
+    ({"shard": ""}, (("",), ())),
+]
+
+
+@pytest.mark.spec("NEW-18")
+@pytest.mark.pure
+@pytest.mark.parametrize(("given", "in_torch"), DIMS)
+def test_dimensions_for_data_parallelism_are_those_of_torch(given: dict[str, Any], in_torch: Any) -> None:
+    def names(cls: Any) -> Any:
+        try:
+            dims = cls(**given)
+        except ValueError as error:
+            return type(error).__name__
+        dims.shard = dims.shard  # not frozen
+        return dims.shard_names, dims.replicate_names
+
+    if hasattr(torch_fsdp, "DataParallelMeshDims"):
+        assert names(torch_fsdp.DataParallelMeshDims) == in_torch
+    assert names(DataParallelMeshDims) == in_torch
+
+
+@pytest.mark.spec("NEW-18")
+@pytest.mark.pure
+def test_the_error_without_dimensions_names_both_arguments() -> None:
+    with pytest.raises(ValueError, match=r"rank 0: .*shard=.*replicate="):
+        DataParallelMeshDims()
