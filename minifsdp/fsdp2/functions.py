@@ -21,6 +21,7 @@ from torch import nn
 
 from minifsdp.arguments import METHOD_NAME, MODULE, MODULES, require
 from minifsdp.engine.comm_streams import CommStreams
+from minifsdp.engine.hooks import IterationState
 from minifsdp.engine.messages import message
 from minifsdp.engine.unit import State, Unit
 from minifsdp.fsdp2.fsdp_state import FSDPState, state_of
@@ -38,6 +39,30 @@ class UnshardHandle:
         if self._unit is not None and self._unit.state is not State.SHARDED:
             self._unit.wait()
             self._unit.layout.use_unsharded_params()
+
+
+class GradientReductionHandle:
+    """The handle that ``finalize_backward(async_op=True)`` returns (NEW-25)."""
+
+    def __init__(self, iteration: IterationState | None = None) -> None:
+        self._iteration = iteration
+        if iteration is not None:
+            iteration.begin_finish()
+            iteration.unfinished = self
+
+    def wait(self) -> None:
+        """Waits for the reductions. Afterwards the gradients are complete. A second call has no effect.
+
+        Raises:
+            RuntimeError: if ``reset_iter_state`` was called in between.
+        """
+        iteration, self._iteration = self._iteration, None
+        if iteration is None:
+            return
+        if iteration.unfinished is not self:
+            raise RuntimeError(message("reduction-reset"))
+        iteration.unfinished = None
+        iteration.finish()
 
 
 def issue_all_gather(state: FSDPState) -> UnshardHandle:
