@@ -198,7 +198,7 @@ class FSDPState:
         for state in found:
             if state.root_state is not None and not state.root_state.is_dissolved:
                 if state.root_state.iteration.is_manual:
-                    raise RuntimeError(message("root-only", call="set_manual_backward_finalization"))
+                    raise RuntimeError(message("fsdp-root-only", call="set_manual_backward_finalization"))
                 # Units that the user unsharded manually stay unsharded.
                 state.root_state.dissolve(keeps_unsharded=True)
             if state.unit is not None and state.reshard_after_forward is None:

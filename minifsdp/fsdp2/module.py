@@ -306,7 +306,7 @@ class FSDPModule:
     def _as_root(self, call: str) -> RootState:
         state = self._get_fsdp_state()
         if state._is_root is False:
-            raise RuntimeError(message("root-only", call=call))
+            raise RuntimeError(message("fsdp-root-only", call=call))
         return state.current_root_state()
 
     def _get_fsdp_state(self) -> FSDPState:
