@@ -222,8 +222,8 @@ class FSDPState:
 
     # --- attributes that libraries read ---
 
-    # The schedules of torch before 2.15 call a method of each of these states, and `_root_post_backward_final_callback` after it, which is
-    # enough.
+    # The pipeline schedules of torch before 2.15 call a method of each of these states, and
+    # `_root_post_backward_final_callback` after it, which is enough.
     _state_ctx = SimpleNamespace(all_states=())
 
     def _root_post_backward_final_callback(self) -> None:

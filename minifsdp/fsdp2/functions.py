@@ -44,11 +44,8 @@ class UnshardHandle:
 class GradientReductionHandle:
     """The handle that ``finalize_backward(async_op=True)`` returns (NEW-25)."""
 
-    def __init__(self, iteration: IterationState | None = None) -> None:
-        self._iteration = iteration
-        if iteration is not None:
-            iteration.begin_finish()
-            iteration.unfinished = self
+    def __init__(self) -> None:
+        self._iteration: IterationState | None = None
 
     def wait(self) -> None:
         """Waits for the reductions. Afterwards the gradients are complete. A second call has no effect.
@@ -63,6 +60,15 @@ class GradientReductionHandle:
             raise RuntimeError(message("reduction-reset"))
         iteration.unfinished = None
         iteration.finish()
+
+
+def issue_reductions(iteration: IterationState) -> GradientReductionHandle:
+    """Issues the reductions that backwards have left."""
+    handle = GradientReductionHandle()
+    iteration.begin_finish()
+    handle._iteration = iteration
+    iteration.unfinished = handle
+    return handle
 
 
 def issue_all_gather(state: FSDPState) -> UnshardHandle:

@@ -31,7 +31,13 @@ from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.root import RootState
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp2.fsdp_state import ATTRIBUTE, FSDPState, state_of, states_in
-from minifsdp.fsdp2.functions import GradientReductionHandle, UnshardHandle, issue_all_gather, listed
+from minifsdp.fsdp2.functions import (
+    GradientReductionHandle,
+    UnshardHandle,
+    issue_all_gather,
+    issue_reductions,
+    listed,
+)
 from minifsdp.fsdp2.reshard import choose_reshard
 
 RESHARD = Kind("a bool here; a number of ranks can be chosen when fully_shard() is called", is_a(bool), ValueError)
@@ -142,7 +148,7 @@ class FSDPModule:
         if self._get_fsdp_state().root_state is not None:
             root_state = self._as_root("finalize_backward")
             _check_finalization(root_state)
-            handle = GradientReductionHandle(root_state.iteration)
+            handle = issue_reductions(root_state.iteration)
         if async_op:
             return handle
         handle.wait()

@@ -35,8 +35,13 @@ MISSING = {"DataParallelMeshDims": "describes a mesh of several parallelisms at 
 
 # Features that PyTorch added after 2.11, the oldest supported version. minifsdp offers them with every version.
 SINCE_2_11 = {
+    "GradientReductionHandle",
     "dp_mesh_dims",
+    "finalize_backward",
+    "param_dtype_override_fn",
     "reset_iter_state",
+    "set_keep_unsharded_storage",
+    "set_manual_backward_finalization",
     "set_reduce_scatter_max_input_buffers",
     "set_reduce_scatter_unused_params",
     "set_separate_reduce_scatter_group",
@@ -100,7 +105,8 @@ def said_of_default(default: Any) -> str:
     if isinstance(default, enum.Enum):
         return f" = {type(default).__name__}.{default.name}"
     if dataclasses.is_dataclass(default) and not isinstance(default, type):
-        values = ", ".join(f"{f.name}={getattr(default, f.name)!r}" for f in dataclasses.fields(default))
+        fields = [field for field in dataclasses.fields(default) if field.name not in SINCE_2_11]
+        values = ", ".join(f"{field.name}={getattr(default, field.name)!r}" for field in fields)
         return f" = {type(default).__name__}({values})"
     return f" = {default.__qualname__ if isinstance(default, type) else repr(default)}"
 

@@ -20,7 +20,9 @@ from spec_tests.models.running import batch, loss_of
 def functions_of(theirs: type) -> list[str]:
     """The names of all functions and properties of a class of torch, without those of ``nn.Module`` and ``object``."""
     own = [base for base in theirs.__mro__ if base.__module__.startswith("torch.distributed.fsdp")]
-    names = {name for base in own for name, value in vars(base).items() if callable(value) or isinstance(value, property)}
+    names = {
+        name for base in own for name, value in vars(base).items() if callable(value) or isinstance(value, property)
+    }
     return sorted(name for name in names if not name.startswith("__"))
 
 
@@ -104,7 +106,10 @@ def with_grad_dtype(dtype: torch.dtype | None, *, is_sharded: bool) -> None:
 
 
 NOT_OFFERED: dict[str, tuple[str, Callable[[], Any]]] = {
-    "policy": ("param_dtype_override_fn", lambda: minifsdp.fully_shard(seeded(), mp_policy=override_by(minifsdp, None))),
+    "policy": (
+        "param_dtype_override_fn",
+        lambda: minifsdp.fully_shard(seeded(), mp_policy=override_by(minifsdp, None)),
+    ),
     "policy of one dtype": (
         "param_dtype_override_fn",
         lambda: minifsdp.fully_shard(seeded(), mp_policy=override_by(minifsdp, torch.float32)),
@@ -117,9 +122,15 @@ NOT_OFFERED: dict[str, tuple[str, Callable[[], Any]]] = {
         "set_keep_unsharded_storage",
         lambda: minifsdp.fully_shard(seeded()).set_keep_unsharded_storage(keep=True, recurse=False),
     ),
-    "bfloat16 gradient": ("'weight'.* grad_dtype=torch.bfloat16", lambda: with_grad_dtype(torch.bfloat16, is_sharded=False)),
+    "bfloat16 gradient": (
+        "'weight'.* grad_dtype=torch.bfloat16",
+        lambda: with_grad_dtype(torch.bfloat16, is_sharded=False),
+    ),
     "any gradient": ("'weight'.* grad_dtype=None", lambda: with_grad_dtype(None, is_sharded=False)),
-    "bfloat16 gradient of a shard": ("grad_dtype=torch.bfloat16", lambda: with_grad_dtype(torch.bfloat16, is_sharded=True)),
+    "bfloat16 gradient of a shard": (
+        "grad_dtype=torch.bfloat16",
+        lambda: with_grad_dtype(torch.bfloat16, is_sharded=True),
+    ),
     "any gradient of a shard": ("grad_dtype=None", lambda: with_grad_dtype(None, is_sharded=True)),
 }
 
