@@ -22,7 +22,12 @@ from minifsdp.debugging import switch as _debugging
 from minifsdp.debugging.switch import debug
 from minifsdp.fsdp1.grad_scaler import ShardedGradScaler
 from minifsdp.fsdp2.fully_shard import fully_shard
-from minifsdp.fsdp2.functions import UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+from minifsdp.fsdp2.functions import (
+    GradientReductionHandle,
+    UnshardHandle,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from minifsdp.fsdp2.module import FSDPModule
 from minifsdp.fsdp2.options import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from minifsdp.fully_sharded_data_parallel import FullyShardedDataParallel
@@ -35,6 +40,7 @@ __all__ = [
     "FSDPModule",
     "FlatParameter",
     "FullyShardedDataParallel",
+    "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "OptimStateKeyType",

@@ -19,11 +19,10 @@ def find(name: str) -> Case:
 
 def prose(case: Case) -> str:
     """The error of torch, and the output of both sides, as Markdown."""
-    versions = " and ".join(case.versions)
     parts = [
         f"### {to_markdown(case.title)} {{ #{case.name} }}",
         to_markdown(case.prose),
-        f"torch {versions}:",
+        f"torch {case.version}:" if case.right_since is None else f"torch {case.version}; fixed in {case.right_since}:",
         f"```text\n{case.in_torch}\n```",
         "With minifsdp instead:",
         f"```text\n{case.in_minifsdp}\n```",

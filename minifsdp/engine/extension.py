@@ -13,7 +13,9 @@ Each such parameter has its own bucket, with the methods of `Bucket`:
 1. The shard is padded before the first call, so all ranks send the same number of bytes for every class.
 2. The first call of the second method creates a tensor, which becomes the leaf. Later calls write into it (``out=``).
 3. The all-gather outputs, and the inner tensors that the second method returns, have memory from all-gather to reshard.
-   The bucket keeps the metadata that the first method returns until the compute stream has read it.
+   The bucket keeps the metadata that the first method returns until the compute stream has read it. If the optional
+   method ``fsdp_should_release_all_gather_outputs_after_post_all_gather`` returns True, the outputs are released when
+   the second method has returned.
 4. A tensor of any class can get the two methods after sharding: ``p.to_local().fsdp_pre_all_gather = ...``. These
    methods refer to this tensor object. So the bucket pads and moves the tensors that the first method returns, but not
    the object itself.
@@ -38,6 +40,7 @@ from minifsdp.engine.sharded_param import Options, ShardedParam
 from minifsdp.engine.shards import shard_shape
 
 BEFORE, AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+RELEASES = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 
 class ExtendedBucket:
@@ -128,11 +131,18 @@ class ExtendedBucket:
         for tensor, num_bytes in self._inner:
             tensor.untyped_storage().resize_(num_bytes)
         after: Any = getattr(self._padded, AFTER)
-        if not self.leaves[0].is_meta:
+        is_first = self.leaves[0].is_meta
+        if is_first:
+            self._create_leaf(*after(tuple(self._outputs), self._metadata, self.dtype))
+        else:
             after(tuple(self._outputs), self._metadata, self.dtype, out=self.leaves[0])
             self.params[0].version = self.leaves[0]._version
-            return False
-        tensor, inner = after(tuple(self._outputs), self._metadata, self.dtype)
+        if getattr(self._padded, RELEASES, bool)():
+            for output in self._outputs:
+                lifetime.release(output)
+        return is_first
+
+    def _create_leaf(self, tensor: torch.Tensor, inner: Sequence[torch.Tensor]) -> None:
         self._inner = [(one, one.untyped_storage().size()) for one in inner]
         if tensor.ndim != len(self._shape):
             tensor = tensor.as_strided(self._shape, self._stride, 0)
@@ -141,7 +151,6 @@ class ExtendedBucket:
             tensor = tensor.narrow(self._dim, 0, self._shape[self._dim])
         # `.data` has its own version counter: a later all-gather must not look like an in-place change.
         self.leaves = [nn.Parameter(tensor.data, requires_grad=False)]
-        return True
 
     def free(self) -> None:
         """3. Releases the memory of the all-gather outputs and of the inner tensors."""
@@ -162,11 +171,11 @@ def is_extended(local_shard: torch.Tensor, path: str) -> bool:
     """Whether the local tensor of the parameter ``path`` has the two methods of a custom all-gather.
 
     Raises:
-        AssertionError: if the tensor has only one of the two methods.
+        AssertionError: if the tensor has only one of the two methods, or only the optional third one.
     """
-    has = [name for name in (BEFORE, AFTER) if hasattr(local_shard, name)]
-    if len(has) == 1:
+    has = [name for name in (BEFORE, AFTER, RELEASES) if hasattr(local_shard, name)]
+    if has and has[:2] != [BEFORE, AFTER]:
         kind = type(local_shard).__name__
-        missing = AFTER if has == [BEFORE] else BEFORE
+        missing = AFTER if BEFORE in has else BEFORE
         raise AssertionError(message("half-extension", path=path, type=kind, method=has[0], missing=missing))
     return bool(has)

@@ -82,12 +82,17 @@ class IterationState:
         is_recorded: whether grad mode was on when the outermost of the running forwards began.
         num_forwards: number of outermost forwards that have begun.
         is_last_backward: whether the end of the next backward is the end of the iteration.
+        is_manual: whether only `finish` ends the iteration, whatever `is_last_backward` is.
+        is_open: whether a backward has ended and its iteration has not.
+        unfinished: the handle of a reduction that the program must wait for before the next forward.
     """
 
     def __init__(self, units: list[Unit], reducer: Reducer, rank_checks: RankChecks, schedule: Schedule) -> None:
         self.units, self.reducer, self.rank_checks, self.schedule = units, reducer, rank_checks, schedule
         self.in_forward = self.in_backward = self.ended_in_forward = self.is_recorded = False
         self.is_last_backward, self.num_forwards = True, 0
+        self.is_manual = self.is_open = False
+        self.unfinished: object = None
         self._deferred: Unit | None = None
         self._spans: dict[Unit, trace.Event] = {}
         # 2. Created once, not in each forward. The kind depends on the layout.
@@ -286,17 +291,19 @@ class IterationState:
             # The memory is kept for the next iteration, but the user may now read the gradients.
             unit.layout.use_kept_params(is_kept=False)
 
-    def end_backward(self) -> None:
+    def end_backward(self, *, is_final: bool = False) -> None:
         """3. Called when autograd is done. Afterwards the optimizer can use every gradient, and every unit is idle.
 
         A unit may still be unsharded here because of an unused prefetch, or because autograd did not reach its
         parameters. Such a unit is resharded, because the next forward must not use values from before the step.
+
+        Args:
+            is_final: whether the iteration ends, although it is manual.
         """
-        for unit in reversed(self.units):
-            if unit.phase not in (Phase.POST_BACKWARD, Phase.FORWARD) and self.backward_hooks[unit].is_overdue():
-                self.post_backward(unit)
-        if not self.in_forward and not self.is_last_backward:
+        self._reduce_remaining()
+        if not self.in_forward and not self._is_last and not is_final:
             self.reducer.finish_on_cpu()
+            self.is_open = True
             # This iteration has another backward, which waits for these reductions and uses the recorded order.
             for unit in self.units:
                 unit.num_pending = max(0, unit.num_pending - 1)
@@ -314,6 +321,28 @@ class IterationState:
         self.ended_in_forward = self.in_forward
         self._leave_backward()
 
+    @property
+    def _is_last(self) -> bool:
+        return self.is_last_backward and not self.is_manual
+
+    def _reduce_remaining(self) -> None:
+        for unit in reversed(self.units):
+            if unit.phase not in (Phase.POST_BACKWARD, Phase.FORWARD) and self.backward_hooks[unit].is_overdue():
+                self.post_backward(unit)
+
+    def begin_finish(self) -> None:
+        """Issues the reductions that are left, outside of a backward. Call `finish` afterwards."""
+        self.in_backward = True
+        self.rank_checks.begin_backward(NOT_IN_BACKWARD)
+        self._reduce_remaining()
+        # The program may read parameters before it calls `finish`.
+        self.in_backward = False
+
+    def finish(self) -> None:
+        """Ends the iteration outside of a backward."""
+        self.in_backward = True
+        self.end_backward(is_final=True)
+
     def end_inner_backward(self) -> None:
         """6. Called at the end of a forward with a backward inside it."""
         self.in_backward, self.ended_in_forward = True, False
@@ -321,7 +350,7 @@ class IterationState:
             # A unit that still computed then has kept its gradient.
             if unit.layout.has_gradient and not unit.awaits_backward:
                 self.post_backward(unit)
-        if self.is_last_backward:
+        if self._is_last:
             self.reducer.finish()
         self._leave_backward()
 
@@ -329,6 +358,7 @@ class IterationState:
         for unit in self.units:
             unit.awaits_backward, unit.num_uses, unit.num_pending = False, 0, 0
         self._deferred = None
+        self.is_open = False
 
     def _leave_backward(self) -> None:
         for unit in self.units:
@@ -355,6 +385,7 @@ class IterationState:
             unit.reshard()
             unit.limiter.clear()
         self.schedule.abandon_iteration()
+        self.unfinished = None
         self._forget_backward()
         self._leave_backward()
 

@@ -48,7 +48,14 @@ from minifsdp.engine.layout import Gradient, Layout, ParamInfo, Steps, users_hoo
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import message
-from minifsdp.engine.sharded_param import VERSION, Options, ShardedParam, local_shard_of, set_local_shard
+from minifsdp.engine.sharded_param import (
+    VERSION,
+    Options,
+    ShardedParam,
+    check_grad_dtype,
+    local_shard_of,
+    set_local_shard,
+)
 from minifsdp.engine.shards import shard_of
 
 
@@ -125,6 +132,8 @@ class PerParameterLayout(Layout):
     def refresh_from_module(self) -> None:
         """Adapts to changes of the parameters. Raises an error if some are on the meta device."""
         self.accept_replacements()
+        for param in self.params:
+            check_grad_dtype(param.parameter, self.full_name(param.info.path))
         # A local tensor may have gained or lost the methods of a custom all-gather.
         self._update_buckets(is_edited=False)
         without = [self.full_name(param.info.path) for param in self.params if param.local_shard.device.type == "meta"]

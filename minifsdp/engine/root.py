@@ -172,6 +172,8 @@ class RootState:
 
     def _prepare(self, caller: Unit | None) -> None:
         """Prepares all units for an iteration; see `begin_forward`."""
+        if self.iteration.unfinished is not None:
+            raise RuntimeError(message("reduction-unfinished"))
         # 1. An iteration that ended normally leaves no unit in forward and no backward open.
         if self.iteration.in_backward or Phase.FORWARD in [unit.phase for unit in self.units]:
             self.iteration.recover()

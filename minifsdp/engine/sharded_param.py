@@ -103,7 +103,8 @@ class ShardedParam:
         is_trained: ``requires_grad`` of `parameter` and `leaf` when both were last equal.
 
     Raises:
-        NotImplementedError: if the dim is not the first and not divisible, or the values are not contiguous.
+        NotImplementedError: if the dim is not the first and not divisible, the values are not contiguous, or the
+            gradient should have another dtype.
         ValueError: if the parameter has no dims, or the placement is not a ``Shard``.
     """
 
@@ -116,6 +117,7 @@ class ShardedParam:
             raise ValueError(message("scalar-parameter", where=where))
         if not isinstance(placement, Shard | None):
             raise ValueError(message("placement-type", where=where, placement=placement))
+        check_grad_dtype(original, info.path)
         # Tensor parallelism may have sharded the parameter already.
         local = local_tensor(original.detach())
         if not local.is_contiguous():
@@ -230,6 +232,12 @@ class ShardedParam:
                 gradient = gradient.redistribute(placements=self._tensor_parallel.placements)
             return local_shard_of(gradient)
         return gradient
+
+
+def check_grad_dtype(parameter: torch.Tensor, path: str) -> None:
+    """Raises an error if the user has chosen another dtype for the gradient than that of the parameter."""
+    if parameter.grad_dtype is not parameter.dtype:
+        raise NotImplementedError(message("grad-dtype", path=path, dtype=parameter.grad_dtype))
 
 
 def _around(local: torch.Tensor, spec: dtensor_spec.DTensorSpec) -> DTensor:

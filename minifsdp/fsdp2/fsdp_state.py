@@ -31,8 +31,8 @@ import torch
 from torch import nn
 
 from minifsdp.compat.composable import ParamGroup
-from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD
 from minifsdp.engine.comm_streams import CommStreams
+from minifsdp.engine.messages import message
 from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.precision import cast_floating, move
 from minifsdp.engine.requested import with_newest_node
@@ -197,6 +197,8 @@ class FSDPState:
                 found.setdefault(state, "" if state is self else name)
         for state in found:
             if state.root_state is not None and not state.root_state.is_dissolved:
+                if state.root_state.iteration.is_manual:
+                    raise RuntimeError(message("fsdp-root-only", call="set_manual_backward_finalization"))
                 # Units that the user unsharded manually stay unsharded.
                 state.root_state.dissolve(keeps_unsharded=True)
             if state.unit is not None and state.reshard_after_forward is None:
@@ -219,8 +221,8 @@ class FSDPState:
 
     # --- attributes that libraries read ---
 
-    # The schedules call a method of each of these states, and `_root_post_backward_final_callback` after it, which is
-    # enough.
+    # The pipeline schedules of torch before 2.15 call a method of each of these states, and
+    # `_root_post_backward_final_callback` after it, which is enough.
     _state_ctx = SimpleNamespace(all_states=())
 
     def _root_post_backward_final_callback(self) -> None:
@@ -229,9 +231,13 @@ class FSDPState:
         The gradients of the weights are then computed by ``autograd.grad``, which calls no hooks of the unit.
         """
         iteration = self.current_root_state().iteration
-        iteration.in_backward = True
-        iteration.rank_checks.begin_backward(NOT_IN_BACKWARD)
-        iteration.end_backward()
+        iteration.begin_finish()
+        iteration.finish()
+
+    @property
+    def _comm_ctx(self) -> object:
+        """The same object for states that share communication streams."""
+        return self.shared_comm_streams or self
 
     @property
     def _fsdp_param_groups(self) -> list[ParamGroup]:

@@ -92,6 +92,7 @@ def fully_shard(
         ``module``.
 
     Raises:
+        NotImplementedError: if an option or a property of a parameter is not supported.
         ValueError: if a module cannot be sharded, the mesh has more than two dimensions, a parameter belongs to another
             unit, or there is neither a default process group nor the environment variables of a launcher (``RANK``...).
         AssertionError: if a module is already sharded.
@@ -103,6 +104,9 @@ def fully_shard(
     require(PARAMETERS, "fully_shard", ignored_params=ignored_params)
     if dp_mesh_dims is not None:
         raise NotImplementedError(message("dp-mesh-dims"))
+    # Policies of torch before 2.15 do not have this field.
+    if getattr(mp_policy, "param_dtype_override_fn", None) is not None:
+        raise NotImplementedError(message("dtype-override"))
     modules = _checked_modules(module)
     mesh = mesh if mesh is not None else _default_mesh()
     # With the index of the current device.

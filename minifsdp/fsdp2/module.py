@@ -29,9 +29,16 @@ from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.lifetime import outside_inference_mode
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.reduce import ReducePlan
+from minifsdp.engine.root import RootState
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp2.fsdp_state import ATTRIBUTE, FSDPState, state_of, states_in
-from minifsdp.fsdp2.functions import UnshardHandle, issue_all_gather, listed
+from minifsdp.fsdp2.functions import (
+    GradientReductionHandle,
+    UnshardHandle,
+    issue_all_gather,
+    issue_reductions,
+    listed,
+)
 from minifsdp.fsdp2.reshard import choose_reshard
 
 INTEGER = Kind("an integer", lambda value: isinstance(value, int) and not isinstance(value, bool))
@@ -106,11 +113,9 @@ class FSDPModule:
         Raises:
             RuntimeError: if the module is not the root of its tree.
         """
-        state = self._get_fsdp_state()
-        if state._is_root is False:
-            raise RuntimeError(message("reset-root-only"))
-        state.break_off()
-        _discard_unreduced(state.current_root_state().units)
+        root_state = self._as_root("reset_iter_state")
+        self._get_fsdp_state().break_off()
+        _discard_unreduced(root_state.units)
 
     # --- reduction ---
 
@@ -118,6 +123,39 @@ class FSDPModule:
         """Sets whether the next backward ends the iteration. If ``False``, it does not wait for reductions (NEW-07)."""
         require(SWITCH, "set_is_last_backward", is_last_backward=is_last_backward)
         self._get_fsdp_state().current_root_state().iteration.is_last_backward = is_last_backward
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Sets whether only `finalize_backward` ends an iteration (NEW-25). Call it on the root, before a forward.
+
+        Raises:
+            RuntimeError: if the module is not the root, or the iteration has begun with the other choice.
+        """
+        require(SWITCH, "set_manual_backward_finalization", enabled=enabled)
+        iteration = self._as_root("set_manual_backward_finalization").iteration
+        if enabled != iteration.is_manual and (iteration.in_backward or iteration.is_open):
+            raise RuntimeError(message("manual-changed"))
+        iteration.is_manual = enabled
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduces the gradients that backwards have left, and ends the iteration (NEW-25). Call it on the root.
+
+        Args:
+            async_op: whether to return a handle immediately. Call its ``wait()`` before the gradients are used, and
+                before the next forward.
+
+        Raises:
+            RuntimeError: if the module is not the root, a forward or a backward is running, the iteration is not
+                manual, the handle of an earlier call was not waited for, or a gradient is not all-reduced.
+        """
+        handle = GradientReductionHandle()
+        if self._get_fsdp_state().root_state is not None:
+            root_state = self._as_root("finalize_backward")
+            _check_finalization(root_state)
+            handle = issue_reductions(root_state.iteration)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Sets whether backward reduces gradients. If ``False``, they stay unsharded and accumulate (FS2-SYNC-01).
@@ -195,6 +233,11 @@ class FSDPModule:
         """Sets whether backward needs this unit's parameters. An embedding does not need them, for example (NEW-11)."""
         require(SWITCH, "set_unshard_in_backward", unshard_in_backward=unshard_in_backward)
         _choose(self, recurse=False, unshards_in_backward=unshard_in_backward)
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Not supported (NEW-18), except with ``keep=False``."""
+        if keep:
+            raise _not_offered("set_keep_unsharded_storage", "set_reshard_after_forward(False)")
 
     # --- prefetch ---
 
@@ -293,6 +336,12 @@ class FSDPModule:
         for parameter in (parameter for unit in units for parameter in unit.layout.local_parameters()):
             parameter.grad = None if set_to_none or parameter.grad is None else parameter.grad.zero_()
 
+    def _as_root(self, call: str) -> RootState:
+        state = self._get_fsdp_state()
+        if state._is_root is False:
+            raise RuntimeError(message("fsdp-root-only", call=call))
+        return state.current_root_state()
+
     def _get_fsdp_state(self) -> FSDPState:
         state = state_of(self)  # type: ignore[arg-type]
         if state is None:
@@ -305,8 +354,21 @@ def sharded_class(original: type[Any]) -> type[Any]:
     """A subclass of `FSDPModule` and ``original``, created once for each class."""
     # PyTorch's pipeline schedules check for torch's class. Last, so that no other class inherits its methods.
     # A program may have replaced torch's class by this one.
-    others = () if torch_fsdp.FSDPModule is FSDPModule else (torch_fsdp.FSDPModule,)
+    others = () if torch_fsdp.FSDPModule is FSDPModule else (_without_methods(torch_fsdp.FSDPModule),)
     return type(f"FSDP{original.__name__}", (FSDPModule, original, *others), {})
+
+
+def _without_methods(theirs: type[Any]) -> type[Any]:
+    """A subclass of torch's class. Methods that only torch's class has raise an error, because they need its state."""
+    names = [name for name, found in vars(theirs).items() if callable(found) and not hasattr(FSDPModule, name)]
+    return type(theirs.__name__, (theirs,), {name: _refusal(name) for name in names})
+
+
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise _not_offered(name, "torch.distributed.fsdp.fully_shard")
+
+    return refuse
 
 
 def _states(module: Any, recurse: bool) -> list[FSDPState]:
@@ -324,6 +386,22 @@ def _plans(module: Any, recurse: bool) -> list[ReducePlan]:
 def _choose(module: Any, recurse: bool, **changes: Any) -> None:
     for unit in _units(module, recurse):
         unit.update_policy(**changes)
+
+
+def _check_finalization(root_state: RootState) -> None:
+    iteration = root_state.iteration
+    if iteration.unfinished is not None:
+        raise RuntimeError(message("reduction-unfinished"))
+    if not iteration.is_manual:
+        raise RuntimeError(message("not-manual"))
+    if root_state.is_busy:
+        raise RuntimeError(message("finalized-early"))
+    for unit in root_state.units:
+        leaves = unit.layout.has_unreduced and unit.policy.reduces
+        for plan in unit.plans:
+            stays_partial = leaves and plan.mesh.replicate is not None and not plan.all_reduces
+            if stays_partial or plan.partial is not None:
+                raise RuntimeError(message("finalized-partial", unit=unit.name))
 
 
 def _discard_unreduced(units: Iterable[Unit]) -> None:

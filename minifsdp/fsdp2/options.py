@@ -5,9 +5,11 @@
 Spec: FS2-01, FS2-MP-01, FS2-MP-07, FS2-OFF-01, NEW-17, NEW-18.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from minifsdp.engine.messages import message
 
@@ -21,12 +23,14 @@ class MixedPrecisionPolicy:
         reduce_dtype: dtype for gradient reduction and for accumulation before it; ``None`` means ``param_dtype``.
         output_dtype: dtype to cast the floating-point outputs of forward to.
         cast_forward_inputs: whether floating-point inputs are cast to ``param_dtype``.
+        param_dtype_override_fn: not supported; must be ``None`` (NEW-18).
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
 
 
 @dataclass

@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 
 from spec_tests.both_apis.alone import as_if_alone
 from spec_tests.harness import device, ranks
@@ -32,6 +33,8 @@ TORCH, OURS, ALONE = "torch.distributed.fsdp", "minifsdp", "spec_tests.both_apis
 # Tolerances after a few training steps, if all sums have a different order, and if only the sum for the norm has one.
 SAME_MATH = 1e-4
 SAME_UP_TO_THE_NORM = 1e-6
+# After a few steps, if one sum of gradients is rounded to bfloat16 in one of the two runs only.
+ONE_SUM_IN_BFLOAT16 = 1e-2
 
 IMPORT_LINE = re.compile(r"^from torch\.distributed\.fsdp(\.\w+)* import ")
 
@@ -188,7 +191,9 @@ def test_script_of_1_11_equals_one_process_and_each_old_name_warns() -> None:
 @pytest.mark.parametrize("program", ["language_model", "adapters", "filters"])
 @ranks(2)
 def test_a_program_with_fully_shard_gives_the_same_numbers(program: str) -> None:
-    found = compare(program)
+    # Since 2.15, torch adds the two gradients of a tied bfloat16 weight in float32, if the reduction is in float32.
+    rounds_less = program == "language_model" and hasattr(torch_fsdp, "GradientReductionHandle")
+    found = compare(program, tolerance=ONE_SUM_IN_BFLOAT16 if rounds_less else 0.0)
     assert len(set(found["losses"])) == len(found["losses"]), "the loss decreases"
 
 

@@ -18,12 +18,15 @@ from spec_tests.models.modules import seeded
 from spec_tests.models.running import batch, loss_of
 from spec_tests.models.torch_names import param_groups
 
-POLICIES: list[dict[str, Any]] = [
-    {},
-    {"param_dtype": torch.bfloat16},
-    {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
-    {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16},
+# Each policy, and `_reduce_dtype` of a group of float32 parameters that are trained.
+POLICIES: list[tuple[dict[str, Any], torch.dtype | None]] = [
+    ({}, None),
+    ({"param_dtype": torch.bfloat16}, None),
+    ({"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}, torch.float32),
+    ({"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}, None),
 ]
+# torch 2.15 has other attributes, and its `_reduce_dtype` is never None.
+HAS_DTYPES = not hasattr(torch_fsdp, "GradientReductionHandle")
 
 
 def known_of(model: nn.Module) -> list[tuple[Any, ...] | None]:
@@ -33,11 +36,14 @@ def known_of(model: nn.Module) -> list[tuple[Any, ...] | None]:
 
 def facts_of(state: Any, module: nn.Module) -> tuple[Any, ...]:
     group = state._fsdp_param_group
-    dtypes = None if group is None else (group._orig_dtype, group._reduce_dtype, group.mp_policy.reduce_dtype)
     # Nothing is reduced in a frozen group. torch has no dtypes for it before 2.14.
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        dtypes = None
+    is_trained = any(parameter.requires_grad for parameter in module.parameters())
+    dtypes = dtypes_of(group) if HAS_DTYPES and group is not None and is_trained else None
     return state._is_root, state._mp_policy.param_dtype, len(param_groups(state)), dtypes
+
+
+def dtypes_of(group: Any) -> tuple[torch.dtype | None, ...]:
+    return group._orig_dtype, group._reduce_dtype, group.mp_policy.reduce_dtype
 
 
 def made_by(library: Any, policy: dict[str, Any]) -> nn.Module:
@@ -49,7 +55,7 @@ def made_by(library: Any, policy: dict[str, Any]) -> nn.Module:
 
 
 @ranks(2)
-def check_same_as_torch(policy: dict[str, Any]) -> None:
+def check_same_as_torch(policy: dict[str, Any], reduces_in: torch.dtype | None) -> None:
     ours, theirs = made_by(minifsdp, policy), made_by(torch_fsdp, policy)
     # torch determines the dtypes and the root when the first forward begins.
     assert {_get_module_state(ours)._is_root, _get_module_state(theirs)._is_root} == {None}
@@ -57,14 +63,17 @@ def check_same_as_torch(policy: dict[str, Any]) -> None:
         loss_of(model(batch())).backward()
     assert known_of(ours) == known_of(theirs)
     assert sum(fact is not None for fact in known_of(ours)) == 3
-    frozen = _get_module_state(ours.blocks[1])._fsdp_param_group
+    trained, frozen = (_get_module_state(block)._fsdp_param_group for block in ours.blocks[:2])
+    assert dtypes_of(trained) == (torch.float32, reduces_in, policy.get("reduce_dtype"))
     assert (frozen._orig_dtype, frozen._reduce_dtype) == (None, None)
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=["plain", "param", "reduce wider", "both"])
+@pytest.mark.parametrize(("policy", "reduces_in"), POLICIES, ids=["plain", "param", "reduce wider", "both"])
 @pytest.mark.spec("FS2-29")
-def test_state_registry_returns_the_same_results_as_in_torch(policy: dict[str, Any]) -> None:
-    check_same_as_torch(policy=policy)
+def test_state_registry_returns_the_same_results_as_in_torch(
+    policy: dict[str, Any], reduces_in: torch.dtype | None
+) -> None:
+    check_same_as_torch(policy=policy, reduces_in=reduces_in)
 
 
 @pytest.mark.spec("FS2-29")

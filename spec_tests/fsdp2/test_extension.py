@@ -156,6 +156,51 @@ def test_class_with_only_one_extension_method_is_refused() -> None:
         layer(batch())
 
 
+class Released(Int8Shards):
+    """Computes with a copy, so that the gathered tensors are not needed after the second method."""
+
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
+        return True
+
+    def fsdp_post_all_gather(self, gathered: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
+        GATHERED.extend(gathered)
+        return super().fsdp_post_all_gather(gathered, metadata, dtype, out=out)
+
+
+class OnlyReleases(Holds):
+    """Defines only the optional method, by mistake."""
+
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
+        return True
+
+
+GATHERED: list[Tensor] = []
+
+
+@pytest.mark.spec("FS2-EXT-07")
+@ranks(2)
+def test_gathered_tensors_that_an_extension_releases_have_no_memory_in_forward() -> None:
+    GATHERED.clear()
+    model, usual = sharded(extended(seeded(), Released)), sharded(extended(seeded(), Int8Shards))
+    seen = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda *_: seen.extend(one.untyped_storage().nbytes() for one in GATHERED))
+    for step in range(3):
+        assert iterate(model, step) == iterate(usual, step)
+        for (name, mine), other in zip(model.named_parameters(), usual.parameters(), strict=True):
+            assert torch.equal(local(mine.grad), local(other.grad)), name
+        step_by_hand(model, usual)
+    assert len(seen) > len(GATHERED) > 0
+    assert set(seen) == {0}
+
+
+@pytest.mark.spec("FS2-EXT-07")
+@ranks(2)
+def test_class_with_only_the_release_method_is_refused() -> None:
+    with pytest.raises(AssertionError, match=r"fsdp_should_release_all_gather\w+ but not fsdp_pre_all_gather"):
+        layer_of(OnlyReleases)
+
+
 # --- the identity ---
 
 

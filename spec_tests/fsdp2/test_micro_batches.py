@@ -14,9 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
+    ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
 )
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZBVZeroBubble
 
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import WIDTH
@@ -106,10 +109,22 @@ def test_parameters_stay_unsharded_and_are_reduced_once(has_units: bool, has_las
 
 # --- pipeline schedules of PyTorch ---
 
-SCHEDULES: dict[str, Any] = {
-    "zero bubble": ScheduleInterleavedZeroBubble,
-    "interleaved": ScheduleInterleaved1F1B,
-    "1F1B": Schedule1F1B,
+# For each schedule: the stages of the two pipeline ranks, and options.
+ONE_EACH, IN_TURN, THERE_AND_BACK = [(0,), (1,)], [(0, 2), (1, 3)], [(0, 3), (1, 2)]
+SCHEDULES: dict[str, tuple[Any, list[tuple[int, ...]], dict[str, Any]]] = {
+    "GPipe": (ScheduleGPipe, ONE_EACH, {}),
+    "1F1B": (Schedule1F1B, ONE_EACH, {}),
+    "looped": (ScheduleLoopedBFS, IN_TURN, {}),
+    "interleaved": (ScheduleInterleaved1F1B, IN_TURN, {}),
+    "zero bubble": (ScheduleInterleavedZeroBubble, IN_TURN, {}),
+    "zero bubble, V": (ScheduleZBVZeroBubble, THERE_AND_BACK, {}),
+    "dual pipe, V": (ScheduleDualPipeV, THERE_AND_BACK, {}),
+}
+# Options that schedules have since torch 2.15.
+SINCE_2_15: dict[str, tuple[Any, list[tuple[int, ...]], dict[str, Any]]] = {
+    "a late wait": (ScheduleInterleaved1F1B, IN_TURN, {"defer_reduce_grad_wait": True}),
+    "zero bubble and a late wait": (ScheduleInterleavedZeroBubble, IN_TURN, {"defer_reduce_grad_wait": True}),
+    "one active stage": (ScheduleInterleaved1F1B, IN_TURN, {"max_active_stages": 1}),
 }
 
 
@@ -125,35 +140,61 @@ def loss(found: Tensor, wanted: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", SCHEDULES)
 @ranks(4)
 def test_a_pipeline_over_sharded_stages_trains_as_the_plain_model(name: str) -> None:
+    check_pipeline(*SCHEDULES[name])
+
+
+@pytest.mark.needs("torch>=2.15")
+@pytest.mark.spec("PROG-84")
+@pytest.mark.parametrize("name", SINCE_2_15)
+@ranks(4)
+def test_a_pipeline_that_reduces_or_unshards_later_trains_as_the_plain_model(name: str) -> None:
+    check_pipeline(*SINCE_2_15[name])
+
+
+@pytest.mark.needs("torch>=2.15")
+@pytest.mark.spec("PROG-84")
+@pytest.mark.parametrize("name", SCHEDULES)
+@ranks(4)
+def test_gradients_of_two_pipeline_steps_are_reduced_in_the_second(name: str) -> None:
+    check_pipeline(*SCHEDULES[name], accumulate=2)
+
+
+def check_pipeline(
+    schedule_class: Any, placement: list[tuple[int, ...]], options: dict[str, Any], accumulate: int = 1
+) -> None:
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("pp", "dp"))
     place, copy_number = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
-    num_stages = 2 if name == "1F1B" else 4
+    num_stages = sum(map(len, placement))
     torch.manual_seed(0)
     plain = nn.Sequential(*(stage_module() for _ in range(num_stages))).to(device())
-    model, mine = copy.deepcopy(plain), range(place, num_stages, 2)
+    model, mine = copy.deepcopy(plain), placement[place]
     for index in mine:
         # Two units in each stage.
         fully_shard(model[index][1], mesh=mesh["dp"], reshard_after_forward=False)
         fully_shard(model[index], mesh=mesh["dp"], reshard_after_forward=False)
     group = mesh["pp"].get_group()
     stages = [PipelineStage(model[index], index, num_stages, device(), group=group) for index in mine]
-    schedule = SCHEDULES[name](stages[0] if name == "1F1B" else stages, 4, loss_fn=loss)
+    schedule = schedule_class(stages[0] if placement is ONE_EACH else stages, 4, loss_fn=loss, **options)
     parameters = [parameter for index in mine for parameter in model[index].parameters()]
     optimizers = [torch.optim.SGD(of, lr=0.1) for of in (plain.parameters(), parameters)]
     for step in range(2):
-        batches = []
-        for number in range(2):
-            generator = torch.Generator().manual_seed(10 * step + number)
-            batches.append([torch.randn(8, 8, generator=generator).to(device()) for _ in range(2)])
-        x, wanted = batches[copy_number]
-        is_last = num_stages - 1 in mine
-        inputs = (x,) if place == 0 else ()
-        with count_collectives() as counts:
-            schedule.step(*inputs, **({"target": wanted, "losses": []} if is_last else {}))
-        # The first step also infers shapes.
-        assert step == 0 or counts.calls["all_gather"] == counts.calls["reduce_scatter"] == 2 * len(mine)
-        for x, wanted in batches:
-            (loss(plain(x), wanted) / 2).backward()
+        for part in range(accumulate):
+            batches = []
+            for number in range(2):
+                generator = torch.Generator().manual_seed(100 * step + 10 * part + number)
+                batches.append([torch.randn(8, 8, generator=generator).to(device()) for _ in range(2)])
+            x, wanted = batches[copy_number]
+            inputs = (x,) if place == 0 else ()
+            named: dict[str, Any] = {"target": wanted, "losses": []} if num_stages - 1 in mine else {}
+            if accumulate > 1:
+                named["finalize_gradients"] = part == accumulate - 1
+            with count_collectives() as counts:
+                schedule.step(*inputs, **named)
+            if step == 1 and accumulate == 1 and "max_active_stages" not in options:
+                # The first step also infers shapes.
+                assert counts.calls["all_gather"] == counts.calls["reduce_scatter"] == 2 * len(mine)
+            for x, wanted in batches:
+                (loss(plain(x), wanted) / 2).backward()
         for index in mine:
             for (path, found), of in zip(model[index].named_parameters(), plain[index].parameters(), strict=True):
                 torch.testing.assert_close(found.grad.full_tensor(), of.grad, msg=lambda m, p=path: f"{p}: {m}")

@@ -1,4 +1,4 @@
-"""Names of torch that differ between the versions 2.11 to 2.14, for tests that compare with torch."""
+"""Names of torch that differ between the versions 2.11 to 2.15, for tests that compare with torch."""
 
 from __future__ import annotations
 

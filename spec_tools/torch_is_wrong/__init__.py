@@ -5,8 +5,9 @@ that needs only torch and two ranks::
 
     torchrun --nproc-per-node 2 spec_tools/torch_is_wrong/optimizer_moments.py
 
-The docstring describes the error and the correct behavior. It quotes two outputs of the program: with the versions of
-torch that have the error, and with minifsdp instead of torch. The page ``docs/torch-is-wrong.md`` is generated from
+The docstring describes the error and the correct behavior. It quotes two outputs of the program: with a version of
+torch that has the error, and with minifsdp instead of torch. It names the first version that is right, if there is one.
+The other versions in `CHECKED` are wrong in the same way. The page ``docs/torch-is-wrong.md`` is generated from
 these docstrings, and ``test_torch_is_wrong.py`` checks both outputs. To check another version of torch, run::
 
     python -m spec_tools.torch_is_wrong
@@ -23,12 +24,20 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["OURS", "TORCH", "Case", "cases", "is_said", "said_by_torchrun"]
+from packaging.version import Version
+
+__all__ = ["CHECKED", "OURS", "TORCH", "Case", "cases", "is_said", "said_by_torchrun"]
+
+# The versions of torch with which all programs were run.
+CHECKED = ("2.13.0", "2.14.1", "2.15.0")
 
 TORCH, OURS = "torch.distributed.fsdp", "minifsdp"
 FOLDER = Path(__file__).parent
 SAYS = re.compile(r"^With (?P<who>.+)::\n\n(?P<text>(?:    .+\n)+)", re.MULTILINE)
-FACTS = re.compile(r"^Spec: (?P<rows>[A-Z0-9, -]+)\.(?: Ranks: (?P<num>\d)\.)?$", re.MULTILINE)
+FACTS = re.compile(
+    r"^Spec: (?P<rows>[A-Z0-9, -]+)\.(?: Ranks: (?P<num>\d)\.)?(?: Right since torch (?P<right>[\d.]+)\.)?$",
+    re.MULTILINE,
+)
 
 
 @dataclass(frozen=True)
@@ -38,14 +47,20 @@ class Case:
     name: str
     title: str
     prose: str
-    # Versions of torch that have the error.
-    versions: tuple[str, ...]
+    # A version of torch that has the error, and the first version that is right.
+    version: str
+    right_since: str | None
     in_torch: str
     in_minifsdp: str
     rows: tuple[str, ...]
     num_ranks: int
     # The program without its docstring.
     code: str
+
+    def is_wrong_in(self, version: str) -> bool:
+        """Whether this version of torch, one of `CHECKED`, has the error."""
+        is_fixed = self.right_since is not None and Version(version) >= Version(self.right_since)
+        return version in CHECKED and not is_fixed
 
     @property
     def is_fatal(self) -> bool:
@@ -77,7 +92,8 @@ def _read(name: str) -> Case:
         name=name,
         title=title.rstrip("."),
         prose=prose[: prose.index("With torch ")].strip(),
-        versions=tuple(torch.removeprefix("torch ").split(" and ")),
+        version=torch.removeprefix("torch "),
+        right_since=facts["right"],
         in_torch=_undented(in_torch),
         in_minifsdp=_undented(in_minifsdp),
         rows=tuple(facts["rows"].split(", ")),

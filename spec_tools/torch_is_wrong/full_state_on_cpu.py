@@ -11,7 +11,7 @@ With minifsdp::
 
     bias [2], weight [2, 4]
 
-Spec: SD-FULL-06.
+Spec: SD-FULL-06. Right since torch 2.14.1.
 """
 
 import torch

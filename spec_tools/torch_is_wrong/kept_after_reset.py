@@ -12,7 +12,7 @@ With minifsdp::
 
     gradient 1.0
 
-Spec: NEW-15.
+Spec: NEW-15. Right since torch 2.15.0.
 """
 
 import torch

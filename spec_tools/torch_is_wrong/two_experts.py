@@ -13,7 +13,7 @@ With minifsdp::
 
     RuntimeError: rank 0: unit '' has a partial gradient of 1 parameters that is not all-reduced yet...
 
-Spec: NEW-08. Ranks: 4.
+Spec: NEW-08. Ranks: 4. Right since torch 2.15.0.
 """
 
 import torch

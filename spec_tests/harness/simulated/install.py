@@ -37,7 +37,7 @@ from spec_tests.harness.simulated.world import NUM_DEVICES, WORLD
 
 __all__ = ["TORCH", "install", "is_available"]
 
-TORCH = ("2.11.", "2.12.", "2.13.", "2.14.")
+TORCH = ("2.11.", "2.12.", "2.13.", "2.14.", "2.15.")
 
 # Kept permanently: torch holds no reference to some of them.
 _kept: list[Any] = []
@@ -59,7 +59,7 @@ def install() -> torch.device:
         RuntimeError: another version of torch, or another backend is installed already.
     """
     if not is_available():
-        raise RuntimeError(f"the simulated device needs torch 2.11 to 2.14 and this is {torch.__version__}")
+        raise RuntimeError(f"the simulated device needs torch 2.11 to 2.15 and this is {torch.__version__}")
 
     class Hooks(torch._C._acc.PrivateUse1Hooks):
         def has_primary_context(self, index: int) -> bool:
