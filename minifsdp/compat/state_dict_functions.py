@@ -114,7 +114,7 @@ def set_state_dict(
     model: nn.Module,
     optimizers: Optimizers,
     *,
-    model_state_dict: dict[str, Any],
+    model_state_dict: dict[Any, Any],
     optim_state_dict: dict[str, Any],
     options: StateDictOptions | None = None,
 ) -> Any:
@@ -129,7 +129,7 @@ def set_state_dict(
 
 @outside_inference_mode
 def set_model_state_dict(
-    model: nn.Module, model_state_dict: dict[str, Any], *, options: StateDictOptions | None = None
+    model: nn.Module, model_state_dict: dict[Any, Any], *, options: StateDictOptions | None = None
 ) -> Any:
     """Loads the model's state. Every rank must call it.
 

@@ -74,7 +74,7 @@ MUTANTS = [
         "states-outside-of-units-are-left-out",
         "OSD-08",
         "States of parameters outside all units are not saved.",
-        remove("save", "$found[$name] = {$key: copied(...) for $key, $value in $states[$parameter].items()}"),
+        remove("save", "$found[$name] = {$key: copied(...) for $key, $value in $values.items()}"),
     ),
     # --- checkpoint/optim_state_load.py ---
     Mutant(

@@ -270,6 +270,10 @@ MUTANTS = [
         "old-sharded-dict-is-full",
         "OSD-SHD-01",
         "sharded_optim_state_dict returns full tensors.",
-        replace("FullyShardedDataParallel.sharded_optim_state_dict", "SHARDED", "Form()"),
+        replace(
+            "FullyShardedDataParallel.sharded_optim_state_dict",
+            "Form(StateDictType.SHARDED_STATE_DICT, use_dtensor=$use_dtensor)",
+            "Form()",
+        ),
     ),
 ]
