@@ -1,9 +1,8 @@
 """The functions of ``torch.distributed.checkpoint.state_dict``, for models with wrappers.
 
-Torch's functions convert the model's state correctly for a wrapper, except for frozen parameters and a dict on rank 0
-alone. For the optimizer's state they call static methods of torch's own wrapper class, which read its internals. So the
-functions of this module convert the optimizer's state with ``checkpoint/``, and leave the rest to torch's functions.
-Only the import line of a program changes::
+Torch's functions convert the model's state correctly for a wrapper. For the optimizer's state they call static methods
+of torch's own wrapper class, which read its internals. So the functions of this module convert the optimizer's state
+with ``checkpoint/``, and leave the rest to torch's functions. Only the import line of a program changes::
 
     from minifsdp import get_state_dict, set_state_dict
 
@@ -39,15 +38,15 @@ from typing import Any
 from torch import nn
 
 # Imported as objects: a program may replace the names in torch's module by the functions below.
-from torch.distributed.checkpoint.state_dict import StateDictOptions, _unflatten_model_state_dict
-from torch.distributed.checkpoint.state_dict import get_model_state_dict as get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.checkpoint.state_dict import get_model_state_dict as get_from_torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as get_without_wrappers
 from torch.distributed.checkpoint.state_dict import set_model_state_dict as set_without_broadcast
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as set_without_wrappers
 from torch.optim import Optimizer
 
 from minifsdp.checkpoint import agreement, optim_state, optim_state_load
-from minifsdp.checkpoint.codec import ParameterNames, UnitCodec, dotted, parameters_of
+from minifsdp.checkpoint.codec import UnitCodec, dotted, parameters_of
 from minifsdp.checkpoint.loading import reshard_all
 from minifsdp.checkpoint.state_dict_options import Form, StateDictType
 from minifsdp.checkpoint.tensors import local_rows
@@ -98,6 +97,13 @@ def set_state_dict(
     return set_model_state_dict(model, model_state_dict, options=options)
 
 
+def get_model_state_dict(
+    model: nn.Module, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
+) -> dict[str, Any]:
+    """The model's state, by torch's function. Every rank must call it."""
+    return get_from_torch(model, submodules=submodules, options=options)
+
+
 def set_model_state_dict(
     model: nn.Module, model_state_dict: dict[str, Any], *, options: StateDictOptions | None = None
 ) -> Any:
@@ -109,11 +115,20 @@ def set_model_state_dict(
     if options is not None and options.broadcast_from_rank0:
         _agree(model, "set_model_state_dict()", sends=True)
         if options.full_state_dict and (wrappers := Wrapper.fsdp_modules(model)):
-            given = _unflatten_model_state_dict(model, model_state_dict)
+            given = _by_name(model, model_state_dict)
             model_state_dict, has_rows = _received(model, given, wrappers[0]._mesh)
             options = replace(options, broadcast_from_rank0=False, full_state_dict=not has_rows)
     # Torch's function adds entries to the dict.
     return set_without_broadcast(model, copy.copy(model_state_dict), options=options)
+
+
+def _by_name(model: nn.Module, given: Mapping[Any, Any]) -> dict[str, Any]:
+    """The dict with names as keys. A key of ``given`` may be a module, with the module's own state dict."""
+    names = {module: _uncompiled(dotted(path)) for path, module in model.named_modules()}
+    found = {key: value for key, value in given.items() if isinstance(key, str)}
+    for module in given.keys() - found.keys():
+        found.update({names[module] + name: value for name, value in given[module].items()})
+    return found
 
 
 def _received(model: nn.Module, given: Mapping[str, Any], mesh: MeshGroups) -> tuple[dict[str, Any], bool]:

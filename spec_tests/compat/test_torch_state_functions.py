@@ -197,7 +197,9 @@ def set_both(fsdp: Any, model: Any, optimizers: Any, other: Any, options: StateD
     return values_of(fsdp, new)
 
 
-TORCH = SimpleNamespace(FullyShardedDataParallel=torch_fsdp.FullyShardedDataParallel, fully_shard=torch_fsdp.fully_shard)
+TORCH = SimpleNamespace(
+    FullyShardedDataParallel=torch_fsdp.FullyShardedDataParallel, fully_shard=torch_fsdp.fully_shard
+)
 OURS = SimpleNamespace(FullyShardedDataParallel=subject.FullyShardedDataParallel, fully_shard=subject.fully_shard)
 
 
@@ -259,6 +261,8 @@ ROWS: list[tuple[Call, dict[str, Any], dict[str, str]]] = [
     (set_both, FULL, RIGHT),
 ]
 
+OF_OPTIMIZERS = (get_optimizer, get_both, set_optimizer, set_both)
+
 
 @ranks(2)
 def check_row(number: int, layout: str, steps: int, names: str) -> None:
@@ -276,7 +280,9 @@ def check_row(number: int, layout: str, steps: int, names: str) -> None:
         if verdict == "RuntimeError":
             with pytest.raises(RuntimeError):
                 result_of(OURS, *arguments)
-        elif names == "kept" and layout != "per-parameter" and call in (get_optimizer, get_both, set_optimizer, set_both):
+        elif (
+            names == "kept" and layout != "per-parameter" and call in (get_optimizer, get_both, set_optimizer, set_both)
+        ):
             # torch's functions call static methods of torch's wrapper for these states.
             with pytest.raises(AttributeError, match=rf"rank {dist.get_rank()}: .*from minifsdp"):
                 result_of(OURS, call, layout, choices, steps, "root")
