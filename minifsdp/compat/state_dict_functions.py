@@ -1,9 +1,8 @@
 """The functions of ``torch.distributed.checkpoint.state_dict``, for models with wrappers.
 
-Torch's functions convert the model's state correctly for a wrapper, except for frozen parameters and a dict on rank 0
-alone. For the optimizer's state they call static methods of torch's own wrapper class, which read its internals. So the
-functions of this module convert the optimizer's state with ``checkpoint/``, and leave the rest to torch's functions.
-Only the import line of a program changes::
+Torch's functions convert the model's state correctly for a wrapper. For the optimizer's state they call static methods
+of torch's own wrapper class, which read its internals. So the functions of this module convert the optimizer's state
+with ``checkpoint/``, and leave the rest to torch's functions. Only the import line of a program changes::
 
     from minifsdp import get_state_dict, set_state_dict
 

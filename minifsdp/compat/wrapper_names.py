@@ -16,15 +16,19 @@ Worked example, one unit of 3 and 1 elements on two ranks. Rank 0's shard ``[a0 
 ``[a2 b0]`` one of each. After the conversion on rank 1, both are float32 there, ``a`` and ``b`` with one element each.
 
 The functions of ``torch.distributed.checkpoint.state_dict`` set three more attributes before they call
-``state_dict()``. Their values are of torch's classes, so they are converted. With these attributes, torch's functions
-save and load the model correctly. They do not support the optimizer state, because torch's code reads internals of the
-handle. Reading these raises an error that names the functions of ``state_dict_functions.py``.
+``state_dict()``. Their values are of torch's classes, so they are converted. They also check each module with
+``isinstance`` for torch's wrapper, before they remove its prefix from names. So for these functions alone, and not for
+other code, ``__class__`` of a wrapper is a subclass of torch's class. This class is only compared: nothing is inherited
+from it. Then torch's functions save and load the model correctly. They do not support the optimizer state, because
+torch's code reads internals of the handle. Reading these raises an error that names the functions of
+``state_dict_functions.py``. If a program has replaced torch's names, torch's functions call minifsdp's methods, and all
+of them work.
 
 *In torch:* ``params``, ``_has_params``, ``_flat_param``, ``_handle``, ``_is_root``, ``training_state``,
 ``_state_dict_type``, ``_state_dict_config``, ``_optim_state_dict_config``, ``_sync_gradients`` and the attributes of
 ``_FSDPState`` that ``_post_backward_final_callback`` reads.
 
-Spec: NAMES-08, NAMES-11, NAMES-12, ORIG-01, SD-CFG-02, START-08, START-09.
+Spec: NAMES-08, NAMES-11, NAMES-12, ORIG-01, SD-CFG-02, START-08, START-09, PROG-98.
 """
 
 import dataclasses
@@ -38,7 +42,6 @@ from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchWrapper
 from torch.distributed.fsdp import api as torch_api
 from torch.distributed.fsdp._common_utils import TrainingState
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from minifsdp.checkpoint import state_dict_options
 from minifsdp.checkpoint.state_dict_options import state_of
@@ -100,7 +103,7 @@ def class_for_caller(wrapper: Wrapper) -> type:
     frame = sys._getframe(1)
     is_torchs_function = frame.f_globals.get("__name__") == state_dict.__name__
     # For a wrapper, torch's function fails at the name of the extra state of the wrapped module.
-    if is_torchs_function and frame.f_locals.get("curr_obj_name") != _EXTRA_STATE_KEY_SUFFIX:
+    if is_torchs_function and frame.f_locals.get("curr_obj_name") != "_extra_state":
         return _torchs_class(type(wrapper))
     return type(wrapper)
 

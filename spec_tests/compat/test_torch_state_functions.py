@@ -261,6 +261,8 @@ ROWS: list[tuple[Call, dict[str, Any], dict[str, str]]] = [
     (set_both, FULL, RIGHT),
 ]
 
+OF_OPTIMIZERS = (get_optimizer, get_both, set_optimizer, set_both)
+
 
 @ranks(2)
 def check_row(number: int, layout: str, steps: int, names: str) -> None:

@@ -226,4 +226,11 @@ MUTANTS = [
         "Each rank stores the whole full state dict that it receives.",
         replace("_received", "$value if $key not in $units else $units[$key].rows($key, $value)", "$value"),
     ),
+    # --- compat/wrapper_names.py ---
+    Mutant(
+        "wrapper-is-not-recognized",
+        "PROG-98",
+        "torch's functions for state dicts do not recognize a wrapper.",
+        never("class_for_caller", "$is_torchs_function and $frame.f_locals.get('curr_obj_name') != '_extra_state'"),
+    ),
 ]
