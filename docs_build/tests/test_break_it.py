@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs" / "learn" / "index.md").read_text(encoding="utf-8").partit
 SHARD = "spec_tests/fsdp1/test_shard.py"
 EXAMPLE = (
     "engine/hooks.py",
-    "if self._frees_after_forward(unit):",
+    "if unit.policy.reshard_after_forward and not unit.keeps_for_graph:",
     "if False:",
     SHARD,
     "test_full_shard_all_gathers_twice_and_reduces_once",

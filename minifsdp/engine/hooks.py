@@ -190,9 +190,8 @@ class IterationState:
 
     def _changed_units(self, num_steps: int, versions: list[int]) -> set[Unit]:
         edited = {p for p, version in zip(self._parameters, versions, strict=True) if p._version != version}
-        layouts = [(unit, unit.layout) for unit in self.units]
-        changed = {unit for unit, layout in layouts if not edited.isdisjoint(layout.local_parameters())}
-        return changed - self.summoned | {unit for unit, layout in layouts if layout.stepped_at > num_steps}
+        changed = {unit for unit in self.units if not edited.isdisjoint(unit.layout.local_parameters())}
+        return changed - self.summoned | {unit for unit in self.units if unit.layout.stepped_at > num_steps}
 
     def begin_backward(self) -> None:
         """Called by the first hook of this root that runs in a backward."""
@@ -277,8 +276,8 @@ class IterationState:
         if deferred is arriving or arriving in deferred.inner:
             return
         self._deferred = None
-        is_freed = deferred.policy.reshard_after_forward
-        if is_freed and deferred.phase is not Phase.PRE_BACKWARD and not deferred.keeps_for_graph:
+        is_freed = deferred.policy.reshard_after_forward and not deferred.keeps_for_graph
+        if is_freed and deferred.phase is not Phase.PRE_BACKWARD:
             deferred.reshard()
 
     def _close(self, unit: Unit) -> None:

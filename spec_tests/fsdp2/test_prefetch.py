@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from spec_tests.harness import ranks
+from spec_tests import subject
+from spec_tests.harness import device, ranks
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import Watch, batch, iterate, loss_of, recorded_iteration, said
 from spec_tests.models.sharding import sharded
@@ -34,6 +37,48 @@ def ahead(model: Any, num: int, *, forward: bool = True, backward: bool = True) 
 
 def words_of(model: nn.Module, step: int = 0) -> list[str]:
     return recorded_iteration(model, step).split()
+
+
+# --- the copy-out ---
+
+
+class Order(TorchDispatchMode):
+    """The all-gathers and the copy-outs, in the order in which the CPU issues them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if "split_with_sizes_copy" in name:
+            self.found.append("copy-out")
+        elif name == "c10d::_allgather_base_":
+            self.found.append("all-gather")
+        return func(*args, **(kwargs or {}))
+
+
+def order_of_a_forward(library: Any) -> list[str]:
+    model = nn.Sequential(*(nn.Linear(4, 4, device=device()) for _ in range(3)))
+    for layer in model:
+        library.fully_shard(layer)
+    library.fully_shard(model)
+    model[0].set_modules_to_forward_prefetch([model[1]])
+    model[1].set_modules_to_forward_prefetch([model[2]])
+    x = torch.ones(2, 4, device=device())
+    model(x).sum().backward()
+    with Order() as order:
+        model(x)
+    return order.found
+
+
+@pytest.mark.spec("FS2-PREF-03")
+@pytest.mark.not_simulated("the oracle is torch's own fully_shard")
+@ranks(2)
+def test_forward_prefetches_after_its_own_copy_out() -> None:
+    """Otherwise the buffer of the prefetched all-gather is allocated before the own buffer is freed."""
+    expected = ["all-gather", "copy-out", "all-gather", "copy-out", "all-gather", "copy-out"]
+    assert order_of_a_forward(subject) == order_of_a_forward(torch_fsdp) == expected
 
 
 # --- implicit ---

@@ -183,11 +183,19 @@ MUTANTS = [
         "evaluation-keeps-what-it-gathered",
         "SHARD-14",
         "FULL_SHARD keeps all parameters unsharded between forward and backward.",
-        replace(
-            "Wrapper._make_unit",
-            "UnitPolicy(..., reshard_after_forward=$reshard)",
-            "UnitPolicy(..., reshard_after_forward=False)",
-        ),
+        replace("Wrapper._make_unit", "self._reshards = $reshards", "self._reshards = False"),
+    ),
+    Mutant(
+        "root-is-resharded-after-forward",
+        "FRESH-09",
+        "The root of a FULL_SHARD model is resharded after forward like any other unit.",
+        replace("Wrapper._create_root_state", "$wrapper._reshards and not $is_kept", "$wrapper._reshards"),
+    ),
+    Mutant(
+        "values-written-while-summoned-are-not-used",
+        "SUMMON-21",
+        "Units that are kept unsharded compute with the values from before `summon_full_params`.",
+        remove("_one", "unit.reshard()"),
     ),
     Mutant(
         "reduce-dtype-is-ignored",
