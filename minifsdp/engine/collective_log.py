@@ -33,6 +33,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter, deque
+from functools import lru_cache
 from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
@@ -176,6 +177,12 @@ def called(code: CodeType | None) -> str:
     return f"{code.co_qualname.split('.')[-2:][0]}()" if code.co_name == "__init__" else code.co_name
 
 
+@lru_cache(maxsize=4096)
+def _shape(kind: str, num_bytes: int, dtype: Any) -> int:
+    # A step repeats the collectives of earlier steps.
+    return crc32(f"{kind} {num_bytes} {dtype}".encode())
+
+
 class CollectiveLog:
     """The collectives of this process. There is one log, `log`. The watchdog thread reads it.
 
@@ -232,7 +239,7 @@ class CollectiveLog:
         if isinstance(unit, UnitName):
             unit.used.add(sequence)
             of_unit, unit = unit.number, str(unit)
-        shape = crc32(f"{kind} {num_bytes} {dtype}".encode())
+        shape = _shape(kind, num_bytes, dtype)
         # Unlike the hash of a text, the hash of numbers is the same in all processes.
         identity = hash((shape, *parts))
         sequence.digest = hash((sequence.digest, identity))
