@@ -33,12 +33,7 @@ def write_report(found: Findings) -> str:
     folder = os.environ.get(FOLDER)
     if folder == "off":
         return ""
-    report = {
-        "report": found.text(),
-        "states": found.states,
-        "lines": found.lists,
-        "diverging": found.diverging or found.other_units,
-    }
+    report = {"report": found.text(), "states": found.states, "lines": found.lists}
     # Two jobs without an ID, two starts of a job, and two reports of a process use different files.
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none").replace("/", "_")
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)

@@ -305,7 +305,7 @@ def test_the_line_that_runs_is_highlighted_on_the_page(address: str, tab: Tab) -
     at(tab, address)
     tab.wait_for(f"!!{line}")
     tab.look("document.querySelectorAll('.source-frame')[1].click()")
-    assert "unit.unshard(is_ahead=False)" in tab.look(f"{line}.textContent")
+    assert "unit.unshard()" in tab.look(f"{line}.textContent")
     href = tab.look("document.querySelector('.source-title a').getAttribute('href')")
     assert re.fullmatch(r"\.\./read/engine/hooks\.html#IterationState\.pre_forward.*", href)
 

@@ -31,10 +31,9 @@ tensors that store and receive the values. Example: two ranks, a tensor of four 
 7. *New orders.* Gloo's own collectives pair up by order alone. If two ranks issue collectives of different sizes, gloo
    ends the process in C++. So as long as an order of collectives is new, the ranks exchange one number for each
    collective. An all-gather must not wait for the numbers of other ranks when it is issued, because other ranks may
-   depend on something that the program does first. So its shards, of any size, are sent in messages whose tag contains
-   its size. All-gathers of different sizes never receive each other's values, and ``wait()`` reads the numbers. Any
-   other collective waits for the numbers before it sends data. In an order that the ranks have agreed on, they exchange
-   none.
+   depend on something that the program does first. So its shards are sent in messages whose tag contains its size.
+   All-gathers of different sizes never receive each other's values, and ``wait()`` reads the numbers. Any other
+   collective waits for the numbers before it sends data. In an order that the ranks have agreed on, they exchange none.
 8. *Counts.* Programs count collectives with a ``TorchDispatchMode``. Such a mode sees the operator that another backend
    would run, on a group that sends no data. So its counts are the same as with other backends.
 
@@ -112,12 +111,7 @@ class Transport:
         self._epoch, self._recent = -1, deque[int]()
 
     def check_size(self, shape: int, num_bytes: int, epoch: int) -> Callable[[], bool | None] | None:
-        """7. Called before each collective. Ensures that no rank receives data of a size that it does not expect.
-
-        Args:
-            shape: hash of the kind, the size and the dtype.
-            num_bytes: the size.
-            epoch: the epoch in the collective log.
+        """7. Called before each collective. ``shape`` is a hash of its kind, size and dtype.
 
         Returns:
             ``None`` if the ranks have compared this order before. Otherwise a function that waits for the numbers of

@@ -32,6 +32,7 @@ Spec: CTOR-05, NOSYNC-10, FUZZ-06, FRESH-04, FRESH-06.
 import traceback
 import weakref
 from collections.abc import Iterable, Sequence
+from threading import RLock
 from typing import Any
 
 import torch
@@ -66,22 +67,26 @@ class OptimizerWatch:
         self._with_hook = weakref.WeakSet[torch.optim.Optimizer]()
         # The names of the parameters that each module had when it was sharded.
         self._names = weakref.WeakKeyDictionary[nn.Module, frozenset[str]]()
+        # Ranks may be threads of one process. One of them may add layouts while another one iterates over them.
+        self._lock = RLock()
         # The handle of the hook while it is installed.
         self._hook: Any = None
 
     def add(self, layout: Layout) -> None:
         """Called when a unit has taken parameters. From then on, the steps of optimizers are checked."""
         # An optimizer that passed the check earlier may hold parameters that this unit has replaced.
-        self._held.clear()
-        if self._hook is None:
-            self._hook = torch_optimizer.register_optimizer_step_pre_hook(self._before_step)
-        self._layouts.add(layout)
+        with self._lock:
+            self._held.clear()
+            if self._hook is None:
+                self._hook = torch_optimizer.register_optimizer_step_pre_hook(self._before_step)
+            self._layouts.add(layout)
         weakref.finalize(layout, self._end).atexit = False
 
     def note_modules(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         """Called when ``modules``, with their paths, are sharded. Records the names of their parameters."""
-        for _, module in modules:
-            self._names[module] = frozenset(module._parameters)
+        with self._lock:
+            for _, module in modules:
+                self._names[module] = frozenset(module._parameters)
 
     def _warn_if_added(self, unmanaged: set[torch.Tensor]) -> None:
         """Issues a warning if parameters in ``unmanaged`` were added to a sharded model later."""
@@ -168,7 +173,9 @@ class OptimizerWatch:
         """The layouts whose parameters ``optimizer`` holds. The first call checks for replaced parameters."""
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         known = self._held.get(optimizer)
-        if known is None or known[0] != sizes:
+        if known is not None and known[0] == sizes:
+            return list(known[1])
+        with self._lock:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             num_stale, kind = sum(parameter in replaced for parameter in parameters), type(optimizer).__name__
             if num_stale:
@@ -186,8 +193,8 @@ class OptimizerWatch:
             if found and optimizer not in self._with_hook:
                 self._with_hook.add(optimizer)
                 optimizer.register_state_dict_pre_hook(read_all)
-            known = self._held[optimizer] = sizes, weakref.WeakSet(found)
-        return list(known[1])
+            self._held[optimizer] = sizes, weakref.WeakSet(found)
+        return found
 
 
 watch = OptimizerWatch()

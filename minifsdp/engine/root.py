@@ -59,6 +59,17 @@ def _earlier_streams(units: Sequence[tuple[str, Unit]], device: torch.device) ->
     return next((found for _, unit in units if (found := unit.comm_streams) and found.device == device), None)
 
 
+def _name(units: Sequence[tuple[str, Unit]]) -> set[CollectiveSequence]:
+    """Sets the names and numbers of the units. Returns the set in which the log notes their sequences."""
+    used = set[CollectiveSequence]()
+    numbers = Counter[MeshGroups]()
+    for name, unit in units:
+        mesh = unit.plan.mesh
+        unit.name = unit.layout.name = UnitName(name, numbers[mesh], used)
+        numbers[mesh] += 1
+    return used
+
+
 class RootState:
     """The state that the units of one root share.
 
@@ -96,11 +107,8 @@ class RootState:
         # The thread of the outermost forward that is running; 0 if none.
         self._thread = 0
         self.after_optimizer: Any = None
-        used, numbers = set[CollectiveSequence](), Counter[MeshGroups]()
-        for name, unit in units:
-            mesh = unit.plan.mesh
-            unit.name = unit.layout.name = UnitName(name, numbers[mesh], used)
-            numbers[mesh] += 1
+        used = _name(units)
+        for unit in self.units:
             if unit.phase is not Phase.SUMMONED:
                 unit.layout.refresh_from_module()
             unit.plan_reductions()

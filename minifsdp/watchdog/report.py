@@ -62,7 +62,6 @@ _SYSTEM = Path("/proc")
 GONE = "The state of the other ranks is unknown: the host of the store, usually rank 0, has ended."
 SILENT = "The state of the other ranks is unknown: the store does not answer. Its host is stopped or out of reach."
 MOST_RANKS = 16  # lines of a report
-# Two ways in which a rank ends: without an exit record, and in order.
 LOST = "without an exit record, usually by a signal or a crash: its process no longer exists"
 IN_ORDER = "at the end of its program"
 
@@ -111,9 +110,7 @@ def _place_of_main_thread() -> str:
     inside, code, line = way_out_of_main_thread()
     if code is None or inside is None:
         return "outside of the program"
-    place, name = where(code, line), called(inside)
-    # A function whose name begins with an underscore is not called by the program, but for instance by a signal.
-    return place if inside is code or name.startswith("_") else f"in {name}, {place}"
+    return where(code, line) if inside is code else f"in {called(inside)}, {where(code, line)}"
 
 
 def different_ranks(
@@ -140,7 +137,7 @@ def divergence(key: str, epoch: int, lists: Mapping[int, list[Line]], what: int 
     Args:
         key, epoch: of the sequence.
         lists: the last collectives of the ranks to compare.
-        what: the field of their lines to compare: `IDENTITY`, or `OF_UNIT` for collectives of different units.
+        what: the field of their lines to compare, `IDENTITY` or `OF_UNIT`.
 
     Returns:
         The collective of each of these ranks at that position.
@@ -173,7 +170,7 @@ class Findings(NamedTuple):
         states: the states of all ranks; ``None`` for those without an answer.
         lists: the last collectives of some ranks.
         diverging: the collectives of these ranks at the position where they diverge, see `divergence`.
-        other_units: the same where the ranks only issued collectives of different units.
+        other_units: the same for collectives of different units, which are usually the cause at an earlier position.
         why: the reason if no other rank could be queried.
     """
 
@@ -192,7 +189,6 @@ class Findings(NamedTuple):
         lines = ["Where every rank is:", *said[:MOST_RANKS]]
         if len(said) > MOST_RANKS:
             lines.append(f"and {len(said) - MOST_RANKS} more")
-        # Other units at an earlier position are usually the cause.
         both = filter(None, (self.diverging, self.other_units))
         if found := min(both, key=lambda lines: next(iter(lines.values()))[2], default=None):
             key, _, number = next(iter(found.values()))[:3]

@@ -219,7 +219,7 @@ def test_slow_rank_causes_no_repeated_file_and_no_repeated_list() -> None:
     publish_list, ask = StoreChannel.publish_list, StoreChannel.ask
     with pytest.MonkeyPatch.context() as patch:
         dumps = json.dumps
-        patch.setattr(json, "dumps", lambda what: (reported.append("diverging" in what), dumps(what))[1])
+        patch.setattr(json, "dumps", lambda what: (reported.append("report" in what), dumps(what))[1])
         patch.setattr(StoreChannel, "publish_list", lambda *args: (listed.append(args), publish_list(*args))[1])
         patch.setattr(StoreChannel, "ask", lambda self: (asked.append(self), ask(self))[1])
         if dist.get_rank() == 2:

@@ -1,4 +1,4 @@
-"""What a process sees of the package: while its process group lives, in a child that it forks, and afterwards."""
+"""The state of a process while its process group lives, in a child that it forks, and afterwards."""
 
 from __future__ import annotations
 

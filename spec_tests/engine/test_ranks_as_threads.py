@@ -17,6 +17,8 @@ from torch.testing._internal.distributed import multi_threaded_pg
 
 from minifsdp.engine import collectives
 from minifsdp.engine.collective_log import log
+from minifsdp.engine.layout import Steps
+from minifsdp.engine.optimizer_watch import OptimizerWatch
 from spec_tests.subject import FullyShardedDataParallel as FSDP
 from spec_tests.subject import fully_shard
 
@@ -121,3 +123,31 @@ def test_only_the_rank_that_has_ended_its_group_can_no_longer_communicate(api: s
 
     assert run_in_threads(body) == []
     assert len(texts) == 1
+
+
+@pytest.mark.spec("LEDGER-19")
+def test_a_rank_may_step_while_another_rank_shards_a_model() -> None:
+    watch, weight = OptimizerWatch(), nn.Parameter(torch.ones(1))
+
+    class Sharded:
+        """Replaces a layout. The other rank shards a model while this one is looked at."""
+
+        leaves = ()
+        stepped_at, steps, all_gather_group = 0, Steps(), None
+
+        def local_parameters(self) -> list[nn.Parameter]:
+            if other_rank.ident is None:
+                other_rank.start()
+                other_rank.join(0.2)
+            return [weight]
+
+    layouts: list[Any] = [Sharded() for _ in range(3)]
+    other_rank = threading.Thread(target=watch.add, args=(layouts[2],))
+    try:
+        for layout in layouts[:2]:
+            watch.add(layout)
+        assert watch._count_step(torch.optim.SGD([weight]))
+        other_rank.join()
+        assert len(watch._layouts) == 3
+    finally:
+        watch._hook.remove()

@@ -3,7 +3,7 @@
 from minifsdp.engine.unit import Phase, State
 
 
-def unshard(self, *, is_ahead: bool = True) -> None:
+def unshard(self) -> None:
     if self.state is not State.SHARDED or self.phase is Phase.SUMMONED:
         return
     self.limiter.throttle(self.name)
