@@ -60,6 +60,23 @@ def test_one_rank_unit_computes_in_stored_memory() -> None:
     assert torch.equal(block(draw(0)), a_block()(draw(0))), "the full values may stay visible"
 
 
+@pytest.mark.spec("PROG-06")
+@ranks(1)
+def test_a_loss_of_a_weight_between_forwards_trains_in_every_step() -> None:
+    plain, model = chain(2), FSDP(chain(2), device_id=device())
+    plain = plain.to(device())
+    for one, block in ((plain, plain[1]), (model, model.module[1])):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        with torch.inference_mode():
+            one(draw(0))
+        for step in range(3):
+            optimizer.zero_grad()
+            one(draw(0, step)).sum().backward()
+            block.up.weight.square().sum().backward()
+            optimizer.step()
+    assert torch.equal(model.module[1].up.weight, plain[1].up.weight)
+
+
 @pytest.mark.spec("MP-02")
 @ranks(1)
 def test_one_rank_cast_unit_frees_its_copy() -> None:
