@@ -116,7 +116,6 @@ def get_model_state_dict(
     return {name if keeps else name.removeprefix(start): state[name] for name, start in parts}
 
 
-@outside_inference_mode
 def set_model_state_dict(
     model: nn.Module, model_state_dict: dict[str, Any], *, options: StateDictOptions | None = None
 ) -> Any:
