@@ -126,7 +126,6 @@ def set_state_dict(
     return set_model_state_dict(model, model_state_dict, options=options)
 
 
-@outside_inference_mode
 def set_model_state_dict(
     model: nn.Module, model_state_dict: dict[Any, Any], *, options: StateDictOptions | None = None
 ) -> Any:

@@ -106,7 +106,7 @@ class Collective:
         if log.fatal_error:
             raise RuntimeError(log.fatal_error)
         self.about = kind if unit is None else f"{kind} of {unit!r}" if unit else f"{kind} of the root unit"
-        is_fake = _active_mode(_FAKE) is not None or (data and data[0].__class__ is FakeTensor)
+        is_fake = _active_mode(_FAKE) is not None or FakeTensor in map(type, (*data, *arguments))
         if is_fake and dist.get_backend(group.process_group) != "fake":
             raise RuntimeError(message("fake-tensors", what=self.about, ranks=list(group.ranks)))
         sequence, num_bytes = group.sequence, sum(map(_NUM_BYTES, data))

@@ -319,11 +319,6 @@ class FSDPModule:
         """The sharded parameters and the buffers. In inference mode, a ``DTensor`` cannot be detached."""
         return super().state_dict(*args, **kwargs)  # type: ignore[misc]
 
-    @outside_inference_mode
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads values. With ``assign=True``, the optimizer can update the new parameters."""
-        return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
-
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clears gradients, including those of sharded parameters that are currently unsharded (FUZZ-04)."""
         root_state = self._get_fsdp_state().root_state

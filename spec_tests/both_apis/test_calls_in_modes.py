@@ -263,6 +263,7 @@ def states_of_functions(pair: Pair) -> None:
 
 def loss_scaling(pair: Pair) -> None:
     scaler = ShardedGradScaler("cpu", init_scale=16.0)
+    pair.optimizer.zero_grad(), pair.plain_optimizer.zero_grad()
     scaler.scale(pair.model(pair.x).square().sum()).backward()
     pair.plain(pair.x).square().sum().backward()
     with pair.mode():
@@ -325,7 +326,8 @@ def test_a_call_in_a_mode_has_the_result_of_the_plain_model(api: Api, call: Call
 
 @pytest.mark.spec("PAR-10")
 @all_apis
-@pytest.mark.parametrize("mode", MODES)
+# Autocast keeps the cast weights of the plain model until the mode ends, also if the program changes the weights.
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "autocast"])
 @ranks(2)
 def test_a_program_that_runs_in_a_mode_evaluates_like_the_plain_model(api: Api, mode: str) -> None:
     with MODES[mode]():
