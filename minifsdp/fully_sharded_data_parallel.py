@@ -562,7 +562,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
     def _is_root(self) -> bool | None:  # type: ignore[override]
         return None if self._root_state is None else self._is_outermost
 
-    training_state = property(wrapper_names.training_state)  # type: ignore[assignment]
+    training_state = property(wrapper_names.training_state)
     _sync_gradients = property(wrapper_names.reduces_gradients)
 
     # Torch's `_post_backward_final_callback`, which Composer calls when memory runs out, reads these five attributes.
