@@ -575,7 +575,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         # Torch's functions for optimizer states set this attribute before they read other private ones.
         raise AttributeError(message("foreign-optimizer-state", name="_is_root"))
 
-    training_state = property(wrapper_names.training_state)  # type: ignore[assignment]
+    training_state = property(wrapper_names.training_state)
     _sync_gradients = property(wrapper_names.reduces_gradients)
 
     # Torch's `_post_backward_final_callback`, which Composer calls when memory runs out, reads these five attributes.

@@ -44,7 +44,7 @@ def test_the_design_and_the_readme_give_the_same_reading_order() -> None:
     assert len(linked) >= 10
     page = " ".join((ROOT / "docs" / "read" / "index.md").read_text(encoding="utf-8").split())
     assert [len(names) for _, _, names in reading_order()[:2]] == [11, 4]
-    assert "The first eleven are a complete FSDP2, and the next four add FSDP1." in page
+    assert "The first eleven are the main path of FSDP2, and the next four add FSDP1." in page
 
 
 @pytest.mark.parametrize("name", all_modules())

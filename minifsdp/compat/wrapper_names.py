@@ -127,7 +127,7 @@ def flat_parameter(wrapper: Wrapper) -> Any:
 
 
 def training_state(wrapper: Wrapper) -> TrainingState:
-    """What a wrapper is doing. An outermost wrapper without parameters does what its root does."""
+    """The state of a wrapper. An outermost wrapper without parameters has the state of its root."""
     if wrapper._shows_clean_names:
         return TrainingState.SUMMON_FULL_PARAMS
     if wrapper._unit is not None:

@@ -24,7 +24,7 @@ from minifsdp.engine.mesh import Group, MeshGroups, default_group, node_groups
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp1 import policies
-from minifsdp.fsdp1.options import CPUOffload, GroupPair, Options, ProcessGroupType, ShardingStrategy
+from minifsdp.fsdp1.options import CPUOffload, GroupPair, Options, ProcessGroups, ShardingStrategy
 from minifsdp.watchdog import process
 
 # All units of this API use the flat layout.
@@ -71,9 +71,7 @@ def strategy_on(mesh: MeshGroups, strategy: ShardingStrategy) -> ShardingStrateg
     return strategy
 
 
-def choose_mesh(
-    options: Options, strategy: ShardingStrategy, device: torch.device
-) -> tuple[MeshGroups, ProcessGroupType]:
+def choose_mesh(options: Options, strategy: ShardingStrategy, device: torch.device) -> tuple[MeshGroups, ProcessGroups]:
     """Returns the shard and replicate groups for a strategy, and the process groups to pass to inner units.
 
     Every rank must call it, because a hybrid strategy creates its groups if the user passed none.

@@ -79,7 +79,8 @@ class CPUOffload:
 
 
 GroupPair = tuple[dist.ProcessGroup, dist.ProcessGroup]
-ProcessGroupType = dist.ProcessGroup | GroupPair | None
+ProcessGroups = dist.ProcessGroup | GroupPair
+ProcessGroupType = ProcessGroups | None
 
 
 @dataclass(frozen=True)

@@ -134,5 +134,5 @@ def register_comm_hook(wrapper: Wrapper, state: object, hook: Callable[..., Any]
     for inner in wrappers:
         inner._comm_hook = hook
         inner._comm_hook_state = state
-        if inner._unit is not None:
-            inner._unit.plan.hook = functools.partial(hook, state)
+    for unit in [inner._unit for inner in wrappers if inner._unit is not None]:
+        unit.plan.hook = functools.partial(hook, state)

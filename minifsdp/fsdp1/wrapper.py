@@ -50,7 +50,7 @@ from minifsdp.engine.unit import Phase, Unit, UnitPolicy, modules_of_unit
 from minifsdp.fsdp1 import build, initial, wrap
 from minifsdp.fsdp1.compiling import warn_if_compiled
 from minifsdp.fsdp1.ignored import find_ignored
-from minifsdp.fsdp1.options import CPUOffload, MixedPrecision, Options, ProcessGroupType, ShardingStrategy
+from minifsdp.fsdp1.options import CPUOffload, MixedPrecision, Options, ProcessGroups, ShardingStrategy
 
 WRAPPED = "_fsdp_wrapped_module"
 PREFIX = WRAPPED + "."
@@ -117,7 +117,7 @@ class Wrapper(nn.Module):
         self._unit = self._make_unit(module, modules)
         optimizer_watch.watch.note_modules([("", self), *modules_of_unit([module], is_wrapper)])
 
-    def _options_of_inner(self, options: Options, groups: ProcessGroupType) -> dict[str, Any]:
+    def _options_of_inner(self, options: Options, groups: ProcessGroups) -> dict[str, Any]:
         """Arguments for the units of an auto-wrap policy: these options with groups and ignored modules resolved."""
         return {
             **vars(options),

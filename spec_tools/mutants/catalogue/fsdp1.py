@@ -22,7 +22,19 @@ MUTANTS = [
         "_sync_gradients is true in no_sync().",
         replace("reduces_gradients", "all(($unit.policy.reduces for $unit in $units))", "True"),
     ),
+    Mutant(
+        "summoned-looks-idle",
+        "NAMES-12",
+        "training_state is IDLE inside summon_full_params for a wrapper without parameters.",
+        replace("training_state", "$wrapper._shows_clean_names", "False"),
+    ),
     # --- fsdp1/build.py ---
+    Mutant(
+        "no-shard-is-not-deprecated",
+        "SHARD-18",
+        "NO_SHARD of several ranks causes no warning.",
+        never("strategy_on", "strategy is ShardingStrategy.NO_SHARD and $mesh.replicate is not None"),
+    ),
     Mutant(
         "pair-the-wrong-way-round",
         "HYB-02",
@@ -68,6 +80,12 @@ MUTANTS = [
         "SYNC-02",
         "Under a hybrid strategy only the first shard group receives rank 0's initial values.",
         replace("_broadcast", "($mesh.replicate, $mesh.shard)", "($mesh.shard,)"),
+    ),
+    Mutant(
+        "containers-are-not-initialized",
+        "META-06",
+        "param_init_fn is called only for modules that own tensors.",
+        replace("materialize", "$given is not None and not _own_tensors($module, set())", "False"),
     ),
     Mutant(
         "to-empty-recurses",
@@ -127,7 +145,7 @@ MUTANTS = [
         replace(
             "register_comm_hook",
             "for $unit in $units:\n    $unit.plan.hook = $hook",
-            "$units[0].plan.hook = functools.partial(hook, state)",
+            "wrapper._unit.plan.hook = functools.partial(hook, state)",
         ),
     ),
     Mutant(
