@@ -14,7 +14,7 @@ Worked example: both ranks of ``smoke/2-ranks`` hang. The limit for ranks is 60 
     60 s     the pool of ranks ends with the stacks of the fault handler; the chunk has failed
     after    the kit copies the files of minifsdp from the temporary folder of the chunk
 
-The names of the variables are valid for torch 2.11 to 2.14. Some have an older name, which parts of torch still read.
+The names of the variables are valid for torch 2.11 to 2.15. Some have an older name, which parts of torch still read.
 """
 
 from __future__ import annotations
