@@ -188,7 +188,7 @@ def groups_made_by_the_package(api: str) -> None:
 
 
 def process_as_before(api: str) -> None:
-    """While a group lives, the process has one more exit handler, and nothing afterwards. The model is deleted before."""
+    """While a group lives, its process has one more exit handler. Afterwards nothing is left."""
     from spec_tests.harness.process_state import changes, state_of_process
 
     def one_run(number: int, shards: bool) -> list[str]:

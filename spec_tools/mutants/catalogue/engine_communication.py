@@ -19,7 +19,11 @@ MUTANTS = [
         "a-sequence-keeps-its-group",
         "HEALTHY-06",
         "Process groups are never freed.",
-        replace("CollectiveSequence.__init__", "weakref.ref($process_group)", "lambda: $process_group"),
+        replace(
+            "CollectiveSequence.__init__",
+            "(key, ranks, weakref.ref(process_group))",
+            "(key, ranks, lambda: process_group)",
+        ),
     ),
     Mutant(
         "names-end-a-job",
