@@ -21,13 +21,9 @@ from minifsdp.compat.state_dict_functions import *  # noqa: F403
 from minifsdp.debugging import switch as _debugging
 from minifsdp.debugging.switch import debug
 from minifsdp.fsdp1.grad_scaler import ShardedGradScaler
+from minifsdp.fsdp2.finalize import GradientReductionHandle
 from minifsdp.fsdp2.fully_shard import fully_shard
-from minifsdp.fsdp2.functions import (
-    GradientReductionHandle,
-    UnshardHandle,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-)
+from minifsdp.fsdp2.functions import UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 from minifsdp.fsdp2.module import FSDPModule
 from minifsdp.fsdp2.options import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from minifsdp.fully_sharded_data_parallel import FullyShardedDataParallel

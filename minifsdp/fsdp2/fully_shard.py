@@ -102,11 +102,7 @@ def fully_shard(
     require(PRECISION_POLICY, "fully_shard", mp_policy=mp_policy)
     require(_OFFLOAD, "fully_shard", offload_policy=offload_policy)
     require(PARAMETERS, "fully_shard", ignored_params=ignored_params)
-    if dp_mesh_dims is not None:
-        raise NotImplementedError(message("dp-mesh-dims"))
-    # Policies of torch before 2.15 do not have this field.
-    if getattr(mp_policy, "param_dtype_override_fn", None) is not None:
-        raise NotImplementedError(message("dtype-override"))
+    _refuse_unsupported(mp_policy, dp_mesh_dims)
     modules = _checked_modules(module)
     mesh = mesh if mesh is not None else _default_mesh()
     # With the index of the current device.
@@ -128,6 +124,14 @@ def fully_shard(
     loading.register_hooks(state)
     composable.register(state, modules)
     return module
+
+
+def _refuse_unsupported(mp_policy: Any, dp_mesh_dims: Any) -> None:
+    if dp_mesh_dims is not None:
+        raise NotImplementedError(message("dp-mesh-dims"))
+    # Policies of torch before 2.15 do not have this field.
+    if getattr(mp_policy, "param_dtype_override_fn", None) is not None:
+        raise NotImplementedError(message("dtype-override"))
 
 
 class NoModulesError(ValueError, IndexError):

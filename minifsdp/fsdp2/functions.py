@@ -21,7 +21,6 @@ from torch import nn
 
 from minifsdp.arguments import METHOD_NAME, MODULE, MODULES, require
 from minifsdp.engine.comm_streams import CommStreams
-from minifsdp.engine.hooks import IterationState
 from minifsdp.engine.messages import message
 from minifsdp.engine.unit import State, Unit
 from minifsdp.fsdp2.fsdp_state import FSDPState, state_of
@@ -39,36 +38,6 @@ class UnshardHandle:
         if self._unit is not None and self._unit.state is not State.SHARDED:
             self._unit.wait()
             self._unit.layout.use_unsharded_params()
-
-
-class GradientReductionHandle:
-    """The handle that ``finalize_backward(async_op=True)`` returns (NEW-25)."""
-
-    def __init__(self) -> None:
-        self._iteration: IterationState | None = None
-
-    def wait(self) -> None:
-        """Waits for the reductions. Afterwards the gradients are complete. A second call has no effect.
-
-        Raises:
-            RuntimeError: if ``reset_iter_state`` was called in between.
-        """
-        iteration, self._iteration = self._iteration, None
-        if iteration is None:
-            return
-        if iteration.unfinished is not self:
-            raise RuntimeError(message("reduction-reset"))
-        iteration.unfinished = None
-        iteration.finish()
-
-
-def issue_reductions(iteration: IterationState) -> GradientReductionHandle:
-    """Issues the reductions that backwards have left."""
-    handle = GradientReductionHandle()
-    iteration.begin_finish()
-    handle._iteration = iteration
-    iteration.unfinished = handle
-    return handle
 
 
 def issue_all_gather(state: FSDPState) -> UnshardHandle:

@@ -31,14 +31,9 @@ from minifsdp.engine.messages import message, warn
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.root import RootState
 from minifsdp.engine.unit import Unit
+from minifsdp.fsdp2.finalize import GradientReductionHandle, issue_reductions
 from minifsdp.fsdp2.fsdp_state import ATTRIBUTE, FSDPState, state_of, states_in
-from minifsdp.fsdp2.functions import (
-    GradientReductionHandle,
-    UnshardHandle,
-    issue_all_gather,
-    issue_reductions,
-    listed,
-)
+from minifsdp.fsdp2.functions import UnshardHandle, issue_all_gather, listed
 from minifsdp.fsdp2.reshard import choose_reshard
 
 INTEGER = Kind("an integer", lambda value: isinstance(value, int) and not isinstance(value, bool))
@@ -149,9 +144,7 @@ class FSDPModule:
         """
         handle = GradientReductionHandle()
         if self._get_fsdp_state().root_state is not None:
-            root_state = self._as_root("finalize_backward")
-            _check_finalization(root_state)
-            handle = issue_reductions(root_state.iteration)
+            handle = issue_reductions(self._as_root("finalize_backward"))
         if async_op:
             return handle
         handle.wait()
@@ -381,22 +374,6 @@ def _plans(module: Any, recurse: bool) -> list[ReducePlan]:
 def _choose(module: Any, recurse: bool, **changes: Any) -> None:
     for unit in _units(module, recurse):
         unit.update_policy(**changes)
-
-
-def _check_finalization(root_state: RootState) -> None:
-    iteration = root_state.iteration
-    if iteration.unfinished is not None:
-        raise RuntimeError(message("reduction-unfinished"))
-    if not iteration.is_manual:
-        raise RuntimeError(message("not-manual"))
-    if root_state.is_busy:
-        raise RuntimeError(message("finalized-early"))
-    for unit in root_state.units:
-        leaves = unit.layout.has_unreduced and unit.policy.reduces
-        for plan in unit.plans:
-            stays_partial = leaves and plan.mesh.replicate is not None and not plan.all_reduces
-            if stays_partial or plan.partial is not None:
-                raise RuntimeError(message("finalized-partial", unit=unit.name))
 
 
 def _discard_unreduced(units: Iterable[Unit]) -> None:

@@ -13,14 +13,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
+from minifsdp.engine.unit import Phase, State
 from spec_tests.engine.small import (
-    assert_at_rest,
     assert_gradients,
     assert_trains,
     draw,
     halve_all,
     mean_gradients,
     train_once,
+    units_of,
 )
 from spec_tests.engine.three_units import each_strategy
 from spec_tests.harness import device, ranks
@@ -145,9 +146,10 @@ def test_an_evaluation_may_follow_an_exception_and_be_interrupted_by_one(strateg
             train_once(model, from_input)
         with torch.no_grad():
             torch.testing.assert_close(model(draw(4)), plain(draw(4)))
-        if strategy is not ShardingStrategy.SHARD_GRAD_OP:
-            # SHARD_GRAD_OP keeps the parameters for the next evaluation (FRESH-03).
-            assert_at_rest(model)
+        # Other units keep the parameters for the next evaluation (FRESH-03).
+        resharded = [unit for unit in units_of(model) if unit.policy.reshard_after_forward]
+        assert [unit.state for unit in resharded] == [State.SHARDED for _ in resharded]
+        assert {unit.phase for unit in units_of(model)} == {Phase.IDLE}
     with torch.no_grad(), breaking(model, "forward"):
         model(draw(4))
     assert_trains(model, mean_gradients(plain, from_input), from_input)

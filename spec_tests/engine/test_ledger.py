@@ -104,7 +104,7 @@ def test_each_collective_has_the_line_of_the_forward_the_backward_or_the_call_th
             raise LookupError
 
     handle = model.module[1].register_forward_pre_hook(fail) if fails_in == "forward" else None
-    log.entries.clear()
+    clear_entries()
     try:
         output = model(draw(dist.get_rank()))  # the forward
         output.register_hook(fail)

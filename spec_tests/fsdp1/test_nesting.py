@@ -266,8 +266,8 @@ def test_two_models_with_a_common_unit_run_forward_before_both_run_backward(kind
     """Defect: the second forward makes its model the root of the unit, and the first head gets no gradient."""
     found = []
     for models in (two_models(), two_models(kind)):
-        parameters = {parameter for model in models for parameter in model.parameters()}
-        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        parameters = dict.fromkeys(parameter for model in models for parameter in model.parameters())
+        optimizer = torch.optim.SGD(list(parameters), lr=0.1)
         for step in range(3):
             first, second = (model(batch(step, rank=0) + number).square().mean() for number, model in enumerate(models))
             backward(first, second)

@@ -1,4 +1,4 @@
-"""What a sharded module inherits from torch's class, and what torch has that minifsdp does not offer."""
+"""Functions that a sharded module inherits from torch's class, and functions that minifsdp does not offer."""
 
 from __future__ import annotations
 

@@ -44,7 +44,10 @@ def seen_dtypes(model: nn.Module) -> dict[str, tuple[torch.dtype, ...]]:
 @pytest.mark.spec("FS2-MP-01", "MIG-09", "MIG-10")
 @pytest.mark.pure
 def test_the_policy_has_four_fields_with_these_defaults() -> None:
-    parameters = inspect.signature(MixedPrecisionPolicy).parameters
+    parameters = dict(inspect.signature(MixedPrecisionPolicy).parameters)
+    # In torch since 2.15 (NEW-18).
+    if (override := parameters.pop("param_dtype_override_fn", None)) is not None:
+        assert (override.default, override.kind) == (None, inspect.Parameter.KEYWORD_ONLY)
     assert {name: parameter.default for name, parameter in parameters.items()} == {
         "param_dtype": None,
         "reduce_dtype": None,

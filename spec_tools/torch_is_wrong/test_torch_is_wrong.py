@@ -35,7 +35,7 @@ def is_crash(case: Case) -> bool:
 
 
 def said_by_torch(case: Case) -> str:
-    """What the program says with the installed torch: the documented error, or the correct result."""
+    """The expected output with the installed torch: the documented error, or the correct result."""
     return case.in_torch if case.is_wrong_in(HERE) else case.in_minifsdp
 
 

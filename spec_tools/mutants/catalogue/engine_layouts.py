@@ -60,6 +60,12 @@ MUTANTS = [
         "The rebuilt tensor of an extension is never freed.",
         remove("ExtendedBucket.free", "lifetime.release($tensor)"),
     ),
+    Mutant(
+        "released-outputs-keep-memory",
+        "FS2-EXT-07",
+        "The gathered tensors that an extension releases keep their memory until the reshard.",
+        replace("ExtendedBucket.copy_out", "lifetime.release($output)", "pass"),
+    ),
     # --- engine/flat.py ---
     Mutant(
         "kept-flat-unit-is-never-stale",

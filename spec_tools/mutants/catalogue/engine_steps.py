@@ -54,6 +54,12 @@ MUTANTS = [
         "simulated",
     ),
     Mutant(
+        "a-backward-ends-a-manual-iteration",
+        "NEW-25",
+        "A backward ends the iteration, although the program finalizes it.",
+        replace("IterationState._is_last", "self.is_last_backward and not self.is_manual", "self.is_last_backward"),
+    ),
+    Mutant(
         "end-of-backward-in-forward-reshards",
         "PROG-23",
         "A backward inside a forward reshards units that compute.",

@@ -31,6 +31,12 @@ MUTANTS = [
     ),
     # --- fsdp2/fully_shard.py ---
     Mutant(
+        "override-of-a-policy-is-ignored",
+        "NEW-18",
+        "The dtypes that a policy chooses for some parameters are ignored.",
+        remove("_refuse_unsupported", 'if getattr($policy, "param_dtype_override_fn", None) is not None:\n    ...'),
+    ),
+    Mutant(
         "replicas-over-the-shard-axis",
         "FS2-18",
         "A mesh of two axes is read as (shard, replicate).",
@@ -53,6 +59,13 @@ MUTANTS = [
         "Every parameter is sharded along its first dimension.",
         replace("_sharded_params", "$placement_fn($parameter) if $placement_fn else None", "None"),
     ),
+    # --- fsdp2/finalize.py ---
+    Mutant(
+        "partial-gradients-are-finalized",
+        "NEW-25",
+        "A gradient that is not all-reduced stays on each replica.",
+        remove("_check_end", "if stays_partial or $plan.partial is not None:\n    ..."),
+    ),
     # --- fsdp2/functions.py ---
     Mutant(
         "unshard-shows-old-values",
@@ -70,6 +83,12 @@ MUTANTS = [
         ),
     ),
     # --- fsdp2/module.py ---
+    Mutant(
+        "methods-of-torch-are-inherited",
+        "NEW-26",
+        "A sharded module inherits the methods of torch's class, which need torch's state.",
+        replace("sharded_class", "_without_methods($theirs)", "$theirs"),
+    ),
     Mutant(
         "every-backward-is-the-last",
         "NEW-07",
