@@ -109,7 +109,7 @@ def class_for_caller(wrapper: Wrapper) -> type:
 
 
 @functools.cache
-def _torchs_class(own: type) -> type:
+def _torchs_class(own: Any) -> type:
     """A class that only ``isinstance`` uses. It has no objects."""
     return type(own.__name__, (own, TorchWrapper), {})
 

@@ -156,6 +156,7 @@ class FlatSharding:
             by_split: whether all views come from one split (``flat.py``, 2). A single parameter without padding needs
                 no split. Its gradient may share memory with other gradients.
         """
+        parts: Sequence[torch.Tensor]
         if not by_split:
             parts = [flat[start:stop] for start, stop in pairwise(accumulate(self.numels, initial=0))]
         else:
