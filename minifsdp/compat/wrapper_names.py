@@ -104,7 +104,8 @@ def class_for_caller(wrapper: Wrapper) -> type:
     is_torchs_function = frame.f_globals.get("__name__") == state_dict.__name__
     # For a wrapper, torch's function fails at the name of the extra state of the wrapped module.
     if is_torchs_function and frame.f_locals.get("curr_obj_name") != "_extra_state":
-        return _torchs_class(type(wrapper))
+        own: Any = type(wrapper)
+        return _torchs_class(own)
     return type(wrapper)
 
 
