@@ -528,7 +528,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
 
     # --- names of torch that frameworks read, see ``compat/wrapper_names.py`` ---
 
-    __class__ = property(wrapper_names.class_for_caller)  # type: ignore[assignment]
+    __class__ = property(wrapper_names.class_for_caller)
 
     @property
     def params(self) -> list[Any]:
@@ -547,11 +547,11 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         return None if self._unit is None else wrapper_names.Slice(self._unit)
 
     @property
-    def _is_root(self) -> bool | None:  # type: ignore[override]
+    def _is_root(self) -> bool | None:
         return None if self._root_state is None else self._is_outermost
 
     @_is_root.setter
-    def _is_root(self, _: bool) -> NoReturn:
+    def _is_root(self, _: bool | None) -> None:
         # Torch's functions for optimizer states set this attribute before they read other private ones.
         raise AttributeError(message("foreign-optimizer-state", name="_is_root"))
 

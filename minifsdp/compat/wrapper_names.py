@@ -102,7 +102,7 @@ def class_for_caller(wrapper: Wrapper) -> type:
     is_torchs_function = frame.f_globals.get("__name__") == state_dict.__name__
     # For other names below a wrapper, torch's function ignores extra states and `_fqn_modifiers`.
     if is_torchs_function and frame.f_locals.get("curr_obj_name") == WRAPPED:
-        return _torchs_class(type(wrapper))
+        return _torchs_class(type(wrapper))  # type: ignore[arg-type]
     return type(wrapper)
 
 
