@@ -17,8 +17,8 @@ Worked example, one unit of 3 and 1 elements on two ranks. Rank 0's shard ``[a0 
 
 The functions of ``torch.distributed.checkpoint.state_dict`` set three more attributes before they call
 ``state_dict()``. Their values are of torch's classes, so they are converted. They also check each module with
-``isinstance`` for torch's wrapper, before they remove its prefix from names. So for these functions alone, and not for
-other code, ``__class__`` of a wrapper is a subclass of torch's class. This class is only compared: nothing is inherited
+``isinstance`` for torch's wrapper, before they remove its prefix from names. So at this place alone, ``__class__`` of a
+wrapper is a subclass of torch's class. This class is only compared: nothing is inherited
 from it. Then torch's functions save and load the model correctly. They do not support the optimizer state, because
 torch's code reads internals of the handle. Reading these raises an error that names the functions of
 ``state_dict_functions.py``. If a program has replaced torch's names, torch's functions call minifsdp's methods, and all
@@ -48,7 +48,7 @@ from minifsdp.checkpoint.state_dict_options import state_of
 from minifsdp.engine.messages import message
 from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1.build import FlatUnit
-from minifsdp.fsdp1.wrapper import Wrapper
+from minifsdp.fsdp1.wrapper import WRAPPED, Wrapper
 
 
 class Slice:
@@ -99,13 +99,12 @@ class Slice:
 
 
 def class_for_caller(wrapper: Wrapper) -> type:
-    """The wrapper's class; for torch's functions for state dicts, a subclass of it and of torch's wrapper (PROG-98)."""
+    """The wrapper's class; a subclass of torch's wrapper where a function of torch removes the prefix of a wrapper."""
     frame = sys._getframe(1)
     is_torchs_function = frame.f_globals.get("__name__") == state_dict.__name__
-    # For a wrapper, torch's function fails at the name of the extra state of the wrapped module.
-    if is_torchs_function and frame.f_locals.get("curr_obj_name") != "_extra_state":
-        own: Any = type(wrapper)
-        return _torchs_class(own)
+    # For other names below a wrapper, torch's function ignores extra states and `_fqn_modifiers`.
+    if is_torchs_function and frame.f_locals.get("curr_obj_name") == WRAPPED:
+        return _torchs_class(type(wrapper))  # type: ignore[arg-type]
     return type(wrapper)
 
 

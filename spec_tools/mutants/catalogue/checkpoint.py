@@ -231,6 +231,6 @@ MUTANTS = [
         "wrapper-is-not-recognized",
         "PROG-98",
         "torch's functions for state dicts do not recognize a wrapper.",
-        never("class_for_caller", "$is_torchs_function and $frame.f_locals.get('curr_obj_name') != '_extra_state'"),
+        never("class_for_caller", "$is_torchs_function and $frame.f_locals.get('curr_obj_name') == WRAPPED"),
     ),
 ]
