@@ -183,7 +183,8 @@ def test_divergence_of_last_iteration_is_reported_before_save(api: str, what: st
     optimizer.step()
     said, status = io.StringIO(), []
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
-        patch.setattr(log, "watchdog", SimpleNamespace(ask=lambda _: "", leave=lambda *_, **__: None))
+        answers = {"ask": lambda _: "", "leave": lambda *_, **__: None}
+        patch.setattr(log, "watchdog", SimpleNamespace(**answers, is_of_this_process=True, last=None))
         patch.setattr(process, "_ExitStatus", lambda: status.append(1))
         try:
             SAVES[what](model, optimizer)
