@@ -77,6 +77,10 @@ class Captures:
         if capture.error:
             raise RuntimeError(f"operation failed due to a previous error during capture: {capture.error}")
 
+    def is_own(self) -> bool:
+        """Whether this thread captures."""
+        return any(capture.thread == threading.get_ident() for capture in self._running)
+
     def refuse(self, call: str) -> None:
         """Called before a call that is not allowed during captures.
 

@@ -72,6 +72,7 @@ class Stream:
     host_stops: Callable[[str], None]
     host_waits: Callable[[Clock], None]
     refuse_in_captures: Callable[[str], None]
+    is_in_capture: Callable[[], bool]
     where: Callable[[], str]
 
     def __init__(self, device: Any = None, priority: int = 0, *, name: str | None = None) -> None:
@@ -125,6 +126,10 @@ class Stream:
         """Whether the CPU's clock contains all operations of the stream."""
         Stream.refuse_in_captures("stream.query")
         return self.record_event().is_passed
+
+    def is_capturing(self) -> bool:
+        """Whether this thread captures. The streams of a capture are not distinguished."""
+        return Stream.is_in_capture()
 
     def synchronize(self) -> None:
         """Stops the CPU until all operations of the stream are complete."""

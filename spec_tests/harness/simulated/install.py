@@ -88,6 +88,8 @@ def install() -> torch.device:
     _answer_for_the_accelerator(module)
     errors.watch_backward()
     dist.Backend.register_backend("simulated", nccl.create, devices=["sim"])
+    # Since 2.15, torch otherwise attaches its flight recorder, which needs a process group that is written in C++.
+    getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add("simulated")
     _name_the_device_of_barriers()
     recorder = Recorder()
     recorder.__enter__()

@@ -65,6 +65,7 @@ class World:
         Stream.where = self.where
         self.stuck, self.captures = Stuck(), Captures()
         Stream.refuse_in_captures = self.captures.refuse
+        Stream.is_in_capture = self.captures.is_own
         self.main = [Stream(index, name="compute stream") for index in range(NUM_DEVICES)]
         self.streams: dict[int, Stream] = {stream.number: stream for stream in self.main}
         self.backwards = Backwards(self.main[0])
