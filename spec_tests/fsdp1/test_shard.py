@@ -330,10 +330,10 @@ def test_evaluation_all_gathers_and_never_reduces(
     for number in range(3):
         with Wire() as wire, without_gradients():
             assert torch.equal(model(batch()), seeded()(batch()))
-        # SHARD_GRAD_OP keeps the parameters unsharded for the next evaluation.
-        keeps = strategy is SHARD_GRAD_OP
-        assert watch.alive() == (list(UNITS) if keeps else [])
-        assert wire.kinds() == ([] if keeps and number > 0 else ["AG"] * len(UNITS))
+        # SHARD_GRAD_OP keeps all parameters unsharded for the next evaluation, FULL_SHARD only those of the root.
+        kept = list(UNITS) if strategy is SHARD_GRAD_OP else [""]
+        assert watch.alive() == kept
+        assert wire.kinds() == ["AG"] * (len(UNITS) - (len(kept) if number > 0 else 0))
 
 
 @pytest.mark.spec("SHARD-14")
