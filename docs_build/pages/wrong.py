@@ -22,8 +22,9 @@ def prose(case: Case) -> str:
     parts = [
         f"### {to_markdown(case.title)} {{ #{case.name} }}",
         to_markdown(case.prose),
-        f"torch {case.version}:" if case.right_since is None else f"torch {case.version}; fixed in {case.right_since}:",
+        f"torch {case.version}:",
         f"```text\n{case.in_torch}\n```",
+        *([f"torch {case.right_since}:", f"```text\n{case.in_fixed_torch}\n```"] if case.right_since else []),
         "With minifsdp instead:",
         f"```text\n{case.in_minifsdp}\n```",
     ]

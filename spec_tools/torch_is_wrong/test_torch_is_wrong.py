@@ -36,7 +36,7 @@ def is_crash(case: Case) -> bool:
 
 def said_by_torch(case: Case) -> str:
     """The expected output with the installed torch: the documented error, or the correct result."""
-    return case.in_torch if case.is_wrong_in(HERE) else case.in_minifsdp
+    return case.in_torch if case.is_wrong_in(HERE) else case.in_fixed_torch
 
 
 def assert_says(case: Case, expected: str, found: str) -> None:

@@ -9,6 +9,10 @@ With torch 2.13.0::
 
     gradients None and 101.0
 
+With torch 2.15.0::
+
+    gradients 100.0 and 1.0
+
 With minifsdp::
 
     RuntimeError: rank 0: unit '' has a partial gradient of 1 parameters that is not all-reduced yet...
