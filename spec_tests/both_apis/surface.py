@@ -87,7 +87,9 @@ def words_of_default(default: Any) -> str:
     if isinstance(default, enum.Enum):
         return f" = {type(default).__name__}.{default.name}"
     if dataclasses.is_dataclass(default) and not isinstance(default, type):
-        values = ", ".join(f"{f.name}={getattr(default, f.name)!r}" for f in dataclasses.fields(default))
+        # The defaults of the fields are facts of their own.
+        changed = [f for f in dataclasses.fields(default) if getattr(default, f.name) != f.default]
+        values = ", ".join(f"{f.name}={getattr(default, f.name)!r}" for f in changed)
         return f" = {type(default).__name__}({values})"
     return f" = {default.__qualname__ if isinstance(default, type) else repr(default)}"
 

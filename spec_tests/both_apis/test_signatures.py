@@ -61,15 +61,6 @@ def rows_of_the_page() -> list[Row]:
 ROWS = [row for row in rows_of_the_page() if row.applies]
 
 
-def is_pending(name: str) -> bool:
-    """Names that are being added to the package."""
-    new_in_2_15 = {"GradientReductionHandle", "MixedPrecisionPolicy.param_dtype_override_fn"}
-    methods = {"finalize_backward", "set_keep_unsharded_storage", "set_manual_backward_finalization"}
-    new_in_2_15 |= {f"FSDPModule.{method}" for method in methods}
-    is_of_states = re.match(r"\w*StateDictConfig\b|StateDictSettings\b|state_dict\.", name) is not None
-    return name in new_in_2_15 or is_of_states or (name == "fully_shard" and VERSION >= (2, 15))
-
-
 # --- the tests ---
 
 
@@ -78,7 +69,7 @@ def is_pending(name: str) -> bool:
 @pytest.mark.pure
 def test_every_difference_from_the_installed_torch_is_a_row_of_the_page() -> None:
     explained = {(row.name, row.difference) for row in ROWS}
-    found = {(name, difference) for name, difference in differences().items() if not is_pending(name)}
+    found = {(name, difference) for name, difference in differences().items()}
     assert sorted(found - explained) == [], "add a row to docs/api.md, or remove the difference"
     assert sorted(explained - found) == [], "there is no such difference, remove the row of docs/api.md"
 

@@ -84,6 +84,7 @@ def test_short_calls_of_1_13_need_no_new_argument() -> None:
         warnings.simplefilter("error")
         with FSDP.summon_full_params(model, True, False):
             assert model.module[0].weight.shape == (3, 3)
+        warnings.filterwarnings("ignore", ".*are deprecated, as in torch", FutureWarning)
         with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
             assert model.state_dict()["0.weight"].shape == (3, 3)
 

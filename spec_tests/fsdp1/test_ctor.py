@@ -232,7 +232,7 @@ def test_forward_runs_between_all_gather_and_reshard() -> None:
     inside: list[list[str]] = []
     plain = nn.Linear(WIDTH, 2).to(device())
     plain.register_forward_hook(lambda *_: inside.append(recorder.order()))
-    model = FSDP(plain)
+    model = FSDP(nn.Sequential(FSDP(plain)))
     with trace.record() as recorder, torch.no_grad():
         model(batch())
     assert inside == [["AG", "F"]]

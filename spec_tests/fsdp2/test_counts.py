@@ -83,9 +83,9 @@ def test_iteration_without_gradient_sync_only_omits_the_reductions() -> None:
 def test_full_evaluation_order(reshard_after_forward: bool | None) -> None:
     model = sharded(reshard_after_forward=reshard_after_forward).eval()
     first = WHOLE[reshard_after_forward].split(" |")[0]
-    # The root stays unsharded only for a backward.
-    first = first.replace(" keepR", "") if reshard_after_forward is False else first.replace("keepR", "FREER")
-    again = "F0 F1 F2 F3" if reshard_after_forward is False else first
+    # Units that are not resharded stay unsharded for the next evaluation. By default, this is only the root.
+    first = first.replace(" keepR", "")
+    again = {None: first.removeprefix("AGR "), False: "F0 F1 F2 F3", True: first}[reshard_after_forward]
     for expected in (first, again, again):
         with trace.record() as recorder, torch.no_grad():
             model(batch())

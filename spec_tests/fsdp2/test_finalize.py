@@ -73,7 +73,8 @@ def test_a_manual_iteration_ends_with_finalize_backward_whatever_set_is_last_bac
     model.set_manual_backward_finalization(True)
     model.set_is_last_backward(True)
     backward(model)
-    assert any(parameter.grad is None for parameter in model.parameters()), "the last reduction is not complete"
+    with pytest.raises(RuntimeError, match="finalize_backward"):
+        model.set_manual_backward_finalization(False)  # The iteration has not ended.
     backward(model, 1)
     model.finalize_backward()
     assert all(parameter.grad is not None for parameter in model.parameters())

@@ -71,12 +71,18 @@ def test_a_function_that_a_later_torch_adds_is_an_error_that_names_it() -> None:
 @pytest.mark.spec("NEW-26")
 @ranks(2)
 def test_a_function_of_the_user_s_class_is_kept_although_torch_has_one_of_that_name() -> None:
-    class Layer(nn.Linear):
-        def _set_unshard_async_op(self, async_op: bool) -> str:
-            return f"the user's, {async_op}"
+    class Later(torch_fsdp.FSDPModule):
+        def set_something_new(self, enabled: bool) -> None:
+            """Would only work with torch's state."""
 
-    model: Any = minifsdp.fully_shard(Layer(4, 4).to(device()))
-    assert model._set_unshard_async_op(True) == "the user's, True"
+    class Layer(nn.Linear):
+        def set_something_new(self, enabled: bool) -> str:
+            return f"the user's, {enabled}"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_fsdp, "FSDPModule", Later)
+        model: Any = minifsdp.fully_shard(Layer(4, 4).to(device()))
+    assert model.set_something_new(True) == "the user's, True"
 
 
 @pytest.mark.pure

@@ -79,6 +79,7 @@ EXPECTED_WARNINGS = (
     "rank .*: forward_prefetch expects the units to run in the order",
     "None of the inputs have requires_grad=True",
     "The .grad attribute of a Tensor that is not a leaf Tensor",
+    "rank .*: FSDP.state_dict_type.. and FSDP.set_state_dict_type.. are deprecated",
     "Please use DTensor instead",
     # From the first module, whose input is the batch.
     "Full backward hook is firing when gradients are computed with respect to module outputs",
