@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from spec_tests import subject
-from spec_tests.checkpoint.checkpoints import SHARDED, flat_or_original, fully_sharded, make, quiet, step, wrapped
+from spec_tests.checkpoint.checkpoints import flat_or_original, fully_sharded, make, step, wrapped
 from spec_tests.harness import ranks
 from spec_tests.models.values import assert_same, full_values
 from spec_tests.subject import FullyShardedDataParallel as FSDP

@@ -235,8 +235,8 @@ def test_forward_runs_between_all_gather_and_reshard() -> None:
     model = FSDP(nn.Sequential(FSDP(plain)))
     with trace.record() as recorder, torch.no_grad():
         model(batch())
-    assert inside == [["AG", "F"]]
-    assert recorder.order() == ["AG", "F", "FREE"]
+    assert inside == [["AG 0", "F 0"]]
+    assert recorder.order() == ["AG 0", "F 0", "FREE 0"]
 
 
 @pytest.mark.spec("CTOR-05")
