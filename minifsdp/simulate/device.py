@@ -136,10 +136,6 @@ class DeviceModule(ModuleType):
         """The stream on which operators run now."""
         return self._streams[self._tape.stream]
 
-    def default_stream(self, device: Any = None) -> Stream:
-        """The compute stream."""
-        return self._streams[COMPUTE]
-
     @contextmanager
     def stream(self, stream: Stream | None) -> Iterator[None]:
         """Operators in the ``with`` block run on ``stream``."""

@@ -100,8 +100,7 @@ class Perceptron(nn.Module):
             x = F.silu(self.gate(x)) * self.up(x)
         else:
             x = self.activation(self.up(x))
-        result: torch.Tensor = self.down(x)
-        return result
+        return self.down(x)  # type: ignore[no-any-return]
 
 
 def _norm(shape: Shape) -> nn.Module:

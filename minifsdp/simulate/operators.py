@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from itertools import count
 from typing import Any
@@ -208,10 +208,11 @@ def replaced_functions(memory: Memory) -> Iterator[None]:
     def record_stream(tensor: torch.Tensor, stream: Any) -> None:
         memory.used_on(tensor, stream.number)
 
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", noted_resize))
-        stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", record_stream))
-        stack.enter_context(mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", fused_attention))
+    with (
+        mock.patch.object(torch.UntypedStorage, "resize_", noted_resize),
+        mock.patch.object(torch.Tensor, "record_stream", record_stream),
+        mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", fused_attention),
+    ):
         yield
 
 
@@ -235,8 +236,7 @@ def fused_attention(
     else:
         bias = attn_mask.expand(*query.shape[:-1], key.shape[-2])
         result = aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, dropout_p, is_causal)
-    attended: torch.Tensor = result[0]
-    return attended
+    return result[0]  # type: ignore[no-any-return]
 
 
 def _repeated(tensor: torch.Tensor, times: int) -> torch.Tensor:
