@@ -8,6 +8,7 @@ Worked example, a limiter with two units in flight: three reshards and all-gathe
 Spec: LEARN-03.
 """
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ from minifsdp.learn.checking import expect, recorded_collectives
 # --- 4: reduce-scatter and divide ---
 
 
+@dataclass(frozen=True)
 class _RecordedScaling(Scaling):
     """Divisors that append the names of both divisions to `calls`."""
 
@@ -46,7 +48,6 @@ def _reduced(mesh: MeshGroups, gradient: torch.Tensor, dtype: torch.dtype = torc
     dtypes: list[torch.dtype] = []
     running: dict[str, Any] = {}
     divisors = Scaling.of(mesh.num_ranks, dtype)
-    scaling = _RecordedScaling(divisors.before, divisors.after)
 
     def before(name: str, arguments: dict[str, Any]) -> None:
         if name == "reduce_scatter" and isinstance(arguments["whole"], torch.Tensor):
@@ -63,11 +64,12 @@ def _reduced(mesh: MeshGroups, gradient: torch.Tensor, dtype: torch.dtype = torc
         dtypes.append(dtype)
         return gradient.parts[0].to(dtype, copy=True)
 
-    layout: Any = SimpleNamespace(offloads=False, name="block", has_gradient_hooks=False, pack=pack)
-    layout.accept_gradient = accept_gradient
+    layout: Any = SimpleNamespace(
+        offloads=False, name="block", has_gradient_hooks=False, pack=pack, accept_gradient=accept_gradient
+    )
     reducer = Reducer(CommStreams(torch.device("cpu")))
     with recorded_collectives(running, before) as calls:
-        object.__setattr__(scaling, "calls", calls)
+        scaling = _RecordedScaling(divisors.before, divisors.after, calls)
         reducer.reduce(layout, ReducePlan(mesh, dtype, scaling), Gradient([gradient]))
         reducer.finish()
     expect(len(results) == 1, "not-accepted", number=len(results))
@@ -76,9 +78,7 @@ def _reduced(mesh: MeshGroups, gradient: torch.Tensor, dtype: torch.dtype = torc
 
 
 def _world() -> Group:
-    world = dist.group.WORLD
-    assert world is not None
-    return Group.of(world)
+    return Group.of(dist.group.WORLD)  # type: ignore[arg-type]
 
 
 def shard_of_mean() -> None:

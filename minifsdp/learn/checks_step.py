@@ -36,7 +36,6 @@ class Recorder:
 def _unit() -> tuple[Any, list[str]]:
     """A unit with a recorder as layout, as handle of the all-gather and as limiter."""
     calls: list[str] = []
-    layout: Any = Recorder(calls, offloads=False, num_bytes=0, all_gather_group=None)
     handle, given, nothing = Recorder(calls), object(), cast(Any, None)
 
     def all_gather(comm_streams: Any) -> Any:
@@ -47,7 +46,7 @@ def _unit() -> tuple[Any, list[str]]:
         calls.append("free")
         return given
 
-    layout.all_gather, layout.free = all_gather, free
+    layout: Any = Recorder(calls, offloads=False, num_bytes=0, all_gather_group=None, all_gather=all_gather, free=free)
     unit: Any = Unit(nn.Identity(), layout, [nothing], nothing, UnitPolicy(True))
     limiter: Any = Recorder(calls)
     limiter.released = lambda event: calls.append("released" if event is given else "released without the event")
@@ -149,10 +148,16 @@ def _state(prefetch: BackwardPrefetch | None, **policy: Any) -> tuple[Any, Any, 
     nothing: Any = None
     state: Any = IterationState([], nothing, nothing, Schedule(prefetch))
     unit: Any = Recorder(
-        calls, policy=UnitPolicy(True, **policy), phase=Phase.IDLE, state=State.SHARDED, graph_task=None
+        calls,
+        name="block",
+        layout=Recorder(calls),
+        policy=UnitPolicy(True, **policy),
+        phase=Phase.IDLE,
+        state=State.SHARDED,
+        graph_task=None,
+        awaits_backward=True,
+        keeps_for_graph=False,
     )
-    unit.awaits_backward, unit.keeps_for_graph, unit.name = True, False, "block"
-    unit.layout = Recorder(calls)
 
     def begin() -> None:
         calls.append("begin_backward")
