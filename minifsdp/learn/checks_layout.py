@@ -24,10 +24,13 @@ from minifsdp.learn.checking import expect, full_values, train
 
 # --- 1: flatten and shard ---
 
+# Numbers of elements and of shards.
+_EXAMPLES = (((3, 4), 2), ((5,), 3), ((1, 1), 4))
+
 
 def ranges_of_ranks() -> None:
     """The ranges of all ranks cover the padded flat tensor, in order."""
-    for numels, num_shards in (((3, 4), 2), ((5,), 3), ((1, 1), 4)):
+    for numels, num_shards in _EXAMPLES:
         sharding = flat_tensor.FlatSharding(numels, num_shards)
         for index in range(num_shards):
             found, size = sharding.shard_range(index), sharding.shard_numel
@@ -42,7 +45,7 @@ def ranges_of_ranks() -> None:
 
 def shards_of_example() -> None:
     """The worked example: 3 and 4 elements on two ranks; also more ranks than elements."""
-    for numels, num_shards in (((3, 4), 2), ((5,), 3), ((1, 1), 4)):
+    for numels, num_shards in _EXAMPLES:
         sharding = flat_tensor.FlatSharding(numels, num_shards)
         values = [*torch.arange(1.0, sharding.numel + 1).split(numels)]
         padded = torch.zeros(sharding.padded_numel)

@@ -61,10 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         setups = [_setup(given, strategy) for strategy in given.strategy]
         if given.search:
             runs, num_best = search(setups[0], card, network)
-            others = len(runs) - num_best
+            num_shown = num_best + _SHOWN
             head = f"{len(runs)} settings. The first {num_best} are simulated with all layers, the others extrapolated."
-            runs = runs[: num_best + _SHOWN]
-            head += f" {max(0, others - _SHOWN)} more are slower or do not fit."
+            head += f" {max(0, len(runs) - num_shown)} more are slower or do not fit."
+            runs = runs[:num_shown]
         else:
             runs = [(setup, replay(record(setup), card, network)) for setup in setups]
             ranks = f"{given.ranks} ranks of {card.name}, {network.ranks_per_machine} in each machine"
@@ -76,8 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         print(f"{head}\n\n{table(runs, card)}")
     if given.timeline:
-        setup, result = runs[0]
-        given.timeline.write_text(picture(setup, result), encoding="utf-8")
+        given.timeline.write_text(picture(*runs[0]), encoding="utf-8")
     return 0
 
 

@@ -103,7 +103,8 @@ class DeviceModule(ModuleType):
     def __init__(self, tape: Tape, ranks_per_machine: int) -> None:
         super().__init__("torch.meta")
         self._tape, self._count = tape, ranks_per_machine
-        self._streams = {COMPUTE: new_stream(tape, COMPUTE)}
+        # The position of a stream is its number.
+        self._streams = [new_stream(tape, COMPUTE)]
         # The names of torch.cuda's classes.
         self.Stream, self.Event = self._new_stream, partial(Event, tape)
 
@@ -128,9 +129,8 @@ class DeviceModule(ModuleType):
 
     def _new_stream(self, device: Any = None, priority: int = 0) -> Stream:
         # In the replay, the priority has no effect.
-        number = next(self._tape.streams)
-        self._streams[number] = new_stream(self._tape, number)
-        return self._streams[number]
+        self._streams.append(new_stream(self._tape, len(self._streams)))
+        return self._streams[-1]
 
     def current_stream(self, device: Any = None) -> Stream:
         """The stream on which operators run now."""
@@ -148,7 +148,7 @@ class DeviceModule(ModuleType):
 
     def synchronize(self, device: Any = None) -> None:
         """The CPU waits for all streams."""
-        for stream in list(self._streams.values()):
+        for stream in self._streams:
             stream.synchronize()
 
 

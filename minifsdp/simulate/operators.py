@@ -170,20 +170,18 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 @cache
-def _positions_of_written(func: Any) -> tuple[list[int], list[str]]:
-    arguments = func._schema.arguments
-    is_written = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
-    by_position = [index for index, a in enumerate(arguments) if is_written[index] and not a.kwarg_only]
-    return by_position, [a.name for a, written in zip(arguments, is_written, strict=True) if written and a.kwarg_only]
+def _places_of_written(func: Any) -> list[int | str]:
+    """The position of each argument that an operator changes in place, or the name of a keyword-only argument."""
+    changed = [
+        (n, a) for n, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+    ]
+    return [argument.name if argument.kwarg_only else position for position, argument in changed]
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
     """The arguments that an operator changes in place."""
-    positions, names = _positions_of_written(func)
-    for index in positions:
-        yield from _tensors(args[index] if index < len(args) else None)
-    for name in names:
-        yield from _tensors(kwargs.get(name))
+    for place in _places_of_written(func):
+        yield from _tensors(kwargs.get(place) if isinstance(place, str) else args[place : place + 1])
 
 
 def _size(tensor: torch.Tensor) -> int:

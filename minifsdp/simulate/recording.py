@@ -172,8 +172,7 @@ def _shard_fsdp2(model: models.Model, setup: Setup, mesh: DeviceMesh) -> tuple[n
 
 
 def _shard_fsdp1(model: models.Model, setup: Setup, mesh: DeviceMesh) -> tuple[nn.Module, Callable[[bool], Any]]:
-    param_dtype, reduce_dtype = DTYPES[setup.param_dtype], DTYPES[setup.reduce_dtype]
-    precision = MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_root_forward_inputs=False)
+    precision = MixedPrecision(DTYPES[setup.param_dtype], DTYPES[setup.reduce_dtype], cast_root_forward_inputs=False)
     units = set(model.units)
     prefetch = None if setup.backward_prefetch is None else BackwardPrefetch[setup.backward_prefetch]
     sharded = FullyShardedDataParallel(
@@ -197,9 +196,6 @@ def _shard_fsdp1(model: models.Model, setup: Setup, mesh: DeviceMesh) -> tuple[n
 class _FusedAdamW(torch.optim.Optimizer):
     """AdamW with its fused kernel, which torch's class refuses on the meta device."""
 
-    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
-        super().__init__(parameters, {})
-
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         """Updates all parameters with one kernel."""
@@ -210,13 +206,23 @@ class _FusedAdamW(torch.optim.Optimizer):
         lists: list[list[Any]] = [trained, [p.grad for p in trained]]
         lists += [[self.state[p][name] for p in trained] for name in ("exp_avg", "exp_avg_sq")]
         local: list[Any] = [[local_tensor(tensor) for tensor in tensors] for tensors in lists]
-        rates: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}
-        torch._fused_adamw_(*local, [], [], amsgrad=False, maximize=False, **rates)
+        torch._fused_adamw_(
+            *local,
+            [],
+            [],
+            lr=1e-3,
+            beta1=0.9,
+            beta2=0.95,
+            weight_decay=0.1,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+        )
 
 
 def _optimizer(setup: Setup, sharded: nn.Module) -> torch.optim.Optimizer:
     if setup.optimizer == "adamw":
-        return _FusedAdamW(sharded.parameters())
+        return _FusedAdamW(sharded.parameters(), {})
     return torch.optim.SGD(sharded.parameters(), lr=0.1, foreach=False)
 
 
