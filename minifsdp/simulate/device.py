@@ -21,6 +21,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -112,16 +113,9 @@ class DeviceModule(ModuleType):
         """The number of devices of a machine."""
         return self._count
 
-    def is_available(self) -> bool:
-        """Always true."""
-        return True
-
     def current_device(self) -> int:
         """The only device that this process uses."""
         return 0
-
-    def set_device(self, device: Any) -> None:
-        """Has no effect."""
 
     def device(self, device: Any) -> Any:
         """Has no effect."""
@@ -136,15 +130,9 @@ class DeviceModule(ModuleType):
         """The stream on which operators run now."""
         return self._streams[self._tape.stream]
 
-    @contextmanager
-    def stream(self, stream: Stream | None) -> Iterator[None]:
+    def stream(self, stream: Stream | None) -> Any:
         """Operators in the ``with`` block run on ``stream``."""
-        before = self._tape.stream
-        self._tape.stream = before if stream is None else stream.number
-        try:
-            yield
-        finally:
-            self._tape.stream = before
+        return nullcontext() if stream is None else mock.patch.object(self._tape, "stream", stream.number)
 
     def synchronize(self, device: Any = None) -> None:
         """The CPU waits for all streams."""

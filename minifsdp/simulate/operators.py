@@ -203,12 +203,9 @@ def replaced_functions(memory: Memory) -> Iterator[None]:
             memory.resized(storage)
         return result
 
-    def record_stream(tensor: torch.Tensor, stream: Any) -> None:
-        memory.used_on(tensor, stream.number)
-
     with (
         mock.patch.object(torch.UntypedStorage, "resize_", noted_resize),
-        mock.patch.object(torch.Tensor, "record_stream", record_stream),
+        mock.patch.object(torch.Tensor, "record_stream", lambda tensor, on: memory.used_on(tensor, on.number)),
         mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", fused_attention),
     ):
         yield
