@@ -70,7 +70,7 @@ def recorded_collectives(
 
         return call
 
-    functions = collectives.reduce_scatter, collectives.all_reduce, collectives.all_gather
+    functions = (collectives.reduce_scatter, collectives.all_reduce, collectives.all_gather)
     replacements = {function: recorded(function) for function in functions}
     for function, replacement in replacements.items():
         replace_everywhere(function, replacement, "minifsdp")

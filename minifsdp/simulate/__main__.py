@@ -129,8 +129,8 @@ def _setup(given: argparse.Namespace, strategy: str) -> Setup:
 
 
 def _card(given: argparse.Namespace) -> Card:
-    values = {option: getattr(given, option) for option in _CARD}
-    numbers = {_CARD[option][0]: value * _CARD[option][1] for option, value in values.items() if value is not None}
+    values = vars(given)
+    numbers = {name: values[key] * unit for key, (name, unit, _) in _CARD.items() if values[key] is not None}
     if given.card is not None:
         return replace(CARDS[given.card], **numbers)
     if missing := [f"--{option}" for option in ("teraflops", "memory", "bandwidth") if values[option] is None]:

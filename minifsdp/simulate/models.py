@@ -219,10 +219,9 @@ def transformer(shape: Shape, micro_batch: int, sequence: int | None, checkpoint
     length = sequence or shape.sequence
     with torch.device("meta"):
         module = Transformer(shape, checkpointing, unit)
-    stacks = [stack for stack in (module.encoder, module.decoder) if stack is not None]
 
     def loss(sharded: nn.Module) -> torch.Tensor:
         return sharded(torch.zeros(micro_batch, length, dtype=torch.long, device="meta"))  # type: ignore[no-any-return]
 
-    units = [group for stack in stacks for group in stack.groups]
+    units = [group for group in module.modules() if isinstance(group, Group)]
     return Model(module, units, loss, micro_batch * length)

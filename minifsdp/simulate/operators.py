@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from minifsdp.engine.precision import tensors_in
 from minifsdp.simulate.tape import Allocate, Collective, Free, Kernel, Tape, UseOn
 
 aten = torch.ops.aten
@@ -128,7 +129,7 @@ class OperatorMode(TorchDispatchMode):
             return self._communicate(name, args)
         # The optimizer's fused kernel has no implementation for the meta device.
         result = None if name == "aten::_fused_adamw_" else func(*args, **kwargs)
-        outputs = list(_tensors(result))
+        outputs = list(tensors_in(result))
         for tensor in outputs:
             self._memory.note(tensor)
         if not (func.is_view or name in _ALLOCATES or name in _VIEWS):
@@ -136,7 +137,7 @@ class OperatorMode(TorchDispatchMode):
         return result
 
     def _append(self, func: Any, name: str, args: Any, kwargs: Any, result: Any, outputs: list[torch.Tensor]) -> None:
-        inputs = [tensor for value in (args, kwargs.values()) for tensor in _tensors(value)]
+        inputs = list(tensors_in(args))
         given = {id(tensor) for tensor in inputs}
         written = [*_written(func, args, kwargs), *(tensor for tensor in outputs if id(tensor) not in given)]
         overwritten = {id(tensor) for tensor in written} if name in _OVERWRITES or "out" in kwargs else set()
@@ -161,14 +162,6 @@ class OperatorMode(TorchDispatchMode):
         return args[0], FakeWork().boxed()
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors(one)
-
-
 @cache
 def _places_of_written(func: Any) -> list[int | str]:
     """The position of each argument that an operator changes in place, or the name of a keyword-only argument."""
@@ -181,7 +174,7 @@ def _places_of_written(func: Any) -> list[int | str]:
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
     """The arguments that an operator changes in place."""
     for place in _places_of_written(func):
-        yield from _tensors(kwargs.get(place) if isinstance(place, str) else args[place : place + 1])
+        yield from tensors_in(kwargs.get(place) if isinstance(place, str) else args[place : place + 1])
 
 
 def _size(tensor: torch.Tensor) -> int:

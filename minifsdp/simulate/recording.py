@@ -203,10 +203,10 @@ class _FusedAdamW(torch.optim.Optimizer):
         for parameter in trained:
             if not self.state[parameter]:
                 self.state[parameter] = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-        lists: list[list[Any]] = [trained, [p.grad for p in trained]]
-        lists += [[self.state[p][name] for p in trained] for name in ("exp_avg", "exp_avg_sq")]
-        local: list[Any] = [[local_tensor(tensor) for tensor in tensors] for tensors in lists]
-        torch._fused_adamw_(
+        moments = [[self.state[p][name] for p in trained] for name in ("exp_avg", "exp_avg_sq")]
+        lists: list[list[Any]] = [trained, [p.grad for p in trained], *moments]
+        local = [[local_tensor(tensor) for tensor in tensors] for tensors in lists]
+        torch._fused_adamw_(  # type: ignore[call-overload]
             *local,
             [],
             [],
