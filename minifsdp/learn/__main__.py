@@ -21,7 +21,6 @@ from pathlib import Path
 from minifsdp.learn.exercises import Exercise, Progress, common_feedback, exercises
 from minifsdp.learn.grader import grade
 
-COMMANDS = ("list", "start", "hint", "check", "progress")
 SOLVED, FAILED, WRONG_USE = 0, 1, 2
 
 
@@ -35,8 +34,8 @@ def _check(exercise: Exercise, path: Path, progress: Progress, seconds: float) -
     verdict = grade(exercise, path, seconds)
     print(f"Exercise {exercise.number}: {exercise.title}\n")
     for number, check in enumerate(exercise.checks):
-        is_passed, is_next = number < verdict.num_passed, number == verdict.num_passed
-        result = "passed " if is_passed else "failed " if is_next else "not run"
+        is_next = number == verdict.num_passed
+        result = "failed " if is_next else "passed " if number < verdict.num_passed else "not run"
         print(f"{result}  {check.what} [{check.requirements}]")
         if is_next:
             print("\n" + textwrap.indent(textwrap.fill(verdict.text, 100), "    ") + "\n")
@@ -61,7 +60,7 @@ def _start(exercise: Exercise, path: Path) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command. Returns 0, or 1 if a check fails, or 2 if the file is missing or exists already."""
     parser = argparse.ArgumentParser("python -m minifsdp.learn", description="Write functions of minifsdp.")
-    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument("command", choices=("list", "start", "hint", "check", "progress"))
     numbers = [exercise.number for exercise in exercises()]
     parser.add_argument("number", type=int, nargs="?", choices=numbers, help="the exercise")
     parser.add_argument("--folder", type=Path, default=Path("minifsdp-exercises"), help="your files and your progress")

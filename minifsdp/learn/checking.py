@@ -70,21 +70,24 @@ def recorded_collectives(
 
         return call
 
-    functions = collectives.reduce_scatter, collectives.all_reduce, collectives.all_gather
+    functions = (collectives.reduce_scatter, collectives.all_reduce, collectives.all_gather)
     replacements = {function: recorded(function) for function in functions}
     for function, replacement in replacements.items():
-        _replace_everywhere(function, replacement)
+        replace_everywhere(function, replacement, "minifsdp")
     try:
         yield calls
     finally:
         for function, replacement in replacements.items():
-            _replace_everywhere(replacement, function)
+            replace_everywhere(replacement, function, "minifsdp")
 
 
-def _replace_everywhere(old: Any, new: Any) -> None:
-    """Replaces a function in the package, and in the learner's file, which can have imported it by its name."""
+def replace_everywhere(old: Any, new: Any, prefix: str) -> None:
+    """Replaces a function in the modules whose names begin with ``prefix``, which can have imported it by its name.
+
+    The name of the learner's module begins with ``minifsdp`` and not with ``minifsdp.``, as that of the package's do.
+    """
     for module in list(sys.modules.values()):
-        if module.__name__.startswith("minifsdp"):
+        if module.__name__.startswith(prefix):
             for key in [key for key, value in vars(module).items() if value is old]:
                 setattr(module, key, new)
 

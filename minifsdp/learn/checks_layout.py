@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import _dtensor_spec as dtensor_spec
@@ -25,10 +24,13 @@ from minifsdp.learn.checking import expect, full_values, train
 
 # --- 1: flatten and shard ---
 
+# Numbers of elements and of shards.
+_EXAMPLES = (((3, 4), 2), ((5,), 3), ((1, 1), 4))
+
 
 def ranges_of_ranks() -> None:
     """The ranges of all ranks cover the padded flat tensor, in order."""
-    for numels, num_shards in (((3, 4), 2), ((5,), 3), ((1, 1), 4)):
+    for numels, num_shards in _EXAMPLES:
         sharding = flat_tensor.FlatSharding(numels, num_shards)
         for index in range(num_shards):
             found, size = sharding.shard_range(index), sharding.shard_numel
@@ -43,7 +45,7 @@ def ranges_of_ranks() -> None:
 
 def shards_of_example() -> None:
     """The worked example: 3 and 4 elements on two ranks; also more ranks than elements."""
-    for numels, num_shards in (((3, 4), 2), ((5,), 3), ((1, 1), 4)):
+    for numels, num_shards in _EXAMPLES:
         sharding = flat_tensor.FlatSharding(numels, num_shards)
         values = [*torch.arange(1.0, sharding.numel + 1).split(numels)]
         padded = torch.zeros(sharding.padded_numel)
@@ -165,16 +167,15 @@ def spec_of_unsharded_tensor() -> None:
 
 def around_shard() -> None:
     """The DTensor uses the memory of the shard, and has the unsharded shape, also if the shard has fewer rows."""
-    rank, original, log = dist.get_rank(), torch.arange(6.0).view(3, 2), []
+    rank, original = dist.get_rank(), torch.arange(6.0).view(3, 2)
     spec = _spec_of(original, init_device_mesh("cpu", (2,)))
     shard = original.chunk(2)[rank]
     with CommDebugMode() as comm:
         tensor = sharded_param._around(shard, spec)
-        log.append(comm.get_total_counts())
+        num_collectives = comm.get_total_counts()
     expect(isinstance(tensor, DTensor), "no-dtensor", got=type(tensor).__name__)
-    expect(log == [0], "communicates", got=log[0])
-    local = tensor._local_tensor
-    expect(local.data_ptr() == shard.data_ptr(), "copied")
+    expect(num_collectives == 0, "communicates", got=num_collectives)
+    expect(tensor._local_tensor.data_ptr() == shard.data_ptr(), "copied")
     expect(tensor.shape == (3, 2), "uneven-shape", got=tuple(tensor.shape), rank=rank)
     expect(not tensor.requires_grad, "requires-grad")
     full = tensor.full_tensor()
@@ -194,8 +195,4 @@ def around_shard() -> None:
 
 def hybrid_trains() -> None:
     """A model on a mesh (replicate, shard) trains as in one process."""
-
-    def shard(model: nn.Module) -> nn.Module:
-        return fully_shard(model, mesh=init_device_mesh("cpu", (2, 1)))
-
-    train(shard, full_values)
+    train(lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (2, 1))), full_values)

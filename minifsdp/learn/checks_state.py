@@ -8,6 +8,7 @@ Spec: LEARN-03.
 """
 
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -28,10 +29,7 @@ from minifsdp.learn.checking import CPU, expect, fully_sharded, recorded_collect
 
 def _layout(**options: Any) -> Any:
     """The layout of a unit with a weight of shape (3, 2) and a bias of shape (3,)."""
-    model = fully_shard(nn.Linear(2, 3), **options)
-    state = state_of(model)
-    assert state is not None
-    assert state.unit is not None
+    state: Any = state_of(fully_shard(nn.Linear(2, 3), **options))
     return state.unit.layout
 
 
@@ -178,25 +176,24 @@ def full_state_dict() -> None:
 def every_rank_gathers() -> None:
     """With ``rank0_only``, every rank takes part in the all-gather, but only rank 0 gets entries."""
     plain, model = _pair()
-    # The module as a value, so that a function of it can be replaced.
-    module: Any = state_dict
-    write = module._write_unit
-    with recorded_collectives() as calls:
+    write = state_dict._write_unit
 
-        def checked(codec: Any, form: Any, state: Any) -> None:
-            before = len(calls)
-            write(codec, form, state)
-            expect(calls[before:] == ["all_gather"], "not-collective", calls=calls[before:])
-            # The placeholders are empty.
-            names = [key for key in codec.keys if key in state and state[key].numel()]
-            names = [name.replace("_fsdp_wrapped_module.", "") for name in names]
-            expect(codec.mesh.is_first or not names, "all-ranks", names=names)
+    def checked(codec: Any, form: Any, state: Any) -> None:
+        before = len(calls)
+        write(codec, form, state)
+        expect(calls[before:] == ["all_gather"], "not-collective", calls=calls[before:])
+        # The placeholders are empty.
+        names = [key for key in codec.keys if key in state and state[key].numel()]
+        names = [name.replace("_fsdp_wrapped_module.", "") for name in names]
+        expect(codec.mesh.is_first or not names, "all-ranks", names=names)
 
-        module._write_unit = checked
-        config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-        with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
-            got = model.state_dict()
-    module._write_unit = write
+    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    with (
+        recorded_collectives() as calls,
+        mock.patch.object(state_dict, "_write_unit", checked),
+        FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, config),
+    ):
+        got = model.state_dict()
     if dist.get_rank() == 0:
         _compare(got, plain.state_dict())
 

@@ -36,7 +36,6 @@ class Recorder:
 def _unit() -> tuple[Any, list[str]]:
     """A unit with a recorder as layout, as handle of the all-gather and as limiter."""
     calls: list[str] = []
-    layout: Any = Recorder(calls, offloads=False, num_bytes=0, all_gather_group=None)
     handle, given, nothing = Recorder(calls), object(), cast(Any, None)
 
     def all_gather(comm_streams: Any) -> Any:
@@ -47,7 +46,7 @@ def _unit() -> tuple[Any, list[str]]:
         calls.append("free")
         return given
 
-    layout.all_gather, layout.free = all_gather, free
+    layout: Any = Recorder(calls, offloads=False, num_bytes=0, all_gather_group=None, all_gather=all_gather, free=free)
     unit: Any = Unit(nn.Identity(), layout, [nothing], nothing, UnitPolicy(True))
     limiter: Any = Recorder(calls)
     limiter.released = lambda event: calls.append("released" if event is given else "released without the event")
@@ -143,16 +142,24 @@ def reshard_in_flight() -> None:
 # --- 3: the pre-backward hook ---
 
 
-def _state(prefetch: BackwardPrefetch | None, **policy: Any) -> tuple[Any, Any, list[str]]:
+def _state(
+    prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE, **policy: Any
+) -> tuple[Any, Any, list[str]]:
     """The state of an iteration, and a unit that records what the hook does with them."""
     calls: list[str] = []
     nothing: Any = None
     state: Any = IterationState([], nothing, nothing, Schedule(prefetch))
     unit: Any = Recorder(
-        calls, policy=UnitPolicy(True, **policy), phase=Phase.IDLE, state=State.SHARDED, graph_task=None
+        calls,
+        name="block",
+        layout=Recorder(calls),
+        policy=UnitPolicy(True, **policy),
+        phase=Phase.IDLE,
+        state=State.SHARDED,
+        graph_task=None,
+        awaits_backward=True,
+        keeps_for_graph=False,
     )
-    unit.awaits_backward, unit.keeps_for_graph, unit.name = True, False, "block"
-    unit.layout = Recorder(calls)
 
     def begin() -> None:
         calls.append("begin_backward")
@@ -172,7 +179,7 @@ FIRST_CALL = ["begin_backward", "unshard", "wait", "use_unsharded_params_again",
 
 def hook_order() -> None:
     """The order of the calls of the first hook of a backward."""
-    state, unit, calls = _state(BackwardPrefetch.BACKWARD_PRE)
+    state, unit, calls = _state()
     state.pre_backward(unit)
     for name in FIRST_CALL:
         expect(name in calls, f"no-{name.replace('_', '-')}", calls=calls)
@@ -184,7 +191,7 @@ def hook_order() -> None:
 
 def hook_notes() -> None:
     """The attributes of the unit after the hook."""
-    state, unit, calls = _state(BackwardPrefetch.BACKWARD_PRE)
+    state, unit, calls = _state()
     state.in_backward = True
     state.pre_backward(unit)
     expect("begin_backward" not in calls, "begins-twice")
@@ -195,7 +202,7 @@ def hook_notes() -> None:
 
 def hook_once() -> None:
     """A second output of the unit calls the hook again, without an effect."""
-    state, unit, calls = _state(BackwardPrefetch.BACKWARD_PRE)
+    state, unit, calls = _state()
     state.pre_backward(unit)
     state.pre_backward(unit)
     expect(calls == FIRST_CALL, "twice", calls=calls[len(FIRST_CALL) :])
@@ -203,11 +210,11 @@ def hook_once() -> None:
 
 def hook_policy() -> None:
     """Units that need no all-gather, units that are unsharded, and schedules without this prefetch."""
-    state, unit, calls = _state(BackwardPrefetch.BACKWARD_PRE, unshards_in_backward=False)
+    state, unit, calls = _state(unshards_in_backward=False)
     state.pre_backward(unit)
     expect("unshard" not in calls, "needless-all-gather")
     expect(not {"wait", "use_unsharded_params_again"} & {*calls}, "waits-for-sharded", calls=calls)
-    state, unit, calls = _state(BackwardPrefetch.BACKWARD_PRE, unshards_in_backward=False)
+    state, unit, calls = _state(unshards_in_backward=False)
     unit.state = State.UNSHARDED
     state.pre_backward(unit)
     expect("use_unsharded_params_again" in calls, "forgets-unsharded", calls=calls)

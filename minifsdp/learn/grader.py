@@ -37,7 +37,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minifsdp.learn.checking import NotMetError, expect
+from minifsdp.learn.checking import NotMetError, expect, replace_everywhere
 from minifsdp.learn.exercises import Exercise, common_feedback
 
 
@@ -86,10 +86,7 @@ def replace(places: dict[str, str], learner: ModuleType) -> None:
         got, right = (_parameters(each) for each in (function, original))
         expect(_accepts(function, original), "signature", name=name, got=got, right=right)
         setattr(owner, attribute, function)
-        # Other modules have imported a function of a module by its name.
-        for other in list(sys.modules.values()) if owner is module else ():
-            if other.__name__.startswith("minifsdp.") and vars(other).get(attribute) is original:
-                setattr(other, attribute, function)
+        replace_everywhere(original, function, "minifsdp.")
 
 
 def _parameters(function: Any) -> str:

@@ -16,9 +16,8 @@ from __future__ import annotations
 import argparse
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 from minifsdp.engine.messages import message
 from minifsdp.simulate.machine import CARDS, Card, Network, measured_costs
@@ -31,6 +30,24 @@ from minifsdp.simulate.shapes import SHAPES, shape_of
 
 # Number of slower settings in the table of a search.
 _SHOWN = 12
+# The whole numbers of a setting: the default and the help of each option.
+_NUMBERS = {
+    "--ranks-per-machine": (8, None),
+    "--shards": (None, "ranks that share a copy, for hybrid strategies; default: those of a machine"),
+    "--reshard-after-forward": (None, "fully_shard: keep 1/n of each unit for backward"),
+    "--unit": (1, "blocks in a unit"),
+    "--micro-batch": (1, "sequences in a micro-batch of a rank"),
+    "--sequence": (None, "tokens in a sequence; default: that of the model"),
+    "--accumulation": (1, "micro-batches in a step"),
+}
+# The numbers of a card: the field of `Card`, the unit and the help of each option.
+_CARD = {
+    "teraflops": ("matmul", 1e12, "peak of matrix products in bfloat16"),
+    "memory": ("memory", 1e9, "GB"),
+    "bandwidth": ("bandwidth", 1e9, "of the memory, GB/s"),
+    "efficiency": ("efficiency", 1, "share of the peak that matrix products reach"),
+    "slowdown": ("slowdown", 1, "share of a collective's time that computation next to it loses"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,10 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         setups = [_setup(given, strategy) for strategy in given.strategy]
         if given.search:
             runs, num_best = search(setups[0], card, network)
-            others = len(runs) - num_best
+            num_shown = num_best + _SHOWN
             head = f"{len(runs)} settings. The first {num_best} are simulated with all layers, the others extrapolated."
-            runs = runs[: num_best + _SHOWN]
-            head += f" {max(0, others - _SHOWN)} more are slower or do not fit."
+            head += f" {max(0, len(runs) - num_shown)} more are slower or do not fit."
+            runs = runs[:num_shown]
         else:
             runs = [(setup, replay(record(setup), card, network)) for setup in setups]
             ranks = f"{given.ranks} ranks of {card.name}, {network.ranks_per_machine} in each machine"
@@ -59,8 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         print(f"{head}\n\n{table(runs, card)}")
     if given.timeline:
-        setup, result = runs[0]
-        given.timeline.write_text(picture(setup, result), encoding="utf-8")
+        given.timeline.write_text(picture(*runs[0]), encoding="utf-8")
     return 0
 
 
@@ -69,22 +85,17 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("model", help=f"{', '.join(SHAPES)}; sizes such as layers=4,width=256,heads=4,vocabulary=1000; module:function")
     add("--ranks", type=int, required=True, help="number of all ranks")
-    add("--ranks-per-machine", type=int, default=8)
+    for option, (default, text) in _NUMBERS.items():
+        add(option, type=int, default=default, help=text)
     add("--api", choices=("fsdp1", "fsdp2"), default="fsdp2", help="FullyShardedDataParallel or fully_shard")
     add("--strategy", nargs="+", choices=STRATEGIES, default=["FULL_SHARD"], help="one or more, each in a line")
-    add("--shards", type=int, help="ranks that share a copy, for hybrid strategies; default: those of a machine")
-    add("--reshard-after-forward", type=int, help="fully_shard: keep 1/n of each unit for backward")
-    add("--unit", type=int, default=1, help="blocks in a unit")
-    add("--micro-batch", type=int, default=1, help="sequences in a micro-batch of a rank")
-    add("--sequence", type=int, help="tokens in a sequence; default: that of the model")
-    add("--accumulation", type=int, default=1, help="micro-batches in a step")
     add("--no-sync", action="store_true", help="reduce gradients in the last micro-batch only")
     add("--checkpointing", choices=("none", "selective", "full"), default="none")
     add("--param-dtype", choices=DTYPES, default="bf16")
     add("--reduce-dtype", choices=DTYPES, default="fp32")
     add("--backward-prefetch", choices=("BACKWARD_PRE", "BACKWARD_POST", "none"), default="BACKWARD_PRE")
     add("--forward-prefetch", action="store_true")
-    add("--no-limiter", action="store_true", help="limit_all_gathers=False")
+    add("--no-limiter", dest="limit_all_gathers", action="store_false", help="limit_all_gathers=False")
     add("--optimizer", choices=("adamw", "sgd"), default="adamw")
     _add_machine_options(parser)
     return parser
@@ -93,11 +104,8 @@ def _parser() -> argparse.ArgumentParser:
 def _add_machine_options(parser: argparse.ArgumentParser) -> None:
     card = parser.add_argument_group("the card; without --card, give the first three numbers")
     card.add_argument("--card", choices=CARDS)
-    card.add_argument("--teraflops", type=float, help="peak of matrix products in bfloat16")
-    card.add_argument("--memory", type=float, help="GB")
-    card.add_argument("--bandwidth", type=float, help="of the memory, GB/s")
-    card.add_argument("--efficiency", type=float, help="share of the peak that matrix products reach")
-    card.add_argument("--slowdown", type=float, help="share of a collective's time that computation next to it loses")
+    for option, (_, _, text) in _CARD.items():
+        card.add_argument(f"--{option}", type=float, help=text)
     network = parser.add_argument_group("the network, in GB/s and in one direction")
     network.add_argument("--within", type=float, default=300, help="for each rank, within a machine")
     network.add_argument("--between", type=float, default=200, help="for each machine, between machines")
@@ -109,41 +117,23 @@ def _add_machine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _setup(given: argparse.Namespace, strategy: str) -> Setup:
-    return Setup(
-        model=shape_of(given.model) if "=" in given.model else given.model,
-        num_ranks=given.ranks,
-        ranks_per_machine=given.ranks_per_machine,
-        api=given.api,
-        strategy=strategy,
-        num_shards=given.shards,
-        reshard_after_forward=given.reshard_after_forward,
-        unit=given.unit,
-        micro_batch=given.micro_batch,
-        sequence=given.sequence,
-        accumulation=given.accumulation,
-        no_sync=given.no_sync,
-        checkpointing=given.checkpointing,
-        param_dtype=given.param_dtype,
-        reduce_dtype=given.reduce_dtype,
-        backward_prefetch=None if given.backward_prefetch == "none" else given.backward_prefetch,
-        forward_prefetch=given.forward_prefetch,
-        limit_all_gathers=not given.no_limiter,
-        optimizer=given.optimizer,
-    )
+    options = {field.name: getattr(given, field.name) for field in fields(Setup) if field.name in given}
+    converted = {
+        "model": shape_of(given.model) if "=" in given.model else given.model,
+        "num_ranks": given.ranks,
+        "strategy": strategy,
+        "num_shards": given.shards,
+        "backward_prefetch": None if given.backward_prefetch == "none" else given.backward_prefetch,
+    }
+    return Setup(**options | converted)
 
 
 def _card(given: argparse.Namespace) -> Card:
-    scales = {"teraflops": ("matmul", 1e12), "memory": ("memory", 1e9), "bandwidth": ("bandwidth", 1e9)}
-    numbers: dict[str, Any] = {}
-    for option, (name, scale) in scales.items():
-        if getattr(given, option) is not None:
-            numbers[name] = getattr(given, option) * scale
-    for name in ("efficiency", "slowdown"):
-        if getattr(given, name) is not None:
-            numbers[name] = getattr(given, name)
+    values = vars(given)
+    numbers = {name: values[key] * unit for key, (name, unit, _) in _CARD.items() if values[key] is not None}
     if given.card is not None:
         return replace(CARDS[given.card], **numbers)
-    if missing := [f"--{option}" for option, (name, _) in scales.items() if name not in numbers]:
+    if missing := [f"--{option}" for option in ("teraflops", "memory", "bandwidth") if values[option] is None]:
         raise ValueError(message("simulate-card", missing=", ".join(missing)))
     return Card("the given card", matmul32=numbers["matmul"] / 2, **numbers)
 

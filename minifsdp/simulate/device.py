@@ -21,6 +21,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -103,7 +104,8 @@ class DeviceModule(ModuleType):
     def __init__(self, tape: Tape, ranks_per_machine: int) -> None:
         super().__init__("torch.meta")
         self._tape, self._count = tape, ranks_per_machine
-        self._streams = {COMPUTE: new_stream(tape, COMPUTE)}
+        # The position of a stream is its number.
+        self._streams = [new_stream(tape, COMPUTE)]
         # The names of torch.cuda's classes.
         self.Stream, self.Event = self._new_stream, partial(Event, tape)
 
@@ -111,16 +113,9 @@ class DeviceModule(ModuleType):
         """The number of devices of a machine."""
         return self._count
 
-    def is_available(self) -> bool:
-        """Always true."""
-        return True
-
     def current_device(self) -> int:
         """The only device that this process uses."""
         return 0
-
-    def set_device(self, device: Any) -> None:
-        """Has no effect."""
 
     def device(self, device: Any) -> Any:
         """Has no effect."""
@@ -128,31 +123,20 @@ class DeviceModule(ModuleType):
 
     def _new_stream(self, device: Any = None, priority: int = 0) -> Stream:
         # In the replay, the priority has no effect.
-        number = next(self._tape.streams)
-        self._streams[number] = new_stream(self._tape, number)
-        return self._streams[number]
+        self._streams.append(new_stream(self._tape, len(self._streams)))
+        return self._streams[-1]
 
     def current_stream(self, device: Any = None) -> Stream:
         """The stream on which operators run now."""
         return self._streams[self._tape.stream]
 
-    def default_stream(self, device: Any = None) -> Stream:
-        """The compute stream."""
-        return self._streams[COMPUTE]
-
-    @contextmanager
-    def stream(self, stream: Stream | None) -> Iterator[None]:
+    def stream(self, stream: Stream | None) -> Any:
         """Operators in the ``with`` block run on ``stream``."""
-        before = self._tape.stream
-        self._tape.stream = before if stream is None else stream.number
-        try:
-            yield
-        finally:
-            self._tape.stream = before
+        return nullcontext() if stream is None else mock.patch.object(self._tape, "stream", stream.number)
 
     def synchronize(self, device: Any = None) -> None:
         """The CPU waits for all streams."""
-        for stream in list(self._streams.values()):
+        for stream in self._streams:
             stream.synchronize()
 
 

@@ -100,8 +100,7 @@ class Perceptron(nn.Module):
             x = F.silu(self.gate(x)) * self.up(x)
         else:
             x = self.activation(self.up(x))
-        result: torch.Tensor = self.down(x)
-        return result
+        return self.down(x)  # type: ignore[no-any-return]
 
 
 def _norm(shape: Shape) -> nn.Module:
@@ -220,10 +219,9 @@ def transformer(shape: Shape, micro_batch: int, sequence: int | None, checkpoint
     length = sequence or shape.sequence
     with torch.device("meta"):
         module = Transformer(shape, checkpointing, unit)
-    stacks = [stack for stack in (module.encoder, module.decoder) if stack is not None]
 
     def loss(sharded: nn.Module) -> torch.Tensor:
         return sharded(torch.zeros(micro_batch, length, dtype=torch.long, device="meta"))  # type: ignore[no-any-return]
 
-    units = [group for stack in stacks for group in stack.groups]
+    units = [group for group in module.modules() if isinstance(group, Group)]
     return Model(module, units, loss, micro_batch * length)

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from itertools import count
 from typing import Any
@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from minifsdp.engine.precision import tensors_in
 from minifsdp.simulate.tape import Allocate, Collective, Free, Kernel, Tape, UseOn
 
 aten = torch.ops.aten
@@ -128,7 +129,7 @@ class OperatorMode(TorchDispatchMode):
             return self._communicate(name, args)
         # The optimizer's fused kernel has no implementation for the meta device.
         result = None if name == "aten::_fused_adamw_" else func(*args, **kwargs)
-        outputs = list(_tensors(result))
+        outputs = list(tensors_in(result))
         for tensor in outputs:
             self._memory.note(tensor)
         if not (func.is_view or name in _ALLOCATES or name in _VIEWS):
@@ -136,7 +137,7 @@ class OperatorMode(TorchDispatchMode):
         return result
 
     def _append(self, func: Any, name: str, args: Any, kwargs: Any, result: Any, outputs: list[torch.Tensor]) -> None:
-        inputs = [tensor for value in (args, kwargs.values()) for tensor in _tensors(value)]
+        inputs = list(tensors_in(args))
         given = {id(tensor) for tensor in inputs}
         written = [*_written(func, args, kwargs), *(tensor for tensor in outputs if id(tensor) not in given)]
         overwritten = {id(tensor) for tensor in written} if name in _OVERWRITES or "out" in kwargs else set()
@@ -161,29 +162,19 @@ class OperatorMode(TorchDispatchMode):
         return args[0], FakeWork().boxed()
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors(one)
-
-
 @cache
-def _positions_of_written(func: Any) -> tuple[list[int], list[str]]:
-    arguments = func._schema.arguments
-    is_written = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
-    by_position = [index for index, a in enumerate(arguments) if is_written[index] and not a.kwarg_only]
-    return by_position, [a.name for a, written in zip(arguments, is_written, strict=True) if written and a.kwarg_only]
+def _places_of_written(func: Any) -> list[int | str]:
+    """The position of each argument that an operator changes in place, or the name of a keyword-only argument."""
+    changed = [
+        (n, a) for n, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+    ]
+    return [argument.name if argument.kwarg_only else position for position, argument in changed]
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
     """The arguments that an operator changes in place."""
-    positions, names = _positions_of_written(func)
-    for index in positions:
-        yield from _tensors(args[index] if index < len(args) else None)
-    for name in names:
-        yield from _tensors(kwargs.get(name))
+    for place in _places_of_written(func):
+        yield from tensors_in(kwargs.get(place) if isinstance(place, str) else args[place : place + 1])
 
 
 def _size(tensor: torch.Tensor) -> int:
@@ -205,13 +196,11 @@ def replaced_functions(memory: Memory) -> Iterator[None]:
             memory.resized(storage)
         return result
 
-    def record_stream(tensor: torch.Tensor, stream: Any) -> None:
-        memory.used_on(tensor, stream.number)
-
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", noted_resize))
-        stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", record_stream))
-        stack.enter_context(mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", fused_attention))
+    with (
+        mock.patch.object(torch.UntypedStorage, "resize_", noted_resize),
+        mock.patch.object(torch.Tensor, "record_stream", lambda tensor, on: memory.used_on(tensor, on.number)),
+        mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", fused_attention),
+    ):
         yield
 
 
@@ -235,8 +224,7 @@ def fused_attention(
     else:
         bias = attn_mask.expand(*query.shape[:-1], key.shape[-2])
         result = aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, dropout_p, is_causal)
-    attended: torch.Tensor = result[0]
-    return attended
+    return result[0]  # type: ignore[no-any-return]
 
 
 def _repeated(tensor: torch.Tensor, times: int) -> torch.Tensor:

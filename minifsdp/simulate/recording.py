@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -41,6 +41,7 @@ from minifsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from minifsdp.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from minifsdp.engine.messages import message
 from minifsdp.engine.rank_checks import RankChecks
+from minifsdp.engine.shards import local_tensor
 from minifsdp.fsdp2.module import FSDPModule
 from minifsdp.simulate import models
 from minifsdp.simulate.device import META, DeviceModule, registered
@@ -106,11 +107,13 @@ def record(setup: Setup) -> Recording:
     memory, device = Memory(tape), DeviceModule(tape, setup.ranks_per_machine)
     dist.init_process_group("fake", rank=0, world_size=setup.num_ranks, store=FakeStore())
     try:
-        with ExitStack() as stack:
-            stack.enter_context(registered(device))
-            stack.enter_context(replaced_functions(memory))
-            stack.enter_context(_without_rank_checks())
-            stack.enter_context(OperatorMode(tape, memory))
+        with (
+            registered(device),
+            replaced_functions(memory),
+            # The check reads values.
+            mock.patch.object(RankChecks, "compare", return_value=None),
+            OperatorMode(tape, memory),
+        ):
             sharded, gradient_sync = _shard(model, setup)
             for buffer in sharded.buffers():
                 memory.note(buffer)
@@ -119,7 +122,7 @@ def record(setup: Setup) -> Recording:
             tape.items.clear()
             stored, old_blocks = memory.num_bytes, memory.sizes()
             recorder = MarkingRecorder(tape)
-            with _installed(recorder):
+            with mock.patch.object(trace, "recorder", recorder):
                 _train(model, sharded, optimizer, gradient_sync, setup, tape)
             items = list(tape.items)
             del sharded, optimizer, gradient_sync, model.module
@@ -169,8 +172,7 @@ def _shard_fsdp2(model: models.Model, setup: Setup, mesh: DeviceMesh) -> tuple[n
 
 
 def _shard_fsdp1(model: models.Model, setup: Setup, mesh: DeviceMesh) -> tuple[nn.Module, Callable[[bool], Any]]:
-    param_dtype, reduce_dtype = DTYPES[setup.param_dtype], DTYPES[setup.reduce_dtype]
-    precision = MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_root_forward_inputs=False)
+    precision = MixedPrecision(DTYPES[setup.param_dtype], DTYPES[setup.reduce_dtype], cast_root_forward_inputs=False)
     units = set(model.units)
     prefetch = None if setup.backward_prefetch is None else BackwardPrefetch[setup.backward_prefetch]
     sharded = FullyShardedDataParallel(
@@ -194,9 +196,6 @@ def _shard_fsdp1(model: models.Model, setup: Setup, mesh: DeviceMesh) -> tuple[n
 class _FusedAdamW(torch.optim.Optimizer):
     """AdamW with its fused kernel, which torch's class refuses on the meta device."""
 
-    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
-        super().__init__(parameters, {})
-
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         """Updates all parameters with one kernel."""
@@ -204,17 +203,26 @@ class _FusedAdamW(torch.optim.Optimizer):
         for parameter in trained:
             if not self.state[parameter]:
                 self.state[parameter] = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-        lists: list[list[Any]] = [trained, [p.grad for p in trained]]
-        lists += [[self.state[p][name] for p in trained] for name in ("exp_avg", "exp_avg_sq")]
-        local: list[list[Any]] = [[getattr(tensor, "_local_tensor", tensor) for tensor in tensors] for tensors in lists]
-        rates: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}
-        first, second, third, fourth = local
-        torch._fused_adamw_(first, second, third, fourth, [], [], amsgrad=False, maximize=False, **rates)
+        moments = [[self.state[p][name] for p in trained] for name in ("exp_avg", "exp_avg_sq")]
+        lists: list[list[Any]] = [trained, [p.grad for p in trained], *moments]
+        local = [[local_tensor(tensor) for tensor in tensors] for tensors in lists]
+        torch._fused_adamw_(  # type: ignore[call-overload]
+            *local,
+            [],
+            [],
+            lr=1e-3,
+            beta1=0.9,
+            beta2=0.95,
+            weight_decay=0.1,
+            eps=1e-8,
+            amsgrad=False,
+            maximize=False,
+        )
 
 
 def _optimizer(setup: Setup, sharded: nn.Module) -> torch.optim.Optimizer:
     if setup.optimizer == "adamw":
-        return _FusedAdamW(sharded.parameters())
+        return _FusedAdamW(sharded.parameters(), {})
     return torch.optim.SGD(sharded.parameters(), lr=0.1, foreach=False)
 
 
@@ -236,22 +244,3 @@ def _train(
     tape.phase = "optimizer"
     optimizer.step()
     optimizer.zero_grad()
-
-
-@contextmanager
-def _installed(recorder: trace.Recorder) -> Iterator[None]:
-    before, trace.recorder = trace.recorder, recorder
-    try:
-        yield
-    finally:
-        trace.recorder = before
-
-
-@contextmanager
-def _without_rank_checks() -> Iterator[None]:
-    with mock.patch.object(RankChecks, "compare", _no_check):
-        yield
-
-
-def _no_check(*_: Any) -> None:
-    """Replaces a check that reads values."""

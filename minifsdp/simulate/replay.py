@@ -148,33 +148,34 @@ class Replay:
 
     def run(self, item: Item) -> None:
         """Gives the item its time."""
-        if isinstance(item, Kernel):
-            self._compute(item)
-        elif isinstance(item, Collective):
-            self._communicate(item)
-        elif isinstance(item, RecordEvent):
-            self.host += self._card.host_event
-            self._events[item.event] = max(self.ends[item.stream], self.host)
-        elif isinstance(item, WaitEvent):
-            self.host += self._card.host_event
-            # An event of an earlier step is complete.
-            self.ends[item.stream] = max(self.ends[item.stream], self._events.get(item.event, 0.0))
-            if self._card.is_cpu and item.stream == COMPUTE:
-                # A CPU thread that computes itself waits where the compute stream of a card does.
-                self._waited += max(0.0, self.ends[COMPUTE] - self.host)
-                self.host = max(self.host, self.ends[COMPUTE])
-        elif isinstance(item, HostWait):
-            until = self._events.get(item.event, 0.0)
-            self._waited += max(0.0, until - self.host)
-            self.host = max(self.host, until)
-        elif isinstance(item, Allocate):
-            self._memory.allocate(self.host, item.block, item.num_bytes)
-        elif isinstance(item, UseOn):
-            self._memory.use_on(item.block, item.stream)
-        elif isinstance(item, Free):
-            self._memory.free(self.host, item.block, self.ends)
-        else:
-            self._mark(item)
+        match item:
+            case Kernel():
+                self._compute(item)
+            case Collective():
+                self._communicate(item)
+            case RecordEvent():
+                self.host += self._card.host_event
+                self._events[item.event] = max(self.ends[item.stream], self.host)
+            case WaitEvent():
+                self.host += self._card.host_event
+                # An event of an earlier step is complete.
+                self.ends[item.stream] = max(self.ends[item.stream], self._events.get(item.event, 0.0))
+                if self._card.is_cpu and item.stream == COMPUTE:
+                    # A CPU thread that computes itself waits where the compute stream of a card does.
+                    self._waited += max(0.0, self.ends[COMPUTE] - self.host)
+                    self.host = max(self.host, self.ends[COMPUTE])
+            case HostWait():
+                until = self._events.get(item.event, 0.0)
+                self._waited += max(0.0, until - self.host)
+                self.host = max(self.host, until)
+            case Allocate():
+                self._memory.allocate(self.host, item.block, item.num_bytes)
+            case UseOn():
+                self._memory.use_on(item.block, item.stream)
+            case Free():
+                self._memory.free(self.host, item.block, self.ends)
+            case Mark():
+                self._mark(item)
 
     def result(self) -> Result:
         """The step, after its last item."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 
 from minifsdp.engine.messages import message
 from minifsdp.simulate.machine import Card, Network
@@ -72,11 +73,9 @@ def candidates(base: Setup) -> Iterator[Setup]:
     """The settings of the search."""
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
         for shards in _splits(base) if strategy in HYBRID else [None]:
-            for unit in (1, 2):
-                for micro_batch in (1, 2, 4, 8):
-                    for checkpointing in ("none", "selective", "full"):
-                        chosen = replace(base, strategy=strategy, num_shards=shards, unit=unit)
-                        yield replace(chosen, micro_batch=micro_batch, checkpointing=checkpointing)
+            chosen = replace(base, strategy=strategy, num_shards=shards)
+            for unit, size, kind in product((1, 2), (1, 2, 4, 8), ("none", "selective", "full")):
+                yield replace(chosen, unit=unit, micro_batch=size, checkpointing=kind)
 
 
 def _splits(base: Setup) -> list[int]:
@@ -106,7 +105,6 @@ def extrapolated(runs: Sequence[Result], layers: tuple[int, int], wanted: int) -
         return low + factor * (high - low)
 
     seconds = line(first.seconds, second.seconds)
-    of_first, of_second = (first.seconds, second.seconds)
     return replace(
         second,
         seconds=seconds,
@@ -114,9 +112,9 @@ def extrapolated(runs: Sequence[Result], layers: tuple[int, int], wanted: int) -
         exposed_seconds=max(0.0, line(first.exposed_seconds, second.exposed_seconds)),
         host_seconds=line(first.host_seconds, second.host_seconds),
         waits=line(first.waits, second.waits),
-        tokens_per_second=second.tokens_per_second * of_second / seconds,
-        mfu=line(first.mfu * of_first, second.mfu * of_second) / seconds,
-        hfu=line(first.hfu * of_first, second.hfu * of_second) / seconds,
+        tokens_per_second=second.tokens_per_second * second.seconds / seconds,
+        mfu=line(first.mfu * first.seconds, second.mfu * second.seconds) / seconds,
+        hfu=line(first.hfu * first.seconds, second.hfu * second.seconds) / seconds,
         stored_bytes=round(line(first.stored_bytes, second.stored_bytes)),
         peak_allocated=round(line(first.peak_allocated, second.peak_allocated)),
         peak_held=round(line(first.peak_held, second.peak_held)),

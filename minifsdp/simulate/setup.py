@@ -11,8 +11,8 @@ Spec: SIMULATE-02, SIMULATE-04.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -22,6 +22,15 @@ from minifsdp.simulate.shapes import SHAPES, Shape
 HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", *HYBRID)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_CHOICES: dict[str, Collection[str | None]] = {
+    "api": ("fsdp1", "fsdp2"),
+    "strategy": STRATEGIES,
+    "checkpointing": ("none", "full", "selective"),
+    "param_dtype": DTYPES,
+    "reduce_dtype": DTYPES,
+    "optimizer": ("adamw", "sgd"),
+    "backward_prefetch": ("BACKWARD_PRE", "BACKWARD_POST", None),
+}
 
 
 @dataclass(frozen=True)
@@ -69,13 +78,8 @@ class Setup:
     optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
-        _check_choice("api", self.api, ("fsdp1", "fsdp2"))
-        _check_choice("strategy", self.strategy, STRATEGIES)
-        _check_choice("checkpointing", self.checkpointing, ("none", "full", "selective"))
-        _check_choice("param_dtype", self.param_dtype, DTYPES)
-        _check_choice("reduce_dtype", self.reduce_dtype, DTYPES)
-        _check_choice("optimizer", self.optimizer, ("adamw", "sgd"))
-        _check_choice("backward_prefetch", self.backward_prefetch, ("BACKWARD_PRE", "BACKWARD_POST", None))
+        for name, choices in _CHOICES.items():
+            _check_choice(name, getattr(self, name), choices)
         if isinstance(self.model, str) and ":" not in self.model:
             _check_choice("model", self.model, SHAPES)
         for name in ("num_ranks", "ranks_per_machine", "unit", "micro_batch", "accumulation"):
@@ -92,6 +96,6 @@ class Setup:
         return 1 if self.strategy == "NO_SHARD" else self.num_ranks
 
 
-def _check_choice(name: str, value: object, choices: Any) -> None:
+def _check_choice(name: str, value: str | None, choices: Collection[str | None]) -> None:
     if value not in choices:
         raise ValueError(message("simulate-choice", name=name, value=value, choices=", ".join(map(str, choices))))

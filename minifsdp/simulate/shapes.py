@@ -14,6 +14,7 @@ Spec: SIMULATE-04.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 from minifsdp.engine.messages import message
@@ -55,18 +56,9 @@ class Shape:
     sequence: int = 2048
 
 
-def _llama(layers: int, width: int, heads: int, intermediate: int) -> Shape:
-    sizes: dict[str, Any] = {"kv_heads": 8, "intermediate": intermediate, "sequence": 8192}
-    return Shape(layers, width, heads, 128256, gated=True, biases=False, rms=True, **sizes)
-
-
-def _mpt(layers: int, width: int, heads: int) -> Shape:
-    return Shape(layers, width, heads, 50368, tied=True, positions=2048)
-
-
-def _gpt2(layers: int, width: int, heads: int) -> Shape:
-    return Shape(layers, width, heads, 50257, tied=True, positions=1024, sequence=1024)
-
+_gpt2 = partial(Shape, vocabulary=50257, tied=True, positions=1024, sequence=1024)
+_llama = partial(Shape, vocabulary=128256, kv_heads=8, gated=True, biases=False, rms=True, sequence=8192)
+_mpt = partial(Shape, vocabulary=50368, tied=True, positions=2048)
 
 SHAPES = {
     "gpt2": _gpt2(12, 768, 12),
@@ -74,8 +66,8 @@ SHAPES = {
     "gpt2-large": _gpt2(36, 1280, 20),
     "gpt2-xl": _gpt2(48, 1600, 25),
     "gpt3-175b": Shape(96, 12288, 96, 50257, tied=True, positions=2048),
-    "llama3-8b": _llama(32, 4096, 32, 14336),
-    "llama3-70b": _llama(80, 8192, 64, 28672),
+    "llama3-8b": _llama(32, 4096, 32, intermediate=14336),
+    "llama3-70b": _llama(80, 8192, 64, intermediate=28672),
     "mpt-125m": _mpt(12, 768, 12),
     "mpt-350m": _mpt(24, 1024, 16),
     "mpt-760m": _mpt(24, 1536, 12),

@@ -129,14 +129,12 @@ class Tape:
         stream: number of the current stream.
         phase: the phase of the step, set by the recorder.
         events: numbers for events; the recorder takes the next one.
-        streams: numbers for streams.
     """
 
     items: list[Item] = field(default_factory=list)
     stream: int = COMPUTE
     phase: str = "setup"
     events: count[int] = field(default_factory=count)
-    streams: count[int] = field(default_factory=lambda: count(1))
 
     def record_event(self, stream: int) -> int:
         """Appends an event of ``stream``; returns its number."""

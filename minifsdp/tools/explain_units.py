@@ -60,16 +60,16 @@ def units_of(model: nn.Module, num_shards: int | None = None) -> list[UnitSummar
     units = []
     for wrapper in Wrapper.fsdp_modules(model):
         if wrapper._unit is not None:
-            is_root, buffers = wrapper is model, wrapper.mixed_precision.buffer_dtype
+            is_root = wrapper is model
+            buffers = wrapper.mixed_precision.buffer_dtype
             # The root stays unsharded until its backward, with any strategy.
-            found = _existing(wrapper._unit, names[wrapper], names, is_root=is_root, stays=is_root, buffers=buffers)
-            units.append(found)
+            units.append(_existing(wrapper._unit, names[wrapper], names, is_root, is_root, buffers))
     for name, state in states_in(model):
         if state.unit is not None:
             is_root = state is state_of(model)
             # If not set, the first forward decides: the root stays unsharded.
             stays = is_root and state.reshard_after_forward is None
-            units.append(_existing(state.unit, "" if is_root else name, names, is_root=is_root, stays=stays))
+            units.append(_existing(state.unit, "" if is_root else name, names, is_root, stays))
     if not is_sharded(model):
         units += _planned(model, names, units[0] if units else None, num_shards)
     return sorted(units, key=lambda unit: not unit.is_root)
@@ -136,7 +136,7 @@ def _buffer_bytes(model: nn.Module) -> int:
 
 
 def _existing(
-    unit: Unit, name: str, names: Names, *, is_root: bool, stays: bool, buffers: torch.dtype | None = None
+    unit: Unit, name: str, names: Names, is_root: bool, stays: bool, buffers: torch.dtype | None = None
 ) -> UnitSummary:
     """Describes a unit.
 
