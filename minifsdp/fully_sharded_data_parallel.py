@@ -262,8 +262,14 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
             RuntimeError: if a unit is busy or already summoned.
         """
         require(arguments.MODULE, "summon_full_params", module=module)
-        choices = {"writeback": writeback, "rank0_only": rank0_only, "offload_to_cpu": offload_to_cpu}
-        return training.full_params(module, recurse, **choices, with_grads=with_grads)
+        return training.full_params(
+            module,
+            recurse,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        )
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Calls ``fn`` on all submodules and on itself, children first, with full parameters; on all ranks (APPLY-01).
@@ -456,8 +462,9 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
 
         Deprecated: use ``optim_state_dict``. ``optim_input`` is ignored.
         """
-        form = Form(first_only=rank0_only)
-        return optim_state_legacy.save("full_optim_state_dict", model, optim, form, group, optim_input)
+        return optim_state_legacy.save(
+            "full_optim_state_dict", model, optim, Form(first_only=rank0_only), group, optim_input
+        )
 
     @staticmethod
     def sharded_optim_state_dict(
@@ -489,8 +496,9 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         Raises:
             ValueError: if both were given, or if the dict does not match. Ranks with a matching dict do not raise it.
         """
-        target = optim_state_legacy.target("shard_full_optim_state_dict", model, optim_input, optim, Form())
-        return optim_state_legacy.load("shard_full_optim_state_dict", full_optim_state_dict, target, communicates=False)
+        return optim_state_legacy.load(
+            "shard_full_optim_state_dict", full_optim_state_dict, model, optim_input, optim, Form(), communicates=False
+        )
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -507,9 +515,9 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         Raises:
             ValueError: if ``optim`` and ``optim_input`` were both given, or, on all ranks, if the dict does not match.
         """
-        form = Form(first_only=True)
-        target = optim_state_legacy.target("scatter_full_optim_state_dict", model, optim_input, optim, form)
-        return optim_state_legacy.load("scatter_full_optim_state_dict", full_optim_state_dict, target)
+        return optim_state_legacy.load(
+            "scatter_full_optim_state_dict", full_optim_state_dict, model, optim_input, optim, Form(first_only=True)
+        )
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
@@ -519,8 +527,9 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
 
         Deprecated: use ``optim_state_dict_to_load``.
         """
-        target = optim_state_legacy.target("flatten_sharded_optim_state_dict", model, None, optim, SHARDED)
-        return optim_state_legacy.load("flatten_sharded_optim_state_dict", sharded_optim_state_dict, target)
+        return optim_state_legacy.load(
+            "flatten_sharded_optim_state_dict", sharded_optim_state_dict, model, None, optim, SHARDED
+        )
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -560,11 +569,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         return self._unit is not None
 
     _flat_param = property(wrapper_names.flat_parameter)
-
-    @property
-    def _handle(self) -> Any:  # type: ignore[override]
-        # Attributes that a program sets on this object are lost. The next forward reads the values from the parameters.
-        return None if self._unit is None else wrapper_names.Slice(self._unit)
+    _handle = property(wrapper_names.handle_of)
 
     @property
     def _is_root(self) -> bool | None:

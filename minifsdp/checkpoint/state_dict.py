@@ -66,25 +66,25 @@ def save(wrapper: Wrapper, walk: Callable[..., dict[str, Any]], *args: Any, **kw
         # Another model may have been saved to the same dict.
         kept.before = dict(given.get("destination") or {})
         gathered = [w for w in inside if not (state_of(w).form.is_local or is_summoned(w))]
-        agree(wrapper, [MeshGroups(w._mesh.shard, None) for w in gathered], saves=True)
+        agree(wrapper, [MeshGroups(w._mesh.shard, None) for w in gathered], "state_dict()", saves_itself)
     with _registered_during_walk(wrapper._unit, runs_custom_code=kept.runs_custom_code):
         state = walk(*args, **kwargs)
         if is_outermost and not given.get("keep_vars"):
-            shards = [w._unit.layout.local_values() for w in inside if w._unit is not None]
+            units = Wrapper.units_in(wrapper)
+            shards = [unit.layout.local_values() for unit in units]
             own = [*wrapper.parameters(), *wrapper.buffers()]
             keys = [key for key in state if key.startswith(prefix) and state[key] is not kept.before.get(key)]
-            shared = copy_shared(state, keys, [*shards, *own], _unchanged_until_forward(inside, own))
+            shared = copy_shared(state, keys, [*shards, *own], _unchanged_until_forward(units, own))
             wrapper._share_until_forward(shared)
     kept.before = {}
     return state
 
 
-def _unchanged_until_forward(wrappers: Iterable[Wrapper], tensors: Iterable[Tensor]) -> set[int | None]:
+def _unchanged_until_forward(units: Iterable[FlatUnit], tensors: Iterable[Tensor]) -> set[int | None]:
     """Memory of buffers and ignored parameters that neither a backward nor an optimizer changes before a forward.
 
     Returns none between a forward and its backward, because a recomputed module changes its buffers in backward.
     """
-    units = [wrapper._unit for wrapper in wrappers if wrapper._unit is not None]
     if any(unit.phase is not Phase.IDLE or unit.awaits_backward for unit in units):
         return set()
     managed = {None, *(memory_of(unit.layout.local_values()) for unit in units)}
@@ -94,7 +94,7 @@ def _unchanged_until_forward(wrappers: Iterable[Wrapper], tensors: Iterable[Tens
     return set(map(memory_of, unchanged))
 
 
-def agree(wrapper: Wrapper, meshes: Iterable[MeshGroups], *, saves: bool) -> None:
+def agree(wrapper: Wrapper, meshes: Iterable[MeshGroups], call: str, has_code: Callable[[nn.Module], bool]) -> None:
     """Waits for all ranks, and stores for each unit whether it must be unsharded, the same on all of the unit's ranks.
 
     The ranks may differ before, because a user may have a hook on one rank only.
@@ -102,9 +102,9 @@ def agree(wrapper: Wrapper, meshes: Iterable[MeshGroups], *, saves: bool) -> Non
     Args:
         wrapper: the outermost one.
         meshes: the ranks to wait for.
-        saves: whether all ranks must call ``state_dict()``; otherwise they must call ``load_state_dict()``.
+        call: the call that all ranks must make.
+        has_code: whether custom code of a module runs during this call.
     """
-    call, has_code = ("state_dict()", saves_itself) if saves else ("load_state_dict()", reads_while_loaded)
     wrappers = Wrapper.fsdp_modules(wrapper)
     # Custom code gets no values of a local dict.
     mine = [

@@ -166,7 +166,7 @@ def settings_for(state_dict_type: StateDictType, *configs: Any) -> StateDictSett
         RuntimeError: a configuration belongs to another type.
     """
     if not isinstance(state_dict_type, StateDictType):
-        members = ", ".join(f"StateDictType.{member.name}" for member in StateDictType)
+        members = ", ".join(map(str, StateDictType))
         raise RuntimeError(message("state-dict-type", members=members, state_dict_type=state_dict_type))
     chosen: list[Any] = []
     names = ("state_dict_config", "optim_state_dict_config")

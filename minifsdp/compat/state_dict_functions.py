@@ -61,7 +61,6 @@ from minifsdp.checkpoint.codec import (
     UnitCodec,
     dotted,
     parameters_of,
-    plain_path,
     tensor_parallel_groups,
 )
 from minifsdp.checkpoint.loading import reshard_all
@@ -162,8 +161,8 @@ def _received(model: nn.Module, given: Mapping[str, Any], mesh: MeshGroups) -> t
     # Modules whose full parameters are summoned load full values.
     sharded = [(start, w) for start, w in wrappers if w._unit is not None and w._unit.phase is not Phase.SUMMONED]
     units = [UnitCodec(w, start) for start, w in sharded]
-    of_unit, groups = {key: unit for unit in units for key in unit.keys}, [mesh.replicate, mesh.shard]
-    groups[:0] = tensor_parallel_groups(units)
+    of_unit = {key: unit for unit in units for key in unit.keys}
+    groups = [*tensor_parallel_groups(units), mesh.replicate, mesh.shard]
 
     def receive(key: str) -> Any:
         value = agreement.value_of_first_rank(given.get(key), groups)
@@ -236,10 +235,10 @@ def set_optimizer_state_dict(
 
 def _agree(model: nn.Module, call: str, *, sends: bool) -> None:
     """Refuses a call that sends values, if the ranks issued different collectives before it."""
-    found = [state.unit for _, state in states_in(model)] + [w._unit for w in Wrapper.fsdp_modules(model)]
-    units = [unit for unit in found if sends and unit is not None]
-    if units:
-        agreement.monitored_barrier(agreement.groups_of(unit.plan.mesh for unit in units), call)
+    if sends:
+        sharded = [state.unit for _, state in states_in(model) if state.unit is not None]
+        meshes = [unit.plan.mesh for unit in [*sharded, *Wrapper.units_in(model)]]
+        agreement.monitored_barrier(agreement.groups_of(meshes), call)
 
 
 def _listed(optimizers: Optimizers) -> list[Optimizer]:
@@ -255,11 +254,8 @@ def _form(options: StateDictOptions) -> Form:
 
 def _prefixes(model: nn.Module) -> dict[nn.Module, str]:
     """For each module of a model, the prefix of its names in the results of torch's functions."""
-    prefixes: dict[nn.Module, str] = {}
-    for path, module in model.named_modules():
-        inner = (path + ".").removeprefix("module.") if isinstance(model, DistributedDataParallel) else path + "."
-        prefixes[module] = _uncompiled(plain_path(inner)).removeprefix(".")
-    return prefixes
+    outer = "module." if isinstance(model, DistributedDataParallel) else ""
+    return {module: _uncompiled(dotted(path)).removeprefix(outer) for path, module in model.named_modules()}
 
 
 def _uncompiled(name: str) -> str:

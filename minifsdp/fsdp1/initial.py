@@ -133,12 +133,8 @@ def move_modules(modules: Modules, device: torch.device, ignored: set[nn.Paramet
     """2. Moves the parameters and buffers of the unit's modules in place. Parameters stay the same objects."""
     for _, module in modules:
         for tensor in _own_tensors(module, ignored):
-            _move(tensor, device)
-
-
-def _move(tensor: torch.Tensor, device: torch.device) -> None:
-    if tensor.device != device:
-        tensor.data = tensor.data.to(device)
+            if tensor.device != device:
+                tensor.data = tensor.data.to(device)
 
 
 def shard_in_place(modules: Modules, device: torch.device, ignored: set[nn.Parameter], *, sends: bool) -> None:
@@ -162,7 +158,7 @@ def shard_in_place(modules: Modules, device: torch.device, ignored: set[nn.Param
     warn(message("slow-on-cpu", where=where))
     for tensor in left:
         if not isinstance(tensor, nn.Parameter):
-            _move(tensor, device)
+            tensor.data = tensor.data.to(device)
 
 
 def synchronize(modules: Modules, mesh: MeshGroups, ignored: set[nn.Parameter], unit_name: str) -> None:

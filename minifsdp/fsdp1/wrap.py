@@ -196,12 +196,12 @@ def refuse_compiled(root_module: nn.Module, chosen: Chosen) -> None:
             raise ValueError(message("compiled-before", type=type(inside).__name__, path=path))
 
 
+@dataclass
 class _OwnDtype:
     """Hooks that run one module in its own dtype inside a model that computes in a lower precision."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.outside: torch.dtype | None = None
+    dtype: torch.dtype
+    outside: torch.dtype | None = None
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         dtypes = {t.dtype: None for t in tensors_in((args, kwargs)) if t.is_floating_point()}

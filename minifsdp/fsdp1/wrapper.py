@@ -184,6 +184,11 @@ class Wrapper(nn.Module):
         found = [m for m in module.modules() if isinstance(m, Wrapper)]
         return [m for m in found if not m._is_inner] if root_only else found
 
+    @staticmethod
+    def units_in(module: nn.Module) -> list[build.FlatUnit]:
+        """The units of all wrappers in ``module``. A wrapper without parameters of its own has none."""
+        return [wrapper._unit for wrapper in Wrapper.fsdp_modules(module) if wrapper._unit is not None]
+
     # --- the algorithm ---
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
