@@ -246,5 +246,11 @@ def _local_problems(codec: UnitCodec, state: Mapping[str, Any], strict: bool) ->
     elif not isinstance(found, torch.Tensor):
         yield detail("no-tensor", key=where, type=type(found).__name__)
     elif (found.numel(), found.dtype) != (mine.numel(), mine.dtype):
-        size, dtype = found.numel(), found.dtype
-        yield detail("local-size", where=where, found=size, mine=mine.numel(), found_dtype=dtype, dtype=mine.dtype)
+        yield detail(
+            "local-size",
+            where=where,
+            found=found.numel(),
+            mine=mine.numel(),
+            found_dtype=found.dtype,
+            dtype=mine.dtype,
+        )

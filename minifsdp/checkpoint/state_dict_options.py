@@ -173,8 +173,15 @@ def settings_for(state_dict_type: StateDictType, *configs: Any) -> StateDictSett
     for name, config, own in zip(names, configs, _CONFIGS[state_dict_type], strict=True):
         chosen.append(own() if config is None else config)
         if type(chosen[-1]) is not own:
-            expected, kind, which = own.__name__, type(config).__name__, state_dict_type
-            raise RuntimeError(message("config-type", name=name, expected=expected, state_dict_type=which, type=kind))
+            raise RuntimeError(
+                message(
+                    "config-type",
+                    name=name,
+                    expected=own.__name__,
+                    state_dict_type=state_dict_type,
+                    type=type(config).__name__,
+                )
+            )
     return StateDictSettings(state_dict_type, *chosen)
 
 

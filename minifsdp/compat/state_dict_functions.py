@@ -235,9 +235,9 @@ def set_optimizer_state_dict(
 
 def _agree(model: nn.Module, call: str, *, sends: bool) -> None:
     """Refuses a call that sends values, if the ranks issued different collectives before it."""
-    if sends:
-        sharded = [state.unit for _, state in states_in(model) if state.unit is not None]
-        meshes = [unit.plan.mesh for unit in [*sharded, *Wrapper.units_in(model)]]
+    sharded = [state.unit for _, state in states_in(model) if state.unit is not None]
+    meshes = [unit.plan.mesh for unit in [*sharded, *Wrapper.units_in(model)]]
+    if sends and meshes:
         agreement.monitored_barrier(agreement.groups_of(meshes), call)
 
 

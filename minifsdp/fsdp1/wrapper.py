@@ -107,8 +107,9 @@ class Wrapper(nn.Module):
         # Whether the strategy reshards the unit after forward, unless this wrapper is the root.
         self._reshards = False
         if options.auto_wrap_policy is not None:
-            inner = self._options_of_inner(options, groups)
-            wrap.auto_wrap(module, options.auto_wrap_policy, inner_class, inner, *ignored)
+            wrap.auto_wrap(
+                module, options.auto_wrap_policy, inner_class, self._options_of_inner(options, groups), *ignored
+            )
         for wrapper in Wrapper.fsdp_modules(module):
             wrapper._is_inner = True
         self.add_module(WRAPPED, module)
@@ -168,8 +169,7 @@ class Wrapper(nn.Module):
         plan = ReducePlan.mean(self._mesh, precision.reduces_in(layout.dtype))
         # A unit that is not sharded, and computes in a copy in another dtype, frees the copy.
         self._reshards = reshards if is_sharded else layout.is_copied
-        policy = UnitPolicy(reshard_after_forward=self._reshards)
-        return Unit(module, layout, [plan], precision, policy)
+        return Unit(module, layout, [plan], precision, UnitPolicy(reshard_after_forward=self._reshards))
 
     # --- the wrapped module ---
 
