@@ -139,21 +139,21 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         require(OFFLOAD, "FullyShardedDataParallel", cpu_offload=cpu_offload)
         require(arguments.PRECISION, "FullyShardedDataParallel", mixed_precision=mixed_precision)
         given = Options(
-            process_group=process_group,
-            sharding_strategy=sharding_strategy,
-            cpu_offload=cpu_offload,
-            auto_wrap_policy=policy_by_either_name(auto_wrap_policy, fsdp_auto_wrap_policy),
-            backward_prefetch=backward_prefetch,
-            mixed_precision=mixed_precision,
-            ignored_modules=ignored_modules,
-            param_init_fn=param_init_fn,
-            device_id=device_id,
-            sync_module_states=sync_module_states,
-            forward_prefetch=forward_prefetch,
-            limit_all_gathers=limit_all_gathers,
-            use_orig_params=use_orig_params,
-            ignored_states=ignored_states,
-            device_mesh=device_mesh,
+            process_group,
+            sharding_strategy,
+            cpu_offload,
+            policy_by_either_name(auto_wrap_policy, fsdp_auto_wrap_policy),
+            backward_prefetch,
+            mixed_precision,
+            ignored_modules,
+            param_init_fn,
+            device_id,
+            sync_module_states,
+            forward_prefetch,
+            limit_all_gathers,
+            use_orig_params,
+            ignored_states,
+            device_mesh,
         )
         # A policy wraps with this class, because a user's subclass may have other constructor arguments.
         super().__init__(module, given, FullyShardedDataParallel)

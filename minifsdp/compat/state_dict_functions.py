@@ -182,11 +182,12 @@ def get_optimizer_state_dict(
     options: StateDictOptions | None = None,
 ) -> dict[str, Any]:
     """The state of all optimizers of a model by original names. Every rank must call it."""
+    options = options or StateDictOptions()
     if not Wrapper.fsdp_modules(model):
-        _agree(model, "get_optimizer_state_dict()", sends=options is not None and options.full_state_dict)
+        _agree(model, "get_optimizer_state_dict()", sends=options.full_state_dict)
         reshard_all(model)
         return get_without_wrappers(model, optimizers, submodules=submodules, options=options)
-    options, listed = options or StateDictOptions(), _listed(optimizers)
+    listed = _listed(optimizers)
     merged: dict[str, Any] = {"state": {}, "param_groups": []} if listed else {}
     for optimizer in listed:
         if not optimizer.state:
