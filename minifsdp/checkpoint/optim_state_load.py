@@ -75,8 +75,8 @@ class Target:
         self.names = ParameterNames(self.model)
         self.tensor_parallel = tensor_parallel_groups(self.names.units) if self.form.is_complete else []
         names = self.names.current_names if self.by_name else {}
-        parameters: list[nn.Parameter] = parameters_of(self.optim.param_groups)
-        self.keys = {parameter: names.get(parameter, number) for number, parameter in enumerate(parameters)}
+        numbered = enumerate(parameters_of(self.optim.param_groups))
+        self.keys = {parameter: names.get(parameter, number) for number, parameter in numbered}
 
 
 @torch.no_grad()

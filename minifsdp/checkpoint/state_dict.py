@@ -47,7 +47,7 @@ from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1 import parts
 from minifsdp.fsdp1.build import FlatUnit
 from minifsdp.fsdp1.full_params import all_gather_unit, check_idle, summoned
-from minifsdp.fsdp1.wrapper import PREFIX, Wrapper, is_wrapper
+from minifsdp.fsdp1.wrapper import PREFIX, Wrapper, is_wrapper, units_in
 
 
 def save(wrapper: Wrapper, walk: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -60,22 +60,21 @@ def save(wrapper: Wrapper, walk: Callable[..., dict[str, Any]], *args: Any, **kw
     """
     wrapper._recover_after_error()
     given = kwargs | dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
-    prefix, kept, inside = given.get("prefix", ""), state_of(wrapper), Wrapper.fsdp_modules(wrapper)
+    prefix, kept = given.get("prefix", ""), state_of(wrapper)
     is_outermost = is_outermost_here(wrapper, prefix)
     if is_outermost:
         # Another model may have been saved to the same dict.
         kept.before = dict(given.get("destination") or {})
-        gathered = [w for w in inside if not (state_of(w).form.is_local or is_summoned(w))]
+        gathered = [w for w in Wrapper.fsdp_modules(wrapper) if not (state_of(w).form.is_local or is_summoned(w))]
         agree(wrapper, [MeshGroups(w._mesh.shard, None) for w in gathered], "state_dict()", saves_itself)
     with _registered_during_walk(wrapper._unit, runs_custom_code=kept.runs_custom_code):
         state = walk(*args, **kwargs)
         if is_outermost and not given.get("keep_vars"):
-            units = Wrapper.units_in(wrapper)
-            shards = [unit.layout.local_values() for unit in units]
+            units = units_in(wrapper)
             own = [*wrapper.parameters(), *wrapper.buffers()]
             keys = [key for key in state if key.startswith(prefix) and state[key] is not kept.before.get(key)]
-            shared = copy_shared(state, keys, [*shards, *own], _unchanged_until_forward(units, own))
-            wrapper._share_until_forward(shared)
+            of_model = [*own, *(unit.layout.local_values() for unit in units)]
+            wrapper._share_until_forward(copy_shared(state, keys, of_model, _unchanged_until_forward(units, own)))
     kept.before = {}
     return state
 

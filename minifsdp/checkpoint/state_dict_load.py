@@ -39,7 +39,7 @@ from minifsdp.checkpoint.state_dict_options import Form, state_of
 from minifsdp.engine.flat_params import FLAT_NAME
 from minifsdp.engine.messages import detail
 from minifsdp.fsdp1.full_params import check_idle
-from minifsdp.fsdp1.wrapper import PREFIX, Wrapper
+from minifsdp.fsdp1.wrapper import PREFIX, Wrapper, units_in
 
 # The beginning of the error message of nn.Module.
 OPENING = "Error(s) in loading state_dict for FullyShardedDataParallel: "
@@ -160,7 +160,7 @@ def _drop_own_tensors(wrapper: Wrapper, state: MutableMapping[str, Any], prefix:
     ``set_model_state_dict`` of ``torch.distributed.checkpoint`` adds the model's registered parameters to a full dict:
     flat parameters, and each parameter that the dict lacks.
     """
-    sharded = [unit.layout for unit in Wrapper.units_in(wrapper) if unit.plan.mesh.shard is not None]
+    sharded = [unit.layout for unit in units_in(wrapper) if unit.plan.mesh.shard is not None]
     own = {id(parameter) for layout in sharded for parameter in layout.local_parameters()}
     # Between forward and backward, modules can have unsharded views.
     own |= {id(getattr(info.module, info.name)) for layout in sharded for info in layout.parameters}

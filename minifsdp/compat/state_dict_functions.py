@@ -70,7 +70,7 @@ from minifsdp.engine.lifetime import outside_inference_mode
 from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.unit import Phase
-from minifsdp.fsdp1.wrapper import Wrapper
+from minifsdp.fsdp1.wrapper import Wrapper, units_in
 from minifsdp.fsdp2.fsdp_state import states_in
 
 __all__ = [
@@ -236,9 +236,9 @@ def set_optimizer_state_dict(
 
 def _agree(model: nn.Module, call: str, *, sends: bool) -> None:
     """Refuses a call that sends values, if the ranks issued different collectives before it."""
-    sharded = [state.unit for _, state in states_in(model) if state.unit is not None]
-    meshes = [unit.plan.mesh for unit in [*sharded, *Wrapper.units_in(model)]]
-    if sends and meshes:
+    found = [*(state.unit for _, state in states_in(model)), *units_in(model)]
+    meshes = [unit.plan.mesh for unit in found if sends and unit is not None]
+    if meshes:
         agreement.monitored_barrier(agreement.groups_of(meshes), call)
 
 

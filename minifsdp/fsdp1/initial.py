@@ -133,8 +133,12 @@ def move_modules(modules: Modules, device: torch.device, ignored: set[nn.Paramet
     """2. Moves the parameters and buffers of the unit's modules in place. Parameters stay the same objects."""
     for _, module in modules:
         for tensor in _own_tensors(module, ignored):
-            if tensor.device != device:
-                tensor.data = tensor.data.to(device)
+            _move(tensor, device)
+
+
+def _move(tensor: torch.Tensor, device: torch.device) -> None:
+    if tensor.device != device:
+        tensor.data = tensor.data.to(device)
 
 
 def shard_in_place(modules: Modules, device: torch.device, ignored: set[nn.Parameter], *, sends: bool) -> None:
@@ -158,7 +162,7 @@ def shard_in_place(modules: Modules, device: torch.device, ignored: set[nn.Param
     warn(message("slow-on-cpu", where=where))
     for tensor in left:
         if not isinstance(tensor, nn.Parameter):
-            tensor.data = tensor.data.to(device)
+            _move(tensor, device)
 
 
 def synchronize(modules: Modules, mesh: MeshGroups, ignored: set[nn.Parameter], unit_name: str) -> None:

@@ -66,6 +66,11 @@ def is_wrapper(module: nn.Module) -> bool:
     return isinstance(module, Wrapper)
 
 
+def units_in(module: nn.Module) -> list[build.FlatUnit]:
+    """The units of all wrappers in ``module``. A wrapper without parameters of its own has none."""
+    return [wrapper._unit for wrapper in Wrapper.fsdp_modules(module) if wrapper._unit is not None]
+
+
 class Wrapper(nn.Module):
     """A module whose parameters are sharded: the base class of `minifsdp.FullyShardedDataParallel`.
 
@@ -183,11 +188,6 @@ class Wrapper(nn.Module):
         """All wrappers in ``module``, including ``module`` itself; ``root_only`` skips inner wrappers."""
         found = [m for m in module.modules() if isinstance(m, Wrapper)]
         return [m for m in found if not m._is_inner] if root_only else found
-
-    @staticmethod
-    def units_in(module: nn.Module) -> list[build.FlatUnit]:
-        """The units of all wrappers in ``module``. A wrapper without parameters of its own has none."""
-        return [wrapper._unit for wrapper in Wrapper.fsdp_modules(module) if wrapper._unit is not None]
 
     # --- the algorithm ---
 
