@@ -20,6 +20,7 @@ Spec: FUZZ-02.
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,17 +30,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from minifsdp.engine.messages import message
 
 
+@dataclass(frozen=True)
 class Kind:
     """The allowed type of an argument.
 
-    Args:
+    Attributes:
         words: description of the type for the message.
         fits: a function that returns whether a value has the type.
         error: the exception to raise if the value does not have the type.
     """
 
-    def __init__(self, words: str, fits: Callable[[Any], bool], error: type[Exception] = TypeError) -> None:
-        self.words, self.fits, self.error = words, fits, error
+    words: str
+    fits: Callable[[Any], bool]
+    error: type[Exception] = TypeError
 
 
 def require(kind: Kind, call: str, **given: Any) -> None:

@@ -139,21 +139,21 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         require(OFFLOAD, "FullyShardedDataParallel", cpu_offload=cpu_offload)
         require(arguments.PRECISION, "FullyShardedDataParallel", mixed_precision=mixed_precision)
         given = Options(
-            process_group=process_group,
-            sharding_strategy=sharding_strategy,
-            cpu_offload=cpu_offload,
-            auto_wrap_policy=policy_by_either_name(auto_wrap_policy, fsdp_auto_wrap_policy),
-            backward_prefetch=backward_prefetch,
-            mixed_precision=mixed_precision,
-            ignored_modules=ignored_modules,
-            param_init_fn=param_init_fn,
-            device_id=device_id,
-            sync_module_states=sync_module_states,
-            forward_prefetch=forward_prefetch,
-            limit_all_gathers=limit_all_gathers,
-            use_orig_params=use_orig_params,
-            ignored_states=ignored_states,
-            device_mesh=device_mesh,
+            process_group,
+            sharding_strategy,
+            cpu_offload,
+            policy_by_either_name(auto_wrap_policy, fsdp_auto_wrap_policy),
+            backward_prefetch,
+            mixed_precision,
+            ignored_modules,
+            param_init_fn,
+            device_id,
+            sync_module_states,
+            forward_prefetch,
+            limit_all_gathers,
+            use_orig_params,
+            ignored_states,
+            device_mesh,
         )
         # A policy wraps with this class, because a user's subclass may have other constructor arguments.
         super().__init__(module, given, FullyShardedDataParallel)
@@ -262,8 +262,14 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
             RuntimeError: if a unit is busy or already summoned.
         """
         require(arguments.MODULE, "summon_full_params", module=module)
-        choices = {"writeback": writeback, "rank0_only": rank0_only, "offload_to_cpu": offload_to_cpu}
-        return training.full_params(module, recurse, **choices, with_grads=with_grads)
+        return training.full_params(
+            module,
+            recurse,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        )
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Calls ``fn`` on all submodules and on itself, children first, with full parameters; on all ranks (APPLY-01).
@@ -456,8 +462,9 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
 
         Deprecated: use ``optim_state_dict``. ``optim_input`` is ignored.
         """
-        form = Form(first_only=rank0_only)
-        return optim_state_legacy.save("full_optim_state_dict", model, optim, form, group, optim_input)
+        return optim_state_legacy.save(
+            "full_optim_state_dict", model, optim, Form(first_only=rank0_only), group, optim_input
+        )
 
     @staticmethod
     def sharded_optim_state_dict(
@@ -489,8 +496,9 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         Raises:
             ValueError: if both were given, or if the dict does not match. Ranks with a matching dict do not raise it.
         """
-        target = optim_state_legacy.target("shard_full_optim_state_dict", model, optim_input, optim, Form())
-        return optim_state_legacy.load("shard_full_optim_state_dict", full_optim_state_dict, target, communicates=False)
+        return optim_state_legacy.load(
+            "shard_full_optim_state_dict", full_optim_state_dict, model, optim_input, optim, Form(), communicates=False
+        )
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -507,9 +515,9 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         Raises:
             ValueError: if ``optim`` and ``optim_input`` were both given, or, on all ranks, if the dict does not match.
         """
-        form = Form(first_only=True)
-        target = optim_state_legacy.target("scatter_full_optim_state_dict", model, optim_input, optim, form)
-        return optim_state_legacy.load("scatter_full_optim_state_dict", full_optim_state_dict, target)
+        return optim_state_legacy.load(
+            "scatter_full_optim_state_dict", full_optim_state_dict, model, optim_input, optim, Form(first_only=True)
+        )
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
@@ -519,8 +527,9 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
 
         Deprecated: use ``optim_state_dict_to_load``.
         """
-        target = optim_state_legacy.target("flatten_sharded_optim_state_dict", model, None, optim, SHARDED)
-        return optim_state_legacy.load("flatten_sharded_optim_state_dict", sharded_optim_state_dict, target)
+        return optim_state_legacy.load(
+            "flatten_sharded_optim_state_dict", sharded_optim_state_dict, model, None, optim, SHARDED
+        )
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -560,11 +569,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         return self._unit is not None
 
     _flat_param = property(wrapper_names.flat_parameter)
-
-    @property
-    def _handle(self) -> Any:  # type: ignore[override]
-        # Attributes that a program sets on this object are lost. The next forward reads the values from the parameters.
-        return None if self._unit is None else wrapper_names.Slice(self._unit)
+    _handle = property(wrapper_names.handle_of)
 
     @property
     def _is_root(self) -> bool | None:

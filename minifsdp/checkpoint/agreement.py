@@ -190,14 +190,16 @@ def _wait_for_all(group: Group, call: str, has_facts: bool, how: str) -> bool:
         collectives.Collective("barrier", group, [], _wait, store, f"{key}/complete", limit, checks_size=False)
     except TimeoutError as error:
         seconds = min(time.monotonic() - begun, limit.total_seconds())
-        ranks, report = list(group.ranks), log.diagnosis((sequence, *before[:2]))
-        missing = [rank for index, rank in enumerate(ranks) if not store.check([f"{key}/{index}"])]
+        report = log.diagnosis((sequence, *before[:2]))
+        missing = [rank for index, rank in enumerate(group.ranks) if not store.check([f"{key}/{index}"])]
         # Undo this call in the store and in the log, so that all ranks can call again and their logs still match.
         sequence.undo(before)
         store.add(arrived, -1)
         store.delete_key(f"{key}/{group.rank}")
         raise RuntimeError(
-            message("missing-ranks", call=call, ranks=ranks, missing=missing, seconds=seconds, report=report)
+            message(
+                "missing-ranks", call=call, ranks=list(group.ranks), missing=missing, seconds=seconds, report=report
+            )
         ) from error
     store.delete_key(f"{key}/{group.rank}")
     if differs := store.get(f"{key}/complete").decode():

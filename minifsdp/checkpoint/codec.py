@@ -165,10 +165,9 @@ class UnitCodec:
 
     @cached_property
     def _device_mesh(self) -> Any:
-        group, given = self.group, self._wrapper._device_mesh
-        if given is not None or group is None:
-            return given
-        return DeviceMesh.from_group(group.process_group, self._wrapper.compute_device.type)
+        if self._wrapper._device_mesh is not None:
+            return self._wrapper._device_mesh
+        return DeviceMesh.from_group(self.group.process_group, self._wrapper.compute_device.type)  # type: ignore[union-attr]
 
     # --- from values to shards ---
 

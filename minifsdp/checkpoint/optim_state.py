@@ -228,8 +228,15 @@ def _mismatches(unit: UnitCodec, name: str, holders: list[int], reported: dict[i
     if lacking:
         yield detail("state-on-some-ranks", name=name, having=list(reported), lacking=lacking)
     for key, first, rank in differences(reported) if holders and not lacking else ():
-        expected, found = reported[first].get(key), reported[rank].get(key)
-        yield detail("state-differs", key=key, name=name, expected=expected, first=first, found=found, rank=rank)
+        yield detail(
+            "state-differs",
+            key=key,
+            name=name,
+            expected=reported[first].get(key),
+            first=first,
+            found=reported[rank].get(key),
+            rank=rank,
+        )
     for key, fact in next(iter(reported.values())).items():
         if isinstance(fact, PerElement) and fact.shape is not None and not unit.keeps_shapes:
             yield detail("state-unfit", key=key, name=name, shape=fact.shape)

@@ -33,6 +33,7 @@ Spec: OSD-LOAD-01 to OSD-LOAD-08.
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -49,31 +50,33 @@ from minifsdp.engine.messages import detail, message
 from minifsdp.engine.shards import local_tensor
 
 
+@dataclass
 class Target:
     """The optimizer into which a dict is loaded, and its model.
 
-    Args:
+    Attributes:
         model: a wrapper, or a module that contains wrappers.
         optim: an optimizer of the model's parameters.
         form: the form of the dict; with ``form.first_only`` only the first rank's dict is read.
         by_name: whether the optimizer keys its state by the names that parameters have in the wrapped model.
         is_lenient: accept a dict that lacks parameters outside of all units.
-
-    Attributes:
         names: the parameter names of the model.
         tensor_parallel: the groups of tensor parallelism, if ``form.is_complete``.
         keys: the keys of the parameters in the optimizer's own state dict: numbers, counted over its groups, or names.
     """
 
-    def __init__(
-        self, model: nn.Module, optim: Any, form: Form, by_name: bool = False, is_lenient: bool = False
-    ) -> None:
-        self.model, self.optim, self.form, self.by_name, self.is_lenient = model, optim, form, by_name, is_lenient
-        self.names = ParameterNames(model)
-        self.tensor_parallel = tensor_parallel_groups(self.names.units) if form.is_complete else []
-        names = self.names.current_names if by_name else {}
-        parameters: list[nn.Parameter] = parameters_of(optim.param_groups)
-        self.keys = {parameter: names.get(parameter, number) for number, parameter in enumerate(parameters)}
+    model: nn.Module
+    optim: Any
+    form: Form
+    by_name: bool = False
+    is_lenient: bool = False
+
+    def __post_init__(self) -> None:
+        self.names = ParameterNames(self.model)
+        self.tensor_parallel = tensor_parallel_groups(self.names.units) if self.form.is_complete else []
+        names = self.names.current_names if self.by_name else {}
+        numbered = enumerate(parameters_of(self.optim.param_groups))
+        self.keys = {parameter: names.get(parameter, number) for number, parameter in numbered}
 
 
 @torch.no_grad()
@@ -218,8 +221,14 @@ def _stored_once(unit: UnitCodec, facts: Facts) -> Iterator[str]:
         if key not in reported[other]:
             yield detail("state-lacking", key=key, lacking=other, there=there)
         else:
-            expected, found = reported[first][key], reported[name][key]
-            yield detail("state-only-once", key=key, expected=expected, first=first, found=found, name=name)
+            yield detail(
+                "state-only-once",
+                key=key,
+                expected=reported[first][key],
+                first=first,
+                found=reported[name][key],
+                name=name,
+            )
 
 
 # ---- 2. local shards ------------------------------------------------------------------------------------------------

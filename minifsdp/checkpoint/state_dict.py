@@ -47,7 +47,7 @@ from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1 import parts
 from minifsdp.fsdp1.build import FlatUnit
 from minifsdp.fsdp1.full_params import all_gather_unit, check_idle, summoned
-from minifsdp.fsdp1.wrapper import PREFIX, Wrapper, is_wrapper
+from minifsdp.fsdp1.wrapper import PREFIX, Wrapper, is_wrapper, units_in
 
 
 def save(wrapper: Wrapper, walk: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -60,31 +60,30 @@ def save(wrapper: Wrapper, walk: Callable[..., dict[str, Any]], *args: Any, **kw
     """
     wrapper._recover_after_error()
     given = kwargs | dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
-    prefix, kept, inside = given.get("prefix", ""), state_of(wrapper), Wrapper.fsdp_modules(wrapper)
+    prefix, kept = given.get("prefix", ""), state_of(wrapper)
     is_outermost = is_outermost_here(wrapper, prefix)
     if is_outermost:
         # Another model may have been saved to the same dict.
         kept.before = dict(given.get("destination") or {})
-        gathered = [w for w in inside if not (state_of(w).form.is_local or is_summoned(w))]
-        agree(wrapper, [MeshGroups(w._mesh.shard, None) for w in gathered], saves=True)
+        gathered = [w for w in Wrapper.fsdp_modules(wrapper) if not (state_of(w).form.is_local or is_summoned(w))]
+        agree(wrapper, [MeshGroups(w._mesh.shard, None) for w in gathered], "state_dict()", saves_itself)
     with _registered_during_walk(wrapper._unit, runs_custom_code=kept.runs_custom_code):
         state = walk(*args, **kwargs)
         if is_outermost and not given.get("keep_vars"):
-            shards = [w._unit.layout.local_values() for w in inside if w._unit is not None]
+            units = units_in(wrapper)
             own = [*wrapper.parameters(), *wrapper.buffers()]
             keys = [key for key in state if key.startswith(prefix) and state[key] is not kept.before.get(key)]
-            shared = copy_shared(state, keys, [*shards, *own], _unchanged_until_forward(inside, own))
-            wrapper._share_until_forward(shared)
+            of_model = [*own, *(unit.layout.local_values() for unit in units)]
+            wrapper._share_until_forward(copy_shared(state, keys, of_model, _unchanged_until_forward(units, own)))
     kept.before = {}
     return state
 
 
-def _unchanged_until_forward(wrappers: Iterable[Wrapper], tensors: Iterable[Tensor]) -> set[int | None]:
+def _unchanged_until_forward(units: Iterable[FlatUnit], tensors: Iterable[Tensor]) -> set[int | None]:
     """Memory of buffers and ignored parameters that neither a backward nor an optimizer changes before a forward.
 
     Returns none between a forward and its backward, because a recomputed module changes its buffers in backward.
     """
-    units = [wrapper._unit for wrapper in wrappers if wrapper._unit is not None]
     if any(unit.phase is not Phase.IDLE or unit.awaits_backward for unit in units):
         return set()
     managed = {None, *(memory_of(unit.layout.local_values()) for unit in units)}
@@ -94,7 +93,7 @@ def _unchanged_until_forward(wrappers: Iterable[Wrapper], tensors: Iterable[Tens
     return set(map(memory_of, unchanged))
 
 
-def agree(wrapper: Wrapper, meshes: Iterable[MeshGroups], *, saves: bool) -> None:
+def agree(wrapper: Wrapper, meshes: Iterable[MeshGroups], call: str, has_code: Callable[[nn.Module], bool]) -> None:
     """Waits for all ranks, and stores for each unit whether it must be unsharded, the same on all of the unit's ranks.
 
     The ranks may differ before, because a user may have a hook on one rank only.
@@ -102,9 +101,9 @@ def agree(wrapper: Wrapper, meshes: Iterable[MeshGroups], *, saves: bool) -> Non
     Args:
         wrapper: the outermost one.
         meshes: the ranks to wait for.
-        saves: whether all ranks must call ``state_dict()``; otherwise they must call ``load_state_dict()``.
+        call: the call that all ranks must make.
+        has_code: whether custom code of a module runs during this call.
     """
-    call, has_code = ("state_dict()", saves_itself) if saves else ("load_state_dict()", reads_while_loaded)
     wrappers = Wrapper.fsdp_modules(wrapper)
     # Custom code gets no values of a local dict.
     mine = [

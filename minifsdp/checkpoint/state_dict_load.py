@@ -39,7 +39,7 @@ from minifsdp.checkpoint.state_dict_options import Form, state_of
 from minifsdp.engine.flat_params import FLAT_NAME
 from minifsdp.engine.messages import detail
 from minifsdp.fsdp1.full_params import check_idle
-from minifsdp.fsdp1.wrapper import PREFIX, Wrapper
+from minifsdp.fsdp1.wrapper import PREFIX, Wrapper, units_in
 
 # The beginning of the error message of nn.Module.
 OPENING = "Error(s) in loading state_dict for FullyShardedDataParallel: "
@@ -102,7 +102,7 @@ def before_walk(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str, 
     if state_dict.is_outermost_here(wrapper, prefix):
         _drop_own_tensors(wrapper, state, prefix)
         meshes = [inner._mesh for inner in Wrapper.fsdp_modules(wrapper)]
-        state_dict.agree(wrapper, meshes, saves=False)
+        state_dict.agree(wrapper, meshes, "load_state_dict()", state_dict.reads_while_loaded)
         # If a plain module contains this one, `strict` is unknown here, and that module checks the keys itself.
         _refuse_misfit(wrapper, form, state, prefix, strict=kept.is_strict)
         _distribute_plain_values(wrapper, state, prefix)
@@ -160,8 +160,7 @@ def _drop_own_tensors(wrapper: Wrapper, state: MutableMapping[str, Any], prefix:
     ``set_model_state_dict`` of ``torch.distributed.checkpoint`` adds the model's registered parameters to a full dict:
     flat parameters, and each parameter that the dict lacks.
     """
-    units = [w._unit for w in Wrapper.fsdp_modules(wrapper) if w._unit is not None]
-    sharded = [unit.layout for unit in units if unit.plan.mesh.shard is not None]
+    sharded = [unit.layout for unit in units_in(wrapper) if unit.plan.mesh.shard is not None]
     own = {id(parameter) for layout in sharded for parameter in layout.local_parameters()}
     # Between forward and backward, modules can have unsharded views.
     own |= {id(getattr(info.module, info.name)) for layout in sharded for info in layout.parameters}
@@ -247,5 +246,11 @@ def _local_problems(codec: UnitCodec, state: Mapping[str, Any], strict: bool) ->
     elif not isinstance(found, torch.Tensor):
         yield detail("no-tensor", key=where, type=type(found).__name__)
     elif (found.numel(), found.dtype) != (mine.numel(), mine.dtype):
-        size, dtype = found.numel(), found.dtype
-        yield detail("local-size", where=where, found=size, mine=mine.numel(), found_dtype=dtype, dtype=mine.dtype)
+        yield detail(
+            "local-size",
+            where=where,
+            found=found.numel(),
+            mine=mine.numel(),
+            found_dtype=found.dtype,
+            dtype=mine.dtype,
+        )

@@ -166,15 +166,22 @@ def settings_for(state_dict_type: StateDictType, *configs: Any) -> StateDictSett
         RuntimeError: a configuration belongs to another type.
     """
     if not isinstance(state_dict_type, StateDictType):
-        members = ", ".join(f"StateDictType.{member.name}" for member in StateDictType)
+        members = ", ".join(map(str, StateDictType))
         raise RuntimeError(message("state-dict-type", members=members, state_dict_type=state_dict_type))
     chosen: list[Any] = []
     names = ("state_dict_config", "optim_state_dict_config")
     for name, config, own in zip(names, configs, _CONFIGS[state_dict_type], strict=True):
         chosen.append(own() if config is None else config)
         if type(chosen[-1]) is not own:
-            expected, kind, which = own.__name__, type(config).__name__, state_dict_type
-            raise RuntimeError(message("config-type", name=name, expected=expected, state_dict_type=which, type=kind))
+            raise RuntimeError(
+                message(
+                    "config-type",
+                    name=name,
+                    expected=own.__name__,
+                    state_dict_type=state_dict_type,
+                    type=type(config).__name__,
+                )
+            )
     return StateDictSettings(state_dict_type, *chosen)
 
 

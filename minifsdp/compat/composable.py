@@ -77,8 +77,8 @@ class ParamGroup:
     @property
     def _reduce_dtype(self) -> torch.dtype | None:
         """The dtype for gradient reduction; ``None`` if it is the dtype that gradients are computed in."""
-        reduce, is_trained = self.mp_policy.reduce_dtype, self._unit.layout.is_trained
-        return reduce if is_trained and reduce is not self.mp_policy.param_dtype else None
+        reduce = self.mp_policy.reduce_dtype
+        return reduce if self._unit.layout.is_trained and reduce is not self.mp_policy.param_dtype else None
 
 
 def _info(mesh: DeviceMesh) -> fsdp_common.FSDPMeshInfo:

@@ -53,10 +53,20 @@ def save(
     return optim_state.save(model, optim, optim.state_dict(), form, group)
 
 
-def load(name: str, given: Any, target: Target, *, communicates: bool = True) -> dict[str, Any]:
-    """A dict for the optimizer of ``target``, for the older method ``name``."""
+def load(
+    name: str,
+    given: Any,
+    model: nn.Module,
+    optim_input: OptimInput | None,
+    optim: Optimizer | None,
+    form: Form,
+    *,
+    communicates: bool = True,
+) -> dict[str, Any]:
+    """A dict for the optimizer that `target` returns, for the older method ``name``."""
+    loading = target(name, model, optim_input, optim, form)
     warn_renamed(f"{WRAPPER}.{name}", f"{WRAPPER}.optim_state_dict_to_load")
-    return optim_state_load.load(target, given, communicates=communicates)
+    return optim_state_load.load(loading, given, communicates=communicates)
 
 
 def in_todays_order(model: Any, optim: Any, optim_state_dict: Any) -> tuple[Any, Any, Any]:
@@ -94,9 +104,8 @@ def rekey(given: dict[str, Any], key_type: OptimStateKeyType, target: Target) ->
         AssertionError: if the key type is unknown.
         ValueError: if a key of the dict has no counterpart.
     """
-    if key_type not in (OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID):
-        members = ", ".join(f"OptimStateKeyType.{member.name}" for member in OptimStateKeyType)
-        raise AssertionError(message("key-type", members=members, key_type=key_type))
+    if not isinstance(key_type, OptimStateKeyType):
+        raise AssertionError(message("key-type", members=", ".join(map(str, OptimStateKeyType)), key_type=key_type))
     to_names = key_type is OptimStateKeyType.PARAM_NAME
     keys = [*given["state"], *parameters_of(given["param_groups"])]
     if all(isinstance(key, str) is to_names for key in keys):

@@ -61,7 +61,6 @@ from minifsdp.checkpoint.codec import (
     UnitCodec,
     dotted,
     parameters_of,
-    plain_path,
     tensor_parallel_groups,
 )
 from minifsdp.checkpoint.loading import reshard_all
@@ -71,7 +70,7 @@ from minifsdp.engine.lifetime import outside_inference_mode
 from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.unit import Phase
-from minifsdp.fsdp1.wrapper import Wrapper
+from minifsdp.fsdp1.wrapper import Wrapper, units_in
 from minifsdp.fsdp2.fsdp_state import states_in
 
 __all__ = [
@@ -162,8 +161,8 @@ def _received(model: nn.Module, given: Mapping[str, Any], mesh: MeshGroups) -> t
     # Modules whose full parameters are summoned load full values.
     sharded = [(start, w) for start, w in wrappers if w._unit is not None and w._unit.phase is not Phase.SUMMONED]
     units = [UnitCodec(w, start) for start, w in sharded]
-    of_unit, groups = {key: unit for unit in units for key in unit.keys}, [mesh.replicate, mesh.shard]
-    groups[:0] = tensor_parallel_groups(units)
+    of_unit = {key: unit for unit in units for key in unit.keys}
+    groups = [*tensor_parallel_groups(units), mesh.replicate, mesh.shard]
 
     def receive(key: str) -> Any:
         value = agreement.value_of_first_rank(given.get(key), groups)
@@ -183,11 +182,12 @@ def get_optimizer_state_dict(
     options: StateDictOptions | None = None,
 ) -> dict[str, Any]:
     """The state of all optimizers of a model by original names. Every rank must call it."""
+    options = options or StateDictOptions()
     if not Wrapper.fsdp_modules(model):
-        _agree(model, "get_optimizer_state_dict()", sends=options is not None and options.full_state_dict)
+        _agree(model, "get_optimizer_state_dict()", sends=options.full_state_dict)
         reshard_all(model)
         return get_without_wrappers(model, optimizers, submodules=submodules, options=options)
-    options, listed = options or StateDictOptions(), _listed(optimizers)
+    listed = _listed(optimizers)
     merged: dict[str, Any] = {"state": {}, "param_groups": []} if listed else {}
     for optimizer in listed:
         if not optimizer.state:
@@ -236,10 +236,10 @@ def set_optimizer_state_dict(
 
 def _agree(model: nn.Module, call: str, *, sends: bool) -> None:
     """Refuses a call that sends values, if the ranks issued different collectives before it."""
-    found = [state.unit for _, state in states_in(model)] + [w._unit for w in Wrapper.fsdp_modules(model)]
-    units = [unit for unit in found if sends and unit is not None]
-    if units:
-        agreement.monitored_barrier(agreement.groups_of(unit.plan.mesh for unit in units), call)
+    found = [*(state.unit for _, state in states_in(model)), *units_in(model)]
+    meshes = [unit.plan.mesh for unit in found if sends and unit is not None]
+    if meshes:
+        agreement.monitored_barrier(agreement.groups_of(meshes), call)
 
 
 def _listed(optimizers: Optimizers) -> list[Optimizer]:
@@ -255,11 +255,8 @@ def _form(options: StateDictOptions) -> Form:
 
 def _prefixes(model: nn.Module) -> dict[nn.Module, str]:
     """For each module of a model, the prefix of its names in the results of torch's functions."""
-    prefixes: dict[nn.Module, str] = {}
-    for path, module in model.named_modules():
-        inner = (path + ".").removeprefix("module.") if isinstance(model, DistributedDataParallel) else path + "."
-        prefixes[module] = _uncompiled(plain_path(inner)).removeprefix(".")
-    return prefixes
+    outer = "module." if isinstance(model, DistributedDataParallel) else ""
+    return {module: _uncompiled(dotted(path)).removeprefix(outer) for path, module in model.named_modules()}
 
 
 def _uncompiled(name: str) -> str:

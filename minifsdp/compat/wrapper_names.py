@@ -114,15 +114,20 @@ def _torchs_class(own: Any) -> type:
     return type(own.__name__, (own, TorchWrapper), {})
 
 
+def handle_of(wrapper: Wrapper) -> Slice | None:
+    """The shard of a wrapper; ``None`` if the wrapper has no parameters.
+
+    Attributes that a program sets on this object are lost. The next forward reads the values from the parameters.
+    """
+    return None if wrapper._unit is None else Slice(wrapper._unit)
+
+
 def flat_parameter(wrapper: Wrapper) -> Any:
     """The flat parameter of a wrapper, or its replacement; ``None`` if the wrapper has no parameters."""
-    if wrapper._unit is None:
-        return None
-    handle = Slice(wrapper._unit)
-    if wrapper._use_orig_params:
-        return handle
+    if wrapper._unit is None or wrapper._use_orig_params:
+        return handle_of(wrapper)
     (parameter,) = wrapper._unit.layout.local_parameters()
-    parameter._fqns = handle._fqns  # type: ignore[attr-defined]
+    parameter._fqns = Slice(wrapper._unit)._fqns  # type: ignore[attr-defined]
     return parameter
 
 
@@ -160,12 +165,6 @@ def setting(name: str) -> property:
 
 
 def _translated(value: Any, into: Any) -> Any:
-    """Converts a type or configuration to the class of the same name in ``into``. One of torch's fields has a ``_``."""
-    if value is None:
-        return None
+    """Converts a type or configuration to the class of the same name in ``into``."""
     target = getattr(into, type(value).__name__)
-    if isinstance(value, Enum):
-        return target[value.name]
-    values = {field.name.lstrip("_"): getattr(value, field.name) for field in dataclasses.fields(value)}
-    names = [field.name for field in dataclasses.fields(target)]
-    return target(**{name: values[name.lstrip("_")] for name in names if name.lstrip("_") in values})
+    return target[value.name] if isinstance(value, Enum) else target(**vars(value))

@@ -48,7 +48,7 @@ def check_options(module: Any, options: Options) -> None:
     if isinstance(strategy, CPUOffload):
         raise TypeError(message("third-position"))
     if not isinstance(strategy, ShardingStrategy | None):
-        members = ", ".join(f"ShardingStrategy.{member.name}" for member in ShardingStrategy)
+        members = ", ".join(map(str, ShardingStrategy))
         raise TypeError(message("strategy-type", members=members, sharding_strategy=strategy))
     if options.auto_wrap_policy is not None:
         policies.require_policy(options.auto_wrap_policy)

@@ -15,8 +15,6 @@ forward.
 Spec: ORIG-07.
 """
 
-from torch import nn
-
 from minifsdp.engine.messages import message, warn
 
 
@@ -26,10 +24,3 @@ def warn_if_compiled(use_orig_params: bool) -> None:
 
     if not use_orig_params and callable(get_eval_frame_callback()):
         warn(message("compiled-flat"))
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether ``module`` is the result of ``torch.compile`` on another module."""
-    from torch._dynamo.eval_frame import OptimizedModule
-
-    return isinstance(module, OptimizedModule)

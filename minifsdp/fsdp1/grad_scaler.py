@@ -47,25 +47,20 @@ class ShardedGradScaler(GradScaler):
         enabled: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(
-            device,
-            init_scale=init_scale,
-            backoff_factor=backoff_factor,
-            growth_factor=growth_factor,
-            growth_interval=growth_interval,
-            enabled=enabled,
-        )
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self.process_group = process_group
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
     ) -> dict[torch.device, torch.Tensor]:
-        scale, flag = inv_scale, found_inf
-        if _has_gradients_on_the_cpu(optimizer):
+        flag = found_inf
+        gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+        if any(gradient is not None and gradient.device.type == "cpu" for gradient in gradients):
             # The base class would copy both to the CPU asynchronously and use them before the copies have finished.
-            scale, flag = inv_scale.cpu(), found_inf.cpu()
+            inv_scale = inv_scale.cpu()
+            flag = found_inf.cpu()
         # Allow float16 gradients: with keep_low_precision_grads, an optimizer can get gradients in low precision.
-        flags: dict[torch.device, torch.Tensor] = super()._unscale_grads_(optimizer, scale, flag, True)
+        flags: dict[torch.device, torch.Tensor] = super()._unscale_grads_(optimizer, inv_scale, flag, True)
         return self._agreed(flags, found_inf)
 
     def _agreed(self, flags: dict[torch.device, torch.Tensor], found_inf: torch.Tensor) -> dict[torch.device, Any]:
@@ -75,8 +70,3 @@ class ShardedGradScaler(GradScaler):
         group = Group.of(self.process_group or default_group())
         collectives.call(dist.all_reduce, group, any_inf, dist.ReduceOp.MAX)
         return {device: any_inf.to(device) for device in flags} or {any_inf.device: any_inf}
-
-
-def _has_gradients_on_the_cpu(optimizer: torch.optim.Optimizer) -> bool:
-    gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
-    return any(gradient is not None and gradient.device.type == "cpu" for gradient in gradients)

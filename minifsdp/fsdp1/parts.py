@@ -17,7 +17,7 @@ Spec: PROG-68.
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -31,11 +31,11 @@ class PartHook:
     """The hook before a module's state dict is saved or loaded. A copy of the module gets a hook without a unit.
 
     Args:
-        unit: the unit that the module belongs to; without it, the hook does nothing.
+        unit: returns the unit that the module belongs to; without a unit, the hook does nothing.
     """
 
-    def __init__(self, unit: FlatUnit | None = None) -> None:
-        self._unit = None if unit is None else weakref.ref(unit)
+    def __init__(self, unit: Callable[[], FlatUnit | None] = lambda: None) -> None:
+        self._unit = unit
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Called when the module is copied or pickled."""
@@ -44,7 +44,7 @@ class PartHook:
     def __call__(self, module: nn.Module, *args: Any) -> None:
         """Called by ``nn.Module``; one of the arguments is the prefix of the module's names."""
         prefix = next(given for given in args if isinstance(given, str))
-        unit = None if self._unit is None else self._unit()
+        unit = self._unit()
         if unit is not None and not unit.layout.is_summoned and PREFIX not in prefix:
             raise RuntimeError(message("part-of-a-unit", type=type(module).__name__, unit=unit.name))
 
@@ -52,7 +52,7 @@ class PartHook:
 def register_hooks(unit: FlatUnit | None) -> None:
     """Registers hooks on the modules that own parameters of ``unit``, if these are not full parameters."""
     if unit is not None and (not unit.layout.use_orig_params or unit.plan.mesh.shard is not None):
-        hook = PartHook(unit)
+        hook = PartHook(weakref.ref(unit))
         for module in {place.module for info in unit.layout.parameters for place in info.attributes}:
             module.register_state_dict_pre_hook(hook)
             module.register_load_state_dict_pre_hook(hook)

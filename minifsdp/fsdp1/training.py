@@ -24,7 +24,7 @@ from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1.build import HYBRID_SHARDING_STRATEGIES
 from minifsdp.fsdp1.full_params import UnitIsBusyError, summoned
 from minifsdp.fsdp1.training_aids import clip_gradients, gradient_parts, groups_of
-from minifsdp.fsdp1.wrapper import Wrapper
+from minifsdp.fsdp1.wrapper import Wrapper, units_in
 
 
 @contextmanager
@@ -84,8 +84,8 @@ def full_params(module: nn.Module, recurse: bool, **options: bool) -> Generator[
 
 def clear_gradients(module: nn.Module, set_to_none: bool) -> None:
     """Clears gradients of all units, including unsharded units whose modules have views instead of parameters."""
-    for wrapper in Wrapper.fsdp_modules(module):
-        for parameter in wrapper._unit.layout.local_parameters() if wrapper._unit is not None else []:
+    for unit in units_in(module):
+        for parameter in unit.layout.local_parameters():
             if set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:
@@ -103,7 +103,7 @@ def clip_grad_norm(wrapper: Wrapper, max_norm: float, norm_type: float) -> torch
             reduced.
     """
     wrapper._only_on_the_root("clip_grad_norm_()")
-    layouts = [w._unit.layout for w in Wrapper.fsdp_modules(wrapper) if w._unit is not None]
+    layouts = [unit.layout for unit in units_in(wrapper)]
     optimizer_watch.watch.check_reduced("clip_grad_norm_()", layouts)
     parts = [part for layout in layouts for part in gradient_parts(layout)]
     owned = {parameter for layout in layouts for parameter in layout.local_parameters()}
@@ -134,5 +134,5 @@ def register_comm_hook(wrapper: Wrapper, state: object, hook: Callable[..., Any]
     for inner in wrappers:
         inner._comm_hook = hook
         inner._comm_hook_state = state
-    for unit in [inner._unit for inner in wrappers if inner._unit is not None]:
+    for unit in units_in(wrapper):
         unit.plan.hook = functools.partial(hook, state)

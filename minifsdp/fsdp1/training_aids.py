@@ -76,11 +76,8 @@ def clip_gradients(parts: Iterable[Part], max_norm: float, norm_type: float, dev
     of_groups: dict[tuple[Group, ...], list[torch.Tensor]] = {}
     for groups, part in parts:
         of_groups.setdefault(groups, []).extend([] if part is None else [part])
-    norms = []
-    for groups, gradients in of_groups.items():
-        local = _norm(gradients, norm_type, device)
-        norms.append(functools.reduce(lambda norm, group: _sum_over(group, norm, norm_type), groups, local))
-    norm: torch.Tensor = _norm(norms, norm_type, device)
+    norms = [_norm(gradients, norm_type, device, groups) for groups, gradients in of_groups.items()]
+    norm = _norm(norms, norm_type, device)
     every = [gradient for gradients in of_groups.values() for gradient in gradients]
     if not every:
         warn(message("clip-without-gradients", rank=rank_of_this_process(), dtype=norm.dtype))
@@ -94,7 +91,10 @@ def clip_gradients(parts: Iterable[Part], max_norm: float, norm_type: float, dev
     return norm.to(functools.reduce(torch.promote_types, (gradient.dtype for gradient in every)))
 
 
-def _norm(gradients: Iterable[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+def _norm(
+    gradients: Iterable[torch.Tensor], norm_type: float, device: torch.device, groups: Iterable[Group] = ()
+) -> torch.Tensor:
+    """The norm of gradients whose other shards are on the ranks of ``groups``."""
     of_devices: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in gradients:
         # Compute in the gradient's precision or higher, and then cast to one dtype for the all-reduce.
@@ -104,6 +104,8 @@ def _norm(gradients: Iterable[torch.Tensor], norm_type: float, device: torch.dev
     norms = [torch.stack(of_one).to(device) for of_one in of_devices.values()]
     together = torch.cat(norms) if norms else torch.zeros(1, dtype=torch.float32, device=device)
     norm: torch.Tensor = torch.linalg.vector_norm(together, norm_type)
+    for group in groups:
+        norm = _sum_over(group, norm, norm_type)
     return norm
 
 

@@ -37,7 +37,7 @@ and applies to one thread or task, but torch has one setting for the whole proce
 Spec: WRAP-03, WRAP-10, WRAP-12, WRAP-13, MP-19, MP-20, MP-21, IGN-10.
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -48,7 +48,6 @@ from torch import nn
 
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.precision import cast_floating, tensors_in
-from minifsdp.fsdp1.compiling import is_compiled
 from minifsdp.fsdp1.policies import Chosen, Decision, Overrides, decision_of, require_classes
 
 
@@ -166,22 +165,14 @@ def refuse_ties(root_module: nn.Module, chosen: Chosen, ignored_params: set[nn.P
         ValueError: if a parameter is tied between two future units. The message has both names (ORIG-16).
     """
     first_seen: dict[nn.Parameter, tuple[nn.Module, str]] = {}
-    for parameter, full_name, unit in _parameters_and_units(root_module, "", root_module, chosen):
-        owner, other = first_seen.setdefault(parameter, (unit, full_name))
-        if owner is not unit and parameter not in ignored_params:
-            raise ValueError(message("policy-splits-tie", other=other, full_name=full_name))
-
-
-def _parameters_and_units(
-    module: nn.Module, path: str, unit: nn.Module, chosen: Chosen
-) -> Iterator[tuple[nn.Parameter, str, nn.Module]]:
-    """Yields each parameter at each of its places, with its full name and the module that becomes its unit."""
-    unit = module if module in chosen else unit
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield parameter, f"{path}{name}", unit
-    for name, child in module.named_children():
-        yield from _parameters_and_units(child, f"{path}{name}.", unit, chosen)
+    # By path, the module that becomes the unit of the module at this path.
+    units: dict[str, nn.Module] = {}
+    for path, module in root_module.named_modules(remove_duplicate=False):
+        units[path] = unit = module if module in chosen else units.get(path.rpartition(".")[0], root_module)
+        for full_name, parameter in module.named_parameters(path, recurse=False, remove_duplicate=False):
+            owner, other = first_seen.setdefault(parameter, (unit, full_name))
+            if owner is not unit and parameter not in ignored_params:
+                raise ValueError(message("policy-splits-tie", other=other, full_name=full_name))
 
 
 def refuse_compiled(root_module: nn.Module, chosen: Chosen) -> None:
@@ -190,18 +181,20 @@ def refuse_compiled(root_module: nn.Module, chosen: Chosen) -> None:
     Raises:
         ValueError: if a chosen module was passed to ``torch.compile``. The message has its name.
     """
+    from torch._dynamo.eval_frame import OptimizedModule
+
     for path, module in root_module.named_modules():
         inside = next((child for child in module.children() if child in chosen), None)
-        if inside is not None and is_compiled(module):
+        if inside is not None and isinstance(module, OptimizedModule):
             raise ValueError(message("compiled-before", type=type(inside).__name__, path=path))
 
 
+@dataclass
 class _OwnDtype:
     """Hooks that run one module in its own dtype inside a model that computes in a lower precision."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.outside: torch.dtype | None = None
+    dtype: torch.dtype
+    outside: torch.dtype | None = None
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         dtypes = {t.dtype: None for t in tensors_in((args, kwargs)) if t.is_floating_point()}

@@ -66,6 +66,11 @@ def is_wrapper(module: nn.Module) -> bool:
     return isinstance(module, Wrapper)
 
 
+def units_in(module: nn.Module) -> list[build.FlatUnit]:
+    """The units of all wrappers in ``module``. A wrapper without parameters of its own has none."""
+    return [wrapper._unit for wrapper in Wrapper.fsdp_modules(module) if wrapper._unit is not None]
+
+
 class Wrapper(nn.Module):
     """A module whose parameters are sharded: the base class of `minifsdp.FullyShardedDataParallel`.
 
@@ -107,8 +112,9 @@ class Wrapper(nn.Module):
         # Whether the strategy reshards the unit after forward, unless this wrapper is the root.
         self._reshards = False
         if options.auto_wrap_policy is not None:
-            inner = self._options_of_inner(options, groups)
-            wrap.auto_wrap(module, options.auto_wrap_policy, inner_class, inner, *ignored)
+            wrap.auto_wrap(
+                module, options.auto_wrap_policy, inner_class, self._options_of_inner(options, groups), *ignored
+            )
         for wrapper in Wrapper.fsdp_modules(module):
             wrapper._is_inner = True
         self.add_module(WRAPPED, module)
@@ -168,8 +174,7 @@ class Wrapper(nn.Module):
         plan = ReducePlan.mean(self._mesh, precision.reduces_in(layout.dtype))
         # A unit that is not sharded, and computes in a copy in another dtype, frees the copy.
         self._reshards = reshards if is_sharded else layout.is_copied
-        policy = UnitPolicy(reshard_after_forward=self._reshards)
-        return Unit(module, layout, [plan], precision, policy)
+        return Unit(module, layout, [plan], precision, UnitPolicy(reshard_after_forward=self._reshards))
 
     # --- the wrapped module ---
 

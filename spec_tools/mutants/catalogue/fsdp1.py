@@ -136,7 +136,7 @@ MUTANTS = [
         "no-sync-leaves-its-setting",
         "NOSYNC-06",
         "The end of no_sync() does not restore the earlier setting.",
-        remove("no_sync", "for $unit, $settings in zip($units, $before, strict=True):\n    ..."),
+        remove("no_sync", "for $unit, $reduces, $reshards in $before:\n    ..."),
     ),
     Mutant(
         "hook-of-the-root-alone",
