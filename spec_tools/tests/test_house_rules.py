@@ -25,11 +25,11 @@ LARGEST = {
 }
 LARGEST_FILE = 200  # in statements
 LARGER_FILES = {
-    "engine/flat.py": 268,
-    "engine/per_param.py": 253,
-    "engine/hooks.py": 249,
-    "engine/reduce.py": 215,
-    "fsdp1/wrapper.py": 207,
+    "engine/flat.py": 272,
+    "engine/per_param.py": 261,
+    "engine/hooks.py": 261,
+    "engine/reduce.py": 221,
+    "fsdp1/wrapper.py": 215,
 }
 LARGEST_FUNCTION = 36  # in statements
 # Words for which PyTorch has other terms, and words for people where ranks, users and modules are meant.
