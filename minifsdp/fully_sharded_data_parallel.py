@@ -32,8 +32,8 @@ from typing import Any, NoReturn, Self
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._comm_hooks import LOW_PRECISION_HOOKS
-from torch.distributed.fsdp._common_utils import HandleTrainingState, TrainingState, _FSDPState
+from torch.distributed.fsdp._common_utils import _FSDPState
+from torch.distributed.fsdp.fully_sharded_data_parallel import LOW_PRECISION_HOOKS, HandleTrainingState, TrainingState
 from torch.optim import Optimizer
 
 from minifsdp import api, arguments

@@ -41,7 +41,7 @@ import torch
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchWrapper
 from torch.distributed.fsdp import api as torch_api
-from torch.distributed.fsdp._common_utils import TrainingState
+from torch.distributed.fsdp.fully_sharded_data_parallel import TrainingState
 
 from minifsdp.checkpoint import state_dict_options
 from minifsdp.checkpoint.state_dict_options import state_of

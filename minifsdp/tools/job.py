@@ -107,9 +107,15 @@ class Job:
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise ValueError(message("cost-strategy", known=", ".join(STRATEGIES), strategy=self.strategy))
-        counts = {name: getattr(self, name) for name in ("num_shards", "num_replicas", "micro_batches")}
-        if min(counts.values()) < 1:
-            raise ValueError(message("cost-counts", **counts))
+        if min(self.num_shards, self.num_replicas, self.micro_batches) < 1:
+            raise ValueError(
+                message(
+                    "cost-counts",
+                    num_shards=self.num_shards,
+                    num_replicas=self.num_replicas,
+                    micro_batches=self.micro_batches,
+                )
+            )
         self.shards = 1 if self.strategy == "NO_SHARD" else self.num_shards
         self.is_borrowed = self.shards == 1 and self.compute in (None, self.stored) and not self.offload
         # The wrapper frees copies of a unit that is not sharded, like sharded units.

@@ -79,7 +79,9 @@ MUTANTS = [
         "NEW-20",
         "The checksum does not detect two values that are swapped.",
         replace(
-            "_checksum_of_bits", "torch.arange(1, 2 * len($bits), 2, device=$bits.device)", "torch.ones_like($bits)"
+            "_checksum_of_bits",
+            "torch.arange(1, 2 * len($bits), 2, dtype=torch.int64, device=$bits.device)",
+            "torch.ones_like($bits, dtype=torch.int64)",
         ),
     ),
     # --- fsdp2/module.py ---
