@@ -35,7 +35,7 @@ from torch.nn.parameter import is_lazy
 
 from minifsdp.checkpoint import agreement, state_dict, tensors
 from minifsdp.checkpoint.codec import UnitCodec, dotted, plain_path, rename
-from minifsdp.checkpoint.state_dict_options import Form, state_of
+from minifsdp.checkpoint.state_dict_options import Form, StateDictState, state_of
 from minifsdp.engine.flat_params import FLAT_NAME
 from minifsdp.engine.messages import detail
 from minifsdp.fsdp1.full_params import check_idle
@@ -122,16 +122,23 @@ def before_walk(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str, 
         return
     check_idle(unit)
     kept.not_for_the_walk = {codec.flat_key, *codec.keys}
+    shard = _take_shard(kept, codec, state, form)
+    if shard is not None:
+        unit.layout.overwrite_local(shard)
+
+
+def _take_shard(
+    kept: StateDictState, codec: UnitCodec, state: MutableMapping[str, Any], form: Form
+) -> torch.Tensor | None:
+    """Removes the unit's values from the dict. Returns this rank's shard, or ``None`` if a local dict lacks it."""
     if form.is_local:
         shard = codec.given_shard(state)
         kept.missing = [codec.local_key] if shard is None else []
         for key in (codec.local_key, codec.flat_key):
             state.pop(key, None)
-    else:
-        kept.missing = [key for key in codec.keys if key not in state]
-        shard = _shard_of(codec, {key: state.pop(key) for key in codec.keys if key in state}, form)
-    if shard is not None:
-        unit.layout.overwrite_local(shard)
+        return shard
+    kept.missing = [key for key in codec.keys if key not in state]
+    return _shard_of(codec, {key: state.pop(key) for key in codec.keys if key in state}, form)
 
 
 def _shard_of(codec: UnitCodec, given: Mapping[str, Any], form: Form) -> torch.Tensor:

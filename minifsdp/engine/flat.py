@@ -93,11 +93,11 @@ class FlatLayout(Layout):
         shard = self.sharding.make_shard(values, mesh.shard_index).to("cpu" if offload else device)
         if offload and device.type != "cpu":
             shard = shard.pin_memory()
-        self.registered: RegisteredParams
-        if use_orig_params:
-            self.registered = RegisteredOrigParams(parameters, shard, self.sharding, mesh.shard_index)
-        else:
-            self.registered = RegisteredFlatParam(module, parameters, shard)
+        self.registered: RegisteredParams = (
+            RegisteredOrigParams(parameters, shard, self.sharding, mesh.shard_index)
+            if use_orig_params
+            else RegisteredFlatParam(module, parameters, shard)
+        )
         self.gradients = FlatGradients(self.registered)
         self._shows_kept = shows_kept
         self._precision, self.steps = precision, Steps()

@@ -86,8 +86,9 @@ class Wrapper(nn.Module):
         build.check_options(module, options)
         super().__init__()
         strategy = options.sharding_strategy or ShardingStrategy.FULL_SHARD
-        ignored = find_ignored(module, options.ignored_modules, options.ignored_states, is_wrapper)
-        self._ignored_modules, self._ignored_params = ignored
+        self._ignored_modules, self._ignored_params = find_ignored(
+            module, options.ignored_modules, options.ignored_states, is_wrapper
+        )
         self.compute_device = build.compute_device(module, options.device_id, self._ignored_params)
         validation.check_one_api(module, "FullyShardedDataParallel")
         self._mesh, groups = build.choose_mesh(options, strategy, self.compute_device)
@@ -113,7 +114,12 @@ class Wrapper(nn.Module):
         self._reshards = False
         if options.auto_wrap_policy is not None:
             wrap.auto_wrap(
-                module, options.auto_wrap_policy, inner_class, self._options_of_inner(options, groups), *ignored
+                module,
+                options.auto_wrap_policy,
+                inner_class,
+                self._options_of_inner(options, groups),
+                self._ignored_modules,
+                self._ignored_params,
             )
         for wrapper in Wrapper.fsdp_modules(module):
             wrapper._is_inner = True

@@ -106,7 +106,7 @@ def per_unit(model: nn.Module, count: Callable[[Callable[[], None]], int]) -> fl
 
 
 def costs(model: nn.Module) -> dict[str, float]:
-    """What a unit adds to a step of the plain model."""
+    """The cost that a unit adds to a step of the plain model."""
     return {
         "calls": per_unit(model, lambda action: calls_by_file(action).total()),
         "calls into C": per_unit(model, lambda action: calls_by_file(action, "c_call").total()),

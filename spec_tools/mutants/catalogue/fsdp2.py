@@ -78,11 +78,7 @@ MUTANTS = [
         "checksum-without-places",
         "NEW-20",
         "The checksum does not detect two values that are swapped.",
-        replace(
-            "_checksum_of_bits",
-            "torch.arange(1, 2 * len($bits), 2, dtype=torch.int64, device=$bits.device)",
-            "torch.ones_like($bits, dtype=torch.int64)",
-        ),
+        replace("_checksum_of_bits", "$bits * places", "$bits"),
     ),
     # --- fsdp2/module.py ---
     Mutant(
