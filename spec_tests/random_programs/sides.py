@@ -82,6 +82,8 @@ class Sharded:
         self.dtype: torch.dtype | None = None
         # Whether a recorded forward or the user has left units unsharded. Then `model.parameters()` can be unsharded.
         self.is_left_unsharded = self.keeps_after_backward = self.is_over = False
+        # Whether a forward or an evaluation has left the root unsharded.
+        self.is_root_left = False
 
     # --- shards ---
 
@@ -194,6 +196,7 @@ class Sharded:
             return output
 
     def _output(self, call: Call, kept: Kept | None = None) -> Tensor:
+        self.is_root_left = True
         node, called = part_of(self.d.model, self.model, call.get("part"))
         with self.clock.of_call(call, self.rank, kept):
             return output_of(node, called, self.inputs(call, kept))
@@ -209,6 +212,7 @@ class Sharded:
                 self.is_over = True
                 return
             self.differentiate(self.used)
+            self.is_root_left = False
             self.is_left_unsharded = self.keeps_after_backward or (bool(self.pending) and self.is_left_unsharded)
 
     def differentiate(self, loss: Tensor) -> None:
@@ -368,7 +372,8 @@ class ByWrapper(Sharded):
         shown = self.model.parameters() if self.is_summoned or self.d.steps else self.owned.values()
         # Parameters that stay unsharded after a forward detect an edit only by its version (FRESH-03, FRESH-05).
         is_zero2 = self.d.strategy in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
-        is_kept = not self.d.steps and (is_zero2 or (self.d.strategy != "NO_SHARD" and self.is_left_unsharded))
+        is_left = self.is_left_unsharded or self.is_root_left
+        is_kept = not self.d.steps and (is_zero2 or (self.d.strategy != "NO_SHARD" and is_left))
         self.halve(list(shown), None if is_kept else how)
 
     def apply(self, call: Call) -> None:
@@ -483,7 +488,8 @@ class ByFunction(Sharded):
     def __init__(self, d: Description, group: Group = None) -> None:
         super().__init__(d, group)
         self.handles: list[Any] = []
-        self.keeps_evaluated = RESHARDS.get(d.strategy) is False
+        # All units or, with ``None``, the root.
+        self.keeps_evaluated = not (d.among or d.frees or RESHARDS.get(d.strategy))
         self.modules = [module for module in self.model.modules() if isinstance(module, subject.FSDPModule)]
         if self.modules:
             subject.register_fsdp_forward_method(self.model, "generate")
