@@ -90,8 +90,12 @@ def advice_for(units: Sequence[UnitSummary]) -> Iterator[Advice]:
     for unit in units:  # 3.
         for parameter in unit.parameters:
             if parameter.ties:
-                cause = detail("explain-tied", name=parameter.name, ties=", ".join(parameter.ties))
-                yield Advice("tied", (unit.label,), cause, detail("explain-tied-remedy"))
+                yield Advice(
+                    "tied",
+                    (unit.label,),
+                    detail("explain-tied", name=parameter.name, ties=", ".join(parameter.ties)),
+                    detail("explain-tied-remedy"),
+                )
     for unit in units:  # 4.
         frozen = [parameter for parameter in unit.parameters if not parameter.trained]
         if (unit.is_planned or not unit.per_parameter) and 0 < len(frozen) < len(unit.parameters):
@@ -101,8 +105,12 @@ def advice_for(units: Sequence[UnitSummary]) -> Iterator[Advice]:
             yield Advice("frozen", (unit.label,), cause, detail("explain-frozen-remedy"))
     for unit in units:  # 5.
         if unit.low_batch_norms:
-            cause = detail("explain-batch-norm", names=some(unit.low_batch_norms, MOST_NAMES))
-            yield Advice("batch-norm", (unit.label,), cause, detail("explain-batch-norm-remedy"))
+            yield Advice(
+                "batch-norm",
+                (unit.label,),
+                detail("explain-batch-norm", names=some(unit.low_batch_norms, MOST_NAMES)),
+                detail("explain-batch-norm-remedy"),
+            )
 
 
 def _candidates(unit: UnitSummary) -> str:
