@@ -299,7 +299,9 @@ class IterationState:
         Args:
             is_final: whether the iteration ends, although it is manual.
         """
-        self._reduce_remaining()
+        for unit in reversed(self.units):
+            if unit.phase not in (Phase.POST_BACKWARD, Phase.FORWARD) and self.backward_hooks[unit].is_overdue():
+                self.post_backward(unit)
         if not self.in_forward and not self._is_last and not is_final:
             self.reducer.finish_on_cpu()
             self.is_open = True
@@ -324,16 +326,13 @@ class IterationState:
     def _is_last(self) -> bool:
         return self.is_last_backward and not self.is_manual
 
-    def _reduce_remaining(self) -> None:
-        for unit in reversed(self.units):
-            if unit.phase not in (Phase.POST_BACKWARD, Phase.FORWARD) and self.backward_hooks[unit].is_overdue():
-                self.post_backward(unit)
-
     def begin_finish(self) -> None:
         """Issues the reductions that are left, outside of a backward. Call `finish` afterwards."""
         self.in_backward = True
         self.rank_checks.begin_backward(NOT_IN_BACKWARD)
-        self._reduce_remaining()
+        for unit in reversed(self.units):
+            if unit.phase not in (Phase.POST_BACKWARD, Phase.FORWARD) and self.backward_hooks[unit].is_overdue():
+                self.post_backward(unit)
         # The program may read parameters before it calls `finish`.
         self.in_backward = False
 
