@@ -325,12 +325,20 @@ def test_a_program_that_replaced_torchs_names_saves_and_loads_each_structure(
 )
 @ranks(2)
 def test_two_optimizers_of_one_model_are_saved_and_loaded(choices: dict[str, Any], layout: str, own: bool) -> None:
-    expected = result_of(TORCH, set_optimizer, layout, choices, 1, "root without parameters", two_optimizers)
+    def outcome_of(fsdp: Any) -> Any:
+        try:
+            return result_of(fsdp, set_optimizer, layout, choices, 1, "root without parameters", two_optimizers)
+        except KeyError as error:
+            return str(error)
+
+    expected = outcome_of(TORCH)
+    # torch cannot load a full dict of two optimizers that has one level.
+    torch_fails = layout == "per-parameter" and choices == {"flatten_optimizer_state_dict": True, **FULL}
+    assert (expected == "'param_groups.0.params.0'") is torch_fails
     with replaced_names(), pytest.MonkeyPatch.context() as patch:
         for name in ("get_optimizer_state_dict", "set_optimizer_state_dict") if own else ():
             patch.setattr(functions, name, getattr(minifsdp, name))
-        loaded = result_of(OURS, set_optimizer, layout, choices, 1, "root without parameters", two_optimizers)
-    assert loaded == expected
+        assert outcome_of(OURS) == expected
 
 
 @pytest.mark.spec("PROG-64")
