@@ -17,7 +17,7 @@ BREAKS = [
     Break(
         "reduction-not-waited-for",
         "The compute stream does not wait for the reduction of a gradient.",
-        remove("Reducer._complete", "(old.ended if is_ended else old.scattered).wait()"),
+        remove("Reducer._complete", "handle.wait()"),
         "flat_full",
     ),
     Break(
