@@ -133,8 +133,8 @@ BREAKS = [
         "Without pinned memory the CPU does not wait for the copy.",
         replace(
             "PerParameterLayout.accept_gradient",
-            "local_shard.to($param.local_shard.device)",
-            "local_shard.to($param.local_shard.device, non_blocking=True)",
+            "local_shard.to(device)",
+            "local_shard.to(device, non_blocking=True)",
         ),
         "each_offload_not_pinned_accumulating",
     ),
