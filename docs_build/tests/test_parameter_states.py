@@ -110,7 +110,7 @@ def test_unsharded_memory_is_allocated_only_while_it_is_needed(form: str) -> Non
         is_kept = moment in (NO_GRAD, "after forward") and not setting.reshard_after_forward
         if moment in (*COMPUTING, *AVAILABLE) or is_kept:
             expected = ["block", "root"]
-        elif moment == "after forward" and form != "fully_shard":
+        elif moment in (NO_GRAD, "after forward") and form != "fully_shard":
             expected = ["root"]
         else:
             expected = []

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.pure
 
 # Limits on the size of the package, in statements and tokens; `python -m spec_tools.size` prints the present size.
 LARGEST = {
-    "minifsdp": Size(statements=10_895, tokens=117_347),
+    "minifsdp": Size(statements=10_895, tokens=117_406),
     "minifsdp: fully_shard and all that it imports": Size(statements=4_570, tokens=45_585),
 }
 LARGEST_FILE = 200  # in statements
