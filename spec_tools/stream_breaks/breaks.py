@@ -123,7 +123,7 @@ LEFT_OUT = {
     "engine/rank_checks.py: self._arrived = ": "only lets `read` use `synchronize` later",
     "engine/rank_checks.py: arrived.synchronize(": "a whole backward runs between the all-gather and this line",
     "engine/rank_checks.py: asked[-1].wait(": "a stream has waited already, and a CPU needs no order",
-    "engine/root.py: comm_stream.join(": "streams are replaced between two iterations, which no program of the breaks does",
+    "engine/root.py: comm_stream.join(": "streams are replaced between iterations, which no program here does",
     "fsdp2/finalize.py: handle.wait(": "a line of a docstring",
     "fsdp2/module.py: handle.wait(": "a line of a docstring",
     "engine/collectives.py: Collective(function.__name__": "the called function has waited",
