@@ -139,7 +139,7 @@ class IterationState:
                 register_pre_backward_hook(output, partial(_check_still_summoned, unit))
         elif unit.phase is not Phase.PRE_BACKWARD:
             if unit.policy.reshard_after_forward:
-                output = with_newest_node(unit, output)
+                output = with_newest_node(output)
             self.leave_forward(unit, is_recorded=self.watch_output(unit, inputs, output))
         return output
 
@@ -299,9 +299,7 @@ class IterationState:
         Args:
             is_final: whether the iteration ends, although it is manual.
         """
-        for unit in reversed(self.units):
-            if unit.phase not in (Phase.POST_BACKWARD, Phase.FORWARD) and self.backward_hooks[unit].is_overdue():
-                self.post_backward(unit)
+        self._reduce_overdue()
         if not self.in_forward and not self._is_last and not is_final:
             self.reducer.finish_on_cpu()
             self.is_open = True
@@ -326,13 +324,17 @@ class IterationState:
     def _is_last(self) -> bool:
         return self.is_last_backward and not self.is_manual
 
+    def _reduce_overdue(self) -> None:
+        """Calls the post-backward hook of the units whose hook has not run."""
+        for unit in reversed(self.units):
+            if unit.phase not in (Phase.POST_BACKWARD, Phase.FORWARD) and self.backward_hooks[unit].is_overdue():
+                self.post_backward(unit)
+
     def begin_finish(self) -> None:
         """Issues the reductions that are left, outside of a backward. Call `finish` afterwards."""
         self.in_backward = True
         self.rank_checks.begin_backward(NOT_IN_BACKWARD)
-        for unit in reversed(self.units):
-            if unit.phase not in (Phase.POST_BACKWARD, Phase.FORWARD) and self.backward_hooks[unit].is_overdue():
-                self.post_backward(unit)
+        self._reduce_overdue()
         # The program may read parameters before it calls `finish`.
         self.in_backward = False
 

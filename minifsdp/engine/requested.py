@@ -111,10 +111,8 @@ class RequestedParameters:
             torch.autograd.backward([edge], [gradient], retain_graph=True, create_graph=create_graph, inputs=inputs)
 
 
-def with_newest_node(unit: Unit, output: Any) -> Any:
-    """Called after a forward of a unit; returns the output to pass to the caller."""
-    if not unit.policy.reshard_after_forward:
-        return output
+def with_newest_node(output: Any) -> Any:
+    """Called after a forward of a unit that is resharded; returns the output to pass to the caller."""
     for tensor in [output] if isinstance(output, torch.Tensor) else tensors_in(output):
         if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() == next_number() - 1:
             return output

@@ -142,7 +142,8 @@ class FSDPState:
         if module in self.running:
             return output
         if self.unit is not None and self.unit.phase is not Phase.PRE_BACKWARD:
-            output = with_newest_node(self.unit, output)
+            if self.unit.policy.reshard_after_forward:
+                output = with_newest_node(output)
             # 1. Hook each module's output, because any of the modules can be the last to run.
             self._leave(root_state, self.unit, {module}, (args, kwargs), output)
         elif self._has_begun:
