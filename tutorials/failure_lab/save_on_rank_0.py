@@ -10,7 +10,6 @@ import io
 import torch
 from lab import batch, layers, on_two_ranks
 
-from minifsdp import FullStateDictConfig, StateDictType
 from minifsdp import FullyShardedDataParallel as FSDP
 
 # ---- the part to look at and to fix ----
@@ -27,13 +26,11 @@ def broken(model, rank):
 def experiment(save, rank):
     model = FSDP(layers())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
     for _ in range(2):
         model(batch(rank)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
-            save(model, rank)
+        save(model, rank)
 
 
 # ---- one way to fix it; try your own first ----

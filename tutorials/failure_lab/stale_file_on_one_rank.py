@@ -8,7 +8,6 @@ What will happen on rank 1? What will happen on rank 0, whose file is correct?
 from lab import layers, on_two_ranks
 
 from minifsdp import FullyShardedDataParallel as FSDP
-from minifsdp import StateDictType
 
 # ---- the part to look at and to fix ----
 
@@ -25,8 +24,7 @@ def experiment(renamed, rank):
     if rank == 1:
         checkpoint["head.weight"] = checkpoint.pop("1.weight")
     model = FSDP(layers())
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-        model.load_state_dict(renamed(checkpoint))
+    model.load_state_dict(renamed(checkpoint))
 
 
 # ---- one way to fix it; try your own first ----
