@@ -90,6 +90,16 @@ class Stream:
         return torch.device("sim", self.index)
 
     @property
+    def device_index(self) -> int:
+        """The index of its device, under torch's name. torch 2.15 reads it."""
+        return self.index
+
+    @property
+    def device_type(self) -> int:
+        """The number of a kind of device that a library outside torch adds, under torch's name. torch 2.15 reads it."""
+        return int(torch._C._autograd.DeviceType.PrivateUse1)
+
+    @property
     def stream_id(self) -> int:
         """Its number, under torch's name."""
         return self.number
