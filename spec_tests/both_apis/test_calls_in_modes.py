@@ -71,7 +71,7 @@ def deterministic() -> Iterator[None]:
 
 
 def profiler() -> Any:
-    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True)
 
 
 MODES: dict[str, Callable[[], Any]] = {
