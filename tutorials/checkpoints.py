@@ -131,11 +131,6 @@ def sharded(model: nn.Module, place: Place, **options: Any) -> FSDP:
     return FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=place.device, **options)
 
 
-# torch deprecated `state_dict_type`, and many programs still use it. Sections 1, 3 and 4 show how to use it, so this
-# program ignores the warning. Programs that use `get_state_dict` and `set_state_dict` need no form.
-warnings.filterwarnings("ignore", ".*FSDP.state_dict_type", FutureWarning)
-
-
 # ---- 1. a full checkpoint ----
 
 FULL = (
@@ -368,6 +363,9 @@ def lesson_libraries(place: Place) -> None:
 
 
 def lesson(place: Place) -> None:
+    # torch deprecated `state_dict_type`. Sections 1, 3 and 4 show how to use it, because many programs do. So this
+    # program ignores the warning. Programs that use `get_state_dict` and `set_state_dict` need no form.
+    warnings.filterwarnings("ignore", r".*FSDP\.state_dict_type", FutureWarning)
     expected = Run(plain(0, place), place, alone=True).train(6)
     with shared_folder() as folder:
         lesson_full(place, folder, expected)
