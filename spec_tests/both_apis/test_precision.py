@@ -23,7 +23,8 @@ from spec_tests.models.modules import UNITS, Scale, seeded
 from spec_tests.models.probes import Probe, expected_gradients, ones, probes
 from spec_tests.models.running import Wire, batch, iterate, loss_of
 from spec_tests.models.sharding import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
-from spec_tests.models.values import assert_same, full_values, named
+from spec_tests.models.torch_names import IS_2_15
+from spec_tests.models.values import assert_same, full, full_values, named
 from spec_tests.subject import trace
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -218,9 +219,21 @@ POLICIES: dict[str, dict[str, Any]] = {
 @ranks(2)
 def test_training_is_bit_by_bit_that_of_torch(api: Api, strategy: Any, policy: str) -> None:
     precision = dict(POLICIES[policy])
+    torch_precision = dict(precision)
+    tolerance = 0.0
     if api == FULLY_SHARD:
         precision.pop("keep_low_precision_grads", None)
-    models = [each.shard(strategy=strategy, precision=precision) for each in (api, api.of_torch())]
+        torch_precision = dict(precision)
+        if IS_2_15:
+            # Since 2.15, the default is the dtype of the original parameter.
+            torch_precision.setdefault("reduce_dtype", precision.get("param_dtype"))
+        if IS_2_15 and "param_dtype" not in precision:
+            # Since 2.15, torch rounds the gradient of each of the two micro-batches to bfloat16 before it adds them.
+            tolerance = 2.0**-7
+    models = [
+        api.shard(strategy=strategy, precision=precision),
+        api.of_torch().shard(strategy=strategy, precision=torch_precision),
+    ]
     # No momentum: with gradients kept in low precision, its buffer would also be in low precision.
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, foreach=False) for model in models]
     for step in range(3):
@@ -230,7 +243,18 @@ def test_training_is_bit_by_bit_that_of_torch(api: Api, strategy: Any, policy: s
             with api.no_sync(model):
                 iterate(model, 2 * step)
             iterate(model, 2 * step + 1)
-        assert_same(*(api.gradients(model) for model in models), bitwise=True)
+        assert_close_or_same(*(api.gradients(model) for model in models), tolerance=tolerance)
         for optimizer in optimizers:
             optimizer.step()
-    assert_same(*(api.values(model) for model in models), bitwise=True)
+    assert_close_or_same(*(api.values(model) for model in models), tolerance=tolerance)
+
+
+def assert_close_or_same(ours: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
+    """Checks for values that differ by at most the tolerance, times the largest value. 0.0: for equal values."""
+    if tolerance == 0.0:
+        assert_same(ours, expected, bitwise=True)
+        return
+    assert ours.keys() == expected.keys()
+    for name, tensor in expected.items():
+        found, wanted = full(ours[name]).detach(), full(tensor).detach()
+        torch.testing.assert_close(found, wanted, rtol=0.0, atol=tolerance * wanted.abs().max().item())

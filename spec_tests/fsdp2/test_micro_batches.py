@@ -136,8 +136,16 @@ def loss(found: Tensor, wanted: Tensor) -> Tensor:
     return (found - wanted).square().mean()
 
 
+# In torch 2.11, these schedules send from a rank to itself in their first step, which gloo cannot do.
+SINCE_2_12 = ("zero bubble, V", "dual pipe, V")
+
+
+def with_versions(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.needs("torch>=2.12") if name in SINCE_2_12 else ())
+
+
 @pytest.mark.spec("PROG-84")
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", [with_versions(name) for name in SCHEDULES])
 @ranks(4)
 def test_a_pipeline_over_sharded_stages_trains_as_the_plain_model(name: str) -> None:
     check_pipeline(*SCHEDULES[name])

@@ -27,6 +27,7 @@ from spec_tests import subject
 from spec_tests.harness import device, ranks
 from spec_tests.models.running import Wire, loss_of
 from spec_tests.models.sharding import grid_mesh
+from spec_tests.models.torch_names import IS_2_15
 
 WIDTH = 6
 
@@ -64,7 +65,7 @@ def build(seed: int) -> tuple[Node, random.Random]:
     return Node(dice, depth=2).to(device()), dice
 
 
-def shard(words: ModuleType, seed: int, mesh: Any) -> tuple[Any, random.Random]:
+def shard(words: ModuleType, seed: int, mesh: Any) -> tuple[Any, random.Random, bool]:
     """Makes the same choices for both libraries."""
     model, dice = build(seed)
     units = [node for node in reversed(list(model.modules())) if isinstance(node, Node) and dice.random() < 0.7]
@@ -83,22 +84,29 @@ def shard(words: ModuleType, seed: int, mesh: Any) -> tuple[Any, random.Random]:
             node.set_modules_to_forward_prefetch(dice.sample(units, k=min(len(units), dice.randint(1, 2))))
         if dice.random() < 0.2:
             node.set_modules_to_backward_prefetch(dice.sample(units, k=min(len(units), dice.randint(1, 2))))
-    return model, dice
+    return model, dice, "mp_policy" in options
 
 
 @dataclass
 class Seen:
-    """Results of one library: numbers by step and name, and for each step the sorted sizes of the reductions."""
+    """Results of one library: numbers by step and name, and for each step the sorted sizes of the reductions.
+
+    Attributes:
+        numbers: losses and gradients.
+        reduced: for each step, the collectives that reduce.
+        computes_in_bfloat16: whether a unit has a policy of mixed precision.
+    """
 
     numbers: dict[tuple[int, str], Any] = field(default_factory=dict)
     reduced: list[Any] = field(default_factory=list)
+    computes_in_bfloat16: bool = False
 
 
 def train(words: ModuleType, seed: int, mesh: Any) -> Seen:
-    model, dice = shard(words, seed, mesh)
+    model, dice, computes_in_bfloat16 = shard(words, seed, mesh)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9, foreach=seed % 2 == 0)
-    seen = Seen()
+    seen = Seen(computes_in_bfloat16=computes_in_bfloat16)
     for step in range(4):
         is_last = step % 2 == 1 or dice.random() < 0.5
         model.set_requires_gradient_sync(is_last)
@@ -119,8 +127,15 @@ def train(words: ModuleType, seed: int, mesh: Any) -> Seen:
 
 def assert_same_as_torch(seed: int, mesh: Any = None) -> None:
     ours, theirs = train(subject.engine, seed, mesh), train(torch_fsdp, seed, mesh)
+    # Since 2.15, torch adds a gradient to those of earlier micro-batches and calls in the dtype of the reduction.
+    rounds_less = IS_2_15 and theirs.computes_in_bfloat16
     for key, number in theirs.numbers.items():
-        assert ours.numbers[key] == number, key
+        if rounds_less and number is not None:
+            torch.testing.assert_close(
+                torch.tensor(ours.numbers[key]), torch.tensor(number), rtol=2.0**-8, atol=2.0**-8, msg=str(key)
+            )
+        else:
+            assert ours.numbers[key] == number, key
     assert ours.reduced == theirs.reduced
 
 

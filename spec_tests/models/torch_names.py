@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import Shard
 
-__all__ = ["ShardPlacementResult", "all_gather_single", "param_groups", "reduce_scatter_single"]
+__all__ = ["IS_2_15", "ShardPlacementResult", "all_gather_single", "param_groups", "reduce_scatter_single"]
+
+IS_2_15 = torch.__version__ >= "2.15"
 
 # The names since 2.13; earlier versions have only the other ones.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
