@@ -35,6 +35,7 @@ import torch.distributed as dist
 from minifsdp.checkpoint.agreement import exchange
 from minifsdp.engine import collectives
 from minifsdp.engine.comm_streams import CommStream
+from minifsdp.engine.events import events
 from minifsdp.engine.mesh import Group, default_group
 from minifsdp.engine.messages import message, warn
 
@@ -101,14 +102,16 @@ def _fetch(loader: Iterator[Any], ranks: Group, device: torch.device, comm_strea
     with comm_stream:
         num_without = torch.full((1,), not has_one, dtype=torch.int64, device=device)
         work = collectives.all_reduce(ranks, num_without, kind="while_all_have_data")
+        wait = work.wait
         if comm_stream.stream is not None:
             work.wait()
-            num_without, event = num_without.to("cpu", non_blocking=True), comm_stream.stream.record_event()
+            num_without = num_without.to("cpu", non_blocking=True)
             # It is complete when the CPU has the result, so the watchdog sees a rank that waits for it.
-            work.wait_for(event.synchronize)
+            events.last_event = comm_stream.stream.record_event()
+            wait = events.last_event.synchronize
 
     def all_have_one() -> bool:
-        work.wait()
+        wait()
         return num_without.item() == 0
 
     return batch, all_have_one

@@ -4,7 +4,7 @@ A reader who wants to know how an all-gather works can skip its recording. A sta
 
 1. an ``if`` on ``trace.recorder`` without an ``else``;
 2. a call of a method of ``trace.recorder``, whose result is not used;
-3. an assignment to an attribute of the log, ``log.last_event = ...``;
+3. an assignment to an attribute of the events, ``events.last_event = ...``;
 4. a statement about an attribute that is annotated with a class of ``trace``, such as ``self._event``;
 5. a call of a function of the module that is annotated to return an event of ``trace``, or that function itself;
 6. a loop that only contains such statements.
@@ -12,7 +12,7 @@ A reader who wants to know how an all-gather works can skip its recording. A sta
 
 import ast
 
-LOOKED_AT = {"log.last_event"}
+LOOKED_AT = {"events.last_event"}
 
 
 def recording_lines(tree: ast.Module) -> set[int]:

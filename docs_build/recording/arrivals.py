@@ -25,7 +25,7 @@ from unittest import mock
 
 import torch
 
-from minifsdp.engine.collectives import Collective
+from minifsdp.checks.collective import Collective
 from minifsdp.trace import Event, Recorder
 
 KINDS = {"all-gather": "AG", "reduce-scatter": "RS", "all-reduce": "AR"}

@@ -117,7 +117,7 @@ def test_recording_code_is_recognized_by_syntax() -> None:
                     self.work()
                 else:
                     self.play()
-                log.last_event = self.event()
+                events.last_event = self.event()
                 for event in self.events:
                     trace.recorder.finish(event)
                 event = self.free()

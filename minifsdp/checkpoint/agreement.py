@@ -36,8 +36,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from minifsdp.engine import collectives, rank_checks
-from minifsdp.engine.collective_log import log
+from minifsdp.checks import rank_checks
+from minifsdp.checks.collective import Collective
+from minifsdp.checks.collective_log import log
+from minifsdp.engine import collectives
 from minifsdp.engine.mesh import Group, MeshGroups, exists
 from minifsdp.engine.messages import message, rank_of_this_process, some
 from minifsdp.engine.precision import move
@@ -171,7 +173,7 @@ def _any_has_facts(group: Group, call: str, has_facts: bool, how: str) -> bool:
 
 
 def _wait_for_all(group: Group, call: str, has_facts: bool, how: str) -> bool:
-    sequence, store = group.sequence, group.process_group.get_group_store()
+    sequence, store = log.sequence_of(group), group.process_group.get_group_store()
     # The number of arrivals in all calls so far. No further call can complete before this rank arrives.
     arrived = f"minifsdp/{call}/arrived"
     number = store.add(arrived, 0) // group.size
@@ -187,7 +189,7 @@ def _wait_for_all(group: Group, call: str, has_facts: bool, how: str) -> bool:
     begun, limit, before = time.monotonic(), _time_limit(group), sequence.now
     try:
         # Recorded in the collective log, so that reports of other ranks show what this rank waits for.
-        collectives.Collective("barrier", group, [], _wait, store, f"{key}/complete", limit, checks_size=False)
+        Collective("barrier", group, [], _wait, (store, f"{key}/complete", limit), checks_size=False)
     except TimeoutError as error:
         seconds = min(time.monotonic() - begun, limit.total_seconds())
         report = log.diagnosis((sequence, *before[:2]))

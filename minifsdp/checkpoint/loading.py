@@ -26,8 +26,8 @@ from torch.distributed import DebugLevel, get_debug_level
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from minifsdp.checkpoint.tensors import placement_of
+from minifsdp.checks.rank_checks import read_all
 from minifsdp.engine.messages import message, some
-from minifsdp.engine.rank_checks import read_all
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp2.fsdp_state import FSDPState, states_in
 

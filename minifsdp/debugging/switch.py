@@ -37,12 +37,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
+from minifsdp.checks.rank_checks import RankChecks
 from minifsdp.debugging.freed import check_memory
 from minifsdp.debugging.unset import check_unset
 from minifsdp.debugging.values import check_values
 from minifsdp.debugging.weights import check_weights
 from minifsdp.engine.messages import message
-from minifsdp.engine.rank_checks import RankChecks
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def check_order() -> Iterator[None]:
     """The check ``order``: an error instead of a warning if the ranks use different units of equal sizes.
 
     By default, a backward raises an error if kinds, sizes or dtypes of its collectives differ between ranks. It only
-    warns if the numbers of their units differ (``engine/rank_checks.py``), because ranks may build the same unit in
+    warns if the numbers of their units differ (``checks/rank_checks.py``), because ranks may build the same unit in
     different models. With this check, both raise the same error. Use it if all ranks build equal models.
 
     Worked example, two ranks, units ``a`` and ``b`` of equal sizes; rank 0 runs ``a b``, and rank 1 runs ``b a``. Then

@@ -4,18 +4,17 @@ From the bottom layer to the top. Each module uses only modules above it in this
 
 ``messages``        error messages and warnings
 ``compiler``        functions that ``torch.compile`` must not trace
-``collective_log``  the collectives of this rank, in order
+``events``          named events for observers
 ``comm_streams``    communication streams, and how to wait for them
 ``gloo``            a faster transport between CPUs
 ``mesh``            shard groups and replicate groups
 ``collectives``     the collectives of a training step
-``rank_checks``     checks that all ranks issue the same collectives
 ``precision``       the dtype at each step
 ``lifetime``        when memory can be reused; the rate limiter
 ``shards``          how a single parameter is sharded
 ``validation``      checks when a unit is created and when a forward begins
 ``layout``          the interface for storing a unit's parameters
-``optimizer_watch`` checks before each optimizer step
+``optimizer_steps`` counts the steps of optimizers
 ``placeholder``     the placeholder for a parameter that is not available
 ``changes``         values that a forward has written into unsharded parameters
 ``flat_tensor``     how a flat parameter is sharded; the unsharded tensor, which autograd owns

@@ -19,10 +19,10 @@ of ``torch.distributed`` look up the group, check dtypes and wrap exceptions in 
 more than the rest of the engine. Profilers and dispatch modes see the same ``c10d`` operators in both cases. Between
 CPUs, another transport can replace the group for the first two collectives, see `Group.transport`.
 
-A `Collective` is the handle of a collective. It hides a difference between backends: gloo returns a ``Work`` to wait
-for, and NCCL returns ``None``. An NCCL kernel runs on the stream on which it was issued, so later work on this stream
-runs after it. Each collective is recorded in the collective log (``collective_log.py``). If it fails, the error
-contains the report of the watchdog (``minifsdp/watchdog``) about the other ranks.
+The functions return a handle to wait for. It hides a difference between backends: gloo returns a ``Work``, and NCCL
+returns ``None``. An NCCL kernel runs on the stream on which it was issued, so later work on this stream runs after it.
+An observer may issue the collective instead, to log it and to add a report about the other ranks to its error
+(``minifsdp/checks``).
 
 *In torch:* FSDP1 calls the public functions in ``_flat_param.py`` and ``_runtime_utils.py``; FSDP2 has
 ``_fsdp_collectives.py`` with pluggable allocators. Both use the same division rule.
@@ -35,18 +35,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d as c10d
 
-from minifsdp.engine.collective_log import log
+from minifsdp.engine.comm_streams import COMPLETED, Handle
+from minifsdp.engine.events import events
 from minifsdp.engine.mesh import Group
-from minifsdp.engine.messages import MORE, message
 
 
 def _on_current_stream(options: Any) -> Any:
@@ -56,124 +53,43 @@ def _on_current_stream(options: Any) -> Any:
     return options
 
 
-_GATHER = _on_current_stream(c10d.AllgatherOptions())
+GATHER = _on_current_stream(c10d.AllgatherOptions())
 _REDUCE_SCATTER = _on_current_stream(c10d.ReduceScatterOptions())
 _ALL_REDUCE = _on_current_stream(c10d.AllreduceOptions())
 
 # torch 2.13 introduced the new names; earlier versions have only the old ones.
 _IS_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
-_GATHER_METHOD = "all_gather_single" if _IS_RENAMED else "_allgather_base"
+GATHER_METHOD = "all_gather_single" if _IS_RENAMED else "_allgather_base"
 _REDUCE_SCATTER_METHOD = "reduce_scatter_single" if _IS_RENAMED else "_reduce_scatter_base"
 
-_NUM_BYTES = attrgetter("nbytes")
-# A fake tensor has no memory: a backend that sends it reads other memory, or ends the process.
-_active_mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
 # Both gloo and NCCL can send these dtypes, and other dtypes as bytes.
 _SENDABLE = {torch.half, torch.bfloat16, torch.float, torch.double, torch.uint8, torch.int, torch.long}
 
 
-class Collective:
-    """A collective that was issued, and the handle to wait for it. The constructor issues the collective.
+def _issue(
+    kind: str,
+    group: Group,
+    data: Sequence[torch.Tensor],
+    method: Callable[..., Any],
+    arguments: Sequence[Any] = (),
+    unit: str | None = None,
+    parts: Sequence[int] = (),
+) -> Handle:
+    """Issues a collective without an observer. `Events.collective` has the same arguments.
 
     Args:
-        kind, unit, parts: as in `CollectiveLog.record`.
+        kind: the name of the collective.
         group: the group; all of its ranks must issue the same collective.
         data: the input or the output, whichever is larger; empty if it is not a tensor.
-        issue: the function that issues the collective. It returns a handle or ``None``.
-        arguments: arguments of ``issue``.
-        checks_size: whether the transport between CPUs compares the size first; see ``gloo.py``, 7.
-
-    Attributes:
-        about: kind and unit, as text.
-        position: its position in the collective log.
-
-    Raises:
-        RuntimeError: if the collective cannot complete, because another rank has exited or issues a different
-            collective. Also raised for fake tensors, unless the backend of the group is the fake one.
+        method: the function that issues the collective. It returns a handle or ``None``.
+        arguments: arguments of ``method``.
+        unit: the name of the unit, if the collective belongs to a unit.
+        parts: the numbers of the parameters whose gradients are in ``data``.
     """
-
-    def __init__(
-        self,
-        kind: str,
-        group: Group,
-        data: Sequence[torch.Tensor],
-        issue: Callable[..., Any],
-        *arguments: Any,
-        checks_size: bool = True,
-        unit: str | None = None,
-        parts: Sequence[int] = (),
-    ) -> None:
-        if log.fatal_error:
-            raise RuntimeError(log.fatal_error)
-        self.about = kind if unit is None else f"{kind} of {unit!r}" if unit else f"{kind} of the root unit"
-        is_fake = _active_mode(_FAKE) is not None or FakeTensor in map(type, (*data, *arguments))
-        if is_fake and dist.get_backend(group.process_group) != "fake":
-            raise RuntimeError(message("fake-tensors", what=self.about, ranks=list(group.ranks)))
-        sequence, num_bytes = group.sequence, sum(map(_NUM_BYTES, data))
-        on_cpu, dtype = (data[0].is_cpu, data[0].dtype) if data else (True, None)
-        self.position, shape = log.record(sequence, kind, num_bytes, unit, tuple(parts), dtype)
-        self._work: Any = None
-        self._sizes_agree: Any = None
-        log.waiting = self
-        try:
-            if checks_size and on_cpu and sequence.transport is not None:
-                self._sizes_agree = sequence.transport.check_size(shape, num_bytes, sequence.epoch)
-                if self._sizes_agree is not None and kind != "all-gather":
-                    self._read_sizes()
-            self._work = issue(*arguments)
-        except RuntimeError as error:
-            raise self._with_report(error) from error
-        finally:
-            # Reset this also if the program catches the exception: the main thread no longer waits.
-            log.waiting = None
-
-    def wait(self) -> None:
-        """Waits until the result may be used on the compute stream.
-
-        Raises:
-            RuntimeError: if the backend reports an error, because another rank has exited or the time-out has passed.
-        """
-        log.waiting = self
-        try:
-            if self._sizes_agree is not None:
-                self._read_sizes()
-            if self._work is not None:
-                self._work.wait()
-        except RuntimeError as error:
-            raise self._with_report(error) from error
-        finally:
-            log.waiting = None
-        # The watchdog may hold this object, which must not keep tensors alive.
-        self._work = None
-
-    def wait_for(self, complete: Callable[[], Any]) -> None:
-        """Makes `wait` call ``complete``."""
-        self._work = SimpleNamespace(wait=complete)
-
-    def _read_sizes(self) -> None:
-        """Raises on all ranks if they issue collectives of different kinds or sizes."""
-        agrees, self._sizes_agree = self._sizes_agree, None
-        if (agree := agrees()) is True:
-            return
-        # If the ranks found a mismatch since then, all of them drop the earlier collectives.
-        self._work = None
-        if agree is False:
-            sequence, report = self.position[0], log.diagnosis(self.position)
-            sequence.begin_epoch()
-            sequence.forget_sizes()
-            raise RuntimeError(message("about-to-part", ranks=list(sequence.ranks), report=report))
-
-    def _with_report(self, error: RuntimeError) -> RuntimeError:
-        """The error to raise when this collective failed with ``error``. It contains a report about the other ranks."""
-        if MORE in str(error):
-            return error
-        if log.fatal_error:
-            return RuntimeError(log.fatal_error)
-        ranks, report = list(self.position[0].ranks), log.diagnosis(self.position)
-        return RuntimeError(message("collective-failed", what=self.about, ranks=ranks, error=error, report=report))
+    return method(*arguments) or COMPLETED
 
 
-def all_gather(group: Group, output: torch.Tensor, local_shard: torch.Tensor, unit: str | None = None) -> Collective:
+def all_gather(group: Group, output: torch.Tensor, local_shard: torch.Tensor, unit: str | None = None) -> Handle:
     """All-gather: fills ``output`` with the shards of all ranks, one after the other, in order of their position.
 
     Every rank of the group must call it.
@@ -185,21 +101,12 @@ def all_gather(group: Group, output: torch.Tensor, local_shard: torch.Tensor, un
         unit: the name of the unit, if the collective belongs to a unit. The functions below have the same argument.
     """
     carrier = group.process_group if group.transport is None or not output.is_cpu else group.transport
-    method = getattr(carrier, _GATHER_METHOD)
+    method = getattr(carrier, GATHER_METHOD)
     sent = [output, local_shard]
     if output.dtype not in _SENDABLE:
         sent = [tensor.view(torch.uint8) for tensor in sent]
-    return Collective("all-gather", group, [output], method, *sent, _GATHER, unit=unit)
-
-
-def ask(group: Group, answers: torch.Tensor, mine: torch.Tensor) -> Collective:
-    """An all-gather for checks between ranks. If possible, it is separate from other collectives.
-
-    Every rank of the group must call it. If a rank does not call it, the other ranks wait.
-    """
-    apart = group.transport.all_gather_apart if group.transport is not None and answers.is_cpu else None
-    method = apart or getattr(group.process_group, _GATHER_METHOD)
-    return Collective("order check", group, [answers], method, answers, mine, _GATHER, checks_size=False)
+    issue = events.collective or _issue
+    return issue("all-gather", group, [output], method, (*sent, GATHER), unit)
 
 
 def all_gathers_each(group: Group | None, outputs: Sequence[torch.Tensor]) -> bool:
@@ -210,7 +117,7 @@ def all_gathers_each(group: Group | None, outputs: Sequence[torch.Tensor]) -> bo
 
 def all_gather_each(
     group: Group, outputs: Sequence[torch.Tensor], local_shards: Sequence[torch.Tensor], unit: str | None = None
-) -> Collective:
+) -> Handle:
     """All-gathers several tensors at once, without sorting the result. `all_gathers_each` must have returned ``True``.
 
     Every rank of the group must call it.
@@ -222,12 +129,13 @@ def all_gather_each(
     """
     if outputs[0].is_complex():
         outputs, local_shards = ([torch.view_as_real(each) for each in tensors] for tensors in (outputs, local_shards))
-    return Collective("all-gather", group, outputs, group.transport.all_gather_each, outputs, local_shards, unit=unit)
+    issue = events.collective or _issue
+    return issue("all-gather", group, outputs, group.transport.all_gather_each, (outputs, local_shards), unit)
 
 
 def reduce_scatter(
     group: Group, local_shard: torch.Tensor, whole: torch.Tensor, unit: str | None = None, parts: Sequence[int] = ()
-) -> Collective:
+) -> Handle:
     """Reduce-scatter: fills ``local_shard`` with this rank's part of the sum of ``whole`` over the group.
 
     Every rank of the group must call it. ``whole`` is 1-D with ``group.size * local_shard.numel()`` elements. The
@@ -237,18 +145,18 @@ def reduce_scatter(
         local_shard, whole = torch.view_as_real(local_shard), torch.view_as_real(whole)
     carrier = group.process_group if group.transport is None or not whole.is_cpu else group.transport
     method = getattr(carrier, _REDUCE_SCATTER_METHOD)
-    given = (local_shard, whole, _REDUCE_SCATTER)
-    return Collective("reduce-scatter", group, [whole], method, *given, unit=unit, parts=parts)
+    issue = events.collective or _issue
+    return issue("reduce-scatter", group, [whole], method, (local_shard, whole, _REDUCE_SCATTER), unit, parts)
 
 
 def all_reduce(
     group: Group, tensor: torch.Tensor, unit: str | None = None, parts: Sequence[int] = (), kind: str = "all-reduce"
-) -> Collective:
+) -> Handle:
     """All-reduce: sums ``tensor`` over the group, in place. Every rank of the group must call it."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    method = group.process_group.allreduce
-    return Collective(kind, group, [tensor], method, [tensor], _ALL_REDUCE, unit=unit, parts=parts)
+    issue = events.collective or _issue
+    return issue(kind, group, [tensor], group.process_group.allreduce, ([tensor], _ALL_REDUCE), unit, parts)
 
 
 def broadcast(group: Group, tensor: torch.Tensor, source: int = 0) -> None:
@@ -256,7 +164,8 @@ def broadcast(group: Group, tensor: torch.Tensor, source: int = 0) -> None:
     options = _on_current_stream(c10d.BroadcastOptions())
     options.rootRank = source
     sent = tensor if tensor.dtype in _SENDABLE else tensor.view(torch.uint8)
-    Collective("broadcast", group, [tensor], group.process_group.broadcast, [sent], options).wait()
+    issue = events.collective or _issue
+    issue("broadcast", group, [tensor], group.process_group.broadcast, ([sent], options)).wait()
 
 
 def call(function: Callable[..., Any], group: Group, *arguments: Any, about: str = "", **options: Any) -> None:
@@ -264,11 +173,12 @@ def call(function: Callable[..., Any], group: Group, *arguments: Any, about: str
 
     All ranks must pass the same text ``about``, which describes the values.
     """
-    issue = partial(function, *arguments, **options, group=group.process_group)
+    method = partial(function, *arguments, **options, group=group.process_group)
+    issue = events.collective or _issue
     # Objects are sent between CPUs if the group supports CPU tensors, and otherwise from the current device.
     data = [value for value in arguments if isinstance(value, torch.Tensor)]
     with group.on_device():
-        Collective(function.__name__ + about, group, data, issue).wait()
+        issue(function.__name__ + about, group, data, method).wait()
 
 
 @dataclass(frozen=True)

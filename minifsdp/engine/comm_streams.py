@@ -38,7 +38,7 @@ from typing import Any, Protocol
 
 import torch
 
-from minifsdp.engine.collective_log import log
+from minifsdp.engine.events import events
 
 
 class Handle(Protocol):
@@ -58,7 +58,7 @@ class _EventHandle:
     def __init__(self, device: torch.device, event: Any) -> None:
         self._device, self._event = device, event
         # For the watchdog thread, which detects a device that makes no progress.
-        log.last_event = event
+        events.last_event = event
 
     def wait(self) -> None:
         current_stream(self._device).wait_event(self._event)

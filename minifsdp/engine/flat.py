@@ -32,7 +32,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from minifsdp.engine import collectives, lifetime, optimizer_watch
+from minifsdp.engine import collectives, lifetime
 from minifsdp.engine.changes import changed_values, check_equal_changes
 from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle
 from minifsdp.engine.flat_gradients import FlatGradients
@@ -335,7 +335,6 @@ class FlatLayout(Layout):
     def keep_unreduced(self, gradient: Gradient) -> None:
         """Adds ``gradient`` to the unreduced gradient in ``.grad``."""
         self.gradients.keep_unreduced(gradient.parts[0].clone() if self._is_shared else gradient.parts[0])
-        optimizer_watch.watch.unreduced.add(self)
 
     def pack(self, gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False) -> torch.Tensor:
         """Returns the flat gradient in ``dtype``. A flat gradient is already packed."""

@@ -16,7 +16,8 @@ gradients are ``[1 1 1 1]`` and ``[2 2 2 2]`` on rank 0, ``[3 3 3 3]`` and ``[4 
     after it                    .grad is [5 5] on both                                   reduced
 
 The unreduced gradient is stored in ``.grad`` because ``zero_grad()`` must clear it. Otherwise it would be added to the
-gradient of the next step. ``optimizer_watch.py`` raises an error if an optimizer step finds an unreduced gradient.
+gradient of the next step. ``minifsdp/checks/optimizer_checks.py`` raises an error if an optimizer step finds an
+unreduced gradient.
 
 *In torch:* gradients pass through ``_saved_grad_shard``, ``_cpu_grad`` and ``prepare_gradient_for_*``.
 

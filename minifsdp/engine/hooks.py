@@ -54,10 +54,9 @@ from torch.autograd import Variable
 from minifsdp import trace
 from minifsdp.engine import backward_hooks
 from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task, register_pre_backward_hook
-from minifsdp.engine.collective_log import log
+from minifsdp.engine.events import events
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.precision import tensors_in
-from minifsdp.engine.rank_checks import RankChecks
 from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.requested import with_newest_node
 from minifsdp.engine.schedule import BackwardPrefetch, Schedule
@@ -71,7 +70,7 @@ class IterationState:
     Args:
         units: all units of the root.
         reducer: reduces their gradients.
-        rank_checks: checks that all ranks issue the same collectives.
+        observers: the observers of this root.
         schedule: the order of the units, and when to prefetch.
 
     Attributes:
@@ -87,8 +86,8 @@ class IterationState:
         unfinished: the handle of a reduction that the program must wait for before the next forward.
     """
 
-    def __init__(self, units: list[Unit], reducer: Reducer, rank_checks: RankChecks, schedule: Schedule) -> None:
-        self.units, self.reducer, self.rank_checks, self.schedule = units, reducer, rank_checks, schedule
+    def __init__(self, units: list[Unit], reducer: Reducer, observers: list[Any], schedule: Schedule) -> None:
+        self.units, self.reducer, self.observers, self.schedule = units, reducer, observers, schedule
         self.in_forward = self.in_backward = self.ended_in_forward = self.is_recorded = False
         self.is_last_backward, self.num_forwards = True, 0
         self.is_manual = self.is_open = False
@@ -185,7 +184,7 @@ class IterationState:
         self.summoned.clear()
 
     def _current_versions(self) -> tuple[int, list[int]]:
-        # The version of a parameter does not show every step, see ``optimizer_watch.py``.
+        # The version of a parameter does not show every step, see ``optimizer_steps.py``.
         return self.units[0].layout.steps.count if self.units else 0, list(map(VERSION, self._parameters))
 
     def _changed_units(self, num_steps: int, versions: list[int]) -> set[Unit]:
@@ -197,11 +196,11 @@ class IterationState:
         """Called by the first hook of this root that runs in a backward."""
         if not self.in_backward:
             self.in_backward = True
-            log.place = log.place_in_program()
             # 6. A backward inside a forward does not belong to the last recorded forward.
             if self._versions is not None and not self.in_forward and self._current_versions() != self._versions:
                 self._changed = self._changed_units(*self._versions)
-            self.rank_checks.begin_backward(graph_task())
+            for observer in self.observers:
+                observer.backward_begins(graph_task())
             # 3. Only possible during a backward.
             Variable._execution_engine.queue_callback(self.end_backward)
 
@@ -256,6 +255,8 @@ class IterationState:
             unit.keeps_for_graph = torch.is_grad_enabled()
         if not unit.policy.reduces:
             unit.layout.keep_unreduced(gradient)
+            for observer in events.optimizers:
+                observer.unreduced(unit.layout)
             return
         for plan in unit.plans:
             part = gradient if len(unit.plans) == 1 else unit.layout.part_over(plan.mesh, gradient)
@@ -308,10 +309,11 @@ class IterationState:
                 unit.num_pending = max(0, unit.num_pending - 1)
                 unit.awaits_backward = unit.num_pending > 0
         elif not self.in_forward:
-            if self.units:
-                self.rank_checks.compare(self.units[0].layout.steps.count)
+            for observer in self.observers if self.units else ():
+                observer.backward_ends(self)
             self.reducer.finish()
-            self.rank_checks.read()
+            for observer in self.observers:
+                observer.reduced()
             for unit in self.units:
                 if unit.state is not State.SHARDED and unit.phase is not Phase.SUMMONED:
                     self._close(unit)
@@ -333,7 +335,8 @@ class IterationState:
     def begin_finish(self) -> None:
         """Issues the reductions that are left, outside of a backward. Call `finish` afterwards."""
         self.in_backward = True
-        self.rank_checks.begin_backward(NOT_IN_BACKWARD)
+        for observer in self.observers:
+            observer.backward_begins(NOT_IN_BACKWARD)
         self._reduce_overdue()
         # The program may read parameters before it calls `finish`.
         self.in_backward = False
@@ -366,7 +369,9 @@ class IterationState:
             if unit.phase not in (Phase.SUMMONED, Phase.FORWARD):
                 unit.phase = Phase.IDLE
         self._changed = set()
-        self.in_backward, log.place = False, None
+        self.in_backward = False
+        for observer in self.observers:
+            observer.backward_left()
 
     def watch(self, output: Any) -> None:
         """Detects the beginning of backward for an outermost module without its own parameters."""

@@ -32,7 +32,7 @@ import os
 import weakref
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -40,8 +40,10 @@ import torch
 import torch.distributed as dist
 
 from minifsdp.engine import gloo
-from minifsdp.engine.collective_log import CollectiveSequence, log
 from minifsdp.engine.messages import message
+
+# The accelerator of the last model over each process group.
+_devices = weakref.WeakKeyDictionary[Any, torch.device]()
 
 
 @dataclass(frozen=True)
@@ -53,29 +55,24 @@ class Group:
         size: number of ranks in it.
         rank: this process's position in it, from 0.
         ranks: the global ranks of its members, in order of position.
+        notes: values that an observer keeps with this group.
     """
 
     process_group: dist.ProcessGroup
     size: int
     rank: int
     ranks: tuple[int, ...]
+    notes: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @cached_property
     def transport(self) -> Any:
         """An object that all-gathers and reduce-scatters CPU tensors instead of the process group, or ``None``."""
         return gloo.transport_between(self.process_group)
 
-    @cached_property
-    def sequence(self) -> CollectiveSequence:
-        """The collectives that this rank has issued in the process group."""
-        sequence = log.sequence_of(self.process_group, self.ranks)
-        sequence.transport = self.transport
-        return sequence
-
     @property
     def device(self) -> torch.device | None:
         """The accelerator of the last model over the process group, or the one that the group was created for."""
-        return self.sequence.device or getattr(self.process_group, "bound_device_id", None)
+        return _devices.get(self.process_group) or getattr(self.process_group, "bound_device_id", None)
 
     def on_device(self) -> Any:
         """A ``with`` block in which `device` is the current device, because torch sends objects from that one."""
@@ -105,7 +102,7 @@ class Group:
             raise ValueError(message("not-a-member", group=f"the given process group {ranks}"))
         group = cls(process_group, size, rank, ranks)
         if device is not None and device.type != "cpu":
-            group.sequence.device = device
+            _devices[process_group] = device
         return group
 
 

@@ -40,7 +40,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from minifsdp.engine import collectives, lifetime, optimizer_watch
+from minifsdp.engine import collectives, lifetime
 from minifsdp.engine.bucket import assign_to_buckets
 from minifsdp.engine.changes import changed_values, check_equal_changes
 from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle
@@ -326,7 +326,6 @@ class PerParameterLayout(Layout):
                 param.unreduced = part.to(self._options.precision.reduces_in(part.dtype))
             else:
                 param.unreduced.add_(part)
-        optimizer_watch.watch.unreduced.add(self)
 
     @property
     def has_unreduced(self) -> bool:

@@ -54,7 +54,6 @@ import torch
 
 from minifsdp import trace
 from minifsdp.engine import collectives
-from minifsdp.engine.collective_log import UnitName
 from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle, current_stream
 from minifsdp.engine.layout import Gradient, Layout
@@ -139,17 +138,25 @@ class Reducer:
     Args:
         comm_streams: the communication streams of the root.
         offloads: whether any unit has its shard and gradient on the CPU.
+
+    Attributes:
+        comm_streams: the communication streams, from the next reduction on.
     """
 
     def __init__(self, comm_streams: CommStreams, offloads: bool = False) -> None:
-        self._comm_streams, self._offloads = comm_streams, offloads
+        self.comm_streams, self._offloads = comm_streams, offloads
         self._in_flight: _InFlight | None = None
         # Gradients that are being copied to the CPU. The CPU must wait before it reads them. Dropped if backward fails.
         self._arriving: list[tuple[Layout, Gradient, torch.Tensor]] = []
 
-    def use_comm_streams(self, comm_streams: CommStreams) -> None:
-        """Uses other communication streams from the next reduction on."""
-        self._comm_streams = comm_streams
+    @property
+    def next_group(self) -> Group | None:
+        """The group of an all-reduce that `finish` will issue for the reduction in flight, if any."""
+        last = self._in_flight
+        # An accelerator has issued it already. A hook replaces it.
+        if last is None or last.plan.hook is not None or self.comm_streams.reduce.stream is not None:
+            return None
+        return last.plan.mesh.replicate if last.all_reduces else None
 
     def reduce(self, layout: Layout, plan: ReducePlan, gradient: Gradient) -> None:
         """Issues a unit's reduction, then completes the previous one. All ranks must call it, in the same order."""
@@ -171,17 +178,17 @@ class Reducer:
         whole = layout.pack(gradient, plan.dtype, is_written=is_written)
         gradient.parts.clear()
         new = _InFlight(layout, plan, gradient, whole, whole, plan.all_reduces)
-        self._comm_streams.reduce.wait_compute()
+        self.comm_streams.reduce.wait_compute()
         try:
-            with self._comm_streams.reduce as comm_stream:
+            with self.comm_streams.reduce as comm_stream:
                 new.scattered = comm_stream.handle(self._issue(new))
             if comm_stream.stream is not None:
                 self._issue_end(new)
         except BaseException:
             # A hook has failed. Its memory must not be reused while the communication streams still use it.
-            for comm_stream in (self._comm_streams.reduce, self._comm_streams.all_reduce):
+            for comm_stream in (self.comm_streams.reduce, self.comm_streams.all_reduce):
                 comm_stream.join()
-            for comm_stream in (self._comm_streams.reduce, self._comm_streams.all_reduce):
+            for comm_stream in (self.comm_streams.reduce, self.comm_streams.all_reduce):
                 comm_stream.wait_compute()
             raise
         self._in_flight = new
@@ -215,7 +222,7 @@ class Reducer:
 
     def finish_on_cpu(self) -> None:
         """Completes the reduction in flight, unless an accelerator can run it while the next micro-batch computes."""
-        if self._comm_streams.reduce.stream is None:
+        if self.comm_streams.reduce.stream is None:
             self.finish()
 
     def drop(self) -> None:
@@ -232,9 +239,9 @@ class Reducer:
 
         The compute stream has waited for each reduction, but possibly not for the all-gather of an unused prefetch.
         """
-        if self._offloads and self._comm_streams.all_gather.stream is not None:
-            self._comm_streams.all_gather.join()
-            current_stream(self._comm_streams.device).synchronize()
+        if self._offloads and self.comm_streams.all_gather.stream is not None:
+            self.comm_streams.all_gather.join()
+            current_stream(self.comm_streams.device).synchronize()
 
     def _issue(self, new: _InFlight) -> Handle:
         plan, shard, replicas, name = new.plan, new.plan.mesh.shard, new.plan.mesh.replicate, new.layout.name
@@ -254,9 +261,6 @@ class Reducer:
         if shard is not None:
             # 3. Over the shard group.
             new.event = _noted("RS", new, shard, "reduce") if trace.recorder is not None else None
-            if replicas is not None and new.all_reduces and isinstance(name, UnitName):
-                # The all-reduce is issued later, possibly after the ranks compare this backward.
-                name.used.add(replicas.sequence)
             return collectives.reduce_scatter(shard, new.local_shard, new.whole, name, new.gradient.numbers)
         if replicas is not None and new.all_reduces:
             # 4. Without a shard group the all-reduce is the only collective, so it can be issued immediately.
@@ -270,7 +274,7 @@ class Reducer:
         mesh = new.plan.mesh
         # The all-reduce uses another network than the reduce-scatter, so it has its own stream.
         is_hybrid = mesh.shard is not None and mesh.replicate is not None
-        with self._comm_streams.all_reduce if is_hybrid else self._comm_streams.reduce as comm_stream:
+        with self.comm_streams.all_reduce if is_hybrid else self.comm_streams.reduce as comm_stream:
             new.scattered.wait()
             _end(new)
             new.ended = comm_stream.handle()
@@ -283,7 +287,7 @@ class Reducer:
     def _complete(self, old: _InFlight | None) -> None:
         if old is None:
             return
-        is_ended = self._comm_streams.reduce.stream is not None
+        is_ended = self.comm_streams.reduce.stream is not None
         if (handle := old.ended if is_ended else old.scattered) is not COMPLETED:
             handle.wait()
         if trace.recorder is not None:
@@ -300,7 +304,7 @@ class Reducer:
             old.copied.synchronize()
         # 6. The layout stores the gradient for the optimizer. A hook of the user may run an optimizer, after earlier
         #    all-gathers and before later ones.
-        all_gather = self._comm_streams.all_gather
+        all_gather = self.comm_streams.all_gather
         runs_hooks = all_gather.stream is not None and old.layout.has_gradient_hooks
         if runs_hooks and old.layout.offloads:
             all_gather.synchronize()

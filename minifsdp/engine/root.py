@@ -26,7 +26,6 @@ later, the larger root's state replaces it.
 Spec: CTOR-10, CTOR-11, SHARD-05, NEW-15, FRESH-01 to FRESH-05.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from threading import get_ident
 from typing import Any
@@ -35,14 +34,12 @@ import torch
 
 from minifsdp.engine import requested, validation
 from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task
-from minifsdp.engine.collective_log import CollectiveSequence, UnitName, log
 from minifsdp.engine.comm_streams import CommStreams
+from minifsdp.engine.events import events
 from minifsdp.engine.hooks import IterationState
 from minifsdp.engine.layout import Steps
 from minifsdp.engine.lifetime import RateLimiter
-from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import message
-from minifsdp.engine.rank_checks import RankChecks
 from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.schedule import BackwardPrefetch, Schedule
 from minifsdp.engine.side_outputs import SideOutputs
@@ -57,17 +54,6 @@ def _only_vmap() -> bool:
 
 def _earlier_streams(units: Sequence[tuple[str, Unit]], device: torch.device) -> CommStreams | None:
     return next((found for _, unit in units if (found := unit.comm_streams) and found.device == device), None)
-
-
-def _name(units: Sequence[tuple[str, Unit]]) -> set[CollectiveSequence]:
-    """Sets the names and numbers of the units. Returns the set in which the log notes their sequences."""
-    used = set[CollectiveSequence]()
-    numbers = Counter[MeshGroups]()
-    for name, unit in units:
-        mesh = unit.plan.mesh
-        unit.name = unit.layout.name = UnitName(name, numbers[mesh], used)
-        numbers[mesh] += 1
-    return used
 
 
 class RootState:
@@ -107,13 +93,12 @@ class RootState:
         # The thread of the outermost forward that is running; 0 if none.
         self._thread = 0
         self.after_optimizer: Any = None
-        used = _name(units)
-        for unit in self.units:
+        for name, unit in units:
+            unit.name = unit.layout.name = name
             if unit.phase is not Phase.SUMMONED:
                 unit.layout.refresh_from_module()
             unit.plan_reductions()
-        meshes = [plan.mesh for unit in self.units for plan in unit.plans]
-        rank_checks = RankChecks(meshes, self.comm_streams, used)
+        observers = [observer(self.units) for observer in events.roots]
         by_module = {unit.module: unit for unit in self.units}
         # Keep the steps that were counted before the units had a common root.
         steps = max((unit.layout.steps for unit in self.units), key=lambda steps: steps.count, default=Steps())
@@ -123,7 +108,7 @@ class RootState:
             inside = (by_module.get(module) for module in unit.module.modules())
             unit.inner = frozenset(other for other in inside if other is not None and other is not unit)
         reducer = Reducer(self.comm_streams, offloads=any(unit.layout.offloads for unit in self.units))
-        self.iteration = IterationState(self.units, reducer, rank_checks, Schedule(backward_prefetch, forward_prefetch))
+        self.iteration = IterationState(self.units, reducer, observers, Schedule(backward_prefetch, forward_prefetch))
         self._requested = requested.RequestedParameters(self.units)
         self._side_outputs = SideOutputs(self.units, self.iteration.pre_backward)
 
@@ -147,8 +132,7 @@ class RootState:
         for comm_stream in (self.comm_streams.all_gather, self.comm_streams.reduce, self.comm_streams.all_reduce):
             comm_stream.join()
         self.comm_streams = comm_streams
-        self.iteration.reducer.use_comm_streams(comm_streams)
-        self.iteration.rank_checks.use_comm_streams(comm_streams)
+        self.iteration.reducer.comm_streams = comm_streams
         for unit in self.units:
             unit.comm_streams = comm_streams
 
@@ -174,7 +158,8 @@ class RootState:
             self._thread = 0
             raise
         self.iteration.in_forward, self._caller = True, caller
-        log.place = log.place_in_program()
+        for observer in self.iteration.observers:
+            observer.forward_begins()
         self.iteration.num_forwards += 1
         return True
 
@@ -201,7 +186,6 @@ class RootState:
         # 3. Once in an iteration is enough: nothing else writes to shards during the iteration.
         self.comm_streams.all_gather.wait_compute(self.after_optimizer)
         self.after_optimizer = None
-        log.iteration += 1
         self._side_outputs.watch_hooked_modules()
         # 4. Reshard units whose shard has changed since the all-gather.
         self.iteration.is_recorded = torch.is_grad_enabled()
@@ -224,7 +208,8 @@ class RootState:
     def end_forward(self, output: Any) -> Any:
         """Called when the outermost call has returned. Returns the output to pass to the caller."""
         self.iteration.in_forward, self._thread = False, 0
-        log.place = None
+        for observer in self.iteration.observers:
+            observer.forward_ends()
         if self.iteration.ended_in_forward:
             self.iteration.end_inner_backward()
         if self.iteration.is_recorded:

@@ -40,11 +40,11 @@ from torch import nn
 from typing_extensions import TypeVar
 
 from minifsdp import trace
-from minifsdp.engine import optimizer_watch
 from minifsdp.engine.comm_streams import CommStreams, Handle
 from minifsdp.engine.layout import Layout, full_name
 from minifsdp.engine.lifetime import RateLimiter
 from minifsdp.engine.messages import message
+from minifsdp.engine.optimizer_steps import optimizer_steps
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.reduce import ReducePlan
 
@@ -154,7 +154,7 @@ class Unit(Generic[LayoutT]):
         self.limiter = RateLimiter(enabled=False)
         self._handle: Handle | None = None
         self._event: trace.Event | None = None
-        optimizer_watch.watch.add(layout)
+        optimizer_steps.add(layout)
 
     def update_policy(self, **changes: Any) -> None:
         """Replaces the policy with a copy that has these ``changes``."""

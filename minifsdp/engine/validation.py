@@ -9,7 +9,7 @@
 Worked example: ``head.weight`` is ``embed.weight``, and each module becomes a unit. The first unit takes the tensor and
 records a weak reference to it. The second unit finds the record and raises an error with both names.
 
-``optimizer_watch.py`` checks for mistakes that have an effect only at an optimizer step.
+``minifsdp/checks/optimizer_checks.py`` checks for mistakes that have an effect only at an optimizer step.
 
 *In torch:* the first case creates two copies, and the last case fails an internal assertion of DDP.
 
@@ -17,7 +17,8 @@ Spec: CTOR-05, ORIG-16, MYTH-28.
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,8 @@ from minifsdp.engine.messages import message
 # the attributes that belong to a unit.
 taken = WeakTensorKeyDictionary()
 replaced = WeakTensorKeyDictionary()
+# Layouts inside `summon_full_params`. The end of the block would overwrite the changes of a step.
+summoned: weakref.WeakSet[Any] = weakref.WeakSet()
 _apis: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 _places: weakref.WeakKeyDictionary[nn.Module, dict[str, str | None]] = weakref.WeakKeyDictionary()
 
@@ -91,6 +94,20 @@ def check_one_api(module: nn.Module, api: str) -> None:
         if other != api:
             raise ValueError(message("two-apis", api=api, type=type(module).__name__, name=name, other=other))
     _apis[module] = api
+
+
+def check_reduced(what: str, layouts: Sequence[Any]) -> None:
+    """Checks that no sharded layout has an unreduced gradient, and that no layout is inside ``summon_full_params``.
+
+    A unit that is not sharded may train on each rank separately, as local SGD does between two averages.
+
+    Raises:
+        RuntimeError: if the check fails.
+    """
+    if not summoned.isdisjoint(layouts):
+        raise RuntimeError(message("step-while-summoned", what=what))
+    if any(layout.has_unreduced and layout.all_gather_group is not None for layout in layouts):
+        raise RuntimeError(message("unreduced-gradients", what=what))
 
 
 def is_only_called_in_parts(module: nn.Module) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from minifsdp.checks.attach import attach
 from minifsdp.engine import validation
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.mesh import Group, MeshGroups, default_group, node_groups
@@ -25,7 +26,6 @@ from minifsdp.engine.messages import message, warn
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp1 import policies
 from minifsdp.fsdp1.options import CPUOffload, GroupPair, Options, ProcessGroups, ShardingStrategy
-from minifsdp.watchdog import process
 
 # All units of this API use the flat layout.
 FlatUnit = Unit[FlatLayout]
@@ -81,7 +81,7 @@ def choose_mesh(options: Options, strategy: ShardingStrategy, device: torch.devi
         ValueError: if groups or mesh dimensions do not match the strategy, or group and mesh were both given (NEW-01).
         TypeError: if ``process_group`` is neither a group nor a pair of groups.
     """
-    process.start()
+    attach()
     given = options.process_group if options.device_mesh is None else _groups_of_mesh(options, strategy)
     if strategy in HYBRID_SHARDING_STRATEGIES:
         pair = _hybrid_groups(given, options, strategy, device)

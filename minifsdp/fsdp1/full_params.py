@@ -39,7 +39,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from minifsdp.engine import collectives, optimizer_watch
+from minifsdp.engine import collectives, validation
 from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.flat_params import assign_gradients
@@ -76,7 +76,7 @@ def summoned(
         if with_grads and not unit.layout.use_orig_params:
             raise NotImplementedError(message("summon-no-grads", unit=unit.name))
     if with_grads:
-        optimizer_watch.watch.check_reduced("summon_full_params(with_grads=True)", [unit.layout for unit in units])
+        validation.check_reduced("summon_full_params(with_grads=True)", [unit.layout for unit in units])
     with ExitStack() as stack:
         for unit in units:
             stack.enter_context(_one(unit, writeback, rank0_only, offload_to_cpu, with_grads))
@@ -110,7 +110,7 @@ def _one(unit: FlatUnit, writeback: bool, rank0_only: bool, offload_to_cpu: bool
     is_registered = mesh.is_first or not rank0_only
     # With `rank0_only`, a forward raises an error on the other ranks, because they have no unsharded parameters.
     unit.phase = Phase.SUMMONED
-    optimizer_watch.watch.summoned.add(layout)
+    validation.summoned.add(layout)
     try:
         with _full_params(unit, flat, gradients, writeback or mesh.shard is None) if is_registered else nullcontext():
             yield
@@ -119,7 +119,7 @@ def _one(unit: FlatUnit, writeback: bool, rank0_only: bool, offload_to_cpu: bool
         if writeback:
             # The next forward or backward uses the new values.
             unit.reshard()
-        optimizer_watch.watch.summoned.discard(layout)
+        validation.summoned.discard(layout)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from minifsdp.engine import optimizer_watch
+from minifsdp.engine import validation
 from minifsdp.engine.messages import message
 from minifsdp.engine.shards import local_tensor
 from minifsdp.engine.unit import Phase
@@ -104,7 +104,7 @@ def clip_grad_norm(wrapper: Wrapper, max_norm: float, norm_type: float) -> torch
     """
     wrapper._only_on_the_root("clip_grad_norm_()")
     layouts = [unit.layout for unit in units_in(wrapper)]
-    optimizer_watch.watch.check_reduced("clip_grad_norm_()", layouts)
+    validation.check_reduced("clip_grad_norm_()", layouts)
     parts = [part for layout in layouts for part in gradient_parts(layout)]
     owned = {parameter for layout in layouts for parameter in layout.local_parameters()}
     for parameter in wrapper.parameters():

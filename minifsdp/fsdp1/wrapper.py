@@ -38,7 +38,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from minifsdp.engine import optimizer_watch, validation
+from minifsdp.engine import validation
+from minifsdp.engine.events import events
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.layout import owned_parameters
 from minifsdp.engine.lifetime import outside_inference_mode
@@ -127,7 +128,8 @@ class Wrapper(nn.Module):
         modules = self._own_modules()
         self._initialize(modules, options)
         self._unit = self._make_unit(module, modules)
-        optimizer_watch.watch.note_modules([("", self), *modules_of_unit([module], is_wrapper)])
+        for observer in events.optimizers:
+            observer.sharded([("", self), *modules_of_unit([module], is_wrapper)])
 
     def _options_of_inner(self, options: Options, groups: ProcessGroups) -> dict[str, Any]:
         """Arguments for the units of an auto-wrap policy: these options with groups and ignored modules resolved."""

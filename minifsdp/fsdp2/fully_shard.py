@@ -31,8 +31,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from minifsdp.arguments import FUNCTION_OR_NONE, MESH, PARAMETERS, PRECISION_POLICY, Kind, require
 from minifsdp.checkpoint import loading
+from minifsdp.checks.attach import attach
 from minifsdp.compat import composable
-from minifsdp.engine import optimizer_watch, validation
+from minifsdp.engine import validation
+from minifsdp.engine.events import events
 from minifsdp.engine.layout import ParamInfo, owned_parameters
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import message
@@ -46,7 +48,6 @@ from minifsdp.fsdp2.initial import compare_while_debugging
 from minifsdp.fsdp2.module import sharded_class
 from minifsdp.fsdp2.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from minifsdp.fsdp2.reshard import choose_reshard
-from minifsdp.watchdog import process
 
 # Torch's own CPUOffloadPolicy would be treated as no offload.
 _OFFLOAD = Kind(
@@ -113,7 +114,8 @@ def fully_shard(
     _move_to(device, owners, parameters)
     params = _sharded_params(parameters, mesh, shard_placement_fn)
     compare_while_debugging(params)
-    optimizer_watch.watch.note_modules(modules_of_unit(modules, lambda one: state_of(one) is not None))
+    for observer in events.optimizers:
+        observer.sharded(modules_of_unit(modules, lambda one: state_of(one) is not None))
     options = _options(device, mp_policy, offload_policy)
     unit = _make_unit(modules[0], params, options, reshard_after_forward) if params else None
     # 3. The state registers the hooks.
@@ -170,7 +172,7 @@ def _default_mesh() -> DeviceMesh:
 
 def _groups_of(mesh: DeviceMesh) -> MeshGroups:
     """This rank's shard group and replicate group on the user's mesh, see ``mesh.py``."""
-    process.start()
+    attach()
     if mesh.ndim == 1:
         return MeshGroups.sharded(Group.of(mesh.get_group()))
     if mesh.ndim != 2:

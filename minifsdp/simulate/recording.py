@@ -39,8 +39,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from minifsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, trace
 from minifsdp.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from minifsdp.checks.rank_checks import RankChecks
 from minifsdp.engine.messages import message
-from minifsdp.engine.rank_checks import RankChecks
 from minifsdp.engine.shards import local_tensor
 from minifsdp.fsdp2.module import FSDPModule
 from minifsdp.simulate import models
@@ -111,7 +111,7 @@ def record(setup: Setup) -> Recording:
             registered(device),
             replaced_functions(memory),
             # The check reads values.
-            mock.patch.object(RankChecks, "compare", return_value=None),
+            mock.patch.object(RankChecks, "backward_ends", return_value=None),
             OperatorMode(tape, memory),
         ):
             sharded, gradient_sync = _shard(model, setup)

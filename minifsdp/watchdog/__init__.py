@@ -1,6 +1,6 @@
 """Reports about all ranks when a collective fails or waits too long.
 
-``engine/collective_log.py`` records the collectives of this rank. This package exchanges the states of ranks through
+``checks/collective_log.py`` records the collectives of this rank. This package exchanges the states of ranks through
 the store of ``torch.distributed``. It uses a separate thread, so it also works if the main thread or the device is
 blocked:
 

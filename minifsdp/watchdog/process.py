@@ -32,9 +32,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, TCPStore
 
-from minifsdp.engine.collective_log import called, log, where
+from minifsdp.checks.collective_log import called, log, where
+from minifsdp.checks.rank_checks import read_all
 from minifsdp.engine.messages import MORE, NOT_THE_PROGRAM, message
-from minifsdp.engine.rank_checks import read_all
 from minifsdp.ledger import write_report
 from minifsdp.watchdog import report
 from minifsdp.watchdog.watchdog import Watchdog

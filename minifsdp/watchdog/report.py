@@ -10,7 +10,7 @@ Worked example. Rank 0 waits in the all-gather of ``layers.2``, rank 1 has conti
     rank 0: all-gather of 'layers.2' in forward (train.py:88)
     rank 1: all-gather in state_dict (train.py:95)
 
-Only ranks in the same epoch of the same sequence are compared, see ``engine/collective_log.py``, and only by the
+Only ranks in the same epoch of the same sequence are compared, see ``checks/collective_log.py``, and only by the
 identities of their collectives. A rank that issued fewer collectives, but equal ones so far, is late.
 
 A killed rank leaves no exit record. A missing answer does not prove that a rank was killed, because a stopped process
@@ -47,7 +47,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from minifsdp.engine.collective_log import CollectiveSequence, Entry, Position, called, log, where
+from minifsdp.checks.collective_log import CollectiveSequence, Entry, Position, called, log, where
 from minifsdp.engine.messages import rank_of_this_process, way_out_of_main_thread
 
 State = dict[str, Any]

@@ -41,7 +41,8 @@ from typing import Any
 
 import torch
 
-from minifsdp.engine.collective_log import Position, log
+from minifsdp.checks.collective_log import Position, log
+from minifsdp.engine.events import events
 from minifsdp.engine.gloo import close
 from minifsdp.engine.messages import message
 from minifsdp.watchdog import report
@@ -155,7 +156,7 @@ class Watchdog:
                 self._is_found.set()
         self._answer()
         if self._is_stuck():
-            self._examine(on_device=log.last_event is not None)
+            self._examine(on_device=events.last_event is not None)
 
     def _answer(self) -> None:
         """1. Answers the questions since the last look. Raises `RuntimeError` if the group was destroyed."""
@@ -201,7 +202,7 @@ class Watchdog:
 
     def _is_stuck(self) -> bool:
         """Whether the main thread has waited for the same collective, or for the device, longer than expected."""
-        waiting, event = log.waiting, log.last_event
+        waiting, event = log.waiting, events.last_event
         # Only the position is stored, because a reference to the collective would keep tensors alive.
         at = event if waiting is None else waiting.position
         if at != self._stuck_at:
@@ -209,8 +210,8 @@ class Watchdog:
         if at is None or time.monotonic() - self._stuck_since <= self._patience:
             return False
         if waiting is None and _is_complete(event):
-            if log.last_event is event:
-                log.last_event = None
+            if events.last_event is event:
+                events.last_event = None
             return False
         return True
 

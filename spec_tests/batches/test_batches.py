@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import minifsdp
 from minifsdp import batches
-from minifsdp.engine.collective_log import log
+from minifsdp.checks.collective_log import log
 from minifsdp.engine.comm_streams import CommStream
 from minifsdp.engine.mesh import Group
 from spec_tests.harness import device, ranks

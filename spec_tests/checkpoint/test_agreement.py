@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from minifsdp.checkpoint import agreement
-from minifsdp.engine.collective_log import log
+from minifsdp.checks.collective_log import log
 from minifsdp.engine.mesh import Group, MeshGroups
 from spec_tests.checkpoint.checkpoints import flat_or_original, make, step, wrapped
 from spec_tests.harness import ranks
@@ -124,7 +124,7 @@ def test_state_dict_call_on_one_rank_does_not_affect_the_next_steps(keep: bool) 
     dist.barrier()
     if dist.get_rank() == 0:
         group.set_timeout(timedelta(seconds=0.2))
-        entries = Group.of(group).sequence.entries
+        entries = log.sequence_of(Group.of(group)).entries
         num_before = len(entries)
         with pytest.raises(RuntimeError, match=r"rank\(s\) \[1\] did not call it"):
             model.state_dict()

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 import minifsdp
+from minifsdp.checks.rank_checks import RankChecks
 from minifsdp.debugging import switch
 from minifsdp.debugging.attach import attached
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.hooks import IterationState
 from minifsdp.engine.per_param import PerParameterLayout
-from minifsdp.engine.rank_checks import RankChecks
 from minifsdp.engine.root import RootState
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp1.wrapper import Wrapper

@@ -116,7 +116,8 @@ def costs(model: nn.Module) -> dict[str, float]:
 
 def of_the_ledger(action: Callable[[], None], counts: str) -> float:
     """Calls per unit of the collective log and of the check that all ranks issue the same collectives."""
-    from minifsdp.engine import collective_log, messages, rank_checks
+    from minifsdp.checks import collective_log, rank_checks
+    from minifsdp.engine import messages
 
     counted = calls_by_file(action, counts)
     return sum(counted[module.__file__] for module in (collective_log, messages, rank_checks)) / NUM_UNITS

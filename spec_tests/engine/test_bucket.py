@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from minifsdp.checks.collective_log import log
 from minifsdp.engine.bucket import AnyBucket, Bucket
 from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.mesh import Group, default_group
@@ -49,7 +50,7 @@ def test_large_parameters_are_all_gathered_directly_into_their_memory(
 ) -> None:
     monkeypatch.setenv("MINIFSDP_TRANSPORT", "messages")
     bucket, wholes = large_bucket(dtype)
-    sequence = world().sequence
+    sequence = log.sequence_of(world())
     sequence.begin_epoch()
     gathered(bucket)  # in the first call, all ranks check that their sizes are equal
     bucket.free()

@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
 from minifsdp import debug
-from minifsdp.engine import collectives
-from minifsdp.engine.collective_log import log
+from minifsdp.checks import rank_checks
+from minifsdp.checks.collective_log import log
 from minifsdp.engine.mesh import Group, default_group
 from minifsdp.watchdog import process
 from spec_tests.harness import device, ranks
@@ -56,7 +56,7 @@ class Pair(nn.Module):
 def sharded(api: str, strategy: str = "FULL_SHARD", mesh: Any = None) -> Any:
     model = Pair().to(device())
     # Collectives are counted from here on. Earlier tests on these ranks may have issued some that were never compared.
-    Group.of(default_group()).sequence.begin_epoch()
+    log.sequence_of(Group.of(default_group())).begin_epoch()
     if api == "function":
         mesh = mesh or init_device_mesh(device().type, (dist.get_world_size(),))
         keeps = strategy == "SHARD_GRAD_OP"
@@ -334,9 +334,9 @@ def test_one_rank_may_run_a_frozen_model_that_needs_no_communication() -> None:
 def test_order_check_issues_one_small_collective_that_modes_do_not_count(api: str) -> None:
     model = sharded(api)
     step(model)
-    ask, asked = collectives.ask, []
+    ask, asked = rank_checks.ask, []
     with pytest.MonkeyPatch.context() as patch, Wire() as wire:
-        patch.setattr(collectives, "ask", lambda *args: (asked.append(args[2].nbytes), ask(*args))[1])
+        patch.setattr(rank_checks, "ask", lambda *args: (asked.append(args[2].nbytes), ask(*args))[1])
         step(model)
     assert asked == [24]
     assert wire.calls().count("AG") == 4

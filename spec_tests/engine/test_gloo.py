@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
+from minifsdp.checks.collective import Collective
+from minifsdp.checks.collective_log import log
 from minifsdp.engine import collectives, gloo
-from minifsdp.engine.collectives import Collective
 from minifsdp.engine.mesh import Group
 from spec_tests.engine.counted_backend import Counted
 from spec_tests.harness import ranks
@@ -215,7 +216,7 @@ def test_issuing_rank_continues_before_others_arrive() -> None:
     store.delete_key("rank 0 has issued")
 
     def issue() -> tuple[Collective, Collective]:
-        group.sequence.begin_epoch()
+        log.sequence_of(group).begin_epoch()
         gathered = collectives.all_gather(group, output, local_shard)
         return gathered, collectives.reduce_scatter(group, torch.empty_like(local_shard), torch.ones(2_000_000))
 
@@ -347,7 +348,7 @@ def test_missing_rank_ends_a_collective_after_the_timeout_of_the_group() -> None
     os.environ["MINIFSDP_TRANSPORT"] = "messages"
     group, new = (Group.of(dist.new_group([0, 1], timeout=timedelta(seconds=1))) for _ in range(2))
     collectives.all_gather(group, torch.zeros(4), torch.zeros(2)).wait()
-    group.sequence.begin_epoch()
+    log.sequence_of(group).begin_epoch()
     if group.rank == 0:
         handle = collectives.all_gather(group, torch.zeros(4), torch.zeros(2))
         with pytest.raises(RuntimeError, match=r"[Tt]imed out"):

@@ -21,8 +21,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minifsdp.engine.collective_log import CollectiveLog, Entry, log
-from minifsdp.engine.collectives import Collective
+from minifsdp.checks.collective import Collective
+from minifsdp.checks.collective_log import CollectiveLog, Entry, log
+from minifsdp.engine.events import events
 from minifsdp.engine.gloo import close
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import way_out_of_main_thread
@@ -151,7 +152,7 @@ def test_completed_collective_keeps_no_tensor_alive_and_the_log_is_bounded() -> 
         # The wait reads the tensor, as the summation of shards does.
         return SimpleNamespace(wait=lambda: sent.append(tensor.sum()))
 
-    waited_for = Collective("all-gather", group, [large], send, large)
+    waited_for = Collective("all-gather", group, [large], send, (large,))
     del large
     waited_for.wait()
     assert len(sent) == 1 and memory() is None
@@ -159,7 +160,7 @@ def test_completed_collective_keeps_no_tensor_alive_and_the_log_is_bounded() -> 
     assert not any(isinstance(part, FrameType) for part in way_out_of_main_thread())
     for _ in range(2049):
         Collective("all-gather", group, [], lambda: None)
-    assert len(group.sequence.entries) == 2048
+    assert len(log.sequence_of(group).entries) == 2048
 
 
 @pytest.mark.spec("ORDER-08", "LEDGER-01")
@@ -258,19 +259,19 @@ def test_watchdog_continues_after_failed_check() -> None:
 @pytest.mark.spec("LEDGER-14")
 @pytest.mark.pure
 def test_collective_logs_may_be_created_and_removed_during_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Group:
+    class ProcessGroup:
         """Replaces a process group."""
 
     fresh = CollectiveLog()
     monkeypatch.setattr(report, "log", fresh)
-    groups = [Group()]
-    fresh.sequence_of(groups[0], (0,))
+    groups: list[Any] = [ProcessGroup()]
+    fresh.sequence_of(Group(groups[0], 1, 0, (0,)))
 
     def make_one(frame: Any, *_: Any) -> Any:
         # Another thread may do this between any two lines of Python.
         if frame.f_code.co_filename == weakref.__file__ and frame.f_code.co_name == "values" and len(groups) < 9:
-            groups.append(Group())
-            fresh.sequence_of(groups[-1], (len(groups),))
+            groups.append(ProcessGroup())
+            fresh.sequence_of(Group(groups[-1], 1, 0, (len(groups),)))
         return make_one
 
     before = sys.gettrace()
@@ -397,8 +398,8 @@ def test_event_is_queried_only_after_a_delay_and_then_dropped() -> None:
         queries.append(time.monotonic())
         return True
 
-    log.last_event, begun = SimpleNamespace(query=query), time.monotonic()
-    assert comes_true(lambda: log.last_event is None)
+    events.last_event, begun = SimpleNamespace(query=query), time.monotonic()
+    assert comes_true(lambda: events.last_event is None)
     assert len(queries) == 1
     assert queries[0] - begun >= PATIENCE - 0.1
 

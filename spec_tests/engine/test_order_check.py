@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minifsdp.engine import collectives
+from minifsdp.checks import rank_checks
 from spec_tests.engine.small import draw, shard_each, train_once
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import chain
@@ -19,10 +19,10 @@ from spec_tests.subject import FullyShardedDataParallel as FSDP
 @pytest.mark.spec("ORDER-09", "HEALTHY-05")
 @ranks(2)
 def test_units_are_compared_once_in_each_backward() -> None:
-    model, ask = shard_each(chain()), collectives.ask
+    model, ask = shard_each(chain()), rank_checks.ask
     issued: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "ask", lambda *args: (issued.append(args), ask(*args))[1])
+        patch.setattr(rank_checks, "ask", lambda *args: (issued.append(args), ask(*args))[1])
         with torch.no_grad():
             model(draw(0))
         assert len(issued) == 0

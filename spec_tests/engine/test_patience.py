@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from minifsdp.engine.collective_log import log
+from minifsdp.checks.collective_log import log
 from minifsdp.watchdog.watchdog import PATIENCE, Watchdog
 
 

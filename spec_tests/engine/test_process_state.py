@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 import minifsdp
+from minifsdp.checks.collective_log import log
 from minifsdp.engine import collectives
-from minifsdp.engine.collective_log import log
 from minifsdp.engine.mesh import Group
 from spec_tests.harness import pool
 from spec_tests.harness.process_state import changes, state_of_process

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from minifsdp.engine import collectives
-from minifsdp.engine.collective_log import log
+from minifsdp.checks import rank_checks
+from minifsdp.checks.collective_log import log
 from minifsdp.engine.layout import Steps
-from minifsdp.engine.optimizer_watch import OptimizerWatch
+from minifsdp.engine.optimizer_steps import OptimizerSteps
 from spec_tests.subject import FullyShardedDataParallel as FSDP
 from spec_tests.subject import fully_shard
 
@@ -80,7 +80,7 @@ def shard(api: str) -> Any:
 def test_a_rank_that_ends_its_group_does_not_affect_a_rank_that_is_late(
     api: str, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    has_left, ask, losses = threading.Event(), collectives.ask, dict[int, list[float]]()
+    has_left, ask, losses = threading.Event(), rank_checks.ask, dict[int, list[float]]()
 
     def late_ask(group: Any, *tensors: torch.Tensor) -> Any:
         asked = ask(group, *tensors)
@@ -102,7 +102,7 @@ def test_a_rank_that_ends_its_group_does_not_affect_a_rank_that_is_late(
             dist.destroy_process_group()
             has_left.set()
 
-    monkeypatch.setattr(collectives, "ask", late_ask)
+    monkeypatch.setattr(rank_checks, "ask", late_ask)
     assert run_in_threads(body) == []
     assert losses[0] == losses[1]
     assert losses[0][2] < losses[0][0]
@@ -134,7 +134,7 @@ def test_only_the_rank_that_has_ended_its_group_can_no_longer_communicate(api: s
 
 @pytest.mark.spec("LEDGER-19")
 def test_a_rank_may_step_while_another_rank_shards_a_model() -> None:
-    watch, weight = OptimizerWatch(), nn.Parameter(torch.ones(1))
+    counter, weight = OptimizerSteps(), nn.Parameter(torch.ones(1))
 
     class Sharded:
         """Replaces a layout. The other rank shards a model while this one is looked at."""
@@ -149,12 +149,12 @@ def test_a_rank_may_step_while_another_rank_shards_a_model() -> None:
             return [weight]
 
     layouts: list[Any] = [Sharded() for _ in range(3)]
-    other_rank = threading.Thread(target=watch.add, args=(layouts[2],))
+    other_rank = threading.Thread(target=counter.add, args=(layouts[2],))
     try:
         for layout in layouts[:2]:
-            watch.add(layout)
-        assert watch._count_step(torch.optim.SGD([weight]))
+            counter.add(layout)
+        assert counter._count_step(torch.optim.SGD([weight]))
         other_rank.join()
-        assert len(watch._layouts) == 3
+        assert len(counter._layouts) == 3
     finally:
-        watch._hook.remove()
+        counter._hook.remove()

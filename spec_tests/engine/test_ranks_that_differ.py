@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minifsdp.engine.collective_log import CollectiveLog, CollectiveSequence
+from minifsdp.checks.collective_log import CollectiveLog, CollectiveSequence
+from minifsdp.engine.mesh import Group
 from minifsdp.ledger import write_report
 from minifsdp.watchdog import process, watchdog
 from minifsdp.watchdog.report import IN_ORDER, Findings, different_ranks
@@ -237,7 +238,7 @@ def test_second_thread(layout: str) -> None:
 @pytest.mark.spec("AGREE-09", "LEDGER-12")
 def test_collective_of_a_destroyed_group() -> None:
     log, group, store = CollectiveLog(), Event(), Event()
-    sequence = log.sequence_of(group, (0, 1))
+    sequence = log.sequence_of(Group(group, 2, 0, (0, 1)))
     sequence.store = weakref.ref(store)
     log.record(sequence, "all-gather", 8, None, (), None)
     log.fatal_error = "a collective was aborted"
@@ -252,7 +253,7 @@ def test_collective_of_a_destroyed_group() -> None:
 @pytest.mark.parametrize(("number", "is_certain"), [(0, True), (1, False)])
 @pytest.mark.spec("AGREE-10")
 def test_ranks_that_wait_in_two_groups(number: int, is_certain: bool) -> None:
-    sequence = CollectiveSequence("one#1", (0, 1), group := Event())
+    sequence = CollectiveSequence("one#1", Group(group := Event(), 2, 0, (0, 1)))
     del group
     base: dict[str, Any] = {"ended": "", "waits": "all-gather of 'a'", "place": "", "iteration": 1, "last": ""}
     mine = {**base, "rank": 0, "sequences": {"one#1": [[0, 1, 5], [-1, 0, 0]]}}
@@ -265,7 +266,7 @@ def test_ranks_that_wait_in_two_groups(number: int, is_certain: bool) -> None:
 @pytest.mark.parametrize(("number", "is_certain"), [(0, True), (1, False)])
 @pytest.mark.spec("LEDGER-03")
 def test_a_rank_that_has_ended_in_order_and_may_have_sent_the_collective(number: int, is_certain: bool) -> None:
-    sequence = CollectiveSequence("one#1", (0, 1), group := Event())
+    sequence = CollectiveSequence("one#1", Group(group := Event(), 2, 0, (0, 1)))
     del group
     mine: dict[str, Any] = {"rank": 0, "ended": "", "sequences": {"one#1": [[0, 1, 5], [-1, 0, 0]]}}
     theirs = {"rank": 1, "ended": IN_ORDER, "sequences": {"one#1": [[0, number, 5], [-1, 0, 0]]}}
@@ -278,7 +279,7 @@ def test_a_rank_that_continues_while_the_others_answer_keeps_its_groups(
     monkeypatch: pytest.MonkeyPatch, continues: bool
 ) -> None:
     group, closed = Event(), []
-    sequence = CollectiveSequence("one#1", (0, 1), group)
+    sequence = CollectiveSequence("one#1", Group(group, 2, 0, (0, 1)))
     of_rank: Any = SimpleNamespace(last_position=(sequence, 0, 0), waiting=object(), fatal_error="")
     monkeypatch.setattr(watchdog, "log", of_rank)
     monkeypatch.setattr(watchdog, "close", closed.append)
@@ -297,7 +298,7 @@ def test_a_rank_that_continues_while_the_others_answer_keeps_its_groups(
 
 @pytest.mark.spec("LEDGER-02")
 def test_ranks_in_different_epochs_are_compared_in_the_epoch_of_the_last_rank() -> None:
-    sequence = CollectiveSequence("one#1", (0, 1, 2), group := Event())
+    sequence = CollectiveSequence("one#1", Group(group := Event(), 3, 0, (0, 1, 2)))
     del group
     # The epoch, the number of collectives and their digest: now, and at the end of the epoch before.
     positions = ([[5, 1, 7], [4, 9, 3]], [[4, 8, 2], [3, 9, 1]], [[5, 2, 6], [4, 9, 3]])

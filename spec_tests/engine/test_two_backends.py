@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from minifsdp.checks.collective_log import log
 from minifsdp.engine import collectives
 from minifsdp.engine.mesh import Group
 from spec_tests.harness import ranks
@@ -26,7 +27,7 @@ def test_only_cpu_tensors_are_compared_between_cpus_before_they_are_sent(kind: s
         sent.append(tensor)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group.sequence.transport, "check_size", lambda _, num_bytes, *__: asked.append(num_bytes))
+        patch.setattr(log.sequence_of(group).transport, "check_size", lambda _, num_bytes, *__: asked.append(num_bytes))
         # A tensor of another device stands for one of an accelerator.
         collectives.call(send, group, torch.zeros(1, device=kind))
     assert len(sent) == 1

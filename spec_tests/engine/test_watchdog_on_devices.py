@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from minifsdp.engine.collective_log import CollectiveLog, log
+from minifsdp.checks.collective_log import CollectiveLog, log
+from minifsdp.engine.events import events
 from minifsdp.engine.gloo import close
 from minifsdp.engine.messages import message
 from minifsdp.watchdog import process, watchdog
@@ -73,11 +74,11 @@ def test_query_of_the_watchdog_keeps_a_capture_valid(sets_mode: bool) -> None:
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as thread:
         patch.setattr(ctypes, "CDLL", lambda _: library)
         step(fully_shard(nn.Linear(8, 8, device=device())))
-        assert log.last_event is not None
+        assert events.last_event is not None
         error = nullcontext() if sets_mode else pytest.raises(RuntimeError, match="not permitted")
         ends = nullcontext() if sets_mode else pytest.raises(RuntimeError, match="during capture")
         with ends, module.graph(module.CUDAGraph()), error:
-            assert thread.submit(watchdog._is_complete, log.last_event).result(timeout=30)
+            assert thread.submit(watchdog._is_complete, events.last_event).result(timeout=30)
 
 
 @pytest.mark.accelerator
@@ -119,7 +120,7 @@ def test_captures_after_a_step_are_valid() -> None:
     # Later kernels keep the last event incomplete while the watchdog queries it.
     for _ in range(3):
         step(fully_shard(nn.Linear(8, 8, device=device())))
-        log.last_event = _late_event()
+        events.last_event = _late_event()
         with torch.cuda.graph(torch.cuda.CUDAGraph()):
             values.mul(2)
             time.sleep(SILENCE)
@@ -143,7 +144,7 @@ def test_the_watchdog_creates_no_context_on_another_device() -> None:
     for _ in range(3):
         step(model)
     time.sleep(SILENCE)
-    assert log.last_event is None
+    assert events.last_event is None
     others = [index for index in range(torch.cuda.device_count()) if index != device().index]
     assert [index for index in others if torch._C._cuda_hasPrimaryContext(index)] == []
     dist.barrier()

@@ -25,7 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 from minifsdp import token_weighted, while_all_have_data
-from minifsdp.engine.collective_log import log
+from minifsdp.checks.collective_log import log
+from minifsdp.engine.events import events
 from minifsdp.watchdog import watchdog
 from spec_tests.harness.simulated import WORLD
 from spec_tests.harness.simulated.capture import MODES
@@ -372,7 +373,7 @@ def each_captured_beside_the_watchdog() -> Any:
     library = SimpleNamespace(cudaThreadExchangeStreamCaptureMode=exchange)
     with mock.patch("ctypes.CDLL", return_value=library), ThreadPoolExecutor(1) as thread:  # noqa: SIM117
         with module.graph(module.CUDAGraph()):
-            thread.submit(watchdog._is_complete, log.last_event).result(timeout=30)
+            thread.submit(watchdog._is_complete, events.last_event).result(timeout=30)
     return model
 
 

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minifsdp.engine.collective_log import log
+from minifsdp.checks.collective_log import log
+from minifsdp.engine.events import events
 from minifsdp.watchdog.watchdog import PATIENCE
 from spec_tests.subject import FullyShardedDataParallel as FSDP
 from spec_tests.subject import ShardingStrategy, StateDictType, fully_shard
@@ -110,7 +111,7 @@ def main() -> None:
             return
         if what == "has a stuck device" and step == 2:
             # An event of an accelerator that never completes, while the CPU continues.
-            log.last_event = SimpleNamespace(query=lambda: False)
+            events.last_event = SimpleNamespace(query=lambda: False)
             while not log.fatal_error:
                 time.sleep(0.1)
         if what == "reads a DTensor" and step == 2 and not deviates:

@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from minifsdp.engine.collective_log import log
+from minifsdp.checks.collective_log import log
 from spec_tools.faults.deviate import sharded
 from spec_tools.faults.ends import ends_as_python_does
 

@@ -21,7 +21,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from minifsdp.engine import collective_log, gloo
+from minifsdp.checks import collective_log
+from minifsdp.engine import gloo
 from minifsdp.engine.comm_streams import CommStreams
 from spec_tools.soak import watch
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from minifsdp.checks.collective_log import log
 from minifsdp.engine import gloo
-from minifsdp.engine.collective_log import log
 
 __all__ = ["Sample", "grown", "taken"]
 

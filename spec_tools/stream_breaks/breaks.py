@@ -120,13 +120,13 @@ LEFT_OUT = {
     "learn/": "the exercises, whose checks run on CPUs alone",
     "simulate/": "the device of the step simulator, which only writes on a tape",
     "debugging/values.py: collectives.all_reduce(": "is off, and stops the CPU on purpose",
-    "engine/rank_checks.py: self._arrived = ": "only lets `read` use `synchronize` later",
-    "engine/rank_checks.py: arrived.synchronize(": "a whole backward runs between the all-gather and this line",
-    "engine/rank_checks.py: asked[-1].wait(": "a stream has waited already, and a CPU needs no order",
+    "checks/rank_checks.py: self._arrived = ": "only lets `reduced` use `synchronize` later",
+    "checks/rank_checks.py: arrived.synchronize(": "a whole backward runs between the all-gather and this line",
+    "checks/rank_checks.py: asked[-1].wait(": "a stream has waited already, and a CPU needs no order",
     "engine/root.py: comm_stream.join(": "streams are replaced between iterations, which no program here does",
     "fsdp2/finalize.py: handle.wait(": "a line of a docstring",
     "fsdp2/module.py: handle.wait(": "a line of a docstring",
-    "engine/collectives.py: Collective(function.__name__": "the called function has waited",
+    "engine/collectives.py: issue(function.__name__": "the called function has waited",
 }
 
 

@@ -1,6 +1,5 @@
 """A solution of exercise 7, written from the text of its page."""
 
-from minifsdp.engine import optimizer_watch
 from minifsdp.engine.layout import Gradient
 
 
@@ -20,7 +19,6 @@ def take_gradient(self, *, with_unreduced: bool) -> Gradient | None:
 
 
 def keep_unreduced(self, gradient: Gradient) -> None:
-    optimizer_watch.watch.unreduced.add(self)
     for number, part in zip(gradient.numbers, gradient.parts, strict=True):
         param = self.params[number]
         part = part.to(self._options.precision.reduces_in(part.dtype))

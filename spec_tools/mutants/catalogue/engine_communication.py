@@ -8,7 +8,7 @@ from spec_tools.mutants.mutant import Mutant
 __all__ = ["MUTANTS"]
 
 MUTANTS = [
-    # --- engine/collective_log.py ---
+    # --- checks/collective_log.py ---
     Mutant(
         "log-without-entries",
         "LEDGER-01",
@@ -154,24 +154,24 @@ MUTANTS = [
             "'minifsdp' in $frame.f_code.co_filename",
         ),
     ),
-    # --- engine/rank_checks.py ---
+    # --- checks/rank_checks.py ---
     Mutant(
         "order-is-not-checked",
         "NEW-19",
         "While debugging, units in another order only cause a warning.",
-        never("RankChecks.compare", "self.is_strict or self._is_detailed"),
+        never("RankChecks.backward_ends", "self.is_strict or self._is_detailed"),
     ),
     Mutant(
         "two-roots-ask-twice",
         "HEALTHY-04",
         "A rank with two roots compares twice in a backward in which a rank with one root compares once.",
-        remove("RankChecks.begin_backward", "$backwards.setdefault(...).add(self)"),
+        remove("RankChecks.backward_begins", "$backwards.setdefault(...).add(self)"),
     ),
     Mutant(
         "a-frozen-backward-asks",
         "ORDER-08 HEALTHY-02",
         "A backward through frozen parameters, which issues no collective, is compared.",
-        always("RankChecks.compare", "$sequence in self._used"),
+        always("RankChecks.backward_ends", "$sequence in self._used"),
     ),
     Mutant(
         "equal-units-are-one-unit",
@@ -208,7 +208,7 @@ MUTANTS = [
         "cpu-goes-on-too-early",
         "STREAM-10",
         "The CPU reads offloaded gradients before they have arrived.",
-        remove("Reducer._stop_cpu", "current_stream(self._comm_streams.device).synchronize()"),
+        remove("Reducer._stop_cpu", "current_stream(self.comm_streams.device).synchronize()"),
     ),
     Mutant(
         "gather-does-not-follow-the-hooks",

@@ -102,26 +102,24 @@ MUTANTS = [
             "RateLimiter.throttle", "len(self._events) < self.num_in_flight", "len(self._events) <= self.num_in_flight"
         ),
     ),
-    # --- engine/optimizer_watch.py ---
+    # --- checks/optimizer_checks.py ---
     Mutant(
         "step-on-unreduced-gradients",
         "NOSYNC-10",
         "Clipping and step() accept gradients that were never reduced.",
-        replace("OptimizerWatch.check_reduced", "$layout.has_unreduced", "False"),
+        replace("check_reduced", "$layout.has_unreduced", "False"),
     ),
     Mutant(
         "stale-optimizer-is-silent",
         "CTOR-05",
         "An optimizer that holds parameters replaced by sharding causes no warning.",
-        remove("OptimizerWatch._layouts_of", "warn(message('stale-optimizer', ...))"),
+        remove("OptimizerChecks.new_optimizer", "warn(message('stale-optimizer', ...))"),
     ),
     Mutant(
         "every-optimizer-counts",
         "FRESH-06",
         "After another optimizer's step on one rank, only that rank issues an all-gather.",
-        replace(
-            "OptimizerWatch._layouts_of", "[$layout for $layout in self._layouts if $is_held]", "list(self._layouts)"
-        ),
+        replace("OptimizerSteps._layouts_of", "[$layout for $layout in layouts if $is_held]", "layouts"),
     ),
     # --- engine/precision.py ---
     Mutant(

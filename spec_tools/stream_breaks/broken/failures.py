@@ -17,7 +17,7 @@ BREAKS = [
     Break(
         "optimizer-steps-after-an-abort",
         "The optimizer steps with the output of an aborted collective.",
-        never("OptimizerWatch._count_step", "layouts and log.fatal_error"),
+        never("OptimizerChecks.step_begins", "layouts and log.fatal_error"),
         "each_after_an_abort",
         "wrong values",
     ),

@@ -237,19 +237,19 @@ BREAKS = [
     Break(
         "answers-copied-before-they-arrive",
         "The ranks' answers are copied to the CPU before they have arrived (threaded backend).",
-        replace("RankChecks.compare", "self._asked[-1].wait()\nself._answers = $copy", "self._answers = $copy"),
+        replace("RankChecks.backward_ends", "self._asked[-1].wait()\nself._answers = $copy", "self._answers = $copy"),
         "flat_over_a_backend_with_threads",
     ),
     Break(
         "replicas-asked-before-the-answer",
         "An answer is sent to the replicas before it has arrived (threaded backend).",
-        replace("RankChecks.compare", "self._asked[-1].wait()\nmine[:2] += $differs", "mine[:2] += $differs"),
+        replace("RankChecks.backward_ends", "self._asked[-1].wait()\nmine[:2] += $differs", "mine[:2] += $differs"),
         "hybrid_over_a_backend_with_threads",
     ),
     Break(
         "answers-that-stop-the-cpu",
         "The CPU waits for the answers at the end of each backward.",
-        replace("RankChecks.compare", "$answers.to('cpu', non_blocking=True)", "$answers.to('cpu')"),
+        replace("RankChecks.backward_ends", "$answers.to('cpu', non_blocking=True)", "$answers.to('cpu')"),
         "flat_full",
         "stops",
     ),

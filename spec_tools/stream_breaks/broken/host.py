@@ -66,8 +66,8 @@ BREAKS = [
         "No event is recorded for the copy of the batch check's answer.",
         replace(
             "_fetch",
-            "$num, event = $copy, $recorded\nwork.wait_for(event.synchronize)",
-            "$num = $copy\nwork.wait_for(bool)",
+            "events.last_event = $recorded\nwait = $synchronize",
+            "wait = bool",
         ),
         "each_in_batches_of_tokens",
     ),
@@ -86,7 +86,7 @@ BREAKS = [
     Break(
         "prefetched-in-vain-and-not-waited-for",
         "At the end of backward the CPU can write to a shard that an unused prefetch reads.",
-        remove("Reducer._stop_cpu", "self._comm_streams.all_gather.join()"),
+        remove("Reducer._stop_cpu", "self.comm_streams.all_gather.join()"),
         "each_offload_prefetching_in_vain",
     ),
     Break(

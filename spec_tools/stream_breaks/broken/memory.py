@@ -93,7 +93,7 @@ BREAKS = [
         replace(
             "Reducer.reduce",
             "whole = $packed",
-            "self._comm_streams.reduce.wait_compute()\nwith self._comm_streams.reduce:\n    whole = $packed",
+            "self.comm_streams.reduce.wait_compute()\nwith self.comm_streams.reduce:\n    whole = $packed",
         ),
         "each_full",
     ),

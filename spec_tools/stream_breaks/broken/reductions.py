@@ -11,7 +11,7 @@ BREAKS = [
     Break(
         "reduces-before-backward",
         "The reduce stream does not wait for the backward that makes the gradient.",
-        remove("Reducer.reduce", "self._comm_streams.reduce.wait_compute()"),
+        remove("Reducer.reduce", "self.comm_streams.reduce.wait_compute()"),
         "flat_full",
     ),
     Break(
@@ -126,7 +126,7 @@ BREAKS = [
         replace(
             "Reducer._issue",
             "plan.scaling.prepare($whole)",
-            "with self._comm_streams.all_reduce:\n    plan.scaling.prepare($whole)",
+            "with self.comm_streams.all_reduce:\n    plan.scaling.prepare($whole)",
         ),
         "each_hybrid_in_float16",
     ),

@@ -42,28 +42,33 @@ Spec: NEW-19, ORDER-01 to ORDER-09, ORDER-12, ORDER-13, HEALTHY-01.
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import DebugLevel, get_debug_level
 from torch.utils._python_dispatch import _disable_current_modes
 
-from minifsdp.engine import collectives
-from minifsdp.engine.collective_log import CollectiveSequence, log
-from minifsdp.engine.comm_streams import CommStreams
+from minifsdp.checks.collective import Collective, ask
+from minifsdp.checks.collective_log import CollectiveSequence, UnitName, log
+from minifsdp.engine.events import events
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import message, warn
 
+if TYPE_CHECKING:
+    from minifsdp.engine.hooks import IterationState
+    from minifsdp.engine.unit import Unit
+
 
 class RankChecks:
-    """The comparisons of one root.
+    """The comparisons of one root. An observer of `Events.roots`.
+
+    The constructor sets the names of the units, which contain what the collective log needs.
 
     Args:
-        meshes: the shard groups and replicate groups of these units, in the same order on every rank.
-        comm_streams: the communication streams of the root.
-        used: the sequences in which the units issued a collective since the last backward began.
+        units: all units of the root, in the same order on every rank.
 
     Attributes:
         is_strict: whether units with different numbers are an error, for all roots; for debugging. Must be equal on all
@@ -76,13 +81,20 @@ class RankChecks:
     unread: ClassVar[list[RankChecks]] = []
     in_backward: ClassVar[dict[int, weakref.WeakSet[RankChecks]]] = {}
 
-    def __init__(self, meshes: Sequence[MeshGroups], comm_streams: CommStreams, used: set[CollectiveSequence]) -> None:
-        self._comm_streams, self._used = comm_streams, used
+    def __init__(self, units: Sequence[Unit]) -> None:
+        # The sequences in which the units issued a collective since the last backward began.
+        self._used = set[CollectiveSequence]()
+        numbers = Counter[MeshGroups]()
+        for unit in units:
+            mesh = unit.plan.mesh
+            unit.name = unit.layout.name = UnitName(unit.name, numbers[mesh], self._used)
+            numbers[mesh] += 1
+        meshes = [plan.mesh for unit in units for plan in unit.plans]
         groups = [mesh.shard for mesh in meshes] + [mesh.replicate for mesh in meshes]
-        self._groups = {group.sequence: group for group in groups if group is not None}
+        self._groups = {log.sequence_of(group): group for group in groups if group is not None}
         self._is_detailed = dist.is_initialized() and get_debug_level() == DebugLevel.DETAIL
         # The questions, the answers of the last group, and an accelerator's event after them.
-        self._asked: list[collectives.Collective] = []
+        self._asked: list[Collective] = []
         self._answers: Any = None
         self._arrived: Any = None
         # Number of steps of all optimizers, and of those of this root, when the questions were issued.
@@ -92,12 +104,22 @@ class RankChecks:
         self._graph_task = -1
         self._of_others = dict[CollectiveSequence, Group]()
 
-    def use_comm_streams(self, comm_streams: CommStreams) -> None:
-        """Uses other communication streams from the next check on."""
-        self._comm_streams = comm_streams
+    def forward_begins(self) -> None:
+        """The collectives of this forward share one place in the program."""
+        log.iteration += 1
+        log.place = log.place_in_program()
 
-    def begin_backward(self, graph_task: int) -> None:
-        """Called when a backward begins; ``graph_task`` is its ID."""
+    def forward_ends(self) -> None:
+        """The next collective may have another place."""
+        log.place = None
+
+    def backward_left(self) -> None:
+        """The next collective may have another place."""
+        log.place = None
+
+    def backward_begins(self, graph_task: int) -> None:
+        """Forgets the groups of the last backward."""
+        log.place = log.place_in_program()
         self._used.clear()
         self._of_others.clear()
         # A backward that failed never ends.
@@ -105,12 +127,11 @@ class RankChecks:
         self._graph_task = graph_task
         self.in_backward.setdefault(graph_task, weakref.WeakSet()).add(self)
 
-    def compare(self, num_steps: int) -> None:
-        """Called at the end of a backward: issues the question in each group that this backward used.
-
-        Args:
-            num_steps: number of steps of optimizers that hold parameters of this root.
-        """
+    def backward_ends(self, iteration: IterationState) -> None:
+        """Issues the question in each group that this backward used."""
+        comm_streams, num_steps = iteration.reducer.comm_streams, iteration.units[0].layout.steps.count
+        if (group := iteration.reducer.next_group) is not None:
+            self._used.add(log.sequence_of(group))
         # 2. Another root of this backward has not ended.
         others = self.in_backward.get(self._graph_task, weakref.WeakSet[RankChecks]())
         others.discard(self)
@@ -126,10 +147,10 @@ class RankChecks:
         if self._asked:
             self.read_now()
         has_stepped, self._num_own_steps, self._num_steps = num_steps != self._num_own_steps, num_steps, log.num_steps
-        with _disable_current_modes(), self._comm_streams.all_gather as comm_stream:
+        with _disable_current_modes(), comm_streams.all_gather as comm_stream:
             for sequence, group in groups:
                 # Kernels fill this tensor, one number after the other. A copy from the CPU would block the CPU.
-                mine = torch.full((3,), sequence.digest, dtype=torch.int64, device=self._comm_streams.device)
+                mine = torch.full((3,), sequence.digest, dtype=torch.int64, device=comm_streams.device)
                 mine[1], mine[2] = sequence.of_units, has_stepped
                 if self.is_strict or self._is_detailed:
                     mine[0] ^= mine[1]
@@ -138,17 +159,17 @@ class RankChecks:
                     self._asked[-1].wait()
                     mine[:2] += _differ(self._answers) * (group.rank + 1)
                 answers = mine.repeat(group.size)
-                self._asked.append(collectives.ask(group, answers, mine))
+                self._asked.append(ask(group, answers, mine))
                 self._answers = answers.view(group.size, 3)
                 sequence.begin_epoch()
             if comm_stream.stream is not None:
                 self._asked[-1].wait()
                 self._answers = self._answers.to("cpu", non_blocking=True)
-                self._arrived = log.last_event = comm_stream.stream.record_event()
+                self._arrived = events.last_event = comm_stream.stream.record_event()
                 self.unread.append(self)
 
-    def read(self) -> None:
-        """Called at the end of a backward, after the wait for its last reduction. Does nothing on an accelerator.
+    def reduced(self) -> None:
+        """Reads the answer. Does nothing on an accelerator.
 
         Raises:
             RuntimeError: if the ranks issued different collectives.
@@ -193,7 +214,7 @@ def _differ(answers: torch.Tensor) -> torch.Tensor:
     return (answers[:, :2] != answers[0, :2]).any(0)
 
 
-def _report(asked: Sequence[collectives.Collective]) -> str:
+def _report(asked: Sequence[Collective]) -> str:
     """Where the ranks of each group are, and where they differ first."""
     positions = [question.position for question in asked]
     return "".join(log.diagnosis((sequence, epoch, 0)) for sequence, epoch, _ in positions)

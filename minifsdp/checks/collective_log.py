@@ -2,7 +2,7 @@
 
 A job on many ranks can fail in two ways without an explanation. It hangs, because one rank does not issue a collective
 that the others wait for. Or it trains on wrong numbers, because two ranks issued different collectives. A comparison of
-the collectives of all ranks finds both. So ``collectives.py`` calls `CollectiveLog.record` for each collective:
+the collectives of all ranks finds both. So ``collective.py`` calls `CollectiveLog.record` for each collective:
 
 1. *Kind, unit, size, code line.* The entry has the kind, the unit, the number of bytes, the iteration, and the line of
    the program that led to the collective. This line is looked up once for each forward and each backward, because that
@@ -43,6 +43,8 @@ from zlib import crc32
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from minifsdp.engine.events import events
+from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import Place, message, way_out, way_out_of_main_thread
 
 MOST_ENTRIES: int | None = 2048  # in each sequence
@@ -79,27 +81,28 @@ class CollectiveSequence:
 
     Args:
         key: name and generation of the process group; the name is equal on all of its ranks.
-        ranks: the global ranks of the process group.
-        process_group: the group, referenced weakly, because it is the key of this sequence in the log.
+        group: the group.
 
     Attributes:
+        ranks, process_group: its global ranks, and a weak reference to it, because it is the key of this sequence in
+            the log.
         entries: the last collectives, as plain tuples of the fields of `Entry`, which the garbage collector ignores.
         store: a weak reference to the store of the default process group.
         epoch, number: number of comparisons so far, and of collectives issued since the last one.
         digest, of_units: hashes of these collectives, and of the numbers of their units.
         last_epoch: epoch, number and hashes of the previous epoch.
-        transport, device: the transport between CPUs, and the accelerator of the group's last model; or ``None``.
+        transport: the transport between CPUs, or ``None``.
     """
 
-    def __init__(self, key: str, ranks: tuple[int, ...], process_group: Any) -> None:
-        self.key, self.ranks, self.process_group = key, ranks, weakref.ref(process_group)
+    def __init__(self, key: str, group: Group) -> None:
+        self.key, self.ranks = key, group.ranks
+        self.process_group: Any = weakref.ref(group.process_group)
         self.entries: deque[tuple[Any, ...]] = deque(maxlen=MOST_ENTRIES)
         self.epoch = self.number = self.digest = self.of_units = 0
         self.last_epoch = (-1, 0, 0, 0)
-        self.transport: Any = None
-        self.device: Any = None
+        self.transport = group.transport
         # Only torch.distributed references the store, until the default group, and with it all groups, is destroyed.
-        self.store = weakref.ref(c10d._get_default_store() if dist.is_initialized() else process_group)
+        self.store = weakref.ref(c10d._get_default_store() if dist.is_initialized() else group.process_group)
 
     @property
     def now(self) -> tuple[int, int, int, int]:
@@ -194,7 +197,6 @@ class CollectiveLog:
         num_steps: number of optimizer steps.
         waiting: the `Collective` that the main thread waits for.
         latest: the position of the last collective.
-        last_event: an accelerator's event after the last work on a communication stream.
         place: the place in the program that runs a forward or a backward; ``None`` outside of both.
         fatal_error: set by the watchdog if no further collective can complete: the text of the error.
         watchdog: the watchdog of the default process group, if there is one.
@@ -207,7 +209,6 @@ class CollectiveLog:
         self.iteration = self.num_steps = 0
         self.waiting: Any = None
         self.latest: Position | None = None
-        self.last_event: Any = None
         self.place: Place | None = None
         self.fatal_error = ""
         self.watchdog: Any = None
@@ -215,14 +216,17 @@ class CollectiveLog:
         self.exit_status: Any = None
         self._generations = Counter[str]()
 
-    def sequence_of(self, process_group: Any, ranks: tuple[int, ...]) -> CollectiveSequence:
-        """The sequence of a process group."""
+    def sequence_of(self, group: Group) -> CollectiveSequence:
+        """The sequence of a group's process group."""
+        process_group: Any = group.process_group
         if process_group not in self.sequences:
-            name = getattr(process_group, "group_name", str(ranks))
+            name = getattr(process_group, "group_name", str(group.ranks))
             # A later group with the same name gets another key.
             self._generations[name] += 1
             key = f"{name}#{self._generations[name]}"
-            self.sequences[process_group] = CollectiveSequence(key, ranks, process_group)
+            self.sequences[process_group] = CollectiveSequence(key, group)
+        # The next lookup for this group needs no call.
+        group.notes["sequence"] = self.sequences[process_group]
         return self.sequences[process_group]
 
     def record(
@@ -275,7 +279,8 @@ class CollectiveLog:
 
     def clear(self) -> None:
         """Called when a default process group, and with it all other groups, was destroyed."""
-        self.waiting = self.latest = self.last_event = self.place = None
+        self.waiting = self.latest = self.place = None
+        events.last_event = None
         self.fatal_error = ""
         for process_group, sequence in list(self.sequences.items()):
             if sequence.store() is None:

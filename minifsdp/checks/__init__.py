@@ -1,0 +1,7 @@
+"""Checks: observers of the engine that find mistakes of programs, for example ranks that issue different collectives.
+
+* ``attach.py`` attaches them. ``MINIFSDP_CHECKS=0`` runs a job without any of them.
+* ``collective_log.py`` has the order of the collectives of this rank, ``collective.py`` adds each collective to it.
+* ``rank_checks.py`` compares this order between the ranks at the end of each backward.
+* ``optimizer_checks.py`` finds optimizers with wrong parameters or wrong gradients.
+"""
