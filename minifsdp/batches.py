@@ -27,6 +27,7 @@ Spec: BATCH-01 to BATCH-08.
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -34,7 +35,7 @@ import torch.distributed as dist
 
 from minifsdp.checkpoint.agreement import exchange
 from minifsdp.engine import collectives
-from minifsdp.engine.comm_streams import CommStream
+from minifsdp.engine.comm_streams import COMPLETED, CommStream, Handle
 from minifsdp.engine.events import events
 from minifsdp.engine.mesh import Group, default_group
 from minifsdp.engine.messages import message, warn
@@ -101,20 +102,27 @@ def _fetch(loader: Iterator[Any], ranks: Group, device: torch.device, comm_strea
     has_one = isinstance(batch, list) and len(batch) == 1
     with comm_stream:
         num_without = torch.full((1,), not has_one, dtype=torch.int64, device=device)
-        work = collectives.all_reduce(ranks, num_without, kind="while_all_have_data")
-        wait = work.wait
-        if comm_stream.stream is not None:
-            work.wait()
-            num_without = num_without.to("cpu", non_blocking=True)
-            # It is complete when the CPU has the result, so the watchdog sees a rank that waits for it.
-            events.last_event = comm_stream.stream.record_event()
-            wait = events.last_event.synchronize
+        on_cpu = [num_without]
+        issue = events.collective or collectives.issue_unobserved
+        # It is complete when the CPU has the result, so an observer sees a rank that waits for it.
+        work = issue("while_all_have_data", ranks, [num_without], _all_reduce, (ranks, on_cpu, comm_stream))
 
     def all_have_one() -> bool:
-        wait()
-        return num_without.item() == 0
+        work.wait()
+        return on_cpu[0].item() == 0
 
     return batch, all_have_one
+
+
+def _all_reduce(ranks: Group, tensors: list[torch.Tensor], comm_stream: CommStream) -> Handle:
+    """Sums ``tensors`` over the ranks. On an accelerator, replaces them by copies on the CPU."""
+    work: Handle = ranks.process_group.allreduce(tensors, collectives.ALL_REDUCE)
+    if comm_stream.stream is None:
+        return work
+    (work or COMPLETED).wait()
+    tensors[:] = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+    event = comm_stream.stream.record_event()
+    return SimpleNamespace(wait=event.synchronize)
 
 
 def _device_to_send_from(group: Group, preferred: torch.device) -> torch.device:

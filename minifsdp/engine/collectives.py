@@ -55,7 +55,7 @@ def _on_current_stream(options: Any) -> Any:
 
 GATHER = _on_current_stream(c10d.AllgatherOptions())
 _REDUCE_SCATTER = _on_current_stream(c10d.ReduceScatterOptions())
-_ALL_REDUCE = _on_current_stream(c10d.AllreduceOptions())
+ALL_REDUCE = _on_current_stream(c10d.AllreduceOptions())
 
 # torch 2.13 introduced the new names; earlier versions have only the old ones.
 _IS_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
@@ -66,7 +66,7 @@ _REDUCE_SCATTER_METHOD = "reduce_scatter_single" if _IS_RENAMED else "_reduce_sc
 _SENDABLE = {torch.half, torch.bfloat16, torch.float, torch.double, torch.uint8, torch.int, torch.long}
 
 
-def _issue(
+def issue_unobserved(
     kind: str,
     group: Group,
     data: Sequence[torch.Tensor],
@@ -105,7 +105,7 @@ def all_gather(group: Group, output: torch.Tensor, local_shard: torch.Tensor, un
     sent = [output, local_shard]
     if output.dtype not in _SENDABLE:
         sent = [tensor.view(torch.uint8) for tensor in sent]
-    issue = events.collective or _issue
+    issue = events.collective or issue_unobserved
     return issue("all-gather", group, [output], method, (*sent, GATHER), unit)
 
 
@@ -129,7 +129,7 @@ def all_gather_each(
     """
     if outputs[0].is_complex():
         outputs, local_shards = ([torch.view_as_real(each) for each in tensors] for tensors in (outputs, local_shards))
-    issue = events.collective or _issue
+    issue = events.collective or issue_unobserved
     return issue("all-gather", group, outputs, group.transport.all_gather_each, (outputs, local_shards), unit)
 
 
@@ -145,7 +145,7 @@ def reduce_scatter(
         local_shard, whole = torch.view_as_real(local_shard), torch.view_as_real(whole)
     carrier = group.process_group if group.transport is None or not whole.is_cpu else group.transport
     method = getattr(carrier, _REDUCE_SCATTER_METHOD)
-    issue = events.collective or _issue
+    issue = events.collective or issue_unobserved
     return issue("reduce-scatter", group, [whole], method, (local_shard, whole, _REDUCE_SCATTER), unit, parts)
 
 
@@ -155,8 +155,8 @@ def all_reduce(
     """All-reduce: sums ``tensor`` over the group, in place. Every rank of the group must call it."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    issue = events.collective or _issue
-    return issue(kind, group, [tensor], group.process_group.allreduce, ([tensor], _ALL_REDUCE), unit, parts)
+    issue = events.collective or issue_unobserved
+    return issue(kind, group, [tensor], group.process_group.allreduce, ([tensor], ALL_REDUCE), unit, parts)
 
 
 def broadcast(group: Group, tensor: torch.Tensor, source: int = 0) -> None:
@@ -164,7 +164,7 @@ def broadcast(group: Group, tensor: torch.Tensor, source: int = 0) -> None:
     options = _on_current_stream(c10d.BroadcastOptions())
     options.rootRank = source
     sent = tensor if tensor.dtype in _SENDABLE else tensor.view(torch.uint8)
-    issue = events.collective or _issue
+    issue = events.collective or issue_unobserved
     issue("broadcast", group, [tensor], group.process_group.broadcast, ([sent], options)).wait()
 
 
@@ -174,7 +174,7 @@ def call(function: Callable[..., Any], group: Group, *arguments: Any, about: str
     All ranks must pass the same text ``about``, which describes the values.
     """
     method = partial(function, *arguments, **options, group=group.process_group)
-    issue = events.collective or _issue
+    issue = events.collective or issue_unobserved
     # Objects are sent between CPUs if the group supports CPU tensors, and otherwise from the current device.
     data = [value for value in arguments if isinstance(value, torch.Tensor)]
     with group.on_device():

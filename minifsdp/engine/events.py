@@ -51,8 +51,8 @@ class Events:
     """The observers of the process. There is one object, `events`.
 
     Attributes:
-        collective: the function that issues each collective and returns its handle, with the arguments of `_issue` in
-            ``collectives.py``; ``None`` without an observer.
+        collective: the function that issues each collective and returns its handle. It has the arguments of
+            `issue_unobserved` in ``collectives.py``. ``None`` without an observer.
         roots: functions that get the units of a new root and return an observer of this root.
         optimizers: observers of optimizers.
         last_event: the accelerator event after the last work on a communication stream.

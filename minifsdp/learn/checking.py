@@ -12,6 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,10 +64,10 @@ def recorded_collectives(
             if before is not None:
                 before(name, inspect.signature(function).bind(*given, **options).arguments)
             handle = function(*given, **options)
-            if running is not None:
-                running[name], wait = handle, handle.wait
-                handle.wait = lambda: (running.pop(name, None), wait())
-            return handle
+            if running is None:
+                return handle
+            running[name] = handle
+            return SimpleNamespace(wait=lambda: (running.pop(name, None), handle.wait()))
 
         return call
 

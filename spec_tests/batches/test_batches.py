@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import minifsdp
 from minifsdp import batches
+from minifsdp.checks.attach import attach
 from minifsdp.checks.collective_log import log
 from minifsdp.engine.comm_streams import CommStream
 from minifsdp.engine.mesh import Group
@@ -69,6 +70,7 @@ def test_next_batch_is_fetched_before_current_one_is_yielded() -> None:
 @pytest.mark.accelerator
 @ranks(2)
 def test_watchdog_detects_wait_for_accelerator() -> None:
+    attach()
     # Simulate a group without a CPU backend.
     comm_stream, seen = CommStream("batches", device()), []
     event = type(comm_stream.stream.record_event())

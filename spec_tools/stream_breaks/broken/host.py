@@ -65,9 +65,9 @@ BREAKS = [
         "batches-answered-without-an-event",
         "No event is recorded for the copy of the batch check's answer.",
         replace(
-            "_fetch",
-            "events.last_event = $recorded\nwait = $synchronize",
-            "wait = bool",
+            "_all_reduce",
+            "event = $recorded\nreturn SimpleNamespace(wait=event.synchronize)",
+            "return SimpleNamespace(wait=bool)",
         ),
         "each_in_batches_of_tokens",
     ),
