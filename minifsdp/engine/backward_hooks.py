@@ -33,7 +33,7 @@ the gradient in each forward, on a node that it gets by expanding the flat param
 Spec: FS2-13, FWD-06, ORIG-14, PAR-07, PROG-103.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -97,9 +97,6 @@ class LeafHooks:
 class InputsHooks(LeafHooks):
     """2. A hook of the inputs calls the post-backward hook. The end of backward handles the remaining cases."""
 
-    # 3. If the inputs contain lists or dicts: pairs of each value of the caller and the value that the module got.
-    _passed: Sequence[tuple[Any, Any]] = ()
-
     def watch_inputs(self, inputs: Any) -> Any:
         """Returns ``inputs`` with views, whose hook runs when their gradients are computed."""
         if not torch.is_grad_enabled() or self._unit.phase is not Phase.FORWARD:
@@ -108,8 +105,9 @@ class InputsHooks(LeafHooks):
         watched = [tensor for tensor in tensors_in(inputs, others) if tensor.requires_grad]
         if not watched:
             return inputs
-        if others and any(tensor.requires_grad for tensor in others):
-            # The module may change a container that is not a tuple, list or dict, so it needs the caller's object.
+        values = *inputs[0], *inputs[1].values()
+        if any(tensor.requires_grad for tensor in others) or any(isinstance(value, list | dict) for value in values):
+            # The module may change a container that is not a tuple, so it needs the caller's object.
             # Hooks on the caller's tensors run later, because they also wait for the caller's other operations.
             register_multi_grad_hook(watched, self._reached)
             return inputs
@@ -123,12 +121,7 @@ class InputsHooks(LeafHooks):
         else:
             register_multi_grad_hook(views, self._reached)
         left = iter(views)
-        passed = map_tensors(lambda tensor: next(left) if tensor.requires_grad else tensor, inputs)
-        for value in (*inputs[0], *inputs[1].values()):
-            if isinstance(value, list | dict):
-                self._passed = list(_pairs(inputs, passed))
-                break
-        return passed
+        return map_tensors(lambda tensor: next(left) if tensor.requires_grad else tensor, inputs)
 
     def _reached(self, gradients: Any) -> None:
         if torch.is_grad_enabled():
@@ -143,21 +136,7 @@ class InputsHooks(LeafHooks):
 
     def watch_output(self, inputs: Any, output: Any) -> bool:
         """Registers the pre-backward hook, except on inputs that the module returns unchanged."""
-        if self._passed:
-            self._update_originals()
         return register_pre_backward_hook(output, self._pre_backward, apart_from=inputs, inputs=inputs)
-
-    def _update_originals(self) -> None:
-        """3. Repeats the changes that the module has made to a copied list or dict in the caller's object."""
-        pairs, self._passed = self._passed, ()
-        originals = {id(copy): original for original, copy in pairs}
-        for original, copy in pairs:
-            if type(original) is list:
-                original[:] = [originals.get(id(item), item) for item in copy]
-            elif type(original) is dict:
-                items = {key: originals.get(id(item), item) for key, item in copy.items()}
-                original.clear()
-                original.update(items)
 
     def is_overdue(self) -> bool:
         """Whether gradients remain to be reduced: no input needed a gradient, or autograd did not reach the inputs."""
@@ -165,17 +144,6 @@ class InputsHooks(LeafHooks):
         if unit.phase is Phase.PRE_BACKWARD or unit.layout.has_gradient:
             return True
         return unit.policy.reduces and unit.layout.has_unreduced
-
-
-def _pairs(original: Any, copy: Any) -> Iterator[tuple[Any, Any]]:
-    """The two values, and every two values at the same place inside them."""
-    yield original, copy
-    if isinstance(original, (tuple, list)):
-        for pair in zip(original, copy, strict=True):
-            yield from _pairs(*pair)
-    elif isinstance(original, Mapping):
-        for key in original:
-            yield from _pairs(original[key], copy[key])
 
 
 def register_pre_backward_hook(
