@@ -28,7 +28,7 @@ from minifsdp.fsdp2.module import FSDPModule
 from minifsdp.fsdp2.options import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from minifsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from minifsdp.reduction_overlap import set_reduction_overlap
-from minifsdp.tools.explain import explain
+from minifsdp_tools.explain import explain
 
 __all__ = [
     "CPUOffloadPolicy",

@@ -589,7 +589,7 @@ def test_wrong_file_shows_error_and_changes_nothing(address: str, tab: Tab, text
     tab.wait_for(f"{STATUS}.includes('wrong.json')")
     said = tab.look(STATUS)
     assert said.startswith(says)
-    remedy = "Use a file of train_gpt.py --trace, or of minifsdp.timeline.chrome_trace."
+    remedy = "Use a file of train_gpt.py --trace, or of minifsdp_tools.timeline.chrome_trace."
     assert said.endswith(remedy) or "damaged" in said
     assert moment(tab) == 5
     # The status is visible without scrolling right after the page is opened.

@@ -18,7 +18,7 @@ from docs_build.reading import running
 from docs_build.reading.source import read_module
 from docs_build.recording import record, recordings, watching
 from minifsdp import fully_shard
-from minifsdp.tools.events import peak_gathered_bytes
+from minifsdp_tools.events import peak_gathered_bytes
 from minifsdp.trace import Event
 from spec_tests.harness import ranks
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from xml.sax.saxutils import escape
 
-from minifsdp.tools import timeline
+from minifsdp_tools import timeline
 from minifsdp.trace import Event
 from spec_tests.harness.simulated import IssueOrder
 from spec_tests.streams.steps import ROWS, Moment, Step

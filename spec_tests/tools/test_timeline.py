@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minifsdp.timeline import chrome_trace, gathered_bytes, peak_gathered_bytes, svg
+from minifsdp_tools.timeline import chrome_trace, gathered_bytes, peak_gathered_bytes, svg
 from minifsdp.trace import Event
 
 pytestmark = pytest.mark.pure

@@ -16,8 +16,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from minifsdp.simulate.recording import Recording, record
-from minifsdp.simulate.setup import Setup
+from minifsdp_tools.simulate.recording import Recording, record
+from minifsdp_tools.simulate.setup import Setup
 
 __all__ = ["FOLDER", "path_of", "recorded"]
 
