@@ -47,8 +47,6 @@ from math import prod
 from minifsdp_tools.formulas import Shape
 from minifsdp_tools.job import Job
 
-__all__ = ["activation_bytes", "operations"]
-
 
 def activation_bytes(job: Job, tokens: int, *, checkpointing: bool = False) -> float:
     """An estimate of a rank's peak activations for backward (COST-16); for the ``activations`` of a `Job`.

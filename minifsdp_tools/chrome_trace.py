@@ -11,8 +11,8 @@ Spec: the paragraph "The tracer" at the head of the spec.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from minifsdp_tools.events import STREAMS, EventsPerRank, from_zero, gathered_bytes, rows_of
 from minifsdp.trace import Event
+from minifsdp_tools.events import STREAMS, EventsPerRank, from_zero, gathered_bytes, rows_of
 
 
 def chrome_trace(events_per_rank: EventsPerRank, *, origins: Sequence[float] | None = None) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 Nothing here runs a model. The sizes of the units and a few choices answer two questions before training starts: does it
 fit, and how much communication does it need? The choices are a `Job`, in ``job.py``. The peaks are in ``peaks.py``, and
-the formulas of stored and sent bytes in ``formulas.py``.
+the formulas of stored and sent bytes in ``formulas.py``. Programs import the names of ``activations.py`` and ``links.py``
+from this module, too.
 
 Worked example, four units of 1000 float32 parameters, Adam, two ranks, ``FULL_SHARD``::
 
@@ -37,7 +38,7 @@ rules for forward count one.
 
 Sent bytes are those of the ring algorithms. In units of P * b * (N - 1) / N, for P parameters of b bytes on N ranks:
 DDP 2, ``SHARD_GRAD_OP`` 2, ``FULL_SHARD`` 3, or a little less, since the root's own parameters are all-gathered once.
-``links.py`` computes which links they use, and a lower bound for the time.
+``links.py`` computes them, which links they use, and a lower bound for the time.
 
 ``spec_tests/tools/test_cost.py`` tests that live storages on the CPU and recorded collectives equal these numbers. It
 also tests the tables of arXiv 1910.02054 and 2304.11277. ``docs_build/reading/papers.py`` shows a mistake in the
@@ -53,11 +54,27 @@ from typing import Any
 
 import torch
 
-from minifsdp_tools.formulas import ring_all_reduce_sends, ring_sends
+from minifsdp_tools.activations import activation_bytes, operations
 from minifsdp_tools.job import Job
+from minifsdp_tools.links import Cluster, Sent, StepTime, num_collectives, sent_by_link, sent_bytes, step_time
 from minifsdp_tools.peaks import peak_of_backward, peak_of_forward
 
-__all__ = ["Cost", "Job", "cost_of", "memory_line", "num_collectives", "print_memory", "sent_bytes"]
+__all__ = [
+    "Cluster",
+    "Cost",
+    "Job",
+    "Sent",
+    "StepTime",
+    "activation_bytes",
+    "cost_of",
+    "memory_line",
+    "num_collectives",
+    "operations",
+    "print_memory",
+    "sent_by_link",
+    "sent_bytes",
+    "step_time",
+]
 
 
 @dataclass(frozen=True)
@@ -108,41 +125,6 @@ def cost_of(job: Job) -> Cost:
         sent=sent_bytes(job),
         num_collectives=num_collectives(job),
     )
-
-
-def _gathers(job: Job) -> tuple[int, int]:
-    """The number of all-gathers per step of a unit, and of the root's own parameters."""
-    if job.shards == 1:
-        return 0, 0
-    if job.keeps:
-        # Without synchronization, units stay unsharded until the last backward, the one that reduces.
-        return job.num_reductions, job.num_reductions
-    return 2 * job.micro_batches, job.micro_batches * (2 if job.root_frees else 1)
-
-
-def sent_bytes(job: Job) -> dict[str, float]:
-    """Bytes that each rank sends in a step, by kind of collective (COST-06 to COST-08)."""
-    root, units = job.sizes[0], sum(job.sizes[1:])
-    times, of_root = _gathers(job)
-    gathered = times * units + of_root * root - job.in_smaller_mesh
-    reduced = job.num_reductions * sum(job.gradients) * job.reduce_width / job.width
-    return {
-        "AG": ring_sends(gathered, job.shards) + job.sent_in_smaller_mesh,
-        "RS": ring_sends(reduced, job.shards),
-        "AR": ring_all_reduce_sends(reduced / job.shards, job.num_replicas),
-    }
-
-
-def num_collectives(job: Job) -> dict[str, int]:
-    """Collectives of a step, by kind (SHARD-16)."""
-    times, of_root = _gathers(job)
-    units, root = len(job.units), int(bool(job.root))
-    reductions = job.num_reductions * sum(1 for gradient in job.gradients if gradient)
-    return {
-        "AG": times * units + of_root * root,
-        "RS": reductions if job.shards > 1 else 0,
-        "AR": reductions if job.num_replicas > 1 else 0,
-    }
 
 
 # ---- allocated memory -----------------------------------------------------------------------------------------------

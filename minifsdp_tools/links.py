@@ -1,4 +1,4 @@
-"""Traffic within and between machines, and a lower bound for the time of a step.
+"""Traffic of a step, within and between machines, and a lower bound for the time of a step.
 
 Ranks of one machine are connected by links of hundreds of gigabytes per second. The network between machines has about
 a tenth of that bandwidth. So the bytes that leave a machine usually determine the time, and not the sum of all bytes.
@@ -36,10 +36,8 @@ Spec: COST-15, COST-18, MACHINES-04, MACHINES-05.
 
 from dataclasses import dataclass
 
-from minifsdp_tools.cost import sent_bytes
+from minifsdp_tools.formulas import ring_all_reduce_sends, ring_sends
 from minifsdp_tools.job import Job
-
-__all__ = ["Cluster", "Sent", "StepTime", "sent_by_link", "step_time"]
 
 
 @dataclass(frozen=True)
@@ -82,6 +80,41 @@ class StepTime:
     communication: float
     overlapped: float
     apart: float
+
+
+def _gathers(job: Job) -> tuple[int, int]:
+    """The number of all-gathers per step of a unit, and of the root's own parameters."""
+    if job.shards == 1:
+        return 0, 0
+    if job.keeps:
+        # Without synchronization, units stay unsharded until the last backward, the one that reduces.
+        return job.num_reductions, job.num_reductions
+    return 2 * job.micro_batches, job.micro_batches * (2 if job.root_frees else 1)
+
+
+def sent_bytes(job: Job) -> dict[str, float]:
+    """Bytes that each rank sends in a step, by kind of collective (COST-06 to COST-08)."""
+    root, units = job.sizes[0], sum(job.sizes[1:])
+    times, of_root = _gathers(job)
+    gathered = times * units + of_root * root - job.in_smaller_mesh
+    reduced = job.num_reductions * sum(job.gradients) * job.reduce_width / job.width
+    return {
+        "AG": ring_sends(gathered, job.shards) + job.sent_in_smaller_mesh,
+        "RS": ring_sends(reduced, job.shards),
+        "AR": ring_all_reduce_sends(reduced / job.shards, job.num_replicas),
+    }
+
+
+def num_collectives(job: Job) -> dict[str, int]:
+    """Collectives of a step, by kind (SHARD-16)."""
+    times, of_root = _gathers(job)
+    units, root = len(job.units), int(bool(job.root))
+    reductions = job.num_reductions * sum(1 for gradient in job.gradients if gradient)
+    return {
+        "AG": times * units + of_root * root,
+        "RS": reductions if job.shards > 1 else 0,
+        "AR": reductions if job.num_replicas > 1 else 0,
+    }
 
 
 def sent_by_link(job: Job, per_machine: int) -> dict[str, Sent]:

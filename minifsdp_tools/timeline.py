@@ -38,9 +38,12 @@ from typing import Any
 import jinja2
 
 from minifsdp.engine.messages import message
+from minifsdp.trace import Event
+from minifsdp_tools.chrome_trace import chrome_trace
 from minifsdp_tools.events import STREAMS, EventsPerRank, from_zero, gathered_bytes, peak_gathered_bytes, rows_of
 from minifsdp_tools.formulas import size_of
-from minifsdp.trace import Event
+
+__all__ = ["TEMPLATES", "chrome_trace", "gathered_bytes", "peak_gathered_bytes", "svg"]
 
 BOXES = ("F", "B", "AG", "RS", "AR")
 

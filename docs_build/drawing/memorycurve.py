@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from functools import cache
 
 from docs_build.drawing.sketch import Panel, figure, label, legend, size_of
+from minifsdp_tools.events import gathered_bytes
 from minifsdp_tools.simulate.machine import CARDS, Network
 from minifsdp_tools.simulate.recording import record
 from minifsdp_tools.simulate.replay import Replay, Result
 from minifsdp_tools.simulate.setup import Setup
 from minifsdp_tools.simulate.tape import COMPUTE
-from minifsdp_tools.events import gathered_bytes
 
 SETUP = {"model": "llama3-8b", "num_ranks": 8, "micro_batch": 1, "sequence": 4096}
 TITLES = {"none": "Without activation checkpointing", "full": "With activation checkpointing for each block"}

@@ -18,7 +18,8 @@ from docs_build.drawing import pictures
 from docs_build.recording import recordings
 from docs_build.tests.browser import Tab
 from docs_build.tests.contrast import contrasts
-from minifsdp import fully_shard, timeline
+from minifsdp import fully_shard
+from minifsdp_tools import timeline
 from spec_tests.harness import ranks
 
 browser = [pytest.mark.docs, pytest.mark.needs("mkdocs")]

@@ -81,7 +81,7 @@ def recorded_collectives(
             replace_everywhere(replacement, function, "minifsdp")
 
 
-def replace_everywhere(old: Any, new: Any, prefix: str) -> None:
+def replace_everywhere(old: Any, new: Any, prefix: str | tuple[str, ...]) -> None:
     """Replaces a function in the modules whose names begin with ``prefix``, which can have imported it by its name.
 
     The name of the learner's module begins with ``minifsdp`` and not with ``minifsdp.``, as that of the package's do.

@@ -86,7 +86,7 @@ def replace(places: dict[str, str], learner: ModuleType) -> None:
         got, right = (_parameters(each) for each in (function, original))
         expect(_accepts(function, original), "signature", name=name, got=got, right=right)
         setattr(owner, attribute, function)
-        replace_everywhere(original, function, "minifsdp.")
+        replace_everywhere(original, function, ("minifsdp.", "minifsdp_tools."))
 
 
 def _parameters(function: Any) -> str:

@@ -16,10 +16,10 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
+from minifsdp_tools import timeline
 from minifsdp_tools.simulate.machine import Card
 from minifsdp_tools.simulate.replay import Result
 from minifsdp_tools.simulate.setup import HYBRID, Setup
-from minifsdp_tools import timeline
 
 COLUMNS = ("setting", "step", "exposed", "tokens/s/rank", "MFU", "HFU", "peak", "limited by")
 GIB = 2**30

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minifsdp_tools.cost import Job, cost_of
 from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.hooks import IterationState
+from minifsdp_tools.cost import Job, cost_of
 from minifsdp_tools.simulate.machine import CARDS, Network
 from minifsdp_tools.simulate.models import transformer
 from minifsdp_tools.simulate.recording import Recording, record
