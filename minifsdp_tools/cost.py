@@ -2,8 +2,8 @@
 
 Nothing here runs a model. The sizes of the units and a few choices answer two questions before training starts: does it
 fit, and how much communication does it need? The choices are a `Job`, in ``job.py``. The peaks are in ``peaks.py``, and
-the formulas of stored and sent bytes in ``formulas.py``. Programs import the names of ``activations.py`` and ``links.py``
-from this module, too.
+the formulas of stored and sent bytes in ``formulas.py``. This module also has the names of
+``activations.py`` and ``links.py`` that programs import.
 
 Worked example, four units of 1000 float32 parameters, Adam, two ranks, ``FULL_SHARD``::
 

@@ -26,8 +26,8 @@ SETUP = {"model": "llama3-8b", "num_ranks": 8, "micro_batch": 1, "sequence": 409
 TITLES = {"none": "Without activation checkpointing", "full": "With activation checkpointing for each block"}
 LEGEND = [("o", "stored: shards and optimizer"), ("p", "unsharded parameters"), ("g", "activations and gradients")]
 SOURCE = (
-    "Simulated by minifsdp_tools.simulate when this page was built: Llama 3 8B, bfloat16, AdamW, 8 ranks of an A100 each, "
-    "one sequence of 4096 tokens on each rank. Not measured on a GPU."
+    "Simulated by minifsdp_tools.simulate when this page was built: Llama 3 8B, bfloat16, AdamW, 8 ranks of an A100 "
+    "each, one sequence of 4096 tokens on each rank. Not measured on a GPU."
 )
 _LEFT, _ROOM, _HEIGHT = 8, 304, 130
 

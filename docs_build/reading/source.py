@@ -95,7 +95,8 @@ def _imported(tree: ast.Module) -> dict[str, tuple[str, str]]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("minifsdp"):
             continue
-        folder = (node.module or "").replace(".", "/").removeprefix("minifsdp/")
+        package, *folders = (node.module or "").split(".")
+        folder = "/".join(folders if package == "minifsdp" else [package, *folders])
         for alias in node.names:
             places = {f"{folder}/{alias.name}.py": "", f"{folder}.py": alias.name, f"{folder}/__init__.py": alias.name}
             known = ((name.strip("/"), inside) for name, inside in places.items())

@@ -1,4 +1,4 @@
-"""``python -m minifsdp_tools.learn``: its commands, and the verdicts about right and wrong solutions of each exercise."""
+"""``python -m minifsdp_tools.learn``: its commands, and the verdicts about right and wrong solutions."""
 
 from __future__ import annotations
 

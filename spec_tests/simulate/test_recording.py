@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -294,7 +295,10 @@ def test_recording_refuses_a_process_with_a_process_group() -> None:
 
 @pytest.mark.pure
 @pytest.mark.spec("SIMULATE-15")
-def test_package_does_not_import_the_simulator() -> None:
-    package = ROOT / "minifsdp"
-    others = [file for file in package.rglob("*.py") if "simulate" not in file.parts]
-    assert [file for file in others if "minifsdp_tools.simulate import" in file.read_text(encoding="utf-8")] == []
+def test_importing_minifsdp_imports_no_tool() -> None:
+    program = "import sys, minifsdp; print([name for name in sys.modules if name.startswith('minifsdp_tools')])"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+    others = [file for package in ("minifsdp", "minifsdp_tools") for file in (ROOT / package).rglob("*.py")]
+    importing = [file for file in others if "minifsdp_tools.simulate import" in file.read_text(encoding="utf-8")]
+    assert {file.parent.name for file in importing} == {"simulate"}
