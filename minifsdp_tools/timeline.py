@@ -43,7 +43,7 @@ from minifsdp_tools.chrome_trace import chrome_trace
 from minifsdp_tools.events import STREAMS, EventsPerRank, from_zero, gathered_bytes, peak_gathered_bytes, rows_of
 from minifsdp_tools.formulas import size_of
 
-__all__ = ["TEMPLATES", "chrome_trace", "gathered_bytes", "peak_gathered_bytes", "svg"]
+__all__ = ["chrome_trace", "gathered_bytes", "peak_gathered_bytes", "svg"]
 
 BOXES = ("F", "B", "AG", "RS", "AR")
 
