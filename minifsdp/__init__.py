@@ -6,6 +6,10 @@ Names, arguments and results are those of ``torch.distributed.fsdp``. To read th
 ``engine/layout.py`` and continue in the order that ``engine/__init__.py`` lists.
 """
 
+from typing import Any as _Any
+
+from torch import nn as _nn
+
 # Available as attributes after `import minifsdp`, like the modules of the same names in torch.
 from minifsdp import api as api
 from minifsdp import fully_sharded_data_parallel as fully_sharded_data_parallel
@@ -28,7 +32,18 @@ from minifsdp.fsdp2.module import FSDPModule
 from minifsdp.fsdp2.options import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from minifsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from minifsdp.reduction_overlap import set_reduction_overlap
-from minifsdp.tools.explain import explain
+
+
+def explain(model: _nn.Module, **options: _Any) -> _Any:
+    """Describes the units of a model, the shards of each rank, and the memory and traffic of a step.
+
+    Returns the result of `minifsdp_tools.explain.explain`, which has the same arguments. The package of the tools is
+    imported here, because training does not need it.
+    """
+    from minifsdp_tools.explain import explain
+
+    return explain(model, **options)
+
 
 __all__ = [
     "CPUOffloadPolicy",

@@ -1,4 +1,4 @@
-"""The size of the package and of torch's FSDPs, in statements and tokens.
+"""The size of the packages and of torch's FSDPs, in statements and tokens.
 
 Code lines depend on formatting: one line can hold one token or twenty. Statements and tokens do not. Docstrings,
 comments and type annotations are not counted. An assignment of a tuple to a tuple counts once for each name, because
@@ -22,6 +22,7 @@ from pathlib import Path
 import torch.distributed.fsdp as torch_fsdp
 
 PACKAGE = Path(__file__).resolve().parents[1] / "minifsdp"
+TOOLS = PACKAGE.with_name("minifsdp_tools")
 TORCH = Path(torch_fsdp.__file__).parent
 NOT_CODE = {
     tokenize.COMMENT,
@@ -155,6 +156,7 @@ def _file_of(name: str) -> Path | None:
 def sizes() -> dict[str, Size]:
     """The rows of the table."""
     return {
+        "minifsdp and minifsdp_tools": size_of([*PACKAGE.rglob("*.py"), *TOOLS.rglob("*.py")]),
         "minifsdp": size_of(PACKAGE.rglob("*.py")),
         "minifsdp: fully_shard and all that it imports": size_of(imported_by(PACKAGE / "fsdp2/fully_shard.py")),
         "torch: FSDP1 and FSDP2": size_of(TORCH.rglob("*.py")),

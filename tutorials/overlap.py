@@ -47,11 +47,12 @@ import torch.distributed as dist
 from common import Block, Place, from_all_ranks, on_first_rank, on_ranks, say
 from torch import Tensor, nn
 
-from minifsdp import BackwardPrefetch, timeline, trace
+from minifsdp import BackwardPrefetch, trace
 from minifsdp import FullyShardedDataParallel as FSDP
 from minifsdp.engine.lifetime import RateLimiter
 from minifsdp.trace import Event, Recorder
 from minifsdp.wrap import ModuleWrapPolicy
+from minifsdp_tools import timeline
 
 NUM_BLOCKS, WIDTH, NUM_STEPS = 4, 256, 8
 

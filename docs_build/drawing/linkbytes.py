@@ -15,9 +15,9 @@ from collections import Counter
 from dataclasses import dataclass
 
 from docs_build.drawing.sketch import Panel, bar, box, figure, label, size_of
-from minifsdp.tools.cost import cost_of, sent_bytes
-from minifsdp.tools.job import Job
-from minifsdp.tools.links import sent_by_link
+from minifsdp_tools.cost import cost_of, sent_bytes
+from minifsdp_tools.job import Job
+from minifsdp_tools.links import sent_by_link
 
 Link = tuple[int, int]
 NUM_PARAMETERS, NUM_RANKS, PER_MACHINE = 10**9, 4, 2
@@ -25,7 +25,7 @@ STRATEGIES = ["FULL_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "NO_SHARD"]
 # Ranks 0 and 1 are on the left, 2 and 3 on the right.
 PLACES = [(70, 50), (70, 120), (210, 50), (210, 120)]
 RADIUS, THICKEST, BAR = 13, 14, 150
-SOURCE = "Computed by minifsdp.tools.links for 1 billion parameters, Adam and float32, while this page was built."
+SOURCE = "Computed by minifsdp_tools.links for 1 billion parameters, Adam and float32, while this page was built."
 
 # A line of the tutorial's table: FULL_SHARD  25,056  451,008  451,008  0.24721   0>1:225,504 1>2:225,504
 ROW = re.compile(r"^(\w+) +(\d+) +(\d+) +(\d+) +[\d.]+ +((?:\d+>\d+:\d+ ?)+)$", re.MULTILINE)

@@ -15,19 +15,19 @@ from dataclasses import dataclass
 from functools import cache
 
 from docs_build.drawing.sketch import Panel, figure, label, legend, size_of
-from minifsdp.simulate.machine import CARDS, Network
-from minifsdp.simulate.recording import record
-from minifsdp.simulate.replay import Replay, Result
-from minifsdp.simulate.setup import Setup
-from minifsdp.simulate.tape import COMPUTE
-from minifsdp.tools.events import gathered_bytes
+from minifsdp_tools.events import gathered_bytes
+from minifsdp_tools.simulate.machine import CARDS, Network
+from minifsdp_tools.simulate.recording import record
+from minifsdp_tools.simulate.replay import Replay, Result
+from minifsdp_tools.simulate.setup import Setup
+from minifsdp_tools.simulate.tape import COMPUTE
 
 SETUP = {"model": "llama3-8b", "num_ranks": 8, "micro_batch": 1, "sequence": 4096}
 TITLES = {"none": "Without activation checkpointing", "full": "With activation checkpointing for each block"}
 LEGEND = [("o", "stored: shards and optimizer"), ("p", "unsharded parameters"), ("g", "activations and gradients")]
 SOURCE = (
-    "Simulated by minifsdp.simulate when this page was built: Llama 3 8B, bfloat16, AdamW, 8 ranks of an A100 each, "
-    "one sequence of 4096 tokens on each rank. Not measured on a GPU."
+    "Simulated by minifsdp_tools.simulate when this page was built: Llama 3 8B, bfloat16, AdamW, 8 ranks of an A100 "
+    "each, one sequence of 4096 tokens on each rank. Not measured on a GPU."
 )
 _LEFT, _ROOM, _HEIGHT = 8, 304, 130
 

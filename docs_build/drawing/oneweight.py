@@ -8,7 +8,7 @@ import torch
 
 from docs_build.drawing.sketch import Panel, bar, box, figure, label, size_of
 from minifsdp.engine.shards import shard_of, shard_shape
-from minifsdp.tools.formulas import ring_sends
+from minifsdp_tools.formulas import ring_sends
 
 NUM_RANKS = 4
 DRAWN, REAL = torch.Size((4, 6)), torch.Size((4096, 4096))

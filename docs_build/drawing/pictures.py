@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from docs_build.recording import recordings
-from minifsdp.tools import timeline
-from minifsdp.tools.events import peak_gathered_bytes
 from minifsdp.trace import Event
+from minifsdp_tools import timeline
+from minifsdp_tools.events import peak_gathered_bytes
 
 
 def events_of(key: str) -> list[list[Event]]:

@@ -17,7 +17,7 @@ from minifsdp.engine.layout import Layout
 from minifsdp.engine.lifetime import RateLimiter
 from minifsdp.engine.shards import padded_shard_numel, shard_shape
 from minifsdp.engine.unit import Unit, UnitPolicy
-from minifsdp.tools.events import peak_gathered_bytes
+from minifsdp_tools.events import peak_gathered_bytes
 
 Values = dict[str, Any]
 # Recorded steps of wide models, and of the step player's model.

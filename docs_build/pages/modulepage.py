@@ -10,7 +10,7 @@ from markupsafe import Markup
 from docs_build.generator import relative
 from docs_build.pages import asides
 from docs_build.reading.markup import highlight_lines
-from docs_build.reading.order import PACKAGE, path_of, reading_order
+from docs_build.reading.order import path_of, reading_order
 from docs_build.reading.source import Module, read_module
 from docs_build.templates import PAGES
 
@@ -28,7 +28,7 @@ def address(start: str, name: str, anchor: str = "") -> str:
 
 def row_address(start: str, name: str, anchor: str) -> str:
     """The link to a row; to its page if the row does not exist any more, or ``""`` if the module does not."""
-    if not (PACKAGE / name).exists():
+    if not path_of(name).exists():
         return ""
     return address(start, name, anchor if anchor in {row.anchor for row in read_module(name).rows} else "")
 

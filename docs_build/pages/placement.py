@@ -26,8 +26,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from docs_build.reading.text import table
-from minifsdp.tools.formulas import ring_all_reduce_sends, ring_sends
-from minifsdp.tools.links import Sent
+from minifsdp_tools.formulas import ring_all_reduce_sends, ring_sends
+from minifsdp_tools.links import Sent
 
 DATA = "assets/placements.js"  # path of the output of `script`
 LEVELS = ("replicated", "within", "all")

@@ -14,8 +14,8 @@ from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.flat_tensor import FlatSharding
 from minifsdp.engine.lifetime import RateLimiter
 from minifsdp.engine.shards import shard_shape
-from minifsdp.tools.events import peak_gathered_bytes
-from minifsdp.tools.formulas import ring_all_reduce_sends, ring_sends, size_of
+from minifsdp_tools.events import peak_gathered_bytes
+from minifsdp_tools.formulas import ring_all_reduce_sends, ring_sends, size_of
 
 Values = dict[str, Any]
 

@@ -19,8 +19,8 @@ from docs_build.pages import (
 from docs_build.reading.papers import hybrid_cross_host, hybrid_cross_host_as_printed, zero_bytes
 from docs_build.reading.text import table
 from docs_build.recording import checkpoint_scale, collectives, predicted_steps, two_machines, versions
-from minifsdp.tools import formulas
-from minifsdp.tools.events import peak_gathered_bytes
+from minifsdp_tools import formulas
+from minifsdp_tools.events import peak_gathered_bytes
 
 
 def zero_table() -> str:

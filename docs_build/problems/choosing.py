@@ -8,7 +8,7 @@ from typing import Any
 from docs_build.problems.models import MIXED, job_of, num_parameters
 from docs_build.problems.writing import written
 from docs_build.reading.text import table
-from minifsdp.cost import Cluster, Job, activation_bytes, cost_of, operations, step_time
+from minifsdp_tools.cost import Cluster, Job, activation_bytes, cost_of, operations, step_time
 
 Values = dict[str, Any]
 

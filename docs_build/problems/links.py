@@ -7,8 +7,8 @@ import torch
 
 from docs_build.problems.models import MIXED, job_of
 from docs_build.reading.text import table
-from minifsdp.cost import Job, cost_of, sent_by_link
-from minifsdp.tools.formulas import ring_all_reduce_sends, ring_sends, size_of
+from minifsdp_tools.cost import Job, cost_of, sent_by_link
+from minifsdp_tools.formulas import ring_all_reduce_sends, ring_sends, size_of
 
 Values = dict[str, Any]
 

@@ -6,8 +6,8 @@ from math import prod
 from typing import Any
 
 from docs_build.problems.models import MIXED, job_of, num_parameters
-from minifsdp.cost import Job, activation_bytes, cost_of
-from minifsdp.tools.formulas import padded_flat, padded_per_parameter
+from minifsdp_tools.cost import Job, activation_bytes, cost_of
+from minifsdp_tools.formulas import padded_flat, padded_per_parameter
 
 Values = dict[str, Any]
 

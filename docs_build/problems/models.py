@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
-from minifsdp.cost import Job
-from minifsdp.simulate.machine import CARDS, Network
-from minifsdp.simulate.models import transformer
-from minifsdp.simulate.recording import Recording, record
-from minifsdp.simulate.replay import Result, replay
-from minifsdp.simulate.setup import Setup
-from minifsdp.simulate.shapes import SHAPES
+from minifsdp_tools.cost import Job
+from minifsdp_tools.simulate.machine import CARDS, Network
+from minifsdp_tools.simulate.models import transformer
+from minifsdp_tools.simulate.recording import Recording, record
+from minifsdp_tools.simulate.replay import Result, replay
+from minifsdp_tools.simulate.setup import Setup
+from minifsdp_tools.simulate.shapes import SHAPES
 
 Shapes = list[tuple[int, ...]]
 # Computation and all-gathers in bfloat16, reductions and stored weights in float32.

@@ -10,9 +10,9 @@ from typing import Any
 from docs_build.problems.models import MIXED, job_of, num_parameters, simulated
 from docs_build.problems.writing import written
 from docs_build.reading.text import table
-from minifsdp.cost import Cluster, Job, cost_of, operations, sent_by_link, step_time
-from minifsdp.simulate.setup import Setup
-from minifsdp.simulate.shapes import Shape
+from minifsdp_tools.cost import Cluster, Job, cost_of, operations, sent_by_link, step_time
+from minifsdp_tools.simulate.setup import Setup
+from minifsdp_tools.simulate.shapes import Shape
 
 Values = dict[str, Any]
 

@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from functools import cache
 
-from docs_build.reading.order import PACKAGE, ROOT
+from docs_build.reading.order import ROOT, name_of
 from spec_tools.mutants.catalogue import MUTANTS
 from spec_tools.mutants.mutant import Mutant, broken
 
@@ -48,4 +48,4 @@ def _by_module() -> dict[str, dict[int, list[Break]]]:
 def first_changed_line(mutant: Mutant) -> tuple[str, int]:
     """The module that a mutant changes, and the number of the first changed line."""
     edited = broken(mutant)
-    return edited.path.relative_to(PACKAGE).as_posix(), edited.line
+    return name_of(edited.path), edited.line

@@ -11,7 +11,7 @@ from functools import cache
 from string import Formatter
 from typing import TypeGuard
 
-from docs_build.reading.order import PACKAGE, all_modules
+from docs_build.reading.order import all_modules, path_of
 from minifsdp.engine.messages import texts
 
 
@@ -37,7 +37,7 @@ class Message:
 @cache
 def messages() -> list[Message]:
     """All messages of the package, in the order of its files."""
-    trees = {module: ast.parse((PACKAGE / module).read_text(encoding="utf-8")) for module in all_modules()}
+    trees = {module: ast.parse(path_of(module).read_text(encoding="utf-8")) for module in all_modules()}
     found = [message for module, tree in trees.items() for message in _in(tree, module, "")]
     # Several places can raise the same error. The first one is listed.
     return list({message.id: message for message in reversed(found)}.values())[::-1]

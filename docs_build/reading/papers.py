@@ -3,7 +3,7 @@
 Worked example: with ZeRO-3 on 2 ranks, each rank stores half of the 16 bytes of an element (`zero_bytes`).
 """
 
-from minifsdp.tools.formulas import ring_all_reduce_sends
+from minifsdp_tools.formulas import ring_all_reduce_sends
 
 
 def model_states(num: float, *, parameter: float, gradient: float, optimizer: float) -> float:

@@ -13,14 +13,14 @@ import ast
 from functools import cache
 
 from docs_build.reading.definitions import docstring_lines, find
-from docs_build.reading.order import PACKAGE
+from docs_build.reading.order import path_of
 from docs_build.reading.source import read_module
 
 
 @cache
 def lines_of(name: str, qualified: str) -> list[int]:
     """The line numbers of a function's code, without its docstring; none if it does not exist any more."""
-    if not (PACKAGE / name).exists():
+    if not path_of(name).exists():
         return []
     node = find(ast.parse(read_module(name).text), qualified.split(".<locals>")[0])
     if not isinstance(node, ast.FunctionDef):

@@ -18,7 +18,7 @@ from itertools import groupby, pairwise
 
 from docs_build.reading.definitions import docstring_lines, find, first_line
 from docs_build.reading.notebook import notes_of, place_notes
-from docs_build.reading.order import PACKAGE, path_of
+from docs_build.reading.order import path_of
 from docs_build.reading.tracing import recording_lines
 
 BANNER = re.compile(r"^#\s*-{2,}\s*(.*?)\s*-{2,}$")
@@ -95,11 +95,12 @@ def _imported(tree: ast.Module) -> dict[str, tuple[str, str]]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("minifsdp"):
             continue
-        folder = "/".join((node.module or "").split(".")[1:])
+        package, *folders = (node.module or "").split(".")
+        folder = "/".join(folders if package == "minifsdp" else [package, *folders])
         for alias in node.names:
             places = {f"{folder}/{alias.name}.py": "", f"{folder}.py": alias.name, f"{folder}/__init__.py": alias.name}
             known = ((name.strip("/"), inside) for name, inside in places.items())
-            found[alias.asname or alias.name] = next(one for one in known if (PACKAGE / one[0]).exists())
+            found[alias.asname or alias.name] = next(one for one in known if path_of(one[0]).exists())
     return found
 
 
@@ -218,7 +219,7 @@ def find_function(name: str, qualified: str) -> tuple[int, int, range]:
     Raises:
         KeyError: the module has no definition with that name.
     """
-    node = find(ast.parse((PACKAGE / name).read_text(encoding="utf-8")), qualified)
+    node = find(ast.parse(path_of(name).read_text(encoding="utf-8")), qualified)
     if not isinstance(node, ast.FunctionDef | ast.ClassDef):
         raise KeyError(f"{name} has no {qualified}")
     return first_line(node), node.end_lineno or node.lineno, docstring_lines(node)

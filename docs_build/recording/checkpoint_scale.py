@@ -15,7 +15,7 @@ from typing import Any
 from docs_build.reading.text import table
 from docs_build.recording.busy import Others
 from docs_build.recording.records import load, of_record, save, stamp, torchrun
-from minifsdp.tools.formulas import size_of
+from minifsdp_tools.formulas import size_of
 from spec_tools.checkpoints.formula import Checkpoint, llama_70b
 from spec_tools.checkpoints.measure import NUM_BLOCKS, REPEATS, WIDTH, checkpoint
 

@@ -6,9 +6,9 @@ counted, nor are those of Python.
 """
 
 import ast
-from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[2] / "minifsdp"
+from docs_build.reading.order import all_modules, path_of
+
 # Attributes of Python's modules and classes, and the module whose attributes are counted.
 NOT_OF_TORCH = {"_exit", "_getframe", "_current_frames", "_replace", "_C"}
 
@@ -31,10 +31,9 @@ def own_names(trees: list[ast.Module]) -> set[str]:
 
 def private_names() -> dict[str, list[str]]:
     """Maps each private name of torch to the modules that use it, sorted."""
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
+    trees = {name: ast.parse(path_of(name).read_text(encoding="utf-8")) for name in all_modules()}
     ours, found = own_names(list(trees.values())) | NOT_OF_TORCH, dict[str, set[str]]()
-    for path, tree in trees.items():
-        where = path.relative_to(PACKAGE).as_posix()
+    for where, tree in trees.items():
         for node in ast.walk(tree):
             names = []
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):

@@ -14,9 +14,10 @@ import minifsdp
 from docs_build.reading.order import ROOT
 
 # The public modules are those of the first level, without ``arguments``, which only checks arguments of public calls,
-# and the commands ``__main__`` and ``ledger``.
+# and the commands ``__main__`` and ``ledger``, and two modules of the tools.
 MODULES = ["minifsdp", *(f"minifsdp.{m.name}" for m in pkgutil.iter_modules(minifsdp.__path__) if not m.ispkg)]
-PUBLIC = [name for name in MODULES if name not in ("minifsdp.arguments", "minifsdp.__main__", "minifsdp.ledger")]
+NOT_PUBLIC = ("minifsdp.arguments", "minifsdp.__main__", "minifsdp.ledger")
+PUBLIC = [*(name for name in MODULES if name not in NOT_PUBLIC), "minifsdp_tools.cost", "minifsdp_tools.timeline"]
 
 
 def names_of(name: str) -> list[str]:
@@ -41,8 +42,8 @@ def test_every_public_name_is_on_the_page(module: str) -> None:
 
 
 def test_public_modules_include_the_expected_ones() -> None:
-    assert {"minifsdp.cost", "minifsdp.checkpoint_wrapper", "minifsdp.wrap", "minifsdp.trace"} < set(PUBLIC)
-    assert "cost_of" in names_of("minifsdp.cost")
+    assert {"minifsdp_tools.cost", "minifsdp.checkpoint_wrapper", "minifsdp.wrap", "minifsdp.trace"} < set(PUBLIC)
+    assert "cost_of" in names_of("minifsdp_tools.cost")
 
 
 @pytest.mark.docs
@@ -50,7 +51,7 @@ def test_public_modules_include_the_expected_ones() -> None:
 @pytest.mark.parametrize("module", PUBLIC)
 def test_every_public_name_can_be_linked_to_on_the_built_page(site: Path, module: str) -> None:
     page = (site / "api.html").read_text(encoding="utf-8")
-    anchors = {anchor.rpartition(".")[2] for anchor in re.findall(r'id="(minifsdp\.[\w.]+)"', page)}
+    anchors = {anchor.rpartition(".")[2] for anchor in re.findall(r'id="(minifsdp[\w.]+)"', page)}
     in_tables = set(re.findall(r"<td><code>(\w+)</code></td>", page))
     assert [name for name in names_of(module) if name not in anchors | in_tables] == []
 

@@ -1,4 +1,4 @@
-"""The page's calculator computes the same as ``minifsdp.cost`` on a grid of jobs, and refuses invalid input."""
+"""The page's calculator computes the same as ``minifsdp_tools.cost`` on a grid of jobs, and refuses invalid input."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from minifsdp.cost import Cluster, Job, activation_bytes, cost_of, operations, sent_by_link, step_time
+from minifsdp_tools.cost import Cluster, Job, activation_bytes, cost_of, operations, sent_by_link, step_time
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "docs" / "assets" / "js"
 NAMES = {

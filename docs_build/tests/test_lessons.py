@@ -181,7 +181,7 @@ def test_stored_pictures_have_a_description_with_the_order_of_events() -> None:
 
 def test_stored_description_is_that_of_a_new_picture() -> None:
     from docs_build.drawing import pictures
-    from minifsdp.tools import timeline
+    from minifsdp_tools import timeline
 
     events = pictures.events_of("fsdp1-full-off-block-2-wide")
     new = timeline.svg(events)

@@ -15,7 +15,7 @@ import pytest
 from torch import nn
 
 from docs_build.reading.messages import is_message, messages
-from docs_build.reading.order import PACKAGE, ROOT
+from docs_build.reading.order import ROOT, all_modules, path_of
 from minifsdp import FullyShardedDataParallel
 from minifsdp.engine.messages import PAGE, texts
 from spec_tests.harness import ranks
@@ -45,9 +45,11 @@ def test_messages_are_read_from_the_source(id: str, kind: str, words: str) -> No
     assert words in message.text
 
 
-@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.relative_to(PACKAGE).as_posix())
-def test_every_error_and_warning_gets_its_rank_and_its_address(path: Path) -> None:
-    without = [f"line {call.lineno}: {ast.unparse(call)[:80]}" for call in _speaking(path) if not _has_ends(call)]
+@pytest.mark.parametrize("name", all_modules())
+def test_every_error_and_warning_gets_its_rank_and_its_address(name: str) -> None:
+    without = [
+        f"line {call.lineno}: {ast.unparse(call)[:80]}" for call in _speaking(path_of(name)) if not _has_ends(call)
+    ]
     assert without == []
 
 
@@ -72,7 +74,7 @@ def _has_ends(call: ast.Call) -> bool:
 
 @pytest.mark.parametrize("kind", ["message", "detail"])
 def test_each_message_template_is_used_with_exactly_its_fields(kind: str) -> None:
-    nodes = [node for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    nodes = [node for name in all_modules() for node in ast.walk(ast.parse(path_of(name).read_text()))]
     calls = [node for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "id", "") == kind]
     used = {ast.literal_eval(call.args[0]): {keyword.arg for keyword in call.keywords} for call in calls}
     assert used == {entry: _named_in(text) for entry, text in texts()[kind].items()}

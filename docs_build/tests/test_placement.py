@@ -8,7 +8,7 @@ import pytest
 
 from docs_build.pages import placement
 from docs_build.pages.placement import LEVELS, NAMES, SETTINGS, Placement, all_placements, collectives, reasons
-from minifsdp.cost import Job, cost_of, num_collectives, sent_by_link
+from minifsdp_tools.cost import Job, cost_of, num_collectives, sent_by_link
 
 # The strategy of minifsdp for each setting, and the size of its shard group.
 STRATEGIES = {

@@ -18,7 +18,8 @@ from docs_build.drawing import pictures
 from docs_build.recording import recordings
 from docs_build.tests.browser import Tab
 from docs_build.tests.contrast import contrasts
-from minifsdp import fully_shard, timeline
+from minifsdp import fully_shard
+from minifsdp_tools import timeline
 from spec_tests.harness import ranks
 
 browser = [pytest.mark.docs, pytest.mark.needs("mkdocs")]
@@ -589,7 +590,7 @@ def test_wrong_file_shows_error_and_changes_nothing(address: str, tab: Tab, text
     tab.wait_for(f"{STATUS}.includes('wrong.json')")
     said = tab.look(STATUS)
     assert said.startswith(says)
-    remedy = "Use a file of train_gpt.py --trace, or of minifsdp.timeline.chrome_trace."
+    remedy = "Use a file of train_gpt.py --trace, or of minifsdp_tools.timeline.chrome_trace."
     assert said.endswith(remedy) or "damaged" in said
     assert moment(tab) == 5
     # The status is visible without scrolling right after the page is opened.

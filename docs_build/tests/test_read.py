@@ -14,11 +14,12 @@ from docs_build.reading.breaks import RECORD, breaks_of, first_changed_line
 from docs_build.reading.definitions import first_line
 from docs_build.reading.mentions import pages_on_function, pages_on_module
 from docs_build.reading.notebook import NOTES, notes_of, place_notes
-from docs_build.reading.order import PACKAGE, ROOT, all_modules
+from docs_build.reading.order import ROOT, all_modules, path_of
 from docs_build.reading.source import read_module
 from docs_build.reading.tracing import recording_lines
 from spec_tests.harness.edit import definitions
 from spec_tools.mutants.catalogue import MUTANTS
+from spec_tools.mutants.mutant import PACKAGES
 
 CORE = [
     f"engine/{name}.py" for name in ("unit", "hooks", "schedule", "flat", "bucket", "comm_streams", "reduce", "root")
@@ -30,7 +31,7 @@ CORE = [
 @pytest.mark.parametrize("name", all_modules())
 def test_every_note_finds_its_line(name: str) -> None:
     notes = notes_of(name)
-    text = (PACKAGE / name).read_text(encoding="utf-8")
+    text = path_of(name).read_text(encoding="utf-8")
     placed = place_notes(text, ast.parse(text), notes)
     assert sorted(placed.values()) == sorted(words for _, _, words in notes)
     shown = {row.lines[0]: row.note for row in read_module(name).rows if row.note}
@@ -145,7 +146,7 @@ def test_recording_code_is_recognized_by_syntax() -> None:
 
 
 def records(name: str) -> bool:
-    return bool(recording_lines(ast.parse((PACKAGE / name).read_text(encoding="utf-8"))))
+    return bool(recording_lines(ast.parse(path_of(name).read_text(encoding="utf-8"))))
 
 
 # Selected by the code alone: if a line is broken on purpose, its note may not match, but other tests must still run.
@@ -195,7 +196,7 @@ def test_mutant_changes_line_of_its_function() -> None:
     for mutant in MUTANTS.values():
         name, line = first_changed_line(mutant)
         module = read_module(name)
-        nodes = [node for path, node in definitions(PACKAGE)[mutant.edit.place] if path == PACKAGE / name]
+        nodes = [node for path, node in definitions(*PACKAGES)[mutant.edit.place] if path == path_of(name)]
         assert any(first_line(node) <= line <= (node.end_lineno or 0) for node in nodes), mutant.name
         assert any(line in row.lines for row in module.rows), mutant.name
 

@@ -18,8 +18,8 @@ from docs_build.reading import running
 from docs_build.reading.source import read_module
 from docs_build.recording import record, recordings, watching
 from minifsdp import fully_shard
-from minifsdp.tools.events import peak_gathered_bytes
 from minifsdp.trace import Event
+from minifsdp_tools.events import peak_gathered_bytes
 from spec_tests.harness import ranks
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"

@@ -10,10 +10,9 @@ from spec_tests.harness.accounting import ROOT
 pytestmark = [pytest.mark.pure, pytest.mark.spec("START-10"), pytest.mark.proof("text")]
 
 PAGE = ROOT / "docs" / "relies.md"
-# The numbers may only become smaller: of names that training uses, and of those that only the step simulator and the
-# exercises use.
+# The numbers may only become smaller: of names that training uses, and of those that only the tools use.
 MOST, MOST_OF_TOOLS = 48, 10
-TOOLS = ("simulate/", "learn/")
+TOOLS = "minifsdp_tools/"
 
 
 def test_the_page_lists_the_private_names_of_the_code() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from docs_build.recording import recordings
 from docs_build.tests.browser import Tab
-from minifsdp.cost import Job, sent_bytes
+from minifsdp_tools.cost import Job, sent_bytes
 
 pytestmark = pytest.mark.docs
 

@@ -15,7 +15,7 @@ from docs_build.tests.browser import Tab
 from docs_build.tests.contrast import contrasts
 from docs_build.tests.test_calculator import in_script
 from docs_build.tests.test_placement import of
-from minifsdp.cost import Job, activation_bytes, cost_of, operations
+from minifsdp_tools.cost import Job, activation_bytes, cost_of, operations
 
 browser = [pytest.mark.docs, pytest.mark.needs("mkdocs")]
 SIZES = {"phone": (390, 844), "desk": (1280, 900)}

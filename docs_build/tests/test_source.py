@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from docs_build.reading import source
-from docs_build.reading.order import PACKAGE, ROOT, all_modules, reading_order
+from docs_build.reading.order import ROOT, all_modules, path_of, reading_order
 from docs_build.reading.source import find_function, read_module
 
 
@@ -49,7 +49,7 @@ def test_the_design_and_the_readme_give_the_same_reading_order() -> None:
 
 @pytest.mark.parametrize("name", all_modules())
 def test_every_code_line_is_in_exactly_one_row(name: str) -> None:
-    text = (PACKAGE / name).read_text(encoding="utf-8")
+    text = path_of(name).read_text(encoding="utf-8")
     shown = [line for row in read_module(name).rows for line in row.lines]
     assert len(shown) == len(set(shown))
     strings = _docstring_lines(ast.parse(text))

@@ -18,7 +18,7 @@ from docs_build.reading.order import ROOT
 from docs_build.tests.browser import Tab
 from docs_build.tests.contrast import contrasts
 from docs_build.tests.test_print import squeezed
-from minifsdp.learn.exercises import exercises as learner_exercises
+from minifsdp_tools.learn.exercises import exercises as learner_exercises
 
 pytest.importorskip("mkdocs", reason="the slides need the documentation's packages")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from minifsdp.cost import Job, cost_of
+from minifsdp_tools.cost import Job, cost_of
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

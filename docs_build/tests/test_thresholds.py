@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from docs_build.reading.papers import model_states
-from minifsdp.cost import Job
-from minifsdp.tools.links import sent_by_link
+from minifsdp_tools.cost import Job
+from minifsdp_tools.links import sent_by_link
 from spec_tests.harness.accounting import ROOT, read_rows
 
 pytestmark = pytest.mark.pure

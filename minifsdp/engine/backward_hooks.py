@@ -106,7 +106,7 @@ class InputsHooks(LeafHooks):
         if not watched:
             return inputs
         values = *inputs[0], *inputs[1].values()
-        if any(tensor.requires_grad for tensor in others) or any(isinstance(value, list | dict) for value in values):
+        if any(tensor.requires_grad for tensor in others) or not {list, dict}.isdisjoint(map(type, values)):
             # The module may change a container that is not a tuple, so it needs the caller's object.
             # Hooks on the caller's tensors run later, because they also wait for the caller's other operations.
             register_multi_grad_hook(watched, self._reached)

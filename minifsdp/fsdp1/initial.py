@@ -47,7 +47,7 @@ def materialize(modules: Modules, param_init_fn: Any, device: torch.device, igno
         ValueError: if ``param_init_fn`` is needed and not callable.
         RuntimeError: if a module has no ``reset_parameters()``, or is still on the meta device afterwards.
     """
-    # A recording (``simulate/device.py``) computes on the meta device.
+    # A recording (``minifsdp_tools/simulate/device.py``) computes on the meta device.
     on_meta = [one for one in modules if any(t.is_meta and t.device != device for t in _own_tensors(one[1], ignored))]
     if on_meta and param_init_fn is not None and not callable(param_init_fn):
         raise ValueError(message("init-fn-type", param_init_fn=param_init_fn))

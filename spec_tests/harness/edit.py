@@ -52,14 +52,14 @@ class Edit:
     is_condition: bool = False
     times: int = 1
 
-    def apply(self, package: pathlib.Path) -> Edited:
-        """Applies the edit to the file of the package that has a match.
+    def apply(self, *packages: pathlib.Path) -> Edited:
+        """Applies the edit to the file of the packages that has a match.
 
         Raises:
             ValueError: nothing has the name, the pattern matches another number of places, or the replacement uses a
                 name that the file does not have.
         """
-        files = definitions(package).get(self.place, [])
+        files = definitions(*packages).get(self.place, [])
         if not files:
             raise ValueError(f"nothing in the package is called {self.place!r}")
         pattern = Pattern(self.old, self.new, self.is_condition)
@@ -105,10 +105,10 @@ def always(place: str, condition: str, times: int = 1) -> Edit:
 
 
 @functools.cache
-def definitions(package: pathlib.Path) -> dict[str, list[tuple[pathlib.Path, Definition]]]:
+def definitions(*packages: pathlib.Path) -> dict[str, list[tuple[pathlib.Path, Definition]]]:
     """Maps each qualified name to the files that define it, each with the definition."""
     found: dict[str, list[tuple[pathlib.Path, Definition]]] = {}
-    for path in sorted(package.rglob("*.py")):
+    for path in sorted(path for package in packages for path in package.rglob("*.py")):
         for name, node in _named(_tree(path)):
             found.setdefault(name, []).append((path, node))
     return found

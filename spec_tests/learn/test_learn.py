@@ -1,4 +1,4 @@
-"""``python -m minifsdp.learn``: its commands, and the verdicts about right and wrong solutions of each exercise."""
+"""``python -m minifsdp_tools.learn``: its commands, and the verdicts about right and wrong solutions."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from minifsdp.learn import checks_communication, checks_layout, checks_state, checks_step
-from minifsdp.learn.__main__ import main
-from minifsdp.learn.exercises import Exercise, common_feedback, exercises
-from minifsdp.learn.grader import grade, load
+from minifsdp_tools.learn import checks_communication, checks_layout, checks_state, checks_step
+from minifsdp_tools.learn.__main__ import main
+from minifsdp_tools.learn.exercises import Exercise, common_feedback, exercises
+from minifsdp_tools.learn.grader import grade, load
 from spec_tools.learn.grading import PACKAGE, SOLUTION, STUB, cases, wrong_solutions
 
 pytestmark = pytest.mark.pure
@@ -154,7 +154,7 @@ def test_hints_come_one_by_one_and_are_counted(tmp_path: Path, capsys: pytest.Ca
 def test_check_prints_requirements_and_stores_progress(tmp_path: Path) -> None:
     solution = (ROOT / "spec_tools" / "learn" / "solutions" / "limiter.py").read_text()
     (tmp_path / "06_limiter.py").write_text(solution)
-    command = [sys.executable, "-m", "minifsdp.learn", "check", "6", "--folder", str(tmp_path)]
+    command = [sys.executable, "-m", "minifsdp_tools.learn", "check", "6", "--folder", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.findall(r"^(\w+) .*\[(LIM-\d\d)", done.stdout, re.MULTILINE) == [
@@ -170,7 +170,7 @@ def test_check_prints_requirements_and_stores_progress(tmp_path: Path) -> None:
 @pytest.mark.spec("LEARN-03")
 def test_check_without_a_file_names_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "2", "--folder", str(tmp_path)]) == 2
-    assert "python -m minifsdp.learn start 2" in capsys.readouterr().out
+    assert "python -m minifsdp_tools.learn start 2" in capsys.readouterr().out
 
 
 @pytest.mark.spec("LEARN-03")

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minifsdp import timeline
-from minifsdp.cost import Job, cost_of
+from minifsdp_tools import timeline
+from minifsdp_tools.cost import Job, cost_of
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import seeded, wide
 from spec_tests.models.running import batch, iterate

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from minifsdp.simulate.models import Model
-from minifsdp.simulate.recording import Recording, record
-from minifsdp.simulate.setup import Setup
-from minifsdp.simulate.shapes import Shape
+from minifsdp_tools.simulate.models import Model
+from minifsdp_tools.simulate.recording import Recording, record
+from minifsdp_tools.simulate.setup import Setup
+from minifsdp_tools.simulate.shapes import Shape
 
 KINDS = ("AG", "F", "B", "RS", "FREE")
 WIDTH = 64

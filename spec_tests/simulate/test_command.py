@@ -1,4 +1,4 @@
-"""``python -m minifsdp.simulate``: its output, the search, and a large model."""
+"""``python -m minifsdp_tools.simulate``: its output, the search, and a large model."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from minifsdp.simulate import search as search_module
-from minifsdp.simulate.__main__ import main
-from minifsdp.simulate.machine import CARDS, Card, Network
-from minifsdp.simulate.recording import record
-from minifsdp.simulate.replay import replay
-from minifsdp.simulate.report import GIB, USABLE, limit_of
-from minifsdp.simulate.search import extrapolated, search
-from minifsdp.simulate.setup import Setup
-from minifsdp.simulate.shapes import Shape
+from minifsdp_tools.simulate import search as search_module
+from minifsdp_tools.simulate.__main__ import main
+from minifsdp_tools.simulate.machine import CARDS, Card, Network
+from minifsdp_tools.simulate.recording import record
+from minifsdp_tools.simulate.replay import replay
+from minifsdp_tools.simulate.report import GIB, USABLE, limit_of
+from minifsdp_tools.simulate.search import extrapolated, search
+from minifsdp_tools.simulate.setup import Setup
+from minifsdp_tools.simulate.shapes import Shape
 from spec_tests.simulate.small import SMALL, small
 
 pytestmark = pytest.mark.pure
@@ -146,7 +146,7 @@ def test_candidates_include_copies_on_one_and_several_machines() -> None:
 
 LARGE = """
 import resource, sys
-from minifsdp.simulate.__main__ import main
+from minifsdp_tools.simulate.__main__ import main
 status = main(sys.argv[1:])
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 sys.exit(status)

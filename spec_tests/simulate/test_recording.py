@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minifsdp.cost import Job, cost_of
 from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.hooks import IterationState
-from minifsdp.simulate.machine import CARDS, Network
-from minifsdp.simulate.models import transformer
-from minifsdp.simulate.recording import Recording, record
-from minifsdp.simulate.replay import replay
-from minifsdp.simulate.setup import Setup
-from minifsdp.simulate.shapes import SHAPES, shape_of
-from minifsdp.simulate.tape import Collective, HostWait, Kernel, UseOn
+from minifsdp_tools.cost import Job, cost_of
+from minifsdp_tools.simulate.machine import CARDS, Network
+from minifsdp_tools.simulate.models import transformer
+from minifsdp_tools.simulate.recording import Recording, record
+from minifsdp_tools.simulate.replay import replay
+from minifsdp_tools.simulate.setup import Setup
+from minifsdp_tools.simulate.shapes import SHAPES, shape_of
+from minifsdp_tools.simulate.tape import Collective, HostWait, Kernel, UseOn
 from spec_tests.harness import ranks
 from spec_tests.harness.programs import output_of_ranks
 from spec_tests.simulate.small import KINDS, SMALL, WIDTH, small, tower_setup
@@ -294,7 +295,10 @@ def test_recording_refuses_a_process_with_a_process_group() -> None:
 
 @pytest.mark.pure
 @pytest.mark.spec("SIMULATE-15")
-def test_package_does_not_import_the_simulator() -> None:
-    package = ROOT / "minifsdp"
-    others = [file for file in package.rglob("*.py") if "simulate" not in file.parts]
-    assert [file for file in others if "minifsdp.simulate import" in file.read_text(encoding="utf-8")] == []
+def test_importing_minifsdp_imports_no_tool() -> None:
+    program = "import sys, minifsdp; print([name for name in sys.modules if name.startswith('minifsdp_tools')])"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+    others = [file for package in ("minifsdp", "minifsdp_tools") for file in (ROOT / package).rglob("*.py")]
+    importing = [file for file in others if "minifsdp_tools.simulate import" in file.read_text(encoding="utf-8")]
+    assert {file.parent.name for file in importing} == {"simulate"}

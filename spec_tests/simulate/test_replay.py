@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from minifsdp.simulate.machine import CARDS, Card, Network, measured_costs
-from minifsdp.simulate.recording import Recording, record
-from minifsdp.simulate.replay import Result, replay
-from minifsdp.simulate.setup import Setup
-from minifsdp.simulate.shapes import Shape
-from minifsdp.simulate.tape import (
+from minifsdp_tools.simulate.machine import CARDS, Card, Network, measured_costs
+from minifsdp_tools.simulate.recording import Recording, record
+from minifsdp_tools.simulate.replay import Result, replay
+from minifsdp_tools.simulate.setup import Setup
+from minifsdp_tools.simulate.shapes import Shape
+from minifsdp_tools.simulate.tape import (
     Allocate,
     Collective,
     Free,

@@ -21,8 +21,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from xml.sax.saxutils import escape
 
-from minifsdp.tools import timeline
 from minifsdp.trace import Event
+from minifsdp_tools import timeline
 from spec_tests.harness.simulated import IssueOrder
 from spec_tests.streams.steps import ROWS, Moment, Step
 

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from minifsdp.tools.events import peak_gathered_bytes
+from minifsdp_tools.events import peak_gathered_bytes
 from spec_tests.harness import device, rank_among_fake_ranks, simulated
 from spec_tests.harness.accounting import ROOT
 from spec_tests.streams import blocks, order, pictures, steps, timelines

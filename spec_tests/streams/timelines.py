@@ -23,8 +23,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from minifsdp.tools import timeline
 from minifsdp.trace import Event
+from minifsdp_tools import timeline
 from spec_tests.harness.simulated.clocks import HOST, Clock
 from spec_tests.streams.steps import ROWS, Moment, Step
 

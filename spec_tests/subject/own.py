@@ -19,6 +19,7 @@ from spec_tests import subject
 __all__ = ["Use", "use_of"]
 
 PACKAGES = ("spec_tests", "spec_tools")  # the code of tests
+OURS = ("minifsdp", "minifsdp_tools")
 
 
 @dataclass
@@ -47,7 +48,7 @@ def use_of(item: pytest.Item) -> Use:
         if id(one) in seen or home.startswith("spec_tests.harness"):
             continue
         seen.add(id(one))
-        if home.split(".")[0] == "minifsdp" and home != "minifsdp.trace":
+        if home.split(".")[0] in OURS and home != "minifsdp.trace":
             use.own.add(home)
         elif isinstance(one, dict):
             waiting += one.values()
@@ -60,7 +61,7 @@ def use_of(item: pytest.Item) -> Use:
         elif isinstance(one, types.FunctionType):
             waiting += one.__defaults__ or ()
             for code in codes(one.__code__):
-                use.own |= {name for name in code.co_names if name.split(".")[0] == "minifsdp" and "." in name}
+                use.own |= {name for name in code.co_names if name.split(".")[0] in OURS and "." in name}
                 use.own |= {"a program with minifsdp" for text in code.co_consts if is_program(text)}
                 public = public_names(code, one.__globals__)
                 use.public |= public

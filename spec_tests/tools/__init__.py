@@ -1,1 +1,1 @@
-"""Tests of ``minifsdp.tools``: the calculator, ``explain`` and the timeline."""
+"""Tests of ``minifsdp_tools``: the calculator, ``explain`` and the timeline."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from minifsdp.cost import Job, activation_bytes, cost_of, operations
+from minifsdp_tools.cost import Job, activation_bytes, cost_of, operations
 from spec_tests.live_bytes import LiveBytes
 from tutorials.gpt.model import GPT
 

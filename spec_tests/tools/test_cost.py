@@ -21,10 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import minifsdp
 from docs_build.reading import papers
-from minifsdp import cost
-from minifsdp.cost import Cost, Job, cost_of
 from minifsdp.engine.mesh import Group, default_group
-from minifsdp.tools import formulas, peaks
+from minifsdp_tools import cost, formulas, peaks
+from minifsdp_tools.cost import Cost, Job, cost_of
 from spec_tests import subject
 from spec_tests.harness import device, ranks
 from spec_tests.live_bytes import LiveBytes

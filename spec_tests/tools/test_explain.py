@@ -22,8 +22,8 @@ import minifsdp
 from minifsdp import explain
 from minifsdp.fsdp1.wrapper import Wrapper
 from minifsdp.fsdp2.fsdp_state import states_in
-from minifsdp.tools.explain import Explanation
-from minifsdp.tools.explain_records import UnitSummary
+from minifsdp_tools.explain import Explanation
+from minifsdp_tools.explain_records import UnitSummary
 from spec_tests import subject
 from spec_tests.harness import device, ranks
 from spec_tests.models import MODELS

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import minifsdp
-from minifsdp.cost import Job, cost_of
-from minifsdp.tools.explain import Explanation
+from minifsdp_tools.cost import Job, cost_of
+from minifsdp_tools.explain import STATES, Explanation
 from spec_tests import subject
 from spec_tests.harness import device, ranks
 from spec_tests.subject import FullyShardedDataParallel, MixedPrecision, ModuleWrapPolicy
@@ -111,7 +111,7 @@ def test_optimizer_states_equal_those_of_the_named_optimizer(name: str, per_para
 
 
 @pytest.mark.spec("EXPLAIN-03")
-@pytest.mark.parametrize("name", minifsdp.tools.explain.STATES)
+@pytest.mark.parametrize("name", STATES)
 @ranks(2)
 def test_supported_optimizers_have_expected_state_size(name: str) -> None:
     model = FullyShardedDataParallel(Tower().to(device()))

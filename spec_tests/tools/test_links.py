@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minifsdp.cost import Cluster, Job, Sent, cost_of, sent_by_link, step_time
+from minifsdp_tools.cost import Cluster, Job, Sent, cost_of, sent_by_link, step_time
 from spec_tests.harness import ranks
 from spec_tests.subject import trace
 from spec_tests.tools.test_cost import JOB, one_step, wrapped

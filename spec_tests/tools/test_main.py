@@ -56,7 +56,8 @@ def test_an_unknown_entry_names_similar_ones(capsys: pytest.CaptureFixture[str])
 def test_the_tools_in_the_list_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     assert capsys.readouterr().out.strip() == TOOLS.strip()
-    modules = set(re.findall(r"python -m ([\w.]+)", TOOLS)) | set(re.findall(r"\bminifsdp\.\w+(?=[, ] )", TOOLS))
+    in_programs = re.findall(r"\bminifsdp(?:_tools)?\.\w+(?=[, ] )", TOOLS)
+    modules = {*re.findall(r"python -m ([\w.]+)", TOOLS), *in_programs}
     assert len(modules) >= 7
     for name in modules:
         assert importlib.util.find_spec(name), name

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minifsdp.timeline import chrome_trace, gathered_bytes, peak_gathered_bytes, svg
 from minifsdp.trace import Event
+from minifsdp_tools.timeline import chrome_trace, gathered_bytes, peak_gathered_bytes, svg
 
 pytestmark = pytest.mark.pure
 

@@ -1,4 +1,4 @@
-"""The peak memory of minifsdp's contenders according to `minifsdp.tools`, for comparison with the measured peak.
+"""The peak memory of minifsdp's contenders according to `minifsdp_tools`, for comparison with the measured peak.
 
 `minifsdp.explain` returns the job of a sharded model. This module adds two facts that are not in the model: the course
 of a step, and the size of the activations. *Activations* are tensors that a forward of the plain model creates and that
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import minifsdp
-from minifsdp.tools import cost
+from minifsdp_tools import cost
 from spec_tests.live_bytes import LiveBytes
 from spec_tools.benchmarks.workloads import Batch, Workload
 

@@ -102,7 +102,7 @@ class Outcome:
         post_forward_mesh: bytes in live tensors between two steps, relative to the state before the model was built.
         computing: maximum in forward and backward.
         peak: maximum during a step.
-        priced_computing, priced: the values of `minifsdp.tools.cost` for ``computing`` and ``peak``; 0 for contenders
+        priced_computing, priced: the values of `minifsdp_tools.cost` for ``computing`` and ``peak``; 0 for contenders
             that it does not support.
         curve: positions in the step, from 0 to 1, each with the maximum of live bytes in this part of it.
     """

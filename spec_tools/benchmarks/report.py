@@ -13,7 +13,7 @@ Each workload has one table with a line for each contender. The columns:
 ``MiB between``    hybrid only: the others, which are sent between the groups
 ``MiB wired``      bytes that its sockets have sent
 ``rest MiB``       live tensors between two steps
-``compute MiB``    maximum in forward and backward; for minifsdp, with the ratio to `minifsdp.tools`
+``compute MiB``    maximum in forward and backward; for minifsdp, with the ratio to `minifsdp_tools`
 ``peak MiB``       the same for the whole step, including the optimizer
 =================  =======================================================================================
 

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from minifsdp.tools.formulas import Shape, padded_flat, ring_sends
+from minifsdp_tools.formulas import Shape, padded_flat, ring_sends
 
 __all__ = ["Checkpoint", "llama_70b"]
 

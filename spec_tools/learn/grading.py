@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from minifsdp.learn.exercises import Exercise, exercises
+from minifsdp_tools.learn.exercises import Exercise, exercises
 
 HERE = Path(__file__).parent
 PACKAGE, STUB, SOLUTION = "package", "stub", "solution"
@@ -48,7 +48,7 @@ def main(numbers: list[int]) -> None:
     # Imported here, because tests only need the list of cases. Sharding a model imports the compiler, which takes
     # seconds, so this process imports it for all children.
 
-    from minifsdp.learn.grader import grade
+    from minifsdp_tools.learn.grader import grade
 
     with tempfile.TemporaryDirectory() as folder:
         for exercise in exercises():

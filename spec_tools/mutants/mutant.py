@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from spec_tests.harness.accounting import ROOT
 from spec_tests.harness.edit import Edit, Edited
 
-__all__ = ["PACKAGE", "Mutant", "broken"]
+__all__ = ["PACKAGES", "Mutant", "broken"]
 
-PACKAGE = ROOT / "minifsdp"
+PACKAGES = (ROOT / "minifsdp", ROOT / "minifsdp_tools")
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,6 @@ def broken(mutant: Mutant) -> Edited:
         ValueError: the edit cannot be applied.
     """
     try:
-        return mutant.edit.apply(PACKAGE)
+        return mutant.edit.apply(*PACKAGES)
     except ValueError as error:
         raise ValueError(f"{mutant.name}: {error}") from error

@@ -37,6 +37,7 @@ COPIED = (
     "docs",
     "docs_build",
     "minifsdp",
+    "minifsdp_tools",
     "mkdocs.yml",
     "pyproject.toml",
     "spec_tests",

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from spec_tests.harness.accounting import read_rows, section_of
+from spec_tests.harness.accounting import ROOT, read_rows, section_of
 from spec_tests.harness.edit import never, remove
 from spec_tools.mutants import record
 from spec_tools.mutants.catalogue import EVERY, MUTANTS
-from spec_tools.mutants.mutant import PACKAGE, Mutant, broken
+from spec_tools.mutants.mutant import PACKAGES, Mutant, broken
 from spec_tools.mutants.runner import Result, files_of
 from spec_tools.size import size_of
 
@@ -47,8 +47,9 @@ def test_each_mutant_applies_and_its_result_compiles() -> None:
 
 
 def test_mutants_are_spread_over_the_modules_by_their_size() -> None:
-    found = Counter(broken(mutant).path.relative_to(PACKAGE).as_posix() for mutant in EVERY)
-    sizes = {path.relative_to(PACKAGE).as_posix(): size_of([path]).statements for path in PACKAGE.rglob("*.py")}
+    found = Counter(broken(mutant).path.relative_to(ROOT).as_posix() for mutant in EVERY)
+    files = [path for package in PACKAGES for path in package.rglob("*.py")]
+    sizes = {path.relative_to(ROOT).as_posix(): size_of([path]).statements for path in files}
     few = [module for module, size in sizes.items() if size > 60 and found[module] < max(1, size // 100)]
     many = [module for module, size in sizes.items() if found[module] > 1 + size // 20]
     assert (few, many) == ([], [])

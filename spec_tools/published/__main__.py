@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Sequence
 
-from minifsdp.simulate.setup import Setup
+from minifsdp_tools.simulate.setup import Setup
 from spec_tools.published import compare, page, recordings, setups, table
 from spec_tools.published.table import Row
 

@@ -23,9 +23,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from statistics import median
 
-from minifsdp.simulate.recording import Recording
-from minifsdp.simulate.replay import replay
-from minifsdp.simulate.setup import Setup
+from minifsdp_tools.simulate.recording import Recording
+from minifsdp_tools.simulate.replay import replay
+from minifsdp_tools.simulate.setup import Setup
 from spec_tools.published.setups import Absent, Case, case_of, parts_of
 from spec_tools.published.table import Row
 
@@ -43,7 +43,7 @@ class Constants:
     """The fitted constants of a generation.
 
     Attributes:
-        efficiency, slowdown: see `minifsdp.simulate.machine.Card`.
+        efficiency, slowdown: see `minifsdp_tools.simulate.machine.Card`.
         fitted_on: the names of the rows.
     """
 

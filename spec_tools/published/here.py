@@ -38,12 +38,12 @@ from statistics import median
 
 import torch
 
-from minifsdp.simulate.machine import Card, Network
-from minifsdp.simulate.models import Model
-from minifsdp.simulate.recording import Recording, record
-from minifsdp.simulate.replay import replay
-from minifsdp.simulate.setup import HYBRID, Setup
-from minifsdp.simulate.tape import Kernel
+from minifsdp_tools.simulate.machine import Card, Network
+from minifsdp_tools.simulate.models import Model
+from minifsdp_tools.simulate.recording import Recording, record
+from minifsdp_tools.simulate.replay import replay
+from minifsdp_tools.simulate.setup import HYBRID, Setup
+from minifsdp_tools.simulate.tape import Kernel
 from spec_tools.benchmarks.workloads import WORKLOADS, Workload
 from spec_tools.published.measured import LIMIT, Measured, measure
 

@@ -16,8 +16,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from minifsdp.simulate.recording import Recording, record
-from minifsdp.simulate.setup import Setup
+from minifsdp_tools.simulate.recording import Recording, record
+from minifsdp_tools.simulate.setup import Setup
 
 __all__ = ["FOLDER", "path_of", "recorded"]
 
@@ -34,7 +34,8 @@ def path_of(setup: Setup, sources: str, folder: Path = FOLDER) -> Path:
 
 def hash_of_sources() -> str:
     """A hash of the sources that a recording depends on."""
-    files = sorted((ROOT / "minifsdp").rglob("*.py"))
+    folders = (ROOT / "minifsdp", ROOT / "minifsdp_tools")
+    files = sorted(file for folder in folders for file in folder.rglob("*.py"))
     # The command, its table and its search use recordings and do not change them.
     ignored = {"__main__.py", "report.py", "search.py", "machine.py", "replay.py"}
     texts = [file.read_bytes() for file in files if file.parent.name != "simulate" or file.name not in ignored]

@@ -19,9 +19,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from minifsdp.simulate.machine import CARDS, Card, Network
-from minifsdp.simulate.setup import Setup
-from minifsdp.simulate.shapes import SHAPES, Shape
+from minifsdp_tools.simulate.machine import CARDS, Card, Network
+from minifsdp_tools.simulate.setup import Setup
+from minifsdp_tools.simulate.shapes import SHAPES, Shape
 from spec_tools.published.table import Row
 
 __all__ = ["ASSUMED", "BLOCKS", "Absent", "Case", "case_of", "parts_of"]

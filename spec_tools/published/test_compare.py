@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from minifsdp.simulate.machine import CARDS, Network
-from minifsdp.simulate.recording import Recording, record
-from minifsdp.simulate.replay import replay
-from minifsdp.simulate.setup import Setup
-from minifsdp.simulate.shapes import SHAPES
-from minifsdp.simulate.tape import Collective, Kernel, RecordEvent, Tape, WaitEvent
+from minifsdp_tools.simulate.machine import CARDS, Network
+from minifsdp_tools.simulate.recording import Recording, record
+from minifsdp_tools.simulate.replay import replay
+from minifsdp_tools.simulate.setup import Setup
+from minifsdp_tools.simulate.shapes import SHAPES
+from minifsdp_tools.simulate.tape import Collective, Kernel, RecordEvent, Tape, WaitEvent
 from spec_tools.published import compare, measured, page, recordings, table
 from spec_tools.published.here import card_of
 from spec_tools.published.measured import Measured

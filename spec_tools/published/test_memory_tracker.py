@@ -11,10 +11,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from minifsdp.simulate.models import Transformer
-from minifsdp.simulate.recording import record
-from minifsdp.simulate.setup import Setup
-from minifsdp.simulate.shapes import Shape
+from minifsdp_tools.simulate.models import Transformer
+from minifsdp_tools.simulate.recording import record
+from minifsdp_tools.simulate.setup import Setup
+from minifsdp_tools.simulate.shapes import Shape
 
 SHAPE = Shape(layers=4, width=512, heads=8, vocabulary=4000)
 

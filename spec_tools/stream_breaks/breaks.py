@@ -117,8 +117,6 @@ LEFT_OUT = {
     "engine/gloo.py: self.all_gather_apart(": "between CPUs alone",
     "fsdp1/wrapper.py: initial.synchronize(": "has nothing to do with streams",
     "watchdog/": "a thread that has nothing to do with streams",
-    "learn/": "the exercises, whose checks run on CPUs alone",
-    "simulate/": "the device of the step simulator, which only writes on a tape",
     "debugging/values.py: collectives.all_reduce(": "is off, and stops the CPU on purpose",
     "checks/rank_checks.py: self._arrived = ": "only lets `reduced` use `synchronize` later",
     "checks/rank_checks.py: arrived.synchronize(": "a whole backward runs between the all-gather and this line",

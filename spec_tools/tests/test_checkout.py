@@ -60,7 +60,7 @@ def test_a_warning_names_the_program_in_a_checkout_with_the_name_of_the_package(
 
 @pytest.mark.spec("START-01")
 def test_no_test_and_no_tool_searches_paths_for_the_package_name() -> None:
-    folders = ("spec_tests", "spec_tools", "docs_build", "tutorials", "minifsdp")
+    folders = ("spec_tests", "spec_tools", "docs_build", "tutorials", "minifsdp", "minifsdp_tools")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py") if path != Path(__file__)]
     guesses = [f'"{slash}minifsdp{slash}"' for slash in ("/", "\\\\")] + [
         '"minifsdp" in path',

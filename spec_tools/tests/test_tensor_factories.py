@@ -1,4 +1,4 @@
-"""Rule for the package: a tensor that it creates names its device and its dtype.
+"""Rule for both packages: a tensor that it creates names its device and its dtype.
 
 A program may set a default device or a default dtype, for all of its code or around one call. A tensor without a device
 is then created on the device of the program, and a collective between this tensor and the model's tensors fails.
@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from torch.utils._device import _device_constructors
 
-PACKAGE = Path(__file__).resolve().parents[2] / "minifsdp"
+ROOT = Path(__file__).resolve().parents[2]
+FILES = [path for package in ("minifsdp", "minifsdp_tools") for path in (ROOT / package).rglob("*.py")]
 # The exercises compare with numbers that learners see. They run as a program of their own, without defaults.
-MODULES = sorted(str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if "learn" not in path.parts)
+MODULES = sorted(str(path.relative_to(ROOT)) for path in FILES if "learn" not in path.relative_to(ROOT).parts)
 # The functions of torch that use the default device.
 FACTORIES = {function.__name__ for function in _device_constructors()} | {"Tensor", "FloatTensor", "LongTensor"}
 
@@ -32,8 +33,8 @@ def incomplete_factories(source: str) -> list[str]:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_every_tensor_of_the_package_names_its_device_and_dtype(module: str) -> None:
-    assert incomplete_factories((PACKAGE / module).read_text(encoding="utf-8")) == []
+def test_every_tensor_of_the_packages_names_its_device_and_dtype(module: str) -> None:
+    assert incomplete_factories((ROOT / module).read_text(encoding="utf-8")) == []
 
 
 @pytest.mark.parametrize(

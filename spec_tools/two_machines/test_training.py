@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from minifsdp.cost import sent_by_link
+from minifsdp_tools.cost import sent_by_link
 from spec_tests.harness import pool
 from spec_tests.ports import free_port
 from spec_tools.two_machines import training

@@ -26,8 +26,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from minifsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
-from minifsdp.cost import Job
 from minifsdp.wrap import ModuleWrapPolicy
+from minifsdp_tools.cost import Job
 from spec_tools.two_machines.link import bytes_of_interface
 from spec_tools.two_machines.machines import SOCKET, LinkControl
 

@@ -54,7 +54,7 @@ class Recordings:
         all_ranks = from_all_ranks(self._steps)
         if not speaks:
             return
-        from minifsdp import timeline
+        from minifsdp_tools import timeline
 
         if self.trace is not None:
             # All steps use the time origin of the first step, so that the optimizer step is visible as a gap.

@@ -1,4 +1,4 @@
-/* The arithmetic of minifsdp/tools in JavaScript: formulas.py, peaks.py, cost.py, links.py and activations.py, with the
+/* The arithmetic of minifsdp_tools in JavaScript: formulas.py, peaks.py, cost.py, links.py and activations.py, with the
    same names. A test runs both on the same jobs and compares every number. The Python files explain the numbers. */
 (function (root, factory) {
   "use strict";

@@ -1,4 +1,4 @@
-/* Recordings of the user: reads the Chrome trace of minifsdp.timeline.chrome_trace, or of train_gpt.py --trace.
+/* Recordings of the user: reads the Chrome trace of minifsdp_tools.timeline.chrome_trace, or of train_gpt.py --trace.
 
    A rank is a process, and an event has a kind (cat), a time in microseconds, a unit, bytes and ranks:
      {"ph": "X", "cat": "AG", "pid": 1, "ts": 0, "dur": 2000, "args": {"unit": "0", "bytes": 32, "ranks": [0, 1]}}
@@ -7,7 +7,7 @@
   "use strict";
   const player = root.minifsdpPlayer;
   const LARGEST = 64e6;
-  const ADVICE = "Use a file of train_gpt.py --trace, or of minifsdp.timeline.chrome_trace.";
+  const ADVICE = "Use a file of train_gpt.py --trace, or of minifsdp_tools.timeline.chrome_trace.";
 
   function read(name, text) {
     const events = eventsOf(name, text);

@@ -8,56 +8,56 @@ from spec_tools.mutants.mutant import Mutant
 __all__ = ["MUTANTS"]
 
 MUTANTS = [
-    # --- learn/__main__.py ---
+    # --- minifsdp_tools/learn/__main__.py ---
     Mutant(
         "start-overwrites",
         "LEARN-01",
         "`start` replaces the file of a learner.",
         never("_start", "path.exists()"),
     ),
-    # --- learn/checking.py ---
+    # --- minifsdp_tools/learn/checking.py ---
     Mutant(
         "checks-always-pass",
         "LEARN-04",
         "A condition of a check never fails.",
         never("expect", "not condition"),
     ),
-    # --- learn/checks_communication.py ---
+    # --- minifsdp_tools/learn/checks_communication.py ---
     Mutant(
         "limiter-may-wait-for-the-newest",
         "LEARN-04",
         "The check of the rate limiter has no message for a wait for the newest unit.",
         remove("waits_for_oldest", "expect(waited != [1], 'newest')"),
     ),
-    # --- learn/checks_layout.py ---
+    # --- minifsdp_tools/learn/checks_layout.py ---
     Mutant(
         "padding-is-not-checked",
         "LEARN-04",
         "The padding of a flat shard may have any values.",
         remove("shards_of_example", "expect(torch.equal(shard, right), 'padding', got=shard.tolist(), **here)"),
     ),
-    # --- learn/checks_state.py ---
+    # --- minifsdp_tools/learn/checks_state.py ---
     Mutant(
         "optimizer-watch-may-be-forgotten",
         "LEARN-04",
         "The check of `keep_unreduced` accepts a function without its first line.",
         remove("adds_up", "expect($kept, 'first-line')"),
     ),
-    # --- learn/checks_step.py ---
+    # --- minifsdp_tools/learn/checks_step.py ---
     Mutant(
         "summoned-unit-may-gather",
         "LEARN-04",
         "The check of `unshard` accepts an all-gather of a unit that is summoned.",
         remove("unshard_twice", "expect(calls == [], 'summoned', calls=calls)"),
     ),
-    # --- learn/exercises.py ---
+    # --- minifsdp_tools/learn/exercises.py ---
     Mutant(
         "first-hint-only",
         "LEARN-02",
         "`hint` prints the first hint with each call.",
         replace("Progress.next_hints", "min(self.num_hints(exercise) + 1, len(exercise.hints))", "1"),
     ),
-    # --- learn/grader.py ---
+    # --- minifsdp_tools/learn/grader.py ---
     Mutant(
         "package-is-graded",
         "LEARN-04",

@@ -8,21 +8,21 @@ from spec_tools.mutants.mutant import Mutant
 __all__ = ["MUTANTS"]
 
 MUTANTS = [
-    # --- simulate/__main__.py ---
+    # --- minifsdp_tools/simulate/__main__.py ---
     Mutant(
         "simulator-draws-nothing",
         "SIMULATE-13",
         "`--timeline` writes no file.",
         never("main", "$given.timeline"),
     ),
-    # --- simulate/device.py ---
+    # --- minifsdp_tools/simulate/device.py ---
     Mutant(
         "recording-without-waits",
         "SIMULATE-02",
         "A recording does not contain the waits of streams.",
         remove("Stream.wait_event", "self.tape.items.append(WaitEvent(self.number, $event.number))"),
     ),
-    # --- simulate/machine.py ---
+    # --- minifsdp_tools/simulate/machine.py ---
     Mutant(
         "memory-takes-no-time",
         "SIMULATE-06",
@@ -33,28 +33,28 @@ MUTANTS = [
             "$compute",
         ),
     ),
-    # --- simulate/models.py ---
+    # --- minifsdp_tools/simulate/models.py ---
     Mutant(
         "two-embeddings",
         "SIMULATE-04",
         "The output matrix of a model is never the token embedding.",
         never("Transformer.__init__", "$shape.tied"),
     ),
-    # --- simulate/operators.py ---
+    # --- minifsdp_tools/simulate/operators.py ---
     Mutant(
         "causal-attention-in-full",
         "SIMULATE-03",
         "Causal attention takes the time of attention to all positions.",
         replace("OperatorMode._append", "$flops / 2 if $is_causal else $flops", "$flops"),
     ),
-    # --- simulate/recording.py ---
+    # --- minifsdp_tools/simulate/recording.py ---
     Mutant(
         "recording-reduces-each-micro-batch",
         "SIMULATE-05",
         "A recording with `no_sync` reduces the gradients of each micro-batch.",
         replace("_train", "not $setup.no_sync or $number == $setup.accumulation - 1", "True"),
     ),
-    # --- simulate/replay.py ---
+    # --- minifsdp_tools/simulate/replay.py ---
     Mutant(
         "collectives-of-a-group-overlap",
         "SIMULATE-10",
@@ -65,14 +65,14 @@ MUTANTS = [
             "max(self.ends[$c.stream], self.host)",
         ),
     ),
-    # --- simulate/search.py ---
+    # --- minifsdp_tools/simulate/search.py ---
     Mutant(
         "every-setting-fits",
         "SIMULATE-14",
         "The search returns settings that need more memory than the card has.",
         replace("_fits", "$result.peak_held <= USABLE * $card.memory", "True"),
     ),
-    # --- simulate/tape.py ---
+    # --- minifsdp_tools/simulate/tape.py ---
     Mutant(
         "events-of-the-compute-stream",
         "SIMULATE-02",

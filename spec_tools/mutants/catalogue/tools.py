@@ -29,14 +29,14 @@ MUTANTS = [
         "The weight of a token depends on the number of tokens on its rank.",
         remove("token_scale", "collectives.all_reduce($ranks, $total, kind='token_scale').wait()"),
     ),
-    # --- tools/activations.py ---
+    # --- minifsdp_tools/activations.py ---
     Mutant(
         "nothing-comes-out-of-a-matrix",
         "COST-16",
         "The estimate of activations counts the inputs of a matrix product but not its outputs.",
         replace("activation_bytes", "map(sum, $matrices)", "(matrix[1] for matrix in $matrices)"),
     ),
-    # --- tools/cost.py ---
+    # --- minifsdp_tools/cost.py ---
     Mutant(
         "kept-units-are-gathered-again",
         "COST-06",
@@ -51,7 +51,7 @@ MUTANTS = [
         "The calculator counts offloaded states as memory of the device.",
         replace("cost_of", "(0.0, $states) if $job.offload else ($states, 0.0)", "($states, 0.0)"),
     ),
-    # --- tools/explain.py ---
+    # --- minifsdp_tools/explain.py ---
     Mutant(
         "equal-units-have-a-line-each",
         "EXPLAIN-12",
@@ -74,14 +74,14 @@ MUTANTS = [
         "explain() warns of small units although every unit is small.",
         replace("advice_for", "min(KNEE, max($largest / 10, $total / 100))", "KNEE"),
     ),
-    # --- tools/explain_records.py ---
+    # --- minifsdp_tools/explain_records.py ---
     Mutant(
         "frozen-parts-have-states",
         "EXPLAIN-04",
         "explain() counts optimizer states for frozen parameters.",
         always("UnitSummary.trained_shapes", "$parameter.trained"),
     ),
-    # --- tools/explain_units.py ---
+    # --- minifsdp_tools/explain_units.py ---
     Mutant(
         "a-tie-has-one-name",
         "EXPLAIN-08",
@@ -106,14 +106,14 @@ MUTANTS = [
         "explain() plans a flat unit with the padding of single parameters.",
         always("_planned", "$like.per_parameter"),
     ),
-    # --- tools/formulas.py ---
+    # --- minifsdp_tools/formulas.py ---
     Mutant(
         "rows-are-priced-without-padding",
         "COST-02",
         "The calculator omits padding.",
         replace("padded_flat", "-(-$numel // $num_shards) * $num_shards", "$numel"),
     ),
-    # --- tools/job.py ---
+    # --- minifsdp_tools/job.py ---
     Mutant(
         "stage-two-keeps-gradients-whole",
         "COST-02",
@@ -130,21 +130,21 @@ MUTANTS = [
         "The backward of each unit counts the activations of all units.",
         replace("Job.kept", "self.activations[:$num + 1]", "self.activations"),
     ),
-    # --- tools/links.py ---
+    # --- minifsdp_tools/links.py ---
     Mutant(
         "replicas-are-neighbours",
         "COST-15",
         "The calculator's all-reduce ring connects consecutive ranks instead of replicas.",
         replace("sent_by_link", "($sent['AR'], $job.num_replicas, $job.shards)", "($sent['AR'], $job.num_replicas, 1)"),
     ),
-    # --- tools/peaks.py ---
+    # --- minifsdp_tools/peaks.py ---
     Mutant(
         "last-moment-for-the-worst",
         "COST-03",
         "The peak of forward is the memory at its end instead of the maximum.",
         replace("peak_of_forward", "max($moments)", "$moments[-1]"),
     ),
-    # --- tools/timeline.py ---
+    # --- minifsdp_tools/timeline.py ---
     Mutant(
         "names-in-pictures-are-not-escaped",
         "SAVE-09",

@@ -1,0 +1,227 @@
+"""Checks of the exercises about the unreduced gradients and the state dict of a unit.
+
+Worked example, `adds_up`: two backwards without a reduction have the gradients 1 and 2. Each rank must keep 3.
+
+*In torch:* no such tool.
+
+Spec: LEARN-03.
+"""
+
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from minifsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from minifsdp.api import FullStateDictConfig, ShardedStateDictConfig, StateDictType
+from minifsdp.checkpoint import state_dict
+from minifsdp.engine.layout import Gradient
+from minifsdp.fsdp2.fsdp_state import state_of
+from minifsdp_tools.learn.checking import CPU, expect, fully_sharded, recorded_collectives, small_model
+
+# --- 7: no_sync ---
+
+
+def _layout(**options: Any) -> Any:
+    """The layout of a unit with a weight of shape (3, 2) and a bias of shape (3,)."""
+    state: Any = state_of(fully_shard(nn.Linear(2, 3), **options))
+    return state.unit.layout
+
+
+def _give(layout: Any, *values: float | None) -> None:
+    """Sets the gradients of the unsharded parameters, as autograd does."""
+    for param, value in zip(layout.params, values, strict=True):
+        param.leaf.grad = None if value is None else torch.full(param.shape, value, dtype=param.leaf.dtype)
+
+
+def _numbers(gradient: Gradient) -> list[float]:
+    return [part.float().mean().item() for part in gradient.parts]
+
+
+def takes_gradients() -> None:
+    """``take_gradient`` returns the gradients that exist, with their numbers, and removes them from the leaves."""
+    layout = _layout()
+    _give(layout, 1.0, 2.0)
+    got = layout.take_gradient(with_unreduced=True)
+    expect(isinstance(got, Gradient), "no-gradient", got=type(got).__name__)
+    expect(
+        _numbers(got) == [1.0, 2.0] and [*got.numbers] == [0, 1], "gradients", got=_numbers(got), numbers=got.numbers
+    )
+    expect(all(param.leaf.grad is None for param in layout.params), "left-in-leaf")
+    _give(layout, 1.0, 2.0)
+    layout.take_gradient(with_unreduced=False)
+    expect(all(param.leaf.grad is None for param in layout.params), "left-in-leaf")
+    _give(layout, None, 2.0)
+    got = layout.take_gradient(with_unreduced=True)
+    expect([*got.numbers] == [1] and len(got.parts) == 1, "number", numbers=got.numbers, got=len(got.parts))
+    got = layout.take_gradient(with_unreduced=True)
+    expect(got is None, "empty-gradient", got=got)
+
+
+def adds_up() -> None:
+    """Backwards without a reduction add up; the next one with a reduction includes the sum, once."""
+    layout = _layout()
+    for value in (1.0, 2.0):
+        _give(layout, value, value)
+        layout.keep_unreduced(layout.take_gradient(with_unreduced=False))
+        kept = [param.unreduced for param in layout.params]
+        expect(all(isinstance(one, torch.Tensor) for one in kept), "not-kept")
+    means = [one.mean().item() for one in kept]
+    expect(means == [3.0, 3.0], "overwritten", got=means)
+    _give(layout, 4.0, 4.0)
+    got = _numbers(layout.take_gradient(with_unreduced=True))
+    expect(got != [4.0, 4.0], "not-included")
+    expect(got == [7.0, 7.0], "sum", got=got)
+    expect(all(param.unreduced is None for param in layout.params), "kept-after")
+
+
+def unused_parameter() -> None:
+    """A parameter without a gradient in the last micro-batch is still reduced."""
+    layout = _layout()
+    _give(layout, None, 1.0)
+    layout.keep_unreduced(layout.take_gradient(with_unreduced=False))
+    kept = [param.unreduced for param in layout.params]
+    expect(kept[0] is None and kept[1] is not None, "ignores-numbers")
+    _give(layout, 1.0, None)
+    got = layout.take_gradient(with_unreduced=False)
+    expect(
+        [*got.numbers] == [0] and _numbers(got) == [1.0], "included-too-early", got=_numbers(got), numbers=got.numbers
+    )
+    layout.keep_unreduced(got)
+    _give(layout, None, 1.0)
+    got = layout.take_gradient(with_unreduced=True)
+    expect([*got.numbers] == [0, 1], "lost", numbers=got.numbers)
+    expect(_numbers(got) == [1.0, 2.0], "sum", got=_numbers(got))
+
+
+def sums_in_reduce_dtype() -> None:
+    """Many micro-batches in bfloat16 add up in the reduce dtype."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    layout = _layout(mp_policy=policy)
+    for value, right in ((256.0, 256.0), (1.0, 257.0)):
+        _give(layout, value, value)
+        layout.keep_unreduced(layout.take_gradient(with_unreduced=False))
+        got = layout.params[0].unreduced
+        expect(got.dtype is torch.float32, "reduce-dtype", got=got.dtype)
+        expect(got.mean().item() == right, "rounded", got=got.mean().item())
+    _give(layout, 1.0, 1.0)
+    part = layout.take_gradient(with_unreduced=True).parts[0]
+    is_right = part.dtype is torch.float32 and part.mean().item() == 258.0
+    expect(is_right, "rounded-in-the-end", got=part.mean().item(), dtype=part.dtype)
+
+
+def accumulation_trains() -> None:
+    """Two micro-batches, the first one without a reduction, have the gradients of one process."""
+    rank, plain, model = dist.get_rank(), small_model(), fully_sharded(small_model())
+    batch = torch.linspace(-1, 1, 24).view(8, 3)
+    plain(batch).square().mean().backward()
+    for number, part in enumerate(batch.chunk(2)[rank].chunk(2)):
+        model.set_requires_gradient_sync(number == 1)  # type: ignore[operator]
+        (model(part).square().mean() / 2).backward()
+    expected: dict[str, Any] = dict(plain.named_parameters())
+    trained: dict[str, Any] = dict(model.named_parameters())
+    for name, right in expected.items():
+        expect(trained[name].grad is not None, "no-grad", name=name)
+        off = (trained[name].grad.full_tensor() - right.grad).abs().max().item()
+        expect(off < 1e-5, "accumulated", name=name, off=f"{off:.2g}")
+
+
+# --- 9: the state dict of a unit ---
+
+
+class _Tied(nn.Module):
+    """A model with a weight that has two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed, self.head = nn.Embedding(4, 3), nn.Linear(3, 4)
+        self.head.weight = self.embed.weight
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.embed(indices))
+        return out
+
+
+def _pair(**options: Any) -> tuple[nn.Module, FullyShardedDataParallel]:
+    model = small_model()
+    model[0] = FullyShardedDataParallel(model[0], device_id=CPU, **options)
+    return small_model(), FullyShardedDataParallel(model, device_id=CPU, **options)
+
+
+def _compare(got: dict[str, Any], right: dict[str, Any]) -> None:
+    expect(not any("_flat_param" in name for name in got), "flat-key", names=[*got])
+    missing, more = [name for name in right if name not in got], [name for name in got if name not in right]
+    expect(not missing, "missing", names=missing)
+    expect(not more, "unexpected", names=more)
+    for name, value in right.items():
+        expect(got[name].numel() or not value.numel(), "empty", name=name)
+        expect(got[name].shape == value.shape, "shape", name=name, got=tuple(got[name].shape), right=tuple(value.shape))
+        expect(torch.equal(got[name], value), "value", name=name)
+
+
+def full_state_dict() -> None:
+    """Names, shapes and values are those of the plain model."""
+    for use_orig_params in (False, True):
+        plain, model = _pair(use_orig_params=use_orig_params)
+        _compare(model.state_dict(), plain.state_dict())
+
+
+def every_rank_gathers() -> None:
+    """With ``rank0_only``, every rank takes part in the all-gather, but only rank 0 gets entries."""
+    plain, model = _pair()
+    write = state_dict._write_unit
+
+    def checked(codec: Any, form: Any, state: Any) -> None:
+        before = len(calls)
+        write(codec, form, state)
+        expect(calls[before:] == ["all_gather"], "not-collective", calls=calls[before:])
+        # The placeholders are empty.
+        names = [key for key in codec.keys if key in state and state[key].numel()]
+        names = [name.replace("_fsdp_wrapped_module.", "") for name in names]
+        expect(codec.mesh.is_first or not names, "all-ranks", names=names)
+
+    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    with (
+        recorded_collectives() as calls,
+        mock.patch.object(state_dict, "_write_unit", checked),
+        FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, config),
+    ):
+        got = model.state_dict()
+    if dist.get_rank() == 0:
+        _compare(got, plain.state_dict())
+
+
+def values_are_copies() -> None:
+    """Each value has memory of its own, and later training does not change it."""
+    _, model = _pair()
+    got = model.state_dict()
+    for name, value in got.items():
+        num_bytes = value.untyped_storage().nbytes()
+        expect(num_bytes == value.nbytes, "keeps-memory", name=name, size=value.nbytes, got=num_bytes)
+    before = {name: value.clone() for name, value in got.items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    expect(all(torch.equal(got[name], value) for name, value in before.items()), "changes")
+
+
+def tied_names() -> None:
+    """A weight with two names has two entries."""
+    plain, model = _Tied(), FullyShardedDataParallel(_Tied(), device_id=CPU)
+    _compare(model.state_dict(), plain.state_dict())
+
+
+def sharded_state_dict() -> None:
+    """In a sharded state dict, each rank has its rows."""
+    plain, model = _pair(device_mesh=init_device_mesh("cpu", (2,)))
+    config = ShardedStateDictConfig(offload_to_cpu=True)
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, config):
+        got = model.state_dict()
+    for name, value in got.items():
+        expect(isinstance(value, DTensor), "no-rows", name=name, got=type(value).__name__)
+    _compare({name: value.full_tensor() for name, value in got.items()}, plain.state_dict())

@@ -1,0 +1,232 @@
+"""A dispatch mode that writes operators and memory on a tape.
+
+`OperatorMode` receives every operator after autograd. It appends a kernel with the number of floating-point operations
+of PyTorch's counter, and with the bytes of all tensors that the operator reads and writes. It appends no kernel for a
+view or for uninitialized memory. A collective is appended instead of executed.
+
+`replaced_functions` replaces three functions during the recording. ``record_stream`` has no meta kernel.
+``scaled_dot_product_attention`` would create the matrix of attention scores on the meta device; on a card, a fused
+kernel does not. The engine allocates and releases memory by ``resize_`` of a storage, which no dispatch mode receives.
+
+A block of memory is the storage of an operator's result. A weak reference shows when it is released.
+
+Worked example, ``x @ w`` with shapes (2, 3) and (3, 4) in float32: 2 * 2 * 3 * 4 = 48 operations, and 4 * (6 + 12 + 8)
+= 104 bytes.
+
+*In torch:* ``FlopCounterMode`` and ``torch.distributed._tools``; they record no streams.
+
+Spec: SIMULATE-01, SIMULATE-03.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from itertools import count
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FakeWork
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from minifsdp.engine.precision import tensors_in
+from minifsdp_tools.simulate.tape import Allocate, Collective, Free, Kernel, Tape, UseOn
+
+aten = torch.ops.aten
+
+# The kinds of the collectives that are used, and the positions of the unsharded tensor and of the process group.
+_COLLECTIVES: dict[str, tuple[str, int, int]] = {
+    "c10d::_allgather_base_": ("AG", 0, 2),
+    "c10d::_reduce_scatter_base_": ("RS", 1, 2),
+    "c10d::allreduce_": ("AR", 0, 1),
+    "c10d::broadcast_": ("BCAST", 0, 1),
+}
+# These read only the rows that an index selects, as many as they write.
+_SELECTS = {"aten::embedding", "aten::index_select", "aten::index"}
+# These write to their first argument and do not read it.
+_OVERWRITES = {"aten::copy_", "aten::zero_", "aten::fill_"}
+# These allocate memory and write nothing.
+_ALLOCATES = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
+# These return another view of their input.
+_VIEWS = {"aten::_unsafe_view", "aten::lift_fresh", "aten::_reshape_alias", "aten::set_", "aten::alias", "aten::detach"}
+_CAUSAL_AT = {
+    "aten::_scaled_dot_product_flash_attention": 4,
+    "aten::_scaled_dot_product_flash_attention_backward": 11,
+    "aten::_scaled_dot_product_efficient_attention": 6,
+}
+
+
+class Memory:
+    """The blocks of memory that are alive, by storage."""
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape, self._numbers = tape, count()
+        # The number of each block, its size, and the reference that reports its end; by the address of the storage.
+        self._blocks: dict[int, tuple[int, int, Any]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(size for _, size, _ in self._blocks.values())
+
+    def sizes(self) -> dict[int, int]:
+        """The size of each block, by its number."""
+        return {number: size for number, size, _ in self._blocks.values()}
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """Notes the memory of a tensor on the meta device, if it is new."""
+        if not tensor.is_meta:
+            return
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._blocks and storage.nbytes():
+            self._add(storage)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Called after ``storage.resize_``."""
+        self._drop(storage._cdata)
+        if storage.nbytes():
+            self._add(storage)
+
+    def used_on(self, tensor: torch.Tensor, stream: int) -> None:
+        """Called for ``tensor.record_stream``."""
+        block = self._blocks.get(tensor.untyped_storage()._cdata)
+        if block is not None:
+            self._tape.items.append(UseOn(block[0], stream))
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        address, number, size = storage._cdata, next(self._numbers), storage.nbytes()
+        reference = weakref.ref(storage, lambda _: self._drop(address))
+        self._blocks[address] = number, size, reference
+        self._tape.items.append(Allocate(self._tape.stream, number, size, self._tape.phase))
+
+    def _drop(self, address: int) -> None:
+        block = self._blocks.pop(address, None)
+        if block is not None:
+            self._tape.items.append(Free(block[0]))
+
+
+class OperatorMode(TorchDispatchMode):
+    """Writes operators, collectives and memory on a tape."""
+
+    def __init__(self, tape: Tape, memory: Memory) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tape, self._memory = tape, memory
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called for each operator."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            # The operators on the local tensors follow.
+            return NotImplemented
+        kwargs = kwargs or {}
+        name = func._schema.name
+        if name.startswith("c10d::"):
+            return self._communicate(name, args)
+        # The optimizer's fused kernel has no implementation for the meta device.
+        result = None if name == "aten::_fused_adamw_" else func(*args, **kwargs)
+        outputs = list(tensors_in(result))
+        for tensor in outputs:
+            self._memory.note(tensor)
+        if not (func.is_view or name in _ALLOCATES or name in _VIEWS):
+            self._append(func, name, args, kwargs, result, outputs)
+        return result
+
+    def _append(self, func: Any, name: str, args: Any, kwargs: Any, result: Any, outputs: list[torch.Tensor]) -> None:
+        inputs = list(tensors_in(args))
+        given = {id(tensor) for tensor in inputs}
+        written = [*_written(func, args, kwargs), *(tensor for tensor in outputs if id(tensor) not in given)]
+        overwritten = {id(tensor) for tensor in written} if name in _OVERWRITES or "out" in kwargs else set()
+        read = outputs if name in _SELECTS else [tensor for tensor in inputs if id(tensor) not in overwritten]
+        num_bytes = sum(map(_size, read)) + sum(map(_size, written))
+        if not any(tensor.is_meta for tensor in (*outputs, *inputs)):
+            return
+        counter = flop_registry.get(func._overloadpacket)
+        flops = 0.0 if counter is None else float(counter(*args, **kwargs, out_val=result))
+        causal_at = _CAUSAL_AT.get(name)
+        is_causal = causal_at is not None and len(args) > causal_at and args[causal_at] is True
+        dtype = outputs[0].dtype if outputs else None
+        done = flops / 2 if is_causal else flops
+        self._tape.items.append(Kernel(self._tape.stream, name, done, num_bytes, dtype, self._tape.phase, flops))
+
+    def _communicate(self, name: str, args: Any) -> Any:
+        kind, where, group_at = _COLLECTIVES[name]
+        whole = args[where][0] if isinstance(args[where], list) else args[where]
+        group = dist.ProcessGroup.unbox(args[group_at])
+        ranks = tuple(dist.get_process_group_ranks(group))
+        self._tape.items.append(Collective(self._tape.stream, kind, ranks, whole.nbytes))
+        return args[0], FakeWork().boxed()
+
+
+@cache
+def _places_of_written(func: Any) -> list[int | str]:
+    """The position of each argument that an operator changes in place, or the name of a keyword-only argument."""
+    changed = [
+        (n, a) for n, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
+    ]
+    return [argument.name if argument.kwarg_only else position for position, argument in changed]
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """The arguments that an operator changes in place."""
+    for place in _places_of_written(func):
+        yield from tensors_in(kwargs.get(place) if isinstance(place, str) else args[place : place + 1])
+
+
+def _size(tensor: torch.Tensor) -> int:
+    """The bytes of a tensor; an expanded tensor has no more than its storage."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+@contextmanager
+def replaced_functions(memory: Memory) -> Iterator[None]:
+    """Replaces functions that no dispatch mode receives, or that behave differently on the meta device, in a block.
+
+    A ``TorchFunctionMode`` would be an alternative, but autograd disables it while hooks run in backward.
+    """
+    resize: Callable[..., Any] = torch.UntypedStorage.resize_
+
+    def noted_resize(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        if storage.device.type == "meta":
+            memory.resized(storage)
+        return result
+
+    with (
+        mock.patch.object(torch.UntypedStorage, "resize_", noted_resize),
+        mock.patch.object(torch.Tensor, "record_stream", lambda tensor, on: memory.used_on(tensor, on.number)),
+        mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", fused_attention),
+    ):
+        yield
+
+
+def fused_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """The kernel that a card uses: FlashAttention, or the memory-efficient kernel if there is a mask."""
+    if enable_gqa and key.shape[-3] != query.shape[-3]:
+        # Models of PyTorch repeat the heads of keys and values in memory.
+        times = query.shape[-3] // key.shape[-3]
+        key, value = (_repeated(tensor, times) for tensor in (key, value))
+    if attn_mask is None:
+        result = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
+    else:
+        bias = attn_mask.expand(*query.shape[:-1], key.shape[-2])
+        result = aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, dropout_p, is_causal)
+    return result[0]  # type: ignore[no-any-return]
+
+
+def _repeated(tensor: torch.Tensor, times: int) -> torch.Tensor:
+    shape = (*tensor.shape[:-3], tensor.shape[-3], times, *tensor.shape[-2:])
+    return tensor.unsqueeze(-3).expand(shape).flatten(-4, -3)
