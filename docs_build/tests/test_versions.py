@@ -50,7 +50,7 @@ def test_a_run_replaces_the_earlier_run_of_its_version_only(tmp_path: Path, monk
 
 def test_record_has_the_oldest_and_the_newest_supported_version() -> None:
     record = load("versions")
-    assert {version.rpartition(".")[0] for version in record} >= {"2.11", "2.13", "2.14"}
+    assert {version.rpartition(".")[0] for version in record} >= {"2.11", "2.13", "2.14", "2.15"}
     for version, backends in record.items():
         assert backends.keys() <= WHERE.keys()
         for backend, run in backends.items():

@@ -228,8 +228,8 @@ def test_training_is_bit_by_bit_that_of_torch(api: Api, strategy: Any, policy: s
             # Since 2.15, the default is the dtype of the original parameter.
             torch_precision.setdefault("reduce_dtype", precision.get("param_dtype"))
         if IS_2_15 and "param_dtype" not in precision:
-            # Since 2.15, torch rounds the gradient of each of the two micro-batches to bfloat16 before it adds them.
-            tolerance = 2.0**-7
+            # Since 2.15, torch rounds each of the two summands to bfloat16 first. Their sum may be smaller than both.
+            tolerance = 2.0**-6
     models = [
         api.shard(strategy=strategy, precision=precision),
         api.of_torch().shard(strategy=strategy, precision=torch_precision),
