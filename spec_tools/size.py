@@ -155,13 +155,20 @@ def _file_of(name: str) -> Path | None:
 
 def sizes() -> dict[str, Size]:
     """The rows of the table."""
+    behind_fully_shard = list(imported_by(PACKAGE / "fsdp2/fully_shard.py"))
     return {
         "minifsdp and minifsdp_tools": size_of([*PACKAGE.rglob("*.py"), *TOOLS.rglob("*.py")]),
         "minifsdp": size_of(PACKAGE.rglob("*.py")),
-        "minifsdp: fully_shard and all that it imports": size_of(imported_by(PACKAGE / "fsdp2/fully_shard.py")),
+        "minifsdp: fully_shard and all that it imports": size_of(behind_fully_shard),
+        "minifsdp: the same without the checks": size_of(path for path in behind_fully_shard if not is_check(path)),
         "torch: FSDP1 and FSDP2": size_of(TORCH.rglob("*.py")),
         "torch: fully_shard": size_of((TORCH / "_fully_shard").rglob("*.py")),
     }
+
+
+def is_check(path: Path) -> bool:
+    """Whether a module only checks the programs of users: `minifsdp` trains without it."""
+    return path.parent.name in ("checks", "watchdog", "debugging")
 
 
 def main() -> None:

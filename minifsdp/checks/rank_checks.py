@@ -109,11 +109,7 @@ class RankChecks:
         log.iteration += 1
         log.place = log.place_in_program()
 
-    def forward_ends(self) -> None:
-        """The next collective may have another place."""
-        log.place = None
-
-    def backward_left(self) -> None:
+    def left(self) -> None:
         """The next collective may have another place."""
         log.place = None
 
@@ -132,16 +128,7 @@ class RankChecks:
         comm_streams, num_steps = iteration.reducer.comm_streams, iteration.units[0].layout.steps.count
         if (group := iteration.reducer.next_group) is not None:
             self._used.add(log.sequence_of(group))
-        # 2. Another root of this backward has not ended.
-        others = self.in_backward.get(self._graph_task, weakref.WeakSet[RankChecks]())
-        others.discard(self)
-        for last in list(others)[:1]:
-            last._used |= self._used
-            last._of_others |= self._of_others | self._groups
-            return
-        self.in_backward.pop(self._graph_task, None)
-        known = self._groups | self._of_others
-        groups = [(sequence, group) for sequence, group in known.items() if sequence in self._used]
+        groups = self._groups_to_ask()
         if not groups:
             return
         if self._asked:
@@ -167,6 +154,19 @@ class RankChecks:
                 self._answers = self._answers.to("cpu", non_blocking=True)
                 self._arrived = events.last_event = comm_stream.stream.record_event()
                 self.unread.append(self)
+
+    def _groups_to_ask(self) -> list[tuple[CollectiveSequence, Group]]:
+        """The groups in which this backward issued a collective; none while another root of it has not ended."""
+        # 2. Another root of this backward has not ended.
+        others = self.in_backward.get(self._graph_task, weakref.WeakSet[RankChecks]())
+        others.discard(self)
+        for last in list(others)[:1]:
+            last._used |= self._used
+            last._of_others |= self._of_others | self._groups
+            return []
+        self.in_backward.pop(self._graph_task, None)
+        known = self._groups | self._of_others
+        return [(sequence, group) for sequence, group in known.items() if sequence in self._used]
 
     def reduced(self) -> None:
         """Reads the answer. Does nothing on an accelerator.

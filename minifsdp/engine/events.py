@@ -8,12 +8,11 @@ An observer of one root is an object with these methods:
 
 =======================  ============================================================================================
 ``forward_begins``       an outermost forward begins
-``forward_ends``         this forward has ended
 ``backward_begins``      a backward begins; gets autograd's ID of it, -1 outside of autograd
 ``backward_ends``        the last backward of an iteration ends, and its last reduction may be in flight; gets the
                          `IterationState`
 ``reduced``              this reduction is complete
-``backward_left``        any backward has ended, maybe by an exception
+``left``                 an outermost forward or a backward has ended, maybe by an exception
 =======================  ============================================================================================
 
 An observer of optimizers is an object with these methods:
@@ -32,10 +31,10 @@ Worked example, one unit that is sharded over two ranks, one iteration::
     sharded                      once
     forward_begins
         collective               the all-gather
-    forward_ends
+    left
     backward_begins
         collective, collective   the all-gather and the reduce-scatter
-    backward_ends, reduced
+    backward_ends, reduced, left
     step_begins, gradients_ready
 
 *In torch:* no events. FSDP1 has checks in its step that the debug level of ``torch.distributed`` turns on.
@@ -43,8 +42,10 @@ Worked example, one unit that is sharded over two ranks, one iteration::
 Spec: NEW-19, LEDGER-01.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+from torch import nn
 
 
 class Events:
@@ -63,6 +64,11 @@ class Events:
         self.roots: list[Callable[[Sequence[Any]], Any]] = []
         self.optimizers: list[Any] = []
         self.last_event: Any = None
+
+    def sharded(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        """Called when ``modules``, with their paths, become a unit."""
+        for observer in self.optimizers:
+            observer.sharded(modules)
 
 
 events = Events()

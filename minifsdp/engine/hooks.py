@@ -371,7 +371,7 @@ class IterationState:
         self._changed = set()
         self.in_backward = False
         for observer in self.observers:
-            observer.backward_left()
+            observer.left()
 
     def watch(self, output: Any) -> None:
         """Detects the beginning of backward for an outermost module without its own parameters."""

@@ -209,7 +209,7 @@ class RootState:
         """Called when the outermost call has returned. Returns the output to pass to the caller."""
         self.iteration.in_forward, self._thread = False, 0
         for observer in self.iteration.observers:
-            observer.forward_ends()
+            observer.left()
         if self.iteration.ended_in_forward:
             self.iteration.end_inner_backward()
         if self.iteration.is_recorded:

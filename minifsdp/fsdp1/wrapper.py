@@ -128,8 +128,7 @@ class Wrapper(nn.Module):
         modules = self._own_modules()
         self._initialize(modules, options)
         self._unit = self._make_unit(module, modules)
-        for observer in events.optimizers:
-            observer.sharded([("", self), *modules_of_unit([module], is_wrapper)])
+        events.sharded([("", self), *modules_of_unit([module], is_wrapper)])
 
     def _options_of_inner(self, options: Options, groups: ProcessGroups) -> dict[str, Any]:
         """Arguments for the units of an auto-wrap policy: these options with groups and ignored modules resolved."""

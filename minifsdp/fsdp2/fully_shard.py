@@ -114,8 +114,7 @@ def fully_shard(
     _move_to(device, owners, parameters)
     params = _sharded_params(parameters, mesh, shard_placement_fn)
     compare_while_debugging(params)
-    for observer in events.optimizers:
-        observer.sharded(modules_of_unit(modules, lambda one: state_of(one) is not None))
+    events.sharded(modules_of_unit(modules, lambda one: state_of(one) is not None))
     options = _options(device, mp_policy, offload_policy)
     unit = _make_unit(modules[0], params, options, reshard_after_forward) if params else None
     # 3. The state registers the hooks.

@@ -15,7 +15,7 @@ from minifsdp.engine.events import events
 
 __all__ = ["without_ledger"]
 
-_OF_ROOTS = ("forward_begins", "forward_ends", "backward_begins", "backward_ends", "reduced", "backward_left")
+_OF_ROOTS = ("forward_begins", "backward_begins", "backward_ends", "reduced", "left")
 
 
 def _nothing(*_: object) -> None:

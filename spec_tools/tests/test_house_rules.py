@@ -23,17 +23,19 @@ MODULES = [
 
 pytestmark = pytest.mark.pure
 
-# Limits on the size of the packages, in statements and tokens; `python -m spec_tools.size` prints the present size.
+# Limits on the size of the packages, in statements and tokens, with room for 5 % more than the size of 2026-11-29.
+# `python -m spec_tools.size` prints the present size.
 LARGEST = {
-    "minifsdp and minifsdp_tools": Size(statements=10_895, tokens=117_406),
-    "minifsdp": Size(statements=8_066, tokens=84_320),
-    "minifsdp: fully_shard and all that it imports": Size(statements=4_570, tokens=45_585),
+    "minifsdp and minifsdp_tools": Size(statements=11_400, tokens=123_000),
+    "minifsdp": Size(statements=8_500, tokens=88_700),
+    "minifsdp: fully_shard and all that it imports": Size(statements=4_800, tokens=47_800),
+    "minifsdp: the same without the checks": Size(statements=3_890, tokens=38_600),
 }
 LARGEST_FILE = 200  # in statements
 LARGER_FILES = {
     "engine/flat.py": 272,
     "engine/per_param.py": 261,
-    "engine/hooks.py": 261,
+    "engine/hooks.py": 275,
     "engine/reduce.py": 221,
     "fsdp1/wrapper.py": 215,
 }

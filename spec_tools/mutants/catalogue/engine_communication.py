@@ -21,8 +21,8 @@ MUTANTS = [
         "Process groups are never freed.",
         replace(
             "CollectiveSequence.__init__",
-            "(key, ranks, weakref.ref(process_group))",
-            "(key, ranks, lambda: process_group)",
+            "weakref.ref(group.process_group)",
+            "lambda: group.process_group",
         ),
     ),
     Mutant(
@@ -58,7 +58,7 @@ MUTANTS = [
         "broadcast-from-the-last",
         "SYNC-02 SYNC-05",
         "Initial values are broadcast from the last rank.",
-        replace("broadcast", "$options.rootRank = $source", "$options.rootRank = group.size - 1"),
+        replace("broadcast", "group.ranks[source]", "group.ranks[-1]"),
     ),
     Mutant(
         "last-collective-keeps-its-tensors",
@@ -171,7 +171,7 @@ MUTANTS = [
         "a-frozen-backward-asks",
         "ORDER-08 HEALTHY-02",
         "A backward through frozen parameters, which issues no collective, is compared.",
-        always("RankChecks.backward_ends", "$sequence in self._used"),
+        always("RankChecks._groups_to_ask", "$sequence in self._used"),
     ),
     Mutant(
         "equal-units-are-one-unit",

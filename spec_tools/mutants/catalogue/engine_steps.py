@@ -110,6 +110,12 @@ MUTANTS = [
         replace("check_reduced", "$layout.has_unreduced", "False"),
     ),
     Mutant(
+        "unreduced-gradients-are-not-announced",
+        "NOSYNC-10",
+        "A step on gradients that wait for a reduction is not checked.",
+        remove("IterationState.post_backward", "for $observer in $observers:\n    $observer.unreduced(unit.layout)"),
+    ),
+    Mutant(
         "stale-optimizer-is-silent",
         "CTOR-05",
         "An optimizer that holds parameters replaced by sharding causes no warning.",

@@ -37,12 +37,6 @@ MUTANTS = [
         remove("shards_of_example", "expect(torch.equal(shard, right), 'padding', got=shard.tolist(), **here)"),
     ),
     # --- minifsdp_tools/learn/checks_state.py ---
-    Mutant(
-        "optimizer-watch-may-be-forgotten",
-        "LEARN-04",
-        "The check of `keep_unreduced` accepts a function without its first line.",
-        remove("adds_up", "expect($kept, 'first-line')"),
-    ),
     # --- minifsdp_tools/learn/checks_step.py ---
     Mutant(
         "summoned-unit-may-gather",
