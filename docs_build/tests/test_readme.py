@@ -20,6 +20,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
         ("minifsdp and minifsdp_tools", "minifsdp and its tools, everything"),
         ("minifsdp", "minifsdp without `minifsdp_tools`"),
         ("minifsdp: fully_shard and all that it imports", "minifsdp, `fully_shard` and all that it imports"),
+        ("minifsdp: the same without the checks", "minifsdp, the same without the checks"),
         ("torch: FSDP1 and FSDP2", "torch, FSDP1 and FSDP2"),
         ("torch: fully_shard", "torch, `fully_shard`"),
     ],

@@ -37,6 +37,12 @@ MUTANTS = [
         remove("shards_of_example", "expect(torch.equal(shard, right), 'padding', got=shard.tolist(), **here)"),
     ),
     # --- minifsdp_tools/learn/checks_state.py ---
+    Mutant(
+        "only-the-last-gradient-may-be-kept",
+        "LEARN-04",
+        "The check of `keep_unreduced` accepts a function that keeps only the last gradient.",
+        remove("adds_up", "expect(means == [3.0, 3.0], 'overwritten', ...)"),
+    ),
     # --- minifsdp_tools/learn/checks_step.py ---
     Mutant(
         "summoned-unit-may-gather",
