@@ -71,7 +71,7 @@ class Collective:
         is_fake = _active_mode(_FAKE) is not None or FakeTensor in map(type, (*data, *arguments))
         if is_fake and dist.get_backend(group.process_group) != "fake":
             raise RuntimeError(message("fake-tensors", what=self.about, ranks=list(group.ranks)))
-        sequence = group.notes.get("sequence") or log.sequence_of(group)
+        sequence = group.notes["sequence"] if "sequence" in group.notes else log.sequence_of(group)
         num_bytes = sum(map(_NUM_BYTES, data))
         on_cpu, dtype = (data[0].is_cpu, data[0].dtype) if data else (True, None)
         self.position, shape = log.record(sequence, kind, num_bytes, unit, tuple(parts), dtype)

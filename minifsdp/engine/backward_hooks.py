@@ -105,8 +105,8 @@ class InputsHooks(LeafHooks):
         watched = [tensor for tensor in tensors_in(inputs, others) if tensor.requires_grad]
         if not watched:
             return inputs
-        values = *inputs[0], *inputs[1].values()
-        if any(tensor.requires_grad for tensor in others) or not {list, dict}.isdisjoint(map(type, values)):
+        has_list = not {list, dict}.isdisjoint(map(type, (*inputs[0], *inputs[1].values())))
+        if has_list or (others and any(tensor.requires_grad for tensor in others)):
             # The module may change a container that is not a tuple, so it needs the caller's object.
             # Hooks on the caller's tensors run later, because they also wait for the caller's other operations.
             register_multi_grad_hook(watched, self._reached)
