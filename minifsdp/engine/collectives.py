@@ -162,7 +162,10 @@ def all_reduce(
 def broadcast(group: Group, tensor: torch.Tensor, source: int = 0) -> None:
     """Copies ``tensor`` from position ``source`` to all ranks of the group and waits. Every rank must call it."""
     sent = tensor if tensor.dtype in _SENDABLE else tensor.view(torch.uint8)
-    call(dist.broadcast, group, sent, group.ranks[source])
+    options = _on_current_stream(c10d.BroadcastOptions())
+    options.rootRank = source
+    issue = events.collective or issue_unobserved
+    issue("broadcast", group, [tensor], group.process_group.broadcast, ([sent], options)).wait()
 
 
 def call(function: Callable[..., Any], group: Group, *arguments: Any, about: str = "", **options: Any) -> None:

@@ -58,7 +58,7 @@ MUTANTS = [
         "broadcast-from-the-last",
         "SYNC-02 SYNC-05",
         "Initial values are broadcast from the last rank.",
-        replace("broadcast", "group.ranks[source]", "group.ranks[-1]"),
+        replace("broadcast", "$options.rootRank = $source", "$options.rootRank = group.size - 1"),
     ),
     Mutant(
         "last-collective-keeps-its-tensors",
