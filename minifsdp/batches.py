@@ -116,10 +116,10 @@ def _fetch(loader: Iterator[Any], ranks: Group, device: torch.device, comm_strea
 
 def _all_reduce(ranks: Group, tensors: list[torch.Tensor], comm_stream: CommStream) -> Handle:
     """Sums ``tensors`` over the ranks. On an accelerator, replaces them by copies on the CPU."""
-    work: Handle = ranks.process_group.allreduce(tensors, collectives.ALL_REDUCE)
+    work: Handle = ranks.process_group.allreduce(tensors, collectives.ALL_REDUCE) or COMPLETED
     if comm_stream.stream is None:
         return work
-    (work or COMPLETED).wait()
+    work.wait()
     tensors[:] = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
     event = comm_stream.stream.record_event()
     return SimpleNamespace(wait=event.synchronize)

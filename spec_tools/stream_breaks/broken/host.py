@@ -62,6 +62,13 @@ BREAKS = [
         "wrong values",
     ),
     Break(
+        "batches-that-stop-the-cpu",
+        "The CPU waits for the copy of the batch check's answer.",
+        replace("_all_reduce", "$tensor.to('cpu', non_blocking=True)", "$tensor.to('cpu')"),
+        "each_in_batches_of_tokens",
+        "overlap",
+    ),
+    Break(
         "batches-answered-without-an-event",
         "No event is recorded for the copy of the batch check's answer.",
         replace(
