@@ -47,7 +47,15 @@ class ShardedGradScaler(GradScaler):
         enabled: bool = True,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        # By name, because libraries replace the constructor of the base class by one that sets the device.
+        super().__init__(
+            device=device,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
         self.process_group = process_group
 
     def _unscale_grads_(

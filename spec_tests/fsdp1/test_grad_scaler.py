@@ -210,3 +210,16 @@ def test_offloaded_gradients_are_scaled_as_well() -> None:
             plant(model, 1)
         scales.append(step_and_update(its_scaler, optimizer))
     assert seen_by_all(scales) == [[8.0, 4.0]] * 2
+
+
+@pytest.mark.spec("MP-29")
+@pytest.mark.pure
+def test_constructor_of_the_base_class_may_be_replaced_by_one_that_sets_the_device() -> None:
+    original = GradScaler.__init__
+
+    def on_cpu(self: GradScaler, *args: Any, **options: Any) -> None:
+        original(self, *args, **{**options, "device": "cpu"})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GradScaler, "__init__", on_cpu)
+        assert ShardedGradScaler(init_scale=4.0)._device == "cpu"
