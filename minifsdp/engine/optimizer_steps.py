@@ -67,7 +67,7 @@ class OptimizerSteps:
         _, *given = args
         closure = given[0] if given else kwargs.get("closure")
         if closure is None:
-            self._gradients_ready(optimizer)
+            self._gradients_ready(optimizer, layouts)
             return None
         closure = self._counting(optimizer, closure)
         if given:
@@ -77,16 +77,16 @@ class OptimizerSteps:
     def _counting(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         def counted_closure() -> Any:
             loss = closure()
-            self._gradients_ready(optimizer)
+            self._gradients_ready(optimizer, self._layouts_of(optimizer))
             # The closure may have all-gathered parameters, which the optimizer changes next.
             self._count_step(optimizer)
             return loss
 
         return counted_closure
 
-    def _gradients_ready(self, optimizer: torch.optim.Optimizer) -> None:
+    def _gradients_ready(self, optimizer: torch.optim.Optimizer, layouts: list[Layout]) -> None:
         for observer in events.optimizers:
-            observer.gradients_ready(optimizer, self._layouts_of(optimizer))
+            observer.gradients_ready(optimizer, layouts)
 
     def _count_step(self, optimizer: torch.optim.Optimizer) -> list[Layout]:
         """Counts a step for each root whose parameters ``optimizer`` holds. Returns the layouts of these."""
