@@ -88,7 +88,7 @@ def soak(
         _kept.clear()
     if dist.get_rank() == 0:
         pathlib.Path(folder, "samples.json").write_text(json.dumps([asdict(sample) for sample in samples]))
-    found = watch.grown(samples[0], samples[-1])
+    found = watch.grown(samples)
     # On all ranks, so that none waits for another.
     all_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(all_ranks, found)

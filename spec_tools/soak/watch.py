@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import pathlib
 import threading
 import tracemalloc
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -101,14 +103,28 @@ def _resident() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def grown(before: Sample, after: Sample) -> list[str]:
-    """Describes the growth."""
+def grown(samples: Sequence[Sample]) -> list[str]:
+    """Describes the growth.
+
+    A leak is a growth in each round. A dict of Python that grows is copied once, into a table of twice its size. For
+    this reason, numbers of bytes are compared without the round in which they grew most, if there are several rounds.
+
+    Args:
+        samples: in the order in which they were taken, at least two.
+    """
     found = []
-    first, last = asdict(before), asdict(after)
-    for name in first:
-        if name not in ("step", "kinds") and last[name] - first[name] > MOST_MORE.get(name, 0):
-            found.append(f"{name}: {first[name]:,} after step {before.step}, {last[name]:,} after step {after.step}")
-    if more := Counter(after.kinds) - Counter(before.kinds):
+    counts = [asdict(sample) for sample in samples]
+    for name in counts[0]:
+        if name in ("step", "kinds"):
+            continue
+        values = [count[name] for count in counts]
+        growth = values[-1] - values[0]
+        if name in MOST_MORE and len(values) > 2:
+            growth -= max(0, *(after - before for before, after in itertools.pairwise(values)))
+        if growth > MOST_MORE.get(name, 0):
+            steps = [f"{count[name]:,} after step {count['step']}" for count in counts]
+            found.append(f"{name}: {', '.join(steps)}")
+    if more := Counter(samples[-1].kinds) - Counter(samples[0].kinds):
         found.append(f"kinds: {dict(more)} more")
     return found
 
