@@ -33,10 +33,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from minifsdp.checkpoint.agreement import exchange
 from minifsdp.engine import collectives
 from minifsdp.engine.comm_streams import COMPLETED, CommStream, Handle
 from minifsdp.engine.events import events
+from minifsdp.engine.exchange import exchange
 from minifsdp.engine.mesh import Group, default_group
 from minifsdp.engine.messages import message, warn
 
@@ -103,9 +103,8 @@ def _fetch(loader: Iterator[Any], ranks: Group, device: torch.device, comm_strea
     with comm_stream:
         num_without = torch.full((1,), not has_one, dtype=torch.int64, device=device)
         on_cpu = [num_without]
-        issue = events.collective or collectives.issue_unobserved
         # It is complete when the CPU has the result, so an observer sees a rank that waits for it.
-        work = issue("while_all_have_data", ranks, [num_without], _all_reduce, (ranks, on_cpu, comm_stream))
+        work = events.collective("while_all_have_data", ranks, [num_without], _all_reduce, (ranks, on_cpu, comm_stream))
 
     def all_have_one() -> bool:
         work.wait()

@@ -1,10 +1,10 @@
 """``FullyShardedDataParallel``: the wrapper, with all methods that users call.
 
-Each method calls a function of one of these files. ``fsdp1/wrapper.py`` contains the base class `Wrapper`, with the
-construction, the forward and the root state.
+The class has its constructor and the methods for states. It inherits the others. ``fsdp1/wrapper.py`` contains the base
+class `Wrapper`, with the construction, the forward and the root state.
 
 =========================================  ===========================================================
-``fsdp1/names.py``                         names of parameters and buffers
+``fsdp1/names.py``                         names of parameters and buffers, attributes and items
 ``fsdp1/training.py``                      ``no_sync``, ``summon_full_params``, ``clip_grad_norm_``, hooks
 ``checkpoint/``                            state dicts of the model and the optimizer
 ``compat/optim_state_legacy.py``           optimizer state dicts with the API up to torch 2.0
@@ -13,7 +13,8 @@ construction, the forward and the root state.
 ``arguments.py``                           argument type checks
 =========================================  ===========================================================
 
-Worked example: ``FullyShardedDataParallel(model).no_sync()`` calls ``training.no_sync``, which sets an option of units.
+Worked example: ``FullyShardedDataParallel(model).state_dict()`` calls ``checkpoint.state_dict.save``, which walks the
+model, all-gathers one unit after the other, and returns the unsharded parameters.
 
 Checkpoint scripts import the constants ``FLAT_PARAM``, ``FSDP_PREFIX`` and ``FSDP_WRAPPED_MODULE`` to clean names.
 
@@ -24,14 +25,14 @@ Spec: CTOR-01, LEGACY-01.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
 from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FlatParameter
 from torch.distributed.fsdp._common_utils import _FSDPState
 from torch.distributed.fsdp.fully_sharded_data_parallel import LOW_PRECISION_HOOKS, HandleTrainingState, TrainingState
 from torch.optim import Optimizer
@@ -39,20 +40,22 @@ from torch.optim import Optimizer
 from minifsdp import api, arguments
 from minifsdp.api import *  # noqa: F403
 from minifsdp.arguments import OPTIMIZER, Kind, is_a, or_none, require
+from minifsdp.cases import parts_of_units
 from minifsdp.checkpoint import optim_state, optim_state_load, state_dict, state_dict_load
 from minifsdp.checkpoint import state_dict_options as options
 from minifsdp.checkpoint.state_dict_options import Form, OptimStateKeyType, StateDictType
-from minifsdp.compat import optim_state_legacy, wrapper_names
-from minifsdp.compat.flat_param import FlatParameter
+from minifsdp.compat import optim_state_legacy
 from minifsdp.compat.legacy import policy_by_either_name
+from minifsdp.compat.wrapper_names import TorchNames
 from minifsdp.engine.compiler import step_over_this_package
 from minifsdp.engine.flat_params import FLAT_NAME as FLAT_PARAM
-from minifsdp.engine.messages import message, warn, warn_renamed
+from minifsdp.engine.messages import message, warn
 from minifsdp.engine.schedule import BackwardPrefetch
-from minifsdp.fsdp1 import names, parts, training
 from minifsdp.fsdp1.build import HYBRID_SHARDING_STRATEGIES
-from minifsdp.fsdp1.options import CPUOffload, MixedPrecision, Options, ProcessGroupType, ShardingStrategy
+from minifsdp.fsdp1.names import NamedWrapper
+from minifsdp.fsdp1.options import CPUOffload, MixedPrecision, ProcessGroupType, ShardingStrategy
 from minifsdp.fsdp1.policies import CustomPolicy, ModuleWrapPolicy
+from minifsdp.fsdp1.training import TrainingMethods
 from minifsdp.fsdp1.wrapper import PREFIX as FSDP_PREFIX
 from minifsdp.fsdp1.wrapper import WRAPPED as FSDP_WRAPPED_MODULE
 from minifsdp.fsdp1.wrapper import Wrapper
@@ -81,7 +84,7 @@ OFFLOAD = Kind("a CPUOffload or None", or_none(is_a(CPUOffload)))
 SHARDED = Form(StateDictType.SHARDED_STATE_DICT)
 
 
-class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
+class FullyShardedDataParallel(NamedWrapper, TrainingMethods, TorchNames, _FSDPState):  # type: ignore[misc, override]
     """Shards a module's parameters, gradients and optimizer state over the ranks of a group.
 
     Every rank of the group must construct it, with modules of the same structure and in the same order.
@@ -138,31 +141,30 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         require(PREFETCH, "FullyShardedDataParallel", backward_prefetch=backward_prefetch)
         require(OFFLOAD, "FullyShardedDataParallel", cpu_offload=cpu_offload)
         require(arguments.PRECISION, "FullyShardedDataParallel", mixed_precision=mixed_precision)
-        given = Options(
-            process_group,
-            sharding_strategy,
-            cpu_offload,
-            policy_by_either_name(auto_wrap_policy, fsdp_auto_wrap_policy),
-            backward_prefetch,
-            mixed_precision,
-            ignored_modules,
-            param_init_fn,
-            device_id,
-            sync_module_states,
-            forward_prefetch,
-            limit_all_gathers,
-            use_orig_params,
-            ignored_states,
-            device_mesh,
+        super().__init__(
+            module,
+            # A policy wraps with this class, because a user's subclass may have other constructor arguments.
+            FullyShardedDataParallel,
+            process_group=process_group,
+            sharding_strategy=sharding_strategy,
+            cpu_offload=cpu_offload,
+            auto_wrap_policy=policy_by_either_name(auto_wrap_policy, fsdp_auto_wrap_policy),
+            backward_prefetch=backward_prefetch,
+            mixed_precision=mixed_precision,
+            ignored_modules=ignored_modules,
+            param_init_fn=param_init_fn,
+            device_id=device_id,
+            sync_module_states=sync_module_states,
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+            use_orig_params=use_orig_params,
+            ignored_states=ignored_states,
+            device_mesh=device_mesh,
         )
-        # A policy wraps with this class, because a user's subclass may have other constructor arguments.
-        super().__init__(module, given, FullyShardedDataParallel)
         self._state_dict_state = options.StateDictState()
         state_dict_load.register_hooks(self)
-        parts.register_hooks(self._unit)
+        parts_of_units.register_hooks(self._unit)
         step_over_this_package()
-
-    # --- names, attributes and items ---
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:  # type: ignore[override]
@@ -170,46 +172,7 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         require(arguments.MODULE, "fsdp_modules", module=module)
         return Wrapper.fsdp_modules(module, root_only)  # type: ignore[return-value]
 
-    def check_is_root(self) -> bool:
-        """Whether no other wrapper contains this one (CTOR-10). Nothing is communicated."""
-        return not self._is_inner
-
-    @property
-    def params_with_grad(self) -> list[nn.Parameter]:
-        """All parameters that have a gradient. This is a deprecated name from torch 1.13 (NAMES-09)."""
-        warn_renamed("params_with_grad", "[p for p in model.parameters() if p.grad is not None]")
-        return [parameter for parameter in self.parameters() if parameter.grad is not None]
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Same as ``nn.Module``, but without wrapper prefixes inside ``summon_full_params`` (NAMES-02)."""
-        self._recover_after_error()
-        return names.shown(self, names.kept_views(super().named_parameters(*args, **kwargs)))
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Same as ``nn.Module``, but without wrapper prefixes inside ``summon_full_params`` (NAMES-03)."""
-        return names.shown(self, super().named_buffers(*args, **kwargs))
-
-    def __getattr__(self, name: str) -> Any:
-        """Looks up an attribute in the wrapped module if the wrapper does not have it (NAMES-08)."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == FSDP_WRAPPED_MODULE:
-                raise
-            return getattr(self.module, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute. Rejects a tensor or module under a name of the wrapped module, which would not use it."""
-        kinds, is_complete = (torch.Tensor, nn.Module), FSDP_WRAPPED_MODULE in self._modules
-        is_new = name not in self._modules and name not in self.__dict__
-        # The forward may read a tensor or a module of this name. Other values can belong to the program.
-        if is_complete and is_new and isinstance(value, kinds) and isinstance(getattr(self.module, name, None), kinds):
-            raise AttributeError(message("set-on-wrapper", name=name, type=type(self.module).__name__))
-        super().__setattr__(name, value)
-
-    def __getitem__(self, key: Any) -> Any:
-        """Indexes the wrapped module (NAMES-08)."""
-        return self.module[key]  # type: ignore[index]
+    # --- copies ---
 
     def __copy__(self) -> Self:
         """Returns a shallow copy, which shares the wrapped module and the unit."""
@@ -222,98 +185,6 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         raise RuntimeError(message("copy-of-wrapper"))
 
     __reduce_ex__ = __deepcopy__  # type: ignore[assignment]  # For `pickle` and `torch.save` (PROG-03).
-
-    # --- training ---
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulates gradients without reduction; the first backward after it reduces the sum (NOSYNC-01 to 10).
-
-        Inside it, ``.grad`` has the size of the unsharded unit. Every rank must enter and exit it at the same backward.
-
-        Raises:
-            RuntimeError: if this is not the root.
-        """
-        return training.no_sync(self)
-
-    @staticmethod
-    def summon_full_params(
-        module: nn.Module,
-        recurse: bool = True,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> AbstractContextManager[None]:
-        """Unshards all units in ``module`` inside the context, in the stored dtype (SUMMON-01 to 20).
-
-        All ranks must enter and exit it. A forward inside the context uses the full parameters, in the stored dtype
-        (PROG-01). A backward of this forward raises an error.
-
-        Args:
-            module: the module to search for units; it need not be a wrapper itself.
-            recurse: whether to include units inside ``module``'s own unit.
-            writeback: whether changes persist. Each rank writes back only its own shard.
-            rank0_only: whether only the first rank has full parameters.
-            offload_to_cpu: whether the full parameters are on the CPU. It has no effect on units that are not sharded.
-            with_grads: whether ``.grad`` is all-gathered too. This needs ``use_orig_params=True``.
-
-        Raises:
-            NotImplementedError: if the options cannot be combined.
-            RuntimeError: if a unit is busy or already summoned.
-        """
-        require(arguments.MODULE, "summon_full_params", module=module)
-        return training.full_params(
-            module,
-            recurse,
-            writeback=writeback,
-            rank0_only=rank0_only,
-            offload_to_cpu=offload_to_cpu,
-            with_grads=with_grads,
-        )
-
-    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
-        """Calls ``fn`` on all submodules and on itself, children first, with full parameters; on all ranks (APPLY-01).
-
-        Raises:
-            RuntimeError: if called inside ``summon_full_params``.
-        """
-        require(arguments.FUNCTION, "apply", fn=fn)
-        with FullyShardedDataParallel.summon_full_params(self, recurse=False):
-            return super().apply(fn)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears all gradients, including those of units that are currently unsharded (FWD-08)."""
-        super().zero_grad(set_to_none)
-        training.clear_gradients(self, set_to_none)
-
-    def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int | str = 2.0) -> torch.Tensor:
-        """Scales all gradients so that their total norm, as one vector, is at most ``max_norm`` (CLIP-01 to 10).
-
-        Every rank must call it, even a rank without gradients; otherwise the other ranks wait.
-
-        Returns:
-            The norm before clipping, the same on all ranks.
-
-        Raises:
-            RuntimeError: if this is not the root, full parameters are summoned, or a gradient was never reduced.
-        """
-        require(arguments.NUMBER, "clip_grad_norm_", max_norm=max_norm, norm_type=norm_type)
-        return training.clip_grad_norm(self, float(max_norm), float(norm_type))
-
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Replaces the gradient reduction of all units of the tree (HOOK-01 to 10).
-
-        A sharded unit calls ``hook(state, grad, out)``: ``grad`` is its padded, unsharded flat gradient, and the hook
-        fills ``out``, this rank's shard. A unit that is not sharded calls ``hook(state, grad)``, and the hook modifies
-        ``grad`` in place. Call this once, on every rank, before the first forward.
-
-        Raises:
-            AssertionError: if this is not the root, the strategy is hybrid, or there is already a hook.
-            ValueError: if ``hook`` is not callable.
-            RuntimeError: if a forward has already run.
-        """
-        require(arguments.HOOK, "register_comm_hook", hook=hook)
-        training.register_comm_hook(self, state, hook)
 
     # --- the model's state ---
 
@@ -554,54 +425,3 @@ class FullyShardedDataParallel(Wrapper, _FSDPState):  # type: ignore[misc]
         """
         target = optim_state_legacy.target("rekey_optim_state_dict", model, optim_input, optim, Form())
         return optim_state_legacy.rekey(optim_state_dict, optim_state_key_type, target)
-
-    # --- names of torch that frameworks read, see ``compat/wrapper_names.py`` ---
-
-    __class__ = property(wrapper_names.class_for_caller)
-
-    @property
-    def params(self) -> list[Any]:
-        """A list of the flat parameter; empty if there is none."""
-        return [self._flat_param] if self._has_params else []
-
-    @property
-    def _has_params(self) -> bool:
-        return self._unit is not None
-
-    _flat_param = property(wrapper_names.flat_parameter)
-    _handle = property(wrapper_names.handle_of)
-
-    @property
-    def _is_root(self) -> bool | None:
-        return None if self._root_state is None else self._is_outermost
-
-    @_is_root.setter
-    def _is_root(self, _: bool | None) -> NoReturn:
-        # Torch's functions for optimizer states set this attribute before they read other private ones.
-        raise AttributeError(message("foreign-optimizer-state", name="_is_root"))
-
-    training_state = property(wrapper_names.training_state)
-    _sync_gradients = property(wrapper_names.reduces_gradients)
-
-    # Torch's `_post_backward_final_callback`, which Composer calls when memory runs out, reads these five attributes.
-    _all_fsdp_states = ()  # type: ignore[assignment]
-
-    @property
-    def _device_handle(self) -> Any:  # type: ignore[override]
-        return torch.get_device_module(self.compute_device)
-
-    @property
-    def _post_backward_stream(self) -> Any:
-        return self._device_handle.current_stream()
-
-    _all_reduce_stream = _post_backward_stream
-
-    @property
-    def _exec_order_data(self) -> Any:
-        # `recover_after_error` reshards all units, waits for issued reductions, and drops their results.
-        return SimpleNamespace(next_iter=self._current_root_state().recover_after_error)
-
-    # Torch's checkpoint functions compare, set and restore these three attributes.
-    _state_dict_type = wrapper_names.setting("state_dict_type")
-    _state_dict_config = wrapper_names.setting("state_dict_config")
-    _optim_state_dict_config = wrapper_names.setting("optim_state_dict_config")

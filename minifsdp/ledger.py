@@ -30,8 +30,7 @@ def write_report(found: Findings) -> str:
 
     Only this user can read the file, because texts of exceptions may contain secrets.
     """
-    folder = os.environ.get(FOLDER)
-    if folder == "off":
+    if (folder := os.environ.get(FOLDER)) == "off":
         return ""
     report = {"report": found.text(), "states": found.states, "lines": found.lists}
     # Two jobs without an ID, two starts of a job, and two reports of a process use different files.

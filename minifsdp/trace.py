@@ -26,7 +26,7 @@ Worked example, one unit ``"0"`` with 8 float32 parameters on two ranks, forward
     F 0
     FREE 0  bytes=32
 
-The recorder is off by default. Then its only cost is the check ``if trace.recorder is not None``. There is no
+The recorder is off by default. Then its only cost is the check ``if events.recorder is not None``. There is no
 decorator, context manager or formatted string.
 
 The times are those of the CPU thread (``time.perf_counter``, seconds). So on CUDA they are the times when work was
@@ -45,6 +45,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from minifsdp.engine.events import events
 
 __all__ = ["Event", "Recorder", "record"]
 
@@ -81,6 +83,7 @@ class Recorder:
     """An ordered list of events, in the order of their issue."""
 
     events: list[Event] = field(default_factory=list)
+    _latest: dict[tuple[str, str], Event] = field(default_factory=dict, repr=False)
 
     def begin(self, kind: str, unit: str, **facts: Any) -> Event:
         """Appends an event that starts now. `finish` sets its end. Without `finish`, the event is a moment.
@@ -92,12 +95,33 @@ class Recorder:
         now = time.perf_counter()
         event = Event(kind, unit, now, now, **facts)
         self.events.append(event)
+        self._latest[kind, unit] = event
         return event
 
     def finish(self, event: Event | None) -> None:
         """Ends a span now. ``None`` stands for a span that began before the recorder was installed."""
         if event is not None:
             event.end = time.perf_counter()
+
+    def end(self, kind: str, unit: str) -> None:
+        """Ends the latest span of a unit, if it began while the recorder was installed."""
+        self.finish(self._latest.pop((kind, unit), None))
+
+    def all_gather_begins(self, unit: Any) -> None:
+        """Appends the events of an all-gather of ``unit``."""
+        layout = unit.layout
+        if layout.offloads:
+            self.begin("H2D", unit.name, num_bytes=layout.num_bytes // unit.plan.mesh.num_shards)
+        group = layout.all_gather_group
+        if group is not None:
+            facts = {"num_bytes": layout.num_bytes, "ranks": group.ranks, "dtype": layout.dtype, "stream": "gather"}
+            self.begin("AG", unit.name, **facts)
+
+    def reduction_begins(self, kind: str, reduction: Any, group: Any, stream: str) -> Event:
+        """Appends the event of a collective of a reduction."""
+        sent = reduction.whole if kind == "RS" else reduction.local_shard
+        facts = {"num_bytes": sent.nbytes, "ranks": group.ranks, "dtype": sent.dtype, "stream": stream}
+        return self.begin(kind, reduction.layout.name, **facts)
 
     def order(self, *kinds: str) -> list[str]:
         """The events as strings such as ``"AG 0"``, all of them or only the given kinds, in order of issue."""
@@ -106,10 +130,6 @@ class Recorder:
     def count(self, kind: str) -> int:
         """The number of events of one kind."""
         return sum(event.kind == kind for event in self.events)
-
-
-# The installed recorder. It is a module attribute, so that the check is one global lookup.
-recorder: Recorder | None = None
 
 
 @contextmanager
@@ -122,9 +142,9 @@ def record() -> Iterator[Recorder]:
     Yields:
         The recorder. Its ``events`` can be read inside the block and after it.
     """
-    global recorder
-    before, recorder = recorder, Recorder()
+    before = events.recorder
+    events.recorder = recorder = Recorder()
     try:
         yield recorder
     finally:
-        recorder = before
+        events.recorder = before

@@ -25,8 +25,8 @@ def chrome_trace(events_per_rank: EventsPerRank, *, origins: Sequence[float] | N
     Raises:
         ValueError: the number of origins is not the number of ranks.
     """
-    ranks = from_zero(events_per_rank, origins)
-    items = [item for rank, events in enumerate(ranks) for item in _items(rank, events)]
+    ranks = enumerate(from_zero(events_per_rank, origins))
+    items = [item for rank, events in ranks for item in _items(rank, events)]
     return {"traceEvents": items, "displayTimeUnit": "ms"}
 
 

@@ -37,13 +37,9 @@ def gathered_bytes(events: Iterable[Event]) -> list[tuple[float, int]]:
     held: dict[str, int] = {}
     stairs = []
     for event in events:
-        if event.kind == "AG":
-            held[event.unit] = event.num_bytes
-        elif event.kind == "FREE":
-            held.pop(event.unit, None)
-        else:
-            continue
-        stairs.append((event.start, sum(held.values())))
+        if event.kind in ("AG", "FREE"):
+            held[event.unit] = event.num_bytes if event.kind == "AG" else 0
+            stairs.append((event.start, sum(held.values())))
     return stairs
 
 

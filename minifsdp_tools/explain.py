@@ -48,6 +48,13 @@ STATES = {
     **dict.fromkeys(("Adagrad", "RMSprop", "SGD with momentum"), 1),
     "SGD": 0,
 }
+# The strategies of sharded units, by whether there are replicas, and whether units are resharded after forward.
+_STRATEGIES = {
+    (False, True): "FULL_SHARD",
+    (False, False): "SHARD_GRAD_OP",
+    (True, True): "HYBRID_SHARD",
+    (True, False): "_HYBRID_SHARD_ZERO2",
+}
 
 
 @dataclass(frozen=True)
@@ -124,8 +131,7 @@ def explain(
         raise TypeError(message("explain-type", type=type(model).__name__))
     if optimizer not in STATES:
         raise ValueError(message("explain-optimizer", optimizer=optimizer, known=", ".join(sorted(STATES))))
-    units = units_of(model, num_shards)
-    if not units:
+    if not (units := units_of(model, num_shards)):
         raise ValueError(message("explain-nothing", type=type(model).__name__))
     like = most_common(units)
     job = _job_for(model, units, like, STATES[optimizer], activations)
@@ -153,17 +159,12 @@ def _job_for(
     """The input of the calculator, with the choices of the unit ``like``."""
     root = next((unit for unit in units if unit.is_root), None)
     others = [unit for unit in units if not unit.is_root]
-    frees = like.frees or like.is_root
-    strategy = "FULL_SHARD" if frees else "SHARD_GRAD_OP"
-    if len(like.ranks) == 1:
-        strategy = "NO_SHARD"
-    elif like.num_replicas > 1:
-        strategy = "HYBRID_SHARD" if frees else "_HYBRID_SHARD_ZERO2"
+    of_sharded = _STRATEGIES[like.num_replicas > 1, like.frees or like.is_root]
     return Job(
         units=[unit.shapes for unit in others],
         root=root.shapes if root else (),
         trained=[root.trained_shapes if root else [], *(unit.trained_shapes for unit in others)],
-        strategy=strategy,
+        strategy=of_sharded if len(like.ranks) > 1 else "NO_SHARD",
         num_shards=len(like.ranks),
         num_replicas=like.num_replicas,
         per_parameter=like.per_parameter,
@@ -238,10 +239,11 @@ def _lines_of_units(units: Sequence[UnitSummary]) -> Iterator[tuple[str, str, st
 
     def columns(unit: UnitSummary) -> tuple[str, str, str, str]:
         # Bytes that a rank stores: one number, or the smallest and the largest.
-        least, most = min(unit.owned_bytes.values()), max(unit.owned_bytes.values())
+        least = min(unit.owned_bytes.values())
+        most = max(unit.owned_bytes.values())
         owned = size_of(most) if least == most else f"{size_of(least)} to {size_of(most)}"
-        planned = ", planned" if unit.is_planned else ""
-        return f"{unit.numel:,}", size_of(unit.gathered_bytes), owned, _dtypes(unit) + planned
+        dtypes = _dtypes(unit) + (", planned" if unit.is_planned else "")
+        return f"{unit.numel:,}", size_of(unit.gathered_bytes), owned, dtypes
 
     for alike, group in itertools.groupby(units, columns):
         first, *others = group

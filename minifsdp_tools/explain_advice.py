@@ -72,12 +72,13 @@ class Advice:
 
 def advice_for(units: Sequence[UnitSummary]) -> Iterator[Advice]:
     """All warnings about these units, in the order of the list above."""
-    total, largest = sum(unit.numel for unit in units), max(unit.numel for unit in units)
+    total = sum(unit.numel for unit in units)
+    largest = max(unit.numel for unit in units)
     for unit in units:  # 1.
         # A unit that is stored on one rank is never all-gathered.
         if unit.numel > DOMINANT * total and (len(unit.ranks) > 1 or unit.is_planned):
-            percent, size = round(100 * unit.numel / total), size_of(unit.gathered_bytes)
-            cause = detail("explain-dominant", percent=percent, size=size)
+            size = size_of(unit.gathered_bytes)
+            cause = detail("explain-dominant", percent=round(100 * unit.numel / total), size=size)
             remedy = detail("explain-dominant-remedy", candidates=_candidates(unit))
             yield Advice("dominant", (unit.label,), cause, remedy)
     # 2. One warning for all small units.
@@ -155,7 +156,8 @@ def most_common(units: Sequence[UnitSummary]) -> UnitSummary:
 
 def assumptions(model: nn.Module, units: Sequence[UnitSummary], like: UnitSummary) -> list[str]:
     """Descriptions of the differences between this model and the job."""
-    found, usual = [], _choices(like)
+    found = []
+    usual = _choices(like)
     for unit in units:
         differs = [what for what, choice in _choices(unit).items() if choice and usual[what] and choice != usual[what]]
         if differs:

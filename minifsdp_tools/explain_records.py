@@ -118,8 +118,7 @@ class UnitSummary:
         """Bytes of its parameters that each rank stores, without padding, by global rank."""
         found: Counter[int] = Counter()
         for parameter in self.parameters:
-            for rank, num in parameter.owned.items():
-                found[rank] += num * parameter.dtype.itemsize
+            found.update({rank: num * parameter.dtype.itemsize for rank, num in parameter.owned.items()})
         return dict(sorted(found.items()))
 
     @property
@@ -134,7 +133,8 @@ class UnitSummary:
 
     def __str__(self) -> str:
         """A table of the number of elements of each parameter on each rank."""
-        ranks, width = list(self.owned_bytes), max(len(parameter.name) for parameter in self.parameters)
+        ranks = list(self.owned_bytes)
+        width = max(len(parameter.name) for parameter in self.parameters)
         lines = [f"{self.label}, {self.type}: elements on", " " * width + "".join(f"{f'rank {r}':>14}" for r in ranks)]
         for parameter in self.parameters:
             lines.append(f"{parameter.name:{width}}" + "".join(f"{parameter.owned.get(r, 0):14,}" for r in ranks))

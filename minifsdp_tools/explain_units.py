@@ -107,7 +107,7 @@ def choices_of(model: nn.Module) -> dict[str, Any]:
         "backward_prefetch": not isinstance(model, Wrapper) or model.backward_prefetch is BackwardPrefetch.BACKWARD_PRE,
         # Whether some reduction overlaps with the next unit's computation; `set_reduction_overlap` can change it.
         "overlaps": not is_sharded(model) or any(unit.plan.overlaps for unit in units),
-        # Whether shards are sent between CPUs by ``engine/gloo.py``; not for a planned unit.
+        # Whether shards are sent between CPUs by ``minifsdp_gloo``; not for a planned unit.
         "by_messages": any(group is not None and group.transport is not None for group in groups),
         # Buffers may have several dtypes, so they are counted in bytes.
         "buffers": _buffer_bytes(model),
@@ -148,7 +148,9 @@ def _existing(
         stays: whether it stays unsharded after forward because it is the root.
         buffers: the dtype of its buffers, if one was chosen.
     """
-    layout, mesh, post_forward_mesh = unit.layout, unit.plan.mesh, unit.policy.post_forward_mesh
+    layout = unit.layout
+    mesh = unit.plan.mesh
+    post_forward_mesh = unit.policy.post_forward_mesh
     modules = [place.module for info in layout.parameters for place in info.attributes]
     return UnitSummary(
         name=name,
@@ -171,9 +173,10 @@ def _existing(
 def _parameters(layout: Layout, names: Names) -> Iterator[ParameterSummary]:
     if isinstance(layout, PerParameterLayout):
         for param in layout.params:
-            places, dtype, trained = _places(param.info, names), param.local_shard.dtype, param.parameter.requires_grad
+            dtype = param.local_shard.dtype
+            trained = param.parameter.requires_grad
             owned = _elements_by_rank(param.shape, param.dim, _ranks(param.mesh_groups.shard))
-            yield ParameterSummary(*places, tuple(param.shape), param.dim, dtype, trained, owned)
+            yield ParameterSummary(*_places(param.info, names), tuple(param.shape), param.dim, dtype, trained, owned)
     elif isinstance(layout, FlatLayout):
         trained_flags = [parameter.requires_grad for parameter in layout.local_parameters()]
         if not layout.use_orig_params:
@@ -229,8 +232,7 @@ def _planned(model: nn.Module, names: Names, like: UnitSummary | None, num_shard
         num_shards: see `units_of`.
     """
     owners = modules_of_unit([model], is_sharded)
-    left = owned_parameters(owners, set())
-    if not left:
+    if not (left := owned_parameters(owners, set())):
         return
     if like is None:
         num_ranks = num_shards or (dist.get_world_size() if dist.is_initialized() else 1)
@@ -242,7 +244,8 @@ def _planned(model: nn.Module, names: Names, like: UnitSummary | None, num_shard
         numbers = [_elements_by_rank(torch.Size(shape), 0, like.ranks) for shape in shapes]
     else:
         sharding = FlatSharding(tuple(map(prod, shapes)), len(like.ranks))
-        numel, numbers = sharding.padded_numel, _elements_in_flat(sharding, like.ranks)
+        numel = sharding.padded_numel
+        numbers = _elements_in_flat(sharding, like.ranks)
     parameters = [
         ParameterSummary(*_places(info, names), shape, 0, parameter.dtype, parameter.requires_grad, owned)
         for (parameter, info), shape, owned in zip(left.items(), shapes, numbers, strict=True)

@@ -53,7 +53,7 @@ class Job:
         overlaps: a gradient is reduced while that of the next unit is computed (`set_reduction_overlap`).
         micro_batches: number of backwards in a step.
         no_sync: only the last backward reduces gradients.
-        by_messages: between CPUs, with gloo: shards of 256 KiB and more are sent one by one (``engine/gloo.py``), and
+        by_messages: between CPUs, with gloo: shards of 256 KiB and more are sent one by one (``minifsdp_gloo``), and
             a reduction has buffers for those of the other ranks.
         activations: bytes, added to the peaks of forward and backward. Or one number for each unit in the order of
             `sizes`, the bytes that its forward keeps until its backward, and one for those kept after the last unit.

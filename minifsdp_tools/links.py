@@ -15,7 +15,7 @@ several rings, and each GPU is at the end in one of them. So the numbers are mea
 often count every byte of a ring through several machines as leaving its machine, `per_machine` times as much.
 
 Between CPUs, minifsdp sends each shard directly to every other rank (``by_messages`` of a `Job`, see
-``engine/gloo.py``). Then a rank sends to 2 of 3 other ranks on the other machine: two thirds of its all-gathers and
+``minifsdp_gloo``). Then a rank sends to 2 of 3 other ranks on the other machine: two thirds of its all-gathers and
 reduce-scatters leave the machine, and not a half. All-reduces are rings of gloo.
 
 Lower bounds for the time of a step::
@@ -94,9 +94,8 @@ def _gathers(job: Job) -> tuple[int, int]:
 
 def sent_bytes(job: Job) -> dict[str, float]:
     """Bytes that each rank sends in a step, by kind of collective (COST-06 to COST-08)."""
-    root, units = job.sizes[0], sum(job.sizes[1:])
     times, of_root = _gathers(job)
-    gathered = times * units + of_root * root - job.in_smaller_mesh
+    gathered = times * sum(job.sizes[1:]) + of_root * job.sizes[0] - job.in_smaller_mesh
     reduced = job.num_reductions * sum(job.gradients) * job.reduce_width / job.width
     return {
         "AG": ring_sends(gathered, job.shards) + job.sent_in_smaller_mesh,
@@ -108,10 +107,9 @@ def sent_bytes(job: Job) -> dict[str, float]:
 def num_collectives(job: Job) -> dict[str, int]:
     """Collectives of a step, by kind (SHARD-16)."""
     times, of_root = _gathers(job)
-    units, root = len(job.units), int(bool(job.root))
     reductions = job.num_reductions * sum(1 for gradient in job.gradients if gradient)
     return {
-        "AG": times * units + of_root * root,
+        "AG": times * len(job.units) + (of_root if job.root else 0),
         "RS": reductions if job.shards > 1 else 0,
         "AR": reductions if job.num_replicas > 1 else 0,
     }
@@ -119,7 +117,9 @@ def num_collectives(job: Job) -> dict[str, int]:
 
 def sent_by_link(job: Job, per_machine: int) -> dict[str, Sent]:
     """Bytes sent by kind of collective, within machines and between them (COST-15, MACHINES-05)."""
-    sent, in_smaller_mesh, num_ranks = sent_bytes(job), job.sent_in_smaller_mesh, job.shards * job.num_replicas
+    sent = sent_bytes(job)
+    in_smaller_mesh = job.sent_in_smaller_mesh
+    num_ranks = job.shards * job.num_replicas
     # For each ring: the bytes that a rank sends in it, its number of ranks, and the distance between them.
     rings = {
         "AG": [(sent["AG"] - in_smaller_mesh, job.shards, 1), (in_smaller_mesh, job.reshards_to or 1, 1)],
@@ -142,7 +142,8 @@ def _leaving(num_ranks: int, size: int, apart: int, per_machine: int, direct: bo
         direct: whether each rank sends to all others of its group, and not only to the next one of a ring.
     """
     # Groups of neighboring ranks together span this number of ranks.
-    span, distances = size * apart, range(1, size if direct and size > 1 else 2)
+    span = size * apart
+    distances = range(1, size if direct and size > 1 else 2)
     pairs = [(rank, rank - rank % span + (rank + far * apart) % span) for rank in range(num_ranks) for far in distances]
     return sum(rank // per_machine != other // per_machine for rank, other in pairs) / len(pairs)
 

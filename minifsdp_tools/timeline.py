@@ -53,8 +53,12 @@ TEMPLATES.filters["px"] = "{:.1f}".format
 _SHAPES: Any = TEMPLATES.get_template("timeline.svg.jinja").module
 
 # All in pixels.
-_LEFT, _RIGHT = 104, 24
-_ROW, _GAP, _MEMORY, _STRIP = 20, 4, 40, 10
+_LEFT = 104
+_RIGHT = 24
+_ROW = 20
+_GAP = 4
+_MEMORY = 40
+_STRIP = 10
 _LETTER = 6.2
 
 
@@ -74,7 +78,9 @@ class _Sheet:
     """
 
     def __init__(self, width: int, seconds: float, num_bytes: int = 0, events: Iterable[Event] = ()) -> None:
-        self.width, self.seconds, self.num_bytes = width, seconds, num_bytes
+        self.width = width
+        self.seconds = seconds
+        self.num_bytes = num_bytes
         boxes = [event for event in events if event.kind in BOXES]
         self.labels = _labels([(one.kind, one.unit, self.x(one.end) - self.x(one.start)) for one in boxes])
         self.ground: list[str] = []
@@ -149,7 +155,8 @@ def _draw_heading(sheet: _Sheet, events: Sequence[Event], title: str, *captions:
     """Draws title, captions, and a legend of the kinds that occur; returns the position below them."""
     sheet.text(20, 30, "title", title)
     sheet.text(20, 50, "soft", *captions)
-    x, y = 20.0, 56.0 + 16 * len(captions)
+    x = 20.0
+    y = 56.0 + 16 * len(captions)
     kinds = {event.kind for event in events}
     for kind, meaning in _SHAPES.meanings.items():
         if kind in kinds:
@@ -225,7 +232,8 @@ def _fits(label: str, width: float) -> bool:
 
 def _draw_memory(sheet: _Sheet, y: float, events: Sequence[Event]) -> float:
     """Draws the unsharded bytes as steps, with the same scale for all ranks."""
-    peak, floor = peak_gathered_bytes(events), y + _MEMORY
+    peak = peak_gathered_bytes(events)
+    floor = y + _MEMORY
     sheet.stream(y, _MEMORY, "gathered", f"peak {size_of(peak)}")
     if peak:
         scale = (_MEMORY - 4) / sheet.num_bytes

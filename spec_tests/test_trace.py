@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from minifsdp.engine.events import events
 from minifsdp.trace import Event, Recorder
 from spec_tests.engine.small import draw, shard_each, train_once
 from spec_tests.harness import ranks
@@ -18,7 +19,7 @@ from spec_tests.subject import trace
 
 @pytest.mark.pure
 def test_recorder_is_off_by_default() -> None:
-    assert trace.recorder is None
+    assert events.recorder is None
 
 
 @pytest.mark.pure
@@ -65,14 +66,14 @@ def test_events_are_ordered_by_their_beginning() -> None:
 @pytest.mark.pure
 def test_inner_recording_gets_the_events_of_nested_recordings() -> None:
     with trace.record() as outer:
-        assert trace.recorder is outer
+        assert events.recorder is outer
         outer.begin("F", "before")
         with trace.record() as inner:
-            assert trace.recorder is inner
+            assert events.recorder is inner
             inner.begin("F", "inside")
-        assert trace.recorder is outer
+        assert events.recorder is outer
         outer.begin("F", "after")
-    assert trace.recorder is None
+    assert events.recorder is None
     assert outer.order() == ["F before", "F after"]
     assert inner.order() == ["F inside"]
 
@@ -89,7 +90,7 @@ def test_exception_ends_the_recording_and_recorded_events_remain() -> None:
 
     with pytest.raises(KeyError):
         interrupted()
-    assert trace.recorder is None
+    assert events.recorder is None
     assert kept[0].order() == ["F"]
 
 

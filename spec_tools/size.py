@@ -22,8 +22,9 @@ from pathlib import Path
 import torch.distributed.fsdp as torch_fsdp
 
 PACKAGE = Path(__file__).resolve().parents[1] / "minifsdp"
-TOOLS = PACKAGE.with_name("minifsdp_tools")
+BESIDE = (PACKAGE.with_name("minifsdp_gloo"), PACKAGE.with_name("minifsdp_tools"))
 TORCH = Path(torch_fsdp.__file__).parent
+CASES_AND_CHECKS = frozenset({"cases", "checks", "watchdog", "debugging"})
 NOT_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -121,8 +122,13 @@ def _weight(node: ast.AST) -> int:
     return 1
 
 
-def imported_by(start: Path) -> set[Path]:
-    """The modules of the package that ``start`` imports, directly or indirectly, and ``start`` itself."""
+def imported_by(start: Path, without: frozenset[str] = frozenset()) -> set[Path]:
+    """The modules of the package that ``start`` imports, directly or indirectly, and ``start`` itself.
+
+    Args:
+        start: a module of the package.
+        without: folders whose modules are left out, with what only they import.
+    """
     found: set[Path] = set()
     waiting = [start]
     while waiting:
@@ -131,7 +137,8 @@ def imported_by(start: Path) -> set[Path]:
             continue
         found.add(file)
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            waiting += [path for path in map(_file_of, _names_in(node)) if path is not None]
+            paths = [path for path in map(_file_of, _names_in(node)) if path is not None]
+            waiting += [path for path in paths if path.parent.name not in without]
     return found
 
 
@@ -155,20 +162,17 @@ def _file_of(name: str) -> Path | None:
 
 def sizes() -> dict[str, Size]:
     """The rows of the table."""
-    behind_fully_shard = list(imported_by(PACKAGE / "fsdp2/fully_shard.py"))
+    fully_shard = PACKAGE / "fsdp2/fully_shard.py"
     return {
-        "minifsdp and minifsdp_tools": size_of([*PACKAGE.rglob("*.py"), *TOOLS.rglob("*.py")]),
+        "minifsdp, minifsdp_gloo and minifsdp_tools": size_of(
+            path for package in (PACKAGE, *BESIDE) for path in package.rglob("*.py")
+        ),
         "minifsdp": size_of(PACKAGE.rglob("*.py")),
-        "minifsdp: fully_shard and all that it imports": size_of(behind_fully_shard),
-        "minifsdp: the same without the checks": size_of(path for path in behind_fully_shard if not is_check(path)),
+        "minifsdp: fully_shard and all that it imports": size_of(imported_by(fully_shard)),
+        "minifsdp: the same without cases and checks": size_of(imported_by(fully_shard, CASES_AND_CHECKS)),
         "torch: FSDP1 and FSDP2": size_of(TORCH.rglob("*.py")),
         "torch: fully_shard": size_of((TORCH / "_fully_shard").rglob("*.py")),
     }
-
-
-def is_check(path: Path) -> bool:
-    """Whether a module only checks the programs of users: `minifsdp` trains without it."""
-    return path.parent.name in ("checks", "watchdog", "debugging") or path.name == "ledger.py"
 
 
 def main() -> None:

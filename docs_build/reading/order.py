@@ -1,7 +1,7 @@
 """The reading order: FSDP2 and FSDP1 first, then every other module, each once.
 
 A module is named by its path inside the package: ``engine/unit.py``. Tutorials have the same kind of page and are named
-by their path in the repository: ``tutorials/overlap.py``, and so are the modules of the package of tools:
+by their path in the repository: ``tutorials/overlap.py``, and so are the modules of the other packages:
 ``minifsdp_tools/cost.py``. The sections are in ``order.toml``.
 """
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "minifsdp"
-TOOLS = ROOT / "minifsdp_tools"
+BESIDE = (ROOT / "minifsdp_gloo", ROOT / "minifsdp_tools")
 SECTIONS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))["section"]
 
 
 def path_of(name: str) -> Path:
     """The path of the file with that name."""
-    return (ROOT if name.startswith(("tutorials/", "minifsdp_tools/")) else PACKAGE) / name
+    return (ROOT if name.startswith(("tutorials/", "minifsdp_gloo/", "minifsdp_tools/")) else PACKAGE) / name
 
 
 def name_of(path: Path) -> str:
@@ -25,8 +25,8 @@ def name_of(path: Path) -> str:
 
 
 def all_modules() -> list[str]:
-    """Every module of both packages, sorted by name."""
-    return sorted(name_of(path) for package in (PACKAGE, TOOLS) for path in package.rglob("*.py"))
+    """Every module of all packages, sorted by name."""
+    return sorted(name_of(path) for package in (PACKAGE, *BESIDE) for path in package.rglob("*.py"))
 
 
 def reading_order() -> list[tuple[str, str, list[str]]]:

@@ -2,8 +2,8 @@
 
 A line that only records writes a moment. The recorded action is next to it::
 
-    if trace.recorder is not None:
-        self._event = trace.recorder.begin("AG", ...)    the moment
+    if events.recorder is not None:
+        events.recorder.all_gather_begins(self)                    the moment
     self._handle = self.layout.all_gather(self.comm_streams)       the action
 
 An action that begins is the first later line that does not only record; one that has ended is the last one before.

@@ -6,7 +6,7 @@ per millisecond, all collectives that are issued and not complete yet::
     AG 2   issued 4.1 ms    there 6.3 ms    waited for 9.0 ms       2.7 ms early: no rank had to wait
 
 A collective of gloo reports whether it is complete. A received message does not report this before the wait, even if it
-is already in memory (`engine/gloo.py` uses messages). So the thread checks the memory itself: before a receive is
+is already in memory (`minifsdp_gloo` uses messages). So the thread checks the memory itself: before a receive is
 issued, its last bytes are set to a `MARK` that no training writes. Data on a connection arrives in order, so all of it
 has arrived when the mark is overwritten::
 

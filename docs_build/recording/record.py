@@ -40,6 +40,7 @@ from docs_build.recording.models import Block, Net, Stage, batch
 from docs_build.recording.records import stamp
 from docs_build.recording.watching import Watched, WatchedUnit, Watcher
 from minifsdp import FullyShardedDataParallel, trace
+from minifsdp.engine.events import events
 from minifsdp.fsdp2.fsdp_state import states_in
 
 STRATEGIES = {
@@ -289,11 +290,11 @@ def _recorded(recorder: trace.Recorder, action: Callable[[], None]) -> float:
     """Runs the action with ``recorder`` installed; returns its start time, which is the same on all ranks."""
     dist.barrier()
     origin = time.perf_counter()
-    trace.recorder = recorder
+    events.recorder = recorder
     try:
         action()
     finally:
-        trace.recorder = None
+        events.recorder = None
     return origin
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from docs_build.recording import arrivals
 from minifsdp import trace
+from minifsdp.checks.attach import attach
 from minifsdp.engine import collectives
 from minifsdp.engine.mesh import Group
 from spec_tests.harness import ranks
@@ -46,6 +47,7 @@ def test_data_arrives_when_the_other_rank_sends_and_not_when_this_rank_waits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MINIFSDP_TRANSPORT", "messages")
+    attach()  # The handles of the checks note the arrival.
     recorder, rank = trace.Recorder(), dist.get_rank()
     transport = Group.of(dist.group.WORLD).transport
     # Send small shards by gloo's collectives, which is the default.

@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs" / "learn" / "index.md").read_text(encoding="utf-8").partit
 SHARD = "spec_tests/fsdp1/test_shard.py"
 EXAMPLE = (
     "engine/hooks.py",
-    "if unit.policy.reshard_after_forward and not unit.keeps_for_graph:",
+    "if unit.policy.reshard_after_forward and not unit.is_held:",
     "if False:",
     SHARD,
     "test_full_shard_all_gathers_twice_and_reduces_once",
@@ -46,7 +46,7 @@ def test_exercise_finds_its_line_and_test_once(module: str, line: str, instead: 
 def test_named_test_fails_after_the_change_of_the_line(
     tmp_path: Path, module: str, line: str, instead: str, file: str, test: str
 ) -> None:
-    for name in ("minifsdp", "minifsdp_tools", "spec_tests", "spec_tools", "docs"):
+    for name in ("minifsdp", "minifsdp_gloo", "minifsdp_tools", "spec_tests", "spec_tools", "docs"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("conftest.py", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)

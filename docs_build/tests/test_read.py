@@ -109,39 +109,30 @@ def test_note_does_not_change_anchors_of_other_rows() -> None:
 def test_recording_code_is_recognized_by_syntax() -> None:
     text = textwrap.dedent("""
         class C:
-            _event: trace.Event | None = None
-
             def f(self):
-                if trace.recorder is not None:
-                    trace.recorder.finish(self._event)
-                if trace.recorder is None:
+                if events.recorder is not None:
+                    events.recorder.end("F", self.name)
+                if events.recorder is None:
                     self.work()
+                if events.recorder is not None:
+                    self.event = events.recorder.begin("B", self.name)
                 else:
                     self.play()
                 events.last_event = self.event()
-                for event in self.events:
-                    trace.recorder.finish(event)
-                event = self.free()
-                collectives.Collective(event)
-                event, self._event = self._event, None
-                mark = noted(self)
-                return event
-
-        def noted(item) -> trace.Event:
-            return trace.recorder.begin(item)
+                return self.free()
     """)
     lines = text.splitlines()
     kept = [lines[n - 1].strip() for n in range(1, len(lines) + 1) if n not in recording_lines(ast.parse(text))]
     assert list(filter(None, kept)) == [
         "class C:",
         "def f(self):",
-        "if trace.recorder is None:",
+        "if events.recorder is None:",
         "self.work()",
+        "if events.recorder is not None:",
+        'self.event = events.recorder.begin("B", self.name)',
         "else:",
         "self.play()",
-        "event = self.free()",
-        "collectives.Collective(event)",
-        "return event",
+        "return self.free()",
     ]
 
 
@@ -169,7 +160,7 @@ def test_recorder_calls_are_hidden_in_the_core() -> None:
     for name in CORE:
         module = read_module(name)
         lines = enumerate(module.text.splitlines(), 1)
-        seen = [line for n, line in lines if "trace.recorder" in line and n not in module.recording]
+        seen = [line for n, line in lines if "events.recorder" in line and n not in module.recording]
         assert seen == [], name
 
 

@@ -17,10 +17,10 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 @pytest.mark.parametrize(
     ("what", "row"),
     [
-        ("minifsdp and minifsdp_tools", "minifsdp and its tools, everything"),
-        ("minifsdp", "minifsdp without `minifsdp_tools`"),
+        ("minifsdp, minifsdp_gloo and minifsdp_tools", "minifsdp, its transport and its tools, everything"),
+        ("minifsdp", "minifsdp without `minifsdp_gloo` and `minifsdp_tools`"),
         ("minifsdp: fully_shard and all that it imports", "minifsdp, `fully_shard` and all that it imports"),
-        ("minifsdp: the same without the checks", "minifsdp, the same without the checks"),
+        ("minifsdp: the same without cases and checks", "minifsdp, the same without cases and checks"),
         ("torch: FSDP1 and FSDP2", "torch, FSDP1 and FSDP2"),
         ("torch: fully_shard", "torch, `fully_shard`"),
     ],

@@ -5,20 +5,19 @@ They take place *before* the first tensor is sent. Each one replaces a hang with
 
 * `monitored_barrier` checks that all ranks are present. ``state_dict()`` issues all-gathers, so all ranks must call it;
   a common mistake is to call it under ``if rank == 0``. Every rank registers in the group's store and waits there.
-* `exchange` sends facts to all ranks. For example, an optimizer may have a state on one rank and none on another.
+* `exchange` of ``engine/exchange.py`` sends facts to all ranks. For example, an optimizer may have a state on one rank
+  and none on another.
 * `value_of_first_rank` and `shard_of_first_rank` send the dict of the first rank, if only that rank has one.
 * `refuse_together` raises on all ranks if one rank found a problem. If only that rank raised, the others would continue
   into a collective and hang.
 
-Worked example, four ranks with the shard groups (0 1) and (2 3), and a fact that only rank 3 has::
+Worked example, two ranks, and a problem that only rank 1 finds::
 
-    exchange in the shard groups        2 and 3 have it
-    exchange in the replicate groups    1 receives it from 3, and 0 from 2: all ranks have it
-
-Two rounds in small groups reach every rank, so a hybrid strategy needs no group of all ranks.
+    monitored_barrier    both ranks have called load_state_dict()
+    refuse_together      rank 0 receives the problem of rank 1; both raise an error, and nothing was changed
 
 The store is the one that the ranks used for rendezvous. It works for every backend, even if collectives no longer
-work. It also counts the arrivals, so that ranks cannot disagree about the count. Cost of a barrier: seven messages from
+work. It also counts the arrivals, so that ranks cannot disagree about the count. Cost of a barrier: six messages from
 each rank to the store, 0.2 ms on one machine. A rank that has a rare fact to send sets a flag in the barrier, and the
 ranks exchange facts only if a flag is set.
 
@@ -30,18 +29,17 @@ Spec: SD-FULL-03, SD-FULL-05, SD-FULL-09, OSD-FULL-02.
 
 import time
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from minifsdp.checks import rank_checks
-from minifsdp.checks.collective import Collective
-from minifsdp.checks.collective_log import log
 from minifsdp.engine import collectives
-from minifsdp.engine.mesh import Group, MeshGroups, exists
-from minifsdp.engine.messages import message, rank_of_this_process, some
+from minifsdp.engine.events import events
+from minifsdp.engine.exchange import exchange
+from minifsdp.engine.mesh import Group, MeshGroups
+from minifsdp.engine.messages import message, some
 from minifsdp.engine.precision import move
 
 T = TypeVar("T")
@@ -53,33 +51,6 @@ class StateDictMismatchError(RuntimeError, ValueError):
     """The state dict does not fit the model or the optimizer. In this case ``nn.Module`` raises `RuntimeError`, and an
     optimizer raises `ValueError`.
     """
-
-
-def groups_of(meshes: Iterable[MeshGroups]) -> list[Group]:
-    """The groups of all meshes without duplicates, shard groups first. Ranks with equal module trees get equal lists.
-
-    Groups of a simulation are excluded.
-    """
-    chosen = list(meshes)
-    groups = [mesh.shard for mesh in chosen] + [mesh.replicate for mesh in chosen]
-    existing = dict.fromkeys(group for group in groups if group is not None and exists(group.process_group))
-    # In a simulation, one process runs all ranks and nothing is sent.
-    return [group for group in existing if dist.get_backend(group.process_group) != "fake"]
-
-
-def exchange(groups: Sequence[Group], mine: T) -> dict[int, T]:
-    """Exchanges one value per rank; returns all values by global rank. All ranks of the groups must call it.
-
-    With several groups, each exchange includes the values received in the previous ones.
-    """
-    # A tensor of an accelerator would arrive on the accelerator with the same index, which belongs to another rank.
-    known = {rank_of_this_process(): move(torch.device("cpu"), mine) if groups else mine}
-    for group in groups:
-        others: list[Any] = [None] * group.size
-        collectives.call(dist.all_gather_object, group, others, known)
-        for other in others:
-            known.update(other)
-    return dict(sorted(known.items()))
 
 
 def refuse_together(groups: Sequence[Group], problems: Sequence[str], opening: str = "") -> None:
@@ -160,7 +131,8 @@ def monitored_barrier(groups: Sequence[Group], call: str, *, has_facts: bool = F
         RuntimeError: some rank did not arrive within the group's timeout. The message names the call and the ranks.
             Also raised if the ranks have issued different collectives before, or have different options.
     """
-    rank_checks.read_all()
+    for read in events.before_state_dict:
+        read()
     return [group for group in groups if _any_has_facts(group, call, has_facts, how)]
 
 
@@ -173,29 +145,31 @@ def _any_has_facts(group: Group, call: str, has_facts: bool, how: str) -> bool:
 
 
 def _wait_for_all(group: Group, call: str, has_facts: bool, how: str) -> bool:
-    sequence, store = log.sequence_of(group), group.process_group.get_group_store()
+    observer = None if events.barrier is None else events.barrier(group)
+    store = group.process_group.get_group_store()
     # The number of arrivals in all calls so far. No further call can complete before this rank arrives.
     arrived = f"minifsdp/{call}/arrived"
     number = store.add(arrived, 0) // group.size
     key = f"minifsdp/{call}/{number}"
-    store.set(f"{key}/{group.rank}", f"{how}; collectives {sequence.epoch} {sequence.number} {sequence.digest}")
-    if has_facts:
-        store.set(f"{key}/facts", "")
+    order = "" if observer is None else observer.order
+    store.set(f"{key}/{group.rank}", f"{int(has_facts)}{how}{order}")
     # With a counter, the number of messages per rank does not depend on the number of ranks.
     if store.add(arrived, 1) == (number + 1) * group.size:
         # Only the last rank reads what all ranks have written.
-        texts = sorted({text.decode() for text in store.multi_get([f"{key}/{index}" for index in range(group.size)])})
-        store.set(f"{key}/complete", f"{texts[0]} on one rank, {texts[-1]} on another" if len(texts) > 1 else "")
-    begun, limit, before = time.monotonic(), _time_limit(group), sequence.now
+        texts = [text.decode() for text in store.multi_get([f"{key}/{index}" for index in range(group.size)])]
+        calls = sorted({text[1:] for text in texts})
+        differs = f"{calls[0]} on one rank, {calls[-1]} on another" if len(calls) > 1 else ""
+        store.set(f"{key}/complete", f"{max(texts)[0]} {differs}")
+    begun = time.monotonic()
+    limit = _time_limit(group)
+    wait = _wait if observer is None else partial(observer.wait, _wait)
     try:
-        # Recorded in the collective log, so that reports of other ranks show what this rank waits for.
-        Collective("barrier", group, [], _wait, (store, f"{key}/complete", limit), checks_size=False)
+        wait(store, f"{key}/complete", limit, observer)
     except TimeoutError as error:
-        seconds = min(time.monotonic() - begun, limit.total_seconds())
-        report = log.diagnosis((sequence, *before[:2]))
+        seconds = min(time.monotonic() - begun, limit)
+        report = "" if observer is None else observer.undo()
         missing = [rank for index, rank in enumerate(group.ranks) if not store.check([f"{key}/{index}"])]
-        # Undo this call in the store and in the log, so that all ranks can call again and their logs still match.
-        sequence.undo(before)
+        # Undo this call, so that all ranks can call again.
         store.add(arrived, -1)
         store.delete_key(f"{key}/{group.rank}")
         raise RuntimeError(
@@ -204,31 +178,32 @@ def _wait_for_all(group: Group, call: str, has_facts: bool, how: str) -> bool:
             )
         ) from error
     store.delete_key(f"{key}/{group.rank}")
-    if differs := store.get(f"{key}/complete").decode():
-        report = log.diagnosis((sequence, *before[:2]))
-        sequence.begin_epoch()
+    any_has_facts, differs = store.get(f"{key}/complete").decode().split(" ", 1)
+    if differs:
+        report = "" if observer is None else observer.begin_epoch()
         raise RuntimeError(message("call-differs", call=call, differs=differs, report=report))
-    for mark in ("complete", "facts") if group.rank == 0 and number else ():
+    if group.rank == 0 and number:
         # No rank waits for the previous call any more.
-        store.delete_key(f"minifsdp/{call}/{number - 1}/{mark}")
-    return bool(store.check([f"{key}/facts"]))
+        store.delete_key(f"minifsdp/{call}/{number - 1}/complete")
+    return bool(any_has_facts == "1")
 
 
-def _wait(store: Any, key: str, limit: timedelta) -> None:
-    """Polls for ``key``. The store's own wait would print a warning, and `log.fatal_error` could not end it."""
-    until, pause = time.monotonic() + limit.total_seconds(), 0.001
+def _wait(store: Any, key: str, limit: float, observer: Any) -> None:
+    """Polls for ``key``. The store's own wait would print a warning, and an observer could not end it."""
+    until = time.monotonic() + limit
+    pause = 0.001
     while not store.check([key]):
-        if time.monotonic() > until or log.fatal_error:
+        if time.monotonic() > until or (observer is not None and observer.is_over()):
             raise TimeoutError
         time.sleep(pause)
         pause = min(2 * pause, 0.2)
 
 
-def _time_limit(group: Group) -> timedelta:
-    """The timeout of the group, from ``init_process_group`` or ``new_group``."""
+def _time_limit(group: Group) -> float:
+    """The timeout of the group in seconds, from ``init_process_group`` or ``new_group``."""
     process_group: Any = group.process_group
     try:
         device = torch.device(dist.get_backend_config(process_group).partition(":")[0])
-        return process_group._get_backend(device).options._timeout  # type: ignore[no-any-return]
+        return process_group._get_backend(device).options._timeout.total_seconds()  # type: ignore[no-any-return]
     except (AttributeError, RuntimeError):
-        return timedelta(minutes=30)
+        return 1800.0

@@ -28,7 +28,7 @@ Spec: SD-FULL-01, SD-SHARD-01, SD-CFG-18, OSD-01, OSD-03, OSD-06, OSD-08, OSD-09
 """
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -72,65 +72,74 @@ class UnitCodec:
     Args:
         wrapper: the wrapper of the unit; it must have one.
         prefix: the prefix of the wrapped module's names in the dict, with a dot, or ``""``.
+        clean: a function that removes other parts from keys.
 
     Attributes:
         keys: the keys of the parameters, one for each place in the tree, with the parameter's number.
-        names: the key of each parameter by number. A tied parameter has its first key, as in ``named_parameters()``.
+        shapes: the shapes of the parameters by key.
+        owners: the optimizer's parameter for each key: the same flat parameter for all, or a local shard for each.
+        names: the key of each parameter, by number. A tied parameter has its first key, as in ``named_parameters()``.
         local_key: the key of the local shard in a local state dict.
         flat_key: the name of the flat parameter, if there is one; also the key of the shard in local dicts of torch.
         is_flat: whether the optimizer has one flat parameter for all.
         keeps_shapes: whether the optimizer has unsharded original parameters, whose states may have any shape.
-        owners: the optimizer's parameter for each number: the same flat parameter for all, or a local shard for each.
         places: the range of each parameter's elements in this rank's shard, by number. A range may be empty.
     """
 
-    def __init__(self, wrapper: Wrapper, prefix: str) -> None:
-        unit = wrapper._unit
-        assert unit is not None
-        self.unit, self.layout, self._wrapper = unit, unit.layout, wrapper
-        self.mesh, self.group = unit.plan.mesh, unit.plan.mesh.shard
-        self.shapes, self._sharding = [info.shape for info in self.layout.parameters], self.layout.sharding
-        self.prefix, self.local_key, self.flat_key = prefix, prefix + "flat_param", prefix + FLAT_NAME
+    def __init__(self, wrapper: Wrapper, prefix: str, clean: Callable[[str], str] = str) -> None:
+        assert wrapper._unit is not None
+        self.unit = wrapper._unit
+        self.layout = self.unit.layout
+        self.mesh = self.unit.plan.mesh
+        self.group = self.mesh.shard
+        self.prefix = prefix
+        self.local_key = prefix + "flat_param"
+        self.flat_key = prefix + FLAT_NAME
         self.is_flat = not self.layout.use_orig_params
         self.keeps_shapes = self.group is None and not self.is_flat
-        self.owners = self.layout.local_parameters() * (len(self.shapes) if self.is_flat else 1)
+        self._wrapper = wrapper
+        self._sharding = self.layout.sharding
         self.places = self._sharding.param_ranges(self.mesh.shard_index)
         slots: dict[nn.Module, list[tuple[int, str]]] = {}
-        for number, owned in enumerate(self.layout.parameters):
-            for slot in owned.attributes:
+        for number, info in enumerate(self.layout.parameters):
+            for slot in info.attributes:
                 slots.setdefault(slot.module, []).append((number, slot.name))
         paths = wrapper.module.named_modules(remove_duplicate=False)
-        self.keys = {prefix + dotted(path) + name: n for path, m in paths for n, name in slots.get(m, [])}
+        self.keys = {clean(prefix + dotted(path) + name): n for path, m in paths for n, name in slots.get(m, [])}
+        self.shapes = {key: self.layout.parameters[number].shape for key, number in self.keys.items()}
+        owners = self.layout.local_parameters()
+        self.owners = {key: owners[0 if self.is_flat else number] for key, number in self.keys.items()}
         first = {number: key for key, number in reversed(self.keys.items())}
-        self.names = [first[number] for number in range(len(self.shapes))]
+        self.names = [first[number] for number in sorted(first)]
 
-    def holds(self, number: int, index: int | None = None) -> bool:
+    def holds(self, key: str, index: int | None = None) -> bool:
         """Whether this rank, or the rank at ``index`` of the shard group, has an element of the parameter."""
-        held = self._sharding.range_in_param(self.mesh.shard_index if index is None else index, number)
+        held = self._sharding.range_in_param(self.mesh.shard_index if index is None else index, self.keys[key])
         return bool(held.stop > held.start)
 
     # --- from shards to values ---
 
-    def all_gathered(self, values: Mapping[int, torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
-        """Every parameter's full value on the compute device. All ranks of the shard group must call it.
+    def all_gathered(self, values: Mapping[str, torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+        """Every parameter's full value, by number, on the compute device. All ranks of the shard group must call it.
 
         Args:
-            values: this rank's values by number; the other values of the result are not initialized.
+            values: this rank's values by key; the other values of the result are not initialized.
             dtype: the dtype of the values.
         """
         # This rank's shard is filled in place in the bucket, so that the all-gather needs no memory for it.
         bucket = torch.empty(self._sharding.padded_numel, dtype=dtype, device=self.layout.device)
         shard = bucket[self._sharding.shard_range(self.mesh.shard_index)]
-        for number, value in values.items():
-            place = self.places[number]
+        for key, value in values.items():
+            place = self.places[self.keys[key]]
             # The state of a flat parameter already has the layout of the local shard.
             shard[place].copy_(value[place] if self.is_flat else value)
         if self.group is not None:
             collectives.all_gather(self.group, bucket, shard).wait()
         return self.layout.views_of(bucket)
 
-    def as_parameter(self, number: int, value: torch.Tensor) -> torch.Tensor:
+    def as_parameter(self, key: str, value: torch.Tensor) -> torch.Tensor:
         """The ``DTensor`` of tensor parallelism of this rank's part of a value, or the value itself."""
+        number = self.keys[key]
         is_part = value.shape == self.layout.local_shapes[number]
         return distributed_tensor(value, self.layout.specs[number] if is_part else None)
 
@@ -143,25 +152,25 @@ class UnitCodec:
         # `ShardedTensor` supports only row-major order.
         full = full.contiguous()
         # Split before the copy to the CPU, so that only this rank's rows are copied.
-        by_default = self._wrapper._device_mesh is not None
-        if isinstance(full, DTensor) or (by_default if form.use_dtensor is None else form.use_dtensor):
+        use_dtensor = self._wrapper._device_mesh is not None if form.use_dtensor is None else form.use_dtensor
+        if use_dtensor or isinstance(full, DTensor):
             return tensors.as_dtensor(full, self.group, self._device_mesh, device)
         rows = shard_of(full, 0, self.group.size, self.group.rank).to(device, copy=True)
         return tensors.as_sharded_tensor(rows, full.shape, self.group)
 
     def rows(self, key: str, value: Any) -> Any:
         """This rank's rows of a full value for the parameter ``key``, on the CPU; an unsuitable value is returned."""
-        number = self.keys[key]
-        if not isinstance(value, torch.Tensor) or value.shape != self.shapes[number]:
+        if not isinstance(value, torch.Tensor) or value.shape != self.shapes[key]:
             return value
-        full = self.as_parameter(number, self.local_full(number, value))
+        full = self.as_parameter(key, self.local_full(key, value))
         return self.in_form(full, Form(StateDictType.SHARDED_STATE_DICT), value.device)
 
     def local_shard(self, form: Form) -> Any:
         """A copy of this rank's shard for a local state dict."""
         shard = self.layout.local_values().to("cpu" if form.offload else self.layout.device, copy=True)
-        size = torch.Size([self._sharding.padded_numel])
-        return shard if self.group is None else tensors.as_sharded_tensor(shard, size, self.group)
+        if self.group is None:
+            return shard
+        return tensors.as_sharded_tensor(shard, torch.Size([self._sharding.padded_numel]), self.group)
 
     @cached_property
     def _device_mesh(self) -> Any:
@@ -181,13 +190,13 @@ class UnitCodec:
             form: the form of the dict.
             any_shape: whether the shape of the value may differ from that of the parameter.
         """
-        shape = tuple(self.shapes[self.keys[key]])
+        shape = tuple(self.shapes[key])
         if not is_tensor_like(value):
             yield detail("no-tensor", key=where, type=type(value).__name__)
         elif tuple(value.size()) != shape and not any_shape:
             yield detail("size-mismatch-of-unit", key=where, shape=shape, found=tuple(value.size()))
         elif not tensors.is_sharded_like(value, self.layout.specs[self.keys[key]]):
-            yield from tensors.misplaced_rows(value, where, self.group, is_sharded=form.is_sharded)
+            yield from tensors.misplaced_rows(value, where, self.group, may_be_sharded=form.is_sharded)
 
     def given_shard(self, state: Mapping[str, Any]) -> torch.Tensor | None:
         """This rank's shard in a local state dict, under either of its keys; ``None`` if there is none."""
@@ -199,26 +208,26 @@ class UnitCodec:
 
         With tensor parallelism, the result is the tensor that the shard group shares.
         """
-        if tensors.local_rows(value) is not None:
+        if tensors.is_sharded(value):
             return tensors.gathered_rows(value, self.group, self.layout.device)
         if isinstance(value, torch.Tensor):
             return value
         # Some frameworks use lazy tensors, which read their values from the file in `copy_`.
         return torch.empty(tuple(value.size()), dtype=value.dtype, device="cpu").copy_(value)
 
-    def local_full(self, number: int, value: Any) -> torch.Tensor:
-        """`unsharded`, for a value of parameter ``number``. With tensor parallelism, this rank's part of it."""
-        spec, local_shape = self.layout.specs[number], self.layout.local_shapes[number]
-        return local_values(self.unsharded(value).detach(), spec, local_shape)
+    def local_full(self, key: str, value: Any) -> torch.Tensor:
+        """`unsharded`, for a value of the parameter ``key``. With tensor parallelism, this rank's part of it."""
+        number = self.keys[key]
+        full = self.unsharded(value).detach()
+        return local_values(full, self.layout.specs[number], self.layout.local_shapes[number])
 
-    def copy_into(self, shard: torch.Tensor, values: Mapping[int, Any]) -> torch.Tensor:
-        """Copies this rank's elements of values, given by number, into ``shard``. Rows are all-gathered one by one."""
-        for number, value in values.items():
-            elements = self._sharding.flattened(number, self.local_full(number, value))
+    def copy_into(self, shard: torch.Tensor, values: Mapping[str, Any]) -> torch.Tensor:
+        """Copies this rank's elements of values, given by key, into ``shard``. Rows are all-gathered one by one."""
+        for key, value in values.items():
+            number = self.keys[key]
             held = self._sharding.range_in_param(self.mesh.shard_index, number)
-            shard[self.places[number]].copy_(elements[held])
-            # Released before the next value is all-gathered.
-            del elements
+            # The full value has no name, so it is released before the next value is all-gathered.
+            shard[self.places[number]].copy_(self._sharding.flattened(number, self.local_full(key, value))[held])
         return shard
 
 
@@ -235,9 +244,11 @@ class ParameterNames:
 
     Args:
         model: a wrapper, or a module that contains wrappers. Nothing is communicated.
+        clean: a function that removes other parts from original names.
 
     Attributes:
         units: the units of the wrappers, outer ones first.
+        unit_of: by original name, the unit.
         outside: names of parameters that belong to no unit: of plain modules around the wrappers, and ignored ones.
         of: the original names of each parameter that an optimizer may have.
         owners: by original name, the optimizer's parameter.
@@ -245,25 +256,28 @@ class ParameterNames:
         by_name: parameters by both kinds of names.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, clean: Callable[[str], str] = str) -> None:
         self.units: list[UnitCodec] = []
-        self.of: dict[nn.Parameter, list[str]] = {}
         for path, wrapper in model.named_modules():
             if isinstance(wrapper, Wrapper) and wrapper._unit is not None:
                 wrapper._recover_after_error()
                 check_idle(wrapper._unit)
-                unit = UnitCodec(wrapper, dotted(path))
-                self.units.append(unit)
-                for owner, name in zip(unit.owners, unit.names, strict=True):
-                    self.of.setdefault(owner, []).append(name)
+                self.units.append(UnitCodec(wrapper, dotted(path), clean))
+        self.unit_of = {name: unit for unit in self.units for name in unit.names}
+        self.owners = {name: unit.owners[name] for name, unit in self.unit_of.items()}
         # After a forward with SHARD_GRAD_OP, modules have other tensors than the optimizer, so names are compared.
-        owned = {key: unit.owners[number] for unit in self.units for key, number in unit.keys.items()}
-        current = {name: owned.get(plain_path(name), parameter) for name, parameter in model.named_parameters()}
-        self.outside = {parameter: plain_path(name) for name, parameter in current.items() if parameter not in self.of}
-        self.of.update({parameter: [name] for parameter, name in self.outside.items()})
-        self.owners = {name: owner for owner, names in self.of.items() for name in names}
+        of_units = {key: owner for unit in self.units for key, owner in unit.owners.items()}
+        registered = dict(model.named_parameters())
+        plain = {name: clean(plain_path(name)) for name in registered}
+        current = {name: of_units.get(plain[name], parameter) for name, parameter in registered.items()}
+        in_units = set(of_units.values())
+        self.outside = {parameter: plain[name] for name, parameter in current.items() if parameter not in in_units}
+        self.owners.update({name: parameter for parameter, name in self.outside.items()})
+        self.of: dict[nn.Parameter, list[str]] = {}
+        for name, owner in self.owners.items():
+            self.of.setdefault(owner, []).append(name)
         self.current_names = {parameter: name for name, parameter in current.items()}
-        self.by_name = {**{plain_path(name): parameter for name, parameter in current.items()}, **current}
+        self.by_name = {**{plain[name]: parameter for name, parameter in current.items()}, **current}
 
     def originals_of(self, parameters: Iterable[nn.Parameter]) -> list[str]:
         """The original names of parameters of the optimizer."""

@@ -8,7 +8,8 @@ A sharded model saves and loads a dict of DTensors, with the code of ``nn.Module
   ``assign=True`` it treats another rank's rows as its own.
 
 `check_before_load` detects all three, for the whole model, before the first value is copied. With
-``TORCH_DISTRIBUTED_DEBUG=DETAIL`` it accepts a plain dict, and every rank shards the full tensors itself.
+``TORCH_DISTRIBUTED_DEBUG=DETAIL`` it accepts a plain dict, and every rank shards the full tensors itself. `fully_shard`
+calls `register_hooks` through ``events.states``, so that it does not import this package.
 
 *In torch:* the first mistake raises an error for each key, and the second causes a warning. The third raises an error
 that names no ranks, or goes unnoticed.
@@ -26,14 +27,14 @@ from torch.distributed import DebugLevel, get_debug_level
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from minifsdp.checkpoint.tensors import placement_of
-from minifsdp.checks.rank_checks import read_all
+from minifsdp.engine.events import events
 from minifsdp.engine.messages import message, some
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp2.fsdp_state import FSDPState, states_in
 
 
 def register_hooks(state: FSDPState) -> None:
-    """Registers hooks for ``state_dict`` and ``load_state_dict`` on the modules of ``state``."""
+    """Registers hooks for ``state_dict`` and ``load_state_dict`` on the modules of a new state of ``fully_shard``."""
     for module in state.modules:
         module.register_load_state_dict_pre_hook(check_before_load)
     if state.unit is not None:
@@ -45,7 +46,8 @@ def register_hooks(state: FSDPState) -> None:
 
 
 def _show_sharded(this: weakref.ref[Unit], *_: Any) -> None:
-    read_all()
+    for read in events.before_state_dict:
+        read()
     if (unit := this()) is not None:
         unit.reshard()
 

@@ -31,7 +31,7 @@ Spec: OSD-01 to OSD-10, HYB-10, MP-04.
 """
 
 import copy
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -44,22 +44,26 @@ from torch.utils._pytree import tree_flatten
 from minifsdp.checkpoint import agreement, tensors
 from minifsdp.checkpoint.codec import ParameterNames, UnitCodec, parameters_of, regrouped, tensor_parallel_groups
 from minifsdp.checkpoint.state_dict_options import Form
+from minifsdp.engine.exchange import exchange, groups_of
 from minifsdp.engine.lifetime import outside_inference_mode
 from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import detail, message, rank_of_this_process, warn
 
 # By parameter of the optimizer, by name of the state.
 States = Mapping[nn.Parameter, Mapping[str, Any]]
-# For one unit: by number of the parameter and name of the state, its fact or its converted value.
-Facts = dict[int, dict[str, Any]]
-# For one state of one unit: by number of the parameter, the state's shape if it is not the parameter's.
-Shapes = dict[int, tuple[int, ...] | None]
+# By name of the parameter and name of the state, its fact or its converted value.
+Facts = dict[str, dict[str, Any]]
 
 
 @torch.no_grad()
 @outside_inference_mode
 def save(
-    model: nn.Module, optimizer: Any, given: Mapping[str, Any], form: Form, group: dist.ProcessGroup | None = None
+    model: nn.Module,
+    optimizer: Any,
+    given: Mapping[str, Any],
+    form: Form,
+    group: dist.ProcessGroup | None = None,
+    clean: Callable[[str], str] = str,
 ) -> dict[str, Any]:
     """The optimizer's state by original names. All ranks of the model's groups must call it.
 
@@ -69,6 +73,7 @@ def save(
         given: the optimizer's own state dict, keyed by numbers or by names.
         form: the form of the result.
         group: with ``form.first_only``, its first rank gets the result; by default the first rank of the first unit.
+        clean: a function that removes other parts from original names.
 
     Returns:
         ``"state"`` by name and ``"param_groups"`` with names; empty on a rank that gets no result.
@@ -77,23 +82,25 @@ def save(
         StateDictMismatchError: the states of the ranks do not match, or an optimizer has parameters that the model does
             not have; raised on all ranks.
     """
-    names = ParameterNames(model)
-    groups = agreement.groups_of(unit.mesh for unit in names.units)
+    names = ParameterNames(model, clean)
+    groups = groups_of(unit.mesh for unit in names.units)
     agreement.monitored_barrier(groups, "optim_state_dict()")
     tensor_parallel = tensor_parallel_groups(names.units) if form.is_complete else []
     keys, problems = _parameters_by_key(names, optimizer, given)
     states = {keys[key]: entries for key, entries in given["state"].items() if key in keys}
-    by_unit, differences = _facts_of_all_ranks(names, states)
+    facts, differences = _facts_of_all_ranks(names, states)
     # A rank whose keys are invalid seems to lack all states, so its own problems are listed first.
     agreement.refuse_together([*groups, *tensor_parallel], [*problems, *differences])
     # The first ranks of the units all-gather the values of tensor parallelism, and one of them keeps the result.
-    is_wanted = not form.first_only or _is_first(names, group)
+    rank = rank_of_this_process() if group is None else group.rank()
+    is_first = names.units[0].mesh.is_first if names.units and group is None else rank == 0
+    is_wanted = is_first or not form.first_only
     is_kept = is_wanted and not (form.first_only and any(group.rank for group in tensor_parallel))
     found: dict[Any, Any] = {}
-    for unit, facts in zip(names.units, by_unit, strict=True):
-        by_number = each_state(facts, partial(_in_form, unit, states, form if is_wanted else None))
+    for unit in names.units:
+        converted = each_state(unit, facts, partial(_in_form, unit, states, form if is_wanted else None))
         if is_kept:
-            found.update({unit.names[number]: entries for number, entries in by_number.items()})
+            found.update(converted)
     for parameter, name in names.outside.items():
         if is_wanted and parameter in states:
             values = {key: tensors.complete(v) if form.is_complete else v for key, v in states[parameter].items()}
@@ -115,12 +122,6 @@ def save(
     return result
 
 
-def _is_first(names: ParameterNames, group: dist.ProcessGroup | None) -> bool:
-    if group is not None:
-        return group.rank() == 0
-    return names.units[0].mesh.is_first if names.units else rank_of_this_process() == 0
-
-
 def _parameters_by_key(
     names: ParameterNames, optimizer: Any, given: Mapping[str, Any]
 ) -> tuple[dict[Any, nn.Parameter], list[str]]:
@@ -130,11 +131,10 @@ def _parameters_by_key(
     """
     parameters = parameters_of(optimizer.param_groups)
     keys = parameters_of(given["param_groups"]) if "param_groups" in given else list(range(len(parameters)))
-    strangers = [key for key in keys if isinstance(key, str) and key not in names.by_name]
     problems = names.unknown(parameters)
     if len(keys) != len(parameters):
         problems.append(detail("own-count", expected=len(parameters), found=len(keys)))
-    elif strangers:
+    elif strangers := [key for key in keys if isinstance(key, str) and key not in names.by_name]:
         problems.append(detail("own-names", strangers=strangers[:5]))
     return {} if problems else {**dict(zip(keys, parameters, strict=True)), **names.by_name}, problems
 
@@ -166,7 +166,7 @@ class Number:
         return f"{self.value} ({self.dtype})"
 
 
-def facts_of(entries: Mapping[str, Any], shape: Sequence[int], elementwise: Container[str]) -> dict[str, Any]:
+def facts_of(entries: Mapping[str, Any], shape: torch.Size, elementwise: Container[str]) -> dict[str, Any]:
     """The facts of one parameter by name of the state.
 
     Args:
@@ -181,8 +181,7 @@ def facts_of(entries: Mapping[str, Any], shape: Sequence[int], elementwise: Cont
         elif value.ndim == 0 and (shape or key not in elementwise):
             facts[key] = Number(value.dtype, value.item())
         else:
-            found = tuple(value.size())
-            facts[key] = PerElement(value.dtype, None if found == tuple(shape) else found)
+            facts[key] = PerElement(value.dtype, None if value.size() == shape else tuple(value.size()))
     return facts
 
 
@@ -199,26 +198,26 @@ def copied(value: Any, *, offload: bool = False) -> Any:
 # ---- 2. comparing ---------------------------------------------------------------------------------------------------
 
 
-def _facts_of_all_ranks(names: ParameterNames, states: States) -> tuple[list[Facts], list[str]]:
-    """The facts of each unit, the same on all ranks of its shard group, and a description of each mismatch."""
-    owners = {owner for unit in names.units for owner in unit.owners} & states.keys()
-    facts = {owner: facts_of(states[owner], owner.shape, elementwise=states[owner]) for owner in owners}
-    mine = [{n: facts[owner] for n, owner in enumerate(unit.owners) if owner in facts} for unit in names.units]
+def _facts_of_all_ranks(names: ParameterNames, states: States) -> tuple[Facts, list[str]]:
+    """The facts of all parameters, the same on all ranks of a shard group, and a description of each mismatch."""
+    in_units = {names.owners[name] for name in names.unit_of} & states.keys()
+    facts = {owner: facts_of(states[owner], owner.shape, elementwise=states[owner]) for owner in in_units}
+    # Sent without names, which are equal on all ranks.
+    mine = [facts.get(names.owners[name]) for name in names.unit_of]
     # Replicas have equal shards, so the facts of this rank's shard group are enough.
-    by_rank = agreement.exchange(agreement.groups_of(MeshGroups(unit.mesh.shard, None) for unit in names.units), mine)
-    merged: list[Facts] = [{} for _ in names.units]
+    by_rank = exchange(groups_of(MeshGroups(unit.mesh.shard, None) for unit in names.units), mine)
+    merged: Facts = {}
     problems: list[str] = []
-    for index, unit in enumerate(names.units):
+    for number, (name, unit) in enumerate(names.unit_of.items()):
         ranks = [rank_of_this_process()] if unit.group is None else list(unit.group.ranks)
-        for number, name in enumerate(unit.names):
-            # A rank without an element of the parameter may have an empty state or none, so it is not compared.
-            # In a simulation, one process runs all ranks, and only its own facts exist.
-            holders = [rank for place, rank in enumerate(ranks) if rank in by_rank and unit.holds(number, place)]
-            there = {rank: by_rank[rank][index] for rank in holders or ranks if rank in by_rank}
-            reported = {rank: by_number[number] for rank, by_number in there.items() if number in by_number}
-            if reported:
-                merged[index][number] = next(iter(reported.values()))
-                problems.extend(_mismatches(unit, name, holders, reported))
+        # A rank without an element of the parameter may have an empty state or none, so it is not compared.
+        # In a simulation, one process runs all ranks, and only its own facts exist.
+        holders = [rank for place, rank in enumerate(ranks) if rank in by_rank and unit.holds(name, place)]
+        known = {rank: by_rank[rank][number] for rank in holders or ranks if rank in by_rank}
+        reported = {rank: found for rank, found in known.items() if found is not None}
+        if reported:
+            merged[name] = next(iter(reported.values()))
+            problems.extend(_mismatches(unit, name, holders, reported))
     return merged, problems
 
 
@@ -246,7 +245,8 @@ def differences(reported: Mapping[Any, Mapping[str, Any]]) -> Iterator[tuple[str
     """The states whose facts differ from the first ones: the state's name, and the keys of the two facts."""
     first, *others = reported or [None]
     for other in others:
-        expected, found = reported[first], reported[other]
+        expected = reported[first]
+        found = reported[other]
         for key in sorted({*expected, *found}):
             if key not in expected or key not in found or not _same(expected[key], found[key]):
                 yield key, first, other
@@ -254,7 +254,8 @@ def differences(reported: Mapping[Any, Mapping[str, Any]]) -> Iterator[tuple[str
 
 def _same(one: Any, other: Any) -> bool:
     """Whether two values for a whole parameter are equal; they may be lists or dicts of tensors."""
-    (mine, shape), (theirs, other_shape) = tree_flatten(one), tree_flatten(other)
+    mine, shape = tree_flatten(one)
+    theirs, other_shape = tree_flatten(other)
     return shape == other_shape and all(map(_equal, mine, theirs))
 
 
@@ -267,39 +268,41 @@ def _equal(one: Any, other: Any) -> bool:
 # ---- 3. unit by unit, one state at a time ---------------------------------------------------------------------------
 
 
-def each_state(facts: Facts, values_of: Callable[[str, torch.dtype, Shapes], Mapping[int, Any]]) -> Facts:
-    """Converts the states of a unit, by number and name. A state that applies to a whole parameter is copied.
+def each_state(
+    unit: UnitCodec, facts: Facts, values_of: Callable[[str, torch.dtype, list[str]], Mapping[str, Any]]
+) -> Facts:
+    """Converts the states of a unit. A state that applies to a whole parameter is copied.
 
     Args:
-        facts: the facts of the unit.
-        values_of: converts one state with a value per element; called for one state after the other. Gets the name, the
-            dtype, and the parameters that share one bucket, and returns a result for each of their numbers. Usually a
-            state has one dtype, but an optimizer may use another dtype for the biases than for the weights.
+        unit: the unit.
+        facts: the facts of its parameters, and of others.
+        values_of: converts one state with a value per element; called for one state after the other. Gets the state's
+            name, its dtype, and the names of the parameters that share one bucket. Returns their values by name.
+            Usually a state has one dtype, but an optimizer may use another dtype for the biases than for the weights.
     """
-    result = {number: {key: copied(fact) for key, fact in of.items()} for number, of in facts.items()}
-    buckets: dict[tuple[str, torch.dtype], Shapes] = {}
-    for number, of_parameter in facts.items():
-        for key, fact in of_parameter.items():
+    result = {name: {key: copied(fact) for key, fact in facts[name].items()} for name in unit.names if name in facts}
+    buckets: dict[tuple[str, torch.dtype], list[str]] = {}
+    for name, entries in result.items():
+        for key, fact in entries.items():
             if isinstance(fact, PerElement):
-                buckets.setdefault((key, fact.dtype), {})[number] = fact.shape
-    for (key, dtype), shapes in buckets.items():
-        for number, value in values_of(key, dtype, shapes).items():
-            result[number][key] = value
+                buckets.setdefault((key, fact.dtype), []).append(name)
+    for (key, dtype), names in buckets.items():
+        for name, value in values_of(key, dtype, names).items():
+            result[name][key] = value
     return result
 
 
 def _in_form(
-    unit: UnitCodec, states: States, form: Form | None, key: str, dtype: torch.dtype, shapes: Shapes
-) -> dict[int, Any]:
+    unit: UnitCodec, states: States, form: Form | None, key: str, dtype: torch.dtype, names: list[str]
+) -> dict[str, Any]:
     """The values of one state. Issues an all-gather: all ranks of the unit's shard group must call it.
 
     With ``form=None``, this rank takes part and gets no values.
     """
-    held = [number for number in shapes if unit.keeps_shapes or unit.holds(number)]
-    full: Any = {number: states[unit.owners[number]][key] for number in held}
+    full = {name: states[unit.owners[name]][key] for name in names if unit.keeps_shapes or unit.holds(name)}
     if unit.keeps_shapes:
-        full = {number: unit.as_parameter(number, value) for number, value in full.items()}
+        full = {name: unit.as_parameter(name, value) for name, value in full.items()}
     else:
-        full = unit.all_gathered(full, dtype)
+        full = dict(zip(unit.names, unit.all_gathered(full, dtype), strict=True))
     device = unit.layout.local_values().device
-    return {} if form is None else {number: unit.in_form(full[number], form, device) for number in shapes}
+    return {} if form is None else {name: unit.in_form(full[name], form, device) for name in names}

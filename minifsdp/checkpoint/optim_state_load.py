@@ -32,7 +32,7 @@ Spec: OSD-LOAD-01 to OSD-LOAD-08.
 """
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -43,8 +43,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from minifsdp.checkpoint import agreement, tensors
 from minifsdp.checkpoint.codec import ParameterNames, UnitCodec, parameters_of, regrouped, tensor_parallel_groups
-from minifsdp.checkpoint.optim_state import Facts, Shapes, copied, differences, each_state, facts_of
+from minifsdp.checkpoint.optim_state import Facts, copied, differences, each_state, facts_of
 from minifsdp.checkpoint.state_dict_options import Form
+from minifsdp.engine.exchange import groups_of
 from minifsdp.engine.lifetime import outside_inference_mode
 from minifsdp.engine.messages import detail, message
 from minifsdp.engine.shards import local_tensor
@@ -60,6 +61,7 @@ class Target:
         form: the form of the dict; with ``form.first_only`` only the first rank's dict is read.
         by_name: whether the optimizer keys its state by the names that parameters have in the wrapped model.
         is_lenient: accept a dict that lacks parameters outside of all units.
+        clean: a function that removes other parts from original names.
         names: the parameter names of the model.
         tensor_parallel: the groups of tensor parallelism, if ``form.is_complete``.
         keys: the keys of the parameters in the optimizer's own state dict: numbers, counted over its groups, or names.
@@ -70,9 +72,10 @@ class Target:
     form: Form
     by_name: bool = False
     is_lenient: bool = False
+    clean: Callable[[str], str] = str
 
     def __post_init__(self) -> None:
-        self.names = ParameterNames(self.model)
+        self.names = ParameterNames(self.model, self.clean)
         self.tensor_parallel = tensor_parallel_groups(self.names.units) if self.form.is_complete else []
         names = self.names.current_names if self.by_name else {}
         numbered = enumerate(parameters_of(self.optim.param_groups))
@@ -95,11 +98,12 @@ def load(target: Target, given: Any, *, communicates: bool = True) -> dict[str, 
             model; on all ranks if ``communicates``.
         ValueError: there is no unit in the model.
     """
-    names, first_only = target.names, target.form.first_only
+    names = target.names
+    first_only = target.form.first_only
+    tensor_parallel = target.tensor_parallel
     if not names.units:
         raise ValueError(message("optimizer-without-fsdp", type=type(target.model).__name__))
-    groups = agreement.groups_of(unit.mesh for unit in names.units) if communicates else []
-    tensor_parallel = target.tensor_parallel
+    groups = groups_of(unit.mesh for unit in names.units) if communicates else []
     agreement.monitored_barrier(groups, "optim_state_dict_to_load()")
     mesh = names.units[0].mesh
     # An empty dict fits any optimizer.
@@ -110,20 +114,21 @@ def load(target: Target, given: Any, *, communicates: bool = True) -> dict[str, 
         apart = [unit for unit in names.units if unit.mesh.is_first is not mesh.is_first]
         problems += [detail("first-rank-apart", unit=unit.unit.name) for unit in apart]
     agreement.refuse_together([*groups, *tensor_parallel], problems)
-    state, in_units = source["state"], {name for unit in names.units for name in unit.names}
+    state = source["state"]
     if not first_only:
         # Rows are all-gathered one by one, so each rank must have them, with the same dtype.
-        rows = [(n, k, t.dtype) for n, k, t in _tensors_in(state, names) if tensors.local_rows(t) is not None]
-        mine = [detail("states-on-others", name=name) for name in in_units if state.get(name)]
-        mine += (detail("rows-lacking", name=n, key=k, dtype=d) for n, k, d in rows)
+        mine = [detail("states-on-others", name=name) for name in names.unit_of if state.get(name)]
+        for name, key, tensor in _tensors_in(state, names):
+            if tensors.is_sharded(tensor):
+                mine.append(detail("rows-lacking", name=name, key=key, dtype=tensor.dtype))
         agreement.refuse_lacking(groups, mine)
-    rest = {name: entries for name, entries in state.items() if name not in in_units}
+    rest = {name: entries for name, entries in state.items() if name not in names.unit_of}
     outline = _facts_given(names, state), rest, source.get("param_groups")
     if first_only:
         outline = agreement.value_of_first_rank(outline, [*tensor_parallel, mesh.replicate, mesh.shard])
-    by_unit, rest, given_groups = outline
+    facts, rest, given_groups = outline
     loaded: dict[Any, Any] = {}
-    for unit, facts in zip(names.units, by_unit, strict=True):
+    for unit in names.units:
         loaded.update(_states_of(unit, facts, state, target))
     result: dict[str, Any] = {"state": {**loaded, **_rest(rest, target)}}
     if given_groups is not None:
@@ -134,16 +139,17 @@ def load(target: Target, given: Any, *, communicates: bool = True) -> dict[str, 
 # ---- 1. the check ---------------------------------------------------------------------------------------------------
 
 
-def _facts_given(names: ParameterNames, state: Mapping[str, Any]) -> list[Facts]:
-    """The facts of a dict for each unit, by parameter number. Nothing is communicated."""
+def _facts_given(names: ParameterNames, state: Mapping[str, Any]) -> Facts:
+    """The facts of a dict about parameters in units. Nothing is communicated."""
     found = [(key, tensor) for _, key, tensor in _tensors_in(state, names)]
     # A 0-d value for a 0-d parameter is ambiguous. A state that has dimensions for any parameter is per element. If all
     # parameters are 0-d, all states except the step counter are per element.
     elementwise = {key for key, tensor in found if tensor.ndim} or {key for key, _ in found if key != "step"}
-    return [
-        {n: facts_of(state[name], unit.shapes[n], elementwise) for n, name in enumerate(unit.names) if name in state}
-        for unit in names.units
-    ]
+    return {
+        name: facts_of(state[name], unit.shapes[name], elementwise)
+        for name, unit in names.unit_of.items()
+        if name in state
+    }
 
 
 def _tensors_in(state: Mapping[str, Any], names: ParameterNames) -> Iterator[tuple[str, str, torch.Tensor]]:
@@ -159,21 +165,21 @@ def _problems(given: Any, target: Target) -> list[str]:
     if not isinstance(given, Mapping) or "state" not in given:
         found = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
         return [detail("state-missing", found=found)]
-    state, names = given["state"], target.names
+    state = given["state"]
     if numbers := [key for key in state if isinstance(key, int)]:
         return [detail("state-numbered", numbers=numbers[:3])]
-    for name in names.owners:
-        if not isinstance(state.get(name, {}), Mapping):
-            return [detail("state-no-dict", name=name, found=type(state[name]).__name__)]
-    units = list(zip(names.units, _facts_given(names, state), strict=True))
+    if wrong := [name for name in target.names.owners if not isinstance(state.get(name, {}), Mapping)]:
+        return [detail("state-no-dict", name=wrong[0], found=type(state[wrong[0]]).__name__)]
     problems = [*_name_problems(given, target), *_tensor_problems(state, target)]
     # Values are compared with each other only if each of them is valid.
-    return problems or [text for unit, facts in units if unit.is_flat for text in _stored_once(unit, facts)]
+    facts = _facts_given(target.names, state)
+    return problems or [text for unit in target.names.units if unit.is_flat for text in _stored_once(unit, facts)]
 
 
 def _name_problems(given: Mapping[str, Any], target: Target) -> Iterator[str]:
     """Compares the groups of the dict with those of the optimizer, and finds parameters that only the dict has."""
-    state, names = given["state"], target.names
+    state = given["state"]
+    names = target.names
     listed = {name: n for n, group in enumerate(given.get("param_groups", ())) for name in group["params"]}
     optional = set(names.outside.values()) if target.is_lenient else set()
     for index, group in enumerate(target.optim.param_groups if "param_groups" in given else ()):
@@ -193,29 +199,29 @@ def _name_problems(given: Mapping[str, Any], target: Target) -> Iterator[str]:
 
 def _tensor_problems(state: Mapping[str, Any], target: Target) -> Iterator[str]:
     """Whether each tensor has the right form and, if the shape is fixed, the right shape."""
-    names, form = target.names, target.form
-    unit_of = {name: unit for unit in names.units for name in unit.names}
+    names = target.names
+    form = target.form
     found = [(f"optimizer state {key!r} of {name!r}", name, value) for name, key, value in _tensors_in(state, names)]
     for where, name, tensor in found:
-        unit = unit_of.get(name)
+        unit = names.unit_of.get(name)
         if unit is not None:
             any_shape = unit.keeps_shapes or tensor.ndim == 0
             yield from unit.misfit(name, where, tensor, form, any_shape=any_shape)
         elif not tensors.is_sharded_like(tensor, names.owners[name]):
             # The parameter may have been in a unit when the dict was written.
-            yield from tensors.misplaced_rows(tensor, where, names.units[0].group, is_sharded=form.is_sharded)
+            yield from tensors.misplaced_rows(tensor, where, names.units[0].group, may_be_sharded=form.is_sharded)
     if form.is_sharded:
-        sharded = {name for name, unit in unit_of.items() if unit.group is not None}
+        sharded = {name for name, unit in names.unit_of.items() if unit.group is not None}
         yield from tensors.all_unsharded((where, tensor) for where, name, tensor in found if name in sharded)
 
 
 def _stored_once(unit: UnitCodec, facts: Facts) -> Iterator[str]:
     """A flat parameter has each state once, so all parameters in it must have the same states with equal values."""
-    reported = {unit.names[number]: of_parameter for number, of_parameter in facts.items() if of_parameter}
-    for number, owner in enumerate(unit.owners):
+    reported = {name: facts[name] for name in unit.names if facts.get(name)}
+    for name in unit.names if reported else ():
         # If other parameters of the unit have states, a parameter without states needs an empty entry.
-        if reported and number not in facts and owner.requires_grad and unit.shapes[number].numel():
-            yield detail("states-missing", name=unit.names[number], first=next(iter(reported)))
+        if name not in facts and unit.owners[name].requires_grad and unit.shapes[name].numel():
+            yield detail("states-missing", name=name, first=next(iter(reported)))
     for key, first, name in differences(reported):
         there, other = (first, name) if key in reported[first] else (name, first)
         if key not in reported[other]:
@@ -239,55 +245,63 @@ def _states_of(unit: UnitCodec, facts: Facts, given: Mapping[str, Any], target: 
 
     Args:
         unit: the unit.
-        facts: its states in the checked dict; the same on all ranks that exchange tensors.
+        facts: the states in the checked dict; the same on all ranks that exchange tensors.
         given: entries by name; empty on a rank whose dict is not read.
         target: the optimizer.
     """
     result: dict[Any, dict[str, Any]] = {}
     keeps_all = unit.is_flat or unit.keeps_shapes
-    for number, entries in each_state(facts, partial(_local_shards, unit, given, target)).items():
-        owner = unit.owners[number]
+    for name, entries in each_state(unit, facts, partial(_local_shards, unit, facts, given, target)).items():
+        owner = unit.owners[name]
         # An optimizer creates no state for an empty shard without a gradient. One that is keyed by names expects
         # exactly the entries that it has.
-        is_expected = keeps_all or unit.holds(number) or (target.by_name and owner in target.optim.state)
-        if entries and owner in target.keys and is_expected:
+        is_expected = keeps_all or unit.holds(name) or (target.by_name and owner in target.optim.state)
+        if entries and is_expected and owner in target.keys:
             # All parameters in a flat parameter have the same entries.
             result.setdefault(target.keys[owner], entries)
     return result
 
 
 def _local_shards(
-    unit: UnitCodec, given: Mapping[str, Any], target: Target, key: str, dtype: torch.dtype, shapes: Shapes
-) -> dict[int, torch.Tensor]:
-    """The values of one state, by number. Communicates: all ranks of the unit's mesh must call it."""
-    values = {n: given[unit.names[n]][key] for n in shapes if key in given.get(unit.names[n], {})}
-    local, empty = unit.layout.local_values(), partial(torch.empty, dtype=dtype, device=unit.layout.device)
-    first_only, layout = target.form.first_only, unit.layout
+    unit: UnitCodec,
+    facts: Facts,
+    given: Mapping[str, Any],
+    target: Target,
+    key: str,
+    dtype: torch.dtype,
+    names: list[str],
+) -> dict[str, torch.Tensor]:
+    """The values of one state, by name. Communicates: all ranks of the unit's mesh must call it."""
+    layout = unit.layout
+    first_only = target.form.first_only
+    values = {name: given[name][key] for name in names if key in given.get(name, {})}
     if first_only and target.tensor_parallel:
-        sent = {n: agreement.value_of_first_rank(values.get(n), target.tensor_parallel) for n in shapes}
-        values = {n: value for n, value in sent.items() if unit.mesh.is_first}
+        sent = {name: agreement.value_of_first_rank(values.get(name), target.tensor_parallel) for name in names}
+        values = sent if unit.mesh.is_first else {}
+    empty = partial(torch.empty, dtype=dtype, device=layout.device)
     if unit.keeps_shapes:
-        values = {n: unit.local_full(n, value) for n, value in values.items()}
-        if first_only:
-            mine = {n: empty(layout.local_shapes[n] if shape is None else shape) for n, shape in shapes.items()}
-            values = {n: agreement.shard_of_first_rank(unit.mesh, values.get(n), mine[n]) for n in shapes}
-        return {n: _like_owner(unit, n, values[n], dtype) for n in shapes}
+        values = {name: unit.local_full(name, value) for name, value in values.items()}
+        for name in names if first_only else ():
+            shape = facts[name][key].shape
+            mine = empty(layout.local_shapes[unit.keys[name]] if shape is None else shape)
+            values[name] = agreement.shard_of_first_rank(unit.mesh, values.get(name), mine)
+        return {name: _like_owner(unit.owners[name], values[name], dtype) for name in names}
+    local = layout.local_values()
     if first_only:
         bucket = empty(layout.sharding.padded_numel).zero_() if unit.mesh.is_first else None
         views = [] if bucket is None else layout.views_of(bucket)
-        for n, value in values.items():
-            local_tensor(views[n]).copy_(unit.local_full(n, value))
+        for name, value in values.items():
+            local_tensor(views[unit.keys[name]]).copy_(unit.local_full(name, value))
         shard = agreement.shard_of_first_rank(unit.mesh, bucket, empty(local.shape)).to(local.device)
     else:
         shard = unit.copy_into(torch.zeros_like(local, dtype=dtype), values)
-    return {n: shard if unit.is_flat else shard[unit.places[n]].clone() for n in shapes}
+    return {name: shard if unit.is_flat else shard[unit.places[unit.keys[name]]].clone() for name in names}
 
 
-def _like_owner(unit: UnitCodec, number: int, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _like_owner(owner: nn.Parameter, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A copy of a state as its unsharded parameter has it: with its memory format, which a fused optimizer needs."""
-    own = unit.owners[number]
-    like = own if own.shape == value.shape else value
-    return torch.empty_like(like, dtype=dtype, device=own.device).copy_(value)
+    like = owner if owner.shape == value.shape else value
+    return torch.empty_like(like, dtype=dtype, device=owner.device).copy_(value)
 
 
 # ---- 3. keys --------------------------------------------------------------------------------------------------------
@@ -300,8 +314,9 @@ def _rest(rest: Mapping[Any, Any], target: Target) -> dict[Any, Any]:
     # In the order of the model, because the order of the optimizer may differ between ranks.
     for parameter, name in names.outside.items():
         if parameter in target.keys and name in rest:
-            entries = rest[name].items()
-            found[target.keys[parameter]] = {key: _outside(parameter, value, names.units[0]) for key, value in entries}
+            found[target.keys[parameter]] = {
+                key: _outside(parameter, value, names.units[0]) for key, value in rest[name].items()
+            }
     return found
 
 
@@ -311,7 +326,7 @@ def _outside(parameter: nn.Parameter, value: Any, unit: UnitCodec) -> Any:
     if isinstance(parameter, DTensor) and is_plain and value.shape == parameter.shape:
         return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
     # The parameter may have been in a unit when the dict was written.
-    is_whole = tensors.local_rows(value) is None or tensors.is_sharded_like(value, parameter)
+    is_whole = not tensors.is_sharded(value) or tensors.is_sharded_like(value, parameter)
     return copied(value) if is_whole else unit.unsharded(value)
 
 

@@ -35,16 +35,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minifsdp import trace
+from minifsdp.cases import parts_of_units
 from minifsdp.checkpoint import agreement
-from minifsdp.checkpoint.codec import UnitCodec, dotted, rename
+from minifsdp.checkpoint.codec import UnitCodec, dotted, plain_path, rename
 from minifsdp.checkpoint.state_dict_options import Form, named_wrappers, state_of
 from minifsdp.checkpoint.tensors import copy_shared, memory_of
+from minifsdp.engine.events import events
+from minifsdp.engine.exchange import exchange, groups_of
 from minifsdp.engine.layout import ParamInfo
 from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import message, rank_of_this_process
 from minifsdp.engine.unit import Phase
-from minifsdp.fsdp1 import parts
 from minifsdp.fsdp1.build import FlatUnit
 from minifsdp.fsdp1.full_params import all_gather_unit, check_idle, summoned
 from minifsdp.fsdp1.wrapper import PREFIX, Wrapper, is_wrapper, units_in
@@ -60,7 +61,8 @@ def save(wrapper: Wrapper, walk: Callable[..., dict[str, Any]], *args: Any, **kw
     """
     wrapper._recover_after_error()
     given = kwargs | dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
-    prefix, kept = given.get("prefix", ""), state_of(wrapper)
+    prefix = given.get("prefix", "")
+    kept = state_of(wrapper)
     is_outermost = is_outermost_here(wrapper, prefix)
     if is_outermost:
         # Another model may have been saved to the same dict.
@@ -112,8 +114,8 @@ def agree(wrapper: Wrapper, meshes: Iterable[MeshGroups], call: str, has_code: C
     ]
     # Ranks may have different numbers of units over other groups.
     how = " ".join(sorted({state_of(inner).form.type.name for inner in wrappers}))
-    groups = agreement.monitored_barrier(agreement.groups_of(meshes), call, has_facts=any(mine), how=how)
-    reported = agreement.exchange(groups, mine)
+    groups = agreement.monitored_barrier(groups_of(meshes), call, has_facts=any(mine), how=how)
+    reported = exchange(groups, mine)
     for number, inner in enumerate(wrappers):
         group = inner._mesh.shard
         ranks = [rank_of_this_process()] if group is None else group.ranks
@@ -167,7 +169,7 @@ def _registered_during_walk(unit: FlatUnit | None, *, runs_custom_code: bool) ->
 @contextmanager
 def full_parameters(unit: FlatUnit, *, writeback: bool) -> Generator[None]:
     """Full parameters on the modules of an idle unit. All ranks of its shard group must enter and exit it."""
-    with summoned([unit], writeback=writeback, rank0_only=False, offload_to_cpu=False, with_grads=False):
+    with summoned([unit], writeback=writeback):
         shown = [(place, place.module.get_parameter(place.name)) for place in _places_of(unit)]
         try:
             yield
@@ -190,7 +192,8 @@ def _places_of(unit: FlatUnit) -> list[ParamInfo]:
 
 def after_walk(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str, metadata: Any) -> None:
     """The first hook of a wrapper after the walk: writes the unit's values, and the names of the plain module."""
-    inner, form = prefix + PREFIX, state_of(wrapper).form
+    inner = prefix + PREFIX
+    form = state_of(wrapper).form
     if wrapper._unit is not None:
         _write_unit(UnitCodec(wrapper, inner), form, state)
     _write_buffers(wrapper, form, state, inner)
@@ -198,7 +201,7 @@ def after_walk(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str, m
     # Versions of modules are saved by path. The paths are kept, because a plain module around wrappers loads by path.
     versions = getattr(state, "_metadata", {})
     for path in [path for path in versions if (path + ".").startswith(inner)]:
-        versions[(prefix + dotted((path + ".").removeprefix(prefix)[:-1]))[:-1]] = versions[path]
+        versions[plain_path(path + ".").removesuffix(".")] = versions[path]
     if _drops_entries(wrapper):
         others = tuple(prefix + dotted(path) for path, w in named_wrappers(wrapper) if not _drops_entries(w))
         before = state_of(wrapper).before
@@ -221,7 +224,9 @@ def _write_unit(codec: UnitCodec, form: Form, state: MutableMapping[str, Any]) -
             state.pop(key, None)
         state[codec.local_key] = codec.local_shard(form)
     elif not codec.layout.is_summoned:
-        layout, group, recorder = codec.layout, codec.group, trace.recorder
+        layout = codec.layout
+        group = codec.group
+        recorder = events.recorder
         if recorder is not None and group is not None:
             recorder.begin("AG", codec.unit.name, num_bytes=layout.num_bytes, ranks=group.ranks, stream="gather")
         full_values = layout.views_of(all_gather_unit(codec.unit))
@@ -260,14 +265,14 @@ def saves_itself(module: nn.Module) -> bool:
     if is_wrapper(module):
         # Hooks that run after the wrapper's own hook get the finished dict.
         return bool(module._state_dict_pre_hooks)
-    num_hooks = parts.num_of_user(module._state_dict_pre_hooks.values()) + len(module._state_dict_hooks)
+    num_hooks = parts_of_units.num_of_user(module._state_dict_pre_hooks.values()) + len(module._state_dict_hooks)
     return _is_custom(module, num_hooks, "state_dict", "_save_to_state_dict", "get_extra_state")
 
 
 def loads_itself(module: nn.Module) -> bool:
     """Whether custom code of the module, or a hook of the user, decides which keys ``load_state_dict()`` loads."""
     # The wrapper itself has registered one of its hooks.
-    num_hooks = parts.num_of_user(module._load_state_dict_pre_hooks.values()) - is_wrapper(module)
+    num_hooks = parts_of_units.num_of_user(module._load_state_dict_pre_hooks.values()) - is_wrapper(module)
     return _is_custom(module, num_hooks, "_load_from_state_dict")
 
 

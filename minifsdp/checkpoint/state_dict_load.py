@@ -36,6 +36,7 @@ from torch.nn.parameter import is_lazy
 from minifsdp.checkpoint import agreement, state_dict, tensors
 from minifsdp.checkpoint.codec import UnitCodec, dotted, plain_path, rename
 from minifsdp.checkpoint.state_dict_options import Form, StateDictState, state_of
+from minifsdp.engine.exchange import groups_of
 from minifsdp.engine.flat_params import FLAT_NAME
 from minifsdp.engine.messages import detail
 from minifsdp.fsdp1.full_params import check_idle
@@ -98,7 +99,9 @@ def before_walk(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str, 
     """
     wrapper._recover_after_error()
     wrapper._copy_shared_values()
-    kept, form, unit = state_of(wrapper), state_of(wrapper).form, wrapper._unit
+    kept = state_of(wrapper)
+    form = state_of(wrapper).form
+    unit = wrapper._unit
     if state_dict.is_outermost_here(wrapper, prefix):
         _drop_own_tensors(wrapper, state, prefix)
         meshes = [inner._mesh for inner in Wrapper.fsdp_modules(wrapper)]
@@ -108,7 +111,7 @@ def before_walk(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str, 
         _distribute_plain_values(wrapper, state, prefix)
     rename(state, prefix, prefix + PREFIX)
     kept.unsharded.close()
-    kept.missing, kept.not_for_the_walk = [], set()
+    kept.own_keys = {}
     if unit is None:
         return
     if kept.runs_custom_code and not (form.is_local or state_dict.is_summoned(wrapper)):
@@ -117,12 +120,12 @@ def before_walk(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str, 
     if unit.layout.is_summoned and not form.is_local:
         # Rows are all-gathered into full tensors, because a module's custom code expects full tensors.
         for key in codec.keys:
-            if tensors.local_rows(state.get(key)) is not None:
-                state[key] = codec.as_parameter(codec.keys[key], codec.unsharded(state[key]))
+            if tensors.is_sharded(state.get(key)):
+                state[key] = codec.as_parameter(key, codec.unsharded(state[key]))
         return
     check_idle(unit)
-    kept.not_for_the_walk = {codec.flat_key, *codec.keys}
     shard = _take_shard(kept, codec, state, form)
+    kept.own_keys[codec.flat_key] = True
     if shard is not None:
         unit.layout.overwrite_local(shard)
 
@@ -133,21 +136,16 @@ def _take_shard(
     """Removes the unit's values from the dict. Returns this rank's shard, or ``None`` if a local dict lacks it."""
     if form.is_local:
         shard = codec.given_shard(state)
-        kept.missing = [codec.local_key] if shard is None else []
+        kept.own_keys = {**dict.fromkeys(codec.keys, True), codec.local_key: shard is not None}
         for key in (codec.local_key, codec.flat_key):
             state.pop(key, None)
         return shard
-    kept.missing = [key for key in codec.keys if key not in state]
-    return _shard_of(codec, {key: state.pop(key) for key in codec.keys if key in state}, form)
-
-
-def _shard_of(codec: UnitCodec, given: Mapping[str, Any], form: Form) -> torch.Tensor:
-    """This rank's shard with the given values."""
+    kept.own_keys = {key: key in state for key in codec.keys}
+    given = {key: state.pop(key) for key in codec.keys if key in state}
     # Checked again: custom code of an outer module may have changed a value.
     problems = [problem for key, value in given.items() for problem in codec.misfit(key, key, value, form)]
     agreement.refuse_together([], problems, OPENING)
-    by_number = {codec.keys[key]: value for key, value in given.items()}
-    return codec.copy_into(codec.layout.local_values().clone(), by_number)
+    return codec.copy_into(codec.layout.local_values().clone(), given)
 
 
 def after_walk(wrapper: Wrapper, incompatible: Any) -> None:
@@ -155,9 +153,9 @@ def after_walk(wrapper: Wrapper, incompatible: Any) -> None:
     kept = state_of(wrapper)
     kept.unsharded.close()
     # The lists are for the whole tree, and inner wrappers have already converted names, so plain names are compared.
-    loaded = set(map(plain_path, kept.not_for_the_walk))
-    missing = [name for name in map(plain_path, incompatible.missing_keys) if name not in loaded]
-    incompatible.missing_keys[:] = [*missing, *map(plain_path, kept.missing)]
+    own = {plain_path(key): has_value for key, has_value in kept.own_keys.items()}
+    missing = [name for name in map(plain_path, incompatible.missing_keys) if name not in own]
+    incompatible.missing_keys[:] = [*missing, *(name for name, has_value in own.items() if not has_value)]
     incompatible.unexpected_keys[:] = map(plain_path, incompatible.unexpected_keys)
 
 
@@ -182,7 +180,7 @@ def _distribute_plain_values(wrapper: Wrapper, state: MutableMapping[str, Any], 
     for name, parameter in wrapper.named_parameters():
         key = prefix + plain_path(name)
         value = state.get(key)
-        if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and tensors.local_rows(value) is None:
+        if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and not tensors.is_sharded(value):
             state[key] = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
@@ -194,7 +192,7 @@ def _refuse_misfit(wrapper: Wrapper, form: Form, state: Mapping[str, Any], prefi
     modules = [(prefix + dotted(path), module) for path, module in wrapper.named_modules(remove_duplicate=False)]
     wrappers = [(start, module) for start, module in modules if isinstance(module, Wrapper)]
     codecs = [UnitCodec(inner, start) for start, inner in wrappers if inner._unit is not None]
-    groups = agreement.groups_of(inner._mesh for _, inner in wrappers)
+    groups = groups_of(inner._mesh for _, inner in wrappers)
     if form.is_local:
         problems = [problem for codec in codecs for problem in _local_problems(codec, state, strict)]
     else:
@@ -203,7 +201,7 @@ def _refuse_misfit(wrapper: Wrapper, form: Form, state: Mapping[str, Any], prefi
     agreement.refuse_together(groups, problems, OPENING)
     if not form.is_local:
         # Rows are all-gathered key by key, and a full value must be loaded on all ranks or on none.
-        held = {key for key, value in state.items() if not form.is_sharded or tensors.local_rows(value) is not None}
+        held = {key for key, value in state.items() if not form.is_sharded or tensors.is_sharded(value)}
         rows = (key for codec in codecs for key in codec.keys if key in held)
         agreement.refuse_lacking(groups, (detail("rows-lacking-of-unit", key=key) for key in rows), OPENING)
 
@@ -214,17 +212,20 @@ def _problems(
     """Missing and unexpected keys, values with a wrong shape, and values in another form than the chosen one."""
     codec_of = {key: codec for codec in codecs for key in codec.keys}
     # The shape of every tensor that a dict must have: of the units' parameters and of all other tensors.
-    shapes = {key: tuple(codec.shapes[codec.keys[key]]) for key, codec in codec_of.items()}
+    shapes = {key: tuple(codec.shapes[key]) for key, codec in codec_of.items()}
     for start, module in modules:
         left_out = {FLAT_NAME, *module._non_persistent_buffers_set}
-        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
-        for name, tensor in [*parameters, *module.named_buffers(recurse=False, remove_duplicate=False)]:
+        for name, tensor in [
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False, remove_duplicate=False),
+        ]:
             if name not in left_out and not is_lazy(tensor):
                 shapes.setdefault(start + name, tuple(tensor.shape))
     # Prefixes of keys that a module loads with custom code.
     elsewhere = tuple(start for start, module in modules if state_dict.loads_itself(module))
     for key, shape in shapes.items():
-        is_elsewhere, found = key.startswith(elsewhere), tuple(getattr(state.get(key), "shape", shape))
+        is_elsewhere = key.startswith(elsewhere)
+        found = tuple(getattr(state.get(key), "shape", shape))
         # Old versions of torch saved a 0-d tensor as a tensor of one element, and nn.Module still reads it.
         is_old = (shape, found) == ((), (1,))
         # Dicts of torch before 0.4.1 have no counter of batches, and batch norms accept that.
@@ -246,7 +247,9 @@ def _problems(
 
 
 def _local_problems(codec: UnitCodec, state: Mapping[str, Any], strict: bool) -> Iterator[str]:
-    where, found, mine = codec.local_key, codec.given_shard(state), codec.layout.local_values()
+    where = codec.local_key
+    found = codec.given_shard(state)
+    mine = codec.layout.local_values()
     if found is None:
         if strict:
             yield detail("local-missing", where=where, expected=mine.numel())

@@ -236,8 +236,7 @@ class StateDictState:
         is_strict: when loading, whether missing and unexpected keys are errors.
         runs_custom_code: whether custom code in the unit gets its parameters during the walk (``state_dict.py``).
         unsharded: when loading, the parameters that are unsharded during the walk.
-        missing: when loading, the keys that the dict does not have.
-        not_for_the_walk: when loading, the keys that the wrapper loads itself.
+        own_keys: when loading, the keys that the wrapper loads itself, and whether the dict has each of them.
     """
 
     def __init__(self) -> None:
@@ -245,8 +244,7 @@ class StateDictState:
         self.before: Mapping[str, Any] = {}
         self.is_strict = self.runs_custom_code = False
         self.unsharded = ExitStack()
-        self.missing: list[str] = []
-        self.not_for_the_walk: set[str] = set()
+        self.own_keys: dict[str, bool] = {}
 
     @property
     def form(self) -> Form:
@@ -267,7 +265,8 @@ def named_wrappers(module: nn.Module) -> list[tuple[str, Wrapper]]:
 
 def set_type(module: nn.Module, state_dict_type: StateDictType, *configs: Any) -> StateDictSettings:
     """Sets the form for all units in ``module``; returns the previous one. Raises the errors of both calls."""
-    settings, before = settings_for(state_dict_type, *configs), get_type(module)
+    settings = settings_for(state_dict_type, *configs)
+    before = get_type(module)
     for wrapper in Wrapper.fsdp_modules(module):
         state_of(wrapper).settings = settings
     return before

@@ -31,7 +31,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed._shard import sharded_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -53,15 +52,15 @@ def has_rows(shape: torch.Size) -> bool:
     return len(shape) > 0 and shape[0] > 0
 
 
-def as_sharded_tensor(rows: Tensor, shape: torch.Size, group: Group) -> sharded_tensor.ShardedTensor:
+def as_sharded_tensor(rows: torch.Tensor, shape: torch.Size, group: Group) -> sharded_tensor.ShardedTensor:
     """This rank's rows of a tensor of ``shape``, as a ``ShardedTensor``, without communication."""
     table = []
     for index, rank in enumerate(group.ranks):
         # A rank without rows has a shard with 0 rows. If the key were missing on that rank, the planner of
         # torch.distributed.checkpoint would assume a checkpoint of torch 2.3, and fail to load it.
-        start = [shard_range(shape[0], group.size, index).start, *[0] * (len(shape) - 1)]
-        size = list(shard_shape(shape, 0, group.size, index))
-        table.append(sharded_tensor.ShardMetadata(start, size, f"rank:{rank}/{rows.device}"))
+        held = shard_range(shape[0], group.size, index)
+        offsets = [held.start] + [0] * (len(shape) - 1)
+        table.append(sharded_tensor.ShardMetadata(offsets, [len(held), *shape[1:]], f"rank:{rank}/{rows.device}"))
     metadata = sharded_tensor.ShardedTensorMetadata(table, shape, sharded_tensor.TensorProperties(dtype=rows.dtype))
     with no_deprecation_warning():
         return sharded_tensor.ShardedTensor._init_from_local_shards_and_global_metadata(
@@ -82,7 +81,7 @@ def no_deprecation_warning() -> Generator[None]:
         yield
 
 
-def as_dtensor(full: Tensor, group: Group, mesh: DeviceMesh, device: torch.device) -> DTensor:
+def as_dtensor(full: torch.Tensor, group: Group, mesh: DeviceMesh, device: torch.device) -> DTensor:
     """This rank's rows of ``full`` as a ``DTensor``, sharded over the last axis of ``mesh``, without communication."""
     placements: list[Placement] = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     rows = shard_of(local_tensor(full), 0, group.size, group.rank).clone()
@@ -101,23 +100,20 @@ def as_dtensor(full: Tensor, group: Group, mesh: DeviceMesh, device: torch.devic
 # ---- from rows to unsharded tensors ---------------------------------------------------------------------------------
 
 
-def local_rows(value: Any) -> Tensor | None:
-    """This rank's rows of a sharded value of a state dict; ``None`` for a value that is not sharded.
+def is_sharded(value: Any) -> bool:
+    """Whether a value of a state dict is a tensor of which each rank has rows."""
+    return isinstance(value, (DTensor, sharded_tensor.ShardedTensor))
+
+
+def on_this_rank(value: Any) -> torch.Tensor:
+    """The local tensor of a value: this rank's rows if it is sharded, otherwise the value.
 
     A rank without rows gets a tensor with 0 rows.
     """
-    if isinstance(value, DTensor):
-        return value.to_local()
     if isinstance(value, sharded_tensor.ShardedTensor):
-        shards, size = value.local_shards(), value.size()
-        return shards[0].tensor if shards else torch.empty((0, *size[1:]), dtype=value.dtype, device="cpu")
-    return None
-
-
-def on_this_rank(value: Tensor) -> Tensor:
-    """The local tensor of a value: this rank's rows if it is sharded, otherwise the value."""
-    rows = local_rows(value)
-    return value if rows is None else rows
+        shards = value.local_shards()
+        return shards[0].tensor if shards else torch.empty((0, *value.size()[1:]), dtype=value.dtype, device="cpu")
+    return local_tensor(value)
 
 
 def is_sharded_like(value: Any, other: Any) -> bool:
@@ -136,30 +132,31 @@ def placement_of(value: DTensor) -> str:
     return f"on ranks {value.device_mesh.mesh.tolist()} with placements {value.placements}"
 
 
-def misplaced_rows(value: Any, where: str, group: Group | None, *, is_sharded: bool) -> Iterator[str]:
+def misplaced_rows(value: Any, where: str, group: Group | None, *, may_be_sharded: bool) -> Iterator[str]:
     """Describes how the sharding of a value differs from that of this module; empty if it does not.
 
     Args:
         value: a value of a state dict.
         where: its name.
         group: the ranks that share it.
-        is_sharded: whether values may be sharded; a full value is always allowed.
+        may_be_sharded: whether values may be sharded; a full value is always allowed.
     """
-    rows = local_rows(value)
-    if rows is None:
+    if not is_sharded(value):
         return
-    found, expected, start = tuple(rows.shape), tuple(_shape_in_group(value, group)), 0
-    is_common = expected == tuple(value.size())
-    if group is not None and expected:
-        mine = shard_range(expected[0], group.size, group.rank)
-        expected, start = (len(mine), *expected[1:]), mine.start
-    how = f" (the DTensor is {placement_of(value)})" if isinstance(value, DTensor) else ""
-    if not is_sharded:
+    if not may_be_sharded:
         yield detail("full-expected", where=where, type=type(value).__name__)
-    elif found != expected:
+        return
+    shape = tuple(_shape_in_group(value, group))
+    rows = range(shape[0] if shape else 0)
+    if group is not None:
+        rows = shard_range(len(rows), group.size, group.rank)
+    found = tuple(on_this_rank(value).shape)
+    expected = (len(rows), *shape[1:]) if shape else ()
+    how = f" (the DTensor is {placement_of(value)})" if isinstance(value, DTensor) else ""
+    if found != expected:
         yield detail("rows-shape", where=where, expected=expected, found=found, cut=how)
-    elif found and found[0] and is_common and _first_row(value) != start:
-        yield detail("rows-start", where=where, start=start, found=_first_row(value), cut=how)
+    elif rows and shape == tuple(value.size()) and _first_row(value) != rows.start:
+        yield detail("rows-start", where=where, start=rows.start, found=_first_row(value), cut=how)
 
 
 def all_unsharded(values: Iterable[tuple[str, Any]]) -> Iterator[str]:
@@ -169,7 +166,7 @@ def all_unsharded(values: Iterable[tuple[str, Any]]) -> Iterator[str]:
     another form.
     """
     tensors = [(where, value) for where, value in values if is_tensor_like(value) and has_rows(value.size())]
-    if tensors and all(local_rows(value) is None for _, value in tensors):
+    if tensors and not any(is_sharded(value) for _, value in tensors):
         yield detail("all-full", where=tensors[0][0])
 
 
@@ -180,7 +177,7 @@ def _first_row(value: Any) -> int:
     return cast(int, value.local_shards()[0].metadata.shard_offsets[0])
 
 
-def gathered_rows(value: Any, group: Group | None, device: torch.device) -> Tensor:
+def gathered_rows(value: Any, group: Group | None, device: torch.device) -> torch.Tensor:
     """The full tensor of a sharded value. All ranks of the group must call it.
 
     Args:
@@ -222,7 +219,7 @@ def _axes_in(value: DTensor, group: Group) -> set[int]:
 # ---- copies ---------------------------------------------------------------------------------------------------------
 
 
-def memory_of(tensor: Tensor) -> int | None:
+def memory_of(tensor: torch.Tensor) -> int | None:
     """The address of a tensor's storage; ``None`` for tensors without one, such as sparse tensors."""
     try:
         return on_this_rank(tensor).untyped_storage().data_ptr()
@@ -231,8 +228,11 @@ def memory_of(tensor: Tensor) -> int | None:
 
 
 def copy_shared(
-    state: MutableMapping[str, Any], keys: Iterable[str], own: Iterable[Tensor], unchanged: Collection[int | None] = ()
-) -> list[Tensor]:
+    state: MutableMapping[str, Any],
+    keys: Iterable[str],
+    own: Iterable[torch.Tensor],
+    unchanged: Collection[int | None] = (),
+) -> list[torch.Tensor]:
     """Copies every tensor under ``keys`` that uses the model's memory, including tensors in a list or a dict.
 
     If two keys refer to the same tensor, they share one copy. An expanded tensor is copied before it is expanded.
@@ -249,11 +249,11 @@ def copy_shared(
     """
     # The address of a storage without elements is 0.
     memory = {memory_of(tensor) for tensor in own} - {0}
-    num_uses = Counter(memory_of(value) for value in state.values() if isinstance(value, Tensor))
-    copies: dict[Any, Tensor] = {}
+    num_uses = Counter(memory_of(value) for value in state.values() if isinstance(value, torch.Tensor))
+    copies: dict[Any, torch.Tensor] = {}
     shared = []
 
-    def unshared(tensor: Tensor) -> Tensor:
+    def unshared(tensor: torch.Tensor) -> torch.Tensor:
         where = memory_of(tensor)
         if where not in memory:
             return tensor

@@ -3,5 +3,7 @@
 * ``attach.py`` attaches them. ``MINIFSDP_CHECKS=0`` runs a job without any of them.
 * ``collective_log.py`` has the order of the collectives of this rank, ``collective.py`` adds each collective to it.
 * ``rank_checks.py`` compares this order between the ranks at the end of each backward.
+* ``barrier.py`` compares it before a state dict is saved or loaded.
 * ``optimizer_checks.py`` finds optimizers with wrong parameters or wrong gradients.
+* ``initial_weights.py`` compares the initial weights of the ranks, only with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
 """

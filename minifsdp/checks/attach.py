@@ -10,9 +10,10 @@ Spec: NEW-19, LEDGER-01, CTOR-05.
 
 import os
 
+from minifsdp.checks.barrier import BarrierCheck
 from minifsdp.checks.collective import Collective
 from minifsdp.checks.optimizer_checks import OptimizerChecks
-from minifsdp.checks.rank_checks import RankChecks
+from minifsdp.checks.rank_checks import RankChecks, read_all
 from minifsdp.engine.events import events
 from minifsdp.watchdog import process
 
@@ -22,7 +23,9 @@ def attach() -> None:
     if os.environ.get("MINIFSDP_CHECKS") == "0":
         return
     process.start()
-    if events.collective is None:
+    if events.collective is not Collective:
         events.collective = Collective
+        events.barrier = BarrierCheck
+        events.before_state_dict.append(read_all)
         events.roots.append(RankChecks)
         events.optimizers.append(OptimizerChecks())

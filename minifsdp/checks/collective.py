@@ -13,8 +13,6 @@ of its group, and the line at which rank 1 has ended.
 Spec: LEDGER-02, LEDGER-03, LEDGER-11, ORDER-10.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -30,7 +28,8 @@ from minifsdp.engine.messages import MORE, message
 
 _NUM_BYTES = attrgetter("nbytes")
 # A fake tensor has no memory: a backend that sends it reads other memory, or ends the process.
-_active_mode, _FAKE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
+_active_mode = torch._C._get_dispatch_mode
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 class Collective:
@@ -42,7 +41,7 @@ class Collective:
         data: the input or the output, whichever is larger; empty if it is not a tensor.
         issue: the function that issues the collective. It returns a handle or ``None``.
         arguments: arguments of ``issue``.
-        checks_size: whether the transport between CPUs compares the size first; see ``engine/gloo.py``, 7.
+        checks_size: whether the transport between CPUs compares the size first.
 
     Attributes:
         about: kind and unit, as text.
@@ -80,7 +79,7 @@ class Collective:
         log.waiting = self
         try:
             if checks_size and on_cpu and sequence.transport is not None:
-                self._sizes_agree = sequence.transport.check_size(shape, num_bytes, sequence.epoch)
+                self._sizes_agree = sequence.transport.check_size(shape, sequence.epoch)
                 if self._sizes_agree is not None and kind != "all-gather":
                     self._read_sizes()
             self._work = issue(*arguments)
@@ -117,7 +116,8 @@ class Collective:
         # If the ranks found a mismatch since then, all of them drop the earlier collectives.
         self._work = None
         if agree is False:
-            sequence, report = self.position[0], log.diagnosis(self.position)
+            sequence = self.position[0]
+            report = log.diagnosis(self.position)
             sequence.begin_epoch()
             sequence.forget_sizes()
             raise RuntimeError(message("about-to-part", ranks=list(sequence.ranks), report=report))
@@ -128,7 +128,8 @@ class Collective:
             return error
         if log.fatal_error:
             return RuntimeError(log.fatal_error)
-        ranks, report = list(self.position[0].ranks), log.diagnosis(self.position)
+        ranks = list(self.position[0].ranks)
+        report = log.diagnosis(self.position)
         return RuntimeError(message("collective-failed", what=self.about, ranks=ranks, error=error, report=report))
 
 

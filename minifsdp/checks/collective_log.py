@@ -68,7 +68,8 @@ class UnitName(str):
     def __new__(cls, name: str, number: int, used: set[CollectiveSequence]) -> UnitName:
         """Adds the attributes to an ordinary string."""
         made = super().__new__(cls, name)
-        made.number, made.used = number, used
+        made.number = number
+        made.used = used
         return made
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
@@ -95,7 +96,8 @@ class CollectiveSequence:
     """
 
     def __init__(self, key: str, group: Group) -> None:
-        self.key, self.ranks = key, group.ranks
+        self.key = key
+        self.ranks = group.ranks
         self.process_group: Any = weakref.ref(group.process_group)
         self.entries: deque[tuple[Any, ...]] = deque(maxlen=MOST_ENTRIES)
         self.epoch = self.number = self.digest = self.of_units = 0
@@ -223,8 +225,7 @@ class CollectiveLog:
             name = getattr(process_group, "group_name", str(group.ranks))
             # A later group with the same name gets another key.
             self._generations[name] += 1
-            key = f"{name}#{self._generations[name]}"
-            self.sequences[process_group] = CollectiveSequence(key, group)
+            self.sequences[process_group] = CollectiveSequence(f"{name}#{self._generations[name]}", group)
         # The next lookup for this group needs no call.
         group.notes["sequence"] = self.sequences[process_group]
         return self.sequences[process_group]

@@ -66,13 +66,12 @@ class OptimizerChecks:
     def new_optimizer(self, optimizer: torch.optim.Optimizer, found: Sequence[Layout], known: Sequence[Layout]) -> None:
         """Checks for parameters that the optimizer must not hold."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        number, kind = len(parameters), type(optimizer).__name__
-        num_stale = sum(parameter in validation.replaced for parameter in parameters)
-        if num_stale:
+        number = len(parameters)
+        kind = type(optimizer).__name__
+        if num_stale := sum(parameter in validation.replaced for parameter in parameters):
             warn(message("stale-optimizer", num_stale=num_stale, number=number, type=kind))
         held = set(parameters)
-        num_unsharded = sum(len(held.intersection(layout.leaves)) for layout in known)
-        if num_unsharded:
+        if num_unsharded := sum(len(held.intersection(layout.leaves)) for layout in known):
             warn(message("unsharded-in-optimizer", num_unsharded=num_unsharded, number=number, type=kind))
         managed = [layout.local_parameters() for layout in known]
         with self._lock:
@@ -88,7 +87,8 @@ class OptimizerChecks:
         """Issues a warning if parameters in ``unmanaged`` were added to a sharded model later."""
         if not unmanaged:
             return
-        known, added = self._names, []
+        known = self._names
+        added = []
         for module, names in list(known.items()):
             new = [(name, child) for name, child in module.named_children() if child not in known]
             below = [place for name, child in new for place in child.named_modules(prefix=name)]
@@ -117,10 +117,8 @@ class OptimizerChecks:
         """
         if not (self._unreduced or validation.summoned):
             return
-        marked = self._unreduced | validation.summoned
-        mine = [layout for layout in layouts if layout in marked]
-        waiting = [layout.name for layout in mine if layout.shards_are_distributed and layout.has_unreduced]
-        if waiting:
+        mine = [layout for layout in layouts if layout in self._unreduced or layout in validation.summoned]
+        if waiting := [layout.name for layout in mine if layout.shards_are_distributed and layout.has_unreduced]:
             warn(message("step-before-reduction", units=waiting, type=type(optimizer).__name__))
             return
         validation.check_reduced(f"{type(optimizer).__name__}.step()", mine)

@@ -32,7 +32,7 @@ unit in its root. Ranks may build the same units in different roots, so differen
    once.
 
 A rank that issues fewer collectives makes the other ranks wait. The watchdog detects this case (``minifsdp/watchdog``).
-Between CPUs, sizes are compared before data is sent (``gloo.py``).
+Between CPUs, sizes are compared before data is sent (``minifsdp_gloo``).
 
 *In torch:* FSDP1 compares the order of all-gathers, for debugging only (``_exec_order_utils.py``); FSDP2 has no check.
 
@@ -125,11 +125,11 @@ class RankChecks:
 
     def backward_ends(self, iteration: IterationState) -> None:
         """Issues the question in each group that this backward used."""
-        comm_streams, num_steps = iteration.reducer.comm_streams, iteration.units[0].layout.steps.count
+        comm_streams = iteration.reducer.comm_streams
+        num_steps = iteration.units[0].layout.steps.count
         if (group := iteration.reducer.next_group) is not None:
             self._used.add(log.sequence_of(group))
-        groups = self._groups_to_ask()
-        if not groups:
+        if not (groups := self._groups_to_ask()):
             return
         if self._asked:
             self.read_now()
@@ -138,7 +138,8 @@ class RankChecks:
             for sequence, group in groups:
                 # Kernels fill this tensor, one number after the other. A copy from the CPU would block the CPU.
                 mine = torch.full((3,), sequence.digest, dtype=torch.int64, device=comm_streams.device)
-                mine[1], mine[2] = sequence.of_units, has_stepped
+                mine[1] = sequence.of_units
+                mine[2] = has_stepped
                 if self.is_strict or self._is_detailed:
                     mine[0] ^= mine[1]
                 if self._asked:
@@ -165,8 +166,8 @@ class RankChecks:
             last._of_others |= self._of_others | self._groups
             return []
         self.in_backward.pop(self._graph_task, None)
-        known = self._groups | self._of_others
-        return [(sequence, group) for sequence, group in known.items() if sequence in self._used]
+        known = (self._groups | self._of_others).items()
+        return [(sequence, group) for sequence, group in known if sequence in self._used]
 
     def reduced(self) -> None:
         """Reads the answer. Does nothing on an accelerator.
@@ -216,8 +217,7 @@ def _differ(answers: torch.Tensor) -> torch.Tensor:
 
 def _report(asked: Sequence[Collective]) -> str:
     """Where the ranks of each group are, and where they differ first."""
-    positions = [question.position for question in asked]
-    return "".join(log.diagnosis((sequence, epoch, 0)) for sequence, epoch, _ in positions)
+    return "".join(log.diagnosis((*question.position[:2], 0)) for question in asked)
 
 
 def read_all(*_: Any) -> None:

@@ -116,9 +116,10 @@ def rekey(given: dict[str, Any], key_type: OptimStateKeyType, target: Target) ->
     table: dict[Any, Any] = dict(numbered) if to_names else {name: number for number, name in numbered}
     if unknown := [key for key in keys if key not in table]:
         raise ValueError(message("rekey-mismatch", unknown=unknown[:5], known=list(table)[:5]))
-    rekeyed_groups = []
-    for group in given["param_groups"]:
-        new = [table[key] for key in group["params"]]
-        # An optimizer numbers its parameters in order.
-        rekeyed_groups.append(regrouped(group, new if to_names else sorted(new), group.get("param_names")))
-    return {**given, "state": {table[key]: of for key, of in given["state"].items()}, "param_groups": rekeyed_groups}
+    # An optimizer numbers its parameters in order.
+    in_order: Any = list if to_names else sorted
+    groups = [
+        regrouped(group, in_order(table[key] for key in group["params"]), group.get("param_names"))
+        for group in given["param_groups"]
+    ]
+    return {**given, "state": {table[key]: of for key, of in given["state"].items()}, "param_groups": groups}

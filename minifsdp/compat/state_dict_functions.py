@@ -64,8 +64,9 @@ from minifsdp.checkpoint.codec import (
     tensor_parallel_groups,
 )
 from minifsdp.checkpoint.loading import reshard_all
-from minifsdp.checkpoint.state_dict_options import Form, StateDictType
-from minifsdp.checkpoint.tensors import local_rows
+from minifsdp.checkpoint.state_dict_options import Form, StateDictType, named_wrappers
+from minifsdp.checkpoint.tensors import is_sharded
+from minifsdp.engine.exchange import groups_of
 from minifsdp.engine.lifetime import outside_inference_mode
 from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import message, warn
@@ -140,8 +141,13 @@ def set_model_state_dict(
     """
     if any(isinstance(key, nn.Module) for key in model_state_dict):
         warn(message("states-of-submodules", argument="modules as keys"), FutureWarning)
-        starts, given = _prefixes(model), model_state_dict.items()
-        model_state_dict = {starts[m] + name: value for m, of in given if m in starts for name, value in of.items()}
+        starts = _prefixes(model)
+        model_state_dict = {
+            starts[module] + name: value
+            for module, entries in model_state_dict.items()
+            if module in starts
+            for name, value in entries.items()
+        }
     if options is not None and options.broadcast_from_rank0:
         _agree(model, "set_model_state_dict()", sends=True)
         if options.full_state_dict and (wrappers := Wrapper.fsdp_modules(model)):
@@ -157,11 +163,10 @@ def _received(model: nn.Module, given: Mapping[str, Any], mesh: MeshGroups) -> t
     Returns:
         The dict, and whether it contains rows.
     """
-    wrappers = [(dotted(path), module) for path, module in model.named_modules() if isinstance(module, Wrapper)]
+    wrappers = named_wrappers(model)
+    units = [UnitCodec(wrapper, dotted(path), _uncompiled) for path, wrapper in wrappers if wrapper._unit is not None]
     # Modules whose full parameters are summoned load full values.
-    sharded = [(start, w) for start, w in wrappers if w._unit is not None and w._unit.phase is not Phase.SUMMONED]
-    units = [UnitCodec(w, start) for start, w in sharded]
-    of_unit = {key: unit for unit in units for key in unit.keys}
+    of_unit = {key: unit for unit in units if unit.unit.phase is not Phase.SUMMONED for key in unit.keys}
     groups = [*tensor_parallel_groups(units), mesh.replicate, mesh.shard]
 
     def receive(key: str) -> Any:
@@ -170,7 +175,7 @@ def _received(model: nn.Module, given: Mapping[str, Any], mesh: MeshGroups) -> t
 
     # Each full value is released before the next one is received, so no rank stores the model.
     received = {key: receive(key) for key in agreement.value_of_first_rank(list(given), groups)}
-    return received, any(local_rows(value) is not None for value in received.values())
+    return received, any(map(is_sharded, received.values()))
 
 
 @outside_inference_mode
@@ -193,10 +198,9 @@ def get_optimizer_state_dict(
         if not optimizer.state:
             # Torch's function creates the states of any optimizer. Its result is not used.
             get_without_wrappers(nn.ParameterList(parameters_of(optimizer.param_groups)), optimizer)
-        saved = optim_state.save(model, optimizer, optimizer.state_dict(), _form(options))
+        saved = optim_state.save(model, optimizer, optimizer.state_dict(), _form(options), clean=_uncompiled)
         # Only the first rank may get a result, but all ranks convert the states of all optimizers.
         if saved:
-            saved = _renamed(saved, {name: _uncompiled(name) for name in parameters_of(saved["param_groups"])})
             merged["state"].update(saved["state"])
             merged["param_groups"].extend(saved["param_groups"])
     if options.cpu_offload and not merged.get("param_groups"):
@@ -222,16 +226,18 @@ def set_optimizer_state_dict(
         reshard_all(model)
         set_without_wrappers(model, optimizers, optim_state_dict, options=options)
         return
-    listed, form = _listed(optimizers), _form(options or StateDictOptions())
+    listed = _listed(optimizers)
+    form = _form(options or StateDictOptions())
     for optimizer in listed:
-        target, given = optim_state_load.Target(model, optimizer, form), optim_state_dict
-        groups = [target.names.originals_of(group["params"]) for group in optimizer.param_groups]
-        names = {_uncompiled(name): name for group in groups for name in group}
+        target = optim_state_load.Target(model, optimizer, form, clean=_uncompiled)
+        given = optim_state_dict or {}
         if given and "state" not in given:
-            given = _unflattened(given, [list(map(_uncompiled, group)) for group in groups])
+            given = _unflattened(
+                given, [target.names.originals_of(group["params"]) for group in optimizer.param_groups]
+            )
         if given and len(listed) > 1:
-            given = _part(given, {*names})
-        optimizer.load_state_dict(optim_state_load.load(target, _renamed(given or {}, names)))
+            given = _part(given, set(target.names.originals_of(target.keys)))
+        optimizer.load_state_dict(optim_state_load.load(target, given))
 
 
 def _agree(model: nn.Module, call: str, *, sends: bool) -> None:
@@ -239,7 +245,7 @@ def _agree(model: nn.Module, call: str, *, sends: bool) -> None:
     found = [*(state.unit for _, state in states_in(model)), *units_in(model)]
     meshes = [unit.plan.mesh for unit in found if sends and unit is not None]
     if meshes:
-        agreement.monitored_barrier(agreement.groups_of(meshes), call)
+        agreement.monitored_barrier(groups_of(meshes), call)
 
 
 def _listed(optimizers: Optimizers) -> list[Optimizer]:
@@ -264,17 +270,6 @@ def _uncompiled(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
-def _renamed(given: Mapping[str, Any], new: Mapping[str, str]) -> dict[str, Any]:
-    """A dict with other names of parameters. Names that ``new`` does not contain are kept."""
-    renamed = dict(given)
-    if "state" in given:
-        renamed["state"] = {new.get(name, name): of for name, of in given["state"].items()}
-    if "param_groups" in given:
-        groups = given["param_groups"]
-        renamed["param_groups"] = [{**of, "params": [new.get(name, name) for name in of["params"]]} for of in groups]
-    return renamed
-
-
 def _part(given: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
     """The part of a dict of several optimizers that belongs to the optimizer of the parameters ``names``."""
     groups = [group for group in given["param_groups"] if names.intersection(group["params"])]
@@ -297,6 +292,6 @@ def _unflattened(flat: Mapping[str, Any], groups: list[list[str]]) -> dict[str, 
         path, _, entry = key.rpartition(".")
         section, _, name = path.partition(".")
         found[section].setdefault(name, {})[entry] = value
-    names, settings = {name for group in groups for name in group}, found["param_groups"]
+    names = {name for group in groups for name in group}
     state = {name: of for name, of in found["state"].items() if name in names}
-    return {"state": state, "param_groups": [{**settings.get(n[0], {}), "params": n} for n in groups if n]}
+    return {"state": state, "param_groups": [{**found["param_groups"].get(n[0], {}), "params": n} for n in groups if n]}

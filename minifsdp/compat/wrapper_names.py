@@ -35,6 +35,7 @@ import dataclasses
 import functools
 import sys
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -65,8 +66,11 @@ class Slice:
     def __init__(self, unit: FlatUnit) -> None:
         self._unit = unit
         registered = unit.layout.registered
-        shard, self.requires_grad = registered.shard, registered.requires_grad
-        self.dtype, self.device, self.shape = shard.dtype, shard.device, shard.shape
+        shard = registered.shard
+        self.requires_grad = registered.requires_grad
+        self.dtype = shard.dtype
+        self.device = shard.device
+        self.shape = shard.shape
         self._fqns = tuple(owned.path for owned in unit.layout.parameters)
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -114,40 +118,6 @@ def _torchs_class(own: Any) -> type:
     return type(own.__name__, (own, TorchWrapper), {})
 
 
-def handle_of(wrapper: Wrapper) -> Slice | None:
-    """The shard of a wrapper; ``None`` if the wrapper has no parameters.
-
-    Attributes that a program sets on this object are lost. The next forward reads the values from the parameters.
-    """
-    return None if wrapper._unit is None else Slice(wrapper._unit)
-
-
-def flat_parameter(wrapper: Wrapper) -> Any:
-    """The flat parameter of a wrapper, or its replacement; ``None`` if the wrapper has no parameters."""
-    if wrapper._unit is None or wrapper._use_orig_params:
-        return handle_of(wrapper)
-    (parameter,) = wrapper._unit.layout.local_parameters()
-    parameter._fqns = Slice(wrapper._unit)._fqns  # type: ignore[attr-defined]
-    return parameter
-
-
-def training_state(wrapper: Wrapper) -> TrainingState:
-    """The state of a wrapper. An outermost wrapper without parameters has the state of its root."""
-    if wrapper._shows_clean_names:
-        return TrainingState.SUMMON_FULL_PARAMS
-    if wrapper._unit is not None:
-        is_busy = wrapper._unit.phase is not Phase.IDLE
-    else:
-        is_busy = wrapper._is_outermost and wrapper._root_state is not None and wrapper._root_state.is_busy
-    return TrainingState.FORWARD_BACKWARD if is_busy else TrainingState.IDLE
-
-
-def reduces_gradients(wrapper: Wrapper) -> bool:
-    """Whether backward reduces gradients: false in ``no_sync()``."""
-    units = [wrapper._unit] if wrapper._unit else wrapper._root_state.units if wrapper._root_state else []
-    return all(unit.policy.reduces for unit in units)
-
-
 def setting(name: str) -> property:
     """A property for a field of the state dict settings, read and written as instances of torch's classes."""
 
@@ -168,3 +138,80 @@ def _translated(value: Any, into: Any) -> Any:
     """Converts a type or configuration to the class of the same name in ``into``."""
     target = getattr(into, type(value).__name__)
     return target[value.name] if isinstance(value, Enum) else target(**vars(value))
+
+
+class TorchNames(Wrapper):
+    """A wrapper with the private attributes of torch's wrapper."""
+
+    __class__ = property(class_for_caller)
+
+    @property
+    def params(self) -> list[Any]:
+        """A list of the flat parameter; empty if there is none."""
+        return [self._flat_param] if self._has_params else []
+
+    @property
+    def _has_params(self) -> bool:
+        return self._unit is not None
+
+    @property
+    def _handle(self) -> Slice | None:
+        # Attributes that a program sets on this object are lost. The next forward reads the values from the parameters.
+        return None if self._unit is None else Slice(self._unit)
+
+    @property
+    def _flat_param(self) -> Any:
+        if self._unit is None or self._use_orig_params:
+            return self._handle
+        (parameter,) = self._unit.layout.local_parameters()
+        parameter._fqns = Slice(self._unit)._fqns  # type: ignore[attr-defined]
+        return parameter
+
+    @property
+    def _is_root(self) -> bool | None:
+        return None if self._root_state is None else self._is_outermost
+
+    @_is_root.setter
+    def _is_root(self, _: bool | None) -> NoReturn:
+        # Torch's functions for optimizer states set this attribute before they read other private ones.
+        raise AttributeError(message("foreign-optimizer-state", name="_is_root"))
+
+    @property
+    def training_state(self) -> TrainingState:
+        """The state of a wrapper. An outermost wrapper without parameters has the state of its root."""
+        if self._shows_clean_names:
+            return TrainingState.SUMMON_FULL_PARAMS
+        if self._unit is not None:
+            is_busy = self._unit.phase is not Phase.IDLE
+        else:
+            is_busy = self._is_outermost and self._root_state is not None and self._root_state.is_busy
+        return TrainingState.FORWARD_BACKWARD if is_busy else TrainingState.IDLE
+
+    @property
+    def _sync_gradients(self) -> bool:
+        """Whether backward reduces gradients: false in ``no_sync()``."""
+        units = [self._unit] if self._unit else self._root_state.units if self._root_state else []
+        return all(unit.policy.reduces for unit in units)
+
+    # Torch's `_post_backward_final_callback`, which Composer calls when memory runs out, reads these five attributes.
+    _all_fsdp_states = ()
+
+    @property
+    def _device_handle(self) -> Any:
+        return torch.get_device_module(self.compute_device)
+
+    @property
+    def _post_backward_stream(self) -> Any:
+        return self._device_handle.current_stream()
+
+    _all_reduce_stream = _post_backward_stream
+
+    @property
+    def _exec_order_data(self) -> Any:
+        # `recover_after_error` reshards all units, waits for issued reductions, and drops their results.
+        return SimpleNamespace(next_iter=self._current_root_state().recover_after_error)
+
+    # Torch's checkpoint functions compare, set and restore these three attributes.
+    _state_dict_type = setting("state_dict_type")
+    _state_dict_config = setting("state_dict_config")
+    _optim_state_dict_config = setting("optim_state_dict_config")

@@ -52,8 +52,17 @@ def attached(owner: Any, name: str, look: Look) -> Iterator[None]:
         look: called with the result of the method and then the same arguments. Not called after an exception.
     """
     looks = _observed.setdefault((owner, name), [])
+    method = vars(owner)[name]
+
+    @functools.wraps(method)
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        for each in looks:
+            each(result, *args, **kwargs)
+        return result
+
     if not looks:
-        setattr(owner, name, _observing(vars(owner)[name], looks))
+        setattr(owner, name, observed)
     looks.append(look)
     try:
         yield
@@ -61,17 +70,6 @@ def attached(owner: Any, name: str, look: Look) -> Iterator[None]:
         looks.remove(look)
         if not looks:
             setattr(owner, name, vars(owner)[name].__wrapped__)
-
-
-def _observing(method: Callable[..., Any], looks: list[Look]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def observed(*args: Any, **kwargs: Any) -> Any:
-        result = method(*args, **kwargs)
-        for look in looks:
-            look(result, *args, **kwargs)
-        return result
-
-    return observed
 
 
 @contextmanager
@@ -107,6 +105,8 @@ def warn_about_late_units(check: str) -> Iterator[None]:
         if late := [unit.name or "the root" for unit in root_state.units if unit not in in_time]:
             warn(message("debug-too-late", check=check, units=late))
 
-    note = attached(Unit, "__init__", lambda _, unit, *args, **kwargs: in_time.add(unit))
-    with note, at_first_use(name_late_units):
+    with (
+        attached(Unit, "__init__", lambda _, unit, *args, **kwargs: in_time.add(unit)),
+        at_first_use(name_late_units),
+    ):
         yield

@@ -33,8 +33,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from minifsdp.checkpoint.agreement import exchange, groups_of
 from minifsdp.debugging.attach import at_first_use, attached, warn_about_late_units
+from minifsdp.engine.exchange import exchange, groups_of
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.layout import Layout, full_name
 from minifsdp.engine.messages import message, some, warn
@@ -103,7 +103,9 @@ def _unset_in(modules: Iterable[tuple[str, nn.Module]], of_units: Set[torch.Tens
 # --- 2. after a unit was materialized ---
 
 
-def _after_initialize(_: None, wrapper: Wrapper, modules: list[tuple[str, nn.Module]], options: Any) -> None:
+def _after_initialize(
+    _: None, wrapper: Wrapper, modules: list[tuple[str, nn.Module]], *_arguments: Any, **_options: Any
+) -> None:
     if names := list(_unset_in(modules)):
         warn(message("left-unset", names=some(names), type=type(wrapper.module).__name__))
 

@@ -36,9 +36,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from minifsdp.checkpoint.agreement import exchange, groups_of
 from minifsdp.debugging.attach import attached
 from minifsdp.engine import collectives
+from minifsdp.engine.exchange import exchange, groups_of
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.hooks import IterationState
 from minifsdp.engine.layout import Gradient, Layout
@@ -98,7 +98,8 @@ def _after_module(_: bool, iteration: IterationState, unit: Unit, inputs: Any, o
 def _after_gradient(gradient: Gradient | None, layout: Layout, *, with_unreduced: bool) -> None:
     if gradient is None:
         return
-    parts, numbers = gradient.parts, gradient.numbers
+    parts = gradient.parts
+    numbers = gradient.numbers
     if isinstance(layout, FlatLayout):
         # One flat tensor, with padding after the last parameter.
         parts, numbers = list(parts[0].split(layout.sharding.split_sizes)), list(range(len(layout.parameters)))
@@ -118,7 +119,8 @@ def _not_finite(layout: Layout, tensors: Sequence[torch.Tensor]) -> list[tuple[i
     if not sums or bool(sum(sums[1:], sums[0]).isfinite()):
         return []
     for number, value in enumerate(values):
-        num_nan, num_inf = int(value.isnan().sum()), int(value.isinf().sum())
+        num_nan = int(value.isnan().sum())
+        num_inf = int(value.isinf().sum())
         # There may be none, because a sum of finite values can overflow.
         if num_nan or num_inf:
             return [(number, f"{num_nan} nan and {num_inf} inf among {value.numel()} values")]

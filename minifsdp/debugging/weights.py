@@ -1,6 +1,6 @@
 """Debug check ``weights``: compares the initial weights of all ranks, before a unit is sharded.
 
-``fsdp2/initial.py`` describes the comparison and its cost. This module calls it for every new unit of both APIs::
+``checks/initial_weights.py`` describes the comparison and its cost. Here it is called for every unit of both APIs::
 
     model                                   compared before its parameters are sharded
     FullyShardedDataParallel(block, ...)    the parameters of this wrapper, over its shard and replicate groups
@@ -17,11 +17,11 @@ from typing import Any
 
 from torch import nn
 
+from minifsdp.checks.initial_weights import compare, compare_sharded
 from minifsdp.debugging.attach import attached, warn_about_late_units
 from minifsdp.engine.layout import owned_parameters
 from minifsdp.fsdp1.wrapper import Wrapper
 from minifsdp.fsdp2 import fully_shard
-from minifsdp.fsdp2.initial import compare, compare_sharded
 
 
 @contextmanager
@@ -35,6 +35,8 @@ def check_weights() -> Iterator[None]:
         yield
 
 
-def _compare_in_wrapper(_: None, wrapper: Wrapper, modules: list[tuple[str, nn.Module]], options: Any) -> None:
+def _compare_in_wrapper(
+    _: None, wrapper: Wrapper, modules: list[tuple[str, nn.Module]], *_arguments: Any, **_options: Any
+) -> None:
     if parameters := owned_parameters(modules, wrapper._ignored_params):
         compare(type(wrapper.module).__name__, parameters.items(), wrapper._mesh)

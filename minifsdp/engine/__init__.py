@@ -4,9 +4,8 @@ From the bottom layer to the top. Each module uses only modules above it in this
 
 ``messages``        error messages and warnings
 ``compiler``        functions that ``torch.compile`` must not trace
-``events``          named events for observers
+``events``          named events for observers, and the transport between CPUs
 ``comm_streams``    communication streams, and how to wait for them
-``gloo``            a faster transport between CPUs
 ``mesh``            shard groups and replicate groups
 ``collectives``     the collectives of a training step
 ``precision``       the dtype at each step
@@ -22,15 +21,13 @@ From the bottom layer to the top. Each module uses only modules above it in this
 ``flat_gradients``  the gradients of these parameters
 ``flat``            layout 1: one flat tensor, and views of it
 ``sharded_param``   one parameter: its local shard, DTensor and leaf
-``extension``       the bucket of one parameter with a custom all-gather
 ``bucket``          the bucket of all other parameters: contiguous shards
 ``per_param``       layout 2: one DTensor for each parameter
 ``reduce``          gradient reduction
 ``unit``            the state machine: all-gather, wait, reshard
 ``schedule``        prefetching: which unit is all-gathered next
 ``backward_hooks``  detects where a unit's backward starts and ends
-``requested``       a backward that requests registered parameters
-``side_outputs``    pre-backward hooks of activations that attributes keep
+``extension_points``  the points of a step at which cases run code
 ``hooks``           forward and backward hooks
 ``root``            the root state: lazy start, begin and end of an iteration
 

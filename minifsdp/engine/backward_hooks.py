@@ -127,7 +127,7 @@ class InputsHooks(LeafHooks):
         if torch.is_grad_enabled():
             # A backward through these gradients (``create_graph=True``) needs the parameters again.
             register_pre_backward_hook(gradients, self._pre_backward)
-        elif self._unit.keeps_for_graph:
+        elif self._unit.is_held:
             # On an accelerator, autograd can compute these gradients before those of the parameters, because the thread
             # of the device recorded that part of the graph. The end of backward handles the unit.
             return

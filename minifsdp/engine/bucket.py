@@ -14,21 +14,26 @@ views of one tensor, both sharded and unsharded. Two ranks; capital letters are 
    its own storage, which is a range of the bucket's memory. ``torch.save`` and ``deepcopy`` serialize the whole storage
    of a view, and cannot save a DTensor whose local tensor has a non-zero storage offset.
 2. *One copy-out.* The all-gathered data is sorted by rank and must be sorted by parameter. One operator does that for
-   all parameters. A bucket of one parameter is already sorted: on the CPU its buffer is ``unsharded``. On the CPU,
-   large parameters are also sent one by one, directly into their final memory, without a buffer or a copy.
+   all parameters. A bucket of one parameter is already sorted: on the CPU its buffer is ``unsharded``. A transport
+   between CPUs can send large parameters one by one, directly into their final memory, without a buffer or a copy.
 3. The leaves, which autograd owns, are created once. Each is a view of ``unsharded`` with its own version counter.
    ``unsharded`` has memory only from all-gather to reshard: one resize allocates the memory of all leaves.
 4. A bucket that is neither sharded nor cast needs no second memory: its leaves are views of the shards.
 5. On an accelerator the leaves begin at multiples of 16 bytes, the width of a vectorized load. Some kernels are slower
    with other addresses, and some raise an error. The data that is sent has no gaps.
 
-Between forward and backward a unit can be resharded to larger shards over fewer ranks, for example the ranks of one
-node. The all-gather for backward then uses only these ranks. The diagram stays the same, with other local shards.
+Between forward and backward, a case can reshard a unit to larger shards over fewer ranks, for example the ranks of one
+node. The all-gather for backward then uses only these ranks. The diagram stays the same, with another `Source`.
 
 A bucket has one dtype and one mesh. Most units have one bucket. Others have several, for example with a norm in float32
-next to weights in bfloat16, or with experts that are sharded over fewer ranks. A parameter with a custom all-gather has
-its own bucket. After a user has replaced parameters, the unit assigns its parameters to buckets again. A bucket whose
-parameters and kind stay the same is kept, with its memory and its leaves.
+next to weights in bfloat16, or with experts that are sharded over fewer ranks. After a user has replaced parameters,
+the unit assigns its parameters to buckets again. A bucket whose parameters and kind stay the same is kept, with its
+memory and its leaves.
+
+6. *Extension point.* A case can store a parameter in a bucket of its own class, with the methods and attributes of
+   `Bucket`. `Options.cases` contains objects with two methods. ``takes(param, local_shard)`` returns whether the case
+   stores this parameter. ``create(params, local_shards, options)`` returns its bucket, which has only this parameter.
+   If ``copy_out`` creates a leaf, it calls `ShardedParam.use_leaf`. See ``minifsdp/cases/tensor_extensions.py``.
 
 *In torch:* each parameter has its own memory on both sides, with a copy-in and a copy-out for each all-gather.
 
@@ -36,20 +41,19 @@ Spec: FS2-04 to FS2-08, FS2-26, FS2-28, FS2-29, NEW-05, NEW-23, STREAM-04, STREA
 """
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
 
 from minifsdp.engine import collectives
-from minifsdp.engine.comm_streams import CommStream, compute_event, current_stream
-from minifsdp.engine.extension import ExtendedBucket, is_extended
+from minifsdp.engine.comm_streams import CommStream, current_stream
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.sharded_param import VERSION, Options, ShardedParam
-from minifsdp.engine.shards import padded_shard_numel, shard_of, shard_shape, with_own_storage
+from minifsdp.engine.shards import shard_shape, with_own_storage
 
 
-class _Source:
+class Source:
     """This rank's shards of the parameters of a bucket, contiguous, in the order in which an all-gather sends them.
 
     Args:
@@ -65,7 +69,7 @@ class _Source:
         num_shards, rank: size of the group, and this rank's position in it.
         is_split_only: whether every parameter is sharded along its first dim.
         targets: the memory into which each parameter is all-gathered, with one row for each rank.
-        sends_each: whether each parameter is sent separately, directly into its target.
+        sends_each: whether a transport sends each parameter separately, directly into its target.
     """
 
     def __init__(
@@ -83,7 +87,8 @@ class _Source:
         self.local_shards = [with_own_storage(part[: shape.numel()].view(shape)) for part, shape in parts]
         self.targets = [space[: num * size].view(num, size) for space, size in zip(spaces, sizes, strict=True)]
         self.is_split_only = group is None or not any(param.dim for param in params)
-        self.sends_each = self.is_split_only and collectives.all_gathers_each(group, self.targets)
+        transport = None if group is None or not self.targets[0].is_cpu else group.transport
+        self.sends_each = transport is not None and self.is_split_only and transport.sends_each(self.targets)
 
     def copy_in(self, values: Sequence[torch.Tensor]) -> None:
         """Copies the values of each shard, unless they are already in its memory."""
@@ -103,7 +108,6 @@ class Bucket:
     Attributes:
         kind: which parameters and shards it can store, see `assign_to_buckets`.
         group: the ranks of the next all-gather; ``None`` if there are no other ranks.
-        sends_each: whether the next all-gather sends each parameter separately.
         device: the compute device.
         dtype: the dtype of the leaves.
         local: 1-D, the local shards, including padding.
@@ -111,6 +115,7 @@ class Bucket:
         leaves: the unsharded parameters; they have memory only while all-gathered.
         is_borrowed: whether the leaves have no memory of their own (note 4).
         num_bytes: the size of the unsharded parameters, without the gaps.
+        spaces: the memory of each leaf, with the gap behind it.
     """
 
     kind: object = None
@@ -131,21 +136,21 @@ class Bucket:
         numels = [self._aligned(num * size) for size in sizes]
         unsharded = self.local if self.is_borrowed else torch.empty(sum(numels), dtype=self.dtype, device=self.device)
         self._storage, self._unsharded = unsharded.untyped_storage(), unsharded.data
-        self._spaces = list(self._unsharded.split(numels))
+        self.spaces = list(self._unsharded.split(numels))
         # 3. `.data` gives each leaf its own version counter: an all-gather must not look like an in-place change.
         shapes = [param.shape for param in params]
-        views = [space.data[: shape.numel()].view(shape) for space, shape in zip(self._spaces, shapes, strict=True)]
+        views = [space.data[: shape.numel()].view(shape) for space, shape in zip(self.spaces, shapes, strict=True)]
         self.leaves = [nn.Parameter(view, requires_grad=False) for view in views]
         # Without other ranks, or with one parameter, the data is already sorted. But on an accelerator, the leaves'
         # memory would then belong to the communication stream. Only the copy-out makes its reuse safe.
         is_sorted = group is None or (len(params) == 1 and params[0].dim == 0)
         self._copies = not is_sorted or self.device.type != "cpu"
-        self._own = self._source = _Source(params, group, sizes, self.local, self._spaces)
-        self.group, self.sends_each, self.local_shards = group, self._own.sends_each, self._own.local_shards
+        self._own = self._source = Source(params, group, sizes, self.local, self.spaces)
+        self.group, self.local_shards = group, self._own.local_shards
         self.copy_in(local_shards)
         # The buffer and the source of the all-gather in flight, and its stream.
-        self._in_flight: tuple[torch.Tensor, _Source, CommStream] | None = None
-        # The event after which a source other than `_own` has its values, and the stream that allocated the leaves.
+        self._in_flight: tuple[torch.Tensor, Source, CommStream] | None = None
+        # See `gather_from`, and the stream that allocated the leaves.
         self._written_at: Any = None
         self._stream: Any = None
         self.free()
@@ -164,11 +169,11 @@ class Bucket:
 
     # --- all-gather ---
 
-    def prepare_all_gather(self, comm_stream: CommStream) -> list[tuple[Any, Any]]:
+    def prepare_all_gather(self, comm_stream: CommStream) -> list[tuple[Any, Any, Any]]:
         """Allocates memory for an all-gather on ``comm_stream``. Call `copy_out` when it is complete.
 
         Returns:
-            The output and the input of the all-gather, if one is needed. With `sends_each`, both are lists.
+            The function of ``collectives.py`` that issues the all-gather, and its output and input, if one is needed.
         """
         if self.is_borrowed:
             return []
@@ -180,7 +185,7 @@ class Bucket:
             # 2. Nothing to sort.
             self._storage.resize_(self._unsharded.nbytes)
         if source.sends_each:
-            return [(source.targets, source.local.split(source.sizes))]
+            return [(collectives.all_gather_each, source.targets, source.local.split(source.sizes))]
         local_shard, num, numel = source.local, source.num_shards, source.local.numel()
         if self._copies:
             buffer = torch.empty(num * numel, dtype=self.dtype, device=self.device)
@@ -191,10 +196,10 @@ class Bucket:
             # 1. Memory for the cast.
             local_shard = buffer[source.rank * numel : (source.rank + 1) * numel]
             local_shard.copy_(source.local, non_blocking=True)
-        return [(buffer, local_shard)]
+        return [(collectives.all_gather, buffer, local_shard)]
 
-    def copy_out(self) -> bool:
-        """2. Sorts the all-gathered data by parameter. Returns ``False``, because `leaves` has no new tensors."""
+    def copy_out(self) -> None:
+        """2. Sorts the all-gathered data by parameter."""
         in_flight, self._in_flight = self._in_flight, None
         if in_flight is not None and self._copies:
             self._storage.resize_(self._unsharded.nbytes)
@@ -207,9 +212,8 @@ class Bucket:
                 self._concatenate(sorted_by_rank, source)
             # The buffer's memory returns to its stream, which must not reuse it before the copy is done.
             comm_stream.wait_compute()
-        return False
 
-    def _concatenate(self, sorted_by_rank: torch.Tensor, source: _Source) -> None:
+    def _concatenate(self, sorted_by_rank: torch.Tensor, source: Source) -> None:
         """The copy-out for parameters that are sharded along a dim other than the first."""
         parts = sorted_by_rank.split(source.sizes, dim=1)
         each = zip(self.params, source.shapes, parts, source.targets, self.leaves, strict=True)
@@ -229,34 +233,20 @@ class Bucket:
                 self._unsharded.record_stream(stream)
             self._storage.resize_(0)
 
-    # --- resharding to a smaller mesh ---
+    def gather_from(self, source: Source | None, written_at: Any = None) -> None:
+        """Makes the next all-gather read other shards, for example larger ones over fewer ranks.
 
-    def reshard_to_smaller_mesh(self, group: Group) -> list[torch.Tensor]:
-        """Keeps 1/``group.size`` of the unsharded parameters, for all-gathers over ``group``. Call it before `free`.
-
-        Returns:
-            This rank's shard of each parameter over the ranks of ``group``.
+        Args:
+            source: the shards; ``None`` for those that the optimizer updates. Their values may have changed.
+            written_at: the event after which ``source`` has its values.
         """
-        sizes = [padded_shard_numel(param.shape, param.dim, group.size) for param in self.params]
-        local = torch.zeros(sum(sizes), dtype=self.dtype, device=self.device)
-        source = _Source(self.params, group, sizes, local, self._spaces)
-        leaves = zip(self.leaves, self.params, strict=True)
-        source.copy_in([shard_of(leaf.data, param.dim, group.size, group.rank) for leaf, param in leaves])
-        self._written_at = compute_event(self.device)
-        self._source, self.group, self.sends_each = source, group, source.sends_each
-        return source.local_shards
-
-    def unshard_from_full_mesh(self) -> None:
-        """Makes the next all-gather read the optimizer's shards again. Their values may have changed."""
-        self._source, self.group, self.sends_each = self._own, self._own.group, self._own.sends_each
-
-
-AnyBucket: TypeAlias = Bucket | ExtendedBucket
+        self._source, self._written_at = source or self._own, written_at
+        self.group = self._source.group
 
 
 def assign_to_buckets(
-    params: Sequence[ShardedParam], local_shards: Sequence[torch.Tensor], options: Options, before: Sequence[AnyBucket]
-) -> list[AnyBucket]:
+    params: Sequence[ShardedParam], local_shards: Sequence[torch.Tensor], options: Options, before: Sequence[Bucket]
+) -> list[Bucket]:
     """Assigns each parameter to a bucket of one dtype and mesh, and copies its new local shard into the bucket.
 
     Args:
@@ -264,20 +254,21 @@ def assign_to_buckets(
         options: where to compute, and in which dtype.
         before: the current buckets of the unit. A bucket whose parameters and kind stay the same is kept.
     """
-    # One group for each dtype, device and mesh, and one for each parameter with a custom all-gather. Some parameters of
-    # a unit can be on the meta device until they get values.
+    # One group for each dtype, device and mesh. Some parameters of a unit are on the meta device until they get values.
     groups: dict[Any, dict[ShardedParam, torch.Tensor]] = {}
     for param, local_shard in zip(params, local_shards, strict=True):
-        alone = param if is_extended(local_shard, param.info.path) else None
-        kind = alone, local_shard.dtype, options.storage_device(local_shard), param.mesh_groups
+        # 6. A parameter that a case takes is alone in its bucket.
+        create: Any = next((case.create for case in options.cases if case.takes(param, local_shard)), Bucket)
+        alone = None if create is Bucket else param
+        kind = create, alone, local_shard.dtype, options.storage_device(local_shard), param.mesh_groups
         groups.setdefault(kind, {})[param] = local_shard
-    buckets: list[AnyBucket] = []
+    buckets: list[Bucket] = []
     for kind, shards_by_param in groups.items():
-        alone, inside, shards = kind[0], list(shards_by_param), list(shards_by_param.values())
+        create, inside, shards = kind[0], list(shards_by_param), list(shards_by_param.values())
         # The bucket from before, or a new one.
         bucket = next((bucket for bucket in before if bucket.kind == kind and bucket.params == inside), None)
         if bucket is None:
-            bucket = Bucket(inside, shards, options) if alone is None else ExtendedBucket(alone, shards[0], options)
+            bucket = create(inside, shards, options)
             bucket.kind = kind
         else:
             bucket.copy_in(shards)

@@ -41,8 +41,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from minifsdp.engine.comm_streams import COMPLETED, Handle
-from minifsdp.engine.events import events
+from minifsdp.engine.events import Handle, events
 from minifsdp.engine.mesh import Group
 
 
@@ -66,29 +65,6 @@ _REDUCE_SCATTER_METHOD = "reduce_scatter_single" if _IS_RENAMED else "_reduce_sc
 _SENDABLE = {torch.half, torch.bfloat16, torch.float, torch.double, torch.uint8, torch.int, torch.long}
 
 
-def issue_unobserved(
-    kind: str,
-    group: Group,
-    data: Sequence[torch.Tensor],
-    method: Callable[..., Any],
-    arguments: Sequence[Any] = (),
-    unit: str | None = None,
-    parts: Sequence[int] = (),
-) -> Handle:
-    """Issues a collective without an observer. `Events.collective` has the same arguments.
-
-    Args:
-        kind: the name of the collective.
-        group: the group; all of its ranks must issue the same collective.
-        data: the input or the output, whichever is larger; empty if it is not a tensor.
-        method: the function that issues the collective. It returns a handle or ``None``.
-        arguments: arguments of ``method``.
-        unit: the name of the unit, if the collective belongs to a unit.
-        parts: the numbers of the parameters whose gradients are in ``data``.
-    """
-    return method(*arguments) or COMPLETED
-
-
 def all_gather(group: Group, output: torch.Tensor, local_shard: torch.Tensor, unit: str | None = None) -> Handle:
     """All-gather: fills ``output`` with the shards of all ranks, one after the other, in order of their position.
 
@@ -105,32 +81,23 @@ def all_gather(group: Group, output: torch.Tensor, local_shard: torch.Tensor, un
     sent = [output, local_shard]
     if output.dtype not in _SENDABLE:
         sent = [tensor.view(torch.uint8) for tensor in sent]
-    issue = events.collective or issue_unobserved
-    return issue("all-gather", group, [output], method, (*sent, GATHER), unit)
-
-
-def all_gathers_each(group: Group | None, outputs: Sequence[torch.Tensor]) -> bool:
-    """Whether `all_gather_each` can fill ``outputs`` and is faster than `all_gather`."""
-    transport = None if group is None or not outputs[0].is_cpu else group.transport
-    return transport is not None and bool(transport.all_gathers_each(outputs))
+    return events.collective("all-gather", group, [output], method, (*sent, GATHER), unit)
 
 
 def all_gather_each(
     group: Group, outputs: Sequence[torch.Tensor], local_shards: Sequence[torch.Tensor], unit: str | None = None
 ) -> Handle:
-    """All-gathers several tensors at once, without sorting the result. `all_gathers_each` must have returned ``True``.
+    """All-gathers several tensors at once by the transport of the group, without sorting the result.
 
     Every rank of the group must call it.
 
     Args:
         group: the ranks that take part.
-        outputs: each of shape (``group.size``, elements), contiguous in one memory.
-        local_shards: each 1-D, contiguous in one memory as well; cast to the dtype of its output.
+        outputs: each of shape (``group.size``, elements), in one memory.
+        local_shards: each 1-D, in one memory as well; cast to the dtype of its output.
     """
-    if outputs[0].is_complex():
-        outputs, local_shards = ([torch.view_as_real(each) for each in tensors] for tensors in (outputs, local_shards))
-    issue = events.collective or issue_unobserved
-    return issue("all-gather", group, outputs, group.transport.all_gather_each, (outputs, local_shards), unit)
+    method = group.transport.all_gather_each
+    return events.collective("all-gather", group, outputs, method, (outputs, local_shards), unit)
 
 
 def reduce_scatter(
@@ -145,8 +112,9 @@ def reduce_scatter(
         local_shard, whole = torch.view_as_real(local_shard), torch.view_as_real(whole)
     carrier = group.process_group if group.transport is None or not whole.is_cpu else group.transport
     method = getattr(carrier, _REDUCE_SCATTER_METHOD)
-    issue = events.collective or issue_unobserved
-    return issue("reduce-scatter", group, [whole], method, (local_shard, whole, _REDUCE_SCATTER), unit, parts)
+    return events.collective(
+        "reduce-scatter", group, [whole], method, (local_shard, whole, _REDUCE_SCATTER), unit, parts
+    )
 
 
 def all_reduce(
@@ -155,8 +123,7 @@ def all_reduce(
     """All-reduce: sums ``tensor`` over the group, in place. Every rank of the group must call it."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    issue = events.collective or issue_unobserved
-    return issue(kind, group, [tensor], group.process_group.allreduce, ([tensor], ALL_REDUCE), unit, parts)
+    return events.collective(kind, group, [tensor], group.process_group.allreduce, ([tensor], ALL_REDUCE), unit, parts)
 
 
 def broadcast(group: Group, tensor: torch.Tensor, source: int = 0) -> None:
@@ -164,8 +131,7 @@ def broadcast(group: Group, tensor: torch.Tensor, source: int = 0) -> None:
     sent = tensor if tensor.dtype in _SENDABLE else tensor.view(torch.uint8)
     options = _on_current_stream(c10d.BroadcastOptions())
     options.rootRank = source
-    issue = events.collective or issue_unobserved
-    issue("broadcast", group, [tensor], group.process_group.broadcast, ([sent], options)).wait()
+    events.collective("broadcast", group, [tensor], group.process_group.broadcast, ([sent], options)).wait()
 
 
 def call(function: Callable[..., Any], group: Group, *arguments: Any, about: str = "", **options: Any) -> None:
@@ -174,11 +140,10 @@ def call(function: Callable[..., Any], group: Group, *arguments: Any, about: str
     All ranks must pass the same text ``about``, which describes the values.
     """
     method = partial(function, *arguments, **options, group=group.process_group)
-    issue = events.collective or issue_unobserved
     # Objects are sent between CPUs if the group supports CPU tensors, and otherwise from the current device.
     data = [value for value in arguments if isinstance(value, torch.Tensor)]
     with group.on_device():
-        issue(function.__name__ + about, group, data, method).wait()
+        events.collective(function.__name__ + about, group, data, method).wait()
 
 
 @dataclass(frozen=True)

@@ -34,22 +34,13 @@ Spec: PREF-10, PREF-14, HYB-04, STREAM-02, STREAM-03, STREAM-07.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from minifsdp.engine.events import events
+from minifsdp.engine.events import COMPLETED, Handle, events
 
-
-class Handle(Protocol):
-    """The handle of work that was issued and is complete when `wait` has returned."""
-
-    def wait(self) -> Any:
-        """Call this before the compute stream uses the result."""
-
-
-# A completed handle: nothing was issued, or the work is already ordered on the waiting stream.
-COMPLETED: Handle = torch.cpu.Event()
+__all__ = ["COMPLETED", "CommStream", "CommStreams", "Handle", "compute_event", "current_stream"]
 
 
 class _EventHandle:

@@ -21,7 +21,8 @@ import functools
 
 @functools.cache
 def step_over_this_package() -> None:
-    """Adds ``minifsdp`` to the compiler's list of code to skip; once in a process."""
+    """Adds ``minifsdp`` and its transport to the compiler's list of code to skip; once in a process."""
     from torch._dynamo import trace_rules
 
     trace_rules.add("minifsdp")
+    trace_rules.add("minifsdp_gloo")

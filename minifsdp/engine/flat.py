@@ -82,7 +82,10 @@ class FlatLayout(Layout):
         shows_kept: bool = False,
     ) -> None:
         check_uniform_dtype(module, parameters)
-        self.mesh, self.device, self.offloads, self.use_orig_params = mesh, device, offload, use_orig_params
+        self.mesh = mesh
+        self.device = device
+        self.offloads = offload
+        self.use_orig_params = use_orig_params
         self.parameters = list(parameters.values())
         self.specs = [original._spec if isinstance(original, DTensor) else None for original in parameters]
         self.is_distributed = any(spec is not None for spec in self.specs)
@@ -100,7 +103,9 @@ class FlatLayout(Layout):
         )
         self.gradients = FlatGradients(self.registered)
         self._shows_kept = shows_kept
-        self._precision, self.steps = precision, Steps()
+        self._precision = precision
+        self.steps = Steps()
+        # By dtype: the compute dtype, and the stored dtype if a module was evaluated in full precision.
         self._variants: dict[torch.dtype, UnshardedTensor] = {}
         self.use_stored_dtype(False)
         self.is_recorded_stored = self._is_shared = self._is_written = False
@@ -111,8 +116,11 @@ class FlatLayout(Layout):
         self._recorded: Sequence[torch.Tensor] | None = None
         # Placeholders and views are in a module's ``__dict__``, because ``_parameters`` would list them as registered.
         dict_of = operator.attrgetter("_parameters") if use_orig_params else vars
-        places = [(attribute, index) for index, info in enumerate(self.parameters) for attribute in info.attributes]
-        self._attributes = [(dict_of(attribute.module), attribute, index) for attribute, index in places]
+        self._attributes = [
+            (dict_of(attribute.module), attribute, index)
+            for index, info in enumerate(self.parameters)
+            for attribute in info.attributes
+        ]
         # A flat parameter whose memory the modules use directly is always unsharded.
         always = self._unsharded.is_borrowed and not use_orig_params
         # Placeholders raise an error without a guard.
@@ -136,11 +144,14 @@ class FlatLayout(Layout):
         self.is_copied = self.mesh.shard is None and not self._unsharded.is_borrowed
         # One leaf for all parameters, in each dtype that is in use.
         self.leaves = [variant.leaf for variant in self._variants.values()]
-        self.is_stored, self.dtype, self.num_bytes = stored, dtype, self._unsharded.num_bytes
+        self.is_stored = stored
+        self.dtype = dtype
+        self.num_bytes = self._unsharded.num_bytes
 
     def on_gradient(self, notify: Callable[[], None] | None, before_concat: Callable[..., None] | None = None) -> bool:
         """Sets the functions that a hook of the leaf calls when the unsharded gradient is complete."""
-        self._on_gradient, self._before_concat = notify, before_concat
+        self._on_gradient = notify
+        self._before_concat = before_concat
         self._update_guards()
         return True
 
@@ -171,7 +182,9 @@ class FlatLayout(Layout):
             comm_streams.all_gather.wait_compute()
             self._is_written = False
         self._last_all_gather = self.steps.count, self.registered.stamp()
-        output, shard, group = self._unsharded, self.registered.shard.data, self.mesh.shard
+        output = self._unsharded
+        shard = self.registered.shard.data
+        group = self.mesh.shard
         if output.is_borrowed:
             output.use_memory_of(shard)
             return None
@@ -213,10 +226,12 @@ class FlatLayout(Layout):
         # Notes 1 and 2: create the views at the moment of use, with one split.
         views = self.views_of(leaf)
         if torch.is_grad_enabled():
-            self._recorded, self.is_recorded_stored = views, self.is_stored
+            self._recorded = views
+            self.is_recorded_stored = self.is_stored
             if any(map(_HOOKS, self.registered.sharded_params)):
                 self._call_hooks_for(views)
-            notify, is_split = self._before_concat, not self.sharding.is_single
+            notify = self._before_concat
+            is_split = not self.sharding.is_single
             if notify is not None and is_split and leaf.requires_grad and not self.is_distributed:
                 # Register on the backward of the split, which runs after the backward of the view and its permutation.
                 node: Any = views[0].grad_fn.next_functions[0][0]  # type: ignore[union-attr]
@@ -275,10 +290,11 @@ class FlatLayout(Layout):
 
     def _keep_changes(self) -> None:
         """Copies values that the user's forward has written to the unsharded tensor into the shard."""
-        unsharded, shard = self._unsharded, self.registered.shard
+        unsharded = self._unsharded
+        shard = self.registered.shard
         unsharded.version = unsharded.leaf._version
         check_equal_changes({self.name: unsharded.alias}, self.mesh)
-        self.overwrite(changed_values(unsharded.alias[self.shard_range], shard.detach()))
+        self.overwrite_local(changed_values(unsharded.alias[self.shard_range], shard.detach()))
 
     def _assign(self, tensors: Sequence[torch.Tensor]) -> None:
         self._assigned = tensors
@@ -329,7 +345,8 @@ class FlatLayout(Layout):
             unreduced = self.gradients.take_unreduced()
             if unreduced is not None:
                 is_same = unreduced.dtype is gradient.dtype
-                gradient, self._is_shared = unreduced.add_(gradient) if is_same else unreduced + gradient, False
+                gradient = unreduced.add_(gradient) if is_same else unreduced + gradient
+                self._is_shared = False
         return Gradient([gradient])
 
     def keep_unreduced(self, gradient: Gradient) -> None:
@@ -373,12 +390,8 @@ class FlatLayout(Layout):
             self.registered.write_back()
 
     def overwrite_local(self, shard: torch.Tensor) -> None:
-        """Writes new values into this rank's shard."""
+        """Writes new values into this rank's shard on the compute stream. The next all-gather waits for that."""
         self._write_back()
-        self.overwrite(shard)
-
-    def overwrite(self, shard: torch.Tensor) -> None:
-        """Writes new values into the shard on the compute stream. The next all-gather waits for that."""
         self.registered.overwrite(shard)
         self._is_written = True
 

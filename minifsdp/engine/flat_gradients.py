@@ -38,7 +38,8 @@ class FlatGradients:
     """
 
     def __init__(self, registered: RegisteredParams) -> None:
-        self._registered, self._parameters = registered, registered.parameters
+        self._registered = registered
+        self._parameters = registered.parameters
         # The reduced gradients, while unreduced gradients replace them in `.grad`; otherwise `None`.
         self._reduced: list[torch.Tensor | None] | None = None
         self._unreduced: torch.Tensor | None = None
@@ -62,21 +63,6 @@ class FlatGradients:
             hooks = parameter._post_accumulate_grad_hooks
             for _, hook in users_hooks(hooks) if hooks else ():
                 hook(parameter)
-
-    def reduced(self) -> tuple[torch.Tensor, list[bool]]:
-        """The reduced gradient as one tensor, with zeros where it is missing, and which parameters have a gradient."""
-        gradients = [parameter.grad for parameter in self._parameters]
-        dtype = next((gradient.dtype for gradient in gradients if gradient is not None), self._registered.shard.dtype)
-        shard = torch.zeros_like(self._registered.shard, dtype=dtype)
-        for gradient, part in zip(gradients, self._registered.parts(shard), strict=True):
-            if gradient is not None:
-                part.copy_(gradient)
-        return shard, [gradient is not None for gradient in gradients]
-
-    def overwrite_reduced(self, shard: torch.Tensor, present: list[bool]) -> None:
-        """Replaces the reduced gradient by a copy of ``shard``, which may be a view of an unsharded tensor."""
-        parts = zip(self._registered.parts(shard.clone()), present, strict=True)
-        assign_gradients(self._parameters, [part if is_there and part.numel() else None for part, is_there in parts])
 
     # --- unreduced gradients ---
 
@@ -104,10 +90,13 @@ class FlatGradients:
         if self._reduced is None:
             return None
         unreduced = self._parameters[0].grad if self._unreduced is None else self._unreduced
-        reduced, self._reduced, self._unreduced = self._reduced, None, None
+        reduced = self._reduced
+        self._reduced = None
+        self._unreduced = None
         if unreduced is None:
             return None
-        any_left, is_edited = False, unreduced._version != self._version
+        any_left = False
+        is_edited = unreduced._version != self._version
         parts = self._registered.unsharded_parts(unreduced)
         for parameter, before, part, had_values in zip(self._parameters, reduced, parts, self._had_values, strict=True):
             if parameter.grad is None:

@@ -37,23 +37,36 @@ from minifsdp.engine.placeholder import PlaceholderParameter
 from minifsdp.engine.shards import local_tensor
 
 FLAT_NAME = "_flat_param"
-_REQUIRES_GRAD, _VERSION, _ADDRESS = attrgetter("requires_grad"), attrgetter("_version"), methodcaller("data_ptr")
+_REQUIRES_GRAD = attrgetter("requires_grad")
+_VERSION = attrgetter("_version")
+_ADDRESS = methodcaller("data_ptr")
 
 
 class RegisteredParams(ABC):
     """The registered parameters of one flat unit. Each one holds its part of the shard.
 
-    Attributes:
+    Args:
+        originals: the original parameters. This object keeps no reference to them.
         shard: 1-D, this rank's shard in the stored dtype; the flat parameter, or the memory of the original parameters.
         parameters: the parameters that the optimizer updates.
-        user_attributes: the attributes that the user has set on original parameters, with the parameters' indices.
         sharded_params: for each original parameter, the tensor that modules have while the unit is sharded.
+
+    Attributes:
+        shard, parameters, sharded_params: as given.
+        user_attributes: the attributes that the user has set on original parameters, with the parameters' indices.
     """
 
-    shard: torch.Tensor
-    parameters: list[nn.Parameter]
-    user_attributes: list[tuple[int, dict[str, object]]]
-    sharded_params: Sequence[torch.Tensor]
+    def __init__(
+        self,
+        originals: Iterable[nn.Parameter],
+        shard: torch.Tensor,
+        parameters: list[nn.Parameter],
+        sharded_params: Sequence[torch.Tensor],
+    ) -> None:
+        self.shard = shard
+        self.parameters = parameters
+        self.sharded_params = sharded_params
+        self.user_attributes = _user_attributes(originals)
 
     @property
     def requires_grad(self) -> bool:
@@ -121,10 +134,10 @@ class RegisteredFlatParam(RegisteredParams):
         never = [info.path for original, info in parameters.items() if original._post_accumulate_grad_hooks]
         if never:
             warn(message("hooks-on-replaced", parameters=never))
-        self._module, self.shard, self.user_attributes = module, flat_param, _user_attributes(parameters)
+        super().__init__(parameters, flat_param, [flat_param], placeholders)
+        self._module = module
         for index, attributes in self.user_attributes:
             vars(placeholders[index]).update(attributes)
-        self.parameters, self.sharded_params = [flat_param], placeholders
         for (original, info), placeholder in zip(parameters.items(), placeholders, strict=True):
             placeholder._backward_hooks = original._backward_hooks
             validation.note_taken(original, info.path, is_replaced=True)
@@ -161,9 +174,9 @@ class RegisteredOrigParams(RegisteredParams):
         self, parameters: Mapping[nn.Parameter, ParamInfo], shard: torch.Tensor, sharding: FlatSharding, index: int
     ) -> None:
         registered = [_ordinary(p) if isinstance(p, DTensor) or p.is_inference() else p for p in parameters]
-        self.shard, self.parameters, self.sharded_params = shard, registered, registered
-        self._sharding, self._shapes = sharding, [parameter.shape for parameter in registered]
-        self.user_attributes = _user_attributes(parameters)
+        super().__init__(parameters, shard, registered, registered)
+        self._sharding = sharding
+        self._shapes = [parameter.shape for parameter in registered]
         sizes = [part.stop - part.start for part in sharding.param_ranges(index)]
         self._split_sizes = [*sizes, sharding.shard_numel - sum(sizes)]
         self._shard_views = self.parts(shard)
@@ -195,7 +208,8 @@ class RegisteredOrigParams(RegisteredParams):
         """Makes the original parameters views of the shard. Restores the gradients that `use_full_params` removed."""
         for original, view in zip(self.parameters, self._shard_views, strict=True):
             original.data = view
-        gradients, self._sharded_gradients = self._sharded_gradients, []
+        gradients = self._sharded_gradients
+        self._sharded_gradients = []
         assign_gradients(self.parameters, gradients)
 
     def parts(self, shard: torch.Tensor) -> list[torch.Tensor]:
@@ -219,7 +233,8 @@ class RegisteredOrigParams(RegisteredParams):
             # Both addresses are 0 for empty tensors. A transposed view has the same address.
             if original.data_ptr() == view.data_ptr() and original.stride() == view.stride():
                 continue
-            found, expected = original.numel(), view.numel()
+            found = original.numel()
+            expected = view.numel()
             if found != expected:
                 raise RuntimeError(message("wrong-size", parameter=path, found=found, expected=expected))
             view.copy_(original.data.contiguous().reshape(view.shape))
@@ -266,7 +281,8 @@ def check_uniform_dtype(module: nn.Module, parameters: Mapping[nn.Parameter, Par
     Raises:
         ValueError: if the parameters have several dtypes or an integer dtype.
     """
-    kind, dtypes = type(module).__name__, sorted({str(original.dtype) for original in parameters})
+    kind = type(module).__name__
+    dtypes = sorted({str(original.dtype) for original in parameters})
     if len(dtypes) > 1:
         raise ValueError(message("mixed-dtypes", type=kind, dtypes=", ".join(dtypes)))
     first = next(iter(parameters))
@@ -285,12 +301,9 @@ def _ordinary(original: nn.Parameter) -> nn.Parameter:
 
 def _user_attributes(parameters: Iterable[nn.Parameter]) -> list[tuple[int, dict[str, object]]]:
     """The attributes that the user has set on parameters. Modules may read them in forward."""
-    found = []
-    for index, parameter in enumerate(parameters):
-        # Skip attributes of a tensor subclass.
-        internal = vars(parameter.detach())
-        found.append((index, {name: value for name, value in vars(parameter).items() if name not in internal}))
-    return [(index, attributes) for index, attributes in found if attributes]
+    # Skip attributes of a tensor subclass.
+    own = [{name: value for name, value in vars(p).items() if name not in vars(p.detach())} for p in parameters]
+    return [(index, attributes) for index, attributes in enumerate(own) if attributes]
 
 
 def _frozen_among_trained(parameters: Mapping[nn.Parameter, ParamInfo]) -> list[str]:

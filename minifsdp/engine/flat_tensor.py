@@ -110,13 +110,16 @@ class FlatSharding:
     def __init__(self, numels: tuple[int, ...], num_shards: int, orders: dict[int, list[int]] | None = None) -> None:
         if num_shards < 1:
             raise ValueError(message("no-ranks", num_shards=num_shards))
-        self.numels, self.num_shards, self.numel = numels, num_shards, sum(numels)
+        self.numels = numels
+        self.num_shards = num_shards
+        self.numel = sum(numels)
         # Rounded up: rounding down would leave the last elements without a rank.
         self.shard_numel = -(-self.numel // num_shards)
         self.padded_numel = self.shard_numel * num_shards
         padding = self.padded_numel - self.numel
         self.split_sizes = [*numels, padding] if padding else list(numels)
-        self.is_single, self.orders = len(numels) == 1 and not padding, orders or {}
+        self.is_single = len(numels) == 1 and not padding
+        self.orders = orders or {}
 
     def shard_range(self, index: int) -> slice:
         """The elements of the padded flat tensor that rank ``index`` stores."""
@@ -163,7 +166,8 @@ class FlatSharding:
             parts = [flat] if self.is_single else flat.split_with_sizes(self.split_sizes)
         # A vector needs no view. The first parameter always has one, so it is never `flat` itself. The padding comes
         # last and has no shape.
-        first, pairs = parts[0], zip(parts, shapes, strict=False)
+        first = parts[0]
+        pairs = zip(parts, shapes, strict=False)
         views = [part.view(shape) if part is first or part.shape != shape else part for part, shape in pairs]
         for number, dims in self.orders.items() if self.orders else ():
             stored = parts[number].view([shapes[number][dim] for dim in dims])

@@ -27,40 +27,30 @@ running. Two rules change:
    a gradient is complete inside a nested backward (reentrant checkpointing of a part of the unit), because another part
    may still need the same parameters for its recomputation.
 
-A backward can run *inside a forward*, and with ``create_graph=True``, for example to compute forces from an energy:
+6. The graph that a backward with ``create_graph=True`` records refers to the parameters, and no hook of a module's
+   output precedes its nodes. So the units in it stay unsharded until the gradients of their parameters are computed, or
+   until the parameters change.
 
-6. The end of a backward inside a forward does not reshard: the modules still compute, and the next backward needs the
-   parameters. The end of the forward completes the reductions, because it can be the last backward.
-7. The graph that ``create_graph=True`` records refers to the parameters as well, and no hook of a module's output
-   precedes its nodes. So the units in it stay unsharded until the gradients of their parameters are computed, or until
-   the parameters change. A gradient of a parameter cannot have a graph itself, because its reduction is outside of
-   autograd: this raises an error.
-
-8. A module can also return a parameter or a view of one. Its unit stays unsharded as well, because the caller would
-   otherwise read freed memory. This is checked once, in the first forward of each unit.
+Rare cases add code at the points of ``extension_points.py``, for example a unit that returns its parameters.
 
 *In torch:* ``_runtime_utils.py``, 1654 lines. With reentrant checkpointing (note 5) it uses 3 all-gathers instead of 2.
 
 Spec: SHARD-04, SHARD-08, SHARD-10, SHARD-14, FWD-06, PREF-02 to PREF-06, NOSYNC-01, NOSYNC-07, PAR-07.
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd import Variable
 
-from minifsdp import trace
 from minifsdp.engine import backward_hooks
 from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task, register_pre_backward_hook
 from minifsdp.engine.events import events
-from minifsdp.engine.messages import message, warn
-from minifsdp.engine.precision import tensors_in
+from minifsdp.engine.extension_points import ExtensionPoints
+from minifsdp.engine.messages import message
 from minifsdp.engine.reduce import Reducer
-from minifsdp.engine.requested import with_newest_node
 from minifsdp.engine.schedule import BackwardPrefetch, Schedule
-from minifsdp.engine.sharded_param import REQUIRES_GRAD, VERSION
 from minifsdp.engine.unit import Phase, State, Unit
 
 
@@ -74,10 +64,10 @@ class IterationState:
         schedule: the order of the units, and when to prefetch.
 
     Attributes:
+        points: the points at which cases run code of their own.
         backward_hooks: for each unit, the object that calls its backward hooks.
         in_forward: whether a forward of this root is running.
         in_backward: whether a backward of this root has begun and not ended.
-        ended_in_forward: whether a backward has ended inside the forward that is running.
         is_recorded: whether grad mode was on when the outermost of the running forwards began.
         num_forwards: number of outermost forwards that have begun.
         is_last_backward: whether the end of the next backward is the end of the iteration.
@@ -88,20 +78,14 @@ class IterationState:
 
     def __init__(self, units: list[Unit], reducer: Reducer, observers: list[Any], schedule: Schedule) -> None:
         self.units, self.reducer, self.observers, self.schedule = units, reducer, observers, schedule
-        self.in_forward = self.in_backward = self.ended_in_forward = self.is_recorded = False
+        self.points = ExtensionPoints()
+        self.in_forward = self.in_backward = self.is_recorded = False
         self.is_last_backward, self.num_forwards = True, 0
         self.is_manual = self.is_open = False
         self.unfinished: object = None
         self._deferred: Unit | None = None
-        self._spans: dict[Unit, trace.Event] = {}
         # 2. Created once, not in each forward. The kind depends on the layout.
         self.backward_hooks: dict[Unit, backward_hooks.LeafHooks] = {}
-        self._parameters = [parameter for unit in units for parameter in unit.layout.local_parameters()]
-        # The versions of the parameters after the last recorded forward, and units whose parameters have changed since.
-        self._versions: tuple[int, list[int]] | None = None
-        self._changed: set[Unit] = set()
-        # Units whose parameters were summoned since then. Their backward uses the new values.
-        self.summoned: set[Unit] = set()
         for unit in units:
             has_leaf_hook = unit.layout.on_gradient(partial(self.post_backward, unit), reducer.before_concat)
             kind = backward_hooks.LeafHooks if has_leaf_hook else backward_hooks.InputsHooks
@@ -128,8 +112,8 @@ class IterationState:
                 next_one.unshard()
         for ahead in unit.policy.prefetch_in_forward or ():
             ahead.unshard()
-        if trace.recorder is not None:
-            self._spans[unit] = trace.recorder.begin("F", unit.name)
+        if events.recorder is not None:
+            events.recorder.begin("F", unit.name)
 
     def post_forward(self, unit: Unit, inputs: Any, output: Any) -> Any:
         """Called directly after the unit's module has run. Returns the output to pass to the caller."""
@@ -137,25 +121,24 @@ class IterationState:
             if torch.is_grad_enabled():
                 register_pre_backward_hook(output, partial(_check_still_summoned, unit))
         elif unit.phase is not Phase.PRE_BACKWARD:
-            if unit.policy.reshard_after_forward:
-                output = with_newest_node(output)
-            self.leave_forward(unit, is_recorded=self.watch_output(unit, inputs, output))
+            output, is_recorded = self.watch_output(unit, inputs, output)
+            self.leave_forward(unit, is_recorded=is_recorded)
         return output
 
-    def watch_output(self, unit: Unit, inputs: Any, output: Any) -> bool:
-        """1. Registers the pre-backward hook on the output of a module. Returns whether a backward can follow."""
-        if unit.ran_in < 0 and _shares_memory(output, unit.layout.leaves):
-            unit.returns_parameters = True
-            if unit.policy.reshard_after_forward:
-                warn(message("returns-parameters", unit=unit.name))
-        # 8. The rest of the model can use the parameters.
-        unit.keeps_for_graph |= unit.returns_parameters
-        return torch.is_grad_enabled() and self.backward_hooks[unit].watch_output(inputs, output)
+    def watch_output(self, unit: Unit, inputs: Any, output: Any) -> tuple[Any, bool]:
+        """1. Registers the pre-backward hook on the output of a module.
+
+        Returns:
+            The output to pass to the caller, and whether a backward can follow.
+        """
+        for extend in self.points.unit_output:
+            output = extend(unit, output)
+        return output, torch.is_grad_enabled() and self.backward_hooks[unit].watch_output(inputs, output)
 
     def leave_forward(self, unit: Unit, *, is_recorded: bool) -> None:
         """Ends the forward of the unit. Call `watch_output` for the outputs of all its modules first."""
-        if trace.recorder is not None:
-            trace.recorder.finish(self._spans.pop(unit, None))
+        if events.recorder is not None:
+            events.recorder.end("F", unit.name)
         unit.phase = Phase.IDLE
         unit.ran_in = self.num_forwards
         if is_recorded:
@@ -167,38 +150,19 @@ class IterationState:
                 # 5. The backward of the recomputed part runs next.
                 self._deferred = unit
                 return
-        if unit.policy.reshard_after_forward and not unit.keeps_for_graph:
+        if unit.policy.reshard_after_forward and not unit.is_held:
             unit.reshard(to_smaller_mesh=unit.awaits_backward and self.is_recorded)
         else:
             unit.layout.use_kept_params(is_kept=True)
 
     # --- backward ---
 
-    def note_versions(self, *, is_known: bool) -> None:
-        """Called when a recorded forward begins and ends. A backward then checks that no parameter has changed.
-
-        The check does not depend on the tensors that autograd has saved. A first layer only needs its input in
-        backward. To find this out, the engine would have to search the graph of the unit.
-        """
-        self._versions = self._current_versions() if is_known else None
-        self.summoned.clear()
-
-    def _current_versions(self) -> tuple[int, list[int]]:
-        # The version of a parameter does not show every step, see ``optimizer_steps.py``.
-        return self.units[0].layout.steps.count if self.units else 0, list(map(VERSION, self._parameters))
-
-    def _changed_units(self, num_steps: int, versions: list[int]) -> set[Unit]:
-        edited = {p for p, version in zip(self._parameters, versions, strict=True) if p._version != version}
-        changed = {unit for unit in self.units if not edited.isdisjoint(unit.layout.local_parameters())}
-        return changed - self.summoned | {unit for unit in self.units if unit.layout.stepped_at > num_steps}
-
     def begin_backward(self) -> None:
         """Called by the first hook of this root that runs in a backward."""
         if not self.in_backward:
             self.in_backward = True
-            # 6. A backward inside a forward does not belong to the last recorded forward.
-            if self._versions is not None and not self.in_forward and self._current_versions() != self._versions:
-                self._changed = self._changed_units(*self._versions)
+            for extend in self.points.backward_begins:
+                extend()
             for observer in self.observers:
                 observer.backward_begins(graph_task())
             # 3. Only possible during a backward.
@@ -212,17 +176,17 @@ class IterationState:
             raise RuntimeError(message("while-summoned", what="backward", unit=unit.name))
         if not self.in_backward:
             self.begin_backward()
-        if unit in self._changed:
-            raise RuntimeError(message("changed-since-forward", unit=unit.name))
+        for extend in self.points.unit_backward:
+            extend(unit)
         unit.phase = Phase.PRE_BACKWARD
         unit.graph_task = graph_task()
-        if trace.recorder is not None:
-            self._spans[unit] = trace.recorder.begin("B", unit.name)
+        if events.recorder is not None:
+            events.recorder.begin("B", unit.name)
         if self._deferred is not None:
             self._run_deferred_reshard(self._deferred, unit)
         unit.awaits_backward = False
-        # 7. Autograd turns on grad mode only with `create_graph=True`.
-        unit.keeps_for_graph |= torch.is_grad_enabled()
+        # 6. Autograd turns on grad mode only with `create_graph=True`.
+        unit.is_held |= torch.is_grad_enabled()
         if unit.policy.unshards_in_backward and unit.state is State.SHARDED:
             unit.unshard()
         if unit.state is not State.SHARDED:
@@ -239,20 +203,20 @@ class IterationState:
         gradient = unit.layout.take_gradient(with_unreduced=unit.policy.reduces)
         nested = graph_task() != unit.graph_task
         unit.phase = Phase.POST_BACKWARD
-        if trace.recorder is not None:
-            trace.recorder.finish(self._spans.pop(unit, None))
+        if events.recorder is not None:
+            events.recorder.end("B", unit.name)
         if nested and unit.state is State.UNSHARDED:
             self._deferred = unit
-        elif unit.policy.reshard_after_backward and not unit.keeps_for_graph:
+        elif unit.policy.reshard_after_backward and not unit.is_held:
             unit.reshard()
         if self.schedule.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
             self._prefetch_backward(unit)
         if gradient is None:
             return
-        if any(map(REQUIRES_GRAD, gradient.parts)):
-            raise RuntimeError(message("graph-of-gradients", unit=unit.name))
-        if unit.keeps_for_graph:
-            unit.keeps_for_graph = torch.is_grad_enabled()
+        if unit.is_held:
+            for extend in self.points.held_gradient:
+                extend(unit, gradient)
+            unit.is_held = torch.is_grad_enabled()
         if not unit.policy.reduces:
             unit.layout.keep_unreduced(gradient)
             for observer in events.optimizers:
@@ -277,7 +241,7 @@ class IterationState:
         if deferred is arriving or arriving in deferred.inner:
             return
         self._deferred = None
-        is_freed = deferred.policy.reshard_after_forward and not deferred.keeps_for_graph
+        is_freed = deferred.policy.reshard_after_forward and not deferred.is_held
         if is_freed and deferred.phase is not Phase.PRE_BACKWARD:
             deferred.reshard()
 
@@ -285,7 +249,7 @@ class IterationState:
         """Ends this backward for the unit."""
         unit.phase = Phase.IDLE
         unit.awaits_backward = False
-        if unit.policy.reshard_after_backward and not unit.keeps_for_graph:
+        if unit.policy.reshard_after_backward and not unit.is_held:
             unit.reshard()
         else:
             # The memory is kept for the next iteration, but the user may now read the gradients.
@@ -301,14 +265,18 @@ class IterationState:
             is_final: whether the iteration ends, although it is manual.
         """
         self._reduce_overdue()
-        if not self.in_forward and not self._is_last and not is_final:
+        goes_on = [extend() for extend in self.points.backward_ends]
+        if True in goes_on:
+            # A case ends this backward later.
+            pass
+        elif not self.is_last and not is_final:
             self.reducer.finish_on_cpu()
             self.is_open = True
             # This iteration has another backward, which waits for these reductions and uses the recorded order.
             for unit in self.units:
                 unit.num_pending = max(0, unit.num_pending - 1)
                 unit.awaits_backward = unit.num_pending > 0
-        elif not self.in_forward:
+        else:
             for observer in self.observers if self.units else ():
                 observer.backward_ends(self)
             self.reducer.finish()
@@ -319,11 +287,11 @@ class IterationState:
                     self._close(unit)
             self.schedule.end_iteration()
             self._forget_backward()
-        self.ended_in_forward = self.in_forward
-        self._leave_backward()
+        self.leave_backward()
 
     @property
-    def _is_last(self) -> bool:
+    def is_last(self) -> bool:
+        """Whether the next end of a backward ends the iteration."""
         return self.is_last_backward and not self.is_manual
 
     def _reduce_overdue(self) -> None:
@@ -346,29 +314,18 @@ class IterationState:
         self.in_backward = True
         self.end_backward(is_final=True)
 
-    def end_inner_backward(self) -> None:
-        """6. Called at the end of a forward with a backward inside it."""
-        self.in_backward, self.ended_in_forward = True, False
-        for unit in reversed(self.units):
-            # A unit that still computed then has kept its gradient.
-            if unit.layout.has_gradient and not unit.awaits_backward:
-                self.post_backward(unit)
-        if self._is_last:
-            self.reducer.finish()
-        self._leave_backward()
-
     def _forget_backward(self) -> None:
         for unit in self.units:
             unit.awaits_backward, unit.num_uses, unit.num_pending = False, 0, 0
         self._deferred = None
         self.is_open = False
 
-    def _leave_backward(self) -> None:
+    def leave_backward(self) -> None:
+        """Called at the end of each backward. Every unit is idle afterwards, except those in a forward."""
         for unit in self.units:
-            # The user may summon the parameters of one unit while other units compute. 6. A forward may be running.
+            # The user may summon the parameters of one unit while other units compute.
             if unit.phase not in (Phase.SUMMONED, Phase.FORWARD):
                 unit.phase = Phase.IDLE
-        self._changed = set()
         self.in_backward = False
         for observer in self.observers:
             observer.left()
@@ -392,17 +349,7 @@ class IterationState:
         self.schedule.abandon_iteration()
         self.unfinished = None
         self._forget_backward()
-        self._leave_backward()
-
-
-def _shares_memory(output: Any, leaves: Sequence[torch.Tensor]) -> bool:
-    """Whether a tensor in ``output`` uses the memory of one of ``leaves``. Tensor classes are not inspected."""
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return False
-    plain = torch.Tensor, torch.nn.Parameter
-    memory = {leaf.untyped_storage().data_ptr() for leaf in leaves if type(leaf) in plain and leaf.numel()} - {0}
-    strided = (t for t in tensors_in(output) if t.layout is torch.strided)
-    return any(type(t) in plain and t.untyped_storage().data_ptr() in memory for t in strided)
+        self.leave_backward()
 
 
 def _check_still_summoned(unit: Unit, *_: Any) -> None:

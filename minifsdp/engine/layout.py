@@ -137,9 +137,10 @@ def share_hooks(original: torch.Tensor, other: torch.Tensor) -> None:
 
 @dataclass(slots=True)
 class ParameterHook:
-    """A hook of a registered parameter that ignores autograd's calls for the nodes of ``requested.py``.
+    """A hook of a registered parameter that ignores the calls of autograd for the nodes of a case.
 
-    These calls have no gradient. A post-accumulate-grad hook is called with the parameter instead.
+    ``cases/requested_parameters.py`` adds these nodes. The calls have no gradient. A post-accumulate-grad hook is
+    called with the parameter instead.
 
     Attributes:
         function: the user's hook.

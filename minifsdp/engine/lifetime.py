@@ -36,8 +36,8 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from minifsdp import trace
 from minifsdp.engine.comm_streams import current_stream
+from minifsdp.engine.events import events
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -111,10 +111,11 @@ class RateLimiter:
         oldest = self._events.popleft()
         if oldest is DONE or oldest.query():
             return
-        waiting = trace.recorder.begin("WAIT", unit_name) if trace.recorder is not None else None
+        if events.recorder is not None:
+            events.recorder.begin("WAIT", unit_name)
         oldest.synchronize()
-        if trace.recorder is not None:
-            trace.recorder.finish(waiting)
+        if events.recorder is not None:
+            events.recorder.end("WAIT", unit_name)
 
     def released(self, event: ReleaseEvent) -> None:
         """Called after a reshard, with its event."""

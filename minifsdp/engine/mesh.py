@@ -28,7 +28,6 @@ Spec: CTOR-06, CTOR-14, SHARD-11, HYB-01 to HYB-08.
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -39,7 +38,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minifsdp.engine import gloo
+from minifsdp.engine.events import events
 from minifsdp.engine.messages import message
 
 # The accelerator of the last model over each process group.
@@ -66,8 +65,8 @@ class Group:
 
     @cached_property
     def transport(self) -> Any:
-        """An object that all-gathers and reduce-scatters CPU tensors instead of the process group, or ``None``."""
-        return gloo.transport_between(self.process_group)
+        """An object that sends CPU tensors instead of the process group, see ``events.py``, or ``None``."""
+        return events.transport(self.process_group)
 
     @property
     def device(self) -> torch.device | None:
@@ -175,16 +174,6 @@ def default_group(argument: str = "process_group") -> dist.ProcessGroup:
     return group
 
 
-def node_size(device: torch.device) -> int:
-    """Number of ranks on each node: torchrun's ``LOCAL_WORLD_SIZE``, or else the accelerators that this process sees.
-
-    A process may see only its own accelerator, or more accelerators than there are ranks.
-    """
-    if "LOCAL_WORLD_SIZE" in os.environ:
-        return int(os.environ["LOCAL_WORLD_SIZE"])
-    return dist.get_world_size() if device.type == "cpu" else int(torch.get_device_module(device).device_count())
-
-
 def exists(process_group: dist.ProcessGroup) -> bool:
     """Whether a process group has not been destroyed."""
     try:
@@ -192,30 +181,3 @@ def exists(process_group: dist.ProcessGroup) -> bool:
     except (RuntimeError, ValueError):
         return False
     return True
-
-
-# One pair of groups for each default group and node size. Units that were wrapped one by one must share a pair.
-# Creating a group is a collective, which should not be repeated for each of a hundred units. A default group that was
-# destroyed leaves no entry.
-_node_groups = weakref.WeakKeyDictionary[Any, dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]]]()
-
-
-def node_groups(device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """This rank's shard group (its node) and replicate group (equal positions on all nodes). Every rank must call it.
-
-    Worked example, four ranks, two on each node: rank 3 gets ``(group of {2, 3}, group of {1, 3})``.
-
-    Raises:
-        ValueError: if the number of ranks is not a multiple of the ranks on one node.
-    """
-    world = default_group()
-    num_ranks, per_node = dist.get_world_size(), node_size(device)
-    if num_ranks % per_node:
-        raise ValueError(message("uneven-nodes", num_ranks=num_ranks, per_node=per_node))
-    made = _node_groups.setdefault(world, {})
-    if per_node not in made or not all(map(exists, made[per_node])):
-        nodes = [list(range(start, start + per_node)) for start in range(0, num_ranks, per_node)]
-        shard, _ = dist.new_subgroups_by_enumeration(nodes)
-        replicate, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in zip(*nodes, strict=True)])
-        made[per_node] = (shard, replicate)
-    return made[per_node]

@@ -32,7 +32,16 @@ import torch.distributed as dist
 PAGE = "troubleshoot.html"
 MORE = "More in the documentation of minifsdp"
 COMMAND = "or run: python -m minifsdp explain-error E-"
-NOT_THE_PROGRAM = ("minifsdp", "minifsdp_tools", "torch", "contextlib", "threading", "codecs", "importlib")
+NOT_THE_PROGRAM = (
+    "minifsdp",
+    "minifsdp_gloo",
+    "minifsdp_tools",
+    "torch",
+    "contextlib",
+    "threading",
+    "codecs",
+    "importlib",
+)
 Place = tuple[CodeType | None, CodeType | None, int | None]
 
 

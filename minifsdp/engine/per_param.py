@@ -37,10 +37,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from minifsdp.engine import collectives, lifetime
+from minifsdp.engine import lifetime
 from minifsdp.engine.bucket import assign_to_buckets
 from minifsdp.engine.changes import changed_values, check_equal_changes
 from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle
@@ -49,6 +48,7 @@ from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import message
 from minifsdp.engine.sharded_param import (
+    LEAF,
     VERSION,
     Options,
     ShardedParam,
@@ -68,6 +68,8 @@ class PerParameterLayout(Layout):
 
     Attributes:
         buckets: the memory of the parameters; nearly always one bucket.
+        post_forward_params: the registered tensors while the buckets gather from other shards than the optimizer's,
+            see ``minifsdp/cases/smaller_mesh.py``.
     """
 
     shards_are_distributed = True
@@ -81,8 +83,7 @@ class PerParameterLayout(Layout):
         self._attributes = [(info.module._parameters, info, index) for info, index in places]
         self._handles: list[Handle] = []
         self.steps, self._gathered_at, self._has_copied = Steps(), object(), False
-        # The registered tensors while the unit is resharded to a smaller mesh.
-        self._post_forward_params: list[torch.Tensor] | None = None
+        self.post_forward_params: list[torch.Tensor] | None = None
         self.buckets = assign_to_buckets(params, [param.local_shard for param in params], options, [])
         for param in params:
             param.replace_original()
@@ -121,7 +122,7 @@ class PerParameterLayout(Layout):
         self._is_borrowed = all(bucket.is_borrowed for bucket in self.buckets)
         uses_leaves = self._registered is self.leaves
         self._sharded = [param.parameter for param in self.params]
-        self.leaves = [param.leaf for param in self.params]
+        self.leaves = list(map(LEAF, self.params))
         self._register(self.leaves if uses_leaves else self._sharded)
 
     def _choose_dtype(self) -> None:
@@ -134,7 +135,7 @@ class PerParameterLayout(Layout):
         self.accept_replacements()
         for param in self.params:
             check_grad_dtype(param.parameter, self.full_name(param.info.path))
-        # A local tensor may have gained or lost the methods of a custom all-gather.
+        # A case may take another parameter now.
         self._update_buckets(is_edited=False)
         without = [self.full_name(param.info.path) for param in self.params if param.local_shard.device.type == "meta"]
         if without and self.device.type != "meta":
@@ -161,22 +162,18 @@ class PerParameterLayout(Layout):
             self._has_copied = False
         with comm_streams.all_gather as comm_stream:
             for bucket in self.buckets:
-                issue = collectives.all_gather_each if bucket.sends_each else collectives.all_gather
-                for output, local_shard in bucket.prepare_all_gather(comm_stream):
+                for issue, output, local_shard in bucket.prepare_all_gather(comm_stream):
                     work = COMPLETED if bucket.group is None else issue(bucket.group, output, local_shard, self.name)
                     self._handles.append(comm_stream.handle(work))
         return self
 
     def wait(self) -> None:
-        """Waits for all buckets, and runs the copy-out. The first copy-out of a custom all-gather creates its leaf."""
+        """Waits for all buckets, and runs the copy-out."""
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.wait()
-        has_new_leaves = False
         for bucket in self.buckets:
-            has_new_leaves |= bucket.copy_out()
-        if has_new_leaves:
-            self._update_from_buckets()
+            bucket.copy_out()
 
     def free(self) -> ReleaseEvent | None:
         """Frees the memory of all leaves."""
@@ -184,20 +181,12 @@ class PerParameterLayout(Layout):
             bucket.free()
         return None if self._is_borrowed else lifetime.DONE
 
-    def reshard_to_smaller_mesh(self, group: Group, mesh: DeviceMesh) -> None:
-        """Makes the next all-gather use only ``group``, the last axis of ``mesh``. Call `free` afterwards."""
-        made: dict[ShardedParam, torch.Tensor] = {}
-        for bucket in self.buckets:
-            for param, local_shard in zip(bucket.params, bucket.reshard_to_smaller_mesh(group), strict=True):
-                made[param] = param.over_smaller_mesh(mesh, local_shard)
-        self._post_forward_params = [made[param] for param in self.params]
-
     def unshard_from_full_mesh(self) -> None:
         """Makes the next all-gather read the optimizer's shards again."""
-        post_forward_params, self._post_forward_params = self._post_forward_params, None
+        post_forward_params, self.post_forward_params = self.post_forward_params, None
         if post_forward_params is not None:
             for bucket in self.buckets:
-                bucket.unshard_from_full_mesh()
+                bucket.gather_from(None)
             if self._registered is post_forward_params:
                 self._register(self._sharded)
 
@@ -236,7 +225,7 @@ class PerParameterLayout(Layout):
             self._choose_dtype()
 
     def use_unsharded_params(self) -> None:
-        """Registers the leaves on the modules; they are the same tensors every time.
+        """Registers the leaves on the modules. Only the bucket of a case creates a leaf after the first time.
 
         Raises:
             RuntimeError: if a module has another tensor, for example inside ``functional_call``.
@@ -245,6 +234,7 @@ class PerParameterLayout(Layout):
         for dictionary, attribute, index in self._attributes:
             if attribute.name not in dictionary or dictionary[attribute.name] is not registered[index]:
                 raise self.replaced_error(attribute)
+        self.leaves = list(map(LEAF, self.params))
         self._register(self.leaves)
 
     use_unsharded_params_again = use_unsharded_params
@@ -254,7 +244,7 @@ class PerParameterLayout(Layout):
 
     def use_sharded_params(self) -> None:
         """Registers the DTensors on the modules."""
-        self._register(self._sharded if self._post_forward_params is None else self._post_forward_params)
+        self._register(self._sharded if self.post_forward_params is None else self.post_forward_params)
 
     def _register(self, tensors: list[torch.Tensor]) -> None:
         is_written = False

@@ -153,11 +153,8 @@ def tensors_in(value: Any, others: list[torch.Tensor] | None = None) -> Iterator
     """
     if isinstance(value, torch.Tensor):
         yield value
-    elif type(value) in (tuple, list) or (isinstance(value, tuple) and hasattr(value, "_fields")):
-        for item in value:
-            yield from tensors_in(item, others)
-    elif type(value) is dict:
-        for item in value.values():
+    elif type(value) in (tuple, list, dict) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        for item in value.values() if type(value) is dict else value:
             yield from tensors_in(item, others)
     elif (parts := _parts(value)) is not None:
         for tensor in tensors_in(parts[:2]):

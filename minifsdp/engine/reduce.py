@@ -52,10 +52,10 @@ from typing import Any
 
 import torch
 
-from minifsdp import trace
 from minifsdp.engine import collectives
 from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle, current_stream
+from minifsdp.engine.events import events
 from minifsdp.engine.layout import Gradient, Layout
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import message
@@ -111,6 +111,7 @@ class _InFlight:
         all_reduces: whether stage 4 is an all-reduce, a copy of the plan's value.
         scattered: handle of stages 1 to 3. After them, no stage reads `whole`.
         ended: handle of the later stages.
+        event: the event of the collective that runs, if a recorder is installed.
         result: the shard for the layout; ``None`` for a partial sum.
         copied: an accelerator event after the copy to the host, if there is one.
         partial: the partial sum that this reduction includes.
@@ -125,7 +126,7 @@ class _InFlight:
     all_reduces: bool
     scattered: Handle = COMPLETED
     ended: Handle = COMPLETED
-    event: trace.Event | None = None
+    event: Any = None
     result: torch.Tensor | None = None
     copied: Any = None
     partial: torch.Tensor | None = None
@@ -260,12 +261,14 @@ class Reducer:
         plan.scaling.prepare(new.whole)
         if shard is not None:
             # 3. Over the shard group.
-            new.event = _noted("RS", new, shard, "reduce") if trace.recorder is not None else None
+            if events.recorder is not None:
+                new.event = events.recorder.reduction_begins("RS", new, shard, "reduce")
             return collectives.reduce_scatter(shard, new.local_shard, new.whole, name, new.gradient.numbers)
         if replicas is not None and new.all_reduces:
             # 4. Without a shard group the all-reduce is the only collective, so it can be issued immediately.
             _add_partial(new)
-            new.event = _noted("AR", new, replicas, "reduce") if trace.recorder is not None else None
+            if events.recorder is not None:
+                new.event = events.recorder.reduction_begins("AR", new, replicas, "reduce")
             return collectives.all_reduce(replicas, new.local_shard, name, new.gradient.numbers)
         return COMPLETED
 
@@ -290,8 +293,8 @@ class Reducer:
         is_ended = self.comm_streams.reduce.stream is not None
         if (handle := old.ended if is_ended else old.scattered) is not COMPLETED:
             handle.wait()
-        if trace.recorder is not None:
-            trace.recorder.finish(old.event)
+        if events.recorder is not None:
+            events.recorder.finish(old.event)
         if not is_ended:
             _end(old)
         if old.result is None:
@@ -324,19 +327,20 @@ def _end(item: _InFlight) -> None:
             if not item.all_reduces:
                 plan.partial = (item.gradient.numbers, item.local_shard)
                 return
-            event = _noted("AR", item, replicas, "all_reduce")
+            if events.recorder is not None:
+                item.event = events.recorder.reduction_begins("AR", item, replicas, "all_reduce")
             # 4. Over the replicas.
             collectives.all_reduce(replicas, item.local_shard, item.layout.name, item.gradient.numbers).wait()
-            if trace.recorder is not None:
-                trace.recorder.finish(event)
+            if events.recorder is not None:
+                events.recorder.finish(item.event)
         # 5. After the sum.
         plan.scaling.complete(item.local_shard)
         if plan.after is not None:
             _call_after(plan.after, plan.after_stream, item.local_shard)
     item.result = item.local_shard
     if item.layout.offloads:
-        if trace.recorder is not None:
-            trace.recorder.begin("D2H", item.layout.name, num_bytes=item.local_shard.nbytes)
+        if events.recorder is not None:
+            events.recorder.begin("D2H", item.layout.name, num_bytes=item.local_shard.nbytes)
         item.result = item.layout.copy_to_host(item.local_shard)
 
 
@@ -359,12 +363,3 @@ def _add_partial(item: _InFlight) -> None:
     if item.plan.partial is not None:
         (_, item.partial), item.plan.partial = item.plan.partial, None
         item.local_shard.add_(item.partial)
-
-
-def _noted(kind: str, item: _InFlight, group: Group, stream: str) -> trace.Event | None:
-    if trace.recorder is None:
-        return None
-    sent = item.whole if kind == "RS" else item.local_shard
-    return trace.recorder.begin(
-        kind, item.layout.name, num_bytes=sent.nbytes, ranks=group.ranks, dtype=sent.dtype, stream=stream
-    )

@@ -26,23 +26,23 @@ later, the larger root's state replaces it.
 Spec: CTOR-10, CTOR-11, SHARD-05, NEW-15, FRESH-01 to FRESH-05.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from threading import get_ident
 from typing import Any
 
 import torch
 
-from minifsdp.engine import requested, validation
+from minifsdp.engine import validation
 from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task
 from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.events import events
+from minifsdp.engine.extension_points import Case
 from minifsdp.engine.hooks import IterationState
 from minifsdp.engine.layout import Steps
 from minifsdp.engine.lifetime import RateLimiter
 from minifsdp.engine.messages import message
 from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.schedule import BackwardPrefetch, Schedule
-from minifsdp.engine.side_outputs import SideOutputs
 from minifsdp.engine.unit import Phase, State, Unit
 
 
@@ -63,6 +63,7 @@ class RootState:
         units: all units of the root with their full names, including the unit of the outermost module, if there is one.
         outermost: the unit of the outermost module; ``None`` if the module has no parameters of its own.
         device: the compute device.
+        cases: the cases that add code at the extension points.
         backward_prefetch: when backward prefetches the next unit; ``None`` disables prefetching.
         forward_prefetch: whether forward prefetches the next unit.
         limit_all_gathers: whether the rate limiter is enabled.
@@ -80,6 +81,7 @@ class RootState:
         outermost: Unit | None,
         device: torch.device,
         *,
+        cases: Iterable[Case],
         backward_prefetch: BackwardPrefetch | None,
         forward_prefetch: bool,
         limit_all_gathers: bool,
@@ -109,8 +111,8 @@ class RootState:
             unit.inner = frozenset(other for other in inside if other is not None and other is not unit)
         reducer = Reducer(self.comm_streams, offloads=any(unit.layout.offloads for unit in self.units))
         self.iteration = IterationState(self.units, reducer, observers, Schedule(backward_prefetch, forward_prefetch))
-        self._requested = requested.RequestedParameters(self.units)
-        self._side_outputs = SideOutputs(self.units, self.iteration.pre_backward)
+        for case in cases:
+            case(self)
 
     def dissolve(self, *, keeps_unsharded: bool = False) -> None:
         """Releases the units. The next forward creates a new root state, possibly with a larger root or another dtype.
@@ -186,11 +188,10 @@ class RootState:
         # 3. Once in an iteration is enough: nothing else writes to shards during the iteration.
         self.comm_streams.all_gather.wait_compute(self.after_optimizer)
         self.after_optimizer = None
-        self._side_outputs.watch_hooked_modules()
-        # 4. Reshard units whose shard has changed since the all-gather.
         self.iteration.is_recorded = torch.is_grad_enabled()
-        if self.iteration.is_recorded:
-            self.iteration.note_versions(is_known=False)
+        for extend in self.iteration.points.forward_begins:
+            extend()
+        # 4. Reshard units whose shard has changed since the all-gather.
         for unit in self.units:
             is_sharded = unit.state is State.SHARDED and unit.policy.post_forward_mesh is None
             if unit.phase is not Phase.SUMMONED and not is_sharded and unit.layout.is_stale():
@@ -210,12 +211,8 @@ class RootState:
         self.iteration.in_forward, self._thread = False, 0
         for observer in self.iteration.observers:
             observer.left()
-        if self.iteration.ended_in_forward:
-            self.iteration.end_inner_backward()
-        if self.iteration.is_recorded:
-            output = self._requested.watch_output(output)
-            self.iteration.note_versions(is_known=True)
-            self._side_outputs.watch_attributes()
+        for extend in self.iteration.points.forward_ends:
+            output = extend(output)
         # Without a backward, the optimizer may run next and write to a shard that an unused prefetch still reads.
         self.comm_streams.all_gather.join()
         units = self.units if self._caller is None else (self._caller,)

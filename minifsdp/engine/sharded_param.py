@@ -27,7 +27,7 @@ Spec: FS2-04, FS2-05, FS2-08, FS2-18, NEW-16, NEW-23.
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +47,8 @@ from minifsdp.engine.shards import local_tensor, padded_shard_numel, shard_of
 
 # The number of in-place changes of a tensor, and whether autograd computes its gradient.
 VERSION, REQUIRES_GRAD = operator.attrgetter("_version"), operator.attrgetter("requires_grad")
+# The unsharded parameter of a `ShardedParam`.
+LEAF: Callable[[Any], torch.Tensor] = operator.attrgetter("leaf")
 # Returns the local tensor of a DTensor. ``to_local()`` would create another tensor, for autograd.
 local_shard_of: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_tensor")
 
@@ -65,14 +67,14 @@ class Options:
         precision: the compute dtype, and the dtype of unreduced gradients.
         offload: whether the shards are on the CPU.
         pin: whether these shards are in pinned memory, for asynchronous copies.
-        policy: the user's mixed-precision policy, passed to custom all-gather extensions.
+        cases: objects that store some parameters in buckets of their own, see note 6 of ``bucket.py``.
     """
 
     device: torch.device
     precision: Precision = field(default_factory=Precision)
     offload: bool = False
     pin: bool = False
-    policy: Any = None
+    cases: Sequence[Any] = ()
 
     def storage_device(self, local_shard: torch.Tensor) -> torch.device:
         """The device on which the memory for ``local_shard`` is allocated."""
@@ -152,16 +154,6 @@ class ShardedParam:
         meta = dtensor_spec.TensorMeta(original.shape, original.stride(), original.dtype)
         return dtensor_spec.DTensorSpec(mesh, placements, tensor_meta=meta)
 
-    @property
-    def shard_axis(self) -> DeviceMesh:
-        """The shard group as a 1-D mesh."""
-        mesh = self.mesh
-        if mesh.ndim == 1:
-            return mesh
-        if mesh.mesh_dim_names:
-            return mesh[mesh.mesh_dim_names[-1]]
-        return DeviceMesh.from_group(mesh.get_group(1), mesh.device_type)
-
     # --- the sharded parameter ---
 
     def replace_original(self) -> None:
@@ -185,14 +177,6 @@ class ShardedParam:
         if not isinstance(other, DTensor) or other.shape != self._spec.shape:
             return False
         return other._spec.mesh == self._spec.mesh and other._spec.placements == self._spec.placements
-
-    def over_smaller_mesh(self, mesh: DeviceMesh, local_shard: torch.Tensor) -> nn.Parameter:
-        """A DTensor around a shard over the last axis of ``mesh``; with tensor parallelism, returns `parameter`."""
-        if self._tensor_parallel is not None:
-            return self.parameter
-        placements = (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(self.dim))
-        spec = dtensor_spec.DTensorSpec(mesh, placements, tensor_meta=self._spec.tensor_meta)
-        return nn.Parameter(_around(local_shard, spec), requires_grad=self.parameter.requires_grad)
 
     # --- the unsharded parameter ---
 

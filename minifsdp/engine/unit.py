@@ -39,8 +39,8 @@ from typing import Any, Generic
 from torch import nn
 from typing_extensions import TypeVar
 
-from minifsdp import trace
 from minifsdp.engine.comm_streams import CommStreams, Handle
+from minifsdp.engine.events import events
 from minifsdp.engine.layout import Layout, full_name
 from minifsdp.engine.lifetime import RateLimiter
 from minifsdp.engine.messages import message
@@ -131,10 +131,8 @@ class Unit(Generic[LayoutT]):
         ran_in: the number of the latest outermost forward in which the unit ran; -1 before the first one.
         planned_for: the dtype of the unsharded parameters when the reductions were planned.
         num_uses: number of recorded forwards since the last backward, only for units without trainable parameters.
-        keeps_for_graph: whether a backward with ``create_graph=True`` used the parameters. The graph of its gradients
-            refers to them, so they stay unsharded until the gradients of the parameters are computed.
-        returns_parameters: whether the module's output is a parameter or a view of one. The unit then stays unsharded
-            until its backward.
+        is_held: whether a case needs the unsharded parameters. The unit then stays unsharded until its gradients are
+            complete.
     """
 
     def __init__(
@@ -146,14 +144,13 @@ class Unit(Generic[LayoutT]):
         self.name = type(module).__name__
         self.state, self.phase = State.SHARDED, Phase.IDLE
         self.planned_for: object = None
-        self.awaits_backward = self.keeps_for_graph = self.returns_parameters = False
+        self.awaits_backward = self.is_held = False
         self.inner: frozenset[Unit] = frozenset()
         self.graph_task, self.num_uses, self.num_pending, self.counted_in, self.ran_in = -1, 0, 0, -1, -1
         # Those of the root, see `join`. ``None``, and a limiter that never waits, until the unit has a root.
         self.comm_streams: CommStreams | None = None
         self.limiter = RateLimiter(enabled=False)
         self._handle: Handle | None = None
-        self._event: trace.Event | None = None
         optimizer_steps.add(layout)
 
     def update_policy(self, **changes: Any) -> None:
@@ -176,13 +173,8 @@ class Unit(Generic[LayoutT]):
         if self.state is not State.SHARDED or self.phase is Phase.SUMMONED or self.comm_streams is None:
             return
         self.limiter.throttle(self.name)
-        layout = self.layout
-        if trace.recorder is not None and layout.offloads:
-            trace.recorder.begin("H2D", self.name, num_bytes=layout.num_bytes // self.plan.mesh.num_shards)
-        if trace.recorder is not None and (group := layout.all_gather_group) is not None:
-            self._event = trace.recorder.begin(
-                "AG", self.name, num_bytes=layout.num_bytes, ranks=group.ranks, dtype=layout.dtype, stream="gather"
-            )
+        if events.recorder is not None:
+            events.recorder.all_gather_begins(self)
         self._handle = self.layout.all_gather(self.comm_streams)
         self.state = State.GATHERING
 
@@ -199,9 +191,8 @@ class Unit(Generic[LayoutT]):
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.wait()
-        event, self._event = self._event, None
-        if trace.recorder is not None:
-            trace.recorder.finish(event)
+        if events.recorder is not None:
+            events.recorder.end("AG", self.name)
         self.state = State.UNSHARDED
 
     def reshard(self, *, to_smaller_mesh: bool = False) -> None:
@@ -221,11 +212,11 @@ class Unit(Generic[LayoutT]):
         if to_smaller_mesh and post_forward_mesh is not None:
             post_forward_mesh.begin()
         self.layout.use_sharded_params()
-        self.state, self.keeps_for_graph = State.SHARDED, False
+        self.state, self.is_held = State.SHARDED, False
         event = self.layout.free()
         if event is not None:
-            if trace.recorder is not None:
-                trace.recorder.begin("FREE", self.name, num_bytes=self.layout.num_bytes)
+            if events.recorder is not None:
+                events.recorder.begin("FREE", self.name, num_bytes=self.layout.num_bytes)
             self.limiter.released(event)
 
 

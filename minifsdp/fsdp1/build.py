@@ -18,14 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from minifsdp.cases.node_groups import node_groups
 from minifsdp.checks.attach import attach
 from minifsdp.engine import validation
 from minifsdp.engine.flat import FlatLayout
-from minifsdp.engine.mesh import Group, MeshGroups, default_group, node_groups
+from minifsdp.engine.mesh import Group, MeshGroups, default_group
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp1 import policies
-from minifsdp.fsdp1.options import CPUOffload, GroupPair, Options, ProcessGroups, ShardingStrategy
+from minifsdp.fsdp1.options import CPUOffload, ProcessGroups, ShardingStrategy
 
 # All units of this API use the flat layout.
 FlatUnit = Unit[FlatLayout]
@@ -34,8 +35,8 @@ HYBRID_SHARDING_STRATEGIES = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._H
 RESHARDS_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 
-def check_options(module: Any, options: Options) -> None:
-    """Checks the types of the arguments. Nothing is communicated.
+def check_arguments(module: Any, strategy: Any, policy: Any) -> None:
+    """Checks the types of three arguments. Nothing is communicated.
 
     Wrapping a ``ModuleList`` or ``ModuleDict`` is allowed, with a warning (WRAP-19).
 
@@ -44,14 +45,13 @@ def check_options(module: Any, options: Options) -> None:
     """
     if not isinstance(module, nn.Module):
         raise TypeError(message("not-a-module", type=type(module).__name__))
-    strategy = options.sharding_strategy
     if isinstance(strategy, CPUOffload):
         raise TypeError(message("third-position"))
     if not isinstance(strategy, ShardingStrategy | None):
         members = ", ".join(map(str, ShardingStrategy))
         raise TypeError(message("strategy-type", members=members, sharding_strategy=strategy))
-    if options.auto_wrap_policy is not None:
-        policies.require_policy(options.auto_wrap_policy)
+    if policy is not None:
+        policies.require_policy(policy)
     if validation.is_only_called_in_parts(module):
         # This message, and the one in `strategy_on`, begin with torch's wording, because programs match on it.
         warn(message("wraps-container", type=type(module).__name__))
@@ -71,51 +71,57 @@ def strategy_on(mesh: MeshGroups, strategy: ShardingStrategy) -> ShardingStrateg
     return strategy
 
 
-def choose_mesh(options: Options, strategy: ShardingStrategy, device: torch.device) -> tuple[MeshGroups, ProcessGroups]:
-    """Returns the shard and replicate groups for a strategy, and the process groups to pass to inner units.
-
-    Every rank must call it, because a hybrid strategy creates its groups if the user passed none.
+def groups_of_mesh(process_group: Any, mesh: Any, strategy: ShardingStrategy) -> Any:
+    """The process group of a ``DeviceMesh``, or its pair of groups for a hybrid strategy.
 
     Raises:
-        RuntimeError: if there is no default process group and none was given.
-        ValueError: if groups or mesh dimensions do not match the strategy, or group and mesh were both given (NEW-01).
-        TypeError: if ``process_group`` is neither a group nor a pair of groups.
+        ValueError: if a process group was given too (NEW-01), or the mesh has another number of dimensions.
     """
-    attach()
-    given = options.process_group if options.device_mesh is None else _groups_of_mesh(options, strategy)
-    if strategy in HYBRID_SHARDING_STRATEGIES:
-        pair = _hybrid_groups(given, options, strategy, device)
-        return MeshGroups.hybrid(Group.of(pair[0], device), Group.of(pair[1], device)), pair
-    if isinstance(given, (tuple, list)):
-        raise ValueError(message("pair-of-groups", strategy=strategy.name))
-    group = default_group() if given is None else given
-    if not _is_group(group):
-        raise TypeError(message("group-type", process_group=group))
-    mesh_of = MeshGroups.replicated if strategy is ShardingStrategy.NO_SHARD else MeshGroups.sharded
-    return mesh_of(Group.of(group, device)), group
-
-
-def _groups_of_mesh(options: Options, strategy: ShardingStrategy) -> Any:
-    """The process group of a ``DeviceMesh``, or its pair of groups for a hybrid strategy."""
-    mesh, num_axes = options.device_mesh, 2 if strategy in HYBRID_SHARDING_STRATEGIES else 1
-    if options.process_group is not None:
+    num_axes = 2 if strategy in HYBRID_SHARDING_STRATEGIES else 1
+    if process_group is not None:
         raise ValueError(message("group-and-mesh"))
     if mesh.ndim != num_axes:
         raise ValueError(message("mesh-ndim", strategy=strategy.name, num_axes=num_axes, device_mesh=mesh))
     return mesh.get_group() if num_axes == 1 else (mesh.get_group(1), mesh.get_group(0))
 
 
-def _hybrid_groups(given: Any, options: Options, strategy: ShardingStrategy, device: torch.device) -> GroupPair:
-    """The given shard and replicate groups, or those of the nodes."""
-    if given is None:
-        default_group()
-        if options.auto_wrap_policy is None:
-            raise ValueError(message("hybrid-by-hand", strategy=strategy.name))
-        return node_groups(device)
-    pair = tuple(given) if isinstance(given, (tuple, list)) else ()
-    if len(pair) != 2 or not all(map(_is_group, pair)):
-        raise ValueError(message("hybrid-groups", strategy=strategy.name, process_group=given))
-    return pair[0], pair[1]
+def choose_mesh(
+    given: Any, strategy: ShardingStrategy, device: torch.device, *, has_policy: bool
+) -> tuple[MeshGroups, ProcessGroups]:
+    """Returns the shard and replicate groups for a strategy, and the process groups to pass to inner units.
+
+    Every rank must call it, because a hybrid strategy creates its groups if the user passed none.
+
+    Args:
+        given: the user's process group or pair of groups, or ``None``.
+        strategy: the strategy.
+        device: the compute device.
+        has_policy: whether an auto-wrap policy passes the groups to inner units.
+
+    Raises:
+        RuntimeError: if there is no default process group and none was given.
+        ValueError: if the groups do not match the strategy.
+        TypeError: if ``given`` is neither a group nor a pair of groups.
+    """
+    attach()
+    is_pair = isinstance(given, (tuple, list))
+    if strategy in HYBRID_SHARDING_STRATEGIES:
+        pair = given
+        if given is None:
+            default_group()
+            if not has_policy:
+                raise ValueError(message("hybrid-by-hand", strategy=strategy.name))
+            pair = node_groups(device)
+        elif not is_pair or len(given) != 2 or not all(map(_is_group, given)):
+            raise ValueError(message("hybrid-groups", strategy=strategy.name, process_group=given))
+        return MeshGroups.hybrid(Group.of(pair[0], device), Group.of(pair[1], device)), tuple(pair)
+    if is_pair:
+        raise ValueError(message("pair-of-groups", strategy=strategy.name))
+    group = default_group() if given is None else given
+    if not _is_group(group):
+        raise TypeError(message("group-type", process_group=group))
+    mesh_of = MeshGroups.replicated if strategy is ShardingStrategy.NO_SHARD else MeshGroups.sharded
+    return mesh_of(Group.of(group, device)), group
 
 
 def _is_group(candidate: Any) -> bool:
@@ -138,7 +144,8 @@ def compute_device(module: nn.Module, device_id: Any, ignored: Collection[nn.Par
     if len(accelerators) > 1 or (accelerators and len(found) > 1 and device_id is None):
         raise RuntimeError(message("several-devices", devices=sorted(map(str, found))))
     if device_id is None:
-        return next(iter(accelerators)) if accelerators else _current_device()
+        current = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+        return next(iter(accelerators), None) or _with_index(current)
     device = _as_device(device_id)
     if accelerators and accelerators != {device}:
         raise ValueError(message("other-device", device=device, accelerator=next(iter(accelerators))))
@@ -152,24 +159,14 @@ def _as_device(device_id: Any) -> torch.device:
         raise TypeError(message("device-type", device_id=device_id)) from error
     if device.type == "meta" and not hasattr(torch, "meta"):  # only the step simulator registers this device module
         raise ValueError(message("device-meta"))
+    if device.index is None and device.type not in ("cpu", "meta"):
+        warn(message("device-without-index", device_id=device_id))
+    return _with_index(device)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """The current device of this type if ``device`` has no index. The CPU and the meta device have none."""
     if device.type in ("cpu", "meta"):
         return torch.device(device.type)
-    if device.index is None:
-        warn(message("device-without-index", device_id=device_id))
-        return _with_current_index(device)
-    return device
-
-
-def _current_device() -> torch.device:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device("cpu") if accelerator is None else _with_current_index(accelerator)
-
-
-def _with_current_index(device: torch.device) -> torch.device:
-    return torch.device(device.type, torch.get_device_module(device).current_device())
-
-
-def flattened_in(modules: list[tuple[str, nn.Module]]) -> set[nn.Parameter]:
-    """The parameters on ``modules`` that belong to units that were created earlier."""
-    found = [(module, name, p) for _, module in modules for name, p in module._parameters.items() if p is not None]
-    return {parameter for module, name, parameter in found if validation.is_flattened(module, name)}
+    index = torch.get_device_module(device).current_device() if device.index is None else device.index
+    return torch.device(device.type, index)

@@ -41,45 +41,45 @@ from torch.autograd.graph import get_gradient_edge
 
 from minifsdp.engine import collectives, validation
 from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task
-from minifsdp.engine.flat import FlatLayout
-from minifsdp.engine.flat_params import assign_gradients
 from minifsdp.engine.lifetime import outside_inference_mode
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.shards import local_tensor
 from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1.build import FlatUnit
 
-# The unsharded gradients in one flat tensor, and for each parameter, whether it has a gradient.
-FullGradients = tuple[torch.Tensor, list[bool]]
-
 
 @contextmanager
 def summoned(
-    units: Sequence[FlatUnit], *, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
+    units: Sequence[FlatUnit],
+    *,
+    writeback: bool,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    gradients_of: Any = None,
 ) -> Generator[None]:
     """Registers unsharded parameters on the modules of ``units``. All ranks must enter it, even with ``rank0_only``.
 
+    Args:
+        units: the units.
+        writeback, rank0_only, offload_to_cpu: as for ``summon_full_params``.
+        gradients_of: `SummonedGradients`, to give the parameters their gradients; ``None`` for no gradients.
+
     Raises:
         NotImplementedError: for ``writeback`` with ``rank0_only``, because the other ranks would keep their old shards;
-            for ``with_grads`` with ``offload_to_cpu``, or if there are no gradients of individual parameters.
+            if there are no gradients to give.
         UnitIsBusyError: if a unit is in forward or backward, or its full parameters are already summoned.
-        RuntimeError: for ``with_grads``, if there are gradients that were never reduced.
     """
     if writeback and rank0_only:
         raise NotImplementedError(message("summon-write-rank0"))
-    if with_grads and offload_to_cpu:
-        raise NotImplementedError(message("summon-grads-offload"))
-    if offload_to_cpu and not rank0_only:
-        warn(message("summon-copies"))
     for unit in units:
         check_idle(unit)
-        if with_grads and not unit.layout.use_orig_params:
-            raise NotImplementedError(message("summon-no-grads", unit=unit.name))
-    if with_grads:
-        validation.check_reduced("summon_full_params(with_grads=True)", [unit.layout for unit in units])
+    if gradients_of is not None:
+        gradients_of.check(units, offload_to_cpu=offload_to_cpu)
+    if offload_to_cpu and not rank0_only:
+        warn(message("summon-copies"))
     with ExitStack() as stack:
         for unit in units:
-            stack.enter_context(_one(unit, writeback, rank0_only, offload_to_cpu, with_grads))
+            stack.enter_context(_one(unit, writeback, rank0_only, offload_to_cpu, gradients_of))
         yield
 
 
@@ -101,18 +101,25 @@ def check_idle(unit: FlatUnit) -> None:
 
 
 @contextmanager
-def _one(unit: FlatUnit, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> Generator[None]:
-    layout, mesh = unit.layout, unit.plan.mesh
+def _one(
+    unit: FlatUnit,
+    writeback: bool,
+    rank0_only: bool,
+    offload_to_cpu: bool,
+    gradients_of: Any,
+) -> Generator[None]:
+    layout = unit.layout
+    is_sharded = layout.mesh.shard is not None
     flat = all_gather_unit(unit)
-    if offload_to_cpu and mesh.shard is not None:
+    if offload_to_cpu and is_sharded:
         flat = outside_inference_mode(flat.cpu)()
-    gradients = _all_gather_gradients(layout) if with_grads else None
-    is_registered = mesh.is_first or not rank0_only
+    gradients = None if gradients_of is None else gradients_of(unit)
+    is_registered = layout.mesh.is_first or not rank0_only
     # With `rank0_only`, a forward raises an error on the other ranks, because they have no unsharded parameters.
     unit.phase = Phase.SUMMONED
     validation.summoned.add(layout)
     try:
-        with _full_params(unit, flat, gradients, writeback or mesh.shard is None) if is_registered else nullcontext():
+        with _full_params(unit, flat, gradients, writeback or not is_sharded) if is_registered else nullcontext():
             yield
     finally:
         unit.phase = Phase.IDLE
@@ -123,7 +130,7 @@ def _one(unit: FlatUnit, writeback: bool, rank0_only: bool, offload_to_cpu: bool
 
 
 @contextmanager
-def _full_params(unit: FlatUnit, flat: torch.Tensor, gradients: FullGradients | None, keeps: bool) -> Generator[None]:
+def _full_params(unit: FlatUnit, flat: torch.Tensor, gradients: Any, keeps: bool) -> Generator[None]:
     """Registers unsharded parameters on the modules of a unit inside the context.
 
     Args:
@@ -138,7 +145,9 @@ def _full_params(unit: FlatUnit, flat: torch.Tensor, gradients: FullGradients | 
     """
     layout = unit.layout
     # `_nodes` exist only while something refers to them.
-    full_params, _nodes = _use_full_params(unit, flat, gradients)
+    full_params, _nodes = _use_full_params(unit, flat)
+    if gradients is not None:
+        gradients.assign(full_params)
     try:
         yield
         # A parameter that was frozen at the beginning has no hook.
@@ -146,30 +155,23 @@ def _full_params(unit: FlatUnit, flat: torch.Tensor, gradients: FullGradients | 
             raise RuntimeError(message("backward-while-summoned", unit=unit.name))
     finally:
         # Afterwards, original parameters have their sharded values and gradients again.
-        new_values, new_gradients = [p.data for p in full_params], [p.grad for p in full_params]
+        new_values = [parameter.data for parameter in full_params]
+        new_gradients = [parameter.grad for parameter in full_params]
         replaced = layout.remove_full_params(full_params)
         if keeps:
-            _copy_replaced(layout.views_of(flat), new_values)
+            copy_replaced(layout.views_of(flat), new_values)
             if layout.mesh.shard is not None:
-                layout.overwrite(flat[layout.shard_range])
-        if keeps and gradients is not None:
-            _copy_replaced(layout.views_of(gradients[0]), new_gradients)
-            present = [gradient is not None for gradient in new_gradients]
-            layout.gradients.overwrite_reduced(gradients[0][layout.shard_range], present)
+                layout.overwrite_local(flat[layout.shard_range])
+            if gradients is not None:
+                gradients.write_back(new_gradients)
         if replaced:
             raise layout.replaced_error(replaced[0])
 
 
 @outside_inference_mode
-def _use_full_params(
-    unit: FlatUnit, flat: torch.Tensor, gradients: FullGradients | None
-) -> tuple[list[nn.Parameter], list[Any]]:
+def _use_full_params(unit: FlatUnit, flat: torch.Tensor) -> tuple[list[nn.Parameter], list[Any]]:
     """Registers unsharded parameters. Returns them, and their accumulation nodes with a hook on each."""
     full_params = unit.layout.use_full_params(flat)
-    if gradients is not None:
-        views = zip(unit.layout.views_of(gradients[0]), gradients[1], strict=True)
-        # With ``keep_low_precision_grads``, gradients have another dtype than the parameters.
-        assign_gradients(full_params, [view if is_there else None for view, is_there in views])
     nodes = [get_gradient_edge(parameter).node for parameter in full_params if parameter.requires_grad]
     for node in nodes:
         node.register_prehook(partial(_refuse_backward, unit.name))
@@ -177,55 +179,40 @@ def _use_full_params(
 
 
 def _refuse_backward(unit_name: str, gradients: Sequence[torch.Tensor | None]) -> None:
-    # The node at the output of the root has a path to registered parameters, but sends no gradient (`requested.py`).
+    # The node at the output of the root has a path to registered parameters, but sends no gradient, see
+    # ``cases/requested_parameters.py``.
     if any(gradient is not None for gradient in gradients):
         raise RuntimeError(message("backward-while-summoned", unit=unit_name))
 
 
-def _copy_replaced(views: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None]) -> None:
+def copy_replaced(views: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None]) -> None:
     """Copies values that have other memory into the views of the flat tensor."""
     for view, value in zip(views, values, strict=True):
         if value is None:
             continue
-        target, source = local_tensor(view), local_tensor(value)
+        target = local_tensor(view)
+        source = local_tensor(value)
         # A transposed view has the same address.
         if target.data_ptr() != source.data_ptr() or target.stride() != source.stride():
             target.copy_(source.contiguous())
 
 
-def all_gather_unit(unit: FlatUnit) -> torch.Tensor:
-    """The unsharded flat tensor of a unit. All ranks of its shard group must call it, for the same unit."""
-    return all_gather_values(unit.layout, name=unit.name)
-
-
 @outside_inference_mode
-def all_gather_values(layout: FlatLayout, shard: torch.Tensor | None = None, name: str | None = None) -> torch.Tensor:
-    """The unsharded flat tensor in the stored dtype; the shard itself if nothing is sharded.
+def all_gather_unit(unit: FlatUnit, shard: torch.Tensor | None = None) -> torch.Tensor:
+    """The unsharded flat tensor of a unit in the stored dtype; the shard itself if nothing is sharded.
 
-    All ranks of the shard group must call it.
+    All ranks of its shard group must call it, for the same unit.
 
     Args:
-        layout: the unit's layout.
+        unit: the unit.
         shard: another tensor of the shard's size to all-gather; ``None`` for the shard.
-        name: the name of the unit in the collective log.
     """
-    shard, group = layout.local_values().data if shard is None else shard, layout.mesh.shard
+    layout = unit.layout
+    group = unit.layout.mesh.shard
+    if shard is None:
+        shard = layout.local_values().data
     if group is None:
         return shard
     flat = torch.empty(layout.sharding.padded_numel, dtype=shard.dtype, device=layout.device)
-    collectives.all_gather(group, flat, shard.to(layout.device), name).wait()
+    collectives.all_gather(group, flat, shard.to(layout.device), unit.name).wait()
     return flat
-
-
-def _all_gather_gradients(layout: FlatLayout) -> FullGradients:
-    """The unsharded reduced gradients, and for each parameter whether any rank has a gradient.
-
-    All ranks of the shard group must call it.
-    """
-    shard, present = layout.gradients.reduced()
-    flat, group = all_gather_values(layout, shard), layout.mesh.shard
-    if group is None:
-        return flat, present
-    votes = torch.tensor(present, dtype=torch.int32, device=layout.device)
-    collectives.all_reduce(group, votes).wait()
-    return flat, [vote > 0 for vote in votes.tolist()]

@@ -36,11 +36,13 @@ def find_ignored(
     """
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError(message("ignored-both"))
-    roots, states = _as_list(ignored_modules, "ignored_modules"), _as_list(ignored_states, "ignored_states")
+    roots = _as_list(ignored_modules, "ignored_modules")
+    states = _as_list(ignored_states, "ignored_states")
     if not _all_are(nn.Module, roots):
         raise WrongElementsError(message("ignored-modules-type", types=_types(roots)))
     if _all_are(nn.Module, states):
-        roots, states = [*roots, *states], []
+        roots = [*roots, *states]
+        states = []
     elif not _all_are(nn.Parameter, states):
         raise WrongElementsError(message("ignored-states-type", types=_types(states)))
     if any(map(is_wrapper, roots)):

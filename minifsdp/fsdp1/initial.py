@@ -19,15 +19,17 @@ ranks. Each of the three steps handles the modules of one unit only, so a device
 Spec: DEV-03 to DEV-06, META-01 to META-11, SYNC-01 to SYNC-05.
 """
 
-import importlib
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from minifsdp import trace
-from minifsdp.engine import collectives
+from minifsdp.cases import torchdistx
+from minifsdp.engine import collectives, validation
+from minifsdp.engine.events import events
 from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.shards import local_tensor
@@ -36,8 +38,15 @@ Modules = Sequence[tuple[str, nn.Module]]
 
 
 def _own_tensors(module: nn.Module, ignored: set[nn.Parameter]) -> list[torch.Tensor]:
-    parameters = [p for p in module.parameters(recurse=False) if p not in ignored]
+    """The parameters that are not ignored and not in a unit that was created earlier, and the buffers."""
+    named = [(name, p) for name, p in module.named_parameters(recurse=False) if p not in ignored]
+    parameters = [p for name, p in named if not validation.is_flattened(module, name)]
     return [*parameters, *module.buffers(recurse=False)]
+
+
+def _tensors_of(modules: Modules, ignored: set[nn.Parameter]) -> list[torch.Tensor]:
+    """Every tensor once, in order."""
+    return list(dict.fromkeys(tensor for _, module in modules for tensor in _own_tensors(module, ignored)))
 
 
 def materialize(modules: Modules, param_init_fn: Any, device: torch.device, ignored: set[nn.Parameter]) -> None:
@@ -48,17 +57,22 @@ def materialize(modules: Modules, param_init_fn: Any, device: torch.device, igno
         RuntimeError: if a module has no ``reset_parameters()``, or is still on the meta device afterwards.
     """
     # A recording (``minifsdp_tools/simulate/device.py``) computes on the meta device.
-    on_meta = [one for one in modules if any(t.is_meta and t.device != device for t in _own_tensors(one[1], ignored))]
+    tensors_of = partial(_own_tensors, ignored=ignored)
+    on_meta: Modules = [
+        (path, module)
+        for path, module in modules
+        if any(tensor.is_meta and tensor.device != device for tensor in tensors_of(module))
+    ]
     if on_meta and param_init_fn is not None and not callable(param_init_fn):
         raise ValueError(message("init-fn-type", param_init_fn=param_init_fn))
-    on_meta = on_meta or _deferred(modules, ignored)
+    on_meta = on_meta or torchdistx.without_memory(modules, tensors_of)
     if not on_meta:
         return
     owners = {module for _, module in on_meta}
     for path, module in _by_level(modules):
         # `param_init_fn` can initialize the tensors of a container, which owns none.
-        is_container = param_init_fn is not None and not _own_tensors(module, set())
-        if is_container or module in owners:
+        is_container = next(chain(module.parameters(recurse=False), module.buffers(recurse=False)), None) is None
+        if module in owners or (is_container and param_init_fn is not None):
             _initialize(path, module, param_init_fn, device, ignored)
     for path, module in on_meta:
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
@@ -108,18 +122,9 @@ def current(parameters: set[nn.Parameter]) -> set[nn.Parameter]:
     return parameters | {p._materialized for p in parameters if hasattr(p, "_materialized")}
 
 
-def _deferred(modules: Modules, ignored: set[nn.Parameter]) -> list[tuple[str, nn.Module]]:
-    """The modules that torchdistX created without memory, if it is installed. Only its API detects them (META-09)."""
-    try:
-        fake: Any = importlib.import_module("torchdistx.fake")
-    except ImportError:
-        return []
-    return [(path, m) for path, m in modules if any(fake.is_fake(t) for t in _own_tensors(m, ignored))]
-
-
 def _reset(path: str, module: nn.Module, device: torch.device) -> None:
     if not any(t.is_meta for t in _own_tensors(module, set())):
-        importlib.import_module("torchdistx.deferred_init").materialize_module(module)
+        torchdistx.materialize(module)
         return
     reset: Callable[[], None] | None = getattr(module, "reset_parameters", None)
     if reset is None:
@@ -131,9 +136,8 @@ def _reset(path: str, module: nn.Module, device: torch.device) -> None:
 
 def move_modules(modules: Modules, device: torch.device, ignored: set[nn.Parameter]) -> None:
     """2. Moves the parameters and buffers of the unit's modules in place. Parameters stay the same objects."""
-    for _, module in modules:
-        for tensor in _own_tensors(module, ignored):
-            _move(tensor, device)
+    for tensor in _tensors_of(modules, ignored):
+        _move(tensor, device)
 
 
 def _move(tensor: torch.Tensor, device: torch.device) -> None:
@@ -153,7 +157,7 @@ def shard_in_place(modules: Modules, device: torch.device, ignored: set[nn.Param
     Raises:
         ValueError: if ``sends`` is set and a tensor is on the CPU, but the compute device is an accelerator.
     """
-    left = [t for _, module in modules for t in _own_tensors(module, ignored) if t.device.type == "cpu"]
+    left = [tensor for tensor in _tensors_of(modules, ignored) if tensor.device.type == "cpu"]
     if device.type == "cpu" or not left:
         return
     where = f"the module is on the CPU and {device} computes"
@@ -170,9 +174,7 @@ def synchronize(modules: Modules, mesh: MeshGroups, ignored: set[nn.Parameter], 
 
     One broadcast sends all tensors of one dtype. A buffer that several units share is sent only with the first unit.
     """
-    # Send each tensor once, in order.
-    owned = dict.fromkeys(tensor for _, module in modules for tensor in _own_tensors(module, ignored))
-    tensors = [tensor for tensor in owned if not getattr(tensor, "_is_synchronized", False)]
+    tensors = [one for one in _tensors_of(modules, ignored) if not getattr(one, "_is_synchronized", False)]
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         _broadcast([local_tensor(t.detach()) for t in tensors if t.dtype is dtype], mesh, unit_name)
     for tensor in tensors:
@@ -185,8 +187,8 @@ def _broadcast(tensors: list[torch.Tensor], mesh: MeshGroups, unit_name: str) ->
     # Broadcast first over the replicate group, then over each shard group, so all values come from the first rank.
     for group in (mesh.replicate, mesh.shard):
         if group is not None:
-            if trace.recorder is not None:
-                trace.recorder.begin("BCAST", unit_name, num_bytes=flat.nbytes, ranks=group.ranks, dtype=flat.dtype)
+            if events.recorder is not None:
+                events.recorder.begin("BCAST", unit_name, num_bytes=flat.nbytes, ranks=group.ranks, dtype=flat.dtype)
             collectives.broadcast(group, flat)
     for tensor, values in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(values.view_as(tensor))

@@ -23,10 +23,9 @@ strategy                 shard group  replicate group  reshard after forward  al
 Spec: SHARD-01, PREF-01, MP-01, OFF-01.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,27 +80,3 @@ class CPUOffload:
 GroupPair = tuple[dist.ProcessGroup, dist.ProcessGroup]
 ProcessGroups = dist.ProcessGroup | GroupPair
 ProcessGroupType = ProcessGroups | None
-
-
-@dataclass(frozen=True)
-class Options:
-    """The arguments of `minifsdp.FullyShardedDataParallel` except the module, as the user passed them.
-
-    That class documents the arguments. Order and defaults are those of torch.
-    """
-
-    process_group: ProcessGroupType = None
-    sharding_strategy: ShardingStrategy | None = None
-    cpu_offload: CPUOffload | None = None
-    auto_wrap_policy: Any = None
-    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
-    mixed_precision: MixedPrecision | None = None
-    ignored_modules: Iterable[nn.Module] | None = None
-    param_init_fn: Callable[[nn.Module], None] | None = None
-    device_id: int | torch.device | None = None
-    sync_module_states: bool = False
-    forward_prefetch: bool = False
-    limit_all_gathers: bool = True
-    use_orig_params: bool = False
-    ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None
-    device_mesh: Any = None

@@ -40,14 +40,14 @@ Spec: WRAP-02 to WRAP-09, WRAP-16, WRAP-18, LEGACY-02, LEGACY-03, NEW-02, NEW-03
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec
+from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import wrap as torch_wrap
 
+from minifsdp.cases.unbound_policies import explains_binding, require_call
 from minifsdp.engine.messages import message, warn_renamed
 
-P = ParamSpec("P")
 # Constructor arguments of one unit that differ from those of the outermost one.
 Overrides = dict[str, Any]
 # The modules that become units, each with constructor arguments.
@@ -57,29 +57,6 @@ Decision = Callable[[nn.Module, bool, int], Overrides | None]
 
 
 # ---- policies that are functions ------------------------------------------------------------------------------------
-
-
-def _require_call(policy: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-    """Raises the ``TypeError`` that Python would raise for this call. The message contains a fix."""
-    try:
-        inspect.signature(policy).bind(*args, **kwargs)
-    except ValueError:
-        return  # Some builtins have no signature, so only a call can check the arguments.
-    except TypeError as error:
-        name = getattr(policy, "__name__", repr(policy))
-        own = [p for p in inspect.signature(policy).parameters if p not in ("module", "recurse", "nonwrapped_numel")]
-        raise TypeError(message("policy-call", name=name, error=error, own=own[0] if own else "...")) from None
-
-
-def _explains_binding(policy: Callable[P, bool]) -> Callable[P, bool]:
-    """Explains the most common mistake in the error: calling a policy instead of binding its arguments."""
-
-    @functools.wraps(policy)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> bool:
-        _require_call(policy, *args, **kwargs)
-        return policy(*args, **kwargs)
-
-    return checked
 
 
 def require_classes(classes: Any, name: str) -> tuple[type[nn.Module], ...]:
@@ -96,7 +73,7 @@ def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
     return True
 
 
-@_explains_binding
+@explains_binding
 def lambda_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
 ) -> bool:
@@ -104,7 +81,7 @@ def lambda_auto_wrap_policy(
     return True if recurse else lambda_fn(module)
 
 
-@_explains_binding
+@explains_binding
 def transformer_auto_wrap_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: set[type[nn.Module]]
 ) -> bool:
@@ -118,7 +95,7 @@ def transformer_auto_wrap_policy(
     return recurse or isinstance(module, require_classes(transformer_layer_cls, "transformer_layer_cls"))
 
 
-@_explains_binding
+@explains_binding
 def size_based_auto_wrap_policy(
     module: nn.Module,
     recurse: bool,
@@ -246,7 +223,7 @@ def require_policy(policy: Any) -> None:
     if isinstance(policy, type) or not (callable(policy) or hasattr(policy, "_run_policy")):
         raise TypeError(message("policy-type", policy=policy))
     if not hasattr(policy, "_run_policy"):
-        _require_call(policy, module=None, recurse=True, **{_name_of_numel(policy): 0})
+        require_call(policy, module=None, recurse=True, **{_name_of_numel(policy): 0})
 
 
 def _name_of_numel(policy: Callable[..., object]) -> str:

@@ -48,7 +48,8 @@ def gradient_parts(layout: FlatLayout) -> list[Part]:
     if not layout.is_distributed:
         return [(shard_groups, gradient) for gradient in gradients]
     if not layout.use_orig_params:
-        flat, ranges = gradients[0], layout.sharding.param_ranges(layout.mesh.shard_index)
+        flat = gradients[0]
+        ranges = layout.sharding.param_ranges(layout.mesh.shard_index)
         gradients = [None if flat is None or part.start == part.stop else flat[part] for part in ranges]
     return [((*shard_groups, *groups_of(spec)), part) for spec, part in zip(layout.specs, gradients, strict=True)]
 
@@ -84,8 +85,7 @@ def clip_gradients(parts: Iterable[Part], max_norm: float, norm_type: float, dev
         return norm
     # As in torch: the small constant avoids a division by 0, and the clamp leaves small gradients unchanged.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    places = {(gradient.device, gradient.dtype) for gradient in every}
-    factors = {place: factor.to(*place) for place in places}
+    factors = {place: factor.to(*place) for place in {(gradient.device, gradient.dtype) for gradient in every}}
     for gradient in every:
         gradient.mul_(factors[gradient.device, gradient.dtype])
     return norm.to(functools.reduce(torch.promote_types, (gradient.dtype for gradient in every)))
@@ -110,10 +110,10 @@ def _norm(
 
 
 def _sum_over(group: Group, local: torch.Tensor, norm_type: float) -> torch.Tensor:
-    about = f" of the {float(norm_type)}-norm"
-    if norm_type == math.inf:
-        collectives.call(dist.all_reduce, group, local, dist.ReduceOp.MAX, about=about)
-        return local
-    power: torch.Tensor = local**norm_type
-    collectives.call(dist.all_reduce, group, power, about=about)
-    return power ** (1.0 / norm_type)
+    """The norm over a group: the root of the sum of powers, or the maximum."""
+    is_maximum = norm_type == math.inf
+    exponent = 1.0 if is_maximum else norm_type
+    power: torch.Tensor = local**exponent
+    operation = dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM
+    collectives.call(dist.all_reduce, group, power, operation, about=f" of the {float(norm_type)}-norm")
+    return power ** (1.0 / exponent)

@@ -43,11 +43,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
+from minifsdp.cases.compiled_models import refuse_compiled
+from minifsdp.cases.modules_in_own_dtype import compute_in_own_dtype
 from minifsdp.engine.messages import message, warn
-from minifsdp.engine.precision import cast_floating, tensors_in
 from minifsdp.fsdp1.policies import Chosen, Decision, Overrides, decision_of, require_classes
 
 
@@ -175,44 +175,6 @@ def refuse_ties(root_module: nn.Module, chosen: Chosen, ignored_params: set[nn.P
                 raise ValueError(message("policy-splits-tie", other=other, full_name=full_name))
 
 
-def refuse_compiled(root_module: nn.Module, chosen: Chosen) -> None:
-    """Checks that no chosen module is inside a compiled module, where its wrapper would never be called.
-
-    Raises:
-        ValueError: if a chosen module was passed to ``torch.compile``. The message has its name.
-    """
-    from torch._dynamo.eval_frame import OptimizedModule
-
-    for path, module in root_module.named_modules():
-        inside = next((child for child in module.children() if child in chosen), None)
-        if inside is not None and isinstance(module, OptimizedModule):
-            raise ValueError(message("compiled-before", type=type(inside).__name__, path=path))
-
-
-@dataclass
-class _OwnDtype:
-    """Hooks that run one module in its own dtype inside a model that computes in a lower precision."""
-
-    dtype: torch.dtype
-    outside: torch.dtype | None = None
-
-    def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        dtypes = {t.dtype: None for t in tensors_in((args, kwargs)) if t.is_floating_point()}
-        # Cast the output back only if an input was cast. Keep a dtype change by the module itself.
-        self.outside = next((dtype for dtype in dtypes if dtype is not self.dtype), None)
-        return cast_floating(self.dtype, args), cast_floating(self.dtype, kwargs)
-
-    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return output if self.outside is None else cast_floating(self.outside, output)
-
-
-def _compute_in_own_dtype(module: nn.Module) -> None:
-    tensors = [*module.parameters(), *module.buffers()]
-    hooks = _OwnDtype(next((t.dtype for t in tensors if t.is_floating_point()), torch.float32))
-    module.register_forward_pre_hook(hooks.before, with_kwargs=True)
-    module.register_forward_hook(hooks.after)
-
-
 def auto_wrap(
     root_module: nn.Module,
     policy: Any,
@@ -247,7 +209,7 @@ def auto_wrap(
         names = ", ".join(sorted({type(module).__name__ for module in apart}))
         warn(message("kept-full-precision", names=names))
     for module in apart:
-        _compute_in_own_dtype(module)
+        compute_in_own_dtype(module)
     apply(root_module, chosen, wrapper_cls, kwargs)
 
 

@@ -19,8 +19,9 @@ Worked example: ``root(block0, block1)`` with all three wrapped. Each wrapper ha
 creates one root state of three units and stores it in all three wrappers. If ``block0(x)`` ran alone before, it has a
 root state with one unit, which the new root state replaces. See ``engine/root.py``.
 
-``parameters()`` returns one flat parameter for each unit instead of the original parameters. The class
-``FullyShardedDataParallel`` in ``fully_sharded_data_parallel.py`` adds the constructor and the methods that users call.
+``parameters()`` returns one flat parameter for each unit instead of the original parameters. Classes that are derived
+from `Wrapper` add methods: ``names.py``, ``training.py`` and ``compat/wrapper_names.py``. The class
+``FullyShardedDataParallel`` in ``fully_sharded_data_parallel.py`` joins them and adds the methods for state dicts.
 
 *In torch:* ``fully_sharded_data_parallel.py``, 2167 lines, 140 of them in the constructor and ``forward``. Instead of
 the attributes above, a class ``_FSDPState`` has about thirty attributes, which free functions set.
@@ -30,14 +31,17 @@ Spec: CTOR, SHARD, HYB, FWD, NAMES-01, NAMES-06.
 
 from __future__ import annotations
 
-import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 import torch
 from torch import nn
 
+from minifsdp.cases import full_precision_evaluation
+from minifsdp.cases.all_cases import CASES
+from minifsdp.cases.buffer_dtypes import cast_buffers
+from minifsdp.cases.compiled_models import warn_if_compiled
 from minifsdp.engine import validation
 from minifsdp.engine.events import events
 from minifsdp.engine.flat import FlatLayout
@@ -47,11 +51,11 @@ from minifsdp.engine.messages import message
 from minifsdp.engine.precision import Precision, cast_floating, move
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.root import RootState
+from minifsdp.engine.schedule import BackwardPrefetch
 from minifsdp.engine.unit import Phase, Unit, UnitPolicy, modules_of_unit
 from minifsdp.fsdp1 import build, initial, wrap
-from minifsdp.fsdp1.compiling import warn_if_compiled
 from minifsdp.fsdp1.ignored import find_ignored
-from minifsdp.fsdp1.options import CPUOffload, MixedPrecision, Options, ProcessGroups, ShardingStrategy
+from minifsdp.fsdp1.options import CPUOffload, MixedPrecision, ProcessGroupType, ShardingStrategy
 
 WRAPPED = "_fsdp_wrapped_module"
 PREFIX = WRAPPED + "."
@@ -79,85 +83,110 @@ class Wrapper(nn.Module):
 
     Args:
         module: the module to wrap.
-        options: the arguments of the user.
         inner_class: the class that an auto-wrap policy wraps inner modules with.
+
+    `minifsdp.FullyShardedDataParallel` documents the other arguments.
     """
 
-    def __init__(self, module: nn.Module, options: Options, inner_class: type[Wrapper]) -> None:
-        build.check_options(module, options)
+    _root_state: RootState | None = None
+    _comm_hook: Callable[..., Any] | None = None
+    _comm_hook_state: object = None
+    _is_inner = _is_outermost = _shows_clean_names = False
+    # Whether the strategy reshards the unit after forward, unless this wrapper is the root.
+    _reshards = False
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inner_class: type[Wrapper],
+        *,
+        process_group: ProcessGroupType,
+        sharding_strategy: ShardingStrategy | None,
+        cpu_offload: CPUOffload | None,
+        auto_wrap_policy: Any,
+        backward_prefetch: BackwardPrefetch | None,
+        mixed_precision: MixedPrecision | None,
+        ignored_modules: Iterable[nn.Module] | None,
+        param_init_fn: Callable[[nn.Module], None] | None,
+        device_id: int | torch.device | None,
+        sync_module_states: bool,
+        forward_prefetch: bool,
+        limit_all_gathers: bool,
+        use_orig_params: bool,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
+        device_mesh: Any,
+    ) -> None:
+        build.check_arguments(module, sharding_strategy, auto_wrap_policy)
         super().__init__()
-        strategy = options.sharding_strategy or ShardingStrategy.FULL_SHARD
-        self._ignored_modules, self._ignored_params = find_ignored(
-            module, options.ignored_modules, options.ignored_states, is_wrapper
-        )
-        self.compute_device = build.compute_device(module, options.device_id, self._ignored_params)
+        ignored = find_ignored(module, ignored_modules, ignored_states, is_wrapper)
+        self._ignored_modules, self._ignored_params = ignored
+        self.compute_device = build.compute_device(module, device_id, self._ignored_params)
         validation.check_one_api(module, "FullyShardedDataParallel")
-        self._mesh, groups = build.choose_mesh(options, strategy, self.compute_device)
+        strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
+        given = process_group if device_mesh is None else build.groups_of_mesh(process_group, device_mesh, strategy)
+        has_policy = auto_wrap_policy is not None
+        self._mesh, groups = build.choose_mesh(given, strategy, self.compute_device, has_policy=has_policy)
         # With a hybrid strategy, this is the shard group.
         self.process_group = groups[0] if isinstance(groups, tuple) else groups
-        self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
-        self._device_mesh = options.device_mesh
+        self.rank = self.process_group.rank()
+        self.world_size = self.process_group.size()
+        self._device_mesh = device_mesh
         self.sharding_strategy = build.strategy_on(self._mesh, strategy)
-        self.cpu_offload = options.cpu_offload or CPUOffload()
-        self.backward_prefetch, self.forward_prefetch = options.backward_prefetch, options.forward_prefetch
-        self.limit_all_gathers, self._use_orig_params = options.limit_all_gathers, options.use_orig_params
-        self.mixed_precision = options.mixed_precision or MixedPrecision()
-        # Older torch versions read this environment variable, and programs still set it.
-        self._full_precision_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
+        self.cpu_offload = cpu_offload or CPUOffload()
+        self.backward_prefetch = backward_prefetch
+        self.forward_prefetch = forward_prefetch
+        self.limit_all_gathers = limit_all_gathers
+        self.mixed_precision = mixed_precision or MixedPrecision()
+        self._use_orig_params = use_orig_params
+        self._full_precision_in_eval = full_precision_evaluation.is_on()
         self._buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
-        self._root_state: RootState | None = None
-        self._comm_hook: Callable[..., Any] | None = None
-        self._comm_hook_state: object = None
         # Values in state dicts that use the memory of a buffer or an ignored parameter.
         self._shared_values: list[weakref.ref[torch.Tensor]] = []
-        self._is_inner = self._is_outermost = self._shows_clean_names = False
-        # Whether the strategy reshards the unit after forward, unless this wrapper is the root.
-        self._reshards = False
-        if options.auto_wrap_policy is not None:
-            wrap.auto_wrap(
-                module,
-                options.auto_wrap_policy,
-                inner_class,
-                self._options_of_inner(options, groups),
-                self._ignored_modules,
-                self._ignored_params,
-            )
+        if has_policy:
+            options = {
+                "process_group": groups if device_mesh is None else None,
+                "device_mesh": device_mesh,
+                # With ignored modules, pass modules, because an inner unit must ignore their buffers too.
+                "ignored_modules": self._ignored_modules or None,
+                "ignored_states": None if self._ignored_modules else self._ignored_params,
+                "sharding_strategy": sharding_strategy,
+                "cpu_offload": cpu_offload,
+                "backward_prefetch": backward_prefetch,
+                "mixed_precision": mixed_precision,
+                "param_init_fn": param_init_fn,
+                "device_id": device_id,
+                "sync_module_states": sync_module_states,
+                "forward_prefetch": forward_prefetch,
+                "limit_all_gathers": limit_all_gathers,
+                "use_orig_params": use_orig_params,
+            }
+            wrap.auto_wrap(module, auto_wrap_policy, inner_class, options, *ignored)
         for wrapper in Wrapper.fsdp_modules(module):
             wrapper._is_inner = True
         self.add_module(WRAPPED, module)
         modules = self._own_modules()
-        self._initialize(modules, options)
+        self._initialize(modules, param_init_fn, moves=device_id is not None, synchronizes=sync_module_states)
         self._unit = self._make_unit(module, modules)
         events.sharded([("", self), *modules_of_unit([module], is_wrapper)])
-
-    def _options_of_inner(self, options: Options, groups: ProcessGroups) -> dict[str, Any]:
-        """Arguments for the units of an auto-wrap policy: these options with groups and ignored modules resolved."""
-        return {
-            **vars(options),
-            "process_group": groups if options.device_mesh is None else None,
-            "auto_wrap_policy": None,
-            # If the user passed modules, pass modules, because an inner unit must ignore their buffers too.
-            "ignored_modules": self._ignored_modules or None,
-            "ignored_states": None if self._ignored_modules else self._ignored_params,
-        }
 
     def _own_modules(self) -> list[tuple[str, nn.Module]]:
         """The modules whose own parameters and buffers this wrapper manages, with their paths."""
         inside = modules_of_unit([self.module], is_wrapper)
         return [(path, module) for path, module in inside if module not in self._ignored_modules]
 
-    def _initialize(self, modules: list[tuple[str, nn.Module]], options: Options) -> None:
+    def _initialize(
+        self, modules: list[tuple[str, nn.Module]], param_init_fn: Any, *, moves: bool, synchronizes: bool
+    ) -> None:
         """Materializes this unit's initial values, moves them to the device and, if requested, broadcasts them."""
-        ignored = {*self._ignored_params, *build.flattened_in(modules)}
-        initial.materialize(modules, options.param_init_fn, self.compute_device, ignored)
+        device = self.compute_device
+        initial.materialize(modules, param_init_fn, device, self._ignored_params)
         self._ignored_params = initial.current(self._ignored_params)
-        ignored = initial.current(ignored)
-        if options.device_id is not None:
-            initial.move_modules(modules, self.compute_device, ignored)
+        if moves:
+            initial.move_modules(modules, device, self._ignored_params)
         else:
-            initial.shard_in_place(modules, self.compute_device, ignored, sends=options.sync_module_states)
-        if options.sync_module_states:
-            initial.synchronize(modules, self._mesh, ignored, type(self.module).__name__)
+            initial.shard_in_place(modules, device, self._ignored_params, sends=synchronizes)
+        if synchronizes:
+            initial.synchronize(modules, self._mesh, self._ignored_params, type(self.module).__name__)
 
     def _make_unit(self, module: nn.Module, modules: list[tuple[str, nn.Module]]) -> build.FlatUnit | None:
         """Creates the unit of the parameters that no inner wrapper manages. Returns ``None`` if there are none."""
@@ -211,7 +240,7 @@ class Wrapper(nn.Module):
             if is_outermost_call and self._shared_values:
                 self._copy_shared_values()
             if is_outermost_call and self._full_precision_in_eval:
-                self._choose_precision()
+                full_precision_evaluation.choose_precision(Wrapper.fsdp_modules(self))
             args, kwargs = self._prepare_inputs(args, kwargs, is_outermost_call)
             if unit is not None:
                 root_state.iteration.pre_forward(unit)
@@ -229,33 +258,23 @@ class Wrapper(nn.Module):
         if is_outermost_call:
             output = root_state.end_forward(output)
             if self._full_precision_in_eval and not torch.is_grad_enabled():
-                self._choose_precision(for_backward=True)
+                full_precision_evaluation.choose_precision(Wrapper.fsdp_modules(self), for_backward=True)
         return output
 
-    def _choose_precision(self, *, for_backward: bool = False) -> None:
-        """Selects full precision for modules in evaluation mode. An earlier recorded forward keeps its precision."""
-        for wrapper in Wrapper.fsdp_modules(self):
-            wrapper._cast_buffers()
-            unit, stored = wrapper._unit, not wrapper.module.training
-            if unit is not None and for_backward and unit.awaits_backward:
-                stored = unit.layout.is_recorded_stored
-            if unit is not None and unit.layout.is_stored is not stored:
-                unit.reshard()
-                unit.layout.use_stored_dtype(stored)
-                unit.plan_reductions()
-                if stored:
-                    unit.plan.use(unit.layout.dtype)
-
     def _prepare_inputs(self, args: Any, kwargs: Any, is_outermost_call: bool) -> tuple[Any, Any]:
-        device, chosen, unit = self.compute_device, self.mixed_precision, self._unit
+        device = self.compute_device
+        chosen = self.mixed_precision
+        unit = self._unit
         dtype = chosen.param_dtype
         casts = chosen.cast_root_forward_inputs if self._is_outermost else chosen.cast_forward_inputs
         casts = casts and (self.module.training or not self._full_precision_in_eval)
         if unit is not None and unit.layout.is_summoned:
             # The full parameters have the stored dtype, and they may be on the CPU.
             first = unit.layout.parameters[0]
-            full_param, casts = getattr(first.module, first.name), dtype is not None
-            device, dtype = full_param.device, full_param.dtype.to_real()
+            full_param = getattr(first.module, first.name)
+            casts = dtype is not None
+            device = full_param.device
+            dtype = full_param.dtype.to_real()
         if is_outermost_call and self.compute_device.type != "cpu":
             args, kwargs = move(device, (args, kwargs))
         if casts and dtype is not None:
@@ -302,6 +321,7 @@ class Wrapper(nn.Module):
             [(name, wrapper._unit) for name, wrapper in wrappers if wrapper._unit is not None],
             self._unit,
             self.compute_device,
+            cases=CASES,
             backward_prefetch=self.backward_prefetch,
             forward_prefetch=self.forward_prefetch,
             limit_all_gathers=self.limit_all_gathers,
@@ -313,30 +333,8 @@ class Wrapper(nn.Module):
                 # The backward of the root runs right after its forward.
                 is_kept = wrapper is self and self._mesh.shard is not None
                 wrapper._unit.update_policy(reshard_after_forward=wrapper._reshards and not is_kept)
-            wrapper._cast_buffers()
+            cast_buffers(wrapper)
         return root_state
-
-    def _cast_buffers(self) -> None:
-        dtype = self.mixed_precision.buffer_dtype
-        if dtype is None:
-            return
-        stored = self._full_precision_in_eval and not self.module.training
-        for _, owner in self._own_modules():
-            for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False):
-                if buffer.is_floating_point():
-                    key = owner, name
-                    if not stored and buffer.dtype is not dtype:
-                        buffer._stored_dtype = buffer.dtype  # type: ignore[attr-defined]
-                    # Another module may have cast the buffer.
-                    before = self._buffer_dtypes.get(key, buffer.dtype)
-                    self._buffer_dtypes[key] = getattr(buffer, "_stored_dtype", before)
-                    cast = buffer.to(self._buffer_dtypes[key] if stored else dtype)
-                    if self._full_precision_in_eval:
-                        # A pending backward may have saved the buffer.
-                        setattr(owner, name, cast)
-                    else:
-                        # Modules that share the buffer still share it.
-                        buffer.data = cast
 
     @outside_inference_mode
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:

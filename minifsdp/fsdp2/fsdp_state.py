@@ -10,12 +10,14 @@ Worked example: ``fully_shard(block0)``, ``fully_shard(block1)``, ``fully_shard(
 ``model(batch)`` runs the hook of the third state first, so this state becomes the root. It finds the other two states
 in its submodules and creates one root state for all three.
 
-Three cases that a wrapper does not have to handle:
+Two situations that a wrapper does not have to handle:
 
-1. Several modules can share one unit. It is all-gathered before the first of them runs and resharded after the last.
-2. An exception in forward skips the forward hook. ``FSDPModule.__call__`` catches it and calls `fail_calls`.
-3. A module can call itself, for example in a recursive tree module, or in a ``generate`` method that calls
+1. An exception in forward skips the forward hook. ``FSDPModule.__call__`` catches it and calls `fail_calls`.
+2. A module can call itself, for example in a recursive tree module, or in a ``generate`` method that calls
    ``self(token)``. The state keeps a list of its running calls. A call of a module in this list is an inner call.
+
+*Extension point.* A case can be a subclass of `FSDPState` that overrides `begins_unit`, `leave` and `end_forward`, see
+``minifsdp/cases/module_lists.py``. ``fully_shard`` chooses the class.
 
 *In torch:* ``FSDPState``, with the same two hooks. After an exception, users must call ``reset_iter_state``.
 
@@ -24,18 +26,18 @@ Spec: FS2-09, FS2-13, FS2-17, FS2-21, FS2-MP-04 to FS2-MP-06, NEW-04, NEW-15.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
-from minifsdp.compat.composable import ParamGroup
+from minifsdp.cases.all_cases import CASES
+from minifsdp.cases.torch_attributes import TorchAttributes
 from minifsdp.engine.comm_streams import CommStreams
+from minifsdp.engine.hooks import IterationState
 from minifsdp.engine.messages import message
 from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.precision import cast_floating, move
-from minifsdp.engine.requested import with_newest_node
 from minifsdp.engine.root import RootState
 from minifsdp.engine.schedule import BackwardPrefetch
 from minifsdp.engine.unit import Phase, Unit
@@ -59,7 +61,8 @@ def states_in(module: nn.Module) -> list[tuple[str, FSDPState]]:
     return [(", ".join(found), state) for state, found in names.items()]
 
 
-class FSDPState:
+# The base classes are cases, see ``minifsdp/cases``.
+class FSDPState(TorchAttributes):
     """The state of one ``fully_shard`` call.
 
     Args:
@@ -81,21 +84,17 @@ class FSDPState:
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | int | None,
     ) -> None:
-        # Libraries read `_mp_policy` and the attributes at the end of this class, see ``compat/composable.py``.
+        # Libraries read `_mp_policy` and `_is_root`.
         self.modules, self.unit, self.device, self._mp_policy = modules, unit, device, policy
         self.reshard_after_forward = reshard_after_forward
         self.root_state: RootState | None = None
-        # Libraries read this attribute. It is ``None`` before the first forward.
+        # ``None`` before the first forward.
         self._is_root: bool | None = None
         self.shared_comm_streams: CommStreams | None = None
         self._has_begun = False
-        # 1. Modules of this state that have not run yet in the current forward, and the number of that forward.
-        self._waiting: set[nn.Module] = set()
-        self._waits_in = 0
         self.running: list[nn.Module] = []
-        self._is_recorded = False
-        # States with the same root state that have several modules.
-        self._grouped: list[FSDPState] = []
+        # States of cases with the same root state.
+        self._cases: list[FSDPState] = []
         for module in modules:
             module.__dict__[ATTRIBUTE] = self
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
@@ -116,21 +115,11 @@ class FSDPState:
                 args, kwargs = move(self.device, (args, kwargs))
         if self._mp_policy.param_dtype is not None and self._mp_policy.cast_forward_inputs:
             args, kwargs = cast_floating(self._mp_policy.param_dtype, (args, kwargs))
-        # 3. An inner call uses the parameters that the outer call has all-gathered.
-        if is_inner or self.unit is None or self._is_between(root_state, self.unit):
+        # 2. An inner call uses the parameters that the outer call has all-gathered.
+        if is_inner or self.unit is None or not self.begins_unit(root_state.iteration, self.unit):
             return args, kwargs
         root_state.iteration.pre_forward(self.unit)
         return root_state.iteration.backward_hooks[self.unit].watch_inputs((args, kwargs))
-
-    def _is_between(self, root_state: RootState, unit: Unit) -> bool:
-        """1. Whether another module of this state has already run, and all-gathered the unit, in this forward."""
-        if len(self.modules) == 1 or unit.phase is Phase.PRE_BACKWARD:
-            return False
-        if self._waiting and self._waits_in == root_state.iteration.num_forwards:
-            return True
-        # The latest forward may have failed between the modules.
-        self._waiting, self._waits_in, self._is_recorded = set(self.modules), root_state.iteration.num_forwards, False
-        return False
 
     def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """The forward hook. Returns the output to pass to the caller."""
@@ -142,32 +131,36 @@ class FSDPState:
         if module in self.running:
             return output
         if self.unit is not None and self.unit.phase is not Phase.PRE_BACKWARD:
-            if self.unit.policy.reshard_after_forward:
-                output = with_newest_node(output)
-            # 1. Hook each module's output, because any of the modules can be the last to run.
-            self._leave(root_state, self.unit, {module}, (args, kwargs), output)
+            output = self.leave(root_state.iteration, self.unit, {module}, (args, kwargs), output)
         elif self._has_begun:
             root_state.iteration.watch(output)
         if self._has_begun:
             self._has_begun = False
-            for state in self._grouped:
-                if state.unit is not None and state._waiting and state._waits_in == root_state.iteration.num_forwards:
-                    # Some modules of this state were not called in this forward. The model may use their parameters
-                    # anyway, and backward may reach them before it reaches an output of the other modules.
-                    state._leave(root_state, state.unit, state._waiting, (args, kwargs), output)
+            for state in self._cases:
+                output = state.end_forward(root_state.iteration, (args, kwargs), output)
             output = root_state.end_forward(output)
         return output
 
-    def _leave(self, root_state: RootState, unit: Unit, modules: set[nn.Module], inputs: Any, output: Any) -> None:
-        """Called when ``modules`` have finished. If no others are left, ends the forward of the unit."""
-        self._is_recorded |= root_state.iteration.watch_output(unit, inputs, output)
-        self._waiting -= modules
-        if not self._waiting:
-            is_recorded, self._is_recorded = self._is_recorded, False
-            root_state.iteration.leave_forward(unit, is_recorded=is_recorded)
+    # --- overridden by cases ---
+
+    def begins_unit(self, iteration: IterationState, unit: Unit) -> bool:
+        """Whether this call of a module begins the forward of the unit."""
+        return True
+
+    def leave(self, iteration: IterationState, unit: Unit, modules: set[nn.Module], inputs: Any, output: Any) -> Any:
+        """Called when ``modules`` have finished. Ends the forward of the unit. Returns the output to use."""
+        output, is_recorded = iteration.watch_output(unit, inputs, output)
+        iteration.leave_forward(unit, is_recorded=is_recorded)
+        return output
+
+    def end_forward(self, iteration: IterationState, inputs: Any, output: Any) -> Any:
+        """Called with the inputs and the output of the outermost call. Returns the output. Only called for cases."""
+        return output
+
+    # --- after an exception ---
 
     def fail_calls(self, num_running: int) -> None:
-        """2. Called after an exception in a call of a module.
+        """1. Called after an exception in a call of a module.
 
         Args:
             num_running: the number of running calls before this call. The calls after them have ended.
@@ -180,7 +173,6 @@ class FSDPState:
     def break_off(self) -> None:
         """Resets the root state after an exception, so that a new iteration can begin."""
         self._has_begun = False
-        self._waiting.clear()
         if self.root_state is not None:
             self.root_state.fail_forward()
 
@@ -209,41 +201,14 @@ class FSDPState:
             [(name, state.unit) for state, name in found.items() if state.unit is not None],
             self.unit,
             self.device,
+            cases=CASES,
             backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
             forward_prefetch=False,
             limit_all_gathers=False,
             comm_streams=self.shared_comm_streams,
         )
-        grouped = [state for state in found if len(state.modules) > 1]
+        cases = [state for state in found if type(state) is not FSDPState]
         for state in found:
-            state.root_state, state._grouped = root_state, grouped
+            state.root_state, state._cases = root_state, cases
             state._is_root = state is self
         return root_state
-
-    # --- attributes that libraries read ---
-
-    # The pipeline schedules of torch before 2.15 call a method of each of these states, and
-    # `_root_post_backward_final_callback` after it, which is enough.
-    _state_ctx = SimpleNamespace(all_states=())
-
-    def _root_post_backward_final_callback(self) -> None:
-        """Reduces all gradients after the last micro-batch, if a pipeline schedule has split each backward.
-
-        The gradients of the weights are then computed by ``autograd.grad``, which calls no hooks of the unit.
-        """
-        iteration = self.current_root_state().iteration
-        iteration.begin_finish()
-        iteration.finish()
-
-    @property
-    def _comm_ctx(self) -> object:
-        """The same object for states that share communication streams."""
-        return self.shared_comm_streams or self
-
-    @property
-    def _fsdp_param_groups(self) -> list[ParamGroup]:
-        return [] if self.unit is None else [ParamGroup(self.unit, self._mp_policy, self.reshard_after_forward)]
-
-    @property
-    def _fsdp_param_group(self) -> ParamGroup | None:
-        return next(iter(self._fsdp_param_groups), None)

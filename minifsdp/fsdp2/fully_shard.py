@@ -30,8 +30,9 @@ from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from minifsdp.arguments import FUNCTION_OR_NONE, MESH, PARAMETERS, PRECISION_POLICY, Kind, require
-from minifsdp.checkpoint import loading
+from minifsdp.cases.of_fully_shard import BUCKETS, PLACEMENTS, POLICIES, STATES
 from minifsdp.checks.attach import attach
+from minifsdp.checks.initial_weights import compare_while_debugging
 from minifsdp.compat import composable
 from minifsdp.engine import validation
 from minifsdp.engine.events import events
@@ -44,10 +45,8 @@ from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.sharded_param import Options, ShardedParam
 from minifsdp.engine.unit import Unit, UnitPolicy, modules_of_unit
 from minifsdp.fsdp2.fsdp_state import FSDPState, state_of
-from minifsdp.fsdp2.initial import compare_while_debugging
 from minifsdp.fsdp2.module import sharded_class
 from minifsdp.fsdp2.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from minifsdp.fsdp2.reshard import choose_reshard
 
 # Torch's own CPUOffloadPolicy would be treated as no offload.
 _OFFLOAD = Kind(
@@ -103,7 +102,11 @@ def fully_shard(
     require(PRECISION_POLICY, "fully_shard", mp_policy=mp_policy)
     require(_OFFLOAD, "fully_shard", offload_policy=offload_policy)
     require(PARAMETERS, "fully_shard", ignored_params=ignored_params)
-    _refuse_unsupported(mp_policy, dp_mesh_dims)
+    if dp_mesh_dims is not None:
+        raise NotImplementedError(message("dp-mesh-dims"))
+    # Policies of torch before 2.15 do not have this field.
+    if getattr(mp_policy, "param_dtype_override_fn", None) is not None:
+        raise NotImplementedError(message("dtype-override"))
     modules = _checked_modules(module)
     mesh = mesh if mesh is not None else _default_mesh()
     # With the index of the current device.
@@ -115,24 +118,24 @@ def fully_shard(
     params = _sharded_params(parameters, mesh, shard_placement_fn)
     compare_while_debugging(params)
     events.sharded(modules_of_unit(modules, lambda one: state_of(one) is not None))
-    options = _options(device, mp_policy, offload_policy)
+    options = Options(
+        device,
+        Precision(mp_policy.param_dtype, mp_policy.reduce_dtype),
+        offload=isinstance(offload_policy, CPUOffloadPolicy),
+        pin=getattr(offload_policy, "pin_memory", False),
+        cases=[case(mp_policy) for case in BUCKETS],
+    )
     unit = _make_unit(modules[0], params, options, reshard_after_forward) if params else None
     # 3. The state registers the hooks.
-    state = FSDPState(modules, unit, device, mp_policy, reshard_after_forward)
+    create = next((case for case in STATES if case.takes(modules)), FSDPState)
+    state = create(modules, unit, device, mp_policy, reshard_after_forward)
     # 4. Add the methods, the hooks for state dicts, and the registration that libraries read.
     for one in modules:
         one.__class__ = sharded_class(type(one))  # type: ignore[arg-type]
-    loading.register_hooks(state)
+    for extend in events.states:
+        extend(state)
     composable.register(state, modules)
     return module
-
-
-def _refuse_unsupported(mp_policy: Any, dp_mesh_dims: Any) -> None:
-    if dp_mesh_dims is not None:
-        raise NotImplementedError(message("dp-mesh-dims"))
-    # Policies of torch before 2.15 do not have this field.
-    if getattr(mp_policy, "param_dtype_override_fn", None) is not None:
-        raise NotImplementedError(message("dtype-override"))
 
 
 class NoModulesError(ValueError, IndexError):
@@ -188,14 +191,11 @@ def _move_to(
     device: torch.device, owners: list[tuple[str, nn.Module]], parameters: dict[nn.Parameter, ParamInfo]
 ) -> None:
     """Moves parameters and buffers to the compute device, unless they are on the meta device (FS2-15)."""
-    for parameter in parameters:
-        if parameter.device != device and parameter.device.type != "meta":
-            parameter.data = parameter.data.to(device)
-    for _, module in owners:
-        for buffer in module.buffers(recurse=False):
-            if buffer.device != device and buffer.device.type != "meta":
-                # Modules that share a buffer still share it.
-                buffer.data = buffer.to(device)
+    buffers = [buffer for _, module in owners for buffer in module.buffers(recurse=False)]
+    for tensor in (*parameters, *buffers):
+        if tensor.device != device and tensor.device.type != "meta":
+            # The same tensor object, so that modules that share it still share it.
+            tensor.data = tensor.data.to(device)
 
 
 def _sharded_params(
@@ -207,26 +207,12 @@ def _sharded_params(
     for parameter, info in parameters.items():
         placement: Any = placement_fn(parameter) if placement_fn else None
         own_mesh = mesh
-        if hasattr(placement, "mesh_info"):
-            placement, own_mesh = placement.placement, _mesh_of(placement.mesh_info, info.path)
+        for case in PLACEMENTS:
+            placement, own_mesh = case(placement, own_mesh, info.path)
         if own_mesh not in mesh_groups:
             mesh_groups[own_mesh] = _groups_of(own_mesh)
         found.append(ShardedParam(info, parameter, own_mesh, mesh_groups[own_mesh], placement))
     return found
-
-
-def _mesh_of(info: Any, path: str) -> DeviceMesh:
-    mesh: DeviceMesh = info.mesh
-    axes = (info.shard_mesh_dim,) if info.replicate_mesh_dim is None else (info.replicate_mesh_dim, info.shard_mesh_dim)
-    if axes != tuple(range(mesh.ndim)):
-        raise ValueError(message("placement-mesh", path=path, ndim=mesh.ndim, axes=axes))
-    return mesh
-
-
-def _options(device: torch.device, mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy | None) -> Options:
-    offload = isinstance(offload_policy, CPUOffloadPolicy)
-    pin = isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory
-    return Options(device, Precision(mp_policy.param_dtype, mp_policy.reduce_dtype), offload, pin, mp_policy)
 
 
 def _make_unit(
@@ -236,8 +222,9 @@ def _make_unit(
     layout = PerParameterLayout(params, options)
     dtype = options.precision.reduces_in(layout.dtype)
     plans = [ReducePlan.mean(groups, dtype) for groups in dict.fromkeys(param.mesh_groups for param in params)]
-    unit = Unit(module, layout, plans, options.precision, UnitPolicy(reshard_after_forward=True))
-    choose_reshard(unit, True if reshard is None else reshard)
+    unit = Unit(module, layout, plans, options.precision, UnitPolicy(reshard_after_forward=reshard is not False))
+    for case in POLICIES:
+        case(unit, reshard)
     return unit
 
 

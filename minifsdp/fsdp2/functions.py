@@ -1,16 +1,12 @@
-"""Functions for ``fully_shard`` modules: manual all-gathers, other methods as forward, shared communication streams.
+"""Functions for ``fully_shard`` modules: other methods as forward, shared communication streams.
 
-``unshard`` issues the all-gather that otherwise the module's forward issues. A training step does not need it, because
-the schedule prefetches automatically. Worked example, two blocks: while ``block0`` computes,
-``block1.unshard(async_op=True)`` issues the all-gather of ``block1``. The forward of ``block1`` then only waits for it.
-
-Another example, text generation. ``model.generate(tokens)`` calls ``self(tokens)`` in a loop, and uses the parameters
-of ``model`` in between. After ``register_fsdp_forward_method(model, "generate")``, the parameters are all-gathered once
+Worked example, text generation. ``model.generate(tokens)`` calls ``self(tokens)`` in a loop, and uses the parameters of
+``model`` in between. After ``register_fsdp_forward_method(model, "generate")``, the parameters are all-gathered once
 for the whole call.
 
-*In torch:* ``_fully_shard.py`` has functions of the same names; ``FSDPParamGroup`` has ``unshard``.
+*In torch:* ``_fully_shard.py`` has functions of the same names.
 
-Spec: FS2-19, FS2-20, NEW-13, NEW-17.
+Spec: NEW-13, NEW-17.
 """
 
 import functools
@@ -22,49 +18,8 @@ from torch import nn
 from minifsdp.arguments import METHOD_NAME, MODULE, MODULES, require
 from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.messages import message
-from minifsdp.engine.unit import State, Unit
-from minifsdp.fsdp2.fsdp_state import FSDPState, state_of
-
-
-class UnshardHandle:
-    """The handle that ``unshard(async_op=True)`` returns (FS2-20)."""
-
-    def __init__(self) -> None:
-        self._unit: Unit | None = None
-
-    def wait(self) -> None:
-        """Waits for the all-gather and registers the unsharded parameters. You can call it twice, or never."""
-        # After a reshard there is nothing to wait for.
-        if self._unit is not None and self._unit.state is not State.SHARDED:
-            self._unit.wait()
-            self._unit.layout.use_unsharded_params()
-
-
-def issue_all_gather(state: FSDPState) -> UnshardHandle:
-    """Issues the all-gather of the unit. The forward of the module then only waits for it."""
-    handle, unit = UnshardHandle(), state.unit
-    if unit is not None:
-        root_state = state.current_root_state()
-        # As at the start of an iteration, the user may have replaced or modified the sharded parameters.
-        unit.layout.accept_replacements()
-        root_state.comm_streams.all_gather.wait_compute()
-        if unit.layout.is_stale():
-            unit.reshard()
-        unit.unshard()
-        handle._unit = unit
-    return handle
-
-
-def listed(module: Any) -> FSDPState:
-    """The state of one module in a list that the user passed.
-
-    Raises:
-        ValueError: if ``fully_shard`` was not called on it.
-    """
-    state = state_of(module) if isinstance(module, nn.Module) else None
-    if state is None:
-        raise ValueError(message("expects-fsdp-module", type=type(module).__name__))
-    return state
+from minifsdp.fsdp2.fsdp_state import state_of
+from minifsdp.fsdp2.module import listed
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

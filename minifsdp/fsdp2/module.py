@@ -18,50 +18,50 @@ Spec: FS2-02, FS2-19, FS2-20, FS2-27, FS2-28, FS2-PREF, FS2-SYNC, NEW-06 to NEW-
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
+from torch import nn
 
 from minifsdp.arguments import FACTOR, FUNCTION, MODULES, SWITCH, Kind, is_a, require
+from minifsdp.cases.ddp_around import RefusesDDP
+from minifsdp.cases.manual_finalization import ManualFinalization
+from minifsdp.cases.unsupported_methods import UnsupportedMethods, without_methods
 from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.lifetime import outside_inference_mode
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.root import RootState
-from minifsdp.engine.unit import Unit
-from minifsdp.fsdp2.finalize import GradientReductionHandle, issue_reductions
+from minifsdp.engine.unit import State, Unit
 from minifsdp.fsdp2.fsdp_state import ATTRIBUTE, FSDPState, state_of, states_in
-from minifsdp.fsdp2.functions import UnshardHandle, issue_all_gather, listed
-from minifsdp.fsdp2.reshard import choose_reshard
 
-INTEGER = Kind("an integer", lambda value: isinstance(value, int) and not isinstance(value, bool))
-POSITIVE = Kind("at least 1", lambda value: value >= 1, ValueError)
 RESHARD = Kind("a bool here; a number of ranks can be chosen when fully_shard() is called", is_a(bool), ValueError)
 
 
-class _IgnoredByDDP:
-    """The list of ignored parameters that `DistributedDataParallel` reads first. The user can replace the list."""
+class UnshardHandle:
+    """The handle that ``unshard(async_op=True)`` returns (FS2-20)."""
 
-    def __get__(self, module: Any, owner: type | None = None) -> Iterator[str]:
-        """Returns a new iterator. It raises an error when the first name is read, so the attribute itself exists."""
-        for unit in _units(module, recurse=True) if module is not None else ():
-            name, mesh = unit.layout.full_name(unit.layout.parameters[0].path), unit.plan.mesh
-            group = mesh.shard or mesh.replicate
-            raise RuntimeError(message("ddp-around", name=name, ranks=group and group.ranks))
-        yield from ()
+    def __init__(self) -> None:
+        self._unit: Unit | None = None
+
+    def wait(self) -> None:
+        """Waits for the all-gather and registers the unsharded parameters. You can call it twice, or never."""
+        # After a reshard there is nothing to wait for.
+        if self._unit is not None and self._unit.state is not State.SHARDED:
+            self._unit.wait()
+            self._unit.layout.use_unsharded_params()
 
 
-class FSDPModule:
+# The base classes are cases with methods of their own, see ``minifsdp/cases``.
+class FSDPModule(ManualFinalization, RefusesDDP, UnsupportedMethods):
     """A module on which ``fully_shard`` was called, never constructed directly. All ranks must set equal options."""
-
-    _ddp_params_and_buffers_to_ignore = _IgnoredByDDP()
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Creates a module of the original class, so ``model[:2]`` of a sharded ``Sequential`` is not sharded."""
-        # In this order, the class itself is the first and `FSDPModule` is the second.
-        return cls.__mro__[2](*args, **kwargs)
+        # `sharded_class` creates a class with the base classes `FSDPModule` and the original class.
+        return cls.__bases__[1](*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Raises an error, because shards and hooks cannot be copied individually (NEW-22)."""
@@ -89,7 +89,16 @@ class FSDPModule:
         Args:
             async_op: whether to return a handle immediately. The module's forward waits for the all-gather itself.
         """
-        handle = issue_all_gather(self._get_fsdp_state())
+        handle, state = UnshardHandle(), self._get_fsdp_state()
+        if state.unit is not None:
+            root_state = state.current_root_state()
+            # As at the start of an iteration, the user may have replaced or modified the sharded parameters.
+            state.unit.layout.accept_replacements()
+            root_state.comm_streams.all_gather.wait_compute()
+            if state.unit.layout.is_stale():
+                state.unit.reshard()
+            state.unit.unshard()
+            handle._unit = state.unit
         if async_op:
             return handle
         handle.wait()
@@ -119,37 +128,6 @@ class FSDPModule:
         require(SWITCH, "set_is_last_backward", is_last_backward=is_last_backward)
         self._get_fsdp_state().current_root_state().iteration.is_last_backward = is_last_backward
 
-    def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Sets whether only `finalize_backward` ends an iteration (NEW-25). Call it on the root, before a forward.
-
-        Raises:
-            RuntimeError: if the module is not the root, or the iteration has begun with the other choice.
-        """
-        require(SWITCH, "set_manual_backward_finalization", enabled=enabled)
-        iteration = self._as_root("set_manual_backward_finalization").iteration
-        if enabled != iteration.is_manual and (iteration.in_backward or iteration.is_open):
-            raise RuntimeError(message("manual-changed"))
-        iteration.is_manual = enabled
-
-    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduces the gradients that backwards have left, and ends the iteration (NEW-25). Call it on the root.
-
-        Args:
-            async_op: whether to return a handle immediately. Call its ``wait()`` before the gradients are used, and
-                before the next forward.
-
-        Raises:
-            RuntimeError: if the module is not the root, a forward or a backward is running, the iteration is not
-                manual, the handle of an earlier call was not waited for, or a gradient is not all-reduced.
-        """
-        handle = GradientReductionHandle()
-        if self._get_fsdp_state().root_state is not None:
-            handle = issue_reductions(self._as_root("finalize_backward"))
-        if async_op:
-            return handle
-        handle.wait()
-        return None
-
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Sets whether backward reduces gradients. If ``False``, they stay unsharded and accumulate (FS2-SYNC-01).
 
@@ -169,17 +147,13 @@ class FSDPModule:
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Sets the factor by which this module's gradients are divided, instead of the number of ranks (NEW-10)."""
         require(FACTOR, "set_gradient_divide_factor", factor=factor)
-        for unit in _units(self, recurse=False):
-            for plan in unit.plans:
-                plan.scaling = Scaling.of(factor, plan.dtype)
+        for plan in _plans(self, recurse=False):
+            plan.scaling = Scaling.of(factor, plan.dtype)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor` (NEW-10)."""
         warn(message("divide-factor-renamed"), DeprecationWarning)
         self.set_gradient_divide_factor(factor)
-
-    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """No effect (NEW-10): collectives here always sum, and the division is a separate step."""
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
         """Calls ``hook(reduced)`` with the unit's reduced gradient, 1-D, before it is added to ``.grad`` (NEW-09).
@@ -214,8 +188,11 @@ class FSDPModule:
         require(RESHARD, "set_reshard_after_forward", reshard_after_forward=reshard_after_forward)
         for state in _states(self, recurse):
             state.reshard_after_forward = reshard_after_forward
-            if state.unit is not None:
-                choose_reshard(state.unit, reshard_after_forward)
+        for unit in _units(self, recurse):
+            if unit.policy.post_forward_mesh is not None:
+                # Release shards on the smaller mesh from this iteration. No other code would release them.
+                unit.policy.post_forward_mesh.end()
+            unit.update_policy(reshard_after_forward=reshard_after_forward, post_forward_mesh=None)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Sets whether the unsharded parameters are freed after backward (NEW-06)."""
@@ -226,11 +203,6 @@ class FSDPModule:
         """Sets whether backward needs this unit's parameters. An embedding does not need them, for example (NEW-11)."""
         require(SWITCH, "set_unshard_in_backward", unshard_in_backward=unshard_in_backward)
         _choose(self, recurse=False, unshards_in_backward=unshard_in_backward)
-
-    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Not supported (NEW-18), except with ``keep=False``."""
-        if keep:
-            raise _not_offered("set_keep_unsharded_storage", "set_reshard_after_forward(False)")
 
     # --- prefetch ---
 
@@ -257,47 +229,6 @@ class FSDPModule:
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Sets the event that the next iteration's all-gathers wait for, instead of the compute stream (NEW-12)."""
         self._get_fsdp_state().current_root_state().after_optimizer = event
-
-    # --- special hardware ---
-
-    def set_custom_all_gather(self, comm: Any) -> NoReturn:
-        """Not supported (NEW-18)."""
-        raise _not_offered("set_custom_all_gather", "the built-in all-gather")
-
-    def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
-        """Not supported (NEW-18)."""
-        raise _not_offered("set_custom_reduce_scatter", "set_all_reduce_hook to look at reduced gradients")
-
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Not supported (NEW-18), except with ``enable=False``."""
-        if enable:
-            raise _not_offered("set_allocate_memory_from_process_group_for_comm", "PyTorch's own allocator")
-
-    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
-        """Not supported (NEW-18)."""
-        raise _not_offered("set_symm_mem_for_comm", "PyTorch's own allocator")
-
-    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Not supported (NEW-18), except with ``enable=False``."""
-        if enable:
-            raise _not_offered(
-                "set_separate_reduce_scatter_group", "one process group; reductions have their own stream"
-            )
-
-    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Not supported (NEW-18), except with 1, the default.
-
-        Raises:
-            TypeError: if the value is not an integer, or is a bool.
-            ValueError: if the value is smaller than 1.
-        """
-        require(INTEGER, "set_reduce_scatter_max_input_buffers", max_input_buffers=max_input_buffers)
-        require(POSITIVE, "set_reduce_scatter_max_input_buffers", max_input_buffers=max_input_buffers)
-        if max_input_buffers > 1:
-            raise _not_offered("set_reduce_scatter_max_input_buffers", "1, the default of one reduction in flight")
-
-    def _set_unshard_async_op(self, async_op: bool) -> None:
-        """No effect (NEW-18). In torch, it sets the stream that allocates the memory of all-gathers."""
 
     # --- overrides of nn.Module methods ---
 
@@ -342,21 +273,8 @@ def sharded_class(original: type[Any]) -> type[Any]:
     """A subclass of `FSDPModule` and ``original``, created once for each class."""
     # PyTorch's pipeline schedules check for torch's class. Last, so that no other class inherits its methods.
     # A program may have replaced torch's class by this one.
-    others = () if torch_fsdp.FSDPModule is FSDPModule else (_without_methods(torch_fsdp.FSDPModule),)
+    others = () if torch_fsdp.FSDPModule is FSDPModule else (without_methods(torch_fsdp.FSDPModule, FSDPModule),)
     return type(f"FSDP{original.__name__}", (FSDPModule, original, *others), {})
-
-
-def _without_methods(theirs: type[Any]) -> type[Any]:
-    """A subclass of torch's class. Methods that only torch's class has raise an error, because they need its state."""
-    names = [name for name, found in vars(theirs).items() if callable(found) and not hasattr(FSDPModule, name)]
-    return type(theirs.__name__, (theirs,), {name: _refusal(name) for name in names})
-
-
-def _refusal(name: str) -> Callable[..., NoReturn]:
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise _not_offered(name, "torch.distributed.fsdp.fully_shard")
-
-    return refuse
 
 
 def _states(module: Any, recurse: bool) -> list[FSDPState]:
@@ -384,9 +302,17 @@ def _discard_unreduced(units: Iterable[Unit]) -> None:
             plan.partial = None
 
 
+def listed(module: Any) -> FSDPState:
+    """The state of one module in a list that the user passed.
+
+    Raises:
+        ValueError: if ``fully_shard`` was not called on it.
+    """
+    state = state_of(module) if isinstance(module, nn.Module) else None
+    if state is None:
+        raise ValueError(message("expects-fsdp-module", type=type(module).__name__))
+    return state
+
+
 def _units_of(modules: Iterable[Any]) -> tuple[Unit, ...]:
     return tuple(state.unit for state in map(listed, modules) if state.unit is not None)
-
-
-def _not_offered(what: str, instead: str) -> NotImplementedError:
-    return NotImplementedError(message("not-offered", what=what, instead=instead))

@@ -2,7 +2,7 @@
 
 *In torch:* ``_fsdp_api.py``, with the same names and fields.
 
-Spec: FS2-01, FS2-MP-01, FS2-MP-07, FS2-OFF-01, NEW-17, NEW-18.
+Spec: FS2-01, FS2-MP-01, FS2-MP-07, FS2-OFF-01, NEW-17.
 """
 
 from collections.abc import Callable
@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-
-from minifsdp.engine.messages import message
 
 
 @dataclass(frozen=True)
@@ -47,37 +45,3 @@ class CPUOffloadPolicy(OffloadPolicy):
     """
 
     pin_memory: bool = True
-
-
-@dataclass
-class DataParallelMeshDims:
-    """Names of the mesh dimensions for data parallelism. At least one of the two must be given.
-
-    Attributes:
-        shard: the dimensions to shard parameters over.
-        replicate: the dimensions to replicate parameters over.
-
-    Raises:
-        ValueError: if neither is given.
-    """
-
-    shard: str | tuple[str, ...] | None = None
-    replicate: str | tuple[str, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if self.shard is None and self.replicate is None:
-            raise ValueError(message("no-mesh-dims"))
-
-    @property
-    def shard_names(self) -> tuple[str, ...]:
-        """The dimensions to shard over, as a tuple; empty for none."""
-        return _names(self.shard)
-
-    @property
-    def replicate_names(self) -> tuple[str, ...]:
-        """The dimensions to replicate over, as a tuple; empty for none."""
-        return _names(self.replicate)
-
-
-def _names(dims: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (dims,) if isinstance(dims, str) else tuple(dims or ())

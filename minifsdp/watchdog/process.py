@@ -126,10 +126,12 @@ def _leave_exit_record(watchdog: Watchdog) -> None:
 
 def _line_of(trace: TracebackType | None) -> str:
     """The line of the program that raised an error, and the function that it called."""
-    place, inside = "outside of the program", None
+    place = "outside of the program"
+    inside = None
     for frame, line in traceback.walk_tb(trace):
         if frame.f_globals.get("__name__", "").partition(".")[0] not in NOT_THE_PROGRAM:
-            place, inside = where(frame.f_code, line), None
+            place = where(frame.f_code, line)
+            inside = None
         elif inside is None:
             inside = frame.f_code
     return f"in {called(inside)}, {place}" if inside else place

@@ -41,7 +41,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -159,10 +159,6 @@ def _of_rank(state: State | None) -> str:
     return f"{state['place']}, iteration {state['iteration']}; {doing}"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
 class Findings(NamedTuple):
     """The answers to a question.
 
@@ -185,7 +181,10 @@ class Findings(NamedTuple):
         ranks_of: dict[str, list[int]] = {}
         for rank, state in self.states.items():
             ranks_of.setdefault(_of_rank(state), []).append(rank)
-        said = [f"{_ranks(ranks)}: {text}" for text, ranks in sorted(ranks_of.items(), key=lambda item: item[1])]
+        said = [
+            f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}"
+            for text, ranks in sorted(ranks_of.items(), key=lambda item: item[1])
+        ]
         lines = ["Where every rank is:", *said[:MOST_RANKS]]
         if len(said) > MOST_RANKS:
             lines.append(f"and {len(said) - MOST_RANKS} more")
@@ -212,8 +211,10 @@ class Findings(NamedTuple):
 
     def _wait_for_each_other(self, position: Position, rank: int) -> bool:
         """Whether ``rank`` waits for this rank in another group, and neither has issued the collective of the other."""
-        (sequence, *at), me = position, rank_of_this_process()
-        mine, other = self.states[me] or {"sequences": {}}, self.states[rank] or {}
+        sequence, *at = position
+        me = rank_of_this_process()
+        mine = self.states[me] or {"sequences": {}}
+        other = self.states[rank] or {}
         key, ranks, there = other.get("waits_at") or (sequence.key, (), [])
         if key == sequence.key or me not in ranks:
             return False
@@ -269,7 +270,9 @@ class StoreChannel:
     def __init__(self, store: Any, meanwhile: Callable[[], None]) -> None:
         self._of_group = store.clone() if hasattr(store, "clone") else store
         self._store = dist.PrefixStore("minifsdp/ledger", self._of_group)
-        self.rank, self.num_ranks, self._meanwhile = dist.get_rank(), dist.get_world_size(), meanwhile
+        self.rank = dist.get_rank()
+        self.num_ranks = dist.get_world_size()
+        self._meanwhile = meanwhile
         self.is_gone = self._is_open = False
         self.of_host: State | None = None
 
@@ -334,7 +337,8 @@ class StoreChannel:
                     self._of_group.delete_key(key)
             self._call("delete_key", _DESTROYED)
             return
-        until, counts = time.monotonic() + limit, True
+        until = time.monotonic() + limit
+        counts = True
         while self._call("check", [_DESTROYED]):
             if time.monotonic() > until:
                 # The last rank deletes the keys only if it counts all others. It may be doing this at this moment.

@@ -37,16 +37,18 @@ import sys
 import threading
 import time
 from contextlib import nullcontext, suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from minifsdp.checks.collective_log import Position, log
 from minifsdp.engine.events import events
-from minifsdp.engine.gloo import close
 from minifsdp.engine.messages import message
 from minifsdp.watchdog import report
 
+_UNSENT_TAG = 0x6D696E6B  # the tag of a message that is never sent
 TICK = 0.25  # seconds between two looks at the store
 PATIENCE = 2.0  # seconds that the main thread may wait before this thread queries the others
 DESTROY_LIMIT = 1.0  # seconds that a rank waits, after it has destroyed its group, until others have done so
@@ -66,17 +68,23 @@ class Watchdog:
     """
 
     def __init__(self, store: Any, is_host: bool) -> None:
-        self._is_host, self._process = is_host, os.getpid()
+        self._is_host = is_host
+        self._process = os.getpid()
         self._channel = report.StoreChannel(store, self._answer)
-        self._answered, self._answered_at, self._listed = 0, 0.0, 0
+        self._answered = 0
+        self._answered_at = 0.0
+        self._listed = 0
         self._asking = threading.Lock()
         self._wanted: list[Position | None] = []
         self.last: report.Findings | None = None
         self._is_found = threading.Event()
         self._stuck_at: Any = None
-        self._stuck_since, self._patience = 0.0, PATIENCE
+        self._stuck_since = 0.0
+        self._patience = PATIENCE
         self._has_printed = False
-        self._ended, self._stopped, self._has_ended = "", threading.Event(), threading.Event()
+        self._ended = ""
+        self._stopped = threading.Event()
+        self._has_ended = threading.Event()
         self.failed_at = ""
         self._called = threading.Event()
         # The first look is immediate. After it, other ranks can determine whether this process has ended.
@@ -96,7 +104,8 @@ class Watchdog:
             return ""
         with self._asking:
             self._is_found.clear()
-            self._wanted, self.last = [position], None
+            self._wanted = [position]
+            self.last = None
             self._called.set()
             self._is_found.wait(3 * LIMIT + 2 * TICK)
             self.last = self.last or self._find_alone()
@@ -165,7 +174,8 @@ class Watchdog:
         asked, wanted = self._channel.requests()
         if asked > self._answered:
             self._channel.publish_state(asked, report.state_of_this_rank(failed_at=self.failed_at))
-            self._answered, self._answered_at = asked, time.monotonic()
+            self._answered = asked
+            self._answered_at = time.monotonic()
         if wanted > self._listed:
             self._channel.publish_list(wanted)
             self._listed = wanted
@@ -194,7 +204,8 @@ class Watchdog:
 
     def _find_alone(self) -> report.Findings:
         """The findings if no other rank can be queried."""
-        channel, why = self._channel, report.GONE if self._channel.is_gone else report.SILENT
+        channel = self._channel
+        why = report.GONE if self._channel.is_gone else report.SILENT
         states: dict[int, report.State | None] = {channel.rank: report.state_of_this_rank(failed_at=self.failed_at)}
         if channel.of_host is not None:
             states[channel.of_host["rank"]] = channel.of_host
@@ -202,11 +213,14 @@ class Watchdog:
 
     def _is_stuck(self) -> bool:
         """Whether the main thread has waited for the same collective, or for the device, longer than expected."""
-        waiting, event = log.waiting, events.last_event
+        waiting = log.waiting
+        event = events.last_event
         # Only the position is stored, because a reference to the collective would keep tensors alive.
         at = event if waiting is None else waiting.position
         if at != self._stuck_at:
-            self._stuck_at, self._stuck_since, self._patience = at, time.monotonic(), PATIENCE
+            self._stuck_at = at
+            self._stuck_since = time.monotonic()
+            self._patience = PATIENCE
         if at is None or time.monotonic() - self._stuck_since <= self._patience:
             return False
         if waiting is None and _is_complete(event):
@@ -222,7 +236,8 @@ class Watchdog:
             on_device: whether an accelerator has perhaps not completed the last collective.
         """
         self._patience *= 2
-        position, is_known = log.last_position, log.waiting is not None
+        position = log.last_position
+        is_known = log.waiting is not None
         if position is None:
             return
         # If another rank has asked a moment ago, those answers are recent enough. A proof needs new answers.
@@ -258,3 +273,23 @@ def _is_complete(event: Any) -> bool:
         if exchange := getattr(ctypes.CDLL(None), "cudaThreadExchangeStreamCaptureMode", None):
             exchange(ctypes.byref(ctypes.c_int(1)))
         return bool(event.query())
+
+
+def close(process_group: Any) -> None:
+    """Ends all waits in a group, on this rank and, because the connections close, on the other ranks.
+
+    Waits that ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` adds before a collective end when the other rank's process ends.
+    """
+    for device in getattr(process_group, "_device_types", ()):
+        with suppress(RuntimeError):
+            backend: Any = process_group._get_backend(device)
+            # DETAIL wraps the backend.
+            backend = getattr(backend, "wrapped_pg", backend)
+            is_gloo = type(backend) is dist.ProcessGroupGloo
+            if is_gloo:
+                # The backend cannot abort. But a receive that times out closes all connections of its group.
+                other = (backend.rank() + 1) % backend.size()
+                unsent = torch.zeros(1, dtype=torch.uint8, device="cpu")
+                backend.recv([unsent], other, _UNSENT_TAG).wait(timedelta(milliseconds=1))
+            else:
+                backend.abort()

@@ -21,15 +21,13 @@ from pathlib import Path
 from minifsdp_tools.learn.exercises import Exercise, Progress, common_feedback, exercises
 from minifsdp_tools.learn.grader import grade
 
-SOLVED, FAILED, WRONG_USE = 0, 1, 2
-
 
 def _say(entry: str, **values: object) -> None:
     print(common_feedback()[entry].strip().format(**values), flush=True)
 
 
 def _check(exercise: Exercise, path: Path, progress: Progress, seconds: float) -> int:
-    """Checks the learner's file, and prints each requirement with its result."""
+    """Checks the learner's file, and prints each requirement with its result. Returns the status of `main`."""
     _say("checking", path=path, seconds=seconds)
     verdict = grade(exercise, path, seconds)
     print(f"Exercise {exercise.number}: {exercise.title}\n")
@@ -43,18 +41,18 @@ def _check(exercise: Exercise, path: Path, progress: Progress, seconds: float) -
     progress.set_solved(exercise, is_solved)
     names = ", ".join(place.replace(":", ".") for place in exercise.places.values())
     _say("solved" if is_solved else "go-on", number=exercise.number, names=names, page=exercise.page)
-    return SOLVED if is_solved else FAILED
+    return int(not is_solved)
 
 
 def _start(exercise: Exercise, path: Path) -> int:
-    """Writes the learner's file, unless it exists."""
+    """Writes the learner's file, unless it exists. Returns the status of `main`."""
     if path.exists():
         _say("exists", path=path)
-        return WRONG_USE
+        return 2
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(exercise.stub, encoding="utf-8")
     _say("started", path=path, page=exercise.page, number=exercise.number)
-    return SOLVED
+    return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,11 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     progress = Progress(options.folder)
     if options.command in ("list", "progress"):
         for exercise in exercises():
-            mark = "solved" if progress.is_solved(exercise) else ""
+            mark = "solved" if exercise.number in progress.solved else ""
             num_hints = progress.num_hints(exercise)
             hints = f"{num_hints} of {len(exercise.hints)} hints" if num_hints and options.command == "progress" else ""
             print(f"{exercise.number:2}  {exercise.title:36} {mark:7} {hints}".rstrip())
-        return SOLVED
+        return 0
     if options.seconds <= 0:
         parser.error(common_feedback()["no-seconds"].strip())
     if options.number is None:
@@ -87,10 +85,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _say("no-more-hints")
         for number, hint in enumerate(progress.next_hints(exercise), 1):
             print(f"Hint {number} of {len(exercise.hints)}:\n{textwrap.indent(hint.strip(), '    ')}\n")
-        return SOLVED
+        return 0
     if not path.exists():
         _say("no-file", path=path, number=exercise.number)
-        return WRONG_USE
+        return 2
     return _check(exercise, path, progress, options.seconds)
 
 

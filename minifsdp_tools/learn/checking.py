@@ -35,7 +35,8 @@ class NotMetError(Exception):
 
     def __init__(self, entry: str, /, **values: object) -> None:
         super().__init__(entry)
-        self.entry, self.values = entry, values
+        self.entry = entry
+        self.values = values
 
 
 def expect(condition: object, entry: str, /, **values: object) -> None:
@@ -71,8 +72,10 @@ def recorded_collectives(
 
         return call
 
-    functions = (collectives.reduce_scatter, collectives.all_reduce, collectives.all_gather)
-    replacements = {function: recorded(function) for function in functions}
+    replacements = {
+        function: recorded(function)
+        for function in (collectives.reduce_scatter, collectives.all_reduce, collectives.all_gather)
+    }
     for function, replacement in replacements.items():
         replace_everywhere(function, replacement, "minifsdp")
     try:
@@ -89,8 +92,7 @@ def replace_everywhere(old: Any, new: Any, prefix: str | tuple[str, ...]) -> Non
     """
     for module in list(sys.modules.values()):
         if module.__name__.startswith(prefix):
-            for key in [key for key, value in vars(module).items() if value is old]:
-                setattr(module, key, new)
+            vars(module).update({key: new for key, value in vars(module).items() if value is old})
 
 
 def small_model() -> nn.Sequential:
@@ -111,12 +113,13 @@ def train(
         values_of: returns the unsharded values of the sharded model by name.
         num_steps: number of steps.
     """
-    rank, num_ranks, plain = dist.get_rank(), dist.get_world_size(), small_model()
+    num_ranks = dist.get_world_size()
+    plain = small_model()
     model = shard(small_model())
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
     for step in range(num_steps):
         batch = torch.linspace(-1, 1, 12 * num_ranks).view(4 * num_ranks, 3) + step
-        for each, part in ((plain, batch), (model, batch.chunk(num_ranks)[rank])):
+        for each, part in ((plain, batch), (model, batch.chunk(num_ranks)[dist.get_rank()])):
             each(part).square().mean().backward()
         for optimizer in optimizers:
             optimizer.step()

@@ -53,7 +53,9 @@ def _reduced(
 
     def before(name: str, arguments: dict[str, Any]) -> None:
         if name == "reduce_scatter" and isinstance(arguments["whole"], torch.Tensor):
-            output, whole, size = arguments["local_shard"], arguments["whole"], arguments["group"].size
+            output = arguments["local_shard"]
+            whole = arguments["whole"]
+            size = arguments["group"].size
             expect(output.dtype is whole.dtype, "output-dtype", got=output.dtype, right=whole.dtype)
             fits = output.numel() * size == whole.numel()
             expect(fits, "output-size", got=output.numel(), whole=whole.numel(), size=size)
@@ -85,7 +87,8 @@ def _world() -> Group:
 
 def shard_of_mean() -> None:
     """FULL_SHARD: one reduce-scatter; each rank gets its shard of the mean."""
-    rank, ones = dist.get_rank(), torch.tensor([2.0, 4.0, 6.0, 8.0])
+    rank = dist.get_rank()
+    ones = torch.tensor([2.0, 4.0, 6.0, 8.0])
     got, calls, _ = _reduced(MeshGroups.sharded(_world()), ones * (1 + 2 * rank))
     mean = (ones * 2).chunk(2)
     here = {"got": got.tolist(), "right": mean[rank].tolist(), "rank": rank}
@@ -197,7 +200,8 @@ def each_iteration() -> None:
 
 def _limited(num_released: int, num_in_flight: int = 2, enabled: bool = True) -> tuple[Any, list[int]]:
     """A limiter after reshards of several units whose work runs, and the numbers of the units it waited for."""
-    limiter, waited = RateLimiter(enabled, num_in_flight), list[int]()
+    limiter = RateLimiter(enabled, num_in_flight)
+    waited = list[int]()
     for number in range(num_released):
         limiter.released(_event(number, waited))
     expect(waited == [], "released-waits", got=waited)

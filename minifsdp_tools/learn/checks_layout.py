@@ -33,7 +33,8 @@ def ranges_of_ranks() -> None:
     for numels, num_shards in _EXAMPLES:
         sharding = flat_tensor.FlatSharding(numels, num_shards)
         for index in range(num_shards):
-            found, size = sharding.shard_range(index), sharding.shard_numel
+            found = sharding.shard_range(index)
+            size = sharding.shard_numel
             expect(isinstance(found, slice), "no-slice", got=type(found).__name__)
             right = slice(index * size, (index + 1) * size)
             here = {"numels": numels, "num_shards": num_shards, "rank": index}
@@ -51,8 +52,8 @@ def shards_of_example() -> None:
         padded = torch.zeros(sharding.padded_numel)
         padded[: sharding.numel] = torch.cat(values)
         for index, right in enumerate(padded.chunk(num_shards)):
-            shard, num_given = sharding.make_shard(values, index), len(numels)
-            expect(len(values) == num_given, "changes-list", got=len(values), right=num_given)
+            shard = sharding.make_shard(values, index)
+            expect(len(values) == len(numels), "changes-list", got=len(values), right=len(numels))
             here = {"numels": numels, "num_shards": num_shards, "rank": index, "right": right.tolist()}
             size = sharding.shard_numel
             expect(isinstance(shard, torch.Tensor), "no-tensor", got=type(shard).__name__)
@@ -60,8 +61,7 @@ def shards_of_example() -> None:
             num_values = max(0, min(size, sharding.numel - index * size))
             others = [other for other, chunk in enumerate(padded.chunk(num_shards)) if torch.equal(shard, chunk)]
             expect(index in others or not others, "not-index", index=index, other=others and others[0])
-            is_equal = torch.equal(shard[:num_values], right[:num_values])
-            expect(is_equal, "values", got=shard.tolist(), **here)
+            expect(torch.equal(shard[:num_values], right[:num_values]), "values", got=shard.tolist(), **here)
             expect(torch.equal(shard, right), "padding", got=shard.tolist(), **here)
 
 
@@ -70,7 +70,8 @@ def shards_have_own_memory() -> None:
     for numels, num_shards in (((4, 4), 2), ((8,), 2), ((8,), 1)):
         values = [torch.ones(numel) for numel in numels]
         shard = flat_tensor.FlatSharding(numels, num_shards).make_shard(values, 0)
-        num_bytes, size = shard.untyped_storage().nbytes(), shard.nbytes
+        num_bytes = shard.untyped_storage().nbytes()
+        size = shard.nbytes
         expect(num_bytes == size, "memory", got=num_bytes, size=size, num_shards=num_shards)
         for value in values:
             value.fill_(7)
@@ -137,14 +138,16 @@ def shards_are_views() -> None:
 
 def _spec_of(original: torch.Tensor, mesh: DeviceMesh, dim: int = 0) -> Any:
     param: Any = ShardedParam.__new__(ShardedParam)
-    param.dim, param._tensor_parallel = dim, None
+    param.dim = dim
+    param._tensor_parallel = None
     return param._make_spec(original, mesh)
 
 
 def spec_of_mesh() -> None:
     """The placements on a mesh with one axis, and on a mesh (replicate, shard)."""
     original = torch.arange(6.0).view(3, 2)
-    flat, hybrid = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
+    flat = init_device_mesh("cpu", (2,))
+    hybrid = init_device_mesh("cpu", (1, 2))
     spec = _spec_of(original, flat)
     expect(isinstance(spec, dtensor_spec.DTensorSpec), "no-spec", got=type(spec).__name__)
     for mesh, dim, right in ((flat, 0, (Shard(0),)), (flat, 1, (Shard(1),)), (hybrid, 0, (Replicate(), Shard(0)))):
@@ -155,7 +158,8 @@ def spec_of_mesh() -> None:
 
 def spec_of_unsharded_tensor() -> None:
     """The spec describes the unsharded tensor: its shape, stride and dtype."""
-    original, mesh = torch.arange(6.0).view(3, 2).bfloat16(), init_device_mesh("cpu", (2,))
+    original = torch.arange(6.0).view(3, 2).bfloat16()
+    mesh = init_device_mesh("cpu", (2,))
     meta = _spec_of(original, mesh).tensor_meta
     expect(meta is not None, "no-meta")
     expect(meta.shape == (3, 2), "local-shape", got=tuple(meta.shape))
@@ -167,7 +171,8 @@ def spec_of_unsharded_tensor() -> None:
 
 def around_shard() -> None:
     """The DTensor uses the memory of the shard, and has the unsharded shape, also if the shard has fewer rows."""
-    rank, original = dist.get_rank(), torch.arange(6.0).view(3, 2)
+    rank = dist.get_rank()
+    original = torch.arange(6.0).view(3, 2)
     spec = _spec_of(original, init_device_mesh("cpu", (2,)))
     shard = original.chunk(2)[rank]
     with CommDebugMode() as comm:
@@ -181,8 +186,7 @@ def around_shard() -> None:
     full = tensor.full_tensor()
     expect(torch.equal(full, original), "full", got=full.tolist(), right=original.tolist())
     half = sharded_param._around(shard.bfloat16(), spec)
-    half_meta = half._spec.tensor_meta
-    described = None if half_meta is None else half_meta.dtype
+    described = half._spec.tensor_meta and half._spec.tensor_meta.dtype
     expect(half._local_tensor.dtype is torch.bfloat16, "cast")
     expect(half.dtype is described is torch.bfloat16, "dtype-of-shard", got=half.dtype, described=described)
     same = half.shape == (3, 2) and half.stride() == (2, 1) and half._spec.placements == spec.placements

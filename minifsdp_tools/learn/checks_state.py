@@ -7,6 +7,7 @@ Worked example, `adds_up`: two backwards without a reduction have the gradients 
 Spec: LEARN-03.
 """
 
+from collections import OrderedDict
 from typing import Any
 from unittest import mock
 
@@ -32,10 +33,11 @@ def _layout(**options: Any) -> Any:
     return state.unit.layout
 
 
-def _give(layout: Any, *values: float | None) -> None:
-    """Sets the gradients of the unsharded parameters, as autograd does."""
+def _taken(layout: Any, *values: float | None, with_unreduced: bool) -> Any:
+    """What ``take_gradient`` returns after autograd has set these gradients of the unsharded parameters."""
     for param, value in zip(layout.params, values, strict=True):
         param.leaf.grad = None if value is None else torch.full(param.shape, value, dtype=param.leaf.dtype)
+    return layout.take_gradient(with_unreduced=with_unreduced)
 
 
 def _numbers(gradient: Gradient) -> list[float]:
@@ -45,18 +47,15 @@ def _numbers(gradient: Gradient) -> list[float]:
 def takes_gradients() -> None:
     """``take_gradient`` returns the gradients that exist, with their numbers, and removes them from the leaves."""
     layout = _layout()
-    _give(layout, 1.0, 2.0)
-    got = layout.take_gradient(with_unreduced=True)
+    got = _taken(layout, 1.0, 2.0, with_unreduced=True)
     expect(isinstance(got, Gradient), "no-gradient", got=type(got).__name__)
     expect(
         _numbers(got) == [1.0, 2.0] and [*got.numbers] == [0, 1], "gradients", got=_numbers(got), numbers=got.numbers
     )
     expect(all(param.leaf.grad is None for param in layout.params), "left-in-leaf")
-    _give(layout, 1.0, 2.0)
-    layout.take_gradient(with_unreduced=False)
+    _taken(layout, 1.0, 2.0, with_unreduced=False)
     expect(all(param.leaf.grad is None for param in layout.params), "left-in-leaf")
-    _give(layout, None, 2.0)
-    got = layout.take_gradient(with_unreduced=True)
+    got = _taken(layout, None, 2.0, with_unreduced=True)
     expect([*got.numbers] == [1] and len(got.parts) == 1, "number", numbers=got.numbers, got=len(got.parts))
     got = layout.take_gradient(with_unreduced=True)
     expect(got is None, "empty-gradient", got=got)
@@ -66,14 +65,12 @@ def adds_up() -> None:
     """Backwards without a reduction add up; the next one with a reduction includes the sum, once."""
     layout = _layout()
     for value in (1.0, 2.0):
-        _give(layout, value, value)
-        layout.keep_unreduced(layout.take_gradient(with_unreduced=False))
+        layout.keep_unreduced(_taken(layout, value, value, with_unreduced=False))
         kept = [param.unreduced for param in layout.params]
         expect(all(isinstance(one, torch.Tensor) for one in kept), "not-kept")
     means = [one.mean().item() for one in kept]
     expect(means == [3.0, 3.0], "overwritten", got=means)
-    _give(layout, 4.0, 4.0)
-    got = _numbers(layout.take_gradient(with_unreduced=True))
+    got = _numbers(_taken(layout, 4.0, 4.0, with_unreduced=True))
     expect(got != [4.0, 4.0], "not-included")
     expect(got == [7.0, 7.0], "sum", got=got)
     expect(all(param.unreduced is None for param in layout.params), "kept-after")
@@ -82,18 +79,15 @@ def adds_up() -> None:
 def unused_parameter() -> None:
     """A parameter without a gradient in the last micro-batch is still reduced."""
     layout = _layout()
-    _give(layout, None, 1.0)
-    layout.keep_unreduced(layout.take_gradient(with_unreduced=False))
+    layout.keep_unreduced(_taken(layout, None, 1.0, with_unreduced=False))
     kept = [param.unreduced for param in layout.params]
     expect(kept[0] is None and kept[1] is not None, "ignores-numbers")
-    _give(layout, 1.0, None)
-    got = layout.take_gradient(with_unreduced=False)
+    got = _taken(layout, 1.0, None, with_unreduced=False)
     expect(
         [*got.numbers] == [0] and _numbers(got) == [1.0], "included-too-early", got=_numbers(got), numbers=got.numbers
     )
     layout.keep_unreduced(got)
-    _give(layout, None, 1.0)
-    got = layout.take_gradient(with_unreduced=True)
+    got = _taken(layout, None, 1.0, with_unreduced=True)
     expect([*got.numbers] == [0, 1], "lost", numbers=got.numbers)
     expect(_numbers(got) == [1.0, 2.0], "sum", got=_numbers(got))
 
@@ -103,23 +97,22 @@ def sums_in_reduce_dtype() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     layout = _layout(mp_policy=policy)
     for value, right in ((256.0, 256.0), (1.0, 257.0)):
-        _give(layout, value, value)
-        layout.keep_unreduced(layout.take_gradient(with_unreduced=False))
+        layout.keep_unreduced(_taken(layout, value, value, with_unreduced=False))
         got = layout.params[0].unreduced
         expect(got.dtype is torch.float32, "reduce-dtype", got=got.dtype)
         expect(got.mean().item() == right, "rounded", got=got.mean().item())
-    _give(layout, 1.0, 1.0)
-    part = layout.take_gradient(with_unreduced=True).parts[0]
+    part = _taken(layout, 1.0, 1.0, with_unreduced=True).parts[0]
     is_right = part.dtype is torch.float32 and part.mean().item() == 258.0
     expect(is_right, "rounded-in-the-end", got=part.mean().item(), dtype=part.dtype)
 
 
 def accumulation_trains() -> None:
     """Two micro-batches, the first one without a reduction, have the gradients of one process."""
-    rank, plain, model = dist.get_rank(), small_model(), fully_sharded(small_model())
+    plain = small_model()
+    model = fully_sharded(small_model())
     batch = torch.linspace(-1, 1, 24).view(8, 3)
     plain(batch).square().mean().backward()
-    for number, part in enumerate(batch.chunk(2)[rank].chunk(2)):
+    for number, part in enumerate(batch.chunk(2)[dist.get_rank()].chunk(2)):
         model.set_requires_gradient_sync(number == 1)  # type: ignore[operator]
         (model(part).square().mean() / 2).backward()
     expected: dict[str, Any] = dict(plain.named_parameters())
@@ -133,18 +126,13 @@ def accumulation_trains() -> None:
 # --- 9: the state dict of a unit ---
 
 
-class _Tied(nn.Module):
+def _tied() -> nn.Module:
     """A model with a weight that has two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.embed, self.head = nn.Embedding(4, 3), nn.Linear(3, 4)
-        self.head.weight = self.embed.weight
-
-    def forward(self, indices: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.embed(indices))
-        return out
+    torch.manual_seed(1)
+    embed = nn.Embedding(4, 3)
+    head = nn.Linear(3, 4)
+    head.weight = embed.weight
+    return nn.Sequential(OrderedDict(embed=embed, head=head))
 
 
 def _pair(**options: Any) -> tuple[nn.Module, FullyShardedDataParallel]:
@@ -155,7 +143,8 @@ def _pair(**options: Any) -> tuple[nn.Module, FullyShardedDataParallel]:
 
 def _compare(got: dict[str, Any], right: dict[str, Any]) -> None:
     expect(not any("_flat_param" in name for name in got), "flat-key", names=[*got])
-    missing, more = [name for name in right if name not in got], [name for name in got if name not in right]
+    missing = [name for name in right if name not in got]
+    more = [name for name in got if name not in right]
     expect(not missing, "missing", names=missing)
     expect(not more, "unexpected", names=more)
     for name, value in right.items():
@@ -212,8 +201,8 @@ def values_are_copies() -> None:
 
 def tied_names() -> None:
     """A weight with two names has two entries."""
-    plain, model = _Tied(), FullyShardedDataParallel(_Tied(), device_id=CPU)
-    _compare(model.state_dict(), plain.state_dict())
+    model = FullyShardedDataParallel(_tied(), device_id=CPU)
+    _compare(model.state_dict(), _tied().state_dict())
 
 
 def sharded_state_dict() -> None:

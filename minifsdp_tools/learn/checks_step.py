@@ -20,44 +20,49 @@ from minifsdp_tools.learn.checking import NotMetError, expect
 
 
 class Recorder:
-    """Records the names of the methods that are called: ``recorder.free()`` appends ``free`` to `calls`."""
+    """Records the names of the methods that are called: ``recorder.free()`` appends ``free`` to `calls`.
 
-    def __init__(self, calls: list[str], **values: Any) -> None:
+    Args:
+        calls: the names.
+        results: what methods return, by name; the others return ``None``.
+        **values: other attributes.
+    """
+
+    def __init__(self, calls: list[str], results: dict[str, Any] | None = None, **values: Any) -> None:
         self.calls = calls
+        self.results = results or {}
         vars(self).update(values)
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: self.calls.append(name)
+        return lambda *_, **__: self._called(name)
+
+    def _called(self, name: str) -> Any:
+        self.calls.append(name)
+        return self.results.get(name)
 
 
 # --- 2: all-gather and reshard ---
 
 
-def _unit() -> tuple[Any, list[str]]:
-    """A unit with a recorder as layout, as handle of the all-gather and as limiter."""
+def _unit(*methods: str) -> tuple[Any, list[str]]:
+    """A unit with a recorder as layout, as handle of the all-gather and as limiter, after calls of these methods."""
     calls: list[str] = []
-    handle, given, nothing = Recorder(calls), object(), cast(Any, None)
-
-    def all_gather(comm_streams: Any) -> Any:
-        calls.append("all_gather")
-        return handle
-
-    def free() -> Any:
-        calls.append("free")
-        return given
-
-    layout: Any = Recorder(calls, offloads=False, num_bytes=0, all_gather_group=None, all_gather=all_gather, free=free)
+    given = object()
+    nothing = cast(Any, None)
+    results = {"all_gather": Recorder(calls), "free": given}
+    layout: Any = Recorder(calls, results, offloads=False, num_bytes=0, all_gather_group=None)
     unit: Any = Unit(nn.Identity(), layout, [nothing], nothing, UnitPolicy(True))
     limiter: Any = Recorder(calls)
     limiter.released = lambda event: calls.append("released" if event is given else "released without the event")
     unit.join(object(), limiter)
+    for method in methods:
+        getattr(unit, method)()
     return unit, calls
 
 
 def unshard_issues() -> None:
     """``unshard`` issues the all-gather and does not wait."""
-    unit, calls = _unit()
-    unit.unshard()
+    unit, calls = _unit("unshard")
     expect("wait" not in calls, "waits-early")
     expect("all_gather" in calls, "no-all-gather", calls=calls)
     expect(calls == ["throttle", "all_gather"], "throttle", calls=calls)
@@ -66,9 +71,7 @@ def unshard_issues() -> None:
 
 def unshard_twice() -> None:
     """A unit that is not sharded is not all-gathered again."""
-    unit, calls = _unit()
-    unit.unshard()
-    unit.unshard()
+    unit, calls = _unit("unshard", "unshard")
     expect(calls.count("all_gather") == 1, "gathers-twice", when="while the first all-gather ran")
     unit.wait()
     unit.unshard()
@@ -81,8 +84,7 @@ def unshard_twice() -> None:
 
 def wait_waits() -> None:
     """``wait`` waits for the handle once; it requires an ``unshard`` before it."""
-    unit, calls = _unit()
-    unit.unshard()
+    unit, calls = _unit("unshard")
     calls.clear()
     unit.wait()
     expect("wait" in calls, "no-wait")
@@ -100,9 +102,8 @@ def wait_waits() -> None:
             if isinstance(error, NotImplementedError) or getattr(error, "obj", None) is not None:
                 raise
             raise NotMetError("no-handle", error=error) from error
-    unit, _ = _unit()
     try:
-        unit.wait()
+        _unit("wait")
     except RuntimeError:
         return
     raise NotMetError("waits-for-nothing")
@@ -110,8 +111,7 @@ def wait_waits() -> None:
 
 def reshard_frees() -> None:
     """``reshard`` registers the shards, frees the memory and informs the limiter; it does nothing if sharded."""
-    unit, calls = _unit()
-    unit.reshard()
+    unit, calls = _unit("reshard")
     expect(calls == [], "frees-sharded", calls=calls)
     unit.unshard()
     unit.wait()
@@ -132,11 +132,8 @@ def reshard_frees() -> None:
 
 def reshard_in_flight() -> None:
     """``reshard`` waits for an all-gather in flight before it frees the memory."""
-    unit, calls = _unit()
-    unit.unshard()
-    unit.reshard()
-    is_safe = "wait" in calls and calls.index("wait") < calls.index("free")
-    expect(is_safe, "frees-in-flight", calls=calls)
+    _, calls = _unit("unshard", "reshard")
+    expect("wait" in calls and calls.index("wait") < calls.index("free"), "frees-in-flight", calls=calls)
 
 
 # --- 3: the pre-backward hook ---
@@ -158,7 +155,7 @@ def _state(
         state=State.SHARDED,
         graph_task=None,
         awaits_backward=True,
-        keeps_for_graph=False,
+        is_held=False,
     )
 
     def begin() -> None:
@@ -169,7 +166,8 @@ def _state(
         calls.append("unshard")
         unit.state = State.GATHERING
 
-    state.begin_backward, unit.unshard = begin, unshard
+    state.begin_backward = begin
+    unit.unshard = unshard
     state._prefetch_backward = lambda unit: calls.append("prefetch")
     return state, unit, calls
 

@@ -100,6 +100,9 @@ class Progress:
 
     Args:
         folder: the learner's folder.
+
+    Attributes:
+        solved: the numbers of the exercises whose last check passed.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -109,12 +112,8 @@ class Progress:
         except (FileNotFoundError, ValueError):
             # Nothing is stored yet, or the file is damaged.
             data = {}
-        self._solved: set[int] = set(data.get("solved", ()))
+        self.solved: set[int] = set(data.get("solved", ()))
         self._hints: dict[str, int] = data.get("hints", {})
-
-    def is_solved(self, exercise: Exercise) -> bool:
-        """Whether the last check of the exercise passed."""
-        return exercise.number in self._solved
 
     def num_hints(self, exercise: Exercise) -> int:
         """The number of hints that were printed."""
@@ -122,7 +121,7 @@ class Progress:
 
     def set_solved(self, exercise: Exercise, is_solved: bool) -> None:
         """Stores the result of a check."""
-        (self._solved.add if is_solved else self._solved.discard)(exercise.number)
+        (self.solved.add if is_solved else self.solved.discard)(exercise.number)
         self._save()
 
     def next_hints(self, exercise: Exercise) -> list[str]:
@@ -135,5 +134,5 @@ class Progress:
     def _save(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         new = self._path.with_suffix(".new")
-        new.write_text(json.dumps({"solved": sorted(self._solved), "hints": self._hints}) + "\n")
+        new.write_text(json.dumps({"solved": sorted(self.solved), "hints": self._hints}) + "\n")
         new.replace(self._path)

@@ -16,7 +16,6 @@ Spec: LEARN-03, LEARN-04, LEARN-06.
 """
 
 import faulthandler
-import importlib
 import inspect
 import json
 import multiprocessing
@@ -28,9 +27,9 @@ import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import reduce
 from multiprocessing.context import ForkProcess
 from pathlib import Path
+from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
@@ -78,10 +77,9 @@ def replace(places: dict[str, str], learner: ModuleType) -> None:
     for name, place in places.items():
         function: Any = getattr(learner, name, None)
         expect(callable(function), "missing-function", name=name)
-        module_name, _, path = place.partition(":")
-        module = importlib.import_module(f"minifsdp.{module_name}")
-        *outer, attribute = path.split(".")
-        owner: Any = reduce(getattr, outer, module)
+        # `engine.lifetime:RateLimiter` and `throttle`, or `engine.shards` and `shard_of`.
+        owner_name, attribute = re.split(r"[.:](?=\w+$)", place)
+        owner: Any = resolve_name(f"minifsdp.{owner_name}")
         original = getattr(owner, attribute)
         got, right = (_parameters(each) for each in (function, original))
         expect(_accepts(function, original), "signature", name=name, got=got, right=right)
@@ -91,8 +89,8 @@ def replace(places: dict[str, str], learner: ModuleType) -> None:
 
 def _parameters(function: Any) -> str:
     """The parameters of a function, with defaults and without types."""
-    signature = inspect.signature(function)
-    plain = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
+    parameters = inspect.signature(function).parameters.values()
+    plain = [one.replace(annotation=one.empty) for one in parameters]
     return str(inspect.Signature(plain))[1:-1]
 
 
@@ -118,10 +116,11 @@ def run_rank(exercise: Exercise, path: Path | None, rank: int, folder: Path, sec
     torch._C._set_deterministic_algorithms(True)
     stack = (folder / f"{rank}.stack").open("w")
     faulthandler.dump_traceback_later(seconds, file=stack)
-    number, failed = -1, False
+    number = -1
+    failed = False
     with (folder / f"{rank}.record").open("w", buffering=1) as record:
         try:
-            functions = [_function(check.function) for check in exercise.checks]
+            functions = functions_of(exercise)
             if path is not None:
                 replace(exercise.places, load(path))
             store = f"file://{folder}/store"
@@ -142,9 +141,9 @@ def run_rank(exercise: Exercise, path: Path | None, rank: int, folder: Path, sec
     os._exit(failed)
 
 
-def _function(place: str) -> Any:
-    module, _, name = place.partition(":")
-    return getattr(importlib.import_module(f"minifsdp_tools.learn.{module}"), name)
+def functions_of(exercise: Exercise) -> list[Any]:
+    """The functions that check the exercise."""
+    return [resolve_name(f"minifsdp_tools.learn.{check.function}") for check in exercise.checks]
 
 
 def _explained(error: BaseException, path: Path | None) -> tuple[str, dict[str, object]]:
@@ -176,8 +175,7 @@ def grade(exercise: Exercise, path: Path | None, seconds: float = 60) -> Verdict
         seconds: the time limit.
     """
     # A fork does not import modules again. No thread of this process runs, and it has not run a backward.
-    for check in exercise.checks:
-        _function(check.function)
+    functions_of(exercise)
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -11,13 +11,12 @@
 Spec: SIMULATE-13, SIMULATE-14.
 """
 
-from __future__ import annotations
-
 import argparse
 import warnings
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from minifsdp.engine.messages import message
 from minifsdp_tools.simulate.machine import CARDS, Card, Network, measured_costs
@@ -30,23 +29,72 @@ from minifsdp_tools.simulate.shapes import SHAPES, shape_of
 
 # Number of slower settings in the table of a search.
 _SHOWN = 12
-# The whole numbers of a setting: the default and the help of each option.
-_NUMBERS = {
-    "--ranks-per-machine": (8, None),
-    "--shards": (None, "ranks that share a copy, for hybrid strategies; default: those of a machine"),
-    "--reshard-after-forward": (None, "fully_shard: keep 1/n of each unit for backward"),
-    "--unit": (1, "blocks in a unit"),
-    "--micro-batch": (1, "sequences in a micro-batch of a rank"),
-    "--sequence": (None, "tokens in a sequence; default: that of the model"),
-    "--accumulation": (1, "micro-batches in a step"),
+# The options in their groups; those without a group describe the step.
+_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "": {
+        "model": {
+            "help": f"{', '.join(SHAPES)}; sizes such as layers=4,width=256,heads=4,vocabulary=1000; module:function",
+        },
+        "--ranks": {"type": int, "required": True, "help": "number of all ranks"},
+        "--ranks-per-machine": {"type": int, "default": 8},
+        "--shards": {
+            "type": int,
+            "help": "ranks that share a copy, for hybrid strategies; default: those of a machine",
+        },
+        "--reshard-after-forward": {"type": int, "help": "fully_shard: keep 1/n of each unit for backward"},
+        "--unit": {"type": int, "default": 1, "help": "blocks in a unit"},
+        "--micro-batch": {"type": int, "default": 1, "help": "sequences in a micro-batch of a rank"},
+        "--sequence": {"type": int, "help": "tokens in a sequence; default: that of the model"},
+        "--accumulation": {"type": int, "default": 1, "help": "micro-batches in a step"},
+        "--api": {
+            "choices": ("fsdp1", "fsdp2"),
+            "default": "fsdp2",
+            "help": "FullyShardedDataParallel or fully_shard",
+        },
+        "--strategy": {
+            "nargs": "+",
+            "choices": STRATEGIES,
+            "default": ["FULL_SHARD"],
+            "help": "one or more, each in a line",
+        },
+        "--no-sync": {"action": "store_true", "help": "reduce gradients in the last micro-batch only"},
+        "--checkpointing": {"choices": ("none", "selective", "full"), "default": "none"},
+        "--param-dtype": {"choices": DTYPES, "default": "bf16"},
+        "--reduce-dtype": {"choices": DTYPES, "default": "fp32"},
+        "--backward-prefetch": {"choices": ("BACKWARD_PRE", "BACKWARD_POST", "none"), "default": "BACKWARD_PRE"},
+        "--forward-prefetch": {"action": "store_true"},
+        "--no-limiter": {"dest": "limit_all_gathers", "action": "store_false", "help": "limit_all_gathers=False"},
+        "--optimizer": {"choices": ("adamw", "sgd"), "default": "adamw"},
+    },
+    "the card; without --card, give the first three numbers": {
+        "--card": {"choices": CARDS},
+        "--teraflops": {"type": float, "help": "peak of matrix products in bfloat16"},
+        "--memory": {"type": float, "help": "GB"},
+        "--bandwidth": {"type": float, "help": "of the memory, GB/s"},
+        "--efficiency": {"type": float, "help": "share of the peak that matrix products reach"},
+        "--slowdown": {
+            "type": float,
+            "help": "share of a collective's time that computation next to it loses",
+        },
+    },
+    "the network, in GB/s and in one direction": {
+        "--within": {"type": float, "default": 300, "help": "for each rank, within a machine"},
+        "--between": {"type": float, "default": 200, "help": "for each machine, between machines"},
+        "--costs": {"type": Path, "help": "...-costs.json of python -m spec_tools.gpu, measured collectives"},
+    },
+    "output": {
+        "--timeline": {"type": Path, "metavar": "FILE.svg", "help": "draw the first run"},
+        "--json": {"action": "store_true", "help": "a line of JSON for each run"},
+        "--search": {"action": "store_true", "help": "find the best settings that fit into memory"},
+    },
 }
-# The numbers of a card: the field of `Card`, the unit and the help of each option.
+# The options that are numbers of a card: the field of `Card`, and the unit.
 _CARD = {
-    "teraflops": ("matmul", 1e12, "peak of matrix products in bfloat16"),
-    "memory": ("memory", 1e9, "GB"),
-    "bandwidth": ("bandwidth", 1e9, "of the memory, GB/s"),
-    "efficiency": ("efficiency", 1, "share of the peak that matrix products reach"),
-    "slowdown": ("slowdown", 1, "share of a collective's time that computation next to it loses"),
+    "teraflops": ("matmul", 1e12),
+    "memory": ("memory", 1e9),
+    "bandwidth": ("bandwidth", 1e9),
+    "efficiency": ("efficiency", 1),
+    "slowdown": ("slowdown", 1),
 }
 
 
@@ -57,18 +105,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Sharding over one rank, and `NO_SHARD`, are valid settings here.
     warnings.filterwarnings("ignore", message=".*`NO_SHARD`")
     try:
-        card, network = _card(given), _network(given)
+        card = _card(given)
+        network = _network(given)
         setups = [_setup(given, strategy) for strategy in given.strategy]
         if given.search:
             runs, num_best = search(setups[0], card, network)
             num_shown = num_best + _SHOWN
-            head = f"{len(runs)} settings. The first {num_best} are simulated with all layers, the others extrapolated."
-            head += f" {max(0, len(runs) - num_shown)} more are slower or do not fit."
+            head = (
+                f"{len(runs)} settings. The first {num_best} are simulated with all layers, the others extrapolated. "
+                f"{max(0, len(runs) - num_shown)} more are slower or do not fit."
+            )
             runs = runs[:num_shown]
         else:
             runs = [(setup, replay(record(setup), card, network)) for setup in setups]
-            ranks = f"{given.ranks} ranks of {card.name}, {network.ranks_per_machine} in each machine"
-            head = f"{given.model} on {ranks}; simulated, not measured"
+            head = (
+                f"{given.model} on {given.ranks} ranks of {card.name}, {given.ranks_per_machine} in each machine; "
+                "simulated, not measured"
+            )
     except (ValueError, OSError) as error:
         parser.error(str(error))
     if given.json:
@@ -82,38 +135,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("python -m minifsdp_tools.simulate", description="Simulates a training step.")
-    add = parser.add_argument
-    add("model", help=f"{', '.join(SHAPES)}; sizes such as layers=4,width=256,heads=4,vocabulary=1000; module:function")
-    add("--ranks", type=int, required=True, help="number of all ranks")
-    for option, (default, text) in _NUMBERS.items():
-        add(option, type=int, default=default, help=text)
-    add("--api", choices=("fsdp1", "fsdp2"), default="fsdp2", help="FullyShardedDataParallel or fully_shard")
-    add("--strategy", nargs="+", choices=STRATEGIES, default=["FULL_SHARD"], help="one or more, each in a line")
-    add("--no-sync", action="store_true", help="reduce gradients in the last micro-batch only")
-    add("--checkpointing", choices=("none", "selective", "full"), default="none")
-    add("--param-dtype", choices=DTYPES, default="bf16")
-    add("--reduce-dtype", choices=DTYPES, default="fp32")
-    add("--backward-prefetch", choices=("BACKWARD_PRE", "BACKWARD_POST", "none"), default="BACKWARD_PRE")
-    add("--forward-prefetch", action="store_true")
-    add("--no-limiter", dest="limit_all_gathers", action="store_false", help="limit_all_gathers=False")
-    add("--optimizer", choices=("adamw", "sgd"), default="adamw")
-    _add_machine_options(parser)
+    for title, options in _OPTIONS.items():
+        group = parser.add_argument_group(title) if title else parser
+        for option, settings in options.items():
+            group.add_argument(option, **settings)
     return parser
-
-
-def _add_machine_options(parser: argparse.ArgumentParser) -> None:
-    card = parser.add_argument_group("the card; without --card, give the first three numbers")
-    card.add_argument("--card", choices=CARDS)
-    for option, (_, _, text) in _CARD.items():
-        card.add_argument(f"--{option}", type=float, help=text)
-    network = parser.add_argument_group("the network, in GB/s and in one direction")
-    network.add_argument("--within", type=float, default=300, help="for each rank, within a machine")
-    network.add_argument("--between", type=float, default=200, help="for each machine, between machines")
-    network.add_argument("--costs", type=Path, help="...-costs.json of python -m spec_tools.gpu, measured collectives")
-    output = parser.add_argument_group("output")
-    output.add_argument("--timeline", type=Path, metavar="FILE.svg", help="draw the first run")
-    output.add_argument("--json", action="store_true", help="a line of JSON for each run")
-    output.add_argument("--search", action="store_true", help="find the best settings that fit into memory")
 
 
 def _setup(given: argparse.Namespace, strategy: str) -> Setup:
@@ -130,7 +156,7 @@ def _setup(given: argparse.Namespace, strategy: str) -> Setup:
 
 def _card(given: argparse.Namespace) -> Card:
     values = vars(given)
-    numbers = {name: values[key] * unit for key, (name, unit, _) in _CARD.items() if values[key] is not None}
+    numbers = {name: values[key] * unit for key, (name, unit) in _CARD.items() if values[key] is not None}
     if given.card is not None:
         return replace(CARDS[given.card], **numbers)
     if missing := [f"--{option}" for option in ("teraflops", "memory", "bandwidth") if values[option] is None]:
@@ -140,8 +166,7 @@ def _card(given: argparse.Namespace) -> Card:
 
 def _network(given: argparse.Namespace) -> Network:
     costs = {} if given.costs is None else measured_costs(given.costs)
-    rates = {"within": given.within * 1e9, "between": given.between * 1e9}
-    return Network(ranks_per_machine=given.ranks_per_machine, **rates, costs=costs)
+    return Network(given.ranks_per_machine, given.within * 1e9, given.between * 1e9, costs=costs)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,6 @@ writes.
 Spec: SIMULATE-06, SIMULATE-07.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -76,10 +74,8 @@ class Card:
     def seconds(self, kernel: Kernel) -> float:
         """The time of an operator."""
         peak = self.matmul32 if kernel.dtype in (torch.float32, None) else self.matmul
-        efficiency = self.efficiency
-        if self.attention is not None and "scaled_dot_product" in kernel.name:
-            efficiency = self.attention
-        compute = kernel.flops / (efficiency * peak)
+        of_attention = self.attention if "scaled_dot_product" in kernel.name else None
+        compute = kernel.flops / ((of_attention or self.efficiency) * peak)
         return self.kernel + max(compute, kernel.num_bytes / (self.bandwidth_efficiency * self.bandwidth))
 
 
@@ -115,23 +111,23 @@ class Network:
 
     def seconds(self, collective: Collective) -> float:
         """The time of a collective, from when all ranks have reached it."""
-        num, size = len(collective.ranks), collective.num_bytes
-        measured = self.costs.get((NAMES.get(collective.kind, ""), num))
-        if measured is not None:
+        num = len(collective.ranks)
+        size = collective.num_bytes
+        if measured := self.costs.get((NAMES.get(collective.kind, ""), num)):
             latency, rate = measured
             return latency + size / rate
         if num == 1:
             return 0.0
         machines = len({rank // self.ranks_per_machine for rank in collective.ranks})
         local = num / machines
-        times = 2 if collective.kind == "AR" else 1
         transfer = size * (num - 1) / num / self.within if local > 1 else 0.0
         latency = (num - machines if machines > 1 else num - 1) * self.latency_within
         if machines > 1:
             share = self.between * local / self.ranks_per_machine
             transfer = max(transfer, size * (num - local) / num / share)
             latency += machines * self.latency_between
-        return times * (latency + transfer / self.efficiency)
+        seconds = latency + transfer / self.efficiency
+        return 2 * seconds if collective.kind == "AR" else seconds
 
 
 def measured_costs(path: Path) -> dict[tuple[str, int], tuple[float, float]]:

@@ -14,8 +14,6 @@ Worked example, two blocks in each unit: ``transformer(SHAPES["gpt2"], 1, 1024, 
 Spec: SIMULATE-04, SIMULATE-05.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -54,7 +52,8 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.head_width = shape.head_width or shape.width // shape.heads
-        queries, keys = shape.heads * self.head_width, (shape.kv_heads or shape.heads) * self.head_width
+        queries = shape.heads * self.head_width
+        keys = (shape.kv_heads or shape.heads) * self.head_width
         self.sizes = [queries, keys, keys]
         self.project_in = nn.Linear(shape.width, sum(self.sizes), bias=shape.biases)
         self.project_out = nn.Linear(queries, shape.width, bias=shape.biases)
@@ -67,12 +66,11 @@ class Attention(nn.Module):
         else:
             weights = self.project_in.weight.split([self.sizes[0], sum(self.sizes[1:])])
             query = F.linear(x, weights[0])
-            key, value = F.linear(memory, weights[1]).split(self.sizes[1:], dim=-1)
+            key, value = F.linear(memory, weights[1]).chunk(2, dim=-1)
         query, key, value = (t.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for t in (query, key, value))
         if self.is_rotary:
             query, key = _rotated(query), _rotated(key)
-        mask = None if bias is None else bias.unsqueeze(0)
-        mixed = F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal, enable_gqa=True)
+        mixed = F.scaled_dot_product_attention(query, key, value, bias, is_causal=causal, enable_gqa=True)
         return self.project_out(mixed.transpose(1, 2).flatten(-2))
 
 
@@ -96,11 +94,8 @@ class Perceptron(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Applies the perceptron."""
-        if self.gate is not None:
-            x = F.silu(self.gate(x)) * self.up(x)
-        else:
-            x = self.activation(self.up(x))
-        return self.down(x)  # type: ignore[no-any-return]
+        hidden = self.activation(self.up(x)) if self.gate is None else F.silu(self.gate(x)) * self.up(x)
+        return self.down(hidden)  # type: ignore[no-any-return]
 
 
 def _norm(shape: Shape) -> nn.Module:
@@ -112,11 +107,14 @@ class Block(nn.Module):
 
     def __init__(self, shape: Shape, checkpointing: str, *, causal: bool = True, crosses: bool = False) -> None:
         super().__init__()
-        self.norm, self.attention = _norm(shape), Attention(shape)
+        self.norm = _norm(shape)
+        self.attention = Attention(shape)
         self.cross_norm = _norm(shape) if crosses else None
         self.cross = Attention(shape) if crosses else None
-        self.mlp_norm, self.mlp = _norm(shape), Perceptron(shape)
-        self.causal, self.checkpointing = causal, checkpointing
+        self.mlp_norm = _norm(shape)
+        self.mlp = Perceptron(shape)
+        self.causal = causal
+        self.checkpointing = checkpointing
 
     def forward(self, x: torch.Tensor, memory: Any = None, bias: Any = None) -> torch.Tensor:
         """Applies the block, and keeps only its input if it is checkpointed."""
@@ -144,8 +142,7 @@ class _EverySecond:
     def __call__(self, context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         is_product = func in (aten.mm.default, aten.addmm.default)
         self._num_products[context.is_recompute] += is_product
-        is_attention = "scaled_dot_product" in func.name()
-        is_kept = is_attention or (is_product and self._num_products[context.is_recompute] % 2)
+        is_kept = "scaled_dot_product" in func.name() or (is_product and self._num_products[context.is_recompute] % 2)
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -164,22 +161,18 @@ class Stack(nn.Module):
         bias = None
         if self.relative is not None:
             tokens = torch.zeros(x.shape[1], x.shape[1], dtype=torch.long, device=x.device)
-            bias = self.relative(tokens).permute(2, 0, 1).to(x.dtype)
+            bias = self.relative(tokens).permute(2, 0, 1).to(x.dtype).unsqueeze(0)
         for group in self.groups:
             x = group(x, memory, bias)
         return self.norm(x)  # type: ignore[no-any-return]
 
 
-class Group(nn.Module):
+class Group(nn.ModuleList):
     """Some consecutive blocks."""
-
-    def __init__(self, blocks: Sequence[Block]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
 
     def forward(self, x: torch.Tensor, memory: Any, bias: Any) -> torch.Tensor:
         """Applies the blocks."""
-        for block in self.blocks:
+        for block in self:
             x = block(x, memory, bias)
         return x
 

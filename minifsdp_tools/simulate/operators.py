@@ -18,12 +18,9 @@ Worked example, ``x @ w`` with shapes (2, 3) and (3, 4) in float32: 2 * 2 * 3 * 
 Spec: SIMULATE-01, SIMULATE-03.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from itertools import count
 from typing import Any
 from unittest import mock
@@ -40,12 +37,12 @@ from minifsdp_tools.simulate.tape import Allocate, Collective, Free, Kernel, Tap
 
 aten = torch.ops.aten
 
-# The kinds of the collectives that are used, and the positions of the unsharded tensor and of the process group.
-_COLLECTIVES: dict[str, tuple[str, int, int]] = {
-    "c10d::_allgather_base_": ("AG", 0, 2),
-    "c10d::_reduce_scatter_base_": ("RS", 1, 2),
-    "c10d::allreduce_": ("AR", 0, 1),
-    "c10d::broadcast_": ("BCAST", 0, 1),
+# The kinds of the collectives that are used.
+_COLLECTIVES = {
+    "c10d::_allgather_base_": "AG",
+    "c10d::_reduce_scatter_base_": "RS",
+    "c10d::allreduce_": "AR",
+    "c10d::broadcast_": "BCAST",
 }
 # These read only the rows that an index selects, as many as they write.
 _SELECTS = {"aten::embedding", "aten::index_select", "aten::index"}
@@ -55,68 +52,17 @@ _OVERWRITES = {"aten::copy_", "aten::zero_", "aten::fill_"}
 _ALLOCATES = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
 # These return another view of their input.
 _VIEWS = {"aten::_unsafe_view", "aten::lift_fresh", "aten::_reshape_alias", "aten::set_", "aten::alias", "aten::detach"}
-_CAUSAL_AT = {
-    "aten::_scaled_dot_product_flash_attention": 4,
-    "aten::_scaled_dot_product_flash_attention_backward": 11,
-    "aten::_scaled_dot_product_efficient_attention": 6,
-}
-
-
-class Memory:
-    """The blocks of memory that are alive, by storage."""
-
-    def __init__(self, tape: Tape) -> None:
-        self._tape, self._numbers = tape, count()
-        # The number of each block, its size, and the reference that reports its end; by the address of the storage.
-        self._blocks: dict[int, tuple[int, int, Any]] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all blocks."""
-        return sum(size for _, size, _ in self._blocks.values())
-
-    def sizes(self) -> dict[int, int]:
-        """The size of each block, by its number."""
-        return {number: size for number, size, _ in self._blocks.values()}
-
-    def note(self, tensor: torch.Tensor) -> None:
-        """Notes the memory of a tensor on the meta device, if it is new."""
-        if not tensor.is_meta:
-            return
-        storage = tensor.untyped_storage()
-        if storage._cdata not in self._blocks and storage.nbytes():
-            self._add(storage)
-
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """Called after ``storage.resize_``."""
-        self._drop(storage._cdata)
-        if storage.nbytes():
-            self._add(storage)
-
-    def used_on(self, tensor: torch.Tensor, stream: int) -> None:
-        """Called for ``tensor.record_stream``."""
-        block = self._blocks.get(tensor.untyped_storage()._cdata)
-        if block is not None:
-            self._tape.items.append(UseOn(block[0], stream))
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        address, number, size = storage._cdata, next(self._numbers), storage.nbytes()
-        reference = weakref.ref(storage, lambda _: self._drop(address))
-        self._blocks[address] = number, size, reference
-        self._tape.items.append(Allocate(self._tape.stream, number, size, self._tape.phase))
-
-    def _drop(self, address: int) -> None:
-        block = self._blocks.pop(address, None)
-        if block is not None:
-            self._tape.items.append(Free(block[0]))
 
 
 class OperatorMode(TorchDispatchMode):
     """Writes operators, collectives and memory on a tape."""
 
-    def __init__(self, tape: Tape, memory: Memory) -> None:
+    def __init__(self, tape: Tape) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tape, self._memory = tape, memory
+        self._tape = tape
+        self._numbers = count()
+        # The number of each block, its size, and the reference that reports its end; by the address of the storage.
+        self._blocks: dict[int, tuple[int, int, Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called for each operator."""
@@ -126,20 +72,22 @@ class OperatorMode(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func._schema.name
         if name.startswith("c10d::"):
-            return self._communicate(name, args)
+            return self._communicate(func, args)
         # The optimizer's fused kernel has no implementation for the meta device.
         result = None if name == "aten::_fused_adamw_" else func(*args, **kwargs)
         outputs = list(tensors_in(result))
         for tensor in outputs:
-            self._memory.note(tensor)
+            self.note(tensor)
         if not (func.is_view or name in _ALLOCATES or name in _VIEWS):
             self._append(func, name, args, kwargs, result, outputs)
         return result
 
     def _append(self, func: Any, name: str, args: Any, kwargs: Any, result: Any, outputs: list[torch.Tensor]) -> None:
         inputs = list(tensors_in(args))
-        given = {id(tensor) for tensor in inputs}
-        written = [*_written(func, args, kwargs), *(tensor for tensor in outputs if id(tensor) not in given)]
+        given = _by_name(func, args, kwargs)
+        changed = [given.get(one.name) for one in func._schema.arguments if one.alias_info and one.alias_info.is_write]
+        known = {id(tensor) for tensor in inputs}
+        written = [*tensors_in(changed), *(tensor for tensor in outputs if id(tensor) not in known)]
         overwritten = {id(tensor) for tensor in written} if name in _OVERWRITES or "out" in kwargs else set()
         read = outputs if name in _SELECTS else [tensor for tensor in inputs if id(tensor) not in overwritten]
         num_bytes = sum(map(_size, read)) + sum(map(_size, written))
@@ -147,34 +95,58 @@ class OperatorMode(TorchDispatchMode):
             return
         counter = flop_registry.get(func._overloadpacket)
         flops = 0.0 if counter is None else float(counter(*args, **kwargs, out_val=result))
-        causal_at = _CAUSAL_AT.get(name)
-        is_causal = causal_at is not None and len(args) > causal_at and args[causal_at] is True
         dtype = outputs[0].dtype if outputs else None
-        done = flops / 2 if is_causal else flops
+        done = flops / 2 if given.get("is_causal") else flops
         self._tape.items.append(Kernel(self._tape.stream, name, done, num_bytes, dtype, self._tape.phase, flops))
 
-    def _communicate(self, name: str, args: Any) -> Any:
-        kind, where, group_at = _COLLECTIVES[name]
-        whole = args[where][0] if isinstance(args[where], list) else args[where]
-        group = dist.ProcessGroup.unbox(args[group_at])
+    def _communicate(self, func: Any, args: Any) -> Any:
+        group = dist.ProcessGroup.unbox(_by_name(func, args, {})["process_group"])
         ranks = tuple(dist.get_process_group_ranks(group))
-        self._tape.items.append(Collective(self._tape.stream, kind, ranks, whole.nbytes))
+        num_bytes = max(tensor.nbytes for tensor in tensors_in(args))
+        kind = _COLLECTIVES[func._schema.name]
+        self._tape.items.append(Collective(self._tape.stream, kind, ranks, num_bytes))
         return args[0], FakeWork().boxed()
 
+    # --- memory ---
 
-@cache
-def _places_of_written(func: Any) -> list[int | str]:
-    """The position of each argument that an operator changes in place, or the name of a keyword-only argument."""
-    changed = [
-        (n, a) for n, a in enumerate(func._schema.arguments) if a.alias_info is not None and a.alias_info.is_write
-    ]
-    return [argument.name if argument.kwarg_only else position for position, argument in changed]
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(size for _, size, _ in self._blocks.values())
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """Notes the memory of a tensor on the meta device, if it is new."""
+        if tensor.is_meta and tensor.untyped_storage()._cdata not in self._blocks:
+            self._add(tensor.untyped_storage())
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Called after ``storage.resize_``."""
+        self._drop(storage._cdata)
+        self._add(storage)
+
+    def used_on(self, tensor: torch.Tensor, stream: int) -> None:
+        """Called for ``tensor.record_stream``."""
+        address = tensor.untyped_storage()._cdata
+        if address in self._blocks:
+            self._tape.items.append(UseOn(self._blocks[address][0], stream))
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        address = storage._cdata
+        if size := storage.nbytes():
+            number = next(self._numbers)
+            self._blocks[address] = number, size, weakref.ref(storage, lambda _: self._drop(address))
+            self._tape.items.append(Allocate(number, size))
+
+    def _drop(self, address: int) -> None:
+        if address in self._blocks:
+            number, size, _ = self._blocks.pop(address)
+            self._tape.items.append(Free(number, size))
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
-    """The arguments that an operator changes in place."""
-    for place in _places_of_written(func):
-        yield from tensors_in(kwargs.get(place) if isinstance(place, str) else args[place : place + 1])
+def _by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """The arguments of an operator by their names."""
+    names = [argument.name for argument in func._schema.arguments]
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _size(tensor: torch.Tensor) -> int:
@@ -183,7 +155,7 @@ def _size(tensor: torch.Tensor) -> int:
 
 
 @contextmanager
-def replaced_functions(memory: Memory) -> Iterator[None]:
+def replaced_functions(mode: OperatorMode) -> Iterator[None]:
     """Replaces functions that no dispatch mode receives, or that behave differently on the meta device, in a block.
 
     A ``TorchFunctionMode`` would be an alternative, but autograd disables it while hooks run in backward.
@@ -193,12 +165,12 @@ def replaced_functions(memory: Memory) -> Iterator[None]:
     def noted_resize(storage: torch.UntypedStorage, size: int) -> Any:
         result = resize(storage, size)
         if storage.device.type == "meta":
-            memory.resized(storage)
+            mode.resized(storage)
         return result
 
     with (
         mock.patch.object(torch.UntypedStorage, "resize_", noted_resize),
-        mock.patch.object(torch.Tensor, "record_stream", lambda tensor, on: memory.used_on(tensor, on.number)),
+        mock.patch.object(torch.Tensor, "record_stream", lambda tensor, on: mode.used_on(tensor, on.number)),
         mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", fused_attention),
     ):
         yield
@@ -218,15 +190,10 @@ def fused_attention(
     if enable_gqa and key.shape[-3] != query.shape[-3]:
         # Models of PyTorch repeat the heads of keys and values in memory.
         times = query.shape[-3] // key.shape[-3]
-        key, value = (_repeated(tensor, times) for tensor in (key, value))
+        key, value = (tensor.repeat_interleave(times, -3) for tensor in (key, value))
     if attn_mask is None:
         result = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
     else:
         bias = attn_mask.expand(*query.shape[:-1], key.shape[-2])
         result = aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, dropout_p, is_causal)
     return result[0]  # type: ignore[no-any-return]
-
-
-def _repeated(tensor: torch.Tensor, times: int) -> torch.Tensor:
-    shape = (*tensor.shape[:-3], tensor.shape[-3], times, *tensor.shape[-2:])
-    return tensor.unsqueeze(-3).expand(shape).flatten(-4, -3)

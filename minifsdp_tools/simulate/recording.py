@@ -22,12 +22,10 @@ Worked example::
 Spec: SIMULATE-01 to SIMULATE-05.
 """
 
-from __future__ import annotations
-
-import importlib
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pkgutil import resolve_name
 from typing import Any
 from unittest import mock
 
@@ -40,14 +38,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from minifsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, trace
 from minifsdp.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from minifsdp.checks.rank_checks import RankChecks
+from minifsdp.engine.events import events
 from minifsdp.engine.messages import message
 from minifsdp.engine.shards import local_tensor
 from minifsdp.fsdp2.module import FSDPModule
 from minifsdp_tools.simulate import models
 from minifsdp_tools.simulate.device import META, DeviceModule, registered
-from minifsdp_tools.simulate.operators import Memory, OperatorMode, replaced_functions
+from minifsdp_tools.simulate.operators import OperatorMode, replaced_functions
 from minifsdp_tools.simulate.setup import DTYPES, HYBRID, Setup
-from minifsdp_tools.simulate.shapes import SHAPES, Shape
 from minifsdp_tools.simulate.tape import Allocate, Free, MarkingRecorder, Tape
 
 
@@ -61,8 +59,6 @@ class Recording:
         events: the engine's events (``minifsdp.trace``), in order of issue. A replay gives them times.
         stored_bytes: memory at the beginning of the step: shards, states of the optimizer and buffers.
         tokens: tokens of this rank in the step.
-        num_parameters: parameters of the whole model.
-        old_blocks: the sizes of the blocks of memory that existed at the beginning.
     """
 
     setup: Setup
@@ -70,8 +66,6 @@ class Recording:
     events: list[trace.Event]
     stored_bytes: int
     tokens: int
-    num_parameters: int
-    old_blocks: dict[int, int]
 
     @property
     def peak_bytes(self) -> int:
@@ -80,17 +74,11 @@ class Recording:
 
     def memory(self) -> Iterator[tuple[int, int]]:
         """The positions of allocations and releases on the tape, and the allocated bytes after each of them."""
-        sizes: dict[int, int] = {}
         num_bytes = self.stored_bytes
         for position, item in enumerate(self.tape.items):
-            if isinstance(item, Allocate):
-                sizes[item.block] = item.num_bytes
-                num_bytes += item.num_bytes
-            elif isinstance(item, Free):
-                num_bytes -= sizes.pop(item.block, self.old_blocks.get(item.block, 0))
-            else:
-                continue
-            yield position, num_bytes
+            if isinstance(item, Allocate | Free):
+                num_bytes += item.num_bytes if isinstance(item, Allocate) else -item.num_bytes
+                yield position, num_bytes
 
 
 def record(setup: Setup) -> Recording:
@@ -102,44 +90,43 @@ def record(setup: Setup) -> Recording:
     if dist.is_initialized():
         raise RuntimeError(message("simulate-group"))
     model = _model_of(setup)
-    num_parameters = sum(parameter.numel() for parameter in model.module.parameters())
     tape = Tape()
-    memory, device = Memory(tape), DeviceModule(tape, setup.ranks_per_machine)
+    mode = OperatorMode(tape)
     dist.init_process_group("fake", rank=0, world_size=setup.num_ranks, store=FakeStore())
     try:
         with (
-            registered(device),
-            replaced_functions(memory),
+            registered(DeviceModule(tape, setup.ranks_per_machine)),
+            replaced_functions(mode),
             # The check reads values.
             mock.patch.object(RankChecks, "backward_ends", return_value=None),
-            OperatorMode(tape, memory),
+            mode,
         ):
             sharded, gradient_sync = _shard(model, setup)
             for buffer in sharded.buffers():
-                memory.note(buffer)
-            optimizer = _optimizer(setup, sharded)
+                mode.note(buffer)
+            optimizer = (
+                _FusedAdamW(sharded.parameters(), {})
+                if setup.optimizer == "adamw"
+                else torch.optim.SGD(sharded.parameters(), lr=0.1, foreach=False)
+            )
             _train(model, sharded, optimizer, gradient_sync, setup, tape)
             tape.items.clear()
-            stored, old_blocks = memory.num_bytes, memory.sizes()
+            stored = mode.num_bytes
             recorder = MarkingRecorder(tape)
-            with mock.patch.object(trace, "recorder", recorder):
+            with mock.patch.object(events, "recorder", recorder):
                 _train(model, sharded, optimizer, gradient_sync, setup, tape)
-            items = list(tape.items)
+            # The following releases belong to no step.
+            recorded = Tape(list(tape.items))
             del sharded, optimizer, gradient_sync, model.module
     finally:
         dist.destroy_process_group()
-    tape.items = items
-    tokens = model.tokens * setup.accumulation
-    return Recording(setup, tape, recorder.events, stored, tokens, num_parameters, old_blocks)
+    return Recording(setup, recorded, recorder.events, stored, model.tokens * setup.accumulation)
 
 
 def _model_of(setup: Setup) -> models.Model:
     if isinstance(setup.model, str) and ":" in setup.model:
-        module, _, function = setup.model.partition(":")
-        made: models.Model = getattr(importlib.import_module(module), function)(setup)
-        return made
-    shape = setup.model if isinstance(setup.model, Shape) else SHAPES[setup.model]
-    return models.transformer(shape, setup.micro_batch, setup.sequence, setup.checkpointing, setup.unit)
+        return resolve_name(setup.model)(setup)  # type: ignore[no-any-return]
+    return models.transformer(setup.shape, setup.micro_batch, setup.sequence, setup.checkpointing, setup.unit)
 
 
 # ---- sharding -------------------------------------------------------------------------------------------------------
@@ -203,9 +190,8 @@ class _FusedAdamW(torch.optim.Optimizer):
         for parameter in trained:
             if not self.state[parameter]:
                 self.state[parameter] = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-        moments = [[self.state[p][name] for p in trained] for name in ("exp_avg", "exp_avg_sq")]
-        lists: list[list[Any]] = [trained, [p.grad for p in trained], *moments]
-        local = [[local_tensor(tensor) for tensor in tensors] for tensors in lists]
+        columns = zip(*((p, p.grad, *self.state[p].values()) for p in trained), strict=True)
+        local = [[local_tensor(tensor) for tensor in tensors] for tensors in columns]
         torch._fused_adamw_(  # type: ignore[call-overload]
             *local,
             [],
@@ -218,12 +204,6 @@ class _FusedAdamW(torch.optim.Optimizer):
             amsgrad=False,
             maximize=False,
         )
-
-
-def _optimizer(setup: Setup, sharded: nn.Module) -> torch.optim.Optimizer:
-    if setup.optimizer == "adamw":
-        return _FusedAdamW(sharded.parameters(), {})
-    return torch.optim.SGD(sharded.parameters(), lr=0.1, foreach=False)
 
 
 def _train(

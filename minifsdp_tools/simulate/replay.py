@@ -26,8 +26,6 @@ keeps until another stream has used them. The limiter exists because of these bl
 Spec: SIMULATE-08 to SIMULATE-12.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections import defaultdict
 from collections.abc import Sequence
@@ -90,46 +88,13 @@ class Result:
     busy: dict[str, float]
 
 
-class _Memory:
-    """Held memory over time."""
-
-    def __init__(self, stored: int, old_blocks: dict[int, int]) -> None:
-        self.num_bytes = self.peak = stored
-        self._sizes = dict(old_blocks)
-        # Streams that use a block, apart from the one that allocated it, and the end of the uses of released blocks.
-        self._used_on: dict[int, set[int]] = defaultdict(set)
-        self._kept: list[tuple[float, int]] = []
-        self.steps: list[tuple[float, int]] = [(0.0, stored)]
-
-    def allocate(self, now: float, block: int, num_bytes: int) -> None:
-        while self._kept and self._kept[0][0] <= now:
-            until, released = heapq.heappop(self._kept)
-            self._change(until, -released)
-        self._sizes[block] = num_bytes
-        self._change(now, num_bytes)
-
-    def use_on(self, block: int, stream: int) -> None:
-        self._used_on[block].add(stream)
-
-    def free(self, now: float, block: int, ends: dict[int, float]) -> None:
-        size = self._sizes.pop(block, 0)
-        until = max((ends[stream] for stream in self._used_on.pop(block, ())), default=now)
-        if until > now:
-            heapq.heappush(self._kept, (until, size))
-        else:
-            self._change(now, -size)
-
-    def _change(self, when: float, num_bytes: int) -> None:
-        self.num_bytes += num_bytes
-        self.peak = max(self.peak, self.num_bytes)
-        self.steps.append((when, self.num_bytes))
-
-
 class Replay:
     """The state of a replay: the times up to the current item."""
 
     def __init__(self, recording: Recording, card: Card, network: Network) -> None:
-        self._recording, self._card, self._network = recording, card, network
+        self._recording = recording
+        self._card = card
+        self._network = network
         self.host = self._waited = self._slowed_until = 0.0
         # A CPU computes and communicates on the same cores. This delay is not included in the other times.
         self.delay = 0.0
@@ -137,13 +102,16 @@ class Replay:
         self.ends: dict[int, float] = defaultdict(float)
         self._groups: dict[tuple[int, ...], float] = defaultdict(float)
         self._events: dict[int, float] = {}
-        self._memory = _Memory(recording.stored_bytes, recording.old_blocks)
+        # Held memory over time. For each block, other streams that use it. Released blocks, and the end of their uses.
+        self._memory = [(0.0, recording.stored_bytes)]
+        self._used_on: dict[int, set[int]] = defaultdict(set)
+        self._kept: list[tuple[float, int]] = []
         self._computing: list[tuple[float, float]] = []
         self._communicating: list[tuple[float, float]] = []
         self._busy: dict[str, float] = defaultdict(float)
         self._flops: dict[str, float] = defaultdict(float)
-        # The start and the end of each event of the engine, and the last one whose collective follows.
-        self._times: dict[int, list[float]] = {}
+        # The engine's events with simulated times, and the last one whose collective follows.
+        self._timed = {id(event): replace(event, start=0.0, end=0.0) for event in recording.events}
         self._marked: trace.Event | None = None
 
     def run(self, item: Item) -> None:
@@ -169,11 +137,11 @@ class Replay:
                 self._waited += max(0.0, until - self.host)
                 self.host = max(self.host, until)
             case Allocate():
-                self._memory.allocate(self.host, item.block, item.num_bytes)
+                self._allocate(item.num_bytes)
             case UseOn():
-                self._memory.use_on(item.block, item.stream)
+                self._used_on[item.block].add(item.stream)
             case Free():
-                self._memory.free(self.host, item.block, self.ends)
+                self._free(item)
             case Mark():
                 self._mark(item)
 
@@ -193,25 +161,20 @@ class Replay:
             hfu=sum(self._flops.values()) / seconds / peak,
             stored_bytes=self._recording.stored_bytes,
             peak_allocated=self._recording.peak_bytes,
-            peak_held=self._memory.peak,
-            memory=self._memory.steps,
-            events=[self._timed(event) for event in self._recording.events],
+            peak_held=max(num_bytes for _, num_bytes in self._memory),
+            memory=self._memory,
+            events=list(self._timed.values()),
             busy=dict(self._busy),
         )
 
-    def _timed(self, event: trace.Event) -> trace.Event:
-        start, end = self._times.get(id(event), (0.0, 0.0))
-        return replace(event, start=start, end=end)
-
     def _compute(self, kernel: Kernel) -> None:
         self.host += self._card.host_operator
-        start, seconds = max(self.ends[kernel.stream], self.host), self._card.seconds(kernel)
-        if self._card.is_cpu:
-            # The CPU thread executes the kernels of all streams. Collectives run in other threads.
-            start = self.host
-        # Collectives that run now use a part of the card.
-        more = self._card.slowdown * max(0.0, min(seconds, self._slowed_until - start))
+        # The thread of a CPU executes the kernels of all streams. Collectives run in other threads.
+        start = self.host if self._card.is_cpu else max(self.ends[kernel.stream], self.host)
+        seconds = self._card.seconds(kernel)
         if kernel.stream == COMPUTE:
+            # Collectives that run now use a part of the card.
+            more = self._card.slowdown * max(0.0, min(seconds, self._slowed_until - start))
             self._busy[kernel.phase] += seconds + more
             if self._card.is_cpu:
                 self.delay += more
@@ -235,19 +198,34 @@ class Replay:
         self._communicating.append((start, end))
         self._busy[collective.kind] += end - start
         if self._marked is not None and self._marked.kind == collective.kind:
-            self._times[id(self._marked)] = [start + self.delay, end + self.delay]
+            self._marked.start = start + self.delay
+            self._marked.end = end + self.delay
             self._marked = None
 
+    def _allocate(self, num_bytes: int) -> None:
+        while self._kept and self._kept[0][0] <= self.host:
+            until, released = heapq.heappop(self._kept)
+            self._change(until, -released)
+        self._change(self.host, num_bytes)
+
+    def _free(self, item: Free) -> None:
+        until = max((self.ends[stream] for stream in self._used_on.pop(item.block, ())), default=self.host)
+        if until > self.host:
+            heapq.heappush(self._kept, (until, item.num_bytes))
+        else:
+            self._change(self.host, -item.num_bytes)
+
+    def _change(self, when: float, num_bytes: int) -> None:
+        self._memory.append((when, self._memory[-1][1] + num_bytes))
+
     def _mark(self, item: Mark) -> None:
-        event = item.event
+        event = self._timed[id(item.event)]
         if event.kind in _OF_COLLECTIVES:
             self._marked = event if item.is_begin else self._marked
             return
-        now = self.delay + (self.host if event.kind == "WAIT" else max(self.host, self.ends[COMPUTE]))
+        event.end = self.delay + (self.host if event.kind == "WAIT" else max(self.host, self.ends[COMPUTE]))
         if item.is_begin:
-            self._times[id(event)] = [now, now]
-        else:
-            self._times[id(event)][1] = now
+            event.start = event.end
 
 
 def replay(recording: Recording, card: Card, network: Network) -> Result:
@@ -260,7 +238,8 @@ def replay(recording: Recording, card: Card, network: Network) -> Result:
 
 def _length(spans: Sequence[tuple[float, float]]) -> float:
     """The total length of the union of spans."""
-    total, until = 0.0, 0.0
+    total = 0.0
+    until = 0.0
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))
         until = max(until, end)

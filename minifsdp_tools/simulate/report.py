@@ -9,8 +9,6 @@ Worked example, a line of the table: 128 ranks, a step of 2.41 s, of which 0.03 
 Spec: SIMULATE-13.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -44,13 +42,16 @@ def limit_of(setup: Setup, card: Card, result: Result) -> str:
 
 def name_of(setup: Setup) -> str:
     """The options of a setting that differ from those of other settings of the same model."""
-    parts = [setup.api, setup.strategy]
-    parts += [f"{setup.shards} shards"] if setup.strategy in HYBRID else []
-    parts += [f"{setup.unit} blocks per unit"] if setup.unit > 1 else []
-    parts += [f"micro-batch {setup.micro_batch}"]
-    parts += [f"checkpointing {setup.checkpointing}"] if setup.checkpointing != "none" else []
-    parts += [f"prefetch {setup.backward_prefetch}"] if setup.backward_prefetch != "BACKWARD_PRE" else []
-    return ", ".join(parts)
+    parts = {
+        setup.api: True,
+        setup.strategy: True,
+        f"{setup.shards} shards": setup.strategy in HYBRID,
+        f"{setup.unit} blocks per unit": setup.unit > 1,
+        f"micro-batch {setup.micro_batch}": True,
+        f"checkpointing {setup.checkpointing}": setup.checkpointing != "none",
+        f"prefetch {setup.backward_prefetch}": setup.backward_prefetch != "BACKWARD_PRE",
+    }
+    return ", ".join(part for part, is_shown in parts.items() if is_shown)
 
 
 def table(runs: Iterable[tuple[Setup, Result]], card: Card) -> str:

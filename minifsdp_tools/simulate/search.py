@@ -12,19 +12,16 @@ Worked example, a setting takes 50 ms with 2 layers and 70 ms with 4: each layer
 Spec: SIMULATE-14.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
-from minifsdp.engine.messages import message
 from minifsdp_tools.simulate.machine import Card, Network
 from minifsdp_tools.simulate.recording import record
 from minifsdp_tools.simulate.replay import Result, replay
 from minifsdp_tools.simulate.report import USABLE
 from minifsdp_tools.simulate.setup import HYBRID, Setup
-from minifsdp_tools.simulate.shapes import SHAPES, Shape
+from minifsdp_tools.simulate.shapes import Shape
 
 _FEWER = (2, 4)
 
@@ -44,29 +41,15 @@ def search(base: Setup, card: Card, network: Network, num_best: int = 3) -> tupl
     Raises:
         ValueError: if the model is given by a function.
     """
-    shape = shape_of_setup(base)
-    predicted = [(setup, _predicted(setup, shape, card, network)) for setup in candidates(base)]
-    predicted.sort(key=lambda run: (not _fits(run[1], card), -run[1].tokens_per_second))
-    found: list[tuple[Setup, Result]] = []
-    others = predicted
-    while others and len(found) < num_best and _fits(others[0][1], card):
-        setup = others.pop(0)[0]
-        found.append((setup, replay(record(setup), card, network)))
-    found.sort(key=lambda run: (not _fits(run[1], card), -run[1].tokens_per_second))
-    return [*found, *others], sum(_fits(result, card) for _, result in found)
+    shape = base.shape
 
+    def rank(run: tuple[Setup, Result]) -> tuple[bool, float]:
+        return not _fits(run[1], card), -run[1].tokens_per_second
 
-def shape_of_setup(setup: Setup) -> Shape:
-    """The sizes of the model.
-
-    Raises:
-        ValueError: if the model is given by a function.
-    """
-    if isinstance(setup.model, Shape):
-        return setup.model
-    if setup.model not in SHAPES:
-        raise ValueError(message("simulate-search", model=setup.model))
-    return SHAPES[setup.model]
+    predicted = sorted(((setup, _predicted(setup, shape, card, network)) for setup in candidates(base)), key=rank)
+    num_simulated = min(num_best, sum(_fits(result, card) for _, result in predicted))
+    best = [(setup, replay(record(setup), card, network)) for setup, _ in predicted[:num_simulated]]
+    return [*sorted(best, key=rank), *predicted[num_simulated:]], sum(_fits(result, card) for _, result in best)
 
 
 def candidates(base: Setup) -> Iterator[Setup]:
@@ -90,10 +73,11 @@ def _fits(result: Result, card: Card) -> bool:
 
 def _predicted(setup: Setup, shape: Shape, card: Card, network: Network) -> Result:
     few, more = (min(shape.layers, setup.unit * number) for number in _FEWER)
-    runs = [replay(record(replace(setup, model=replace(shape, layers=n))), card, network) for n in sorted({few, more})]
-    if len(runs) == 1:
-        return runs[0]
-    return extrapolated(runs, (few, more), shape.layers)
+    first, second = (replace(setup, model=replace(shape, layers=number)) for number in (few, more))
+    result = replay(record(first), card, network)
+    if few == more:
+        return result
+    return extrapolated([result, replay(record(second), card, network)], (few, more), shape.layers)
 
 
 def extrapolated(runs: Sequence[Result], layers: tuple[int, int], wanted: int) -> Result:

@@ -9,8 +9,6 @@ Worked example, a copy on each machine of 8 ranks, 16 machines, and units of two
 Spec: SIMULATE-02, SIMULATE-04.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -78,10 +76,13 @@ class Setup:
     optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            _check_choice(name, getattr(self, name), choices)
+        checked = dict(_CHOICES)
         if isinstance(self.model, str) and ":" not in self.model:
-            _check_choice("model", self.model, SHAPES)
+            checked["model"] = SHAPES
+        for name, choices in checked.items():
+            if (value := getattr(self, name)) not in choices:
+                known = ", ".join(map(str, choices))
+                raise ValueError(message("simulate-choice", name=name, value=value, choices=known))
         for name in ("num_ranks", "ranks_per_machine", "unit", "micro_batch", "accumulation"):
             if getattr(self, name) < 1:
                 raise ValueError(message("simulate-number", name=name, value=getattr(self, name)))
@@ -89,13 +90,21 @@ class Setup:
             raise ValueError(message("simulate-shards", num_ranks=self.num_ranks, shards=self.shards))
 
     @property
+    def shape(self) -> Shape:
+        """The sizes of the model.
+
+        Raises:
+            ValueError: if the model is given by a function.
+        """
+        if isinstance(self.model, Shape):
+            return self.model
+        if self.model not in SHAPES:
+            raise ValueError(message("simulate-search", model=self.model))
+        return SHAPES[self.model]
+
+    @property
     def shards(self) -> int:
         """The number of ranks that share a copy."""
         if self.strategy in HYBRID:
             return min(self.num_shards or self.ranks_per_machine, self.num_ranks)
         return 1 if self.strategy == "NO_SHARD" else self.num_ranks
-
-
-def _check_choice(name: str, value: str | None, choices: Collection[str | None]) -> None:
-    if value not in choices:
-        raise ValueError(message("simulate-choice", name=name, value=value, choices=", ".join(map(str, choices))))

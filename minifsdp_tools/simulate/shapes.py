@@ -11,8 +11,6 @@ together 218 112 000.
 Spec: SIMULATE-04.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any

@@ -6,7 +6,7 @@ is the compute stream.
 
 Worked example, an all-gather on stream 1 whose result a kernel on stream 0 uses::
 
-    Allocate(stream=1, block=7, num_bytes=64)
+    Allocate(block=7, num_bytes=64)
     Collective(stream=1, kind="AG", ranks=(0, 1), num_bytes=64)
     RecordEvent(stream=1, event=3)
     WaitEvent(stream=0, event=3)
@@ -16,8 +16,6 @@ Worked example, an all-gather on stream 1 whose result a kernel on stream 0 uses
 
 Spec: SIMULATE-01.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import count
@@ -86,12 +84,10 @@ class HostWait:
 
 @dataclass(slots=True)
 class Allocate:
-    """Memory of a stream is allocated."""
+    """Memory of the current stream is allocated."""
 
-    stream: int
     block: int
     num_bytes: int
-    phase: str
 
 
 @dataclass(slots=True)
@@ -99,6 +95,7 @@ class Free:
     """Memory is returned to its stream."""
 
     block: int
+    num_bytes: int
 
 
 @dataclass(slots=True)
@@ -134,13 +131,7 @@ class Tape:
     items: list[Item] = field(default_factory=list)
     stream: int = COMPUTE
     phase: str = "setup"
-    events: count[int] = field(default_factory=count)
-
-    def record_event(self, stream: int) -> int:
-        """Appends an event of ``stream``; returns its number."""
-        event = next(self.events)
-        self.items.append(RecordEvent(stream, event))
-        return event
+    events: "count[int]" = field(default_factory=count)
 
 
 class MarkingRecorder(trace.Recorder):

@@ -14,6 +14,7 @@ import pytest
 
 from minifsdp.engine import collectives
 from minifsdp.engine.comm_streams import CommStream
+from minifsdp.engine.events import events
 from spec_tests.harness import ranks
 from spec_tests.models.apis import Api, both_apis
 from spec_tests.models.modules import seeded
@@ -27,7 +28,7 @@ from spec_tests.subject import trace
 def test_pre_prefetch_all_gathers_before_current_gradients(api: Api) -> None:
     plain = seeded()
     watch = Watch(plain)
-    watch.in_backward = lambda unit: trace.recorder.begin("GRAD", unit) and None
+    watch.in_backward = lambda unit: events.recorder.begin("GRAD", unit) and None
     words = backward_words(api.shard(plain))
     assert words.index("AG3") < words.index("B3"), "the root starts them"
     for index in (3, 2, 1):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from minifsdp.checkpoint import agreement
 from minifsdp.checks.collective_log import log
+from minifsdp.engine.exchange import exchange, groups_of
 from minifsdp.engine.mesh import Group, MeshGroups
 from spec_tests.checkpoint.checkpoints import flat_or_original, make, step, wrapped
 from spec_tests.harness import ranks
@@ -28,16 +29,16 @@ def hybrid() -> MeshGroups:
 @ranks(4)
 def test_agreement_goes_through_shard_then_replicate_group() -> None:
     mesh = hybrid()
-    groups = agreement.groups_of([mesh, mesh])
+    groups = groups_of([mesh, mesh])
     assert groups == [mesh.shard, mesh.replicate], "each group once, rows first"
-    assert agreement.exchange(groups, dist.get_rank() * 10) == {0: 0, 1: 10, 2: 20, 3: 30}
-    assert agreement.exchange([], "alone") == {dist.get_rank(): "alone"}
+    assert exchange(groups, dist.get_rank() * 10) == {0: 0, 1: 10, 2: 20, 3: 30}
+    assert exchange([], "alone") == {dist.get_rank(): "alone"}
 
 
 @pytest.mark.spec("SD-FULL-09", "HYB-10")
 @ranks(4)
 def test_one_ranks_refusal_is_everybodys_and_equal_problems_are_listed_once() -> None:
-    groups = agreement.groups_of([hybrid()])
+    groups = groups_of([hybrid()])
     agreement.refuse_together(groups, [])
     rank = dist.get_rank()
     with pytest.raises(agreement.StateDictMismatchError) as caught:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from minifsdp.engine.bucket import AnyBucket
+from minifsdp.engine.bucket import Bucket
 from minifsdp.engine.layout import Steps
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.per_param import PerParameterLayout
@@ -23,7 +23,6 @@ def param(shape: torch.Size, dim: int, group: Group | None) -> Any:
         num_shards=num,
         chunk_numel=padded_shard_numel(shape, dim, num),
         mesh_groups=MeshGroups(group, None),
-        shard_axis=None,
         info=SimpleNamespace(module=None),
     )
 
@@ -31,9 +30,6 @@ def param(shape: torch.Size, dim: int, group: Group | None) -> Any:
 class OneBucket(PerParameterLayout):
     """A layout that can only all-gather a bucket and wait for it."""
 
-    def __init__(self, bucket: AnyBucket) -> None:
+    def __init__(self, bucket: Bucket) -> None:
         self.buckets, self._handles, self._sharded, self._has_copied = [bucket], [], [], False
         self.steps = Steps()
-
-    def _update_from_buckets(self) -> None:
-        pass

@@ -1,11 +1,11 @@
-"""Trains a model with each API and prints the sums of its weights. `test_no_checks.py` runs it on two ranks."""
+"""Trains a model with each API, saves, loads, and prints the losses. `test_no_checks.py` runs it on two ranks."""
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from minifsdp import FullyShardedDataParallel, fully_shard
-from minifsdp.engine.events import events
+from minifsdp.engine.events import events, issue
 from minifsdp.watchdog import process
 
 
@@ -29,7 +29,18 @@ dist.init_process_group("gloo")
 function = build()
 for layer in (function[0], function[2], function):
     fully_shard(layer)
-losses = [train(function), train(FullyShardedDataParallel(build(), device_id=torch.device("cpu")))]
-observers = [events.collective, *events.roots, *events.optimizers, process.log.watchdog]
-print(losses, "observers:", sum(observer is not None for observer in observers), flush=True)
+wrapped = FullyShardedDataParallel(build(), device_id=torch.device("cpu"))
+losses = [train(function), train(wrapped)]
+wrapped.load_state_dict(wrapped.state_dict())
+function.load_state_dict(function.state_dict())
+observers = [
+    events.collective,
+    *events.roots,
+    *events.optimizers,
+    process.log.watchdog,
+    events.barrier,
+    *events.before_state_dict,
+]
+num_observers = sum(observer not in (None, issue) for observer in observers)
+print(losses, "groups in the log:", len(process.log.sequences), "observers:", num_observers, flush=True)
 dist.destroy_process_group()

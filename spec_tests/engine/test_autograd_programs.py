@@ -212,9 +212,19 @@ NO_TANGENTS = "forward-mode differentiation reads the memory of its tensors"
 NOT_SIMULATED = {"PROG-31": [pytest.mark.not_simulated(NO_TANGENTS)], "PROG-32": [pytest.mark.not_simulated(NO_VIEWS)]}
 
 
+# Programs that need the node at the output of the root, in addition to their own requirement.
+REQUESTS = {("PROG-25", "requested"), ("PROG-99", "hidden")}
+
+
 def params_of(cases: Iterable[tuple[str, str]]) -> list[Any]:
     """Each case, marked with its requirement."""
-    marks = {case: [pytest.mark.spec(case[0]), *NOT_SIMULATED.get(case[0], [])] for case in cases}
+    marks = {
+        case: [
+            pytest.mark.spec(*([case[0], "PROG-20"] if case in REQUESTS else [case[0]])),
+            *NOT_SIMULATED.get(case[0], []),
+        ]
+        for case in cases
+    }
     return [pytest.param(case, marks=marks[case], id=" ".join(case)) for case in cases]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minifsdp.checks.collective_log import log
-from minifsdp.engine.bucket import AnyBucket, Bucket
+from minifsdp.engine.bucket import Bucket
 from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.mesh import Group, default_group
 from minifsdp.engine.precision import Precision
@@ -17,7 +17,7 @@ from spec_tests.harness import ranks
 from tutorials.gpt.counting import CollectiveCounter
 
 
-def gathered(bucket: AnyBucket) -> None:
+def gathered(bucket: Bucket) -> None:
     comm_streams = CommStreams(bucket.device)
     comm_streams.all_gather.wait_compute()  # a root does this once per iteration
     layout = OneBucket(bucket)

@@ -13,12 +13,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import AllgatherOptions
 
+from minifsdp import FullyShardedDataParallel, fully_shard
 from minifsdp.checks.collective import Collective
 from minifsdp.checks.collective_log import log
-from minifsdp.engine import collectives, gloo
+from minifsdp.engine import collectives
+from minifsdp.engine.events import events
 from minifsdp.engine.mesh import Group
+from minifsdp_gloo import transport as gloo
 from spec_tests.engine.counted_backend import Counted
 from spec_tests.harness import ranks
 from spec_tests.harness.programs import output_of_ranks
@@ -313,6 +317,40 @@ def test_the_switch_leaves_the_collectives_to_gloo() -> None:
     assert group.transport is None
     collectives.all_gather(group, output, torch.full((2,), float(group.rank))).wait()
     assert output.tolist() == [0.0, 0.0, 1.0, 1.0]
+
+
+def trained(function: bool) -> list[torch.Tensor]:
+    """The weights after three steps of a model with large and small parameters, in a process group of its own."""
+    process_group: Any = dist.new_group()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(600, 700), nn.Tanh(), nn.Linear(700, 500), nn.Linear(500, 3))
+    if function:
+        mesh = torch.distributed.DeviceMesh.from_group(process_group, "cpu")
+        for layer in (*model, model):
+            fully_shard(layer, mesh=mesh)
+    else:
+        model = FullyShardedDataParallel(model, process_group, device_id=torch.device("cpu"), use_orig_params=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        inputs = torch.randn(4, 600, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [getattr(value, "full_tensor", value.clone)() for value in model.state_dict().values()]
+
+
+@pytest.mark.spec("WIRE-02", "WIRE-07")
+@pytest.mark.parametrize("function", [True, False], ids=["fully_shard", "wrapper"])
+@ranks(2)
+def test_without_a_transport_the_process_group_sends_everything(function: bool) -> None:
+    with_transport = trained(function)
+    asked: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(events, "transport", asked.append)
+        without = trained(function)
+        assert Group.of(dist.new_group()).transport is None
+    assert len(asked) > 1
+    assert all(map(torch.equal, without, with_transport))
 
 
 @pytest.mark.spec("WIRE-07")

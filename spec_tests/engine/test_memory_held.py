@@ -13,8 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from minifsdp.checkpoint import agreement
-from minifsdp.engine import collectives, gloo
+from minifsdp.engine import collectives
 from minifsdp.engine.mesh import Group
+from minifsdp_gloo import transport as gloo
 from spec_tests.engine.counted_backend import Counted
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import Stack, seeded

@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minifsdp.engine import mesh
-from minifsdp.engine.mesh import Group, MeshGroups, default_group, node_groups, node_size
+from minifsdp.cases import node_groups as nodes
+from minifsdp.cases.node_groups import node_groups, node_size
+from minifsdp.engine.mesh import Group, MeshGroups, default_group
 from spec_tests.harness import ranks
 
 CPU = torch.device("cpu")
@@ -94,7 +95,7 @@ def test_a_group_that_torch_did_not_make_counts_its_ranks_from_0() -> None:
 def in_nodes_of(num_ranks: int) -> None:
     # The value that torchrun sets on such nodes. The pool destroys groups between tests, so clear the cached ones.
     os.environ["LOCAL_WORLD_SIZE"] = str(num_ranks)
-    mesh._node_groups.clear()
+    nodes._node_groups.clear()
 
 
 @pytest.mark.spec("HYB-03")

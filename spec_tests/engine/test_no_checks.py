@@ -22,8 +22,8 @@ def lines(checks: str) -> list[str]:
 @pytest.mark.pure
 def test_job_without_checks_has_no_observer_and_the_same_losses() -> None:
     without, with_checks = lines("0"), lines("1")
-    assert [re.sub("observers: .*", "", line) for line in without] == [
-        re.sub("observers: .*", "", line) for line in with_checks
+    assert [re.sub("groups in the log: .*", "", line) for line in without] == [
+        re.sub("groups in the log: .*", "", line) for line in with_checks
     ]
-    assert all(line.endswith("observers: 0") for line in without)
-    assert all(line.endswith("observers: 4") for line in with_checks)
+    assert all(line.endswith("groups in the log: 0 observers: 0") for line in without)
+    assert all(line.endswith("groups in the log: 1 observers: 6") for line in with_checks)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minifsdp.engine.mesh import node_size
+from minifsdp.cases.node_groups import node_size
 
 
 @pytest.mark.spec("HYB-03")

@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from minifsdp.checks.collective_log import CollectiveLog, log
 from minifsdp.engine.events import events
-from minifsdp.engine.gloo import close
 from minifsdp.engine.messages import message
 from minifsdp.watchdog import process, watchdog
+from minifsdp.watchdog.watchdog import close
 from spec_tests.harness import device, rank_among_fake_ranks, ranks
 from spec_tests.harness.programs import outcome_of_ranks
 from spec_tests.harness.simulated import WORLD

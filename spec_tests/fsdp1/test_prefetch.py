@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from minifsdp.engine.events import events
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import Stack, seeded
 from spec_tests.models.running import Watch, Wire, backward_words, batch, iterate, loss_of, said
@@ -31,7 +32,7 @@ def words_with_gradients(**options: Any) -> list[str]:
     """The events of a backward as words, with a ``GRAD`` in the middle of the backward of each unit."""
     plain = seeded()
     watch = Watch(plain)
-    watch.in_backward = lambda unit: trace.recorder.begin("GRAD", unit) and None
+    watch.in_backward = lambda unit: events.recorder.begin("GRAD", unit) and None
     return backward_words(wrapped(plain, **options))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +15,19 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from spec_tests.fsdp2.int8_shards import Plain, extended, local, step_by_hand
+from minifsdp.cases.tensor_extensions import ExtendedBucket
+from minifsdp.engine.sharded_param import Options
+from spec_tests.engine.buckets import OneBucket, param
+from spec_tests.engine.stand_in import StandIn, machine
+from spec_tests.fsdp2.int8_shards import Int8Shards, Plain, extended, local, step_by_hand
 from spec_tests.fsdp2.test_extension import bare
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import WIDTH, Stack, seeded
 from spec_tests.models.running import batch, iterate
 from spec_tests.oracles import count_collectives
 from spec_tests.subject import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+__all__ = ["machine"]
 
 NARROW = torch.bfloat16
 
@@ -258,3 +265,20 @@ def test_local_tensor_with_only_one_extension_method_is_refused() -> None:
     layer.weight._local_tensor.fsdp_post_all_gather = widened
     with pytest.raises(AssertionError, match="fsdp_pre_all_gather"):
         layer(batch())
+
+
+# --- streams ---
+
+
+@pytest.mark.pure
+@pytest.mark.cpu
+@pytest.mark.spec("STREAM-04", "FS2-EXT-02")
+@pytest.mark.proof("order only")
+def test_all_gather_of_the_tensors_of_one_rank_is_awaited(machine: StandIn) -> None:
+    one, value = param(torch.Size([4, 2]), 0, None), torch.ones(4, 2)
+    one.mesh, one.use_leaf = SimpleNamespace(ndim=1), lambda leaf, reduce_dtype: None
+    bucket: Any = ExtendedBucket(one, Int8Shards(value), Options(torch.device("cpu")))
+    layout = OneBucket(bucket)
+    layout.all_gather(machine.comm_streams())
+    layout.wait()
+    assert machine.log == ["compute waits for gather"] * 2

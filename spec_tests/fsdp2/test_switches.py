@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import minifsdp
-from minifsdp.fsdp2 import initial
+from minifsdp.checks import initial_weights
 from spec_tests.both_apis.faults import fail_in_forward
 from spec_tests.fsdp2.test_new import Generates, tokens
 from spec_tests.harness import device, ranks
@@ -225,4 +225,4 @@ def test_tensor_parallel_weights_are_compared_per_shard() -> None:
 
 def debugging() -> Any:
     """Behaves like ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` while the context is open."""
-    return mock.patch.object(initial, "get_debug_level", return_value=dist.DebugLevel.DETAIL)
+    return mock.patch.object(initial_weights, "get_debug_level", return_value=dist.DebugLevel.DETAIL)

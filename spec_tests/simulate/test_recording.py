@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from minifsdp.engine.comm_streams import CommStreams
+from minifsdp.engine.events import events
 from minifsdp.engine.hooks import IterationState
 from minifsdp_tools.cost import Job, cost_of
 from minifsdp_tools.simulate.machine import CARDS, Network
@@ -26,7 +27,6 @@ from minifsdp_tools.simulate.tape import Collective, HostWait, Kernel, UseOn
 from spec_tests.harness import ranks
 from spec_tests.harness.programs import output_of_ranks
 from spec_tests.simulate.small import KINDS, SMALL, WIDTH, small, tower_setup
-from spec_tests.subject import trace
 
 ROOT = Path(__file__).parents[2]
 SLOW = Network(ranks_per_machine=4, within=1e9, between=1e8)
@@ -281,7 +281,7 @@ def test_recording_leaves_no_trace_in_torch() -> None:
     assert not hasattr(torch, "meta")
     assert "torch.meta" not in sys.modules
     assert not dist.is_initialized()
-    assert trace.recorder is None
+    assert events.recorder is None
     with pytest.raises(RuntimeError, match="does not have a corresponding module"):
         torch.get_device_module("meta")
 

@@ -52,11 +52,10 @@ def collective(seconds: int, stream: int = GATHER, ranks: tuple[int, ...] = EIGH
 
 
 def run(*items: Item, **options: Any) -> Result:
-    old_blocks = options.pop("old_blocks", {})
+    stored = options.pop("stored", 0)
     events = [item.event for item in items if isinstance(item, Mark) and item.is_begin]
     setup = Setup(SMALL, num_ranks=16)
-    stored = sum(old_blocks.values())
-    recording = Recording(setup, Tape(list(items)), events, stored, 100, 1, old_blocks)
+    recording = Recording(setup, Tape(list(items)), events, stored, 100)
     return replay(recording, Card("plain", **{**PLAIN, **options}), NETWORK)
 
 
@@ -199,23 +198,23 @@ def test_a_cpu_delays_the_collective_and_the_computation_next_to_it() -> None:
 @pytest.mark.spec("SIMULATE-11")
 def test_held_memory_contains_blocks_that_another_stream_uses() -> None:
     items = [
-        Allocate(GATHER, 1, 100, "forward"),
+        Allocate(1, 100),
         UseOn(1, COMPUTE),
         kernel(5),
-        Free(1),
+        Free(1, 100),
         # The CPU is ahead of the kernel, so the first block is still in use.
-        Allocate(GATHER, 2, 100, "forward"),
-        Free(2),
+        Allocate(2, 100),
+        Free(2, 100),
     ]
-    result = run(*items, old_blocks={7: 40})
+    result = run(*items, stored=40)
     assert (result.peak_allocated, result.peak_held, result.stored_bytes) == (140, 240, 40)
     # After a wait of the CPU, the memory can be used again.
     waits = [*items[:4], RecordEvent(COMPUTE, 1), HostWait(1), *items[4:]]
-    assert run(*waits, old_blocks={7: 40}).peak_held == 140
+    assert run(*waits, stored=40).peak_held == 140
     # Without `record_stream`, the memory returns to its stream at once.
-    assert run(items[0], *items[2:], old_blocks={7: 40}).peak_held == 140
+    assert run(items[0], *items[2:], stored=40).peak_held == 140
     # A block that existed at the beginning can be released.
-    assert run(Free(7), kernel(1), *items[:1], old_blocks={7: 40}).peak_held == 100
+    assert run(Free(7, 40), kernel(1), *items[:1], stored=40).peak_held == 100
 
 
 @pytest.mark.spec("SIMULATE-06")

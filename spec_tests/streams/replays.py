@@ -33,13 +33,13 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
+from minifsdp.engine.events import events
 from spec_tests.harness import device, pool, simulated
 from spec_tests.harness.simulated import WORLD, Operation
 from spec_tests.harness.simulated.replay import Place, _look, _places_in, _repeat
 from spec_tests.streams import blocks, engines
 from spec_tests.streams.parts import local
 from spec_tests.streams.steps import SORTING, Moment, Observer, _Reader, compares
-from spec_tests.subject import trace
 
 __all__ = ["MODELS", "NUM_RANKS", "record"]
 
@@ -85,7 +85,7 @@ class Window:
         WORLD.races.clear()
         self.error = ""
         with MeasuringLog() as self.log:
-            observer = trace.recorder = Observer(self.log)
+            observer = events.recorder = Observer(self.log)
             try:
                 self._update(optimizer, observer)
                 model(x).square().sum().backward()
@@ -93,7 +93,7 @@ class Window:
             except Exception as error:  # a broken engine can raise any error
                 self.error = f"{type(error).__name__}: {error}"
             finally:
-                trace.recorder = None
+                events.recorder = None
         self.race = next(iter(WORLD.races.values()), None)
         self.moments = list(_Reader(self.log.operations, observer.notes).moments())
         seen = {id(one) for moment in self.moments for one in moment.operations}

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from minifsdp.engine.events import events
 from spec_tests.harness import simulated
 from spec_tests.harness.simulated import WORLD, Operation
 from spec_tests.harness.simulated.clocks import Clock
@@ -125,11 +126,11 @@ def recorded(model: nn.Module, batch: torch.Tensor) -> Step:
     """The second training step of ``model``; the first step records the order of its units."""
     for _ in range(2):
         with simulated.Log() as log:
-            observer = trace.recorder = Observer(log)
+            observer = events.recorder = Observer(log)
             try:
                 model(batch).sum().backward()
             finally:
-                trace.recorder = None
+                events.recorder = None
         model.zero_grad()
     WORLD.assert_no_race()
     return Step(log.operations, list(_Reader(log.operations, observer.notes).moments()))

@@ -22,6 +22,7 @@ from torch.distributed.fsdp.api import BackwardPrefetch, CPUOffload, MixedPrecis
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
 
 from minifsdp import trace
+from minifsdp.engine.events import events
 from spec_tests.subject import NotOfferedError
 
 # The tutorials are programs, and import their shared module by its file name.
@@ -48,9 +49,9 @@ class RecordedEvents(list[str]):
 
     def append(self, event: str) -> None:
         super().append(event)
-        if trace.recorder is not None:
+        if events.recorder is not None:
             kind, _, unit = event.partition(" ")
-            trace.recorder.begin(kind, unit)
+            events.recorder.begin(kind, unit)
 
 
 class FullyShardedDataParallel(nn.Module):

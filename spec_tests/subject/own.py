@@ -19,7 +19,7 @@ from spec_tests import subject
 __all__ = ["Use", "use_of"]
 
 PACKAGES = ("spec_tests", "spec_tools")  # the code of tests
-OURS = ("minifsdp", "minifsdp_tools")
+OURS = ("minifsdp", "minifsdp_gloo", "minifsdp_tools")
 
 
 @dataclass

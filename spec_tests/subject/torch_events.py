@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-from minifsdp import trace
+from minifsdp.engine.events import events
 from spec_tests.models.torch_names import param_groups
 
 Group = group_module.FSDPParamGroup
@@ -44,7 +44,7 @@ def around(
 
     @functools.wraps(original)
     def recorded(*arguments: Any, **named: Any) -> Any:
-        if trace.recorder is None:
+        if events.recorder is None:
             return original(*arguments, **named)
         seen = before(*arguments)
         result = original(*arguments, **named)
@@ -55,9 +55,9 @@ def around(
 
 
 def write(kind: str, unit: str, members: dist.ProcessGroup | None = None, **facts: Any) -> None:
-    if trace.recorder is not None:
+    if events.recorder is not None:
         ranks = tuple(dist.get_process_group_ranks(members)) if members is not None else ()
-        trace.recorder.begin(kind, unit, ranks=ranks, **facts)
+        events.recorder.begin(kind, unit, ranks=ranks, **facts)
 
 
 # ---- fully_shard ----

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 from minifsdp.checks.rank_checks import RankChecks
-from minifsdp.engine.events import events
+from minifsdp.engine.events import events, issue
 
 __all__ = ["without_ledger"]
 
@@ -26,7 +26,7 @@ def _nothing(*_: object) -> None:
 def without_ledger() -> Iterator[None]:
     """Disables the log and the comparisons. Use it around whole iterations. Every rank must enter it."""
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(events, "collective", None))
+        stack.enter_context(mock.patch.object(events, "collective", issue))
         for name in _OF_ROOTS:
             stack.enter_context(mock.patch.object(RankChecks, name, _nothing))
         yield

@@ -10,7 +10,7 @@ from spec_tests.harness.edit import Edit, Edited
 
 __all__ = ["PACKAGES", "Mutant", "broken"]
 
-PACKAGES = (ROOT / "minifsdp", ROOT / "minifsdp_tools")
+PACKAGES = (ROOT / "minifsdp", ROOT / "minifsdp_gloo", ROOT / "minifsdp_tools")
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from spec_tests.harness.accounting import ROOT, test_files
 from spec_tests.harness.edit import Edited
 from spec_tools.mutants.mutant import Mutant, broken
 
-__all__ = ["Result", "files_of", "run"]
+__all__ = ["Result", "copied_to", "files_of", "run"]
 
 LIMIT = 300.0  # seconds for one mutant; longer than several timeouts of the test harness
 COPIED = (
@@ -37,6 +37,7 @@ COPIED = (
     "docs",
     "docs_build",
     "minifsdp",
+    "minifsdp_gloo",
     "minifsdp_tools",
     "mkdocs.yml",
     "pyproject.toml",
@@ -76,15 +77,20 @@ def run(mutant: Mutant, limit: float = LIMIT) -> Result:
     return Result(mutant.name, said["red"], [row for row in mutant.row_list if row not in said["red"]], end)
 
 
+def copied_to(folder: pathlib.Path) -> None:
+    """Copies the repository to ``folder``."""
+    for part in COPIED:
+        if (ROOT / part).is_dir():
+            shutil.copytree(ROOT / part, folder / part)
+        else:
+            shutil.copy2(ROOT / part, folder / part)
+
+
 @contextlib.contextmanager
 def _copy(change: Edited) -> Iterator[pathlib.Path]:
     with tempfile.TemporaryDirectory(prefix="mutant-") as name:
         folder = pathlib.Path(name)
-        for part in COPIED:
-            if (ROOT / part).is_dir():
-                shutil.copytree(ROOT / part, folder / part)
-            else:
-                shutil.copy2(ROOT / part, folder / part)
+        copied_to(folder)
         path = folder / change.path.relative_to(ROOT)
         path.write_text(change.text, encoding="utf-8")
         # Python compares file times in seconds, so it could use the cached bytecode of the unchanged module.

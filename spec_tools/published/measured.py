@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from minifsdp import FullyShardedDataParallel
 from minifsdp.api import ShardingStrategy
-from minifsdp.engine.gloo import transport_between
+from minifsdp_gloo import transport_between
 from minifsdp_tools.simulate.setup import HYBRID
 from spec_tests.oracles.gathering import wrap_units
 from spec_tools.benchmarks.workloads import WORKLOADS, Workload, adamw

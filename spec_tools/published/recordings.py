@@ -34,7 +34,7 @@ def path_of(setup: Setup, sources: str, folder: Path = FOLDER) -> Path:
 
 def hash_of_sources() -> str:
     """A hash of the sources that a recording depends on."""
-    folders = (ROOT / "minifsdp", ROOT / "minifsdp_tools")
+    folders = (ROOT / "minifsdp", ROOT / "minifsdp_gloo", ROOT / "minifsdp_tools")
     files = sorted(file for folder in folders for file in folder.rglob("*.py"))
     # The command, its table and its search use recordings and do not change them.
     ignored = {"__main__.py", "report.py", "search.py", "machine.py", "replay.py"}

@@ -120,7 +120,7 @@ def made_up(setup: Setup, flops: float) -> Recording:
     for _ in range(setup.model.layers * setup.accumulation):
         tape.items.append(Collective(1, "AG", tuple(range(setup.num_ranks)), 2**30))
         tape.items.append(Kernel(0, "aten::mm", flops, 2**20, torch.bfloat16, "forward", flops))
-    return Recording(setup, tape, [], 0, 1, 1, {})
+    return Recording(setup, tape, [], 0, 1)
 
 
 # ---- the simulator --------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def tape_of_one_step() -> Recording:
         Collective(1, "AG", (0, 1), 1000),
     ]
     setup = Setup("gpt2", 2, 2, param_dtype="fp32", reduce_dtype="fp32")
-    return Recording(setup, tape, [], 0, 1, 1, {})
+    return Recording(setup, tape, [], 0, 1)
 
 
 MEASURED = Measured(100.0, 1e9, 0.0, {"forward": 8.0}, [], 0.0, {})

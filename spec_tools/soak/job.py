@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from minifsdp.checks import collective_log
-from minifsdp.engine import gloo
 from minifsdp.engine.comm_streams import CommStreams
+from minifsdp_gloo import transport as gloo
 from spec_tools.soak import watch
 
 __all__ = ["LEAKS", "ROUND", "soak"]

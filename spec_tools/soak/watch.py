@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from minifsdp.checks.collective_log import log
-from minifsdp.engine import gloo
+from minifsdp_gloo import transport as gloo
 
 __all__ = ["Sample", "grown", "taken"]
 
@@ -94,8 +94,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _num_queued() -> int:
-    queues = [queue for one in gloo._transports.values() for queue in (one._gathers, one._reductions, one._questions)]
-    return sum(len(queue) for queue in queues)
+    return sum(len(transport._in_flight) for transport in gloo._transports.values())
 
 
 def _resident() -> int:

@@ -109,12 +109,7 @@ LEFT_OUT = {
     "checkpoint/tensors.py: collectives.all_gather(": "loading a sharded state dict begins with a barrier of all ranks",
     "checkpoint/codec.py: collectives.all_gather(": "the optimizer's state begins with a barrier of all ranks",
     "engine/changes.py: collectives.all_gather(": "the hashes of fake ranks differ, which is an error",
-    "engine/gloo.py: message.wait(": "between CPUs alone",
-    "engine/gloo.py: self._work.wait(": "between CPUs alone",
-    "engine/gloo.py: exchange.wait(": "between CPUs alone",
-    "engine/gloo.py: backend.recv(": "between CPUs alone, when all waits in a group end",
     "engine/reduce.py: comm_stream.wait_compute(": "after an exception of a hook, tested by GRAD-05",
-    "engine/gloo.py: self.all_gather_apart(": "between CPUs alone",
     "fsdp1/wrapper.py: initial.synchronize(": "has nothing to do with streams",
     "watchdog/": "a thread that has nothing to do with streams",
     "debugging/values.py: collectives.all_reduce(": "is off, and stops the CPU on purpose",
@@ -122,9 +117,9 @@ LEFT_OUT = {
     "checks/rank_checks.py: arrived.synchronize(": "a whole backward runs between the all-gather and this line",
     "checks/rank_checks.py: asked[-1].wait(": "a stream has waited already, and a CPU needs no order",
     "engine/root.py: comm_stream.join(": "streams are replaced between iterations, which no program here does",
-    "fsdp2/finalize.py: handle.wait(": "a line of a docstring",
+    "cases/manual_finalization.py: handle.wait(": "calls a method that does not use streams itself",
     "fsdp2/module.py: handle.wait(": "a line of a docstring",
-    "engine/collectives.py: issue(function.__name__": "the called function has waited",
+    "engine/collectives.py: events.collective(function.__name__": "the called function has waited",
 }
 
 

@@ -46,7 +46,8 @@ def test_package_location_determines_the_files_of_the_package() -> None:
 @pytest.mark.parametrize("program", ["train.py", "torchtrain/minifsdp_train.py"])
 def test_a_warning_names_the_program_in_a_checkout_with_the_name_of_the_package(program: str, tmp_path: Path) -> None:
     checkout = tmp_path / "with space \u00e9" / "minifsdp"
-    shutil.copytree(ROOT / "minifsdp", checkout / "minifsdp", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("minifsdp", "minifsdp_gloo"):
+        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
     script = checkout / program
     script.parent.mkdir(exist_ok=True)
     script.write_text(PROGRAM)
@@ -60,7 +61,7 @@ def test_a_warning_names_the_program_in_a_checkout_with_the_name_of_the_package(
 
 @pytest.mark.spec("START-01")
 def test_no_test_and_no_tool_searches_paths_for_the_package_name() -> None:
-    folders = ("spec_tests", "spec_tools", "docs_build", "tutorials", "minifsdp", "minifsdp_tools")
+    folders = ("spec_tests", "spec_tools", "docs_build", "tutorials", "minifsdp", "minifsdp_gloo", "minifsdp_tools")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py") if path != Path(__file__)]
     guesses = [f'"{slash}minifsdp{slash}"' for slash in ("/", "\\\\")] + [
         '"minifsdp" in path',

@@ -169,7 +169,7 @@ def test_control_also_runs_after_a_first_stage_that_stops_the_others(tmp_path: P
 
 def broken_checkout(folder: Path) -> Path:
     """A copy of the checkout in which reduce-scatter does not divide by the number of ranks."""
-    for name in ("minifsdp", "minifsdp_tools", "spec_tests", "spec_tools", "tutorials"):
+    for name in ("minifsdp", "minifsdp_gloo", "minifsdp_tools", "spec_tests", "spec_tools", "tutorials"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("conftest.py", "pyproject.toml", "docs/spec.md"):
         (folder / name).parent.mkdir(exist_ok=True)

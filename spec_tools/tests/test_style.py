@@ -18,7 +18,7 @@ from spec_tests.harness.accounting import ROOT
 
 pytestmark = pytest.mark.pure
 
-FOLDERS = ("minifsdp", "minifsdp_tools", "docs", "tutorials", "spec_tests", "spec_tools", "docs_build")
+FOLDERS = ("minifsdp", "minifsdp_gloo", "minifsdp_tools", "docs", "tutorials", "spec_tests", "spec_tools", "docs_build")
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 WORDS = (
     r"whoever|whom|somebody|nobody|anew|mends?|mended|shall|in vain|so wished|lets? go of|last words|front apis?|told"

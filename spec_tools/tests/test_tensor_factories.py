@@ -13,7 +13,7 @@ import pytest
 from torch.utils._device import _device_constructors
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = [path for package in ("minifsdp", "minifsdp_tools") for path in (ROOT / package).rglob("*.py")]
+FILES = [path for package in ("minifsdp", "minifsdp_gloo", "minifsdp_tools") for path in (ROOT / package).rglob("*.py")]
 # The exercises compare with numbers that learners see. They run as a program of their own, without defaults.
 MODULES = sorted(str(path.relative_to(ROOT)) for path in FILES if "learn" not in path.relative_to(ROOT).parts)
 # The functions of torch that use the default device.

@@ -25,7 +25,7 @@ MUTANTS = [
         "tried-alone-and-written-down",
         "ORDER-11",
         "A refused state dict of one rank stays in the log, so the next step is refused, too.",
-        remove("_wait_for_all", "$sequence.undo($before)"),
+        remove("BarrierCheck.undo", "self._sequence.undo(self._before)"),
     ),
     # --- checkpoint/codec.py ---
     Mutant(
@@ -68,7 +68,7 @@ MUTANTS = [
         "states-for-every-rank",
         "OSD-05",
         "rank0_only=True gives the full optimizer state to every rank.",
-        replace("_is_first", "$names.units[0].mesh.is_first if $names.units else rank_of_this_process() == 0", "True"),
+        replace("save", "$names.units[0].mesh.is_first if $names.units and $group is None else $rank == 0", "True"),
     ),
     Mutant(
         "states-outside-of-units-are-left-out",
@@ -81,7 +81,7 @@ MUTANTS = [
         "states-of-one-rank-only",
         "OSD-LOAD-01 OSD-LOAD-03",
         "A state that one rank's dict lacks is not noticed.",
-        replace("load", "[detail('states-on-others', name=$name) for $name in $in_units if $state.get($name)]", "[]"),
+        replace("load", "[detail('states-on-others', name=$name) for $name in $units if $state.get($name)]", "[]"),
     ),
     Mutant(
         "groups-by-place-lost",
@@ -101,8 +101,8 @@ MUTANTS = [
         "A run with frozen parameters cannot load the optimizer state that it has saved.",
         replace(
             "_stored_once",
-            "$reported and $lacks and $owner.requires_grad and $numel",
-            "$reported and $lacks and $numel",
+            "$lacks and $owner.requires_grad and $numel",
+            "$lacks and $numel",
         ),
     ),
     # --- checkpoint/state_dict.py ---

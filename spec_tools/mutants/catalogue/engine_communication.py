@@ -79,7 +79,7 @@ MUTANTS = [
         "An optimizer on the CPU writes to shards that an all-gather still reads.",
         remove("CommStream.synchronize", "self.stream.synchronize()"),
     ),
-    # --- engine/gloo.py ---
+    # --- minifsdp_gloo/transport.py ---
     Mutant(
         "own-part-is-not-summed",
         "WIRE-01",
@@ -92,15 +92,15 @@ MUTANTS = [
         "An all-gather blocks the CPU until it is complete.",
         replace(
             "Transport._send_to_all",
-            "return _Exchange($messages, $queue)",
-            "_Exchange($messages, $queue).wait()\nreturn _Exchange([], $queue)",
+            "return _Exchange($messages, self._in_flight)",
+            "_Exchange($messages, self._in_flight).wait()\nreturn _Exchange([], self._in_flight)",
         ),
     ),
     Mutant(
         "messages-are-kept-for-good",
         "WIRE-09",
         "The memory of completed messages is never released.",
-        never("_Exchange.wait", "any(($messages is self._messages for $messages in self._queue))"),
+        never("_Exchange.wait", "self in self._in_flight"),
     ),
     Mutant(
         "failed-messages-pass",

@@ -20,7 +20,7 @@ MUTANTS = [
         "FS2-06",
         "Every rank uses the number of rows of the first rank.",
         replace(
-            "_Source.__init__",
+            "Source.__init__",
             "shard_shape($param.shape, $param.dim, $num, $rank)",
             "shard_shape($param.shape, $param.dim, $num, 0)",
         ),
@@ -30,9 +30,15 @@ MUTANTS = [
         "NEW-05",
         "The next forward all-gathers the values of the smaller mesh from before the optimizer step.",
         remove(
-            "Bucket.unshard_from_full_mesh",
-            "self._source, self.group, self.sends_each = (self._own, self._own.group, self._own.sends_each)",
+            "PerParameterLayout.unshard_from_full_mesh",
+            "for bucket in self.buckets:\n    ...",
         ),
+    ),
+    Mutant(
+        "the-smaller-mesh-has-equal-shards",
+        "NEW-05",
+        "After a forward, every rank keeps the first shard of the smaller mesh.",
+        replace("_reshard", "shard_of($leaf, $dim, group.size, group.rank)", "shard_of($leaf, $dim, group.size, 0)"),
     ),
     Mutant(
         "the-cpu-waits-for-memory-of-gathers",
@@ -47,7 +53,7 @@ MUTANTS = [
         "Values that are assigned later are copied into a bucket that stays on the meta device.",
         replace("assign_to_buckets", "$options.storage_device($local_shard)", "$options.device"),
     ),
-    # --- engine/extension.py ---
+    # --- cases/tensor_extensions.py ---
     Mutant(
         "patched-rows-are-not-filled-up",
         "FS2-EXT-06",
@@ -119,7 +125,7 @@ MUTANTS = [
         "summoned-changes-without-a-wait",
         "PROG-26",
         "After summon_full_params, an all-gather reads the shard while the compute stream writes it.",
-        remove("FlatLayout.overwrite", "self._is_written = True"),
+        remove("FlatLayout.overwrite_local", "self._is_written = True"),
         "simulated",
     ),
     # --- engine/flat_gradients.py ---

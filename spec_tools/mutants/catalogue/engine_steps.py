@@ -32,7 +32,7 @@ MUTANTS = [
         "kept-after-backward",
         "SHARD-04",
         "Units are resharded only at the end of the whole backward.",
-        never("IterationState.post_backward", "$unit.policy.reshard_after_backward and (not $unit.keeps_for_graph)"),
+        never("IterationState.post_backward", "$unit.policy.reshard_after_backward and (not $unit.is_held)"),
     ),
     Mutant(
         "prefetched-too-late",
@@ -57,19 +57,19 @@ MUTANTS = [
         "a-backward-ends-a-manual-iteration",
         "NEW-25",
         "A backward ends the iteration, although the program finalizes it.",
-        replace("IterationState._is_last", "self.is_last_backward and not self.is_manual", "self.is_last_backward"),
+        replace("IterationState.is_last", "self.is_last_backward and not self.is_manual", "self.is_last_backward"),
     ),
     Mutant(
         "end-of-backward-in-forward-reshards",
         "PROG-23",
         "A backward inside a forward reshards units that compute.",
-        replace("IterationState.end_backward", "if not self.in_forward:\n    ...", "..."),
+        replace("InnerBackward._is_inside_forward", "self._iteration.in_forward", "False"),
     ),
     Mutant(
         "changed-parameters-are-used",
         "PROG-26",
         "A backward uses parameters that have changed since the forward.",
-        never("IterationState.pre_backward", "$unit in self._changed"),
+        never("ChangedParameters._check", "$unit in self._changed"),
     ),
     Mutant(
         "views-of-parameters-are-freed",
@@ -150,7 +150,7 @@ MUTANTS = [
             "type($value)($data, $sizes, $order, $order)",
         ),
     ),
-    # --- engine/requested.py ---
+    # --- cases/requested_parameters.py ---
     Mutant(
         "requested-parameters-get-nothing",
         "PROG-20",
@@ -193,7 +193,7 @@ MUTANTS = [
         "Every iteration counts as the first one, so forward never prefetches.",
         never("Schedule.end_iteration", "self._first_order"),
     ),
-    # --- engine/side_outputs.py ---
+    # --- cases/side_outputs.py ---
     Mutant(
         "kept-tensors-collect-hooks",
         "PROG-99",

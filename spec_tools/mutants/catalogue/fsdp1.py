@@ -20,13 +20,13 @@ MUTANTS = [
         "gradients-are-always-synchronized",
         "START-08",
         "_sync_gradients is true in no_sync().",
-        replace("reduces_gradients", "all(($unit.policy.reduces for $unit in $units))", "True"),
+        replace("TorchNames._sync_gradients", "all(($unit.policy.reduces for $unit in $units))", "True"),
     ),
     Mutant(
         "summoned-looks-idle",
         "NAMES-12",
         "training_state is IDLE inside summon_full_params for a wrapper without parameters.",
-        replace("training_state", "$wrapper._shows_clean_names", "False"),
+        replace("TorchNames.training_state", "self._shows_clean_names", "False"),
     ),
     # --- fsdp1/build.py ---
     Mutant(
@@ -52,7 +52,7 @@ MUTANTS = [
         "summoned-changes-are-lost",
         "SUMMON-07",
         "writeback=True writes nothing back.",
-        remove("_full_params", "$layout.overwrite($flat[$layout.shard_range])"),
+        remove("_full_params", "$layout.overwrite_local($flat[$layout.shard_range])"),
     ),
     Mutant(
         "backward-while-summoned-is-accepted",
@@ -85,7 +85,7 @@ MUTANTS = [
         "containers-are-not-initialized",
         "META-06",
         "param_init_fn is called only for modules that own tensors.",
-        replace("materialize", "$given is not None and not _own_tensors($module, set())", "False"),
+        replace("materialize", "$is_container and $given is not None", "False"),
     ),
     Mutant(
         "to-empty-recurses",
@@ -99,7 +99,9 @@ MUTANTS = [
         "NAMES-04",
         "Parameter names lack the wrapper's prefix outside summon_full_params, too.",
         replace(
-            "shown", "$name.replace(PREFIX, '') if $wrapper._shows_clean_names else $name", "$name.replace(PREFIX, '')"
+            "NamedWrapper._shown",
+            "$name.replace(PREFIX, '') if self._shows_clean_names else $name",
+            "$name.replace(PREFIX, '')",
         ),
     ),
     # --- fsdp1/policies.py ---
@@ -136,30 +138,30 @@ MUTANTS = [
         "no-sync-leaves-its-setting",
         "NOSYNC-06",
         "The end of no_sync() does not restore the earlier setting.",
-        remove("no_sync", "for $unit, $reduces, $reshards in $before:\n    ..."),
+        remove("TrainingMethods.no_sync", "for $unit, $reduces, $reshards in $before:\n    ..."),
     ),
     Mutant(
         "hook-of-the-root-alone",
         "HOOK-01 HOOK-04",
         "A communication hook is called only for the root's gradients.",
         replace(
-            "register_comm_hook",
-            "for $unit in $units:\n    $unit.plan.hook = $hook",
-            "wrapper._unit.plan.hook = functools.partial(hook, state)",
+            "TrainingMethods.register_comm_hook",
+            "$inner._unit is not None",
+            "$inner is self",
         ),
     ),
     Mutant(
         "ignored-gradients-do-not-count",
         "CLIP-08",
         "The norm omits gradients of ignored parameters.",
-        never("clip_grad_norm", "$parameter not in $owned"),
+        never("TrainingMethods.clip_grad_norm_", "$parameter not in $owned"),
     ),
     # --- fsdp1/training_aids.py ---
     Mutant(
         "norm-of-this-rank",
         "CLIP-02",
         "The norm covers only this rank's gradients.",
-        remove("_sum_over", "collectives.call(dist.all_reduce, $group, $power, about=$about)"),
+        remove("_sum_over", "collectives.call(dist.all_reduce, $group, $power, $operation, about=$about)"),
     ),
     Mutant(
         "replicated-gradients-count-for-each-rank",
@@ -195,7 +197,11 @@ MUTANTS = [
         "inner-units-lose-the-strategy",
         "WRAP-14",
         "Units made by a policy all have the default strategy.",
-        replace("Wrapper._options_of_inner", "vars($options)", "{**vars($options), 'sharding_strategy': None}"),
+        replace(
+            "Wrapper.__init__",
+            "wrap.auto_wrap($module, $policy, $cls, $options, *$ignored)",
+            "wrap.auto_wrap($module, $policy, $cls, {**$options, 'sharding_strategy': None}, *$ignored)",
+        ),
     ),
     Mutant(
         "evaluation-keeps-what-it-gathered",
@@ -248,7 +254,7 @@ MUTANTS = [
         "the-final-callback-does-nothing",
         "START-09",
         "Torch's final callback leaves units unsharded after a backward that has failed.",
-        replace("FullyShardedDataParallel._exec_order_data", "self._current_root_state().recover_after_error", "dict"),
+        replace("TorchNames._exec_order_data", "self._current_root_state().recover_after_error", "dict"),
     ),
     Mutant(
         "passed-dict-is-ignored",
@@ -282,9 +288,7 @@ MUTANTS = [
         "apply-sees-slices",
         "APPLY-01 APPLY-04",
         "apply() calls its function on modules without full parameters.",
-        replace(
-            "FullyShardedDataParallel.apply", "with FullyShardedDataParallel.summon_full_params(...):\n    ...", "..."
-        ),
+        replace("TrainingMethods.apply", "with TrainingMethods.summon_full_params(...):\n    ...", "..."),
     ),
     Mutant(
         "flattened-as-if-full",

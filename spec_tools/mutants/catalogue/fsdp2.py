@@ -21,7 +21,7 @@ MUTANTS = [
         "group-is-freed-after-its-first-module",
         "NEW-04",
         "A unit of several modules is resharded after its first module.",
-        always("FSDPState._leave", "not self._waiting"),
+        always("StateOfList.leave", "not self._waiting"),
     ),
     Mutant(
         "every-call-is-an-inner-one",
@@ -34,7 +34,7 @@ MUTANTS = [
         "override-of-a-policy-is-ignored",
         "NEW-18",
         "The dtypes that a policy chooses for some parameters are ignored.",
-        remove("_refuse_unsupported", 'if getattr($policy, "param_dtype_override_fn", None) is not None:\n    ...'),
+        remove("fully_shard", 'if getattr($policy, "param_dtype_override_fn", None) is not None:\n    ...'),
     ),
     Mutant(
         "replicas-over-the-shard-axis",
@@ -50,7 +50,7 @@ MUTANTS = [
         "offload-policy-is-ignored",
         "FS2-OFF-01",
         "CPUOffloadPolicy offloads nothing.",
-        replace("_options", "$offload = isinstance($offload_policy, CPUOffloadPolicy)", "$offload = False"),
+        replace("fully_shard", "isinstance(offload_policy, CPUOffloadPolicy)", "False"),
         "simulated",
     ),
     Mutant(
@@ -59,21 +59,21 @@ MUTANTS = [
         "Every parameter is sharded along its first dimension.",
         replace("_sharded_params", "$placement_fn($parameter) if $placement_fn else None", "None"),
     ),
-    # --- fsdp2/finalize.py ---
+    # --- cases/manual_finalization.py ---
     Mutant(
         "partial-gradients-are-finalized",
         "NEW-25",
         "A gradient that is not all-reduced stays on each replica.",
         remove("_check_end", "if stays_partial or $plan.partial is not None:\n    ..."),
     ),
-    # --- fsdp2/functions.py ---
+    # --- fsdp2/module.py ---
     Mutant(
         "unshard-shows-old-values",
         "FS2-19",
         "unshard() after a change uses the values from before the change.",
-        never("issue_all_gather", "$unit.layout.is_stale()"),
+        never("FSDPModule.unshard", "state.unit.layout.is_stale()"),
     ),
-    # --- fsdp2/initial.py ---
+    # --- checks/initial_weights.py ---
     Mutant(
         "checksum-without-places",
         "NEW-20",
@@ -85,7 +85,7 @@ MUTANTS = [
         "methods-of-torch-are-inherited",
         "NEW-26",
         "A sharded module inherits the methods of torch's class, which need torch's state.",
-        replace("sharded_class", "_without_methods($theirs)", "$theirs"),
+        replace("sharded_class", "without_methods($theirs, $ours)", "$theirs"),
     ),
     Mutant(
         "every-backward-is-the-last",
@@ -118,15 +118,15 @@ MUTANTS = [
         "After `set_is_last_backward(False)`, `zero_grad()` keeps the gradient whose reduction is in flight.",
         remove("FSDPModule.zero_grad", "$root_state.iteration.reducer.finish_open()"),
     ),
-    # --- fsdp2/reshard.py ---
+    # --- fsdp2/module.py ---
     Mutant(
         "reshard-switch-keeps-small-group",
         "NEW-05 NEW-06",
         "After set_reshard_after_forward(True) backward still all-gathers in the smaller group.",
         replace(
-            "choose_reshard",
-            "$unit.update_policy(..., post_forward_mesh=$mesh)",
-            "$unit.update_policy(..., post_forward_mesh=$mesh or $unit.policy.post_forward_mesh)",
+            "FSDPModule.set_reshard_after_forward",
+            "$unit.update_policy(..., post_forward_mesh=None)",
+            "$unit.update_policy(..., post_forward_mesh=$unit.policy.post_forward_mesh)",
         ),
     ),
 ]

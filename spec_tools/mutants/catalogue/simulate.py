@@ -17,6 +17,12 @@ MUTANTS = [
     ),
     # --- minifsdp_tools/simulate/device.py ---
     Mutant(
+        "events-of-the-compute-stream",
+        "SIMULATE-02",
+        "A recorded event belongs to the compute stream, whatever stream recorded it.",
+        replace("Stream.record_event", "RecordEvent(self.number, $number)", "RecordEvent(COMPUTE, $number)"),
+    ),
+    Mutant(
         "recording-without-waits",
         "SIMULATE-02",
         "A recording does not contain the waits of streams.",
@@ -45,7 +51,7 @@ MUTANTS = [
         "causal-attention-in-full",
         "SIMULATE-03",
         "Causal attention takes the time of attention to all positions.",
-        replace("OperatorMode._append", "$flops / 2 if $is_causal else $flops", "$flops"),
+        replace("OperatorMode._append", "$flops / 2 if $given.get('is_causal') else $flops", "$flops"),
     ),
     # --- minifsdp_tools/simulate/recording.py ---
     Mutant(
@@ -71,12 +77,5 @@ MUTANTS = [
         "SIMULATE-14",
         "The search returns settings that need more memory than the card has.",
         replace("_fits", "$result.peak_held <= USABLE * $card.memory", "True"),
-    ),
-    # --- minifsdp_tools/simulate/tape.py ---
-    Mutant(
-        "events-of-the-compute-stream",
-        "SIMULATE-02",
-        "A recorded event belongs to the compute stream, whatever stream recorded it.",
-        replace("Tape.record_event", "RecordEvent($stream, $event)", "RecordEvent(COMPUTE, $event)"),
     ),
 ]

@@ -144,7 +144,7 @@ BREAKS = [
     Break(
         "by-hand-does-not-follow",
         "unshard() issues the all-gather without waiting for the optimizer step.",
-        remove("issue_all_gather", "root_state.comm_streams.all_gather.wait_compute()"),
+        remove("FSDPModule.unshard", "root_state.comm_streams.all_gather.wait_compute()"),
         "each_by_hand",
     ),
     Break(
@@ -256,13 +256,13 @@ BREAKS = [
     Break(
         "summons-without-waiting",
         "summon_full_params uses parameters before they have arrived (threaded backend).",
-        replace("all_gather_values", "$collective.wait()", "$collective"),
+        replace("all_gather_unit", "$collective.wait()", "$collective"),
         "flat_over_a_backend_with_threads",
     ),
     Break(
         "counts-gradients-without-waiting",
         "The presence of a gradient is read before all ranks have reported it.",
-        replace("_all_gather_gradients", "$collective.wait()", "$collective"),
+        replace("SummonedGradients.__init__", "$collective.wait()", "$collective"),
         "flat_gradients_over_a_backend_with_threads",
     ),
 ]

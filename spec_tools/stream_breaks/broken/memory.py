@@ -52,8 +52,8 @@ BREAKS = [
         "The copy-out runs on the all-gather stream, and its memory is freed like memory of the compute stream.",
         replace(
             "PerParameterLayout.wait",
-            "has_new_leaves |= bucket.copy_out()",
-            "with bucket._in_flight[2]:\n    has_new_leaves |= bucket.copy_out()",
+            "bucket.copy_out()",
+            "with bucket._in_flight[2]:\n    bucket.copy_out()",
         ),
         "each_full",
     ),

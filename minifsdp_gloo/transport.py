@@ -1,5 +1,8 @@
 """All-gather and reduce-scatter between CPUs, by point-to-point messages of gloo.
 
+`transport_between` returns the `Transport` of a process group. ``minifsdp/engine/events.py`` lists the methods that
+minifsdp calls.
+
 Gloo is the backend for CPUs. Its collectives do more work than necessary: its reduce-scatter copies the unsharded
 gradient and sums *all* of it on every rank, although each rank needs only one shard. Also, the group runs its
 collectives one after the other, in its own thread. So on CPUs minifsdp sends shards as messages, directly between the
@@ -27,7 +30,7 @@ tensors that store and receive the values. Example: two ranks, a tensor of four 
    millisecond, yielding the core, before it blocks.
 6. *Order.* Receives and sends with one tag pair up in the order of their issue, as collectives do. If a receive were
    destroyed, the next receive would get its message. So each exchange stays in a queue until it is complete, even if
-   the model is destroyed earlier.
+   the model is destroyed earlier. All ranks issue collectives in one order, so exchanges also complete in this order.
 7. *New orders.* Gloo's own collectives pair up by order alone. If two ranks issue collectives of different sizes, gloo
    ends the process in C++. So as long as an order of collectives is new, the ranks exchange one number for each
    collective. An all-gather must not wait for the numbers of other ranks when it is issued, because other ranks may
@@ -53,7 +56,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -63,12 +65,9 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.utils._python_dispatch import _disable_current_modes
 
-from minifsdp.engine.comm_streams import Handle
-
-# Arbitrary numbers that no program uses for its own messages.
-_REDUCE_TAG, _QUESTION_TAG, _SIZES_TAG = 0x6D696E6A, 0x6D697100, 0x6D697200
-_UNSENT_TAG = 0x6D696E6B  # the tag of a message that is never sent
-_GATHER_TAGS = 0x20000000  # and as many numbers after it
+# Arbitrary numbers that no program uses for its own messages. The size of a message is added to all but the first.
+_REDUCE_TAG, _QUESTION_TAG, _SIZES_TAG, _GATHER_TAG = 0x6D696E6A, 0x6D697100, 0x6D697200, 0x20000000
+_NUM_TAGS = 0x20000000  # for all-gathers
 # 5. In bytes, chosen by measurement: `spec_tools.benchmarks` measures smaller and larger sizes.
 _WORTH_A_MESSAGE = 2**18
 _POLL_SECONDS = 0.0005  # seconds, chosen by measurement with `tiny`
@@ -76,9 +75,6 @@ _ALL_TO_ALL = AllToAllOptions()
 # 7. The sizes of the last `_NUM_RECENT` collectives identify an order.
 _NUM_RECENT = 16
 _MOST_KNOWN = 8192
-
-# The ``Work`` of each message of an exchange.
-_Messages = list[Any]
 
 
 class Transport:
@@ -95,22 +91,19 @@ class Transport:
         # Each rank sends to the next rank first, so that not all ranks send to the same rank at once.
         self._others = [(self._rank + distance) % self._size for distance in range(1, self._size)]
         # 8. A group that sends no data. Dispatch modes see its collectives.
-        for_modes = dist.ProcessGroup(dist.HashStore(), self._rank, self._size)
+        self._for_modes: Any = dist.ProcessGroup(dist.HashStore(), self._rank, self._size)
         sends_nothing = FakeProcessGroup._create_internal(self._rank, self._size)
-        for_modes._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, sends_nothing)
-        self._gather_for_modes, self._reduce_scatter_for_modes = _collectives_of(for_modes)
-        self._gather_in_thread, _ = _collectives_of(backend)
-        # 6. The incomplete exchanges of each kind, as lists of messages.
-        self._gathers, self._reductions, self._questions = deque[_Messages](), deque[_Messages](), deque[_Messages]()
-        self._is_known, self._gather_tag = True, _GATHER_TAGS
-        # The kind, size and dtype of the next collective, for each order that the ranks have compared.
-        self._known: dict[tuple[int, ...], int] = {}
-        # The number of mismatches so far. It is a part of each tag, so that earlier messages never match later ones.
-        self._num_errors = self._salt = 0
-        # The epoch of the last collective, and the last sizes in this epoch.
+        self._for_modes._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, sends_nothing)
+        # 6. The incomplete exchanges.
+        self._in_flight = deque[_Exchange]()
+        # 7. The last sizes of an epoch, and the size that followed each order when the ranks last compared it.
         self._epoch, self._recent = -1, deque[int]()
+        self._known: dict[tuple[int, ...], int] = {}
+        self._is_known = True
+        # It is a part of each tag, and changes after a mismatch, so that earlier messages never match later ones.
+        self._salt = 0
 
-    def check_size(self, shape: int, num_bytes: int, epoch: int) -> Callable[[], bool | None] | None:
+    def check_size(self, shape: int, epoch: int) -> Callable[[], bool | None] | None:
         """7. Called before each collective. ``shape`` is a hash of its kind, size and dtype.
 
         Returns:
@@ -119,33 +112,31 @@ class Transport:
         """
         if epoch != self._epoch:
             self._epoch, self._recent = epoch, deque(maxlen=_NUM_RECENT)
-        order, agrees = tuple(self._recent), None
-        is_known = self._is_known = self._known.get(order) == shape
-        self._gather_tag = _GATHER_TAGS + (num_bytes ^ self._salt) % _GATHER_TAGS
-        if not is_known:
-            if len(self._known) >= _MOST_KNOWN:
-                # All ranks clear at the same position.
-                self._known.clear()
-            self._known[order] = shape
-            # Unlike the hash of a text, the hash of numbers is the same in all processes.
-            agrees = self._compare(hash((order, shape)))
+        order = tuple(self._recent)
         self._recent.append(shape)
-        return agrees
+        self._is_known = self._known.get(order) == shape
+        if self._is_known:
+            return None
+        if len(self._known) >= _MOST_KNOWN:
+            # All ranks clear at the same position.
+            self._known.clear()
+        self._known[order] = shape
+        # Unlike the hash of a text, the hash of numbers is the same in all processes.
+        return self._compare(hash((order, shape)))
 
     def forget_sizes(self) -> None:
         """Forgets all known orders. All ranks call it after a mismatch."""
-        self._num_errors += 1
-        self._salt = self._num_errors % 4096 << 16
+        self._salt = (self._salt + 2**16) % 2**28
         self._known.clear()
 
     def _compare(self, number: int) -> Callable[[], bool | None]:
         with _disable_current_modes():
             mine = torch.tensor([number], dtype=torch.int64, device="cpu")
-            numbers, num_errors = mine.repeat(self._size), self._num_errors
-            exchange = self.all_gather_apart(numbers, mine, None, _SIZES_TAG)
+            numbers, salt = mine.repeat(self._size), self._salt
+            exchange = self.all_gather_apart(numbers, mine, tag=_SIZES_TAG)
 
         def agrees() -> bool | None:
-            if num_errors != self._num_errors:
+            if salt != self._salt:
                 return None
             exchange.wait()
             with _disable_current_modes():
@@ -153,61 +144,65 @@ class Transport:
 
         return agrees
 
-    def all_gather_single(self, output: torch.Tensor, local_shard: torch.Tensor, options: Any) -> Handle:
+    def all_gather_single(
+        self, output: torch.Tensor, local_shard: torch.Tensor, options: Any
+    ) -> _Exchange | _PollingWork:
         """Issues an all-gather, with the signature of the process group's method."""
         if torch._C._len_torch_dispatch_stack():
-            self._gather_for_modes(output, local_shard, options)
-        if local_shard.nbytes >= self._least_bytes or not self._is_known:
-            outputs = [output.view(self._size, *local_shard.shape)]
-            return self._send_to_all(outputs, [local_shard], self._gather_tag, self._gathers)
-        if self._size > 2:
-            return _PollingWork(self._gather_in_thread(output, local_shard, options))
-        places = output.tensor_split(2)
+            self._for_modes._allgather_base(output, local_shard, options)
+        is_small = local_shard.nbytes < self._least_bytes and self._is_known
+        if is_small and self._size > 2:
+            return _PollingWork(self._backend._allgather_base(output, local_shard, options))
+        places = output.tensor_split(self._size)
+        if not is_small:
+            return self._send_to_all([places], [local_shard], _GATHER_TAG)
         if places[self._rank].data_ptr() != local_shard.data_ptr():
             places[self._rank].copy_(local_shard)
         return self._swap_in_thread(places[1 - self._rank], local_shard)
 
     def all_gather_apart(
-        self, output: torch.Tensor, local_shard: torch.Tensor, options: Any, tag: int = _QUESTION_TAG
-    ) -> Handle:
+        self, output: torch.Tensor, local_shard: torch.Tensor, options: Any = None, tag: int = _QUESTION_TAG
+    ) -> _Exchange:
         """Issues an all-gather that cannot pair up with any other collective; dispatch modes do not see it.
 
         With gloo's collectives, a rank that issues a collective of another size than the other ranks ends its process.
         """
-        outputs = [output.view(self._size, *local_shard.shape)]
-        # All-gathers of different sizes must not pair up either.
-        return self._send_to_all(outputs, [local_shard], tag + local_shard.nbytes + self._salt, self._questions)
+        return self._send_to_all([output.tensor_split(self._size)], [local_shard], tag)
 
-    def all_gathers_each(self, outputs: Sequence[torch.Tensor]) -> bool:
-        """Whether one all-gather for each tensor is faster than one for all of them (5)."""
+    def sends_each(self, outputs: Sequence[torch.Tensor]) -> bool:
+        """Whether `all_gather_each` is faster than an all-gather of all tensors together (5)."""
         return sum(output[0].nbytes for output in outputs) >= _WORTH_A_MESSAGE * len(outputs)
 
-    def all_gather_each(self, outputs: Sequence[torch.Tensor], local_shards: Sequence[torch.Tensor]) -> Handle:
-        """Issues the all-gather of several tensors, each directly into its own output, which has one row for each rank.
+    def all_gather_each(self, outputs: Sequence[torch.Tensor], local_shards: Sequence[torch.Tensor]) -> _Exchange:
+        """Issues the all-gather of several tensors, each directly into its own output.
 
-        The tensors must be contiguous parts of one storage. The outputs must be, too.
+        Args:
+            outputs: each of shape (number of ranks, elements), in one memory.
+            local_shards: each 1-D, in one memory as well; cast to the dtype of its output.
         """
         if torch._C._len_torch_dispatch_stack():
             numel = sum(output[0].numel() for output in outputs)
             whole = outputs[0].as_strided((self._size * numel,), (1,))
-            self._gather_for_modes(whole, local_shards[0].as_strided((numel,), (1,)), AllgatherOptions())
-        return self._send_to_all(outputs, local_shards, self._gather_tag, self._gathers)
+            self._for_modes._allgather_base(whole, local_shards[0].as_strided((numel,), (1,)), AllgatherOptions())
+        return self._send_to_all(outputs, local_shards, _GATHER_TAG)
 
     def _send_to_all(
-        self, outputs: Sequence[torch.Tensor], local_shards: Sequence[torch.Tensor], tag: int, queue: deque[_Messages]
-    ) -> Handle:
+        self, outputs: Sequence[torch.Tensor | Sequence[torch.Tensor]], local_shards: Sequence[torch.Tensor], tag: int
+    ) -> _Exchange:
+        # 7. All-gathers of different sizes must not pair up.
+        tag += (sum(output[0].nbytes for output in outputs) ^ self._salt) % _NUM_TAGS
         messages = [self._backend.recv([output[other]], other, tag) for output in outputs for other in self._others]
         for output, local_shard in zip(outputs, local_shards, strict=True):
             own = output[self._rank]
             if own.data_ptr() != local_shard.data_ptr():
                 own.copy_(local_shard)
             messages += [self._backend.send([own], other, tag) for other in self._others]
-        return _Exchange(messages, queue)
+        return _Exchange(messages, self._in_flight)
 
-    def reduce_scatter_single(self, local_shard: torch.Tensor, whole: torch.Tensor, options: Any) -> Handle:
+    def reduce_scatter_single(self, local_shard: torch.Tensor, whole: torch.Tensor, options: Any) -> _Sum:
         """Issues a reduce-scatter, with the signature of the process group's method."""
         if torch._C._len_torch_dispatch_stack():
-            self._reduce_scatter_for_modes(local_shard, whole, options)
+            self._for_modes._reduce_scatter_base(local_shard, whole, options)
         own = whole.tensor_split(self._size)
         is_small = local_shard.nbytes < self._least_bytes
         if is_small and self._size > 2:
@@ -220,11 +215,12 @@ class Transport:
             parts[other] = local_shard if other == first else torch.empty_like(local_shard)
         if is_small:
             return _Sum(self._swap_in_thread(local_shard, own[first]), parts, local_shard)
-        messages = [self._backend.recv([parts[other]], other, _REDUCE_TAG + self._salt) for other in self._others]
-        messages += [self._backend.send([own[other]], other, _REDUCE_TAG + self._salt) for other in self._others]
-        return _Sum(_Exchange(messages, self._reductions), parts, local_shard)
+        tag = _REDUCE_TAG + self._salt
+        messages = [self._backend.recv([parts[other]], other, tag) for other in self._others]
+        messages += [self._backend.send([own[other]], other, tag) for other in self._others]
+        return _Sum(_Exchange(messages, self._in_flight), parts, local_shard)
 
-    def _swap_in_thread(self, received: torch.Tensor, sent: torch.Tensor) -> Handle:
+    def _swap_in_thread(self, received: torch.Tensor, sent: torch.Tensor) -> _PollingWork:
         """5. Exchanges tensors between two ranks, by an all-to-all in which no rank sends to itself."""
         lengths = [0, sent.shape[0]] if self._rank == 0 else [sent.shape[0], 0]
         return _PollingWork(self._backend.alltoall_base(received, sent, lengths, lengths, _ALL_TO_ALL))
@@ -233,27 +229,19 @@ class Transport:
     _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
 
 
-def _collectives_of(group: Any) -> tuple[Callable[..., Handle], Callable[..., Handle]]:
-    """The methods for all-gather and reduce-scatter; torch 2.13 renamed them."""
-    if hasattr(group, "all_gather_single"):
-        return group.all_gather_single, group.reduce_scatter_single
-    return group._allgather_base, group._reduce_scatter_base
-
-
 class _Exchange:
-    """6. The handle of all messages of one collective. ``queue`` keeps them and their tensors alive until `wait`."""
+    """6. The handle of the messages of a collective. ``in_flight`` keeps them and their tensors alive until `wait`."""
 
-    def __init__(self, messages: _Messages, queue: deque[_Messages]) -> None:
-        self._messages, self._queue = messages, queue
-        queue.append(messages)
+    def __init__(self, messages: list[Any], in_flight: deque[_Exchange]) -> None:
+        self._messages, self._in_flight = messages, in_flight
+        in_flight.append(self)
 
     def wait(self) -> None:
         for message in self._messages:
             message.wait()
         # Removes this exchange and all earlier ones, which are also complete. A later exchange may have done so.
-        if any(messages is self._messages for messages in self._queue):
-            while self._queue.popleft() is not self._messages:
-                continue
+        while self in self._in_flight:
+            self._in_flight.popleft()
 
 
 class _PollingWork:
@@ -272,7 +260,9 @@ class _PollingWork:
 class _Sum:
     """The handle of a reduce-scatter: waits for the parts of all ranks, and writes their sum to ``local_shard``."""
 
-    def __init__(self, work: Handle, parts: Sequence[torch.Tensor], local_shard: torch.Tensor) -> None:
+    def __init__(
+        self, work: _Exchange | _PollingWork, parts: Sequence[torch.Tensor], local_shard: torch.Tensor
+    ) -> None:
         self._work, self._parts, self._local_shard = work, parts, local_shard
 
     def wait(self) -> None:
@@ -289,36 +279,12 @@ _transports: WeakKeyDictionary[Any, Transport] = WeakKeyDictionary()
 
 def transport_between(process_group: Any) -> Transport | None:
     """The transport for CPU tensors of a process group; ``None`` if its own collectives are used."""
-    choice = os.environ.get("MINIFSDP_TRANSPORT")
-    if choice == "collectives":
-        return None
-    try:
+    choice, backend = os.environ.get("MINIFSDP_TRANSPORT"), None
+    # Without a backend for CPUs, or without a process group of torch, there is no transport.
+    with suppress(AttributeError, RuntimeError):
         backend = process_group._get_backend(torch.device("cpu"))
-    except (AttributeError, RuntimeError):
-        # The backend is for accelerators only, or the process group is not one of torch.
-        return None
-    if type(backend) is not dist.ProcessGroupGloo or backend.size() == 1:
+    if choice == "collectives" or type(backend) is not dist.ProcessGroupGloo or backend.size() == 1:
         return None
     if process_group not in _transports:
         _transports[process_group] = Transport(backend, 0 if choice == "messages" else _WORTH_A_MESSAGE)
     return _transports[process_group]
-
-
-def close(process_group: Any) -> None:
-    """Ends all waits in a group, on this rank and, because the connections close, on the other ranks.
-
-    Waits that ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` adds before a collective end when the other rank's process ends.
-    """
-    for device in getattr(process_group, "_device_types", ()):
-        with suppress(RuntimeError):
-            backend: Any = process_group._get_backend(device)
-            # DETAIL wraps the backend.
-            backend = getattr(backend, "wrapped_pg", backend)
-            is_gloo = type(backend) is dist.ProcessGroupGloo
-            if is_gloo:
-                # The backend cannot abort. But a receive that times out closes all connections of its group.
-                other = (backend.rank() + 1) % backend.size()
-                unsent = torch.zeros(1, dtype=torch.uint8, device="cpu")
-                backend.recv([unsent], other, _UNSENT_TAG).wait(timedelta(milliseconds=1))
-            else:
-                backend.abort()

@@ -16,12 +16,14 @@ these tensors get the pre-backward hook as well::
 * *Forward hooks.* If the number of forward hooks of all modules has changed, the hooked modules get one more hook. It
   registers the pre-backward hook on their outputs.
 
-*In torch:* such a loss raises an error about a storage of size 0.
+Without this case, the backward of the first loss reads parameters whose memory was freed.
 
-Spec: PROG-27, PROG-28, PROG-104.
+*In torch:* FSDP1 and FSDP2 raise an error about a storage that is too small.
+
+Spec: PROG-27, PROG-28.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -29,7 +31,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, UnitCallback, graph_task, register_pre_backward_hook
+from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task, register_pre_backward_hook
+from minifsdp.engine.root import RootState
 from minifsdp.engine.unit import Phase, State, Unit
 
 # The key of the added hook in the forward hooks of a module.
@@ -40,12 +43,13 @@ class SideOutputs:
     """The activations of one root that are kept in attributes of modules or seen by forward hooks.
 
     Args:
-        units: the units of the root.
-        pre_backward: called when the gradient of such an activation is computed.
+        root_state: the root.
     """
 
-    def __init__(self, units: Sequence[Unit], pre_backward: UnitCallback) -> None:
-        self._pre_backward, outputs = pre_backward, {unit.module for unit in units}
+    def __init__(self, root_state: RootState) -> None:
+        units = root_state.units
+        self._iteration = root_state.iteration
+        outputs = {unit.module for unit in units}
         # The innermost unit of each module.
         self._unit_of: dict[nn.Module, Unit] = {}
         for unit in sorted(units, key=lambda unit: -len(list(unit.module.modules()))):
@@ -56,6 +60,8 @@ class SideOutputs:
         # The attributes that had a tensor with a graph: the unit, the dict of the module, and the name.
         self._attributes: list[tuple[Unit, dict[str, Any], str]] | None = None
         self._watched = WeakTensorKeyDictionary()
+        root_state.iteration.points.forward_begins.append(self.watch_hooked_modules)
+        root_state.iteration.points.forward_ends.append(self.watch_attributes)
 
     def watch_hooked_modules(self) -> None:
         """Called before a forward: adds a hook to each module that has forward hooks of the program."""
@@ -65,8 +71,10 @@ class SideOutputs:
                     hooks[WATCH] = partial(self._watch, self._unit_of[module])
             self._num_hooks = sum(map(len, self._hooks))
 
-    def watch_attributes(self) -> None:
-        """Called after a recorded forward: registers the pre-backward hook on tensors in attributes."""
+    def watch_attributes(self, output: Any) -> Any:
+        """Called after a forward: registers the pre-backward hook on tensors in attributes, if autograd records it."""
+        if not self._iteration.is_recorded:
+            return output
         if self._attributes is None:
             # Attributes of `nn.Module` itself begin with an underscore. A unit that stays unsharded needs no hook.
             each = [(u, vars(m)) for m, u in self._unit_of.items() if u.state is State.SHARDED]
@@ -78,6 +86,7 @@ class SideOutputs:
             new = [tensor for tensor in _kept_in(values, name) if unit.awaits_backward and tensor not in self._watched]
             self._watched.update((tensor, True) for tensor in new)
             self._watch(unit, None, None, new)
+        return output
 
     def _watch(self, unit: Unit, _: nn.Module | None, __: Any, output: Any) -> None:
         if torch.is_grad_enabled() and graph_task() == NOT_IN_BACKWARD:
@@ -86,7 +95,7 @@ class SideOutputs:
     def _reached(self, unit: Unit) -> None:
         # After its backward, the unit does not need its parameters again.
         if unit.phase is not Phase.POST_BACKWARD:
-            self._pre_backward(unit)
+            self._iteration.pre_backward(unit)
 
 
 def _kept_in(attributes: dict[str, Any], name: str) -> list[torch.Tensor]:

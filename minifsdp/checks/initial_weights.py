@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.distributed import DebugLevel, get_debug_level
 
-from minifsdp.checkpoint.agreement import exchange, groups_of
+from minifsdp.engine.exchange import exchange, groups_of
 from minifsdp.engine.layout import ParamInfo
 from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import detail, message, some, warn

@@ -1,0 +1,32 @@
+"""The cases of ``fully_shard``: one list for each of its extension points, one line for each case.
+
+Worked example: ``fully_shard`` creates an object of each class in `BUCKETS`, and passes them to the engine as
+`Options.cases`. Before the engine stores a parameter in an ordinary bucket, it asks each of these objects whether it
+takes this parameter.
+
+*In torch:* the rare cases are branches in ``FSDPState``, ``FSDPParamGroup`` and ``FSDPParam``.
+"""
+
+from minifsdp.cases.module_lists import StateOfList
+from minifsdp.cases.own_meshes import own_mesh
+from minifsdp.cases.smaller_mesh import reshard_to_number
+from minifsdp.cases.tensor_extensions import TensorExtensions
+
+# Classes that store parameters in buckets of their own, see note 6 of ``engine/bucket.py``. Their argument is the
+# mixed-precision policy.
+BUCKETS = [
+    TensorExtensions,
+]
+# Classes of states. The first one that takes the modules replaces `FSDPState`, see ``fsdp2/fsdp_state.py``.
+STATES = [
+    StateOfList,
+]
+# Functions that replace a result of ``shard_placement_fn``. They are called with the result for one parameter, the mesh
+# and the path of the parameter, and return a placement and a mesh.
+PLACEMENTS = [
+    own_mesh,
+]
+# Functions that change the policy of a new unit. They are called with the unit and ``reshard_after_forward``.
+POLICIES = [
+    reshard_to_number,
+]

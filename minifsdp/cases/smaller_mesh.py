@@ -1,0 +1,129 @@
+"""A number as ``reshard_after_forward``: after forward, a unit is resharded to a smaller mesh.
+
+A program for two machines with four GPUs each::
+
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=4)
+    fully_shard(model)
+    for batch in batches:
+        loss(model(batch)).backward()    # all-gathers within each machine
+        optimizer.step()
+        optimizer.zero_grad()
+
+Without this case, a number means ``True``: backward all-gathers each unit from all ranks again, over the slow network
+between the machines. In this example, ranks 0 to 3 hold one sharded copy of the parameters after forward, and ranks 4
+to 7 hold another copy. The mesh has one row for each copy::
+
+    0 1 2 3        dim 1: ranks with the other shards of the same copy
+    4 5 6 7        dim 0: ranks with the same shard
+
+The case sets `UnitPolicy.post_forward_mesh`, which has functions that begin and end the use of the smaller mesh. The
+first one is called before the unsharded parameters are freed. It copies this rank's larger shards into a `Source`.
+Creating process groups is a slow collective, so all units share the mesh.
+
+*In torch:* ``_get_post_forward_mesh_info`` creates a mesh for each unit.
+
+Spec: NEW-05, NEW-06, FS2-13.
+"""
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import _dtensor_spec as dtensor_spec
+
+from minifsdp.engine.bucket import Source
+from minifsdp.engine.comm_streams import compute_event
+from minifsdp.engine.mesh import Group, default_group, exists
+from minifsdp.engine.messages import message
+from minifsdp.engine.per_param import PerParameterLayout
+from minifsdp.engine.sharded_param import ShardedParam, _around
+from minifsdp.engine.shards import padded_shard_numel, shard_of
+from minifsdp.engine.unit import PostForwardMesh, Unit
+
+
+def reshard_to_number(unit: Unit[PerParameterLayout], choice: Any) -> None:
+    """Sets what happens to the unsharded parameters after forward, unless ``choice`` is a bool or ``None``.
+
+    With a number, every rank of the world must call it.
+
+    Raises:
+        ValueError: if ``choice`` is no number, or does not divide the number of ranks in the shard dimension.
+        NotImplementedError: if the parameters are sharded over different meshes.
+    """
+    if isinstance(choice, bool | None):
+        return
+    if not isinstance(choice, int):
+        raise ValueError(message("reshard-type", choice=choice))
+    layout, num_shards = unit.layout, unit.plan.mesh.num_shards
+    if choice < 1 or num_shards % choice:
+        raise ValueError(message("reshard-factor", choice=choice, num_shards=num_shards))
+    if choice in (1, num_shards):
+        # With groups of one rank, every rank keeps all parameters unsharded.
+        unit.update_policy(reshard_after_forward=choice == num_shards)
+        return
+    if len(unit.plans) > 1:
+        raise NotImplementedError(message("reshard-number-and-meshes", choice=choice))
+    mesh = smaller_mesh(layout.params[0].mesh, choice)
+    begin = functools.partial(_reshard, layout, Group.of(mesh.get_group(1)), mesh)
+    unit.update_policy(post_forward_mesh=PostForwardMesh(begin, layout.unshard_from_full_mesh, choice))
+
+
+def _reshard(layout: PerParameterLayout, group: Group, mesh: DeviceMesh) -> None:
+    """Makes the next all-gather of the layout use only ``group``, the last axis of ``mesh``.
+
+    Called before the unsharded parameters are freed. Each rank keeps 1/``group.size`` of them.
+    """
+    registered: dict[ShardedParam, torch.Tensor] = {}
+    for bucket in layout.buckets:
+        sizes = [padded_shard_numel(param.shape, param.dim, group.size) for param in bucket.params]
+        local = torch.zeros(sum(sizes), dtype=bucket.dtype, device=layout.device)
+        source = Source(bucket.params, group, sizes, local, bucket.spaces)
+        leaves = zip(bucket.leaves, bucket.params, strict=True)
+        source.copy_in([shard_of(leaf.data, param.dim, group.size, group.rank) for leaf, param in leaves])
+        bucket.gather_from(source, compute_event(layout.device))
+        for param, local_shard in zip(bucket.params, source.local_shards, strict=True):
+            registered[param] = _registered(param, mesh, local_shard)
+    layout.post_forward_params = [registered[param] for param in layout.params]
+
+
+def _registered(param: ShardedParam, mesh: DeviceMesh, local_shard: torch.Tensor) -> nn.Parameter:
+    """A DTensor around a shard over the last axis of ``mesh``; with tensor parallelism, the sharded parameter."""
+    if param.leaf is not param.plain_leaf:
+        return param.parameter
+    meta = param.parameter._spec.tensor_meta  # type: ignore[attr-defined]
+    spec = dtensor_spec.DTensorSpec(mesh, (Replicate(), Shard(param.dim)), tensor_meta=meta)
+    return nn.Parameter(_around(local_shard, spec), requires_grad=param.parameter.requires_grad)
+
+
+# The smaller meshes of each shard group, with one of their groups. A group that was destroyed leaves no entry.
+_meshes = weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], tuple[dist.ProcessGroup, DeviceMesh]]]()
+
+
+def smaller_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
+    """``mesh`` reshaped to ``size`` ranks in the last dimension. Every rank of the world must call it."""
+    made = _meshes.setdefault(mesh.get_group(mesh.ndim - 1), {})
+    key = (tuple(mesh.mesh.flatten().tolist()), mesh.device_type, size)
+    if key not in made or not exists(made[key][0]):
+        # The mesh does not exist, or its groups have been destroyed since it was created.
+        smaller = _make(mesh, size)
+        made[key] = (smaller.get_group(1), smaller)
+    return made[key][1]
+
+
+def _make(mesh: DeviceMesh, size: int) -> DeviceMesh:
+    table = mesh.mesh.reshape(-1, size)
+    # Ranks can be in different submeshes of one large mesh. But all ranks of the world must create every group,
+    # including groups that they are not in.
+    all_ranks: list[list[list[int]]] = [[] for _ in range(dist.get_world_size())]
+    with Group.of(default_group()).on_device():
+        dist.all_gather_object(all_ranks, table.tolist())
+    columns = sorted({tuple(ranks) for copies in all_ranks for ranks in zip(*copies, strict=True)})
+    rows = sorted({tuple(ranks) for copies in all_ranks for ranks in copies})
+    groups = [dist.new_subgroups_by_enumeration([list(ranks) for ranks in every])[0] for every in (columns, rows)]
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=table, mesh_dim_names=("replicate", "shard"))

@@ -1,0 +1,109 @@
+"""Libraries and pipeline schedules that read the attributes of torch's ``FSDPState``.
+
+Worked example, ``fully_shard(block)`` and ``fully_shard(model)`` with ``reduce_dtype=float32`` and bfloat16 parameters.
+A library looks up the dtype of the reduction, and does not shard a module twice::
+
+    for module in model.modules():
+        state = torch.distributed._composable_state._get_module_state(module)
+        if state is not None:                            # sharded already
+            group = state._fsdp_param_group              # None if it has no parameters
+            print(state._is_root, group and group._reduce_dtype)
+
+This prints float32 twice. ``_is_root`` is ``None`` on both until the first forward, then ``True`` for ``model`` and
+``False`` for ``block``. A module inside ``block`` has no state of its own.
+
+Without this case, the library raises an ``AttributeError``, and so do the pipeline schedules of torch before 2.15.
+
+The case is a base class of `FSDPState`. It only reads the state, except for the method of the schedules.
+
+*In torch:* ``FSDPState`` and ``FSDPParamGroup``, which have these attributes and more.
+
+Spec: FS2-29, START-07, PROG-84.
+"""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp_common
+
+from minifsdp.cases.smaller_mesh import smaller_mesh
+from minifsdp.engine.per_param import PerParameterLayout
+from minifsdp.engine.unit import Unit
+from minifsdp.fsdp2.options import MixedPrecisionPolicy
+
+
+class TorchAttributes:
+    """The attributes of a state that libraries read."""
+
+    # The pipeline schedules of torch before 2.15 call a method of each of these states, and
+    # `_root_post_backward_final_callback` after it, which is enough.
+    _state_ctx = SimpleNamespace(all_states=())
+
+    def _root_post_backward_final_callback(self: Any) -> None:
+        """Reduces all gradients after the last micro-batch, if a pipeline schedule has split each backward.
+
+        The gradients of the weights are then computed by ``autograd.grad``, which calls no hooks of the unit.
+        """
+        iteration = self.current_root_state().iteration
+        iteration.begin_finish()
+        iteration.finish()
+
+    @property
+    def _comm_ctx(self: Any) -> object:
+        """The same object for states that share communication streams."""
+        return self.shared_comm_streams or self
+
+    @property
+    def _fsdp_param_groups(self: Any) -> list["ParamGroup"]:
+        return [] if self.unit is None else [ParamGroup(self.unit, self._mp_policy, self.reshard_after_forward)]
+
+    @property
+    def _fsdp_param_group(self) -> "ParamGroup | None":
+        return next(iter(self._fsdp_param_groups), None)
+
+
+@dataclass(frozen=True)
+class ParamGroup:
+    """The attributes of a unit that libraries read; the attribute ``_fsdp_param_group`` of a state.
+
+    Attributes:
+        mp_policy: the user's mixed-precision policy.
+    """
+
+    _unit: Unit[PerParameterLayout]
+    mp_policy: MixedPrecisionPolicy
+    _reshard_to: bool | int | None
+
+    @property
+    def mesh_info(self) -> fsdp_common.FSDPMeshInfo:
+        """The mesh that the parameters are sharded over."""
+        return _info(self._unit.layout.params[0].mesh)
+
+    @property
+    def post_forward_mesh_info(self) -> fsdp_common.FSDPMeshInfo | None:
+        """The mesh that the parameters are resharded to after forward; ``None`` if they stay unsharded."""
+        policy, mesh = self._unit.policy, self.mesh_info.mesh
+        if not policy.reshard_after_forward:
+            return None
+        return _info(smaller_mesh(mesh, int(self._reshard_to or 0)) if policy.post_forward_mesh else mesh)
+
+    @property
+    def _orig_dtype(self) -> torch.dtype | None:
+        """The dtype of the sharded parameters that require gradients."""
+        return next((p.dtype for p in self._unit.layout.local_parameters() if p.requires_grad), None)
+
+    @property
+    def _reduce_dtype(self) -> torch.dtype | None:
+        """The dtype for gradient reduction; ``None`` if it is the dtype that gradients are computed in."""
+        reduce = self.mp_policy.reduce_dtype
+        return reduce if self._unit.layout.is_trained and reduce is not self.mp_policy.param_dtype else None
+
+
+def _info(mesh: DeviceMesh) -> fsdp_common.FSDPMeshInfo:
+    """Converts the mesh to torch's class."""
+    if mesh.ndim == 1:
+        return fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    return fsdp_common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)

@@ -1,0 +1,61 @@
+"""The points of a training step at which a case runs code of its own.
+
+The engine trains models whose graph is simple: the loss depends on the output of the root, each unit's parameters are
+used in its forward, and one backward follows. A *case* is a rare situation beyond that, for example a unit that returns
+its parameters. Each case is a class in ``minifsdp/cases``. The front end passes the classes to the root state, which
+creates one object of each. The object adds its methods to the lists of `ExtensionPoints`. The engine calls them, and
+knows no case.
+
+Worked example, one step with one unit, and the points in the order of their calls::
+
+    forward_begins
+        (forward of the unit)   unit_output
+    forward_ends
+    backward_begins
+        unit_backward           (backward of the unit)   held_gradient
+    backward_ends
+
+A case may set `Unit.is_held`. The unit then stays unsharded until its gradients are complete.
+
+*In torch:* no extension points. FSDP1 and FSDP2 have no code for most of these cases.
+
+Spec: PROG-20, PROG-25, PROG-27, PROG-33, PROG-99.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from minifsdp.engine.layout import Gradient
+    from minifsdp.engine.root import RootState
+    from minifsdp.engine.unit import Unit
+
+# Creates the object of a case for one root, which adds its methods to the extension points of this root.
+Case = Callable[["RootState"], object]
+
+
+class ExtensionPoints:
+    """The functions that cases have added to the training step of one root. Each list is called in order.
+
+    Attributes:
+        forward_begins: an outermost forward begins.
+        unit_output: the module of a unit has run. Gets the unit and the output, and returns the output to use.
+        forward_ends: an outermost forward ends. Gets its output, and returns the output to use.
+        backward_begins: a backward begins. No unit has been all-gathered for it.
+        unit_backward: the backward of a unit begins. The function gets the unit. It may raise an error.
+        held_gradient: the gradients of the parameters of a held unit are complete. Gets the unit and the gradients.
+        backward_ends: the last node of a backward has run. The function returns whether the backward ends later.
+        values_written: the user may have written to the full parameters of this unit.
+    """
+
+    def __init__(self) -> None:
+        self.forward_begins: list[Callable[[], None]] = []
+        self.unit_output: list[Callable[[Unit, Any], Any]] = []
+        self.forward_ends: list[Callable[[Any], Any]] = []
+        self.backward_begins: list[Callable[[], None]] = []
+        self.unit_backward: list[Callable[[Unit], None]] = []
+        self.held_gradient: list[Callable[[Unit, Gradient], None]] = []
+        self.backward_ends: list[Callable[[], bool]] = []
+        self.values_written: list[Callable[[Unit], None]] = []
