@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.docs, pytest.mark.needs("mkdocs")]
 PAGE, MODULE = "read/engine/unit.html", read_module("engine/unit.py")
 LINES = MODULE.text.splitlines()
 PLAIN = next(n for n, line in enumerate(LINES, 1) if "self.layout.all_gather(" in line)
-FOLDED = next(n for n, line in enumerate(LINES, 1) if '"AG", self.name' in line)
+FOLDED = next(n for n, line in enumerate(LINES, 1) if "all_gather_begins(self)" in line)
 # No line between this one and the plain one is visible.
 BEFORE = max(n for n in range(1, FOLDED) if n not in MODULE.recording)
 # In the docstring of `wait`, which is shown on the left.
