@@ -218,7 +218,7 @@ MUTANTS = [
         "weights-of-rank-0-stay-there",
         "PROG-92",
         "The weights of rank 0 are not sent to the other ranks.",
-        never("set_model_state_dict", "$options.full_state_dict and ($wrappers := Wrapper.fsdp_modules($model))"),
+        replace("_received", "agreement.value_of_first_rank(given.get($key), $groups)", "given.get($key)"),
     ),
     Mutant(
         "received-dict-is-kept",
