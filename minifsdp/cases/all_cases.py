@@ -5,7 +5,7 @@ backward inside a forward frees parameters that the forward still needs.
 
 *In torch:* no such list.
 
-Spec: PROG-20, PROG-25 to PROG-27, PROG-33, PROG-99.
+Spec: PROG-20 to PROG-29, PROG-32.
 """
 
 from minifsdp.cases.changed_parameters import ChangedParameters

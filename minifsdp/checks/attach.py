@@ -14,7 +14,7 @@ from minifsdp.checks.barrier import BarrierCheck
 from minifsdp.checks.collective import Collective
 from minifsdp.checks.optimizer_checks import OptimizerChecks
 from minifsdp.checks.rank_checks import RankChecks, read_all
-from minifsdp.engine.events import events
+from minifsdp.engine.events import events, issue
 from minifsdp.watchdog import process
 
 
@@ -23,7 +23,7 @@ def attach() -> None:
     if os.environ.get("MINIFSDP_CHECKS") == "0":
         return
     process.start()
-    if events.collective is not Collective:
+    if events.collective is issue:
         events.collective = Collective
         events.barrier = BarrierCheck
         events.before_state_dict.append(read_all)

@@ -19,7 +19,7 @@ A case may set `Unit.is_held`. The unit then stays unsharded until its gradients
 
 *In torch:* no extension points. FSDP1 and FSDP2 have no code for most of these cases.
 
-Spec: PROG-20, PROG-25, PROG-27, PROG-33, PROG-99.
+Spec: PROG-20 to PROG-29, PROG-32.
 """
 
 from __future__ import annotations
