@@ -85,14 +85,18 @@ def at_exit() -> None:
 
 
 def _let_threads_finish() -> None:
-    """Sleeps for a moment, before Python may shut down.
+    """Sleeps until no other thread runs, for half a second at most, before Python may shut down.
 
     The caller gets the result of a gloo collective shortly before gloo's thread releases the tensors, which requires
     the GIL. If the thread requests the GIL while Python shuts down, the thread is ended, and C++ aborts the process by
     SIGABRT, ``terminate called without an active exception``, although all work is complete. No other code waits for
     these threads, because caches of DTensor keep the group alive even after ``destroy_process_group``.
     """
-    time.sleep(0.05)
+    for _ in range(10):
+        time.sleep(0.05)
+        # On a machine with a high load, gloo's thread may still wait for a CPU.
+        if not report.another_thread_runs():
+            return
 
 
 def _leave_exit_record(watchdog: Watchdog) -> None:

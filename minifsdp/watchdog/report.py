@@ -40,8 +40,10 @@ Spec: LEDGER-02, LEDGER-04, LEDGER-05, LEDGER-13, LEDGER-14, LEDGER-16, LEDGER-1
 import itertools
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -244,11 +246,24 @@ def has_ended(process: list[str]) -> bool:
     if not machine or machine != this_process()[0]:
         return False
     try:
-        # The state follows the process name in parentheses, which may itself contain parentheses.
-        state = (_SYSTEM / number / "stat").read_text().rpartition(")")[2].split()[0]
+        return _state_in(_SYSTEM / number) in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return True
-    return state in "ZX"
+
+
+def another_thread_runs() -> bool:
+    """Whether another thread of this process runs or waits for a CPU. ``False`` if the system does not show it."""
+    for thread in (_SYSTEM / "self/task").glob("*"):
+        with suppress(OSError):
+            if thread.name != str(threading.get_native_id()) and _state_in(thread) == "R":
+                return True
+    return False
+
+
+def _state_in(folder: Path) -> str:
+    """The letter of a process or thread for its state."""
+    # The state follows the name in parentheses, which may itself contain parentheses.
+    return (folder / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 class StoreChannel:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from minifsdp.watchdog import report
-from minifsdp.watchdog.report import has_ended, this_process
+from minifsdp.watchdog.process import _let_threads_finish
+from minifsdp.watchdog.report import another_thread_runs, has_ended, this_process
 from spec_tests.waiting import comes_true
 
 pytestmark = pytest.mark.pure
@@ -64,3 +67,38 @@ def test_a_name_with_spaces_and_parentheses_is_no_state(tmp_path: Path, monkeypa
     for state, over in {"S": False, "T": False, "Z": True, "X": True}.items():
         (tmp_path / process[1] / "stat").write_text(f"{process[1]} (a Z) Z) {state} 1 2 3")
         assert has_ended(process) is over
+
+
+@pytest.mark.spec("HEALTHY-06")
+def test_the_end_waits_for_threads_that_need_the_interpreter() -> None:
+    """gloo's threads release tensors late on a machine with a high load, which must not happen during the shutdown."""
+    has_ended = threading.Event()
+
+    def computes() -> None:
+        until = time.monotonic() + 0.2
+        while time.monotonic() < until:
+            pass
+        has_ended.set()
+
+    threading.Thread(target=computes).start()
+    _let_threads_finish()
+    assert has_ended.is_set()
+    assert comes_true(lambda: not another_thread_runs())
+
+
+@pytest.mark.spec("HEALTHY-10")
+def test_the_end_does_not_wait_for_a_thread_that_never_ends() -> None:
+    is_over = threading.Event()
+
+    def computes() -> None:
+        while not is_over.is_set():
+            pass
+
+    thread = threading.Thread(target=computes)
+    thread.start()
+    try:
+        assert comes_true(another_thread_runs)
+        _let_threads_finish()
+    finally:
+        is_over.set()
+        thread.join()
