@@ -36,7 +36,7 @@ import torch.distributed as dist
 from minifsdp.engine import collectives
 from minifsdp.engine.comm_streams import COMPLETED, CommStream, Handle
 from minifsdp.engine.events import events
-from minifsdp.engine.exchange import exchange
+from minifsdp.engine.exchange import device_of, exchange
 from minifsdp.engine.mesh import Group, default_group
 from minifsdp.engine.messages import message, warn
 
@@ -130,7 +130,7 @@ def _device_to_send_from(group: Group, preferred: torch.device) -> torch.device:
     kinds = [part.partition(":")[0] for part in dist.get_backend_config(group.process_group).split(",")]
     if preferred.type in kinds:
         return preferred
-    return group.device or torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
+    return device_of(group) or torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
 
 
 def token_scale(num_tokens: int | torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:

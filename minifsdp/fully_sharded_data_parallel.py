@@ -37,13 +37,14 @@ from torch.distributed.fsdp._common_utils import _FSDPState
 from torch.distributed.fsdp.fully_sharded_data_parallel import LOW_PRECISION_HOOKS, HandleTrainingState, TrainingState
 from torch.optim import Optimizer
 
-from minifsdp import api, arguments
+from minifsdp import api
 from minifsdp.api import *  # noqa: F403
-from minifsdp.arguments import OPTIMIZER, Kind, is_a, or_none, require
 from minifsdp.cases import parts_of_units
 from minifsdp.checkpoint import optim_state, optim_state_load, state_dict, state_dict_load
 from minifsdp.checkpoint import state_dict_options as options
 from minifsdp.checkpoint.state_dict_options import Form, OptimStateKeyType, StateDictType
+from minifsdp.checks import arguments
+from minifsdp.checks.arguments import OPTIMIZER, Kind, is_a, or_none, require
 from minifsdp.compat import optim_state_legacy
 from minifsdp.compat.legacy import policy_by_either_name
 from minifsdp.compat.wrapper_names import TorchNames

@@ -112,7 +112,7 @@ class Recorder:
         layout = unit.layout
         if layout.offloads:
             self.begin("H2D", unit.name, num_bytes=layout.num_bytes // unit.plan.mesh.num_shards)
-        group = layout.all_gather_group
+        group = layout.group
         if group is not None:
             facts = {"num_bytes": layout.num_bytes, "ranks": group.ranks, "dtype": layout.dtype, "stream": "gather"}
             self.begin("AG", unit.name, **facts)

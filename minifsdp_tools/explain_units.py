@@ -178,7 +178,7 @@ def _parameters(layout: Layout, names: Names) -> Iterator[ParameterSummary]:
             owned = _elements_by_rank(param.shape, param.dim, _ranks(param.mesh_groups.shard))
             yield ParameterSummary(*_places(param.info, names), tuple(param.shape), param.dim, dtype, trained, owned)
     elif isinstance(layout, FlatLayout):
-        trained_flags = [parameter.requires_grad for parameter in layout.local_parameters()]
+        trained_flags = [parameter.requires_grad for parameter in layout.local_parameters]
         if not layout.use_orig_params:
             # One flat parameter for all.
             trained_flags *= len(layout.parameters)

@@ -76,8 +76,9 @@ class _Group(TorchUnit):
         super().__init__(name, module)
         self.group = group
         num = dist.get_world_size()
-        self.num_bytes = sum(4 * num * padded_shard_numel(p.shape, 0, num) for p in self.local_parameters())
+        self.num_bytes = sum(4 * num * padded_shard_numel(p.shape, 0, num) for p in self.local_parameters)
 
+    @property
     def local_parameters(self) -> list[Any]:
         return [one.sharded_param for one in self.group.fsdp_params]
 
@@ -105,6 +106,7 @@ class _Handle(TorchUnit):
         self.handle = handle
         self.num_bytes = 4 * handle.flat_param._padded_unsharded_size.numel()
 
+    @property
     def local_parameters(self) -> list[Any]:
         return [self.handle.flat_param]
 

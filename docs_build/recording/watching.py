@@ -47,6 +47,7 @@ class Watched:
         """State, phase, bytes of reduced gradients, bytes of unsharded gradients."""
         raise NotImplementedError
 
+    @property
     def local_parameters(self) -> list[Any]:
         """The unit's parameters that the optimizer owns."""
         raise NotImplementedError
@@ -57,11 +58,11 @@ class Watched:
 
     def reduced(self) -> list[Any]:
         """The gradients that the optimizer uses."""
-        return [p.grad for p in self.local_parameters() if p.grad is not None]
+        return [p.grad for p in self.local_parameters if p.grad is not None]
 
     def shard_bytes(self) -> int:
         """The bytes of the unit that this rank stores."""
-        return sum(map(size, self.local_parameters()))
+        return sum(map(size, self.local_parameters))
 
     def see(self, tensors: list[torch.Tensor]) -> None:
         """Counts these tensors as unsharded gradients as long as they exist."""
@@ -77,7 +78,7 @@ class Watched:
     def pieces(self) -> list[tuple[float, float]]:
         """The shard that this rank stores: start and stop as fractions of the unit's concatenated parameters."""
         found, whole = [], 0
-        for parameter in self.local_parameters():
+        for parameter in self.local_parameters:
             assert isinstance(parameter, DTensor)
             mesh = parameter.device_mesh
             rows = shard_range(parameter.shape[0], mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1))
@@ -98,9 +99,10 @@ class WatchedUnit(Watched):
         """State, phase, bytes of reduced gradients, bytes of unsharded gradients."""
         return self.unit.state.name[0], self.unit.phase.name, sum(map(size, self.reduced())), self.whole_bytes()
 
+    @property
     def local_parameters(self) -> list[Any]:
         """The unit's parameters that the optimizer owns."""
-        return list(self.layout.local_parameters())
+        return list(self.layout.local_parameters)
 
     def leaves(self) -> list[torch.Tensor]:
         """The leaf of the flat layout, or the leaves of all parameters."""

@@ -16,7 +16,7 @@ from docs_build.reading.order import ROOT
 # The public modules are those of the first level, without ``arguments``, which only checks arguments of public calls,
 # and the commands ``__main__`` and ``ledger``, and two modules of the tools.
 MODULES = ["minifsdp", *(f"minifsdp.{m.name}" for m in pkgutil.iter_modules(minifsdp.__path__) if not m.ispkg)]
-NOT_PUBLIC = ("minifsdp.arguments", "minifsdp.__main__", "minifsdp.ledger")
+NOT_PUBLIC = ("minifsdp.checks.arguments", "minifsdp.__main__", "minifsdp.ledger")
 PUBLIC = [*(name for name in MODULES if name not in NOT_PUBLIC), "minifsdp_tools.cost", "minifsdp_tools.timeline"]
 
 

@@ -38,7 +38,7 @@ class ChangedParameters:
     def __init__(self, root_state: RootState) -> None:
         self._iteration = root_state.iteration
         self._units = root_state.units
-        self._parameters = [p for unit in self._units for p in unit.layout.local_parameters()]
+        self._parameters = [p for unit in self._units for p in unit.layout.local_parameters]
         # The versions after the last recorded forward; ``None`` while such a forward runs.
         self._versions: Versions | None = None
         self._written: set[Unit] = set()
@@ -77,7 +77,7 @@ class ChangedParameters:
         if self._current_versions() == self._versions:
             return
         edited = {p for p, version in zip(self._parameters, versions, strict=True) if p._version != version}
-        changed = {unit for unit in self._units if not edited.isdisjoint(unit.layout.local_parameters())}
+        changed = {unit for unit in self._units if not edited.isdisjoint(unit.layout.local_parameters)}
         stepped = {unit for unit in self._units if unit.layout.stepped_at > num_steps}
         self._changed = changed - self._written | stepped
         # A backward without changes calls no function for each unit.

@@ -13,7 +13,7 @@ A script for one node wraps its model in DDP, and the model already calls ``full
     model = DistributedDataParallel(Model())
 
 Without this case, DDP broadcasts the parameters, and DTensor raises an error about ``c10d.broadcast_``, which does not
-name the cause. With ``init_sync=False``, the first forward raises the error, see ``engine/validation.py``.
+name the cause. With ``init_sync=False``, the first forward raises the error, see ``checks/forward_checks.py``.
 
 The case is a base class of `FSDPModule` with an attribute that DDP reads first.
 
@@ -25,6 +25,7 @@ Spec: PROG-07.
 from collections.abc import Iterator
 from typing import Any
 
+from minifsdp.engine.layout import full_name
 from minifsdp.engine.messages import message
 from minifsdp.fsdp2.fsdp_state import states_in
 
@@ -36,7 +37,7 @@ class _Ignored:
         """Returns a new iterator. It raises an error when the first name is read, so the attribute itself exists."""
         units = [state.unit for _, state in states_in(module) if state.unit] if module is not None else []
         for unit in units:
-            name, mesh = unit.layout.full_name(unit.layout.parameters[0].path), unit.plan.mesh
+            name, mesh = full_name(unit.layout.name, unit.layout.parameters[0].path), unit.plan.mesh
             group = mesh.shard or mesh.replicate
             raise RuntimeError(message("ddp-around", name=name, ranks=group and group.ranks))
         yield from ()

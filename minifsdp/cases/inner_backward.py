@@ -50,9 +50,10 @@ class InnerBackward:
             self._iteration.in_backward = True
             for unit in reversed(self._iteration.units):
                 # A unit that still computed then has kept its gradient.
-                if unit.layout.has_gradient and not unit.awaits_backward:
+                has_gradient = any(leaf.grad is not None for leaf in unit.layout.leaves)
+                if has_gradient and not unit.awaits_backward:
                     self._iteration.post_backward(unit)
-            if self._iteration.is_last:
+            if self._iteration.is_last_backward:
                 self._iteration.reducer.finish()
             self._iteration.leave_backward()
         return output

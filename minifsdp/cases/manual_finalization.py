@@ -15,8 +15,8 @@ one stage and two micro-batches::
 Without this case, only the hooks of a backward issue reductions. A schedule that splits backwards computes the
 gradients of weights by ``autograd.grad``, which calls none of these hooks. They would never be reduced.
 
-The case is a base class of `FSDPModule`. It calls `IterationState.begin_finish` and `IterationState.finish`, and sets
-its attributes ``is_manual`` and ``unfinished``.
+`ManualFinalization` is a base class of `FSDPModule`. While an iteration is manual, a `Manual` keeps it open at the end
+of each backward.
 
 *In torch:* since 2.15, functions of the same names in ``_fully_shard.py``. There, ``wait()`` only waits. Here, it also
 completes the last reduction, because at most one is in flight.
@@ -26,10 +26,69 @@ Spec: NEW-25, PROG-84.
 
 from typing import Any
 
-from minifsdp.arguments import SWITCH, require
+from minifsdp.checks.arguments import SWITCH, require
+from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD
 from minifsdp.engine.hooks import IterationState
 from minifsdp.engine.messages import message
 from minifsdp.engine.root import RootState
+
+
+class Manual:
+    """Keeps the iteration of a root open until the program ends it.
+
+    Args:
+        iteration: the iteration of the root. Its extension points hold this object.
+
+    Attributes:
+        unfinished: the handle of a reduction that the program must wait for before the next forward.
+    """
+
+    def __init__(self, iteration: IterationState) -> None:
+        self._iteration = iteration
+        self.unfinished: GradientReductionHandle | None = None
+        iteration.points.backward_ends.append(self.backward_ends)
+        iteration.points.forward_begins.append(self.forward_begins)
+
+    def remove(self) -> None:
+        """The end of the next backward ends the iteration again."""
+        self._iteration.points.backward_ends.remove(self.backward_ends)
+        self._iteration.points.forward_begins.remove(self.forward_begins)
+
+    def backward_ends(self) -> bool:
+        """Keeps the iteration open."""
+        self._iteration.keep_open()
+        return True
+
+    def forward_begins(self) -> None:
+        """Raises an error if the program did not wait for a handle. After an error in an iteration, forgets it."""
+        if self._iteration.is_open and self.unfinished is not None:
+            raise RuntimeError(message("reduction-unfinished"))
+        self.unfinished = None
+
+
+def manual_of(iteration: IterationState) -> Manual | None:
+    """The object that keeps an iteration open; ``None`` if the end of its backward ends it."""
+    owners = [getattr(function, "__self__", None) for function in iteration.points.backward_ends]
+    return next((owner for owner in owners if isinstance(owner, Manual)), None)
+
+
+def reduce_all(iteration: IterationState) -> None:
+    """Issues the reductions that are left, outside of a backward. Call `finish` afterwards."""
+    iteration.in_backward = True
+    for observer in iteration.observers:
+        observer.backward_begins(NOT_IN_BACKWARD)
+    iteration.reduce_overdue()
+    # The program may read parameters before it calls `finish`.
+    iteration.in_backward = False
+    iteration.is_open = True
+
+
+def finish(iteration: IterationState) -> None:
+    """Ends the iteration outside of a backward."""
+    iteration.in_backward = True
+    iteration.reduce_overdue()
+    iteration.end_iteration()
+    iteration.leave_backward()
 
 
 class GradientReductionHandle:
@@ -37,6 +96,12 @@ class GradientReductionHandle:
 
     def __init__(self) -> None:
         self._iteration: IterationState | None = None
+
+    def begin(self, iteration: IterationState, manual: Manual) -> None:
+        """Issues the reductions."""
+        reduce_all(iteration)
+        self._iteration = iteration
+        manual.unfinished = self
 
     def wait(self) -> None:
         """Waits for the reductions. Afterwards the gradients are complete. A second call has no effect.
@@ -47,10 +112,11 @@ class GradientReductionHandle:
         iteration, self._iteration = self._iteration, None
         if iteration is None:
             return
-        if iteration.unfinished is not self:
+        manual = manual_of(iteration)
+        if manual is None or manual.unfinished is not self or not iteration.is_open:
             raise RuntimeError(message("reduction-reset"))
-        iteration.unfinished = None
-        iteration.finish()
+        manual.unfinished = None
+        finish(iteration)
 
 
 class ManualFinalization:
@@ -64,9 +130,15 @@ class ManualFinalization:
         """
         require(SWITCH, "set_manual_backward_finalization", enabled=enabled)
         iteration = self._as_root("set_manual_backward_finalization").iteration
-        if enabled != iteration.is_manual and (iteration.in_backward or iteration.is_open):
+        manual = manual_of(iteration)
+        if enabled == (manual is not None):
+            return
+        if iteration.in_backward or iteration.is_open:
             raise RuntimeError(message("manual-changed"))
-        iteration.is_manual = enabled
+        if manual is not None:
+            manual.remove()
+        else:
+            Manual(iteration)
 
     def finalize_backward(self: Any, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduces the gradients that backwards have left, and ends the iteration (NEW-25). Call it on the root.
@@ -82,21 +154,19 @@ class ManualFinalization:
         handle = GradientReductionHandle()
         if self._get_fsdp_state().root_state is not None:
             root_state = self._as_root("finalize_backward")
-            _check_end(root_state)
-            root_state.iteration.begin_finish()
-            handle._iteration = root_state.iteration
-            root_state.iteration.unfinished = handle
+            handle.begin(root_state.iteration, _checked(root_state))
         if async_op:
             return handle
         handle.wait()
         return None
 
 
-def _check_end(root_state: RootState) -> None:
-    if root_state.iteration.unfinished is not None:
-        raise RuntimeError(message("reduction-unfinished"))
-    if not root_state.iteration.is_manual:
+def _checked(root_state: RootState) -> Manual:
+    manual = manual_of(root_state.iteration)
+    if manual is None:
         raise RuntimeError(message("not-manual"))
+    if manual.unfinished is not None and root_state.iteration.is_open:
+        raise RuntimeError(message("reduction-unfinished"))
     if root_state.is_busy:
         raise RuntimeError(message("finalized-early"))
     for unit in root_state.units:
@@ -105,3 +175,4 @@ def _check_end(root_state: RootState) -> None:
             stays_partial = leaves and plan.mesh.replicate is not None and not plan.all_reduces
             if stays_partial or plan.partial is not None:
                 raise RuntimeError(message("finalized-partial", unit=unit.name))
+    return manual

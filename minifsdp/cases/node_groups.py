@@ -29,7 +29,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minifsdp.engine.mesh import default_group, exists
+from minifsdp.engine.exchange import exists
+from minifsdp.engine.mesh import default_group
 from minifsdp.engine.messages import message
 
 

@@ -60,7 +60,7 @@ class RequestedParameters:
         # No user requests this tensor, so autograd only reaches its node in a backward that requests nothing.
         self._unrequested = torch.zeros(0, dtype=torch.float32, device="cpu", requires_grad=True)
         self._probe = get_gradient_edge(self._unrequested).node
-        self._paths = [self._unrequested, *(p for unit in self._units for p in unit.layout.local_parameters())]
+        self._paths = [self._unrequested, *(p for unit in self._units for p in unit.layout.local_parameters)]
         root_state.iteration.points.forward_ends.append(self.watch_output)
 
     def watch_output(self, output: Any) -> Any:
@@ -87,7 +87,7 @@ class RequestedParameters:
             hooks.update({key: ParameterHook(hook) for key, hook in users_hooks(hooks)})
         is_requested, inputs = torch._C._will_engine_execute_node, []
         for unit in self._units if not is_requested(self._probe) else ():
-            leaves, parameters = unit.layout.leaves, unit.layout.local_parameters()
+            leaves, parameters = unit.layout.leaves, unit.layout.local_parameters
             trained = [p for p in parameters if p.requires_grad]
             try:
                 requested = {p for p in trained if is_requested(get_gradient_edge(p).node)}

@@ -39,7 +39,8 @@ from torch.distributed.tensor import _dtensor_spec as dtensor_spec
 
 from minifsdp.engine.bucket import Source
 from minifsdp.engine.comm_streams import compute_event
-from minifsdp.engine.mesh import Group, default_group, exists
+from minifsdp.engine.exchange import exists, on_device_of
+from minifsdp.engine.mesh import Group, default_group
 from minifsdp.engine.messages import message
 from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.sharded_param import ShardedParam, _around
@@ -89,6 +90,7 @@ def _reshard(layout: PerParameterLayout, group: Group, mesh: DeviceMesh) -> None
         bucket.gather_from(source, compute_event(layout.device))
         for param, local_shard in zip(bucket.params, source.local_shards, strict=True):
             registered[param] = _registered(param, mesh, local_shard)
+    layout.group = group
     layout.post_forward_params = [registered[param] for param in layout.params]
 
 
@@ -121,7 +123,7 @@ def _make(mesh: DeviceMesh, size: int) -> DeviceMesh:
     # Ranks can be in different submeshes of one large mesh. But all ranks of the world must create every group,
     # including groups that they are not in.
     all_ranks: list[list[list[int]]] = [[] for _ in range(dist.get_world_size())]
-    with Group.of(default_group()).on_device():
+    with on_device_of(Group.of(default_group())):
         dist.all_gather_object(all_ranks, table.tolist())
     columns = sorted({tuple(ranks) for copies in all_ranks for ranks in zip(*copies, strict=True)})
     rows = sorted({tuple(ranks) for copies in all_ranks for ranks in copies})

@@ -28,7 +28,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from minifsdp.engine import collectives, validation
+from minifsdp.checks import ownership
+from minifsdp.engine import collectives
 from minifsdp.engine.flat_params import assign_gradients
 from minifsdp.engine.lifetime import outside_inference_mode
 from minifsdp.engine.messages import message
@@ -56,11 +57,11 @@ class SummonedGradients:
         for unit in units:
             if not unit.layout.use_orig_params:
                 raise NotImplementedError(message("summon-no-grads", unit=unit.name))
-        validation.check_reduced("summon_full_params(with_grads=True)", [unit.layout for unit in units])
+        ownership.check_reduced("summon_full_params(with_grads=True)", [unit.layout for unit in units])
 
     def __init__(self, unit: FlatUnit) -> None:
         self._layout = layout = unit.layout
-        gradients = [parameter.grad for parameter in layout.local_parameters()]
+        gradients = [parameter.grad for parameter in layout.local_parameters]
         dtypes = [gradient.dtype for gradient in gradients if gradient is not None]
         shard = torch.zeros_like(layout.registered.shard, dtype=dtypes[0] if dtypes else None)
         for gradient, part in zip(gradients, layout.registered.parts(shard), strict=True):
@@ -86,4 +87,4 @@ class SummonedGradients:
         parts = layout.registered.parts(self._flat[layout.shard_range].clone())
         pairs = zip(parts, gradients, strict=True)
         kept = [part if gradient is not None and part.numel() else None for part, gradient in pairs]
-        assign_gradients(layout.local_parameters(), kept)
+        assign_gradients(layout.local_parameters, kept)

@@ -29,6 +29,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp_common
 
+from minifsdp.cases.manual_finalization import finish, reduce_all
 from minifsdp.cases.smaller_mesh import smaller_mesh
 from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.unit import Unit
@@ -48,8 +49,8 @@ class TorchAttributes:
         The gradients of the weights are then computed by ``autograd.grad``, which calls no hooks of the unit.
         """
         iteration = self.current_root_state().iteration
-        iteration.begin_finish()
-        iteration.finish()
+        reduce_all(iteration)
+        finish(iteration)
 
     @property
     def _comm_ctx(self: Any) -> object:
@@ -93,13 +94,14 @@ class ParamGroup:
     @property
     def _orig_dtype(self) -> torch.dtype | None:
         """The dtype of the sharded parameters that require gradients."""
-        return next((p.dtype for p in self._unit.layout.local_parameters() if p.requires_grad), None)
+        return next((p.dtype for p in self._unit.layout.local_parameters if p.requires_grad), None)
 
     @property
     def _reduce_dtype(self) -> torch.dtype | None:
         """The dtype for gradient reduction; ``None`` if it is the dtype that gradients are computed in."""
         reduce = self.mp_policy.reduce_dtype
-        return reduce if self._unit.layout.is_trained and reduce is not self.mp_policy.param_dtype else None
+        is_trained = any(p.requires_grad for p in self._unit.layout.local_parameters)
+        return reduce if is_trained and reduce is not self.mp_policy.param_dtype else None
 
 
 def _info(mesh: DeviceMesh) -> fsdp_common.FSDPMeshInfo:

@@ -22,7 +22,7 @@ Spec: NEW-10, NEW-18, NEW-26.
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from minifsdp.arguments import Kind, require
+from minifsdp.checks.arguments import Kind, require
 from minifsdp.engine.messages import message
 
 INTEGER = Kind("an integer", lambda value: isinstance(value, int) and not isinstance(value, bool))

@@ -35,9 +35,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from minifsdp.engine import collectives
 from minifsdp.engine.events import events
-from minifsdp.engine.exchange import exchange
+from minifsdp.engine.exchange import call, exchange
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import message, some
 from minifsdp.engine.precision import move
@@ -98,7 +97,7 @@ def value_of_first_rank(value: T, groups: Iterable[Group | None]) -> T:
     existing = [group for group in groups if group is not None]
     box = [move(torch.device("cpu"), value) if existing else value]
     for group in existing:
-        collectives.call(dist.broadcast_object_list, group, box, group.ranks[0])
+        call(dist.broadcast_object_list, group, box, group.ranks[0])
     return box[0]
 
 
@@ -109,9 +108,9 @@ def shard_of_first_rank(mesh: MeshGroups, bucket: torch.Tensor | None, mine: tor
             mine.copy_(bucket)
     elif mesh.replicate is None or mesh.replicate.rank == 0:
         shards = None if bucket is None else list(bucket.chunk(mesh.shard.size))
-        collectives.call(dist.scatter, mesh.shard, mine, shards, mesh.shard.ranks[0])
+        call(dist.scatter, mesh.shard, mine, shards, mesh.shard.ranks[0])
     if mesh.replicate is not None:
-        collectives.call(dist.broadcast, mesh.replicate, mine, mesh.replicate.ranks[0])
+        call(dist.broadcast, mesh.replicate, mine, mesh.replicate.ranks[0])
     return mine
 
 

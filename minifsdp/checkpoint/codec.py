@@ -107,7 +107,7 @@ class UnitCodec:
         paths = wrapper.module.named_modules(remove_duplicate=False)
         self.keys = {clean(prefix + dotted(path) + name): n for path, m in paths for n, name in slots.get(m, [])}
         self.shapes = {key: self.layout.parameters[number].shape for key, number in self.keys.items()}
-        owners = self.layout.local_parameters()
+        owners = self.layout.local_parameters
         self.owners = {key: owners[0 if self.is_flat else number] for key, number in self.keys.items()}
         first = {number: key for key, number in reversed(self.keys.items())}
         self.names = [first[number] for number in sorted(first)]

@@ -166,7 +166,7 @@ def _drop_own_tensors(wrapper: Wrapper, state: MutableMapping[str, Any], prefix:
     flat parameters, and each parameter that the dict lacks.
     """
     sharded = [unit.layout for unit in units_in(wrapper) if unit.plan.mesh.shard is not None]
-    own = {id(parameter) for layout in sharded for parameter in layout.local_parameters()}
+    own = {id(parameter) for layout in sharded for parameter in layout.local_parameters}
     # Between forward and backward, modules can have unsharded views.
     own |= {id(getattr(info.module, info.name)) for layout in sharded for info in layout.parameters}
     for key in [key for key in state if key.startswith(prefix)]:

@@ -5,5 +5,15 @@
 * ``rank_checks.py`` compares this order between the ranks at the end of each backward.
 * ``barrier.py`` compares it before a state dict is saved or loaded.
 * ``optimizer_checks.py`` finds optimizers with wrong parameters or wrong gradients.
+* ``ownership.py`` finds parameters of two units and models of two APIs.
+* ``forward_checks.py`` finds function transforms and a ``DistributedDataParallel`` around a model.
+* ``arguments.py`` checks the types of arguments.
 * ``initial_weights.py`` compares the initial weights of the ranks, only with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
 """
+
+import os
+
+
+def are_on() -> bool:
+    """Whether the program runs with checks."""
+    return os.environ.get("MINIFSDP_CHECKS") != "0"

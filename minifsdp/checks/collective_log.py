@@ -43,9 +43,10 @@ from zlib import crc32
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from minifsdp.checks.place import Place, way_out, way_out_of_main_thread
 from minifsdp.engine.events import events
 from minifsdp.engine.mesh import Group
-from minifsdp.engine.messages import Place, message, way_out, way_out_of_main_thread
+from minifsdp.engine.messages import message
 
 MOST_ENTRIES: int | None = 2048  # in each sequence
 

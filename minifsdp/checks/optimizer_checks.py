@@ -2,7 +2,7 @@
 
 * *An optimizer that was built before wrapping.* It holds the original parameters, which no module uses any more. Its
   step changes these tensors, but not the model. The loss does not decrease, and no error appears. So
-  ``engine/validation.py`` records every parameter that a unit has replaced, and the first step of each optimizer checks
+  ``ownership.py`` records every parameter that a unit has replaced, and the first step of each optimizer checks
   for them.
 * *A step after* ``no_sync()`` *without a reducing backward.* Then ``.grad`` holds the sum of this rank only, in the
   unsharded size, instead of this rank's shard of the mean.
@@ -16,7 +16,7 @@
 Worked example: ``optimizer = SGD(model.parameters())``, then ``model = FullyShardedDataParallel(model)``, then a step:
 one warning that all 4 of its 4 parameters were replaced.
 
-The engine counts the steps (``engine/optimizer_steps.py``) and calls `OptimizerChecks` before each step.
+This package counts the steps (``cases/optimizer_steps.py``) and calls `OptimizerChecks` before each step.
 
 *In torch:* no check in the first case; in the second case, an error about a size mismatch without a parameter name.
 
@@ -30,9 +30,9 @@ from threading import RLock
 import torch
 from torch import nn
 
+from minifsdp.checks import ownership
 from minifsdp.checks.collective_log import log
 from minifsdp.checks.rank_checks import read_all
-from minifsdp.engine import validation
 from minifsdp.engine.layout import Layout, full_name
 from minifsdp.engine.messages import message, warn
 
@@ -68,16 +68,16 @@ class OptimizerChecks:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         number = len(parameters)
         kind = type(optimizer).__name__
-        if num_stale := sum(parameter in validation.replaced for parameter in parameters):
+        if num_stale := sum(parameter in ownership.replaced for parameter in parameters):
             warn(message("stale-optimizer", num_stale=num_stale, number=number, type=kind))
         held = set(parameters)
         if num_unsharded := sum(len(held.intersection(layout.leaves)) for layout in known):
             warn(message("unsharded-in-optimizer", num_unsharded=num_unsharded, number=number, type=kind))
-        managed = [layout.local_parameters() for layout in known]
+        managed = [layout.local_parameters for layout in known]
         with self._lock:
             self._warn_if_added({one for one in held.difference(*managed) if one.requires_grad})
         is_whole = any(name in one.__name__.lower() for one in type(optimizer).__mro__ for name in _WHOLE)
-        if is_whole and any(one.all_gather_group and not one.shards_are_distributed for one in found):
+        if is_whole and any(one.group and not one.shards_are_distributed for one in found):
             warn(message("whole-parameter-optimizer", type=kind))
         if found and optimizer not in self._with_hook:
             self._with_hook.add(optimizer)
@@ -115,11 +115,11 @@ class OptimizerChecks:
         Raises:
             RuntimeError: if they are unreduced, or the model is inside ``summon_full_params``.
         """
-        if not (self._unreduced or validation.summoned):
+        if not (self._unreduced or ownership.summoned):
             return
-        mine = [layout for layout in layouts if layout in self._unreduced or layout in validation.summoned]
+        mine = [layout for layout in layouts if layout in self._unreduced or layout in ownership.summoned]
         if waiting := [layout.name for layout in mine if layout.shards_are_distributed and layout.has_unreduced]:
             warn(message("step-before-reduction", units=waiting, type=type(optimizer).__name__))
             return
-        validation.check_reduced(f"{type(optimizer).__name__}.step()", mine)
+        ownership.check_reduced(f"{type(optimizer).__name__}.step()", mine)
         self._unreduced.difference_update(mine)

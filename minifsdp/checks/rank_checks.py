@@ -53,6 +53,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from minifsdp.checks.collective import Collective, ask
 from minifsdp.checks.collective_log import CollectiveSequence, UnitName, log
+from minifsdp.checks.forward_checks import check_not_in_ddp, check_transforms
 from minifsdp.engine.events import events
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import message, warn
@@ -104,8 +105,14 @@ class RankChecks:
         self._graph_task = -1
         self._of_others = dict[CollectiveSequence, Group]()
 
-    def forward_begins(self) -> None:
-        """The collectives of this forward share one place in the program."""
+    def forward_begins(self, units: Sequence[Unit]) -> None:
+        """The collectives of this forward share one place in the program.
+
+        Raises:
+            RuntimeError: if a ``DistributedDataParallel`` or a function transform is around the model.
+        """
+        check_transforms(units)
+        check_not_in_ddp(units)
         log.iteration += 1
         log.place = log.place_in_program()
 

@@ -31,11 +31,11 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from minifsdp.arguments import MODULE, OPTIMIZER, require
 from minifsdp.checkpoint import optim_state, optim_state_load
 from minifsdp.checkpoint.codec import parameters_of, regrouped
 from minifsdp.checkpoint.optim_state_load import Target
 from minifsdp.checkpoint.state_dict_options import Form, OptimStateKeyType
+from minifsdp.checks.arguments import MODULE, OPTIMIZER, require
 from minifsdp.engine.messages import message, warn, warn_renamed
 
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter]

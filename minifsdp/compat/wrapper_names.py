@@ -96,9 +96,9 @@ class Slice:
     @data.setter
     def data(self, values: torch.Tensor) -> None:
         layout = self._unit.layout
-        for parameter in layout.local_parameters():
+        for parameter in layout.local_parameters:
             parameter.data = parameter.data.to(values.device, values.dtype)
-        layout.refresh_from_module()
+        layout.accept_changes(is_converted=True)
         layout.overwrite_local(values)
 
 
@@ -163,7 +163,7 @@ class TorchNames(Wrapper):
     def _flat_param(self) -> Any:
         if self._unit is None or self._use_orig_params:
             return self._handle
-        (parameter,) = self._unit.layout.local_parameters()
+        (parameter,) = self._unit.layout.local_parameters
         parameter._fqns = Slice(self._unit)._fqns  # type: ignore[attr-defined]
         return parameter
 

@@ -114,7 +114,7 @@ def _after_initialize(
 
 
 def _refuse_unset(modules: Sequence[nn.Module], root_state: RootState) -> None:
-    of_units = {parameter for unit in root_state.units for parameter in unit.layout.local_parameters()}
+    of_units = {parameter for unit in root_state.units for parameter in unit.layout.local_parameters}
     mine = list(_unset_in_units(root_state))
     for root in modules:
         # Buffers, and parameters that belong to no unit.
@@ -132,7 +132,7 @@ def _unset_in_units(root_state: RootState) -> Iterator[str]:
     for unit in root_state.units:
         for info, local_shard in zip(unit.layout.parameters, _local_shards(unit.layout), strict=True):
             if any(attribute.module in _made for attribute in info.attributes) and _is_unset(local_shard):
-                yield unit.layout.full_name(info.path)
+                yield full_name(unit.layout.name, info.path)
 
 
 def _local_shards(layout: Layout) -> list[torch.Tensor]:
@@ -140,4 +140,4 @@ def _local_shards(layout: Layout) -> list[torch.Tensor]:
     if isinstance(layout, FlatLayout):
         flat = layout.local_values()
         return [flat[part] for part in layout.sharding.param_ranges(layout.mesh.shard_index)]
-    return list(layout.local_parameters())
+    return list(layout.local_parameters)

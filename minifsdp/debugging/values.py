@@ -41,7 +41,7 @@ from minifsdp.engine import collectives
 from minifsdp.engine.exchange import exchange, groups_of
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.hooks import IterationState
-from minifsdp.engine.layout import Gradient, Layout
+from minifsdp.engine.layout import Gradient, Layout, full_name
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import detail, message
 from minifsdp.engine.per_param import PerParameterLayout
@@ -84,7 +84,7 @@ def _after_gather(_: None, iteration: IterationState, unit: Unit) -> None:
         return
     layout = unit.layout
     for number, counts in _not_finite(layout, [getattr(info.module, info.name) for info in layout.parameters]):
-        name = layout.full_name(layout.parameters[number].path)
+        name = full_name(layout.name, layout.parameters[number].path)
         _found[layout] = detail("parameter-not-finite", name=name, counts=counts)
 
 
@@ -104,7 +104,7 @@ def _after_gradient(gradient: Gradient | None, layout: Layout, *, with_unreduced
         # One flat tensor, with padding after the last parameter.
         parts, numbers = list(parts[0].split(layout.sharding.split_sizes)), list(range(len(layout.parameters)))
     for number, counts in _not_finite(layout, parts[: len(numbers)]):
-        name = layout.full_name(layout.parameters[numbers[number]].path)
+        name = full_name(layout.name, layout.parameters[numbers[number]].path)
         _found[layout] = detail("gradient-not-finite", name=name, counts=counts)
 
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from minifsdp.checks.initial_weights import compare, compare_sharded
 from minifsdp.debugging.attach import attached, warn_about_late_units
+from minifsdp.engine.flat_params import is_flattened
 from minifsdp.engine.layout import owned_parameters
 from minifsdp.fsdp1.wrapper import Wrapper
 from minifsdp.fsdp2 import fully_shard
@@ -38,5 +39,5 @@ def check_weights() -> Iterator[None]:
 def _compare_in_wrapper(
     _: None, wrapper: Wrapper, modules: list[tuple[str, nn.Module]], *_arguments: Any, **_options: Any
 ) -> None:
-    if parameters := owned_parameters(modules, wrapper._ignored_params):
+    if parameters := owned_parameters(modules, wrapper._ignored_params, is_flattened):
         compare(type(wrapper.module).__name__, parameters.items(), wrapper._mesh)

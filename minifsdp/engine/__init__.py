@@ -11,9 +11,7 @@ From the bottom layer to the top. Each module uses only modules above it in this
 ``precision``       the dtype at each step
 ``lifetime``        when memory can be reused; the rate limiter
 ``shards``          how a single parameter is sharded
-``validation``      checks when a unit is created and when a forward begins
 ``layout``          the interface for storing a unit's parameters
-``optimizer_steps`` counts the steps of optimizers
 ``placeholder``     the placeholder for a parameter that is not available
 ``changes``         values that a forward has written into unsharded parameters
 ``flat_tensor``     how a flat parameter is sharded; the unsharded tensor, which autograd owns

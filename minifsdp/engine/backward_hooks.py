@@ -34,6 +34,7 @@ Spec: FS2-13, FWD-06, ORIG-14, PAR-07, PROG-103.
 """
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ from minifsdp.engine.unit import Phase, Unit
 # The ID of the backward that runs in this thread; a nested backward has another ID.
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 NOT_IN_BACKWARD = -1
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 UnitCallback = Callable[[Unit], None]
 
@@ -81,7 +83,7 @@ class LeafHooks:
             Whether a backward can follow.
         """
         unit, is_registered = self._unit, register_pre_backward_hook(output, self._pre_backward, inputs=inputs)
-        if is_registered and not unit.layout.is_trained:
+        if is_registered and not any(map(_REQUIRES_GRAD, unit.layout.leaves)):
             # If the unit is used more than once, it stays unsharded for the other uses until the end of backward.
             unit.num_uses += 1
             hooked = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
@@ -141,7 +143,7 @@ class InputsHooks(LeafHooks):
     def is_overdue(self) -> bool:
         """Whether gradients remain to be reduced: no input needed a gradient, or autograd did not reach the inputs."""
         unit = self._unit
-        if unit.phase is Phase.PRE_BACKWARD or unit.layout.has_gradient:
+        if unit.phase is Phase.PRE_BACKWARD or any(leaf.grad is not None for leaf in unit.layout.leaves):
             return True
         return unit.policy.reduces and unit.layout.has_unreduced
 

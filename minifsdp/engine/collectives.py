@@ -1,4 +1,4 @@
-"""The collectives of a training step (all-gather, reduce-scatter, all-reduce, broadcast) and the scaling of gradients.
+"""The collectives of a training step (all-gather, reduce-scatter, all-reduce) and the scaling of gradients.
 
 FSDP is built on three collectives. Two ranks, a tensor of four elements::
 
@@ -32,9 +32,8 @@ Spec: SHARD-06, SHARD-11, HYB-04, HYB-05, PAR-04, STREAM-01, LEDGER-02, LEDGER-0
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -45,16 +44,19 @@ from minifsdp.engine.events import Handle, events
 from minifsdp.engine.mesh import Group
 
 
-def _on_current_stream(options: Any) -> Any:
-    # On CUDA a synchronous call runs the collective on the current stream, which is the communication stream, instead
-    # of a hidden one. It does not block the CPU, and returns None. Gloo returns a Work in both cases.
+def on_current_stream(options: Any) -> Any:
+    """Sets options so that a collective on CUDA runs on the current stream, instead of a hidden one.
+
+    This is the communication stream. The CPU is not blocked, and the call returns ``None``. Gloo returns a ``Work`` in
+    both cases.
+    """
     options.asyncOp = False
     return options
 
 
-GATHER = _on_current_stream(c10d.AllgatherOptions())
-_REDUCE_SCATTER = _on_current_stream(c10d.ReduceScatterOptions())
-ALL_REDUCE = _on_current_stream(c10d.AllreduceOptions())
+GATHER = on_current_stream(c10d.AllgatherOptions())
+_REDUCE_SCATTER = on_current_stream(c10d.ReduceScatterOptions())
+ALL_REDUCE = on_current_stream(c10d.AllreduceOptions())
 
 # torch 2.13 introduced the new names; earlier versions have only the old ones.
 _IS_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
@@ -62,7 +64,7 @@ GATHER_METHOD = "all_gather_single" if _IS_RENAMED else "_allgather_base"
 _REDUCE_SCATTER_METHOD = "reduce_scatter_single" if _IS_RENAMED else "_reduce_scatter_base"
 
 # Both gloo and NCCL can send these dtypes, and other dtypes as bytes.
-_SENDABLE = {torch.half, torch.bfloat16, torch.float, torch.double, torch.uint8, torch.int, torch.long}
+SENDABLE = {torch.half, torch.bfloat16, torch.float, torch.double, torch.uint8, torch.int, torch.long}
 
 
 def all_gather(group: Group, output: torch.Tensor, local_shard: torch.Tensor, unit: str | None = None) -> Handle:
@@ -79,7 +81,7 @@ def all_gather(group: Group, output: torch.Tensor, local_shard: torch.Tensor, un
     carrier = group.process_group if group.transport is None or not output.is_cpu else group.transport
     method = getattr(carrier, GATHER_METHOD)
     sent = [output, local_shard]
-    if output.dtype not in _SENDABLE:
+    if output.dtype not in SENDABLE:
         sent = [tensor.view(torch.uint8) for tensor in sent]
     return events.collective("all-gather", group, [output], method, (*sent, GATHER), unit)
 
@@ -124,26 +126,6 @@ def all_reduce(
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return events.collective(kind, group, [tensor], group.process_group.allreduce, ([tensor], ALL_REDUCE), unit, parts)
-
-
-def broadcast(group: Group, tensor: torch.Tensor, source: int = 0) -> None:
-    """Copies ``tensor`` from position ``source`` to all ranks of the group and waits. Every rank must call it."""
-    sent = tensor if tensor.dtype in _SENDABLE else tensor.view(torch.uint8)
-    options = _on_current_stream(c10d.BroadcastOptions())
-    options.rootRank = source
-    events.collective("broadcast", group, [tensor], group.process_group.broadcast, ([sent], options)).wait()
-
-
-def call(function: Callable[..., Any], group: Group, *arguments: Any, about: str = "", **options: Any) -> None:
-    """Calls a blocking collective function of ``torch.distributed`` for ``group``. Every rank must call it.
-
-    All ranks must pass the same text ``about``, which describes the values.
-    """
-    method = partial(function, *arguments, **options, group=group.process_group)
-    # Objects are sent between CPUs if the group supports CPU tensors, and otherwise from the current device.
-    data = [value for value in arguments if isinstance(value, torch.Tensor)]
-    with group.on_device():
-        events.collective(function.__name__ + about, group, data, method).wait()
 
 
 @dataclass(frozen=True)

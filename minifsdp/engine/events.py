@@ -7,7 +7,7 @@ costs one call of a small function, or a loop over an empty list.
 An observer of one root is an object with these methods:
 
 =======================  ============================================================================================
-``forward_begins``       an outermost forward begins
+``forward_begins``       an outermost forward begins; gets the units of the root; may raise an error
 ``backward_begins``      a backward begins; gets autograd's ID of it, -1 outside of autograd
 ``backward_ends``        the last backward of an iteration ends, and its last reduction may be in flight; gets the
                          `IterationState`

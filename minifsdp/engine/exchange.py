@@ -15,18 +15,71 @@ Two rounds in small groups reach every rank, so a hybrid strategy needs no group
 Spec: SD-FULL-09, NEW-20, BATCH-02.
 """
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from minifsdp.engine import collectives
-from minifsdp.engine.mesh import Group, MeshGroups, exists
+from minifsdp.engine.events import events
+from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import rank_of_this_process
 from minifsdp.engine.precision import move
 
 T = TypeVar("T")
+# The accelerator of the last model over each process group.
+_devices = weakref.WeakKeyDictionary[Any, torch.device]()
+
+
+def use_device(process_group: Any, device: torch.device) -> None:
+    """Sends objects from ``device`` in this process group, because torch sends them from the current device."""
+    if device.type != "cpu":
+        _devices[process_group] = device
+
+
+def device_of(group: Group) -> torch.device | None:
+    """The accelerator of the last model over the process group, or the one that the group was created for."""
+    return _devices.get(group.process_group) or getattr(group.process_group, "bound_device_id", None)
+
+
+def on_device_of(group: Group) -> Any:
+    """A ``with`` block in which the group's accelerator is the current device."""
+    device = device_of(group)
+    return nullcontext() if device is None else torch.get_device_module(device).device(device)
+
+
+def broadcast(group: Group, tensor: torch.Tensor, source: int = 0) -> None:
+    """Copies ``tensor`` from position ``source`` to all ranks of the group and waits. Every rank must call it."""
+    sent = tensor if tensor.dtype in collectives.SENDABLE else tensor.view(torch.uint8)
+    options = collectives.on_current_stream(c10d.BroadcastOptions())
+    options.rootRank = source
+    events.collective("broadcast", group, [tensor], group.process_group.broadcast, ([sent], options)).wait()
+
+
+def call(function: Callable[..., Any], group: Group, *arguments: Any, about: str = "", **options: Any) -> None:
+    """Calls a blocking collective function of ``torch.distributed`` for ``group``. Every rank must call it.
+
+    All ranks must pass the same text ``about``, which describes the values.
+    """
+    method = partial(function, *arguments, **options, group=group.process_group)
+    # Objects are sent between CPUs if the group supports CPU tensors, and otherwise from the current device.
+    data = [value for value in arguments if isinstance(value, torch.Tensor)]
+    with on_device_of(group):
+        events.collective(function.__name__ + about, group, data, method).wait()
+
+
+def exists(process_group: dist.ProcessGroup) -> bool:
+    """Whether a process group has not been destroyed."""
+    try:
+        dist.get_backend(process_group)
+    except (RuntimeError, ValueError):
+        return False
+    return True
 
 
 def groups_of(meshes: Iterable[MeshGroups]) -> list[Group]:
@@ -50,7 +103,7 @@ def exchange(groups: Sequence[Group], mine: T) -> dict[int, T]:
     known = {rank_of_this_process(): move(torch.device("cpu"), mine) if groups else mine}
     for group in groups:
         others: list[Any] = [None] * group.size
-        collectives.call(dist.all_gather_object, group, others, known)
+        call(dist.all_gather_object, group, others, known)
         for other in others:
             known.update(other)
     return dict(sorted(known.items()))

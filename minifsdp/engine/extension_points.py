@@ -46,7 +46,8 @@ class ExtensionPoints:
         backward_begins: a backward begins. No unit has been all-gathered for it.
         unit_backward: the backward of a unit begins. The function gets the unit. It may raise an error.
         held_gradient: the gradients of the parameters of a held unit are complete. Gets the unit and the gradients.
-        backward_ends: the last node of a backward has run. The function returns whether the backward ends later.
+        backward_ends: the last node of a backward has run. The function returns whether it ends this backward
+            in another way. Then no later function is called, and the iteration does not end.
         values_written: the user may have written to the full parameters of this unit.
     """
 

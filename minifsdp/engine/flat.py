@@ -38,9 +38,9 @@ from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle
 from minifsdp.engine.flat_gradients import FlatGradients
 from minifsdp.engine.flat_params import RegisteredFlatParam, RegisteredOrigParams, RegisteredParams, check_uniform_dtype
 from minifsdp.engine.flat_tensor import FlatSharding, UnshardedTensor, distributed_tensor, memory_orders
-from minifsdp.engine.layout import Gradient, Layout, ParamInfo, Steps
+from minifsdp.engine.layout import Gradient, Layout, ParamInfo, Steps, replaced_error
 from minifsdp.engine.lifetime import ReleaseEvent
-from minifsdp.engine.mesh import Group, MeshGroups
+from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.placeholder import GUARD, guards_for
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.shards import local_tensor
@@ -83,6 +83,7 @@ class FlatLayout(Layout):
     ) -> None:
         check_uniform_dtype(module, parameters)
         self.mesh = mesh
+        self.group = mesh.shard
         self.device = device
         self.offloads = offload
         self.use_orig_params = use_orig_params
@@ -101,6 +102,7 @@ class FlatLayout(Layout):
             if use_orig_params
             else RegisteredFlatParam(module, parameters, shard)
         )
+        self.local_parameters = self.registered.parameters
         self.gradients = FlatGradients(self.registered)
         self._shows_kept = shows_kept
         self._precision = precision
@@ -155,25 +157,25 @@ class FlatLayout(Layout):
         self._update_guards()
         return True
 
+    def accept_changes(self, *, is_converted: bool = False) -> None:
+        """Raises an error if a module has a tensor other than the one that was assigned last."""
+        if is_converted:
+            self._refresh()
+            return
+        assigned = self._assigned
+        for dictionary, attribute, index in self._attributes:
+            if attribute.name not in dictionary or dictionary[attribute.name] is not assigned[index]:
+                raise replaced_error(self, attribute)
+
     @lifetime.outside_inference_mode
-    def refresh_from_module(self) -> None:
-        """Adapts to a shard whose dtype has changed, for example after ``model.half()``."""
+    def _refresh(self) -> None:
+        """Adapts to a shard whose dtype has changed."""
         self.registered.refresh_from_module()
         if self.dtype is not self._precision.computes_in(self.registered.shard.dtype):
             self._variants.clear()
             self.use_stored_dtype(False)
 
-    @property
-    def is_trained(self) -> bool:
-        """Whether a backward computes a gradient for this unit."""
-        return self._unsharded.leaf.requires_grad
-
     # --- memory ---
-
-    @property
-    def all_gather_group(self) -> Group | None:
-        """The shard group."""
-        return self.mesh.shard
 
     def all_gather(self, comm_streams: CommStreams) -> Handle | None:
         """Fills the unsharded tensor by an all-gather, or by a copy of the shard if the unit is not sharded."""
@@ -208,21 +210,23 @@ class FlatLayout(Layout):
 
     # --- the attributes of modules ---
 
-    def accept_replacements(self) -> None:
-        """Raises an error if a module has a tensor other than the one that was assigned last."""
-        assigned = self._assigned
-        for dictionary, attribute, index in self._attributes:
-            if attribute.name not in dictionary or dictionary[attribute.name] is not assigned[index]:
-                raise self.replaced_error(attribute)
-
-    def use_unsharded_params(self) -> None:
+    def use_unsharded_params(self, *, is_backward: bool = False) -> None:
         """Creates new views and assigns them to the modules. Does not overwrite tensors of ``functional_call``."""
-        self.accept_replacements()
+        # Without this check, tensors that the user assigned since the forward would be overwritten silently.
+        self.accept_changes()
+        if is_backward:
+            # For a recomputed forward inside this unit.
+            if self._recorded is not None:
+                if any(map(_HOOKS, (*self.registered.sharded_params, *self._recorded))):
+                    self._call_hooks_for(self._recorded)
+                self._assign(self._recorded)
+            return
         leaf = self._unsharded.leaf
         requires_grad = self.registered.requires_grad
         if leaf.requires_grad is not requires_grad:
-            leaf.requires_grad_(requires_grad)
-            self._unsharded.lasting_views = None
+            for variant in self._variants.values():
+                variant.leaf.requires_grad_(requires_grad)
+                variant.lasting_views = None
         # Notes 1 and 2: create the views at the moment of use, with one split.
         views = self.views_of(leaf)
         if torch.is_grad_enabled():
@@ -237,15 +241,6 @@ class FlatLayout(Layout):
                 node: Any = views[0].grad_fn.next_functions[0][0]  # type: ignore[union-attr]
                 (node.next_functions[0][0] if 0 in self.sharding.orders else node).register_prehook(notify)
         self._assign(views)
-
-    def use_unsharded_params_again(self) -> None:
-        """Assigns the views of the recorded forward again, for a recomputed forward inside this unit."""
-        # Without this check, tensors that the user assigned since the forward would be overwritten silently.
-        self.accept_replacements()
-        if self._recorded is not None:
-            if any(map(_HOOKS, (*self.registered.sharded_params, *self._recorded))):
-                self._call_hooks_for(self._recorded)
-            self._assign(self._recorded)
 
     def _call_hooks_for(self, views: Sequence[torch.Tensor]) -> None:
         """Makes autograd call the user's tensor hooks with the gradients of ``views``, before they are reduced."""
@@ -319,11 +314,6 @@ class FlatLayout(Layout):
                 hooks.pop(GUARD, None)
 
     # --- gradients ---
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether a leaf has a gradient."""
-        return any(leaf.grad is not None for leaf in self.leaves)
 
     def take_gradient(self, *, with_unreduced: bool) -> Gradient | None:
         """Takes the flat gradient of forwards in both precisions, and adds the unreduced gradient if requested."""
@@ -403,10 +393,6 @@ class FlatLayout(Layout):
         for index, attributes in self.registered.user_attributes:
             vars(views[index]).update({**attributes, **vars(views[index])})
         return views
-
-    def local_parameters(self) -> list[nn.Parameter]:
-        """The registered parameters of this unit, which the optimizer updates."""
-        return self.registered.parameters
 
     def use_full_params(self, flat: torch.Tensor) -> list[nn.Parameter]:
         """Registers views of ``flat`` as parameters, in the modules' original order, for ``summon_full_params``."""

@@ -21,6 +21,7 @@ than fifty places, among them ``_use_sharded_views`` and ``_writeback_orig_param
 Spec: ORIG-01 to ORIG-05, ORIG-08 to ORIG-10, ORIG-12 to ORIG-14, ORIG-17, SUMMON-02, SUMMON-06, STREAM-05.
 """
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter, methodcaller
@@ -29,7 +30,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from minifsdp.engine import validation
 from minifsdp.engine.flat_tensor import FlatSharding
 from minifsdp.engine.layout import ParamInfo, share_hooks
 from minifsdp.engine.messages import message, warn
@@ -37,9 +37,19 @@ from minifsdp.engine.placeholder import PlaceholderParameter
 from minifsdp.engine.shards import local_tensor
 
 FLAT_NAME = "_flat_param"
+# The attributes of each module that are part of a flat unit.
+_flattened = weakref.WeakKeyDictionary[nn.Module, set[str]]()
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _VERSION = attrgetter("_version")
 _ADDRESS = methodcaller("data_ptr")
+
+
+def is_flattened(module: nn.Module, name: str) -> bool:
+    """Whether attribute ``name`` of ``module`` is part of a flat unit. Later units do not take it (CTOR-17).
+
+    This depends on the attribute and not on the tensor: the same tensor in another module is a tied parameter.
+    """
+    return name in _flattened.get(module, ())
 
 
 class RegisteredParams(ABC):
@@ -140,10 +150,9 @@ class RegisteredFlatParam(RegisteredParams):
             vars(placeholders[index]).update(attributes)
         for (original, info), placeholder in zip(parameters.items(), placeholders, strict=True):
             placeholder._backward_hooks = original._backward_hooks
-            validation.note_taken(original, info.path, is_replaced=True)
             for attribute in info.attributes:
                 delattr(attribute.module, attribute.name)
-        validation.note_place(module, FLAT_NAME, None)
+        _flattened.setdefault(module, set()).add(FLAT_NAME)
         self.use_sharded_params()
 
     def use_full_params(self, views: Sequence[torch.Tensor]) -> list[nn.Parameter]:
@@ -181,10 +190,9 @@ class RegisteredOrigParams(RegisteredParams):
         self._split_sizes = [*sizes, sharding.shard_numel - sum(sizes)]
         self._shard_views = self.parts(shard)
         self._paths = [info.path for info in parameters.values()]
-        for (original, info), parameter in zip(parameters.items(), registered, strict=True):
-            validation.note_taken(original, info.path, is_replaced=parameter is not original)
+        for info in parameters.values():
             for attribute in info.attributes:
-                validation.note_place(attribute.module, attribute.name, None)
+                _flattened.setdefault(attribute.module, set()).add(attribute.name)
         frozen = _frozen_among_trained(parameters)
         if frozen:
             warn(message("frozen-among-trained", frozen=frozen))

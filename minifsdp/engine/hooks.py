@@ -71,9 +71,7 @@ class IterationState:
         is_recorded: whether grad mode was on when the outermost of the running forwards began.
         num_forwards: number of outermost forwards that have begun.
         is_last_backward: whether the end of the next backward is the end of the iteration.
-        is_manual: whether only `finish` ends the iteration, whatever `is_last_backward` is.
         is_open: whether a backward has ended and its iteration has not.
-        unfinished: the handle of a reduction that the program must wait for before the next forward.
     """
 
     def __init__(self, units: list[Unit], reducer: Reducer, observers: list[Any], schedule: Schedule) -> None:
@@ -81,8 +79,7 @@ class IterationState:
         self.points = ExtensionPoints()
         self.in_forward = self.in_backward = self.is_recorded = False
         self.is_last_backward, self.num_forwards = True, 0
-        self.is_manual = self.is_open = False
-        self.unfinished: object = None
+        self.is_open = False
         self._deferred: Unit | None = None
         # 2. Created once, not in each forward. The kind depends on the layout.
         self.backward_hooks: dict[Unit, backward_hooks.LeafHooks] = {}
@@ -191,7 +188,7 @@ class IterationState:
             unit.unshard()
         if unit.state is not State.SHARDED:
             unit.wait()
-            unit.layout.use_unsharded_params_again()
+            unit.layout.use_unsharded_params(is_backward=True)
         if self.schedule.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
             # Prefetch only now, because the all-gather buffer of this unit has been freed.
             self._prefetch_backward(unit)
@@ -223,7 +220,7 @@ class IterationState:
                 observer.unreduced(unit.layout)
             return
         for plan in unit.plans:
-            part = gradient if len(unit.plans) == 1 else unit.layout.part_over(plan.mesh, gradient)
+            part = gradient if plan.numbers is None else gradient.only(plan.numbers)
             if part.parts:
                 self.reducer.reduce(unit.layout, plan, part)
 
@@ -255,64 +252,47 @@ class IterationState:
             # The memory is kept for the next iteration, but the user may now read the gradients.
             unit.layout.use_kept_params(is_kept=False)
 
-    def end_backward(self, *, is_final: bool = False) -> None:
-        """3. Called when autograd is done. Afterwards the optimizer can use every gradient, and every unit is idle.
+    def end_backward(self) -> None:
+        """3. Called when autograd is done. Afterwards the optimizer can use every gradient, and every unit is idle."""
+        self.reduce_overdue()
+        # A case may end this backward in another way.
+        if not any(extend() for extend in self.points.backward_ends):
+            if self.is_last_backward:
+                self.end_iteration()
+            else:
+                self.keep_open()
+        self.leave_backward()
+
+    def end_iteration(self) -> None:
+        """Completes the reductions and reshards the units.
 
         A unit may still be unsharded here because of an unused prefetch, or because autograd did not reach its
         parameters. Such a unit is resharded, because the next forward must not use values from before the step.
-
-        Args:
-            is_final: whether the iteration ends, although it is manual.
         """
-        self._reduce_overdue()
-        goes_on = [extend() for extend in self.points.backward_ends]
-        if True in goes_on:
-            # A case ends this backward later.
-            pass
-        elif not self.is_last and not is_final:
-            self.reducer.finish_on_cpu()
-            self.is_open = True
-            # This iteration has another backward, which waits for these reductions and uses the recorded order.
-            for unit in self.units:
-                unit.num_pending = max(0, unit.num_pending - 1)
-                unit.awaits_backward = unit.num_pending > 0
-        else:
-            for observer in self.observers if self.units else ():
-                observer.backward_ends(self)
-            self.reducer.finish()
-            for observer in self.observers:
-                observer.reduced()
-            for unit in self.units:
-                if unit.state is not State.SHARDED and unit.phase is not Phase.SUMMONED:
-                    self._close(unit)
-            self.schedule.end_iteration()
-            self._forget_backward()
-        self.leave_backward()
+        for observer in self.observers if self.units else ():
+            observer.backward_ends(self)
+        self.reducer.finish()
+        for observer in self.observers:
+            observer.reduced()
+        for unit in self.units:
+            if unit.state is not State.SHARDED and unit.phase is not Phase.SUMMONED:
+                self._close(unit)
+        self.schedule.end_iteration()
+        self._forget_backward()
 
-    @property
-    def is_last(self) -> bool:
-        """Whether the next end of a backward ends the iteration."""
-        return self.is_last_backward and not self.is_manual
+    def keep_open(self) -> None:
+        """This iteration has another backward, which waits for these reductions and uses the recorded order."""
+        self.reducer.finish_on_cpu()
+        self.is_open = True
+        for unit in self.units:
+            unit.num_pending = max(0, unit.num_pending - 1)
+            unit.awaits_backward = unit.num_pending > 0
 
-    def _reduce_overdue(self) -> None:
+    def reduce_overdue(self) -> None:
         """Calls the post-backward hook of the units whose hook has not run."""
         for unit in reversed(self.units):
             if unit.phase not in (Phase.POST_BACKWARD, Phase.FORWARD) and self.backward_hooks[unit].is_overdue():
                 self.post_backward(unit)
-
-    def begin_finish(self) -> None:
-        """Issues the reductions that are left, outside of a backward. Call `finish` afterwards."""
-        self.in_backward = True
-        for observer in self.observers:
-            observer.backward_begins(NOT_IN_BACKWARD)
-        self._reduce_overdue()
-        # The program may read parameters before it calls `finish`.
-        self.in_backward = False
-
-    def finish(self) -> None:
-        """Ends the iteration outside of a backward."""
-        self.in_backward = True
-        self.end_backward(is_final=True)
 
     def _forget_backward(self) -> None:
         for unit in self.units:
@@ -347,7 +327,6 @@ class IterationState:
             unit.reshard()
             unit.limiter.clear()
         self.schedule.abandon_iteration()
-        self.unfinished = None
         self._forget_backward()
         self.leave_backward()
 

@@ -22,18 +22,17 @@ Spec: SHARD-02, ORIG-01 to ORIG-04, FWD-04, CTOR-12, PROG-100.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from minifsdp.engine import validation
 from minifsdp.engine.comm_streams import CommStreams, Handle
 from minifsdp.engine.lifetime import ReleaseEvent
-from minifsdp.engine.mesh import Group, MeshGroups
-from minifsdp.engine.messages import message, warn
+from minifsdp.engine.mesh import Group
+from minifsdp.engine.messages import message
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,51 +81,34 @@ class Gradient:
     parts: list[torch.Tensor]
     numbers: list[int] = field(default_factory=list)
 
+    def only(self, numbers: Container[int]) -> Gradient:
+        """The gradients of these parameters."""
+        chosen = [index for index, number in enumerate(self.numbers) if number in numbers]
+        return Gradient([self.parts[index] for index in chosen], [self.numbers[index] for index in chosen])
+
 
 def owned_parameters(
-    modules: Iterable[tuple[str, nn.Module]], ignored: set[nn.Parameter]
+    modules: Iterable[tuple[str, nn.Module]],
+    ignored: set[nn.Parameter],
+    is_apart: Callable[[nn.Module, str], bool] = lambda module, name: False,
 ) -> dict[nn.Parameter, ParamInfo]:
     """The parameters that ``modules`` own directly, in order. Tied parameters appear once.
-
-    Parameters that already belong to a flat unit, because the same module was wrapped before, are skipped.
 
     Args:
         modules: pairs of path and module; must not contain modules of inner units.
         ignored: parameters to skip.
-
-    Raises:
-        ValueError: if a parameter already belongs to another unit.
+        is_apart: whether to skip an attribute of a module.
     """
     found: dict[nn.Parameter, ParamInfo] = {}
     for prefix, module in modules:
         for name, parameter in module._parameters.items():
-            if parameter is None or parameter in ignored or validation.is_flattened(module, name):
+            if parameter is None or parameter in ignored or is_apart(module, name):
                 continue
             info = ParamInfo(module, name, full_name(prefix, name), parameter.shape)
-            validation.check_free(parameter, module, name, info.path)
             first = found.setdefault(parameter, info)
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-                module.sparse = False
-                warn(message("sparse-gradients", parameter=info.path))
             if first is not info:
                 first.ties.append(info)
-    for prefix, module in modules:
-        for attribute, value in vars(module).items():
-            for keys, parameter in _parameters_in(value, (attribute,)) if attribute != "_parameters" else ():
-                if parameter in found and None not in keys:
-                    found[parameter].second_places.append((vars(module), *keys))
-                elif parameter in found or parameter in validation.taken:
-                    warn(message("second-place", place=full_name(prefix, attribute), type=type(module).__name__))
     return found
-
-
-def _parameters_in(value: Any, keys: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], nn.Parameter]]:
-    """The parameters in nested lists, dicts and tuples, with their keys. A tuple has the key ``None``."""
-    if isinstance(value, nn.Parameter):
-        yield keys, value
-    elif isinstance(value, list | dict | tuple) and len(keys) < 4:
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _parameters_in(inner, (*keys, None if isinstance(value, tuple) else key))
 
 
 def share_hooks(original: torch.Tensor, other: torch.Tensor) -> None:
@@ -167,6 +149,12 @@ def full_name(prefix: str, path: str) -> str:
     return f"{prefix}.{path}" if prefix else path
 
 
+def replaced_error(layout: Layout, info: ParamInfo, entry: str = "replaced-parameter") -> RuntimeError:
+    """The error for a module attribute whose tensor is not the tensor that the layout registered."""
+    path, kind = full_name(layout.name, info.path), type(info.module).__name__
+    return RuntimeError(message(entry, parameter=path, type=kind))
+
+
 class Steps:
     """The number of optimizer steps on the parameters of one root's units."""
 
@@ -185,7 +173,9 @@ class Layout(Protocol):
         dtype: dtype of the unsharded parameters.
         num_bytes: size of the unsharded parameters, including padding.
         offloads: whether shard and gradient are on the CPU between computations.
+        group: the ranks of the next all-gather; ``None`` if it needs no other rank.
         parameters: the unit's original parameters, in order.
+        local_parameters: the parameters of this unit that the optimizer updates.
         leaves: the leaves that autograd computes gradients of; one for each of `local_parameters`, or for all of them.
         reduces_unused: whether the reduction includes zeros for trainable parameters without a gradient.
         is_summoned: whether the modules have the parameters from ``summon_full_params``.
@@ -199,22 +189,15 @@ class Layout(Protocol):
     dtype: torch.dtype
     num_bytes: int
     offloads: bool
+    group: Group | None
     parameters: list[ParamInfo]
+    local_parameters: list[nn.Parameter]
     leaves: list[torch.Tensor]
     reduces_unused: bool = False
     stepped_at: int = 0
     is_summoned: bool = False
     shards_are_distributed: bool = False
     steps: Steps
-
-    def full_name(self, path: str) -> str:
-        """A parameter's name inside the root."""
-        return full_name(self.name, path)
-
-    def replaced_error(self, info: ParamInfo) -> RuntimeError:
-        """The error for a module attribute whose tensor is not the tensor that the layout registered."""
-        path, kind = self.full_name(info.path), type(info.module).__name__
-        return RuntimeError(message("replaced-parameter", parameter=path, type=kind))
 
     # --- the unsharded tensor ---
 
@@ -230,18 +213,17 @@ class Layout(Protocol):
         """
         return False
 
-    def refresh_from_module(self) -> None:
-        """Adapts to changes of the module between construction and the first forward."""
+    def accept_changes(self, *, is_converted: bool = False) -> None:
+        """Accepts tensors that the user has put in place of the unit's parameters, or raises an error.
 
-    @property
-    def is_trained(self) -> bool:
-        """Whether a backward will produce a gradient."""
+        Args:
+            is_converted: whether dtype and device of all parameters may have changed, for example by ``model.half()``.
+
+        Raises:
+            RuntimeError: if a parameter was removed, or replaced by an object that is not a valid replacement.
+        """
 
     # --- memory ---
-
-    @property
-    def all_gather_group(self) -> Group | None:
-        """The ranks of the next all-gather; ``None`` if it needs no other rank."""
 
     def all_gather(self, comm_streams: CommStreams) -> Handle | None:
         """Allocates the unsharded memory and issues the all-gather. Returns ``None`` if no wait is needed."""
@@ -254,18 +236,12 @@ class Layout(Protocol):
 
     # --- the attributes of modules ---
 
-    def accept_replacements(self) -> None:
-        """Accepts tensors that the user has put in place of the unit's parameters, or raises an error.
+    def use_unsharded_params(self, *, is_backward: bool = False) -> None:
+        """Registers the unsharded parameters on the modules.
 
-        Raises:
-            RuntimeError: if a parameter was removed, or replaced by an object that is not a valid replacement.
+        Args:
+            is_backward: register the views of the last recorded forward again, instead of new views.
         """
-
-    def use_unsharded_params(self) -> None:
-        """Registers the unsharded parameters on the modules, with new views for a new forward."""
-
-    def use_unsharded_params_again(self) -> None:
-        """Registers the views of the last recorded forward again, for its backward."""
 
     def use_kept_params(self, *, is_kept: bool) -> None:
         """Registers the tensors that modules have between forward and backward if memory is kept.
@@ -279,10 +255,6 @@ class Layout(Protocol):
 
     # --- gradients ---
 
-    @property
-    def has_gradient(self) -> bool:
-        """Whether autograd has accumulated a gradient that `take_gradient` has not returned yet."""
-
     def take_gradient(self, *, with_unreduced: bool) -> Gradient | None:
         """Removes and returns the accumulated gradient, optionally adding the gradients saved by `keep_unreduced`.
 
@@ -290,12 +262,12 @@ class Layout(Protocol):
             ``None`` if there is no gradient.
         """
 
-    def part_over(self, mesh: MeshGroups, gradient: Gradient) -> Gradient:
-        """The part of ``gradient`` whose parameters are sharded over ``mesh``; all of it if there is only one mesh."""
-        return gradient
-
     def keep_unreduced(self, gradient: Gradient) -> None:
         """Accumulates unsharded gradients for a later reduction."""
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether gradients saved by `keep_unreduced` are still waiting for their reduction."""
 
     def pack(self, gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False) -> torch.Tensor:
         """Packs ``gradient`` for its reduction: 1-D, of ``dtype``, the shards of all ranks one after the other.
@@ -313,24 +285,5 @@ class Layout(Protocol):
         If an asynchronous copy is not possible, returns ``local_shard`` unchanged, and `accept_gradient` copies it.
         """
 
-    @property
-    def reads_gradient(self) -> bool:
-        """Whether `accept_gradient` reads the values, to add them to an existing gradient or for the user's hooks."""
-        return self.has_gradient_hooks or any(p.grad is not None for p in self.local_parameters())
-
-    @property
-    def has_gradient_hooks(self) -> bool:
-        """Whether `accept_gradient` runs post-accumulate-grad hooks of the user."""
-        return any(p._post_accumulate_grad_hooks for p in self.local_parameters())
-
     def accept_gradient(self, gradient: Gradient, local_shard: torch.Tensor) -> None:
         """Adds this rank's shard of the reduced ``gradient`` to the gradient that the optimizer uses."""
-
-    @property
-    def has_unreduced(self) -> bool:
-        """Whether gradients saved by `keep_unreduced` are still waiting for their reduction."""
-
-    # --- the user ---
-
-    def local_parameters(self) -> list[nn.Parameter]:
-        """The parameters of this unit that the optimizer updates."""

@@ -28,21 +28,14 @@ Spec: CTOR-06, CTOR-14, SHARD-11, HYB-01 to HYB-08.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from minifsdp.engine.events import events
 from minifsdp.engine.messages import message
-
-# The accelerator of the last model over each process group.
-_devices = weakref.WeakKeyDictionary[Any, torch.device]()
 
 
 @dataclass(frozen=True)
@@ -68,22 +61,12 @@ class Group:
         """An object that sends CPU tensors instead of the process group, see ``events.py``, or ``None``."""
         return events.transport(self.process_group)
 
-    @property
-    def device(self) -> torch.device | None:
-        """The accelerator of the last model over the process group, or the one that the group was created for."""
-        return _devices.get(self.process_group) or getattr(self.process_group, "bound_device_id", None)
-
-    def on_device(self) -> Any:
-        """A ``with`` block in which `device` is the current device, because torch sends objects from that one."""
-        return nullcontext() if self.device is None else torch.get_device_module(self.device).device(self.device)
-
     @classmethod
-    def of(cls, process_group: dist.ProcessGroup, device: torch.device | None = None) -> Group:
+    def of(cls, process_group: dist.ProcessGroup) -> Group:
         """Reads the properties of the process group once. Does not communicate.
 
         Args:
             process_group: the group.
-            device: the compute device of a model over the process group.
 
         Raises:
             ValueError: if this process is not a member.
@@ -99,10 +82,7 @@ class Group:
             ranks = tuple(range(size))
         if rank < 0:
             raise ValueError(message("not-a-member", group=f"the given process group {ranks}"))
-        group = cls(process_group, size, rank, ranks)
-        if device is not None and device.type != "cpu":
-            _devices[process_group] = device
-        return group
+        return cls(process_group, size, rank, ranks)
 
 
 @dataclass(frozen=True)
@@ -148,13 +128,6 @@ class MeshGroups:
         """Number of ranks in both dimensions. A gradient is averaged over this number of ranks."""
         return self.num_shards * (1 if self.replicate is None else self.replicate.size)
 
-    def covers(self, ranks: Iterable[int]) -> bool:
-        """Whether a mean over this mesh is a mean over all of ``ranks``, as far as this rank's two groups show."""
-        known = {dist.get_rank()}
-        for group in (self.shard, self.replicate):
-            known |= set() if group is None else set(group.ranks)
-        return self.num_ranks == dist.get_world_size() or known.issuperset(ranks)
-
     @property
     def is_first(self) -> bool:
         """Whether this is the first rank of the mesh, which takes the role of rank 0 where one rank acts for all."""
@@ -172,12 +145,3 @@ def default_group(argument: str = "process_group") -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
-
-
-def exists(process_group: dist.ProcessGroup) -> bool:
-    """Whether a process group has not been destroyed."""
-    try:
-        dist.get_backend(process_group)
-    except (RuntimeError, ValueError):
-        return False
-    return True

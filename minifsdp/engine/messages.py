@@ -20,12 +20,10 @@ Spec: START-05, and every requirement of a clear error.
 """
 
 import sys
-import threading
 import tomllib
 import warnings
 from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType
 
 import torch.distributed as dist
 
@@ -42,7 +40,6 @@ NOT_THE_PROGRAM = (
     "codecs",
     "importlib",
 )
-Place = tuple[CodeType | None, CodeType | None, int | None]
 
 
 def rank_of_this_process() -> int:
@@ -72,26 +69,6 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in NOT_THE_PROGRAM:
         level, frame = level + 1, frame.f_back
     warnings.warn(text, category, stacklevel=level)
-
-
-def way_out(frame: FrameType | None) -> Place:
-    """The place in the program from which ``frame`` was called.
-
-    Generated code, for example of ``torch.fx``, has no module name, and belongs to the program. Returns code objects
-    and not frames. A frame would keep a function's tensors alive after the function has returned.
-
-    Returns:
-        The function that the program has called, the code that called it, and its line number.
-    """
-    inside = frame
-    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in NOT_THE_PROGRAM:
-        inside, frame = frame, frame.f_back
-    return inside and inside.f_code, frame and frame.f_code, frame and frame.f_lineno
-
-
-def way_out_of_main_thread() -> Place:
-    """The place in the program where the main thread is."""
-    return way_out(sys._current_frames().get(threading.main_thread().ident or 0))
 
 
 def warn_renamed(old: str, new: str) -> None:

@@ -43,9 +43,8 @@ from minifsdp.engine import lifetime
 from minifsdp.engine.bucket import assign_to_buckets
 from minifsdp.engine.changes import changed_values, check_equal_changes
 from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle
-from minifsdp.engine.layout import Gradient, Layout, ParamInfo, Steps, users_hooks
+from minifsdp.engine.layout import Gradient, Layout, Steps, full_name, replaced_error, users_hooks
 from minifsdp.engine.lifetime import ReleaseEvent
-from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import message
 from minifsdp.engine.sharded_param import (
     LEAF,
@@ -87,9 +86,8 @@ class PerParameterLayout(Layout):
         self.buckets = assign_to_buckets(params, [param.local_shard for param in params], options, [])
         for param in params:
             param.replace_original()
-        self._sharded: list[torch.Tensor] = []
         self.leaves: list[torch.Tensor] = []
-        self._registered: list[torch.Tensor] = []
+        self._registered: Sequence[torch.Tensor] = []
         self._update_from_buckets()
 
     @lifetime.outside_inference_mode
@@ -98,8 +96,9 @@ class PerParameterLayout(Layout):
         self.unshard_from_full_mesh()
         local_shards = [local_shard_of(param.parameter) for param in self.params]
         if len({local_shard.device for local_shard in local_shards}) > 1:
-            devices = {self.full_name(param.info.path): local_shard_of(param.parameter).device for param in self.params}
-            parameters = ", ".join(f"{path} ({device})" for path, device in devices.items())
+            names = [full_name(self.name, param.info.path) for param in self.params]
+            devices = zip(names, local_shards, strict=True)
+            parameters = ", ".join(f"{name} ({local_shard.device})" for name, local_shard in devices)
             raise RuntimeError(message("converted-apart", parameters=parameters))
         # From now on the values stay on the device that the user chose.
         self._options = replace(self._options, offload=False)
@@ -119,39 +118,30 @@ class PerParameterLayout(Layout):
                     param.use_leaf(leaf, self._options.precision.reduces_in(leaf.dtype))
         self._choose_dtype()
         self.num_bytes = sum(bucket.num_bytes for bucket in self.buckets)
+        self.group = next((bucket.group for bucket in self.buckets if bucket.group is not None), None)
         self._is_borrowed = all(bucket.is_borrowed for bucket in self.buckets)
         uses_leaves = self._registered is self.leaves
-        self._sharded = [param.parameter for param in self.params]
+        self.local_parameters = [param.parameter for param in self.params]
         self.leaves = list(map(LEAF, self.params))
-        self._register(self.leaves if uses_leaves else self._sharded)
+        self._register(self.leaves if uses_leaves else self.local_parameters)
 
     def _choose_dtype(self) -> None:
         """Gradients of several dtypes are reduced in a dtype that can represent them all."""
         trained = [bucket.dtype for bucket in self.buckets if any(p.parameter.requires_grad for p in bucket.params)]
         self.dtype = functools.reduce(torch.promote_types, trained or [self.buckets[0].dtype])
 
-    def refresh_from_module(self) -> None:
-        """Adapts to changes of the parameters. Raises an error if some are on the meta device."""
-        self.accept_replacements()
+    def _refresh(self) -> None:
+        """Adapts to changes of all parameters. Raises an error if some are on the meta device."""
         for param in self.params:
-            check_grad_dtype(param.parameter, self.full_name(param.info.path))
+            check_grad_dtype(param.parameter, full_name(self.name, param.info.path))
         # A case may take another parameter now.
         self._update_buckets(is_edited=False)
-        without = [self.full_name(param.info.path) for param in self.params if param.local_shard.device.type == "meta"]
+        on_meta = [param for param in self.params if param.local_shard.is_meta]
+        without = [full_name(self.name, param.info.path) for param in on_meta]
         if without and self.device.type != "meta":
             raise RuntimeError(message("still-meta", without=without))
 
-    @property
-    def is_trained(self) -> bool:
-        """Whether a backward will produce a gradient."""
-        return any(param.parameter.requires_grad for param in self.params)
-
     # --- memory ---
-
-    @property
-    def all_gather_group(self) -> Group | None:
-        """The ranks of the next all-gather."""
-        return next((bucket.group for bucket in self.buckets if bucket.group is not None), None)
 
     def all_gather(self, comm_streams: CommStreams) -> Handle | None:
         """Issues one all-gather for each bucket. The layout itself is the handle, see `wait`."""
@@ -187,26 +177,22 @@ class PerParameterLayout(Layout):
         if post_forward_params is not None:
             for bucket in self.buckets:
                 bucket.gather_from(None)
+                self.group = bucket.group
             if self._registered is post_forward_params:
-                self._register(self._sharded)
+                self._register(self.local_parameters)
 
     def _stamp(self) -> object:
         # A DTensor counts its own in-place changes, and the bucket counts the changes of the local tensor. List
         # operators and fused kernels increase neither version, so the optimizer steps are counted as well.
-        return self.steps.count, [bucket.stamp() for bucket in self.buckets], list(map(VERSION, self._sharded))
+        return self.steps.count, [bucket.stamp() for bucket in self.buckets], list(map(VERSION, self.local_parameters))
 
     def is_stale(self) -> bool:
         """Whether a shard has changed since the last all-gather began. A copy that was only cast is always stale."""
-        return self._gathered_at != self._stamp() or (self.all_gather_group is None and not self._is_borrowed)
+        return self._gathered_at != self._stamp() or (self.group is None and not self._is_borrowed)
 
     # --- the attributes of modules ---
 
-    def replaced_error(self, info: ParamInfo) -> RuntimeError:
-        """The error for a module attribute whose tensor is not the tensor that the layout registered."""
-        path, kind = self.full_name(info.path), type(info.module).__name__
-        return RuntimeError(message("replaced-dtensor", parameter=path, type=kind))
-
-    def accept_replacements(self) -> None:
+    def accept_changes(self, *, is_converted: bool = False) -> None:
         """Accepts tensors that the user has registered instead of the unit's tensors, and values in other memory."""
         is_edited = False
         for dictionary, attribute, index in self._attributes:
@@ -216,15 +202,17 @@ class PerParameterLayout(Layout):
                 continue
             found = dictionary.get(name)
             if not isinstance(found, nn.Parameter) or not param.fits(found):
-                raise self.replaced_error(attribute)
+                raise replaced_error(self, attribute, "replaced-dtensor")
             param.parameter, is_edited = found, True
         if is_edited:
             self._update_buckets(is_edited=True)
         elif len(self.buckets) > 1:
             # Other parameters, with another dtype, may have become trainable.
             self._choose_dtype()
+        if is_converted:
+            self._refresh()
 
-    def use_unsharded_params(self) -> None:
+    def use_unsharded_params(self, *, is_backward: bool = False) -> None:
         """Registers the leaves on the modules. Only the bucket of a case creates a leaf after the first time.
 
         Raises:
@@ -233,20 +221,18 @@ class PerParameterLayout(Layout):
         registered = self._registered
         for dictionary, attribute, index in self._attributes:
             if attribute.name not in dictionary or dictionary[attribute.name] is not registered[index]:
-                raise self.replaced_error(attribute)
+                raise replaced_error(self, attribute, "replaced-dtensor")
         self.leaves = list(map(LEAF, self.params))
         self._register(self.leaves)
-
-    use_unsharded_params_again = use_unsharded_params
 
     def use_kept_params(self, *, is_kept: bool) -> None:
         """Changes nothing: modules keep the leaves."""
 
     def use_sharded_params(self) -> None:
         """Registers the DTensors on the modules."""
-        self._register(self._sharded if self.post_forward_params is None else self.post_forward_params)
+        self._register(self.local_parameters if self.post_forward_params is None else self.post_forward_params)
 
-    def _register(self, tensors: list[torch.Tensor]) -> None:
+    def _register(self, tensors: Sequence[torch.Tensor]) -> None:
         is_written = False
         for param in self.params:
             is_written |= param.leaf._version != param.version
@@ -270,18 +256,13 @@ class PerParameterLayout(Layout):
             param.version = param.leaf._version
         for groups in dict.fromkeys(param.mesh_groups for param in written if not self._is_borrowed):
             mine = [param for param in written if param.mesh_groups == groups]
-            check_equal_changes({self.full_name(p.info.path): p.plain_leaf for p in mine}, groups)
+            check_equal_changes({full_name(self.name, p.info.path): p.plain_leaf for p in mine}, groups)
             for p in mine:
                 part = shard_of(p.plain_leaf.data, p.dim, p.num_shards, groups.shard_index)
                 p.local_shard.copy_(changed_values(part, p.local_shard))
                 self._has_copied = True
 
     # --- gradients ---
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether autograd has accumulated a gradient that `take_gradient` has not returned yet."""
-        return any(param.leaf.grad is not None for param in self.params)
 
     def take_gradient(self, *, with_unreduced: bool) -> Gradient | None:
         """1. Takes the gradients of the parameters that have one."""
@@ -302,11 +283,6 @@ class PerParameterLayout(Layout):
                 # A parameter without elements has nothing to reduce, but the optimizer needs a gradient.
                 param.parameter.grad = torch.zeros_like(param.parameter)
         return taken if taken.parts else None
-
-    def part_over(self, mesh: MeshGroups, gradient: Gradient) -> Gradient:
-        """The gradients of the parameters that are sharded over ``mesh``."""
-        over = [index for index, number in enumerate(gradient.numbers) if self.params[number].mesh_groups == mesh]
-        return Gradient([gradient.parts[index] for index in over], [gradient.numbers[index] for index in over])
 
     def keep_unreduced(self, gradient: Gradient) -> None:
         """Accumulates in the reduce dtype. A backward that fails does not change the accumulated gradients."""
@@ -375,9 +351,3 @@ class PerParameterLayout(Layout):
             hooks = param.parameter._post_accumulate_grad_hooks
             for _, hook in users_hooks(hooks) if hooks else ():
                 hook(param.parameter)
-
-    # --- the user ---
-
-    def local_parameters(self) -> list[nn.Parameter]:
-        """The DTensors."""
-        return [param.parameter for param in self.params]

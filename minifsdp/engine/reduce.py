@@ -69,6 +69,7 @@ class ReducePlan:
 
     Attributes:
         mesh: the shard group and the replicate group.
+        numbers: the parameters of this plan, as indices into `Layout.parameters`; ``None`` for all.
         dtype: the reduce dtype.
         scaling: the divisors.
         hook: the user's communication hook, which replaces stages 2 to 5. For a sharded unit,
@@ -89,11 +90,12 @@ class ReducePlan:
     partial: tuple[list[int], torch.Tensor] | None = None
     after: Callable[[torch.Tensor], None] | None = None
     after_stream: Any = None
+    numbers: frozenset[int] | None = None
 
     @classmethod
-    def mean(cls, mesh: MeshGroups, dtype: torch.dtype) -> ReducePlan:
+    def mean(cls, mesh: MeshGroups, dtype: torch.dtype, numbers: frozenset[int] | None = None) -> ReducePlan:
         """The mean over all ranks of the mesh."""
-        return cls(mesh, dtype, Scaling.of(mesh.num_ranks, dtype))
+        return cls(mesh, dtype, Scaling.of(mesh.num_ranks, dtype), numbers=numbers)
 
     def use(self, dtype: torch.dtype) -> None:
         """Changes the reduce dtype to ``dtype``."""
@@ -300,7 +302,7 @@ class Reducer:
         if old.result is None:
             return
         if old.copied is not None:
-            if not old.layout.reads_gradient:
+            if not reads_gradient(old.layout):
                 old.gradient.parts.clear()
                 self._arriving.append((old.layout, old.gradient, old.result))
                 return
@@ -308,7 +310,7 @@ class Reducer:
         # 6. The layout stores the gradient for the optimizer. A hook of the user may run an optimizer, after earlier
         #    all-gathers and before later ones.
         all_gather = self.comm_streams.all_gather
-        runs_hooks = all_gather.stream is not None and old.layout.has_gradient_hooks
+        runs_hooks = all_gather.stream is not None and _has_hooks(old.layout)
         if runs_hooks and old.layout.offloads:
             all_gather.synchronize()
         elif runs_hooks:
@@ -316,6 +318,16 @@ class Reducer:
         old.layout.accept_gradient(old.gradient, old.result)
         if runs_hooks:
             all_gather.wait_compute()
+
+
+def reads_gradient(layout: Layout) -> bool:
+    """Whether the layout reads the values of a gradient, to add them to an earlier one or for the user's hooks."""
+    return _has_hooks(layout) or any(p.grad is not None for p in layout.local_parameters)
+
+
+def _has_hooks(layout: Layout) -> bool:
+    """Whether there are post-accumulate-grad hooks of the user."""
+    return any(p._post_accumulate_grad_hooks for p in layout.local_parameters)
 
 
 def _end(item: _InFlight) -> None:

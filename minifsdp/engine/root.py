@@ -32,7 +32,6 @@ from typing import Any
 
 import torch
 
-from minifsdp.engine import validation
 from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task
 from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.events import events
@@ -44,12 +43,6 @@ from minifsdp.engine.messages import message
 from minifsdp.engine.reduce import Reducer
 from minifsdp.engine.schedule import BackwardPrefetch, Schedule
 from minifsdp.engine.unit import Phase, State, Unit
-
-
-def _only_vmap() -> bool:
-    """Whether no function transform is active, or only ``torch.vmap``."""
-    functorch = torch._C._functorch
-    return all(level.key() == functorch.TransformType.Vmap for level in functorch.get_interpreter_stack() or [])
 
 
 def _earlier_streams(units: Sequence[tuple[str, Unit]], device: torch.device) -> CommStreams | None:
@@ -98,7 +91,7 @@ class RootState:
         for name, unit in units:
             unit.name = unit.layout.name = name
             if unit.phase is not Phase.SUMMONED:
-                unit.layout.refresh_from_module()
+                unit.layout.accept_changes(is_converted=True)
             unit.plan_reductions()
         observers = [observer(self.units) for observer in events.roots]
         by_module = {unit.module: unit for unit in self.units}
@@ -160,29 +153,24 @@ class RootState:
             self._thread = 0
             raise
         self.iteration.in_forward, self._caller = True, caller
-        for observer in self.iteration.observers:
-            observer.forward_begins()
         self.iteration.num_forwards += 1
         return True
 
     def _prepare(self, caller: Unit | None) -> None:
         """Prepares all units for an iteration; see `begin_forward`."""
-        if self.iteration.unfinished is not None:
-            raise RuntimeError(message("reduction-unfinished"))
         # 1. An iteration that ended normally leaves no unit in forward and no backward open.
         if self.iteration.in_backward or Phase.FORWARD in [unit.phase for unit in self.units]:
             self.iteration.recover()
         # 2. Check before the first collective, so that a mistake raises an error on every rank.
-        if not _only_vmap():
-            raise RuntimeError(message("function-transform", unit=self.units[0].name if self.units else ""))
         for unit in self.units if caller is None else (caller, *caller.inner):
             if unit.phase is Phase.SUMMONED and not unit.layout.is_summoned:
                 raise RuntimeError(message("while-summoned", what="forward", unit=unit.name))
-        validation.check_not_in_ddp((unit.layout.local_parameters(), unit.plan.mesh) for unit in self.units)
+        for observer in self.iteration.observers:
+            observer.forward_begins(self.units)
         # The user may have replaced parameters, or converted the model to another dtype.
         for unit in self.units:
             if unit.phase is not Phase.SUMMONED:
-                unit.layout.accept_replacements()
+                unit.layout.accept_changes()
             if unit.layout.dtype is not unit.planned_for:
                 unit.plan_reductions()
         # 3. Once in an iteration is enough: nothing else writes to shards during the iteration.

@@ -38,7 +38,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import _dtensor_spec as dtensor_spec
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from minifsdp.engine import validation
 from minifsdp.engine.layout import ParamInfo, share_hooks
 from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import message
@@ -167,10 +166,6 @@ class ShardedParam:
         self._user_attributes = {n: value for n, value in vars(original).items() if n not in vars(self.local_shard)}
         vars(self.parameter).update(self._user_attributes)
         share_hooks(original, self.parameter)
-        validation.note_taken(original, self.info.path, is_replaced=True)
-        for attribute in self.info.attributes:
-            # Store module and name. A reference to the tensor, even a weak one, makes `to()` fail for a DTensor.
-            validation.note_place(attribute.module, attribute.name, self.info.path)
 
     def fits(self, other: torch.Tensor) -> bool:
         """Whether ``other`` is a DTensor of the same shape, mesh and placements."""

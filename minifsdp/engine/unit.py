@@ -44,7 +44,6 @@ from minifsdp.engine.events import events
 from minifsdp.engine.layout import Layout, full_name
 from minifsdp.engine.lifetime import RateLimiter
 from minifsdp.engine.messages import message
-from minifsdp.engine.optimizer_steps import optimizer_steps
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.reduce import ReducePlan
 
@@ -151,7 +150,6 @@ class Unit(Generic[LayoutT]):
         self.comm_streams: CommStreams | None = None
         self.limiter = RateLimiter(enabled=False)
         self._handle: Handle | None = None
-        optimizer_steps.add(layout)
 
     def update_policy(self, **changes: Any) -> None:
         """Replaces the policy with a copy that has these ``changes``."""

@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 from minifsdp.cases.node_groups import node_groups
+from minifsdp.checks import arguments
 from minifsdp.checks.attach import attach
-from minifsdp.engine import validation
+from minifsdp.engine.exchange import use_device
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.mesh import Group, MeshGroups, default_group
 from minifsdp.engine.messages import message, warn
@@ -52,7 +53,7 @@ def check_arguments(module: Any, strategy: Any, policy: Any) -> None:
         raise TypeError(message("strategy-type", members=members, sharding_strategy=strategy))
     if policy is not None:
         policies.require_policy(policy)
-    if validation.is_only_called_in_parts(module):
+    if arguments.is_only_called_in_parts(module):
         # This message, and the one in `strategy_on`, begin with torch's wording, because programs match on it.
         warn(message("wraps-container", type=type(module).__name__))
 
@@ -114,14 +115,17 @@ def choose_mesh(
             pair = node_groups(device)
         elif not is_pair or len(given) != 2 or not all(map(_is_group, given)):
             raise ValueError(message("hybrid-groups", strategy=strategy.name, process_group=given))
-        return MeshGroups.hybrid(Group.of(pair[0], device), Group.of(pair[1], device)), tuple(pair)
+        for process_group in pair:
+            use_device(process_group, device)
+        return MeshGroups.hybrid(Group.of(pair[0]), Group.of(pair[1])), tuple(pair)
     if is_pair:
         raise ValueError(message("pair-of-groups", strategy=strategy.name))
     group = default_group() if given is None else given
     if not _is_group(group):
         raise TypeError(message("group-type", process_group=group))
     mesh_of = MeshGroups.replicated if strategy is ShardingStrategy.NO_SHARD else MeshGroups.sharded
-    return mesh_of(Group.of(group, device)), group
+    use_device(group, device)
+    return mesh_of(Group.of(group)), group
 
 
 def _is_group(candidate: Any) -> bool:

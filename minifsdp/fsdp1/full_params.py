@@ -39,8 +39,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from minifsdp.engine import collectives, validation
+from minifsdp.checks import ownership
+from minifsdp.engine import collectives
 from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task
+from minifsdp.engine.layout import replaced_error
 from minifsdp.engine.lifetime import outside_inference_mode
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.shards import local_tensor
@@ -117,7 +119,7 @@ def _one(
     is_registered = layout.mesh.is_first or not rank0_only
     # With `rank0_only`, a forward raises an error on the other ranks, because they have no unsharded parameters.
     unit.phase = Phase.SUMMONED
-    validation.summoned.add(layout)
+    ownership.summoned.add(layout)
     try:
         with _full_params(unit, flat, gradients, writeback or not is_sharded) if is_registered else nullcontext():
             yield
@@ -126,7 +128,7 @@ def _one(
         if writeback:
             # The next forward or backward uses the new values.
             unit.reshard()
-        validation.summoned.discard(layout)
+        ownership.summoned.discard(layout)
 
 
 @contextmanager
@@ -165,7 +167,7 @@ def _full_params(unit: FlatUnit, flat: torch.Tensor, gradients: Any, keeps: bool
             if gradients is not None:
                 gradients.write_back(new_gradients)
         if replaced:
-            raise layout.replaced_error(replaced[0])
+            raise replaced_error(layout, replaced[0])
 
 
 @outside_inference_mode

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
 
-from minifsdp.engine import collectives
+from minifsdp.engine.exchange import call
 from minifsdp.engine.mesh import Group, default_group
 
 
@@ -76,5 +76,5 @@ class ShardedGradScaler(GradScaler):
         local_flags = [flag.to(found_inf.device) for flag in flags.values()] or [found_inf]
         any_inf = torch.stack(local_flags).amax(dim=0)
         group = Group.of(self.process_group or default_group())
-        collectives.call(dist.all_reduce, group, any_inf, dist.ReduceOp.MAX)
+        call(dist.all_reduce, group, any_inf, dist.ReduceOp.MAX)
         return {device: any_inf.to(device) for device in flags} or {any_inf.device: any_inf}

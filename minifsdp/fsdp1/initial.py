@@ -28,8 +28,9 @@ import torch
 from torch import nn
 
 from minifsdp.cases import torchdistx
-from minifsdp.engine import collectives, validation
 from minifsdp.engine.events import events
+from minifsdp.engine.exchange import broadcast
+from minifsdp.engine.flat_params import is_flattened
 from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.shards import local_tensor
@@ -40,7 +41,7 @@ Modules = Sequence[tuple[str, nn.Module]]
 def _own_tensors(module: nn.Module, ignored: set[nn.Parameter]) -> list[torch.Tensor]:
     """The parameters that are not ignored and not in a unit that was created earlier, and the buffers."""
     named = [(name, p) for name, p in module.named_parameters(recurse=False) if p not in ignored]
-    parameters = [p for name, p in named if not validation.is_flattened(module, name)]
+    parameters = [p for name, p in named if not is_flattened(module, name)]
     return [*parameters, *module.buffers(recurse=False)]
 
 
@@ -189,6 +190,6 @@ def _broadcast(tensors: list[torch.Tensor], mesh: MeshGroups, unit_name: str) ->
         if group is not None:
             if events.recorder is not None:
                 events.recorder.begin("BCAST", unit_name, num_bytes=flat.nbytes, ranks=group.ranks, dtype=flat.dtype)
-            collectives.broadcast(group, flat)
+            broadcast(group, flat)
     for tensor, values in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(values.view_as(tensor))

@@ -17,10 +17,9 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from minifsdp import arguments
-from minifsdp.arguments import require
 from minifsdp.cases.summoned_gradients import SummonedGradients
-from minifsdp.engine import validation
+from minifsdp.checks import arguments, ownership
+from minifsdp.checks.arguments import require
 from minifsdp.engine.messages import message
 from minifsdp.engine.shards import local_tensor
 from minifsdp.engine.unit import Phase
@@ -124,7 +123,7 @@ class TrainingMethods(Wrapper):
         """Clears all gradients, including those of units that are currently unsharded (FWD-08)."""
         super().zero_grad(set_to_none)
         # The modules of an unsharded unit have views instead of its parameters.
-        for parameter in (one for unit in units_in(self) for one in unit.layout.local_parameters()):
+        for parameter in (one for unit in units_in(self) for one in unit.layout.local_parameters):
             if set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:
@@ -144,9 +143,9 @@ class TrainingMethods(Wrapper):
         require(arguments.NUMBER, "clip_grad_norm_", max_norm=max_norm, norm_type=norm_type)
         self._only_on_the_root("clip_grad_norm_()")
         layouts = [unit.layout for unit in units_in(self)]
-        validation.check_reduced("clip_grad_norm_()", layouts)
+        ownership.check_reduced("clip_grad_norm_()", layouts)
         parts = [part for layout in layouts for part in gradient_parts(layout)]
-        owned = {parameter for layout in layouts for parameter in layout.local_parameters()}
+        owned = {parameter for layout in layouts for parameter in layout.local_parameters}
         for parameter in self.parameters():
             if parameter not in owned:
                 gradient = None if parameter.grad is None else local_tensor(parameter.grad)

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from minifsdp.engine import collectives
+from minifsdp.engine.exchange import call
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import message, rank_of_this_process, warn
@@ -44,7 +44,7 @@ def gradient_parts(layout: FlatLayout) -> list[Part]:
     The groups and their order are the same on every rank.
     """
     shard_groups = () if layout.mesh.shard is None else (layout.mesh.shard,)
-    gradients = [parameter.grad for parameter in layout.local_parameters()]
+    gradients = [parameter.grad for parameter in layout.local_parameters]
     if not layout.is_distributed:
         return [(shard_groups, gradient) for gradient in gradients]
     if not layout.use_orig_params:
@@ -115,5 +115,5 @@ def _sum_over(group: Group, local: torch.Tensor, norm_type: float) -> torch.Tens
     exponent = 1.0 if is_maximum else norm_type
     power: torch.Tensor = local**exponent
     operation = dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM
-    collectives.call(dist.all_reduce, group, power, operation, about=f" of the {float(norm_type)}-norm")
+    call(dist.all_reduce, group, power, operation, about=f" of the {float(norm_type)}-norm")
     return power ** (1.0 / exponent)

@@ -42,9 +42,13 @@ from minifsdp.cases import full_precision_evaluation
 from minifsdp.cases.all_cases import CASES
 from minifsdp.cases.buffer_dtypes import cast_buffers
 from minifsdp.cases.compiled_models import warn_if_compiled
-from minifsdp.engine import validation
+from minifsdp.cases.optimizer_steps import optimizer_steps
+from minifsdp.cases.second_places import find_second_places
+from minifsdp.cases.sparse_gradients import use_dense_gradients
+from minifsdp.checks import ownership
 from minifsdp.engine.events import events
 from minifsdp.engine.flat import FlatLayout
+from minifsdp.engine.flat_params import is_flattened
 from minifsdp.engine.layout import owned_parameters
 from minifsdp.engine.lifetime import outside_inference_mode
 from minifsdp.engine.messages import message
@@ -121,7 +125,7 @@ class Wrapper(nn.Module):
         ignored = find_ignored(module, ignored_modules, ignored_states, is_wrapper)
         self._ignored_modules, self._ignored_params = ignored
         self.compute_device = build.compute_device(module, device_id, self._ignored_params)
-        validation.check_one_api(module, "FullyShardedDataParallel")
+        ownership.check_one_api(module, "FullyShardedDataParallel")
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         given = process_group if device_mesh is None else build.groups_of_mesh(process_group, device_mesh, strategy)
         has_policy = auto_wrap_policy is not None
@@ -190,9 +194,12 @@ class Wrapper(nn.Module):
 
     def _make_unit(self, module: nn.Module, modules: list[tuple[str, nn.Module]]) -> build.FlatUnit | None:
         """Creates the unit of the parameters that no inner wrapper manages. Returns ``None`` if there are none."""
-        parameters = owned_parameters(modules, self._ignored_params)
+        parameters = owned_parameters(modules, self._ignored_params, is_flattened)
         if not parameters:
             return None
+        ownership.check_free(parameters)
+        find_second_places(modules, parameters)
+        use_dense_gradients(parameters)
         chosen = self.mixed_precision
         precision = Precision(chosen.param_dtype, chosen.reduce_dtype, chosen.keep_low_precision_grads)
         is_sharded = self._mesh.shard is not None
@@ -207,6 +214,8 @@ class Wrapper(nn.Module):
             use_orig_params=self._use_orig_params,
             shows_kept=self._use_orig_params and is_sharded and not reshards,
         )
+        ownership.take(parameters)
+        optimizer_steps.add(layout)
         plan = ReducePlan.mean(self._mesh, precision.reduces_in(layout.dtype))
         # A unit that is not sharded, and computes in a copy in another dtype, frees the copy.
         self._reshards = reshards if is_sharded else layout.is_copied
@@ -343,7 +352,7 @@ class Wrapper(nn.Module):
         if self._root_state is not None and not self._root_state.is_dissolved:
             self._root_state.dissolve()
         if self._unit is not None and self._unit.phase is Phase.IDLE:
-            self._unit.layout.refresh_from_module()
+            self._unit.layout.accept_changes(is_converted=True)
         return self
 
     def _only_on_the_root(self, what: str) -> None:

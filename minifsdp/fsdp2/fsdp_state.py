@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 from minifsdp.cases.all_cases import CASES
+from minifsdp.cases.manual_finalization import manual_of
 from minifsdp.cases.torch_attributes import TorchAttributes
 from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.hooks import IterationState
@@ -190,7 +191,7 @@ class FSDPState(TorchAttributes):
                 found.setdefault(state, "" if state is self else name)
         for state in found:
             if state.root_state is not None and not state.root_state.is_dissolved:
-                if state.root_state.iteration.is_manual:
+                if manual_of(state.root_state.iteration) is not None:
                     raise RuntimeError(message("fsdp-root-only", call="set_manual_backward_finalization"))
                 # Units that the user unsharded manually stay unsharded.
                 state.root_state.dissolve(keeps_unsharded=True)

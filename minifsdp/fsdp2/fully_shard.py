@@ -29,12 +29,23 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from minifsdp.arguments import FUNCTION_OR_NONE, MESH, PARAMETERS, PRECISION_POLICY, Kind, require
 from minifsdp.cases.of_fully_shard import BUCKETS, PLACEMENTS, POLICIES, STATES
+from minifsdp.cases.optimizer_steps import optimizer_steps
+from minifsdp.cases.second_places import find_second_places
+from minifsdp.cases.sparse_gradients import use_dense_gradients
+from minifsdp.checks import ownership
+from minifsdp.checks.arguments import (
+    FUNCTION_OR_NONE,
+    MESH,
+    PARAMETERS,
+    PRECISION_POLICY,
+    Kind,
+    is_only_called_in_parts,
+    require,
+)
 from minifsdp.checks.attach import attach
 from minifsdp.checks.initial_weights import compare_while_debugging
 from minifsdp.compat import composable
-from minifsdp.engine import validation
 from minifsdp.engine.events import events
 from minifsdp.engine.layout import ParamInfo, owned_parameters
 from minifsdp.engine.mesh import Group, MeshGroups
@@ -114,6 +125,9 @@ def fully_shard(
     # 1. Collect in module order. A parameter that is tied inside the unit stays one parameter.
     owners = modules_of_unit(modules, _is_apart)
     parameters = owned_parameters(owners, set(ignored_params or ()))
+    ownership.check_free(parameters)
+    find_second_places(owners, parameters)
+    use_dense_gradients(parameters)
     _move_to(device, owners, parameters)
     params = _sharded_params(parameters, mesh, shard_placement_fn)
     compare_while_debugging(params)
@@ -125,7 +139,11 @@ def fully_shard(
         pin=getattr(offload_policy, "pin_memory", False),
         cases=[case(mp_policy) for case in BUCKETS],
     )
-    unit = _make_unit(modules[0], params, options, reshard_after_forward) if params else None
+    unit = None
+    if params:
+        unit = _make_unit(modules[0], params, options, reshard_after_forward)
+        ownership.take(parameters)
+        optimizer_steps.add(unit.layout)
     # 3. The state registers the hooks.
     create = next((case for case in STATES if case.takes(modules)), FSDPState)
     state = create(modules, unit, device, mp_policy, reshard_after_forward)
@@ -150,11 +168,11 @@ def _checked_modules(given: Any) -> list[nn.Module]:
         raise NoModulesError(message("no-modules"))
     for module in modules:
         # In a list of several modules, the forwards of the other modules all-gather its parameters.
-        if len(modules) == 1 and validation.is_only_called_in_parts(module):
+        if len(modules) == 1 and is_only_called_in_parts(module):
             raise ValueError(message("no-forward", type=type(module).__name__))
         if state_of(module) is not None:
             raise AssertionError(message("sharded-twice", type=type(module).__name__))
-        validation.check_one_api(module, "fully_shard")
+        ownership.check_one_api(module, "fully_shard")
     inside = [one for one in modules for other in modules if other is not one and one in set(other.modules())]
     if inside:
         raise ValueError(message("nested-in-list", type=type(inside[0]).__name__))
@@ -221,7 +239,11 @@ def _make_unit(
     # 2. The layout takes the values and registers DTensors on the modules.
     layout = PerParameterLayout(params, options)
     dtype = options.precision.reduces_in(layout.dtype)
-    plans = [ReducePlan.mean(groups, dtype) for groups in dict.fromkeys(param.mesh_groups for param in params)]
+    numbers_on: dict[MeshGroups, list[int]] = {}
+    for number, param in enumerate(params):
+        numbers_on.setdefault(param.mesh_groups, []).append(number)
+    has_one = len(numbers_on) == 1
+    plans = [ReducePlan.mean(on, dtype, None if has_one else frozenset(own)) for on, own in numbers_on.items()]
     unit = Unit(module, layout, plans, options.precision, UnitPolicy(reshard_after_forward=reshard is not False))
     for case in POLICIES:
         case(unit, reshard)

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from minifsdp.arguments import METHOD_NAME, MODULE, MODULES, require
+from minifsdp.checks.arguments import METHOD_NAME, MODULE, MODULES, require
 from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.messages import message
 from minifsdp.fsdp2.fsdp_state import state_of

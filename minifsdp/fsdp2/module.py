@@ -25,10 +25,10 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
-from minifsdp.arguments import FACTOR, FUNCTION, MODULES, SWITCH, Kind, is_a, require
 from minifsdp.cases.ddp_around import RefusesDDP
 from minifsdp.cases.manual_finalization import ManualFinalization
 from minifsdp.cases.unsupported_methods import UnsupportedMethods, without_methods
+from minifsdp.checks.arguments import FACTOR, FUNCTION, MODULES, SWITCH, Kind, is_a, require
 from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.lifetime import outside_inference_mode
 from minifsdp.engine.messages import message, warn
@@ -93,7 +93,7 @@ class FSDPModule(ManualFinalization, RefusesDDP, UnsupportedMethods):
         if state.unit is not None:
             root_state = state.current_root_state()
             # As at the start of an iteration, the user may have replaced or modified the sharded parameters.
-            state.unit.layout.accept_replacements()
+            state.unit.layout.accept_changes()
             root_state.comm_streams.all_gather.wait_compute()
             if state.unit.layout.is_stale():
                 state.unit.reshard()
@@ -252,7 +252,7 @@ class FSDPModule(ManualFinalization, RefusesDDP, UnsupportedMethods):
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
         set_to_none = kwargs.get("set_to_none", args[0] if args else True)
         _discard_unreduced(units := _units(self, recurse=True))
-        for parameter in (parameter for unit in units for parameter in unit.layout.local_parameters()):
+        for parameter in (parameter for unit in units for parameter in unit.layout.local_parameters):
             parameter.grad = None if set_to_none or parameter.grad is None else parameter.grad.zero_()
 
     def _as_root(self, call: str) -> RootState:

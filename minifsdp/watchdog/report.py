@@ -50,7 +50,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from minifsdp.checks.collective_log import CollectiveSequence, Entry, Position, called, log, where
-from minifsdp.engine.messages import rank_of_this_process, way_out_of_main_thread
+from minifsdp.checks.place import way_out_of_main_thread
+from minifsdp.engine.messages import rank_of_this_process
 
 State = dict[str, Any]
 Line = list[Any]  # sequence, epoch, number, what, where, iteration, bytes, identity, number of the unit

@@ -69,7 +69,7 @@ def _reduced(
         return gradient.parts[0].to(dtype, copy=True)
 
     layout: Any = SimpleNamespace(
-        offloads=False, name="block", has_gradient_hooks=False, pack=pack, accept_gradient=accept_gradient
+        offloads=False, name="block", local_parameters=[], pack=pack, accept_gradient=accept_gradient
     )
     reducer = Reducer(CommStreams(torch.device("cpu")))
     with recorded_collectives(running, before) as calls:

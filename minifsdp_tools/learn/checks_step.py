@@ -50,7 +50,7 @@ def _unit(*methods: str) -> tuple[Any, list[str]]:
     given = object()
     nothing = cast(Any, None)
     results = {"all_gather": Recorder(calls), "free": given}
-    layout: Any = Recorder(calls, results, offloads=False, num_bytes=0, all_gather_group=None)
+    layout: Any = Recorder(calls, results, offloads=False, num_bytes=0, group=None)
     unit: Any = Unit(nn.Identity(), layout, [nothing], nothing, UnitPolicy(True))
     limiter: Any = Recorder(calls)
     limiter.released = lambda event: calls.append("released" if event is given else "released without the event")
@@ -172,7 +172,7 @@ def _state(
     return state, unit, calls
 
 
-FIRST_CALL = ["begin_backward", "unshard", "wait", "use_unsharded_params_again", "prefetch"]
+FIRST_CALL = ["begin_backward", "unshard", "wait", "use_unsharded_params", "prefetch"]
 
 
 def hook_order() -> None:
@@ -211,11 +211,11 @@ def hook_policy() -> None:
     state, unit, calls = _state(unshards_in_backward=False)
     state.pre_backward(unit)
     expect("unshard" not in calls, "needless-all-gather")
-    expect(not {"wait", "use_unsharded_params_again"} & {*calls}, "waits-for-sharded", calls=calls)
+    expect(not {"wait", "use_unsharded_params"} & {*calls}, "waits-for-sharded", calls=calls)
     state, unit, calls = _state(unshards_in_backward=False)
     unit.state = State.UNSHARDED
     state.pre_backward(unit)
-    expect("use_unsharded_params_again" in calls, "forgets-unsharded", calls=calls)
+    expect("use_unsharded_params" in calls, "forgets-unsharded", calls=calls)
     for prefetch in (BackwardPrefetch.BACKWARD_POST, None):
         state, unit, calls = _state(prefetch)
         state.pre_backward(unit)

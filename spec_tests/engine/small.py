@@ -79,7 +79,7 @@ def full_gradients(model: FSDP) -> dict[str, Tensor | None]:
 
 
 def _gradient_piece(layout: Any) -> Tensor | None:
-    parameters = layout.local_parameters()
+    parameters = layout.local_parameters
     if parameters[0] is layout.registered.shard:
         return layout.registered.shard.grad
     if all(p.grad is None for p in parameters):

@@ -86,11 +86,21 @@ class Kept:
     """Replaces a layout. Stores the reduced gradients, and logs its operations."""
 
     name = "unit"
-    offloads = reads_gradient = has_gradient_hooks = False
+    offloads = has_gradient = has_hook = False
 
     def __init__(self, note: Callable[[str], None] = lambda what: None) -> None:
         self.note = note
         self.local_shards: list[torch.Tensor] = []
+
+    @property
+    def local_parameters(self) -> list[torch.Tensor]:
+        """One parameter, with an earlier gradient or a hook of the user."""
+        parameter = torch.zeros(1, requires_grad=True)
+        if self.has_gradient:
+            parameter.grad = torch.zeros(1)
+        if self.has_hook:
+            parameter.register_post_accumulate_grad_hook(lambda _: None)
+        return [parameter]
 
     def pack(self, gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False) -> torch.Tensor:
         return gradient.parts[0].to(dtype)

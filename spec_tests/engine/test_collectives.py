@@ -10,9 +10,9 @@ from minifsdp.engine.collectives import (
     Scaling,
     all_gather,
     all_reduce,
-    broadcast,
     reduce_scatter,
 )
+from minifsdp.engine.exchange import broadcast
 from minifsdp.engine.mesh import Group, default_group
 from spec_tests.harness import device, ranks
 

@@ -254,7 +254,7 @@ def test_backward_that_skips_a_unit_leaves_it_sharded(strategy: ShardingStrategy
         assert order == order[: len(order) // 2] * 2
     with torch.no_grad():
         for here, there in zip(units_of(model), (plain.first, plain.middle, plain.last), strict=True):
-            here.layout.local_parameters()[0].mul_(0.5)
+            here.layout.local_parameters[0].mul_(0.5)
             for parameter in there.parameters():
                 parameter.mul_(0.5)
     assert_trains(model, mean_gradients(plain, through_both), through_both)

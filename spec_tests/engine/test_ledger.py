@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from minifsdp.checks.collective import Collective
 from minifsdp.checks.collective_log import CollectiveLog, Entry, log
+from minifsdp.checks.place import way_out_of_main_thread
 from minifsdp.engine.events import events
 from minifsdp.engine.mesh import Group
-from minifsdp.engine.messages import way_out_of_main_thread
 from minifsdp.ledger import write_report
 from minifsdp.watchdog import process, report
 from minifsdp.watchdog.report import Findings, StoreChannel, lines_of_this_rank, state_of_this_rank

@@ -10,7 +10,8 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from minifsdp.engine.messages import message, rank_of_this_process, way_out_of_main_thread
+from minifsdp.checks.place import way_out_of_main_thread
+from minifsdp.engine.messages import message, rank_of_this_process
 from spec_tests.harness import ranks
 from spec_tests.waiting import comes_true
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from minifsdp.engine import collectives, lifetime
 from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.comm_streams import COMPLETED, CommStream
+from minifsdp.engine.exchange import broadcast
 from minifsdp.engine.layout import Gradient
 from minifsdp.engine.mesh import Group, MeshGroups, default_group
 from minifsdp.engine.reduce import ReducePlan, Reducer
@@ -64,7 +65,7 @@ def test_collectives_without_return_value_can_be_awaited() -> None:
     collectives.reduce_scatter(group, mine, whole).wait()
     collectives.all_reduce(group, mine).wait()
     assert mine.tolist() == [4.0, 4.0]
-    collectives.broadcast(group, mine)
+    broadcast(group, mine)
 
 
 @pytest.mark.spec("STREAM-01")
@@ -161,7 +162,7 @@ SHARDED, REPLICATED, HYBRID = MeshGroups.sharded(PAIR), MeshGroups.replicated(PA
 SENT = "reduce waits for compute, reduce: reduce-scatter, reduce: divide"
 COPIED = f"{SENT}, reduce: copy to the host, compute waits for reduce, CPU waits for an event of reduce"
 AT_THE_END = "compute waits for gather, CPU waits for compute"
-HOOK, OFFLOAD = {"has_gradient_hooks": True}, {"offloads": True, "reads_gradient": True}
+HOOK, OFFLOAD = {"has_hook": True}, {"offloads": True, "has_gradient": True}
 # The requirement, the groups, the layout's properties, and the operations and waits of one reduction.
 ORDERS: dict[str, tuple[str, MeshGroups, dict[str, bool], str]] = {
     # The compute stream does not divide.

@@ -18,6 +18,7 @@ from minifsdp.engine.flat_params import assign_gradient
 from minifsdp.engine.layout import owned_parameters
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.precision import Precision, move
+from minifsdp.engine.reduce import reads_gradient
 from minifsdp.engine.sharded_param import Options
 from minifsdp.engine.shards import shard_of
 from minifsdp.fsdp1.training_aids import clip_gradients
@@ -52,13 +53,13 @@ def flat(*, keeps: bool = False, **options: Any) -> FlatLayout:
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_gradient_is_read_if_there_is_one_or_a_post_accumulate_hook(use_orig_params: bool) -> None:
     layout = flat(use_orig_params=use_orig_params)
-    assert not layout.reads_gradient
-    parameter = layout.local_parameters()[0]
+    assert not reads_gradient(layout)
+    parameter = layout.local_parameters[0]
     parameter.grad = torch.zeros_like(parameter)
-    assert layout.reads_gradient
+    assert reads_gradient(layout)
     parameter.grad = None
     parameter.register_post_accumulate_grad_hook(lambda _: None)
-    assert layout.reads_gradient
+    assert reads_gradient(layout)
 
 
 @pytest.mark.pure
@@ -117,7 +118,7 @@ def test_all_gather_waits_only_for_copy_made_for_it() -> None:
     model = shard_each(chain(1), use_orig_params=True)
     layout = units_of(model)[-1].layout
     assert num_follows(layout) == 0
-    for parameter in layout.local_parameters():
+    for parameter in layout.local_parameters:
         parameter.data = parameter.data * 2
     assert num_follows(layout) == 1
     assert num_follows(layout) == 0
@@ -130,7 +131,7 @@ def test_all_gather_waits_for_copy_of_replaced_tensor() -> None:
     layout = units_of_two(layer)
     assert num_follows(layout) == 0
     layer.load_state_dict({name: value * 2 for name, value in layer.state_dict().items()}, assign=True)
-    layout.accept_replacements()
+    layout.accept_changes()
     assert num_follows(layout) == 1
     assert num_follows(layout) == 0
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from minifsdp.checks.collective_log import log
-from minifsdp.engine import collectives
+from minifsdp.engine.exchange import call
 from minifsdp.engine.mesh import Group
 from spec_tests.harness import ranks
 
@@ -29,6 +29,6 @@ def test_only_cpu_tensors_are_compared_between_cpus_before_they_are_sent(kind: s
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(log.sequence_of(group).transport, "check_size", lambda _, epoch: checked.append(epoch))
         # A tensor of another device stands for one of an accelerator.
-        collectives.call(send, group, torch.zeros(1, device=kind))
+        call(send, group, torch.zeros(1, device=kind))
     assert len(sent) == 1
     assert len(checked) == (1 if kind == "cpu" else 0)

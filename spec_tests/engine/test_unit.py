@@ -22,7 +22,7 @@ class Log:
     """Replaces a layout, its handles and the limiter. It only records the calls."""
 
     offloads = False
-    all_gather_group: Any = None
+    group: Any = None
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -56,7 +56,7 @@ class Log:
 def make(log: Log, mesh: MeshGroups | None = None) -> Unit:
     layout: Any = log
     plan = ReducePlan.mean(mesh or MeshGroups(None, None), torch.float32)
-    log.all_gather_group = plan.mesh.shard
+    log.group = plan.mesh.shard
     unit = Unit(nn.Linear(2, 2), layout, [plan], Precision(), UnitPolicy(reshard_after_forward=True))
     limiter: Any = log
     unit.join(CommStreams(CPU), limiter)

@@ -17,6 +17,6 @@ def pre_backward(self, unit: Unit) -> None:
         unit.unshard()
     if unit.state is not State.SHARDED:
         unit.wait()
-        unit.layout.use_unsharded_params_again()
+        unit.layout.use_unsharded_params(is_backward=True)
     if self.schedule.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
         self._prefetch_backward(unit)

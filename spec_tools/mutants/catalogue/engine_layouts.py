@@ -196,7 +196,7 @@ MUTANTS = [
         "earlier-gradients-are-not-read",
         "STREAM-11",
         "A gradient is added to one that has not arrived on the CPU.",
-        replace("Layout.reads_gradient", "self.has_gradient_hooks or $has_gradient", "self.has_gradient_hooks"),
+        replace("reads_gradient", "_has_hooks(layout) or $has_gradient", "_has_hooks(layout)"),
     ),
     Mutant(
         "second-place-of-a-tie-is-lost",
@@ -293,7 +293,7 @@ MUTANTS = [
         "Unreduced gradients keep the dtype of before a conversion of the model, and lose the later ones.",
         never("ShardedParam.use_leaf", "self.unreduced is not None"),
     ),
-    # --- engine/validation.py ---
+    # --- checks/ownership.py ---
     Mutant(
         "ties-across-units-pass",
         "ORIG-16",

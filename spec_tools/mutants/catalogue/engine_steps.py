@@ -57,7 +57,7 @@ MUTANTS = [
         "a-backward-ends-a-manual-iteration",
         "NEW-25",
         "A backward ends the iteration, although the program finalizes it.",
-        replace("IterationState.is_last", "self.is_last_backward and not self.is_manual", "self.is_last_backward"),
+        replace("Manual.backward_ends", "self._iteration.keep_open()", "self._iteration.end_iteration()"),
     ),
     Mutant(
         "end-of-backward-in-forward-reshards",
@@ -218,7 +218,7 @@ MUTANTS = [
         replace(
             "Unit.plan_reductions",
             "self.precision.reduces_in(self.planned_for)",
-            "self.precision.reduces_in(self.layout.local_parameters()[0].dtype)",
+            "self.precision.reduces_in(self.layout.local_parameters[0].dtype)",
         ),
     ),
 ]

@@ -65,7 +65,7 @@ MUTANTS = [
         "each-rank-decides-about-inf",
         "MP-29",
         "One rank skips an optimizer step that the other ranks take.",
-        remove("ShardedGradScaler._agreed", "collectives.call(dist.all_reduce, $group, $any_inf, dist.ReduceOp.MAX)"),
+        remove("ShardedGradScaler._agreed", "call(dist.all_reduce, $group, $any_inf, dist.ReduceOp.MAX)"),
     ),
     # --- fsdp1/ignored.py ---
     Mutant(
@@ -161,7 +161,7 @@ MUTANTS = [
         "norm-of-this-rank",
         "CLIP-02",
         "The norm covers only this rank's gradients.",
-        remove("_sum_over", "collectives.call(dist.all_reduce, $group, $power, $operation, about=$about)"),
+        remove("_sum_over", "call(dist.all_reduce, $group, $power, $operation, about=$about)"),
     ),
     Mutant(
         "replicated-gradients-count-for-each-rank",

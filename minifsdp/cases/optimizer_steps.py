@@ -1,17 +1,28 @@
 """Counts the steps of optimizers, because unsharded parameters from before a step are stale.
 
-The version of a tensor does not show every change: fused kernels, and list operators on DTensors, do not increase it.
-So a hook that PyTorch runs before the step of any optimizer counts the steps for each root. A step counts for a root
-only if the optimizer holds parameters of its units. Otherwise, if one rank stepped an unrelated optimizer, only that
-rank would issue an all-gather.
+A program keeps the parameters unsharded after a backward, and its optimizer has a fused kernel::
+
+    fully_shard(model)
+    model.set_reshard_after_backward(False)
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    loss(model(batch)).backward()
+    optimizer.step()
+    model(batch)                        # needs the new values
+
+Without this case, the second forward computes with the values from before the step. The version of a tensor does not
+show every change: fused kernels, and list operators on DTensors, do not increase it. So a hook that PyTorch runs before
+the step of any optimizer counts the steps for each root. A step counts for a root only if the optimizer holds
+parameters of its units. Otherwise, if one rank stepped an unrelated optimizer, only that rank would issue an
+all-gather.
 
 Worked example: ``SGD(model.parameters()).step()`` increases the count of the model's root from 0 to 1. A unit that was
 all-gathered at 0 is stale.
 
 The hook looks up the parameters of an optimizer once, and again if the optimizer's groups change or a new unit is
-created. It is installed with the first unit and removed with the last one.
+created. It is installed with the first unit and removed with the last one. Each front end calls `OptimizerSteps.add`
+for a new unit. The hook also calls the observers of optimizers, see ``engine/events.py``.
 
-*In torch:* no count; units are resharded before the step.
+*In torch:* no count. With ``set_reshard_after_backward(False)``, the next forward uses the old values.
 
 Spec: FRESH-04, FRESH-06.
 """
@@ -94,7 +105,7 @@ class OptimizerSteps:
         for steps in {layout.steps for layout in layouts}:
             steps.count += 1
         for layout in layouts:
-            if any(parameter.grad is not None for parameter in layout.local_parameters()):
+            if any(parameter.grad is not None for parameter in layout.local_parameters):
                 layout.stepped_at = layout.steps.count
         return layouts
 
@@ -107,7 +118,7 @@ class OptimizerSteps:
         with self._lock:
             held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
             layouts = list(self._layouts)
-            found = [layout for layout in layouts if not held.isdisjoint(layout.local_parameters())]
+            found = [layout for layout in layouts if not held.isdisjoint(layout.local_parameters)]
             for observer in events.optimizers:
                 observer.new_optimizer(optimizer, found, layouts)
             self._held[optimizer] = sizes, weakref.WeakSet(found)

@@ -30,6 +30,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from minifsdp.engine.messages import message
 
 
+def is_only_called_in_parts(module: nn.Module) -> bool:
+    """Whether ``module`` is a list or dict. It has no forward, so its unit would never be all-gathered.
+
+    Other modules without a forward may have another method that issues the all-gather.
+    """
+    lists = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
+    return isinstance(module, lists) and type(module).forward is nn.Module.forward
+
+
 @dataclass(frozen=True)
 class Kind:
     """The allowed type of an argument.
