@@ -7,6 +7,7 @@
 * ``optimizer_checks.py`` finds optimizers with wrong parameters or wrong gradients.
 * ``ownership.py`` finds parameters of two units and models of two APIs.
 * ``forward_checks.py`` finds function transforms and a ``DistributedDataParallel`` around a model.
+* ``shardable.py`` checks the modules and parameters of ``fully_shard``.
 * ``arguments.py`` checks the types of arguments.
 * ``initial_weights.py`` compares the initial weights of the ranks, only with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
 """

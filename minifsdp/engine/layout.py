@@ -149,10 +149,12 @@ def full_name(prefix: str, path: str) -> str:
     return f"{prefix}.{path}" if prefix else path
 
 
-def replaced_error(layout: Layout, info: ParamInfo, entry: str = "replaced-parameter") -> RuntimeError:
+def replaced_error(layout: Layout, info: ParamInfo) -> RuntimeError:
     """The error for a module attribute whose tensor is not the tensor that the layout registered."""
     path, kind = full_name(layout.name, info.path), type(info.module).__name__
-    return RuntimeError(message(entry, parameter=path, type=kind))
+    if layout.shards_are_distributed:
+        return RuntimeError(message("replaced-dtensor", parameter=path, type=kind))
+    return RuntimeError(message("replaced-parameter", parameter=path, type=kind))
 
 
 class Steps:

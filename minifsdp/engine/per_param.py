@@ -202,7 +202,7 @@ class PerParameterLayout(Layout):
                 continue
             found = dictionary.get(name)
             if not isinstance(found, nn.Parameter) or not param.fits(found):
-                raise replaced_error(self, attribute, "replaced-dtensor")
+                raise replaced_error(self, attribute)
             param.parameter, is_edited = found, True
         if is_edited:
             self._update_buckets(is_edited=True)
@@ -221,7 +221,7 @@ class PerParameterLayout(Layout):
         registered = self._registered
         for dictionary, attribute, index in self._attributes:
             if attribute.name not in dictionary or dictionary[attribute.name] is not registered[index]:
-                raise replaced_error(self, attribute, "replaced-dtensor")
+                raise replaced_error(self, attribute)
         self.leaves = list(map(LEAF, self.params))
         self._register(self.leaves)
 

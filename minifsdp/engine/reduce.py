@@ -78,7 +78,6 @@ class ReducePlan:
         overlaps: whether the reduction runs while the next unit's backward computes.
         partial: sum of earlier backwards that was not all-reduced yet, with the numbers of its parameters.
         after: a function of the user, which gets the reduced shard before the layout accepts it.
-        after_stream: the accelerator stream for this call; ``None`` for the reduction's communication stream.
     """
 
     mesh: MeshGroups
@@ -89,7 +88,6 @@ class ReducePlan:
     overlaps: bool = True
     partial: tuple[list[int], torch.Tensor] | None = None
     after: Callable[[torch.Tensor], None] | None = None
-    after_stream: Any = None
     numbers: frozenset[int] | None = None
 
     @classmethod
@@ -348,26 +346,12 @@ def _end(item: _InFlight) -> None:
         # 5. After the sum.
         plan.scaling.complete(item.local_shard)
         if plan.after is not None:
-            _call_after(plan.after, plan.after_stream, item.local_shard)
+            plan.after(item.local_shard)
     item.result = item.local_shard
     if item.layout.offloads:
         if events.recorder is not None:
             events.recorder.begin("D2H", item.layout.name, num_bytes=item.local_shard.nbytes)
         item.result = item.layout.copy_to_host(item.local_shard)
-
-
-def _call_after(after: Callable[[torch.Tensor], None], stream: Any, local_shard: torch.Tensor) -> None:
-    if stream is None:
-        after(local_shard)
-        return
-    here = current_stream(local_shard.device)
-    stream.wait_stream(here)
-    try:
-        with torch.get_device_module(local_shard.device).stream(stream):
-            after(local_shard)
-    finally:
-        # Wait also after an exception, because `local_shard` is released next.
-        here.wait_stream(stream)
 
 
 def _add_partial(item: _InFlight) -> None:

@@ -102,36 +102,16 @@ class ShardedParam:
         unreduced: the unreduced gradient.
         version: the version of `leaf` at the last check for changes by the user.
         is_trained: ``requires_grad`` of `parameter` and `leaf` when both were last equal.
-
-    Raises:
-        NotImplementedError: if the dim is not the first and not divisible, the values are not contiguous, or the
-            gradient should have another dtype.
-        ValueError: if the parameter has no dims, or the placement is not a ``Shard``.
     """
 
     def __init__(
         self, info: ParamInfo, original: nn.Parameter, mesh: DeviceMesh, mesh_groups: MeshGroups, placement: Any
     ) -> None:
         self.info, self.mesh, self.mesh_groups = info, mesh, mesh_groups
-        where = f"parameter {info.path!r}"
-        if original.ndim == 0:
-            raise ValueError(message("scalar-parameter", where=where))
-        if not isinstance(placement, Shard | None):
-            raise ValueError(message("placement-type", where=where, placement=placement))
-        check_grad_dtype(original, info.path)
         # Tensor parallelism may have sharded the parameter already.
         local = local_tensor(original.detach())
-        if not local.is_contiguous():
-            shape, stride = tuple(local.shape), local.stride()
-            raise NotImplementedError(message("not-contiguous", where=where, shape=shape, stride=stride))
-        dim = placement.dim if placement is not None else 0
-        dim = dim + original.ndim if dim < 0 else dim
-        if not 0 <= dim < original.ndim:
-            raise ValueError(message("placement-dim", where=where, shape=tuple(original.shape), dim=dim))
+        dim = 0 if placement is None else placement.dim % original.ndim
         self.shape, self.dim, self.num_shards = local.shape, dim, mesh.size(mesh.ndim - 1)
-        if dim != 0 and self.shape[dim] % self.num_shards:
-            shape = tuple(self.shape)
-            raise NotImplementedError(message("uneven-dim", dim=dim, shape=shape, num_shards=self.num_shards))
         self.chunk_numel = padded_shard_numel(self.shape, dim, self.num_shards)
         self._tensor_parallel = original._spec if isinstance(original, DTensor) else None
         self._spec = self._make_spec(original, mesh)

@@ -33,14 +33,13 @@ from minifsdp.cases.of_fully_shard import BUCKETS, PLACEMENTS, POLICIES, STATES
 from minifsdp.cases.optimizer_steps import optimizer_steps
 from minifsdp.cases.second_places import find_second_places
 from minifsdp.cases.sparse_gradients import use_dense_gradients
-from minifsdp.checks import ownership
+from minifsdp.checks import ownership, shardable
 from minifsdp.checks.arguments import (
     FUNCTION_OR_NONE,
     MESH,
     PARAMETERS,
     PRECISION_POLICY,
     Kind,
-    is_only_called_in_parts,
     require,
 )
 from minifsdp.checks.attach import attach
@@ -118,7 +117,8 @@ def fully_shard(
     # Policies of torch before 2.15 do not have this field.
     if getattr(mp_policy, "param_dtype_override_fn", None) is not None:
         raise NotImplementedError(message("dtype-override"))
-    modules = _checked_modules(module)
+    modules: list[nn.Module] = list(module) if isinstance(module, list | tuple) else [module]
+    shardable.check_modules(modules, is_sharded=lambda one: state_of(one) is not None)
     mesh = mesh if mesh is not None else _default_mesh()
     # With the index of the current device.
     device = torch.empty(0, dtype=torch.uint8, device=mesh.device_type).device
@@ -143,7 +143,6 @@ def fully_shard(
     if params:
         unit = _make_unit(modules[0], params, options, reshard_after_forward)
         ownership.take(parameters)
-        optimizer_steps.add(unit.layout)
     # 3. The state registers the hooks.
     create = next((case for case in STATES if case.takes(modules)), FSDPState)
     state = create(modules, unit, device, mp_policy, reshard_after_forward)
@@ -154,29 +153,6 @@ def fully_shard(
         extend(state)
     composable.register(state, modules)
     return module
-
-
-class NoModulesError(ValueError, IndexError):
-    """``fully_shard`` got an empty list. Torch raises ``IndexError``."""
-
-
-def _checked_modules(given: Any) -> list[nn.Module]:
-    modules = list(given) if isinstance(given, list | tuple) else [given]
-    if wrong := [one for one in modules if not isinstance(one, nn.Module)]:
-        raise TypeError(message("fully-shard-type", wrong=wrong[0]))
-    if not modules:
-        raise NoModulesError(message("no-modules"))
-    for module in modules:
-        # In a list of several modules, the forwards of the other modules all-gather its parameters.
-        if len(modules) == 1 and is_only_called_in_parts(module):
-            raise ValueError(message("no-forward", type=type(module).__name__))
-        if state_of(module) is not None:
-            raise AssertionError(message("sharded-twice", type=type(module).__name__))
-        ownership.check_one_api(module, "fully_shard")
-    inside = [one for one in modules for other in modules if other is not one and one in set(other.modules())]
-    if inside:
-        raise ValueError(message("nested-in-list", type=type(inside[0]).__name__))
-    return modules
 
 
 def _default_mesh() -> DeviceMesh:
@@ -229,6 +205,7 @@ def _sharded_params(
             placement, own_mesh = case(placement, own_mesh, info.path)
         if own_mesh not in mesh_groups:
             mesh_groups[own_mesh] = _groups_of(own_mesh)
+        shardable.check_parameter(parameter, info.path, placement, own_mesh.size(own_mesh.ndim - 1))
         found.append(ShardedParam(info, parameter, own_mesh, mesh_groups[own_mesh], placement))
     return found
 
@@ -238,6 +215,7 @@ def _make_unit(
 ) -> Unit[PerParameterLayout]:
     # 2. The layout takes the values and registers DTensors on the modules.
     layout = PerParameterLayout(params, options)
+    optimizer_steps.add(layout)
     dtype = options.precision.reduces_in(layout.dtype)
     numbers_on: dict[MeshGroups, list[int]] = {}
     for number, param in enumerate(params):

@@ -26,6 +26,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 from minifsdp.cases.ddp_around import RefusesDDP
+from minifsdp.cases.hook_streams import on_stream
 from minifsdp.cases.manual_finalization import ManualFinalization
 from minifsdp.cases.unsupported_methods import UnsupportedMethods, without_methods
 from minifsdp.checks.arguments import FACTOR, FUNCTION, MODULES, SWITCH, Kind, is_a, require
@@ -169,7 +170,7 @@ class FSDPModule(ManualFinalization, RefusesDDP, UnsupportedMethods):
         for plan in _plans(self, recurse=False):
             if stream is not None and plan.mesh.replicate is not None:
                 raise ValueError(message("hook-stream"))
-            plan.after, plan.after_stream = hook, stream
+            plan.after = hook if stream is None else on_stream(hook, stream)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Sets whether parameters without a gradient on this rank are reduced as zeros (NEW-14)."""

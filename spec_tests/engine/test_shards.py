@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,9 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from minifsdp.engine.layout import ParamInfo
-from minifsdp.engine.mesh import MeshGroups
-from minifsdp.engine.sharded_param import ShardedParam
+from minifsdp.checks.shardable import check_parameter
 from minifsdp.engine.shards import padded_shard_numel, shard_of, shard_shape
 
 
@@ -80,7 +77,5 @@ def test_every_rank_sends_equal_size_with_little_padding(split: Split) -> None:
 @pytest.mark.spec("FS2-08")
 def test_uneven_sharding_along_another_dim_is_refused_with_shape_and_number() -> None:
     module = nn.Linear(3, 4)
-    info = ParamInfo(module, "weight", "weight", module.weight.shape)
-    mesh: Any = SimpleNamespace(ndim=1, size=lambda axis: 2)
     with pytest.raises(NotImplementedError, match=r"dim 1: a parameter of shape \(4, 3\) cannot be divided into 2"):
-        ShardedParam(info, module.weight, mesh, MeshGroups(None, None), Shard(1))
+        check_parameter(module.weight, "weight", Shard(1), 2)

@@ -119,7 +119,7 @@ LEFT_OUT = {
     "engine/root.py: comm_stream.join(": "streams are replaced between iterations, which no program here does",
     "cases/manual_finalization.py: handle.wait(": "calls a method that does not use streams itself",
     "fsdp2/module.py: handle.wait(": "a line of a docstring",
-    "engine/collectives.py: events.collective(function.__name__": "the called function has waited",
+    "engine/exchange.py: events.collective(function.__name__": "the called function has waited",
 }
 
 

@@ -138,8 +138,8 @@ MUTANTS = [
         "MYTH-28",
         "A 2 x 2 mesh counts as smaller than the world.",
         replace(
-            "MeshGroups.covers",
-            "self.num_ranks == dist.get_world_size() or $known.issuperset($ranks)",
+            "_covers",
+            "$mesh.num_ranks == dist.get_world_size() or $known.issuperset($ranks)",
             "$known.issuperset($ranks)",
         ),
     ),

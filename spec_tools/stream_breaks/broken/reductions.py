@@ -111,13 +111,13 @@ BREAKS = [
     Break(
         "hook-stream-does-not-wait",
         "A hook on a user's stream reads the sum before it has arrived.",
-        remove("_call_after", "stream.wait_stream(here)"),
+        remove("on_stream", "stream.wait_stream(here)"),
         "each_with_a_hook_on_its_own_stream",
     ),
     Break(
         "hook-stream-not-waited-for",
         "The reduction does not wait for a hook on a user's stream.",
-        remove("_call_after", "here.wait_stream(stream)"),
+        remove("on_stream", "here.wait_stream(stream)"),
         "each_with_a_hook_on_its_own_stream",
     ),
     Break(

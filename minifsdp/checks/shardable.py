@@ -1,0 +1,79 @@
+"""Checks of the modules and parameters that ``fully_shard`` gets, before any of them changes.
+
+Worked example: a parameter without dims has no rows to distribute. `check_parameter` raises an error with its name.
+
+*In torch:* checks in ``_fully_shard.py``, ``_fsdp_init.py`` and ``FSDPParam``, some of them assertions.
+
+Spec: FS2-01, FS2-06, FS2-08, NEW-04.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from minifsdp.checks import ownership
+from minifsdp.checks.arguments import is_only_called_in_parts
+from minifsdp.engine.messages import message
+from minifsdp.engine.sharded_param import check_grad_dtype
+from minifsdp.engine.shards import local_tensor
+
+
+class NoModulesError(ValueError, IndexError):
+    """``fully_shard`` got an empty list. Torch raises ``IndexError``."""
+
+
+def check_modules(modules: Sequence[Any], is_sharded: Callable[[nn.Module], bool]) -> None:
+    """Checks the modules of one ``fully_shard`` call.
+
+    Raises:
+        TypeError: if an object is not a module.
+        ValueError: if there is none, one has no forward or contains another, or the other API has sharded one.
+        AssertionError: if ``fully_shard`` was called on one before.
+    """
+    if wrong := [one for one in modules if not isinstance(one, nn.Module)]:
+        raise TypeError(message("fully-shard-type", wrong=wrong[0]))
+    if not modules:
+        raise NoModulesError(message("no-modules"))
+    for module in modules:
+        # In a list of several modules, the forwards of the other modules all-gather its parameters.
+        if len(modules) == 1 and is_only_called_in_parts(module):
+            raise ValueError(message("no-forward", type=type(module).__name__))
+        if is_sharded(module):
+            raise AssertionError(message("sharded-twice", type=type(module).__name__))
+        ownership.check_one_api(module, "fully_shard")
+    inside = [one for one in modules for other in modules if other is not one and one in set(other.modules())]
+    if inside:
+        raise ValueError(message("nested-in-list", type=type(inside[0]).__name__))
+
+
+def check_parameter(parameter: nn.Parameter, path: str, placement: Any, num_shards: int) -> None:
+    """Checks that a parameter can be sharded.
+
+    Args:
+        parameter: the original parameter.
+        path: its name inside the unit.
+        placement: a ``Shard``, or ``None`` for the first dim.
+        num_shards: the number of shards.
+
+    Raises:
+        NotImplementedError: if the dim is not the first and not divisible, the values are not contiguous, or the
+            gradient should have another dtype.
+        ValueError: if the parameter has no dims, or the placement is not a ``Shard`` of one of them.
+    """
+    where = f"parameter {path!r}"
+    if parameter.ndim == 0:
+        raise ValueError(message("scalar-parameter", where=where))
+    if not isinstance(placement, Shard | None):
+        raise ValueError(message("placement-type", where=where, placement=placement))
+    check_grad_dtype(parameter, path)
+    local = local_tensor(parameter.detach())
+    shape = tuple(local.shape)
+    if not local.is_contiguous():
+        raise NotImplementedError(message("not-contiguous", where=where, shape=shape, stride=local.stride()))
+    dim = 0 if placement is None else placement.dim
+    if not -parameter.ndim <= dim < parameter.ndim:
+        raise ValueError(message("placement-dim", where=where, shape=tuple(parameter.shape), dim=dim))
+    if dim % parameter.ndim != 0 and shape[dim] % num_shards:
+        raise NotImplementedError(message("uneven-dim", dim=dim % len(shape), shape=shape, num_shards=num_shards))
