@@ -102,6 +102,7 @@ class FlatLayout(Layout):
             if use_orig_params
             else RegisteredFlatParam(module, parameters, shard)
         )
+        # The optimizer updates these tensors.
         self.local_parameters = self.registered.parameters
         self.gradients = FlatGradients(self.registered)
         self._shows_kept = shows_kept
