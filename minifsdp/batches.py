@@ -67,7 +67,8 @@ def while_all_have_data(
     Raises:
         RuntimeError: if a loader raises an error on any rank. Every rank raises it, with the failed rank and its error.
     """
-    loader, ranks = iter(batches), Group.of(group or default_group("group"))
+    loader = iter(batches)
+    ranks = Group.of(group or default_group("group"))
     device = _device_to_send_from(ranks, torch.device("cpu"))
     # A separate communication stream, so that reading the result does not wait for the compute stream.
     comm_stream = CommStream("batches", device)

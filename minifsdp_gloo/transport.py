@@ -66,7 +66,10 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.utils._python_dispatch import _disable_current_modes
 
 # Arbitrary numbers that no program uses for its own messages. The size of a message is added to all but the first.
-_REDUCE_TAG, _QUESTION_TAG, _SIZES_TAG, _GATHER_TAG = 0x6D696E6A, 0x6D697100, 0x6D697200, 0x20000000
+_REDUCE_TAG = 0x6D696E6A
+_QUESTION_TAG = 0x6D697100
+_SIZES_TAG = 0x6D697200
+_GATHER_TAG = 0x20000000
 _NUM_TAGS = 0x20000000  # for all-gathers
 # 5. In bytes, chosen by measurement: `spec_tools.benchmarks` measures smaller and larger sizes.
 _WORTH_A_MESSAGE = 2**18
@@ -87,7 +90,9 @@ class Transport:
 
     def __init__(self, backend: Any, least_bytes: int = _WORTH_A_MESSAGE) -> None:
         self._least_bytes = least_bytes
-        self._backend, self._rank, self._size = backend, backend.rank(), backend.size()
+        self._backend = backend
+        self._rank = backend.rank()
+        self._size = backend.size()
         # Each rank sends to the next rank first, so that not all ranks send to the same rank at once.
         self._others = [(self._rank + distance) % self._size for distance in range(1, self._size)]
         # 8. A group that sends no data. Dispatch modes see its collectives.
@@ -97,7 +102,8 @@ class Transport:
         # 6. The incomplete exchanges.
         self._in_flight = deque[_Exchange]()
         # 7. The last sizes of an epoch, and the size that followed each order when the ranks last compared it.
-        self._epoch, self._recent = -1, deque[int]()
+        self._epoch = -1
+        self._recent = deque[int]()
         self._known: dict[tuple[int, ...], int] = {}
         self._is_known = True
         # It is a part of each tag, and changes after a mismatch, so that earlier messages never match later ones.
@@ -111,7 +117,8 @@ class Transport:
             all ranks. It returns whether they are equal, or ``None`` if the ranks found a mismatch since.
         """
         if epoch != self._epoch:
-            self._epoch, self._recent = epoch, deque(maxlen=_NUM_RECENT)
+            self._epoch = epoch
+            self._recent = deque(maxlen=_NUM_RECENT)
         order = tuple(self._recent)
         self._recent.append(shape)
         self._is_known = self._known.get(order) == shape
@@ -132,7 +139,8 @@ class Transport:
     def _compare(self, number: int) -> Callable[[], bool | None]:
         with _disable_current_modes():
             mine = torch.tensor([number], dtype=torch.int64, device="cpu")
-            numbers, salt = mine.repeat(self._size), self._salt
+            numbers = mine.repeat(self._size)
+            salt = self._salt
             exchange = self.all_gather_apart(numbers, mine, tag=_SIZES_TAG)
 
         def agrees() -> bool | None:
@@ -210,7 +218,8 @@ class Transport:
             work = _PollingWork(self._backend.alltoall_base(received, whole, [], [], _ALL_TO_ALL))
             return _Sum(work, received.tensor_split(self._size), local_shard)
         # 2. One of the first two summands comes from another rank. Receive it in the output.
-        parts, first = list(own), 1 if self._rank == 0 else 0
+        parts = list(own)
+        first = 1 if self._rank == 0 else 0
         for other in self._others:
             parts[other] = local_shard if other == first else torch.empty_like(local_shard)
         if is_small:
@@ -226,14 +235,16 @@ class Transport:
         return _PollingWork(self._backend.alltoall_base(received, sent, lengths, lengths, _ALL_TO_ALL))
 
     # Their names before torch 2.13.
-    _allgather_base, _reduce_scatter_base = all_gather_single, reduce_scatter_single
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single
 
 
 class _Exchange:
     """6. The handle of the messages of a collective. ``in_flight`` keeps them and their tensors alive until `wait`."""
 
     def __init__(self, messages: list[Any], in_flight: deque[_Exchange]) -> None:
-        self._messages, self._in_flight = messages, in_flight
+        self._messages = messages
+        self._in_flight = in_flight
         in_flight.append(self)
 
     def wait(self) -> None:
@@ -263,7 +274,9 @@ class _Sum:
     def __init__(
         self, work: _Exchange | _PollingWork, parts: Sequence[torch.Tensor], local_shard: torch.Tensor
     ) -> None:
-        self._work, self._parts, self._local_shard = work, parts, local_shard
+        self._work = work
+        self._parts = parts
+        self._local_shard = local_shard
 
     def wait(self) -> None:
         self._work.wait()
@@ -279,7 +292,8 @@ _transports: WeakKeyDictionary[Any, Transport] = WeakKeyDictionary()
 
 def transport_between(process_group: Any) -> Transport | None:
     """The transport for CPU tensors of a process group; ``None`` if its own collectives are used."""
-    choice, backend = os.environ.get("MINIFSDP_TRANSPORT"), None
+    choice = os.environ.get("MINIFSDP_TRANSPORT")
+    backend = None
     # Without a backend for CPUs, or without a process group of torch, there is no transport.
     with suppress(AttributeError, RuntimeError):
         backend = process_group._get_backend(torch.device("cpu"))

@@ -163,7 +163,8 @@ def _draw_heading(sheet: _Sheet, events: Sequence[Event], title: str, *captions:
             label = f"{kind} {meaning}"
             width = 42 + _LETTER * len(label)
             if x + width > sheet.width:
-                x, y = 20.0, y + 18
+                x = 20.0
+                y = y + 18
             sheet.shapes.append(_SHAPES.key(kind, kind in BOXES, x, y, label))
             x += width
     return y + 14

@@ -109,7 +109,8 @@ class GradientReductionHandle:
         Raises:
             RuntimeError: if ``reset_iter_state`` was called in between.
         """
-        iteration, self._iteration = self._iteration, None
+        iteration = self._iteration
+        self._iteration = None
         if iteration is None:
             return
         manual = manual_of(iteration)

@@ -57,7 +57,9 @@ class StateOfList(FSDPState):
         if self._is_between(iteration):
             return False
         # The latest forward may have failed between the modules.
-        self._waiting, self._waits_in, self._is_recorded = set(self.modules), iteration.num_forwards, False
+        self._waiting = set(self.modules)
+        self._waits_in = iteration.num_forwards
+        self._is_recorded = False
         return True
 
     def leave(self, iteration: IterationState, unit: Unit, modules: set[nn.Module], inputs: Any, output: Any) -> Any:

@@ -59,7 +59,8 @@ def node_groups(device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGr
         ValueError: if the number of ranks is not a multiple of the ranks on one node.
     """
     world = default_group()
-    num_ranks, per_node = dist.get_world_size(), node_size(device)
+    num_ranks = dist.get_world_size()
+    per_node = node_size(device)
     if num_ranks % per_node:
         raise ValueError(message("uneven-nodes", num_ranks=num_ranks, per_node=per_node))
     made = _node_groups.setdefault(world, {})

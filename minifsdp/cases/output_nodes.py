@@ -43,7 +43,9 @@ def through_nodes(pass_through: Callable[[torch.Tensor, bool], torch.Tensor], ou
 
 def _used_by_others(outputs: set[tuple[Any, int]]) -> set[tuple[Any, int]]:
     """The outputs from which others were computed. Only searches nodes that are newer than the oldest output."""
-    used, seen, left = set(), set(), [node for node, _ in outputs]
+    used = set()
+    seen = set()
+    left = [node for node, _ in outputs]
     oldest = min(node._sequence_nr() for node in left)
     while left:
         if (node := left.pop()) not in seen:

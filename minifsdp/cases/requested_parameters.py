@@ -85,9 +85,11 @@ class RequestedParameters:
         """
         for hooks in [h for p in self._paths for h in (p._backward_hooks, p._post_accumulate_grad_hooks) if h]:
             hooks.update({key: ParameterHook(hook) for key, hook in users_hooks(hooks)})
-        is_requested, inputs = torch._C._will_engine_execute_node, []
+        is_requested = torch._C._will_engine_execute_node
+        inputs = []
         for unit in self._units if not is_requested(self._probe) else ():
-            leaves, parameters = unit.layout.leaves, unit.layout.local_parameters
+            leaves = unit.layout.leaves
+            parameters = unit.layout.local_parameters
             trained = [p for p in parameters if p.requires_grad]
             try:
                 requested = {p for p in trained if is_requested(get_gradient_edge(p).node)}

@@ -61,7 +61,8 @@ def reshard_to_number(unit: Unit[PerParameterLayout], choice: Any) -> None:
         return
     if not isinstance(choice, int):
         raise ValueError(message("reshard-type", choice=choice))
-    layout, num_shards = unit.layout, unit.plan.mesh.num_shards
+    layout = unit.layout
+    num_shards = unit.plan.mesh.num_shards
     if choice < 1 or num_shards % choice:
         raise ValueError(message("reshard-factor", choice=choice, num_shards=num_shards))
     if choice in (1, num_shards):

@@ -55,7 +55,8 @@ from minifsdp.engine.messages import message
 from minifsdp.engine.sharded_param import Options, ShardedParam
 from minifsdp.engine.shards import shard_shape
 
-BEFORE, AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+BEFORE = "fsdp_pre_all_gather"
+AFTER = "fsdp_post_all_gather"
 RELEASES = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 
@@ -77,7 +78,8 @@ class TensorExtensions:
         """
         has = [name for name in (BEFORE, AFTER, RELEASES) if hasattr(local_shard, name)]
         if has and has[:2] != [BEFORE, AFTER]:
-            path, kind = param.info.path, type(local_shard).__name__
+            path = param.info.path
+            kind = type(local_shard).__name__
             missing = AFTER if BEFORE in has else BEFORE
             raise AssertionError(message("half-extension", path=path, type=kind, method=has[0], missing=missing))
         return bool(has)
@@ -101,8 +103,10 @@ class ExtendedBucket:
     kind: object = None
 
     def __init__(self, param: ShardedParam, local_shard: torch.Tensor, options: Options, policy: Any = None) -> None:
-        self.params, self.group = [param], param.mesh_groups.shard
-        self._param, self._options = param, options
+        self.params = [param]
+        self.group = param.mesh_groups.shard
+        self._param = param
+        self._options = options
         self._padded_shape = shard_shape(param.shape, param.dim, param.num_shards, 0)
         self.dtype = options.precision.computes_in(local_shard.dtype)
         self.num_bytes = param.num_shards * self._padded_shape.numel() * self.dtype.itemsize
@@ -127,7 +131,8 @@ class ExtendedBucket:
         if self._is_patched:
             # 4. The same tensor object, with its own memory.
             part.data = part.clone()
-            self._padded, self.local_shards = part, [part]
+            self._padded = part
+            self.local_shards = [part]
         else:
             # 1. A tensor of the parameter's class, with its own memory. Some classes have no slices.
             self._padded = part.new_zeros(self._padded_shape).to(self._options.storage_device(part))

@@ -86,7 +86,8 @@ class ParamGroup:
     @property
     def post_forward_mesh_info(self) -> fsdp_common.FSDPMeshInfo | None:
         """The mesh that the parameters are resharded to after forward; ``None`` if they stay unsharded."""
-        policy, mesh = self._unit.policy, self.mesh_info.mesh
+        policy = self._unit.policy
+        mesh = self.mesh_info.mesh
         if not policy.reshard_after_forward:
             return None
         return _info(smaller_mesh(mesh, int(self._reshard_to or 0)) if policy.post_forward_mesh else mesh)

@@ -110,7 +110,8 @@ class Collective:
 
     def _read_sizes(self) -> None:
         """Raises on all ranks if they issue collectives of different kinds or sizes."""
-        agrees, self._sizes_agree = self._sizes_agree, None
+        agrees = self._sizes_agree
+        self._sizes_agree = None
         if (agree := agrees()) is True:
             return
         # If the ranks found a mismatch since then, all of them drop the earlier collectives.

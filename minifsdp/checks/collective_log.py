@@ -248,7 +248,8 @@ class CollectiveLog:
         of_unit = -1
         if isinstance(unit, UnitName):
             unit.used.add(sequence)
-            of_unit, unit = unit.number, str(unit)
+            of_unit = unit.number
+            unit = str(unit)
         shape = _shape(kind, num_bytes, dtype)
         # Unlike the hash of a text, the hash of numbers is the same in all processes.
         identity = hash((shape, *parts))

@@ -28,7 +28,8 @@ def way_out(frame: FrameType | None) -> Place:
     """
     inside = frame
     while frame and frame.f_globals.get("__name__", "").partition(".")[0] in NOT_THE_PROGRAM:
-        inside, frame = frame, frame.f_back
+        inside = frame
+        frame = frame.f_back
     return inside and inside.f_code, frame and frame.f_code, frame and frame.f_lineno
 
 

@@ -140,7 +140,9 @@ class RankChecks:
             return
         if self._asked:
             self.read_now()
-        has_stepped, self._num_own_steps, self._num_steps = num_steps != self._num_own_steps, num_steps, log.num_steps
+        has_stepped = num_steps != self._num_own_steps
+        self._num_own_steps = num_steps
+        self._num_steps = log.num_steps
         with _disable_current_modes(), comm_streams.all_gather as comm_stream:
             for sequence, group in groups:
                 # Kernels fill this tensor, one number after the other. A copy from the CPU would block the CPU.
@@ -192,8 +194,10 @@ class RankChecks:
         Raises:
             RuntimeError: if the ranks issued different collectives.
         """
-        asked, self._asked = self._asked, []
-        arrived, self._arrived = self._arrived, None
+        asked = self._asked
+        self._asked = []
+        arrived = self._arrived
+        self._arrived = None
         if not asked:
             return
         if arrived is not None:

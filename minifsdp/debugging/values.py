@@ -102,7 +102,8 @@ def _after_gradient(gradient: Gradient | None, layout: Layout, *, with_unreduced
     numbers = gradient.numbers
     if isinstance(layout, FlatLayout):
         # One flat tensor, with padding after the last parameter.
-        parts, numbers = list(parts[0].split(layout.sharding.split_sizes)), list(range(len(layout.parameters)))
+        parts = list(parts[0].split(layout.sharding.split_sizes))
+        numbers = list(range(len(layout.parameters)))
     for number, counts in _not_finite(layout, parts[: len(numbers)]):
         name = full_name(layout.name, layout.parameters[numbers[number]].path)
         _found[layout] = detail("gradient-not-finite", name=name, counts=counts)

@@ -69,7 +69,9 @@ class LeafHooks:
     def __init__(
         self, unit: Unit, pre_backward: UnitCallback, post_backward: UnitCallback, close: UnitCallback
     ) -> None:
-        self._unit, self._post_backward, self._close = unit, post_backward, close
+        self._unit = unit
+        self._post_backward = post_backward
+        self._close = close
         self._pre_backward: Callable[[torch.Tensor], None] = lambda _: pre_backward(unit)
 
     def watch_inputs(self, inputs: Any) -> Any:
@@ -82,7 +84,8 @@ class LeafHooks:
         Returns:
             Whether a backward can follow.
         """
-        unit, is_registered = self._unit, register_pre_backward_hook(output, self._pre_backward, inputs=inputs)
+        unit = self._unit
+        is_registered = register_pre_backward_hook(output, self._pre_backward, inputs=inputs)
         if is_registered and not any(map(_REQUIRES_GRAD, unit.layout.leaves)):
             # If the unit is used more than once, it stays unsharded for the other uses until the end of backward.
             unit.num_uses += 1

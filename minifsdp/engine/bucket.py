@@ -80,7 +80,9 @@ class Source:
         local: torch.Tensor,
         spaces: list[torch.Tensor],
     ) -> None:
-        self.group, self.sizes, self.local = group, sizes, local
+        self.group = group
+        self.sizes = sizes
+        self.local = local
         num, rank = self.num_shards, self.rank = (1, 0) if group is None else (group.size, group.rank)
         self.shapes = [shard_shape(param.shape, param.dim, num, rank) for param in params]
         parts = zip(local.split(sizes), self.shapes, strict=True)
@@ -121,9 +123,14 @@ class Bucket:
     kind: object = None
 
     def __init__(self, params: Sequence[ShardedParam], local_shards: Sequence[torch.Tensor], options: Options) -> None:
-        group, num, sizes = params[0].mesh_groups.shard, params[0].num_shards, [param.chunk_numel for param in params]
-        stored, place = local_shards[0].dtype, options.storage_device(local_shards[0])
-        self.params, self.device, self.dtype = params, options.device, options.precision.computes_in(stored)
+        group = params[0].mesh_groups.shard
+        num = params[0].num_shards
+        sizes = [param.chunk_numel for param in params]
+        stored = local_shards[0].dtype
+        place = options.storage_device(local_shards[0])
+        self.params = params
+        self.device = options.device
+        self.dtype = options.precision.computes_in(stored)
         self.num_bytes = num * sum(sizes) * self.dtype.itemsize
         if group is None:
             # 5. The data that is sent has no gaps. Without other ranks, nothing is sent.
@@ -135,7 +142,8 @@ class Bucket:
         self.is_borrowed = group is None and self.dtype is stored and self.local.device == self.device
         numels = [self._aligned(num * size) for size in sizes]
         unsharded = self.local if self.is_borrowed else torch.empty(sum(numels), dtype=self.dtype, device=self.device)
-        self._storage, self._unsharded = unsharded.untyped_storage(), unsharded.data
+        self._storage = unsharded.untyped_storage()
+        self._unsharded = unsharded.data
         self.spaces = list(self._unsharded.split(numels))
         # 3. `.data` gives each leaf its own version counter: an all-gather must not look like an in-place change.
         shapes = [param.shape for param in params]
@@ -146,7 +154,8 @@ class Bucket:
         is_sorted = group is None or (len(params) == 1 and params[0].dim == 0)
         self._copies = not is_sorted or self.device.type != "cpu"
         self._own = self._source = Source(params, group, sizes, self.local, self.spaces)
-        self.group, self.local_shards = group, self._own.local_shards
+        self.group = group
+        self.local_shards = self._own.local_shards
         self.copy_in(local_shards)
         # The buffer and the source of the all-gather in flight, and its stream.
         self._in_flight: tuple[torch.Tensor, Source, CommStream] | None = None
@@ -186,7 +195,9 @@ class Bucket:
             self._storage.resize_(self._unsharded.nbytes)
         if source.sends_each:
             return [(collectives.all_gather_each, source.targets, source.local.split(source.sizes))]
-        local_shard, num, numel = source.local, source.num_shards, source.local.numel()
+        local_shard = source.local
+        num = source.num_shards
+        numel = source.local.numel()
         if self._copies:
             buffer = torch.empty(num * numel, dtype=self.dtype, device=self.device)
         else:
@@ -200,7 +211,8 @@ class Bucket:
 
     def copy_out(self) -> None:
         """2. Sorts the all-gathered data by parameter."""
-        in_flight, self._in_flight = self._in_flight, None
+        in_flight = self._in_flight
+        self._in_flight = None
         if in_flight is not None and self._copies:
             self._storage.resize_(self._unsharded.nbytes)
             self._stream = None if self.device.type == "cpu" else current_stream(self.device)
@@ -240,7 +252,8 @@ class Bucket:
             source: the shards; ``None`` for those that the optimizer updates. Their values may have changed.
             written_at: the event after which ``source`` has its values.
         """
-        self._source, self._written_at = source or self._own, written_at
+        self._source = source or self._own
+        self._written_at = written_at
         self.group = self._source.group
 
 
@@ -264,7 +277,9 @@ def assign_to_buckets(
         groups.setdefault(kind, {})[param] = local_shard
     buckets: list[Bucket] = []
     for kind, shards_by_param in groups.items():
-        create, inside, shards = kind[0], list(shards_by_param), list(shards_by_param.values())
+        create = kind[0]
+        inside = list(shards_by_param)
+        shards = list(shards_by_param.values())
         # The bucket from before, or a new one.
         bucket = next((bucket for bucket in before if bucket.kind == kind and bucket.params == inside), None)
         if bucket is None:

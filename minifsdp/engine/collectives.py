@@ -111,7 +111,8 @@ def reduce_scatter(
     caller must keep it alive until it has waited for the handle. ``parts`` are the numbers of the parameters in it.
     """
     if whole.is_complex():
-        local_shard, whole = torch.view_as_real(local_shard), torch.view_as_real(whole)
+        local_shard = torch.view_as_real(local_shard)
+        whole = torch.view_as_real(whole)
     carrier = group.process_group if group.transport is None or not whole.is_cpu else group.transport
     method = getattr(carrier, _REDUCE_SCATTER_METHOD)
     return events.collective(

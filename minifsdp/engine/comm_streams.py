@@ -47,7 +47,8 @@ class _EventHandle:
     """The handle of work on a CUDA stream: `wait` makes the current stream, nearly always the compute stream, wait."""
 
     def __init__(self, device: torch.device, event: Any) -> None:
-        self._device, self._event = device, event
+        self._device = device
+        self._event = event
         # For the watchdog thread, which detects a device that makes no progress.
         events.last_event = event
 
@@ -76,7 +77,8 @@ class CommStream:
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
-        self.name, self._device = name, device
+        self.name = name
+        self._device = device
         # A list, because a user's hook may enter the stream again.
         self._contexts: list[Any] = []
         self.stream: Any = None

@@ -75,10 +75,14 @@ class IterationState:
     """
 
     def __init__(self, units: list[Unit], reducer: Reducer, observers: list[Any], schedule: Schedule) -> None:
-        self.units, self.reducer, self.observers, self.schedule = units, reducer, observers, schedule
+        self.units = units
+        self.reducer = reducer
+        self.observers = observers
+        self.schedule = schedule
         self.points = ExtensionPoints()
         self.in_forward = self.in_backward = self.is_recorded = False
-        self.is_last_backward, self.num_forwards = True, 0
+        self.is_last_backward = True
+        self.num_forwards = 0
         self.is_open = False
         self._deferred: Unit | None = None
         # 2. Created once, not in each forward. The kind depends on the layout.
@@ -141,7 +145,8 @@ class IterationState:
         if is_recorded:
             unit.awaits_backward = True
             if unit.counted_in != self.num_forwards:
-                unit.counted_in, unit.num_pending = self.num_forwards, unit.num_pending + 1
+                unit.counted_in = self.num_forwards
+                unit.num_pending = unit.num_pending + 1
             self.schedule.leave(unit)
             if graph_task() != NOT_IN_BACKWARD:
                 # 5. The backward of the recomputed part runs next.
@@ -296,7 +301,9 @@ class IterationState:
 
     def _forget_backward(self) -> None:
         for unit in self.units:
-            unit.awaits_backward, unit.num_uses, unit.num_pending = False, 0, 0
+            unit.awaits_backward = False
+            unit.num_uses = 0
+            unit.num_pending = 0
         self._deferred = None
         self.is_open = False
 

@@ -151,7 +151,8 @@ def full_name(prefix: str, path: str) -> str:
 
 def replaced_error(layout: Layout, info: ParamInfo) -> RuntimeError:
     """The error for a module attribute whose tensor is not the tensor that the layout registered."""
-    path, kind = full_name(layout.name, info.path), type(info.module).__name__
+    path = full_name(layout.name, info.path)
+    kind = type(info.module).__name__
     if layout.shards_are_distributed:
         return RuntimeError(message("replaced-dtensor", parameter=path, type=kind))
     return RuntimeError(message("replaced-parameter", parameter=path, type=kind))

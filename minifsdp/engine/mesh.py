@@ -74,7 +74,8 @@ class Group:
         if not hasattr(process_group, "rank"):
             # For a group that this rank is not in, torch.distributed returns a number instead of a group.
             raise ValueError(message("not-a-member", group="the given process group"))
-        rank, size = process_group.rank(), process_group.size()
+        rank = process_group.rank()
+        size = process_group.size()
         try:
             ranks = tuple(dist.get_process_group_ranks(process_group))
         except (KeyError, RuntimeError, ValueError):

@@ -65,9 +65,11 @@ def some(words: list[str] | tuple[str, ...], most: int = 10) -> str:
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Issues a warning at a line of the program: the innermost frame outside of minifsdp and torch."""
-    level, frame = 2, sys._getframe(1)
+    level = 2
+    frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in NOT_THE_PROGRAM:
-        level, frame = level + 1, frame.f_back
+        level = level + 1
+        frame = frame.f_back
     warnings.warn(text, category, stacklevel=level)
 
 

@@ -75,13 +75,18 @@ class PerParameterLayout(Layout):
 
     @lifetime.outside_inference_mode
     def __init__(self, params: Sequence[ShardedParam], options: Options) -> None:
-        self.params, self._options = params, options
-        self.device, self.offloads, self._pins = options.device, options.offload, options.pin
+        self.params = params
+        self._options = options
+        self.device = options.device
+        self.offloads = options.offload
+        self._pins = options.pin
         self.parameters = [param.info for param in params]
         places = [(info, index) for index, first in enumerate(self.parameters) for info in first.attributes]
         self._attributes = [(info.module._parameters, info, index) for info, index in places]
         self._handles: list[Handle] = []
-        self.steps, self._gathered_at, self._has_copied = Steps(), object(), False
+        self.steps = Steps()
+        self._gathered_at = object()
+        self._has_copied = False
         self.post_forward_params: list[torch.Tensor] | None = None
         self.buckets = assign_to_buckets(params, [param.local_shard for param in params], options, [])
         for param in params:
@@ -159,7 +164,8 @@ class PerParameterLayout(Layout):
 
     def wait(self) -> None:
         """Waits for all buckets, and runs the copy-out."""
-        handles, self._handles = self._handles, []
+        handles = self._handles
+        self._handles = []
         for handle in handles:
             handle.wait()
         for bucket in self.buckets:
@@ -173,7 +179,8 @@ class PerParameterLayout(Layout):
 
     def unshard_from_full_mesh(self) -> None:
         """Makes the next all-gather read the optimizer's shards again."""
-        post_forward_params, self.post_forward_params = self.post_forward_params, None
+        post_forward_params = self.post_forward_params
+        self.post_forward_params = None
         if post_forward_params is not None:
             for bucket in self.buckets:
                 bucket.gather_from(None)
@@ -196,14 +203,16 @@ class PerParameterLayout(Layout):
         """Accepts tensors that the user has registered instead of the unit's tensors, and values in other memory."""
         is_edited = False
         for dictionary, attribute, index in self._attributes:
-            name, param = attribute.name, self.params[index]
+            name = attribute.name
+            param = self.params[index]
             if name in dictionary and dictionary[name] is self._registered[index]:
                 is_edited |= local_shard_of(param.parameter) is not param.local_shard
                 continue
             found = dictionary.get(name)
             if not isinstance(found, nn.Parameter) or not param.fits(found):
                 raise replaced_error(self, attribute)
-            param.parameter, is_edited = found, True
+            param.parameter = found
+            is_edited = True
         if is_edited:
             self._update_buckets(is_edited=True)
         elif len(self.buckets) > 1:
@@ -268,7 +277,8 @@ class PerParameterLayout(Layout):
         """1. Takes the gradients of the parameters that have one."""
         taken = Gradient([], [])
         for number, param in enumerate(self.params):
-            grad, param.leaf.grad = param.leaf.grad, None
+            grad = param.leaf.grad
+            param.leaf.grad = None
             # The gradient is a DTensor only with tensor parallelism.
             part = grad if grad is None or param.leaf is param.plain_leaf else param.local_gradient(grad)
             if with_unreduced and param.unreduced is not None:
@@ -300,7 +310,9 @@ class PerParameterLayout(Layout):
 
     def pack(self, gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False) -> torch.Tensor:
         """2. Splits the gradients and sorts the shards by rank, with zeros as padding."""
-        parts, is_mixed, chunk_numel = [], dtype.is_complex, 0
+        parts = []
+        is_mixed = dtype.is_complex
+        chunk_numel = 0
         num = self.params[gradient.numbers[0]].num_shards
         for number, part in zip(gradient.numbers, gradient.parts, strict=True):
             param = self.params[number]

@@ -50,7 +50,8 @@ class PlaceholderParameter(torch.Tensor):
     def __new__(cls, original: torch.Tensor, path: str, flat_param: torch.Tensor) -> Any:
         """Creates a tensor without memory."""
         new: Any = cls._make_wrapper_subclass(cls, original.shape, dtype=original.dtype, device=original.device)
-        new.path, new.flat_param = path, flat_param
+        new.path = path
+        new.flat_param = flat_param
         return new
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

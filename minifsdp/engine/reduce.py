@@ -98,7 +98,8 @@ class ReducePlan:
     def use(self, dtype: torch.dtype) -> None:
         """Changes the reduce dtype to ``dtype``."""
         if dtype is not self.dtype:
-            self.dtype, self.scaling = dtype, Scaling.of(self.scaling.before * self.scaling.after, dtype)
+            self.dtype = dtype
+            self.scaling = Scaling.of(self.scaling.before * self.scaling.after, dtype)
 
 
 @dataclass(slots=True)
@@ -145,7 +146,8 @@ class Reducer:
     """
 
     def __init__(self, comm_streams: CommStreams, offloads: bool = False) -> None:
-        self.comm_streams, self._offloads = comm_streams, offloads
+        self.comm_streams = comm_streams
+        self._offloads = offloads
         self._in_flight: _InFlight | None = None
         # Gradients that are being copied to the CPU. The CPU must wait before it reads them. Dropped if backward fails.
         self._arriving: list[tuple[Layout, Gradient, torch.Tensor]] = []
@@ -169,7 +171,8 @@ class Reducer:
             before = None
         if plan.partial is not None and plan.partial[0] != gradient.numbers:
             # Check before the stream reads the gradient, because after an error nothing would keep the gradient alive.
-            waiting, added = len(plan.partial[0]), len(gradient.numbers)
+            waiting = len(plan.partial[0])
+            added = len(gradient.numbers)
             raise RuntimeError(message("uneven-partial", name=layout.name, waiting=waiting, new=added))
         if before is not None and before.scattered is not COMPLETED:
             self.before_concat()
@@ -205,11 +208,13 @@ class Reducer:
         last = self._in_flight
         if last is not None and last.scattered is not COMPLETED:
             last.scattered.wait()
-            last.scattered, last.whole = COMPLETED, last.local_shard
+            last.scattered = COMPLETED
+            last.whole = last.local_shard
 
     def finish(self) -> None:
         """Completes the reduction in flight. Afterwards the compute stream and the CPU can read every gradient."""
-        last, self._in_flight = self._in_flight, None
+        last = self._in_flight
+        self._in_flight = None
         self._complete(last)
         self._stop_cpu()
         for layout, gradient, result in self._arriving:
@@ -228,7 +233,8 @@ class Reducer:
 
     def drop(self) -> None:
         """Waits for the reductions of a failed backward, because other ranks take part. Discards the results."""
-        last, self._in_flight = self._in_flight, None
+        last = self._in_flight
+        self._in_flight = None
         if last is not None:
             last.scattered.wait()
             last.ended.wait()
@@ -245,7 +251,10 @@ class Reducer:
             current_stream(self.comm_streams.device).synchronize()
 
     def _issue(self, new: _InFlight) -> Handle:
-        plan, shard, replicas, name = new.plan, new.plan.mesh.shard, new.plan.mesh.replicate, new.layout.name
+        plan = new.plan
+        shard = new.plan.mesh.shard
+        replicas = new.plan.mesh.replicate
+        name = new.layout.name
         if shard is not None:
             # A sharded unit needs only this rank's shard of the sum.
             new.local_shard = new.whole.new_empty(new.whole.numel() // shard.size)
@@ -330,7 +339,8 @@ def _has_hooks(layout: Layout) -> bool:
 
 def _end(item: _InFlight) -> None:
     """Stages 4 and 5. The caller has waited for the handle of the earlier stages."""
-    plan, replicas = item.plan, item.plan.mesh.replicate
+    plan = item.plan
+    replicas = item.plan.mesh.replicate
     if plan.hook is None:
         if replicas is not None and (plan.mesh.shard is not None or not item.all_reduces):
             _add_partial(item)

@@ -80,7 +80,9 @@ class RootState:
         limit_all_gathers: bool,
         comm_streams: CommStreams | None = None,
     ) -> None:
-        self.device, self.outermost, self._caller = device, outermost, outermost
+        self.device = device
+        self.outermost = outermost
+        self._caller = outermost
         self.comm_streams = comm_streams or _earlier_streams(units, device) or CommStreams(device)
         self.limiter = RateLimiter(limit_all_gathers)
         self.units = [unit for _, unit in units]
@@ -152,7 +154,8 @@ class RootState:
         except BaseException:
             self._thread = 0
             raise
-        self.iteration.in_forward, self._caller = True, caller
+        self.iteration.in_forward = True
+        self._caller = caller
         self.iteration.num_forwards += 1
         return True
 
@@ -196,7 +199,8 @@ class RootState:
 
     def end_forward(self, output: Any) -> Any:
         """Called when the outermost call has returned. Returns the output to pass to the caller."""
-        self.iteration.in_forward, self._thread = False, 0
+        self.iteration.in_forward = False
+        self._thread = 0
         for observer in self.iteration.observers:
             observer.left()
         for extend in self.iteration.points.forward_ends:
@@ -217,7 +221,8 @@ class RootState:
 
     def fail_forward(self) -> None:
         """Called when the outermost call has raised an error. Resets the units to their state before the forward."""
-        self.iteration.in_forward, self._thread = False, 0
+        self.iteration.in_forward = False
+        self._thread = 0
         self.iteration.recover()
 
     def recover_after_error(self) -> None:

@@ -51,7 +51,8 @@ class Schedule:
     """
 
     def __init__(self, backward_prefetch: BackwardPrefetch | None = None, forward_prefetch: bool = False) -> None:
-        self.backward_prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
+        self.backward_prefetch = backward_prefetch
+        self.forward_prefetch = forward_prefetch
         self._first_order: list[Unit] = []
         self._entered: dict[Unit, int] = {}
         self._is_first_iteration = True

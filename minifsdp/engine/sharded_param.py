@@ -45,7 +45,8 @@ from minifsdp.engine.precision import Precision
 from minifsdp.engine.shards import local_tensor, padded_shard_numel, shard_of
 
 # The number of in-place changes of a tensor, and whether autograd computes its gradient.
-VERSION, REQUIRES_GRAD = operator.attrgetter("_version"), operator.attrgetter("requires_grad")
+VERSION = operator.attrgetter("_version")
+REQUIRES_GRAD = operator.attrgetter("requires_grad")
 # The unsharded parameter of a `ShardedParam`.
 LEAF: Callable[[Any], torch.Tensor] = operator.attrgetter("leaf")
 # Returns the local tensor of a DTensor. ``to_local()`` would create another tensor, for autograd.
@@ -107,11 +108,15 @@ class ShardedParam:
     def __init__(
         self, info: ParamInfo, original: nn.Parameter, mesh: DeviceMesh, mesh_groups: MeshGroups, placement: Any
     ) -> None:
-        self.info, self.mesh, self.mesh_groups = info, mesh, mesh_groups
+        self.info = info
+        self.mesh = mesh
+        self.mesh_groups = mesh_groups
         # Tensor parallelism may have sharded the parameter already.
         local = local_tensor(original.detach())
         dim = 0 if placement is None else placement.dim % original.ndim
-        self.shape, self.dim, self.num_shards = local.shape, dim, mesh.size(mesh.ndim - 1)
+        self.shape = local.shape
+        self.dim = dim
+        self.num_shards = mesh.size(mesh.ndim - 1)
         self.chunk_numel = padded_shard_numel(self.shape, dim, self.num_shards)
         self._tensor_parallel = original._spec if isinstance(original, DTensor) else None
         self._spec = self._make_spec(original, mesh)
@@ -119,13 +124,16 @@ class ShardedParam:
         self.parameter = self.leaf = self.plain_leaf = original
         self.unreduced: torch.Tensor | None = None
         self._user_attributes: dict[str, Any] = {}
-        self.is_trained, self.version = original.requires_grad, 0
+        self.is_trained = original.requires_grad
+        self.version = 0
 
     def _make_spec(self, original: nn.Parameter, mesh: DeviceMesh) -> dtensor_spec.DTensorSpec:
-        dim, inner = self.dim, self._tensor_parallel
+        dim = self.dim
+        inner = self._tensor_parallel
         placements: tuple[Placement, ...] = (Shard(dim),)
         if inner is not None:
-            mesh, num_shards = DeviceMesh._concatenate([mesh, inner.mesh]), inner.num_shards_map[dim]
+            mesh = DeviceMesh._concatenate([mesh, inner.mesh])
+            num_shards = inner.num_shards_map[dim]
             own = Shard(dim) if num_shards == 1 else _StridedShard(dim, split_factor=num_shards)
             placements = (own, *inner.placements)
         # Axes before the shard axis are replicate axes.

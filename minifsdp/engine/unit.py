@@ -137,15 +137,23 @@ class Unit(Generic[LayoutT]):
     def __init__(
         self, module: nn.Module, layout: LayoutT, plans: Sequence[ReducePlan], precision: Precision, policy: UnitPolicy
     ) -> None:
-        self.module, self.layout, self.precision = module, layout, precision
-        self.plans, self.plan = plans, plans[0]
+        self.module = module
+        self.layout = layout
+        self.precision = precision
+        self.plans = plans
+        self.plan = plans[0]
         self.policy = policy
         self.name = type(module).__name__
-        self.state, self.phase = State.SHARDED, Phase.IDLE
+        self.state = State.SHARDED
+        self.phase = Phase.IDLE
         self.planned_for: object = None
         self.awaits_backward = self.is_held = False
         self.inner: frozenset[Unit] = frozenset()
-        self.graph_task, self.num_uses, self.num_pending, self.counted_in, self.ran_in = -1, 0, 0, -1, -1
+        self.graph_task = -1
+        self.num_uses = 0
+        self.num_pending = 0
+        self.counted_in = -1
+        self.ran_in = -1
         # Those of the root, see `join`. ``None``, and a limiter that never waits, until the unit has a root.
         self.comm_streams: CommStreams | None = None
         self.limiter = RateLimiter(enabled=False)
@@ -163,7 +171,8 @@ class Unit(Generic[LayoutT]):
 
     def join(self, comm_streams: CommStreams, limiter: RateLimiter) -> None:
         """Adds the unit to a root. The unit then uses the root's communication streams and rate limiter."""
-        self.comm_streams, self.limiter = comm_streams, limiter
+        self.comm_streams = comm_streams
+        self.limiter = limiter
 
     def unshard(self) -> None:
         """SHARDED -> GATHERING: issues the all-gather. Does nothing in other states and in the phase SUMMONED."""
@@ -186,7 +195,8 @@ class Unit(Generic[LayoutT]):
             return
         if self.state is State.SHARDED:
             raise RuntimeError(message("never-gathered", name=self.name))
-        handle, self._handle = self._handle, None
+        handle = self._handle
+        self._handle = None
         if handle is not None:
             handle.wait()
         if events.recorder is not None:
@@ -210,7 +220,8 @@ class Unit(Generic[LayoutT]):
         if to_smaller_mesh and post_forward_mesh is not None:
             post_forward_mesh.begin()
         self.layout.use_sharded_params()
-        self.state, self.is_held = State.SHARDED, False
+        self.state = State.SHARDED
+        self.is_held = False
         event = self.layout.free()
         if event is not None:
             if events.recorder is not None:

@@ -86,7 +86,10 @@ class FSDPState(TorchAttributes):
         reshard_after_forward: bool | int | None,
     ) -> None:
         # Libraries read `_mp_policy` and `_is_root`.
-        self.modules, self.unit, self.device, self._mp_policy = modules, unit, device, policy
+        self.modules = modules
+        self.unit = unit
+        self.device = device
+        self._mp_policy = policy
         self.reshard_after_forward = reshard_after_forward
         self.root_state: RootState | None = None
         # ``None`` before the first forward.
@@ -210,6 +213,7 @@ class FSDPState(TorchAttributes):
         )
         cases = [state for state in found if type(state) is not FSDPState]
         for state in found:
-            state.root_state, state._cases = root_state, cases
+            state.root_state = root_state
+            state._cases = cases
             state._is_root = state is self
         return root_state

@@ -90,7 +90,8 @@ class FSDPModule(ManualFinalization, RefusesDDP, UnsupportedMethods):
         Args:
             async_op: whether to return a handle immediately. The module's forward waits for the all-gather itself.
         """
-        handle, state = UnshardHandle(), self._get_fsdp_state()
+        handle = UnshardHandle()
+        state = self._get_fsdp_state()
         if state.unit is not None:
             root_state = state.current_root_state()
             # As at the start of an iteration, the user may have replaced or modified the sharded parameters.

@@ -67,7 +67,8 @@ def _stop(_: Any) -> None:
     """Called when the default process group is destroyed."""
     if sys.is_finalizing():
         return
-    watchdog, log.watchdog = log.watchdog, None
+    watchdog = log.watchdog
+    log.watchdog = None
     log.clear()
     atexit.unregister(at_exit)
     watchdog.stop()

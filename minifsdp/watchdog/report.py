@@ -55,7 +55,8 @@ from minifsdp.engine.messages import rank_of_this_process
 
 State = dict[str, Any]
 Line = list[Any]  # sequence, epoch, number, what, where, iteration, bytes, identity, number of the unit
-IDENTITY, OF_UNIT = 7, 8  # the fields of a line that are compared
+IDENTITY = 7
+OF_UNIT = 8  # the fields of a line that are compared
 EXIT_RECORD = 1 << 60  # the number of an answer to all questions
 HASTE = 0.05  # seconds between two reads while answers are expected
 _DESTROYED = "destroyed"  # the key that counts the ranks that have destroyed the group
@@ -76,7 +77,8 @@ def state_of_this_rank(ended: str = "", failed_at: str = "") -> State:
         ended: the reason why its program has ended; empty if the program runs.
         failed_at: the line that raised the error that ended the program.
     """
-    work, latest = log.waiting, log.latest  # read once: the main thread changes them
+    work = log.waiting
+    latest = log.latest  # read once: the main thread changes them
     return {
         "rank": rank_of_this_process(),
         "ended": ended,
@@ -360,7 +362,8 @@ class StoreChannel:
                 # The last rank deletes the keys only if it counts all others. It may be doing this at this moment.
                 if not counts or int(self._call("add", _DESTROYED, -1)) != self.num_ranks - 1:
                     return
-                until, counts = until + limit, False
+                until = until + limit
+                counts = False
             time.sleep(HASTE)
 
     def _answers(self, what: str, numbers: Mapping[int, int], limit: float) -> dict[int, State | None]:

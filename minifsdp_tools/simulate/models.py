@@ -69,7 +69,8 @@ class Attention(nn.Module):
             key, value = F.linear(memory, weights[1]).chunk(2, dim=-1)
         query, key, value = (t.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for t in (query, key, value))
         if self.is_rotary:
-            query, key = _rotated(query), _rotated(key)
+            query = _rotated(query)
+            key = _rotated(key)
         mixed = F.scaled_dot_product_attention(query, key, value, bias, is_causal=causal, enable_gqa=True)
         return self.project_out(mixed.transpose(1, 2).flatten(-2))
 
